@@ -14,15 +14,27 @@ _SHARES = (60, 12, 12, 12, 4)
 _LONGEST_S = 7 * 86400.0
 
 
+def _poisson(mean_s: float) -> Callable[[Random], float]:
+    return lambda rng: rng.expovariate(1 / mean_s)
+
+
+def _log_normal(rng: Random) -> float:
+    return math.exp(rng.gauss(math.log(1800), 1.5))
+
+
+def _mixed_sizes(rng: Random) -> int:
+    return rng.choices(_SIZES, _SHARES)[0]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Crowd:
     """How the jobs of a trace are drawn."""
 
     num_jobs: int
-    gap_s: Callable[[Random], float]
+    gap_s: Callable[[Random], float] = _poisson(60)
     """From one submission to the next."""
-    duration_s: Callable[[Random], float]
-    num_gpus: Callable[[Random], int]
+    duration_s: Callable[[Random], float] = _log_normal
+    num_gpus: Callable[[Random], int] = _mixed_sizes
     load: float | None = None
     """Offered load; None: submissions as drawn."""
     name: str
@@ -44,28 +56,9 @@ class Crowd:
         return Trace(name=self.name, rows=tuple(rows), dropped={})
 
 
-def _poisson(mean_s: float) -> Callable[[Random], float]:
-    return lambda rng: rng.expovariate(1 / mean_s)
-
-
-def _log_normal(rng: Random) -> float:
-    return math.exp(rng.gauss(math.log(1800), 1.5))
-
-
-def _mixed_sizes(rng: Random) -> int:
-    return rng.choices(_SIZES, _SHARES)[0]
-
-
 def synthetic(seed: int) -> Trace:
     """Poisson arrivals; log-normal durations, median 30 min; one GPU mostly, 16 at most."""
-    crowd = Crowd(
-        name="synthetic",
-        num_jobs=1500,
-        gap_s=_poisson(60),
-        duration_s=_log_normal,
-        num_gpus=_mixed_sizes,
-    )
-    return crowd.draw(seed)
+    return Crowd(name="synthetic", num_jobs=1500).draw(seed)
 
 
 ADVERSARIAL = {
@@ -75,29 +68,21 @@ ADVERSARIAL = {
             name="5,000 in a minute",
             num_jobs=5000,
             gap_s=_poisson(60 / 5000),
-            duration_s=_log_normal,
-            num_gpus=_mixed_sizes,
         ),
         Crowd(
             name="1,000 at once",
             num_jobs=1000,
             gap_s=lambda rng: 0.0,
-            duration_s=_log_normal,
-            num_gpus=_mixed_sizes,
         ),
         Crowd(
             name="all 1 GPU",
             num_jobs=1500,
-            gap_s=_poisson(60),
-            duration_s=_log_normal,
             num_gpus=lambda rng: 1,
             load=2.0,
         ),
         Crowd(
             name="all 64 GPUs",
             num_jobs=500,
-            gap_s=_poisson(60),
-            duration_s=_log_normal,
             num_gpus=lambda rng: 64,
             load=2.0,
         ),
@@ -105,9 +90,7 @@ ADVERSARIAL = {
         Crowd(
             name="heavy tail",
             num_jobs=1500,
-            gap_s=_poisson(60),
             duration_s=lambda rng: 250 * rng.paretovariate(1.05),
-            num_gpus=_mixed_sizes,
             load=2.0,
         ),
     )

@@ -185,72 +185,28 @@ def _rotate_heads_kernel(
     columns = tl.arange(0, COLUMNS)
     inside = (rows < num_rows)[:, None] & (columns < HALF)[None, :]
     source = mixed + head * dim
+    query_at = query + (group * PER_GROUP + member) * dim
+    mixed_width: tl.constexpr = heads * dim
+    query_width: tl.constexpr = GROUPS * PER_GROUP * dim
+    key_width: tl.constexpr = GROUPS * dim
     if member < PER_GROUP:
         _move_head(
-            source,
-            query + (group * PER_GROUP + member) * dim,
-            cos,
-            sin,
-            before + head * dim,
-            query_weight,
-            eps,
-            rows,
-            inside,
-            columns,
-            MIXED_WIDTH=heads * dim,
-            APART_WIDTH=GROUPS * PER_GROUP * dim,
-            HALF=HALF,
-            TURNED=TURNED,
-            ROTATE=True,
-            BACKWARD=BACKWARD,
-            NORMED=NORMED,
-            ROUNDS_ONCE=ROUNDS_ONCE,
-            ZERO_CENTERED=ZERO_CENTERED,
-        )
+            source, query_at, cos, sin, before + head * dim, query_weight, eps,
+            rows, inside, columns, mixed_width, query_width, HALF, TURNED, True,
+            BACKWARD, NORMED, ROUNDS_ONCE, ZERO_CENTERED,
+        )  # fmt: skip
     elif member == PER_GROUP:
         _move_head(
-            source,
-            key + group * dim,
-            cos,
-            sin,
-            before + head * dim,
-            key_weight,
-            eps,
-            rows,
-            inside,
-            columns,
-            MIXED_WIDTH=heads * dim,
-            APART_WIDTH=GROUPS * dim,
-            HALF=HALF,
-            TURNED=TURNED,
-            ROTATE=True,
-            BACKWARD=BACKWARD,
-            NORMED=NORMED,
-            ROUNDS_ONCE=ROUNDS_ONCE,
-            ZERO_CENTERED=ZERO_CENTERED,
-        )
+            source, key + group * dim, cos, sin, before + head * dim, key_weight, eps,
+            rows, inside, columns, mixed_width, key_width, HALF, TURNED, True,
+            BACKWARD, NORMED, ROUNDS_ONCE, ZERO_CENTERED,
+        )  # fmt: skip
     else:
         _move_head(
-            source,
-            value + group * dim,
-            cos,
-            sin,
-            before + head * dim,
-            key_weight,
-            eps,
-            rows,
-            inside,
-            columns,
-            MIXED_WIDTH=heads * dim,
-            APART_WIDTH=GROUPS * dim,
-            HALF=HALF,
-            TURNED=TURNED,
-            ROTATE=False,
-            BACKWARD=BACKWARD,
-            NORMED=NORMED,
-            ROUNDS_ONCE=ROUNDS_ONCE,
-            ZERO_CENTERED=ZERO_CENTERED,
-        )
+            source, value + group * dim, cos, sin, before + head * dim, key_weight, eps,
+            rows, inside, columns, mixed_width, key_width, HALF, TURNED, False,
+            BACKWARD, NORMED, ROUNDS_ONCE, ZERO_CENTERED,
+        )  # fmt: skip
 
 
 _rotate_heads = WarmKernel(_rotate_heads_kernel)
