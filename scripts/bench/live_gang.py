@@ -21,7 +21,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.around_training.base import shapes, warm_page_cache, write_base
+from scripts.bench.around_training.base import base_in
 from scripts.bench.around_training.cases import RANKS, TEXTS
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.rows import append_rows, gpu_name
@@ -307,11 +307,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(args: Any, folder: Path) -> list[str]:
     """Runs what the arguments ask for; returns the cases that are missed."""
     world = args.gpus or args.world or 1
-    base = quickstart_base()
-    if args.size != "quickstart":
-        base = {"path": str(folder / "base"), "dtype": args.dtype}
-        write_base(shapes()[args.size], folder / "base")
-        warm_page_cache(folder / "base")
+    base = (
+        quickstart_base()
+        if args.size == "quickstart"
+        else base_in(folder / "base", args.size, args.dtype)
+    )
     if args.gpus and args.dtype == "bfloat16":
         build(built_library())  # once a machine, which is not what is timed here
     missed: list[str] = []

@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.around_training.base import shapes, warm_page_cache, write_base
+from scripts.bench.around_training.base import base_in
 from scripts.bench.around_training.cases import TEXTS
 from scripts.bench.harness.arguments import REPO, bench_parser
 from scripts.bench.harness.moves import Move, fused, moves, stays
@@ -169,11 +169,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(args: Any, folder: Path) -> int:
     """Runs the service and the comparison, and keeps their rows."""
-    base: dict[str, Any] = quickstart_base()
-    if args.size != "quickstart":
-        base = {"path": str(folder / "base"), "dtype": args.dtype}
-        write_base(shapes()[args.size], folder / "base")
-        warm_page_cache(folder / "base")
+    base = (
+        quickstart_base()
+        if args.size == "quickstart"
+        else base_in(folder / "base", args.size, args.dtype)
+    )
     if args.gpus and args.dtype == "bfloat16":
         build(built_library())  # once a machine, which is not what is timed here
     made, ids = served(args, folder / "service", base)

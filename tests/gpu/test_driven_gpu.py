@@ -9,21 +9,14 @@ import pytest
 import torch
 
 from tests.distributed.test_driven import drive
-from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_models import GPU_SHAPE, make_tiny_model
 
 pytestmark = pytest.mark.gpu
-SHAPE = {
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 512,
-}
 
 
 def test_neighbours_and_errors_change_no_bit(tmp_path: Path) -> None:
     base = make_tiny_model(
-        tmp_path / "base", "llama", vocab_size=264, dtype=torch.bfloat16, **SHAPE
+        tmp_path / "base", "llama", vocab_size=264, dtype=torch.bfloat16, **GPU_SHAPE
     )
     more = {
         "base_model": {"path": str(base), "dtype": "bfloat16"},

@@ -10,16 +10,10 @@ import pytest
 import torch
 
 from tests.helpers.resident_case import Command, Resident, resident
+from tests.helpers.tiny_models import GPU_SHAPE
 from tlora_megatron.training.resident.locked_ring import LockedRing
 
 pytestmark = pytest.mark.gpu
-SHAPE = {
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 512,
-}
 
 
 def commands(opened: Resident, name: str, job: str, at: int) -> list[Command]:
@@ -34,7 +28,7 @@ def adapter(opened: Resident, name: str) -> bytes:
 
 def test_neighbours_keep_their_bits(tmp_path: Path) -> None:
     base, run = {"dtype": "bfloat16"}, {"deterministic": True}
-    with resident(tmp_path, 1, {}, base_model=base, run=run, **SHAPE) as opened:
+    with resident(tmp_path, 1, {}, base_model=base, run=run, **GPU_SHAPE) as opened:
         opened.run(commands(opened, "alone", "everything", 1))
         opened.run(
             [

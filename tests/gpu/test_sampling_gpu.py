@@ -9,25 +9,19 @@ import pytest
 import torch
 
 from tests.helpers.sampling_case import Reference, greedy, opened, sample, write_adapters
-from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_models import GPU_SHAPE, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.runtime.sampling.batcher import Batcher
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, SamplingParams
 
 pytestmark = pytest.mark.gpu
-SHAPE = {
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-}
 
 
 def make_prompts(folder: Path, dtype: torch.dtype) -> tuple[Path, list[Prompt]]:
     """A base, and prompts of several lengths for its adapters and for itself."""
-    base = make_tiny_model(folder / "base", "qwen3", vocab_size=VOCAB_SIZE, dtype=dtype, **SHAPE)
+    base = make_tiny_model(
+        folder / "base", "qwen3", vocab_size=VOCAB_SIZE, dtype=dtype, **GPU_SHAPE
+    )
     save_tiny_tokenizer(base)
     generator = torch.Generator().manual_seed(3)
     return base, [

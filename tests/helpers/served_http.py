@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers.launch import HANG_S, environment
+from tests.helpers.launch import HANG_S, REPO, environment
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.place import store_place
 from tlora_megatron.service.processes import Life
@@ -56,6 +57,17 @@ class ServedHttp:
     def wait_until(self, holds: Callable[[], bool], what: str) -> None:
         """Waits for something; fails with the service's output."""
         _wait(self.process, self.log, holds, what)
+
+
+@contextmanager
+def serving_quickstart(folder: Path) -> Iterator[ServedHttp]:
+    """Serves the quickstart's base in float32 under the name `base`, and samples from it."""
+    base = folder / "base.json"
+    section = {"path": str(REPO / "configs" / "quickstart" / "base"), "dtype": "float32"}
+    base.write_text(json.dumps({"base_model": section}))
+    words = (f"--base=base={base}", "--sampler=own")
+    with serving_http(folder / "service", folder / "serve.log", *words) as found:
+        yield found
 
 
 @contextmanager

@@ -47,6 +47,15 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+GPU_SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+}
+"""What makes a tiny model wide enough for the kernels of GPUs."""
+
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,

@@ -17,7 +17,7 @@ import tinker
 from tinker import types
 
 from tests.helpers.launch import HANG_S, REPO
-from tests.helpers.served_http import ServedHttp, serving_http
+from tests.helpers.served_http import ServedHttp, serving_quickstart
 from tests.helpers.tinker import client_loop
 from tests.helpers.tinker.clients import closing_clients
 
@@ -40,14 +40,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHttp]:
     """A service that offers the quickstart's base in float32, and samples."""
-    root = tmp_path_factory.mktemp("tinker")
-    base = root / "base.json"
-    section = {"path": str(QUICKSTART / "base"), "dtype": "float32"}
-    base.write_text(json.dumps({"base_model": section}))
-    words = (f"--base=base={base}", "--sampler=own")
     with (
         pytest.MonkeyPatch.context() as patch,
-        serving_http(root / "service", root / "serve.log", *words) as found,
+        serving_quickstart(tmp_path_factory.mktemp("tinker")) as found,
         closing_clients(),
     ):
         patch.setenv("TINKER_TELEMETRY", "0")

@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.launch import HANG_S, REPO
 from tests.helpers.scenario import losses
-from tests.helpers.served_http import ServedHttp, serving_http
+from tests.helpers.served_http import ServedHttp, serving_quickstart
 from tlora_megatron.config.load import read_config
 from tlora_megatron.runtime import controller
 from tlora_megatron.training.listener import SilentListener
@@ -37,12 +37,7 @@ pytestmark = pytest.mark.cookbook
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHttp]:
     """A service that offers the quickstart's base in float32, and samples."""
-    root = tmp_path_factory.mktemp("cookbook")
-    base = root / "base.json"
-    section = {"path": str(QUICKSTART / "base"), "dtype": "float32"}
-    base.write_text(json.dumps({"base_model": section}))
-    words = (f"--base=base={base}", "--sampler=own")
-    with serving_http(root / "service", root / "serve.log", *words) as found:
+    with serving_quickstart(tmp_path_factory.mktemp("cookbook")) as found:
         yield found
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tlora_megatron.parallel.groups import ParallelGroups
 
 
 @pytest.fixture
@@ -18,3 +22,27 @@ def world_of_one() -> Iterator[None]:
     yield
     if owned:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def groups(world_of_one: None) -> ParallelGroups:
+    """The groups of this process alone, on the CPU."""
+    import torch
+    import torch.distributed as dist
+
+    from tlora_megatron.model.layout import ParallelLayout
+    from tlora_megatron.parallel.groups import ParallelGroups
+
+    world = dist.group.WORLD
+    assert world is not None
+    return ParallelGroups(
+        layout=ParallelLayout(),
+        tp_rank=0,
+        pp_rank=0,
+        cp_rank=0,
+        dp_rank=0,
+        tp_group=world,
+        dp_cp_group=world,
+        model_group=world,
+        device=torch.device("cpu"),
+    )

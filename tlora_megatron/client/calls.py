@@ -17,6 +17,12 @@ from tlora_megatron.client.values import Job, JobState, Page, Submitted
 T = TypeVar("T")
 Wish = Literal["cancel", "pause", "resume"]
 Params = Mapping[str, str | int | bool | list[str]]
+PAGE = 1000
+"""Jobs of a page where all are asked for."""
+_CONNECT_S = 10.0
+ANSWER = httpx.Timeout(60.0, connect=_CONNECT_S)
+STREAM = httpx.Timeout(60.0, connect=_CONNECT_S)
+"""A stream that says nothing for so long is opened anew; the service sends signs of life."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +37,11 @@ class Call(Generic[T]):
     headers: Mapping[str, str] = field(default_factory=dict)
     json: Any = None
     content: bytes | None = None
+
+
+def with_token(token: str) -> dict[str, str]:
+    """The headers of every request of a client."""
+    return {"Authorization": f"Bearer {token}"}
 
 
 def submit(document: Mapping[str, Any] | str, key: str | None) -> Call[Submitted]:

@@ -27,11 +27,6 @@ from tlora_megatron.client.sse import EventReader
 from tlora_megatron.client.values import Event, Job, Page, Submitted
 
 T = TypeVar("T")
-_PAGE = 1000
-_CONNECT_S = 10.0
-_ANSWER_S = 60.0
-_QUIET_S = 60.0
-"""A stream that says nothing for so long is opened anew; the service sends signs of life."""
 
 
 class Client:
@@ -56,8 +51,8 @@ class Client:
         self._retries = retries
         self._http = httpx.Client(
             base_url=self.address,
-            headers={"Authorization": f"Bearer {token or find_token(self.address)}"},
-            timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S),
+            headers=calls.with_token(token or find_token(self.address)),
+            timeout=calls.ANSWER,
             transport=transport,
         )
 
@@ -92,7 +87,7 @@ class Client:
         """All jobs of the tenant in these states (None: in any), the first submitted first."""
         after: str | None = None
         while True:
-            page = self.page(states, after=after, limit=_PAGE)
+            page = self.page(states, after=after, limit=calls.PAGE)
             yield from page.jobs
             after = page.next
             if after is None:
@@ -204,7 +199,7 @@ class Client:
 
     def _stream(self, job: str, reader: EventReader, *, follow: bool) -> Iterator[Event]:
         call = calls.events(job, reader.last, follow=follow)
-        with self._open(call, timeout=httpx.Timeout(_QUIET_S, connect=_CONNECT_S)) as answer:
+        with self._open(call, timeout=calls.STREAM) as answer:
             for line in answer.iter_lines():
                 event = reader.feed(line)
                 if event is not None:

@@ -192,7 +192,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _flush_folder(path.parent)
+    flush_folder(path.parent)
 
 
 def read_json(path: Path) -> Any:
@@ -229,7 +229,7 @@ def _checked(value: str, pattern: re.Pattern[str], what: str) -> str:
     return value
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """Lets the new name survive a power cut."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

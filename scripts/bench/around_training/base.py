@@ -77,6 +77,13 @@ def warm_page_cache(directory: Path) -> None:
                 pass
 
 
+def base_in(folder: Path, size: str, dtype: str) -> dict[str, Any]:
+    """The section `base_model` of a base of that size, which it writes into a folder."""
+    write_base(shapes()[size], folder)
+    warm_page_cache(folder)
+    return {"path": str(folder), "dtype": dtype}
+
+
 def _write_weights(directory: Path) -> None:
     spec = read_model_spec(directory / "config.json")
     files = list(_files(hf_shapes(spec)))

@@ -1,23 +1,20 @@
 """One rank of a case under Megatron-LM: `under_megatron_worker.py [--cpu] pretrain_gpt.py ARGS`.
 
-Does what `-m tlora_megatron.launch` does, and times iterations of the trainer: the time from the
-beginning of one to that of the next. Nothing is compiled in the checkout.
+Times iterations of the trainer: the time from the beginning of one to that of the next.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
 import time
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import scripts.bench.flag_speed.cases  # noqa: F401 - a checkout has a folder `scripts` too
-from tlora_megatron import launch
+# Here already: a checkout has a folder `scripts` too.
+from scripts.bench.flag_speed.watched import Iteration, launch_watched
 
 
 class IterationTimer:
@@ -82,26 +79,10 @@ class IterationTimer:
             self._result.write_text(json.dumps(measured))
 
 
-def _install() -> None:
-    _install_hooks()
-    from tlora_megatron.integrations.megatron_lm.session import Session
-
-    initialize: Any = importlib.import_module("megatron.training.initialize")
-    initialize._compile_dependencies = lambda *_: None
+def _begin() -> Iteration:
     first, size = map(int, os.environ["TLORA_PLAN_WINDOW"].split(","))
-    timer = IterationTimer(first, size, Path(os.environ["TLORA_PLAN_RESULT"]))
-    train_step = Session.train_step
+    return IterationTimer(first, size, Path(os.environ["TLORA_PLAN_RESULT"])).iteration
 
-    def timed(session: Any, run_step: Any) -> Any:
-        return timer.iteration(session, lambda: train_step(session, run_step))
-
-    Session.train_step = timed  # type: ignore[method-assign]
-
-
-_install_hooks = launch.install
 
 if __name__ == "__main__":
-    if not hasattr(typing, "override"):  # from Python 3.12 on, which newer checkouts ask for
-        typing.override = lambda method: method
-    launch.install = _install
-    launch.main(sys.argv[1:])
+    launch_watched(sys.argv[1:], _begin)

@@ -18,6 +18,9 @@ def _poisson(mean_s: float) -> Callable[[Random], float]:
     return lambda rng: rng.expovariate(1 / mean_s)
 
 
+_one_a_minute = _poisson(60)
+
+
 def _log_normal(rng: Random) -> float:
     return math.exp(rng.gauss(math.log(1800), 1.5))
 
@@ -31,7 +34,7 @@ class Crowd:
     """How the jobs of a trace are drawn."""
 
     num_jobs: int
-    gap_s: Callable[[Random], float] = _poisson(60)
+    gap_s: Callable[[Random], float] = _one_a_minute
     """From one submission to the next."""
     duration_s: Callable[[Random], float] = _log_normal
     num_gpus: Callable[[Random], int] = _mixed_sizes

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.helpers.optimizer_case import (
-    CPU,
     SLOTS,
     SPECS,
     TorchJob,
@@ -23,29 +20,8 @@ from tests.helpers.optimizer_case import (
     unmoved,
 )
 from tlora_megatron.layers.slab import AdapterSlab
-from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.optimizer import StepOutcome, step_adapters
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[ParallelGroups]:
-    """A world of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    world = dist.group.WORLD
-    assert world is not None
-    yield ParallelGroups(
-        layout=ParallelLayout(),
-        tp_rank=0,
-        pp_rank=0,
-        cp_rank=0,
-        dp_rank=0,
-        tp_group=world,
-        dp_cp_group=world,
-        model_group=world,
-        device=CPU,
-    )
-    dist.destroy_process_group()
 
 
 def test_steps_equal_torch_job_by_job(groups: ParallelGroups) -> None:

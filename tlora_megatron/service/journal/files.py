@@ -23,7 +23,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from tlora_megatron.service.home import make_folder, read_json, write_bytes, write_json
+from tlora_megatron.service.home import (
+    flush_folder,
+    make_folder,
+    read_json,
+    write_bytes,
+    write_json,
+)
 from tlora_megatron.training.driven.requests import Answer, Request, RequestError, check_request
 
 State = Literal["unknown", "waiting", "answered", "gone"]
@@ -208,17 +214,8 @@ def _write_once(path: Path, content: bytes) -> bool:
         return False
     finally:
         aside.unlink(missing_ok=True)
-    _flush(path.parent)
+    flush_folder(path.parent)
     return True
-
-
-def _flush(folder: Path) -> None:
-    """Lets the new name survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _numbers(folder: Path) -> list[int]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
@@ -66,18 +64,6 @@ def build(config: Any) -> Any:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model, seed=0)
     return model
-
-
-@pytest.fixture
-def groups() -> Iterator[ParallelGroups]:
-    """A world of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    world = dist.group.WORLD
-    yield ParallelGroups(
-        layout=ParallelLayout(), tp_rank=0, pp_rank=0, cp_rank=0, dp_rank=0, tp_group=world,
-        dp_cp_group=world, model_group=world, device=torch.device("cpu"),
-    )  # fmt: skip
-    dist.destroy_process_group()
 
 
 def test_llama_s_linears_are_found_under_the_names_of_peft() -> None:

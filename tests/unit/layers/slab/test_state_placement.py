@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from tlora_megatron.config.job import LoraSpec, OptimizerSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.linear_sites import rank_sites
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement, initial_factor
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec
-from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.optimizer import StepRequest, step_adapters
 
@@ -28,25 +24,6 @@ SPEC = LinearsSpec(
 )
 LORA = LoraSpec(rank=3, target_modules=("up", "down"))
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def groups() -> Iterator[ParallelGroups]:
-    """A world of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    world = dist.group.WORLD
-    yield ParallelGroups(
-        layout=ParallelLayout(),
-        tp_rank=0,
-        pp_rank=0,
-        cp_rank=0,
-        dp_rank=0,
-        tp_group=world,
-        dp_cp_group=world,
-        model_group=world,
-        device=CPU,
-    )
-    dist.destroy_process_group()
 
 
 def trained(groups: ParallelGroups, placement: StatePlacement) -> AdapterSlab:
