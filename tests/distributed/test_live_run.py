@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.scenario import make_scenario
+from tests.helpers.oracle import OracleResult
+from tests.helpers.scenario import assert_run_equals_oracle, make_scenario, oracle_results
 from tests.helpers.standing_world import world
 from tlora_megatron.config.jobs import job_to_dict
 from tlora_megatron.config.load import load_config
 
 STEPS = 10
-LORA = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
+LORA: dict[str, Any] = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
+JOBS = [{"name": n, "lora": LORA, "batch_size": 4, "seed": i} for i, n in enumerate("abc")]
 TRAIN = ("run.micro_batch_tokens=512", "run.portion_tokens=256", "parallel.tp_size=2")
 KEEPS_BITS = not torch.cuda.is_available()
 """Two runs of fp32 on GPUs do not have the same bits, with or without neighbours."""
@@ -37,13 +39,32 @@ def _assert_same(found: list[Any], expected: list[Any]) -> None:
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-5)
 
 
-def test_a_job_joins_and_one_leaves_and_the_rest_keep_their_bits(tmp_path: Path) -> None:
-    jobs = [{"name": n, "lora": LORA, "batch_size": 4, "seed": i} for i, n in enumerate("abc")]
-    config = make_scenario(tmp_path, jobs, num_steps=STEPS)
+def _without_late(config: Path) -> dict[str, Any]:
+    """Takes job c out of a run's file; returns it as a request gives it."""
     own = json.loads(config.read_text())
     late = job_to_dict(load_config(config).jobs[2])
     own["jobs"] = own["jobs"][:2]
     config.write_text(json.dumps(own))
+    return late
+
+
+@pytest.fixture(scope="module")
+def expert_oracle(folder: Path) -> dict[str, OracleResult]:
+    """All jobs alone, over the base with experts."""
+    scenario = make_scenario(folder / "experts", JOBS, num_steps=STEPS, model_type="qwen3_moe")
+    return oracle_results(load_config(scenario))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("live")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, expert_oracle: dict[str, OracleResult]) -> Path:
+    """All runs of this module, in one world; returns the folder of their outputs."""
+    config = make_scenario(folder / "dense", JOBS, num_steps=STEPS)
+    late = _without_late(config)
     wide = {**late, "name": "wide", "lora": {**late["lora"], "target_modules": ["up_proj"]}}
     requests = [
         (2, {"kind": "cancel", "job": "nobody"}),
@@ -53,15 +74,34 @@ def test_a_job_joins_and_one_leaves_and_the_rest_keep_their_bits(tmp_path: Path)
         (2, {"kind": "cancel", "job": "b"}),
         (2, {"kind": "cancel", "job": "b"}),
     ]
-    changed, alone, again = (tmp_path / name for name in ("changed", "alone", "again"))
+    dense = {"config": str(config), "set": list(TRAIN)}
+    experts = folder / "experts/config.json"
     cases = [
-        {"output_dir": str(changed), "requests": requests},
-        {"output_dir": str(alone), "requests": []},
-        {"output_dir": str(changed), "requests": []},  # resumed: all has ended or is out
+        {**dense, "output_dir": str(folder / "changed"), "requests": requests},
+        {**dense, "output_dir": str(folder / "alone"), "requests": []},
+        # Resumed: all has ended or is out.
+        {**dense, "output_dir": str(folder / "changed"), "requests": []},
+        {
+            "config": str(experts),
+            "set": ["run.micro_batch_tokens=512", "parallel.ep_size=2"],
+            "output_dir": str(folder / "over experts"),
+            "requests": _requests_over_experts(_without_late(experts)),
+        },
     ]
-    common = {"config": str(config), "set": list(TRAIN)}
-    again.write_text(json.dumps([common | case for case in cases]))
-    world("tests/helpers/live_run_worker.py", 2, again)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    world("tests/helpers/live_run_worker.py", 2, folder / "cases.json")
+    return folder
+
+
+def _requests_over_experts(late: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    on_experts = {**late["lora"], "target_modules": ["up_proj"]}
+    documents = [{**late, "portion_tokens": 64}, {**late, "lora": on_experts}, late]
+    requests = [{"kind": "add", "job": "c", "document": document} for document in documents]
+    return [(2, request) for request in (*requests, {"kind": "cancel", "job": "b"})]
+
+
+def test_a_job_joins_and_one_leaves_and_the_rest_keep_their_bits(runs: Path) -> None:
+    changed, alone = runs / "changed", runs / "alone"
     nobody, taken, targets, joined, left, twice = json.loads((changed / "answers.json").read_text())
     assert nobody["error"].startswith("the job to cancel must be one that trains: a, b; got")
     assert taken["error"] == "job 'a' must have a name of its own, got that of a job of the run"
@@ -86,3 +126,17 @@ def test_a_job_joins_and_one_leaves_and_the_rest_keep_their_bits(tmp_path: Path)
         "c": "finished",
     }
     assert not (changed / ".live").exists()
+
+
+def test_over_experts_all_get_what_they_get_alone(
+    runs: Path, expert_oracle: dict[str, OracleResult]
+) -> None:
+    out = runs / "over experts"
+    portions, targets, joined, left = json.loads((out / "answers.json").read_text())
+    assert portions["error"].startswith("portion_tokens of job c must be absent over a base with")
+    assert "must be among" in targets["error"]
+    assert (joined["from_step"], joined["num_steps"]) == (0, STEPS)
+    assert 0 < left["step"] < STEPS
+    assert_run_equals_oracle(out, "ac", expert_oracle, runs / "experts/base")
+    lost = [loss for _, loss in _losses(out, "b")]
+    assert lost == pytest.approx(expert_oracle["b"].losses[: left["step"]], rel=1e-5)

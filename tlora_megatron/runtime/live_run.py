@@ -17,6 +17,8 @@ from tlora_megatron.config.load import (
     config_to_dict,
     fit_job,
 )
+from tlora_megatron.config.parallel_rules.experts import check_job_over_experts
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.data.token_cache import TokenCache, TokenizerFolder
 from tlora_megatron.training.live.changes import LiveChanges
 from tlora_megatron.training.live.live_jobs import LiveJobs
@@ -94,6 +96,8 @@ class _OrderReader:
         run, config = self._run, self._run.config
         check_jobs_may_change(config.parallel, config.run)
         job = fit_job(read_job(order["document"], None), config)
+        if isinstance(run.spec, ModelSpec) and run.spec.experts is not None:
+            check_job_over_experts(job)
         source = TokenizerFolder(run.tokenizer_dir)
         data = self._cache.load(job, source, run.spec.vocab_size, order.get("tokens")).data
         prepared = prepare_for(

@@ -8,7 +8,11 @@ from tlora_megatron.config.reader import must
 from tlora_megatron.config.replicas import short_form
 
 if TYPE_CHECKING:
+    from tlora_megatron.config.job import JobSpec
     from tlora_megatron.config.load import ParallelSpec, RunConfig
+
+_WHERE = "over a base with routed experts"
+_NO_BITS = "an expert's rows come in any number, which moves the last bits"
 
 
 def check_expert_sizes(parallel: ParallelSpec) -> None:
@@ -35,7 +39,7 @@ def check_run_over_experts(config: RunConfig) -> None:
     Raises:
         ConfigError: naming the key, and the job where there is one.
     """
-    parallel, run, where = config.parallel, config.run, "over a base with routed experts"
+    parallel, run, where = config.parallel, config.run, _WHERE
     if parallel.replicas is not None:
         raise must("parallel.replicas", f"be absent {where}", short_form(parallel.replicas))
     if parallel.cp_by_micro_batch:
@@ -46,13 +50,21 @@ def check_run_over_experts(config: RunConfig) -> None:
         rule = f"be none, selective or full {where}, whose memory is not predicted yet"
         raise must("run.recompute", rule, run.recompute)
     if run.deterministic:
-        why = "an expert's rows come in any number, which moves the last bits"
-        raise must("run.deterministic", f"be false {where}: {why}", True)
+        raise must("run.deterministic", f"be false {where}: {_NO_BITS}", True)
     for job in config.jobs:
-        if job.portion_tokens is not None:
-            why = "an expert's rows come in any number, which moves the last bits"
-            name = f"portion_tokens of job {job.name}"
-            raise must(name, f"be absent {where}: {why}", job.portion_tokens)
+        check_job_over_experts(job)
+
+
+def check_job_over_experts(job: JobSpec) -> None:
+    """Refuses settings of a job that a base with routed experts cannot keep yet.
+
+    Raises:
+        ConfigError: naming the key and the job.
+    """
+    if job.portion_tokens is not None:
+        name = f"portion_tokens of job {job.name}"
+        rule = f"be absent {_WHERE}: {_NO_BITS}"
+        raise must(name, rule, job.portion_tokens)
 
 
 def check_run_without_experts(parallel: ParallelSpec) -> None:

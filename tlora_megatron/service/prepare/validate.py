@@ -19,6 +19,7 @@ from tlora_megatron.config.jobs import job_to_dict
 from tlora_megatron.config.portions import portion_of
 from tlora_megatron.config.reader import must
 from tlora_megatron.config.rules import resolve_job_paths
+from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.planner.workload import LengthHistogram, guessed_lengths
 from tlora_megatron.service.below import UserFiles
 from tlora_megatron.service.home import JOB_NAME, Home, make_folder, write_json
@@ -78,6 +79,7 @@ def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Valid
         micro_batch_tokens=rules.micro_batch_tokens,
         budget=_BUDGET,
     )
+    refuse_experts(reader.spec.experts, f"the base of job {job.name!r} in a service")
     measure = _guess if job.driven else _measure
     found = measure(job_id, job, reader.read(job), rules)
     # For people and scripts that look into the folder: the store is what counts.
