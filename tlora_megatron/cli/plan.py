@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,14 @@ from tlora_megatron.cli.plan_report.ranking import (
 )
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config.deterministic import COST
-from tlora_megatron.config.load import RunConfig, load_config
+from tlora_megatron.config.load import ConfigError, RunConfig, load_config
 from tlora_megatron.config.reader import must
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.advice.advise import Advice, advise
 from tlora_megatron.planner.candidate import SHARDINGS, Runner
 from tlora_megatron.planner.deploy.deploy import deploy
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.search import RankedPlan, SearchResult, search
+from tlora_megatron.planner.search import NothingAllowed, RankedPlan, SearchResult, search
 from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.planning.deployments import check_deployable, write_deployment
@@ -57,6 +59,19 @@ examples:
 
 exit code: 0 a plan fits, 1 no plan fits, 2 a mistake in the input
 """
+_FLAGS = {
+    "num_gpus": "--gpus",
+    "tp_size": "--tp",
+    "pp_size": "--pp",
+    "vpp_size": "--vpp",
+    "cp_size": "--cp",
+    "sequence_parallel": "--sp",
+    "lora_sharding": "--lora-sharding",
+    "recompute": "--recompute",
+    "micro_batch_tokens": "--tokens",
+    "runs_in": "--runs-in",
+}
+"""What the planner calls an input -> the option that gives it."""
 
 
 def add_parser(commands: Any) -> None:
@@ -161,27 +176,51 @@ def _add_space_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Searches, prints the plans, and writes the chosen one if asked to."""
     _check_arguments(args)
+    slurm = SlurmOptions(
+        sbatch=tuple(args.sbatch), setup=tuple(args.setup), environment=args.environment
+    )
     inputs = _load(args)
-    space = _space(args, inputs.config)
+    with _naming_flags(args):
+        space = _space(args, inputs.config)
     if args.replicas == "any":
         return _show_deployments(args, inputs, space)
-    asked = inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space
-    result = search(*asked, may_idle=True)
-    _show(args, inputs, result, space)
-    if not result.plans:
-        return 1
+    with _naming_flags(args):
+        asked = inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space
+        result = search(*asked, may_idle=True)
     chosen = _chosen(args, result)
+    _show(args, inputs, result, space)
+    if chosen is None:
+        return 1
     if args.explain is not None and not args.json:
         print_explanation(open_console(), chosen, inputs.jobs, inputs.hardware)
     if args.write is not None:
-        _write(args, inputs, chosen, space)
+        _write(args, inputs, chosen, space, slurm)
     return 0
+
+
+@contextmanager
+def _naming_flags(args: argparse.Namespace) -> Iterator[None]:
+    """Lets the planner's refusals name what the user typed."""
+    try:
+        yield
+    except NothingAllowed as error:
+        given = ", ".join(
+            f"{flag} {value}"
+            for name, flag in _FLAGS.items()
+            if name in error.fixed and (value := getattr(args, flag[2:].replace("-", "_")))
+        )
+        what = "what is fixed" if given else "the jobs and the configuration"
+        raise must(what, f"allow some plan on --gpus {args.gpus}", given or error.fixed) from None
+    except ValueError as error:
+        name, space, rest = str(error).partition(" ")
+        raise ConfigError(f"{_FLAGS.get(name, name)}{space}{rest}") from error
 
 
 def _show_deployments(args: argparse.Namespace, inputs: _Inputs, space: SearchSpace) -> int:
     """Finds replicas of any kinds, prints them, and writes a configuration if asked to."""
     check_deployable(inputs.config)
-    result = deploy(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space)
+    with _naming_flags(args):
+        result = deploy(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space)
     advice = None if result.best is not None else _advice(args, inputs, space)
     if args.json:
         document = deployments_document(result, args.gpus, args.top) | advice_document(advice)
@@ -215,6 +254,8 @@ class _Inputs:
 def _check_arguments(args: argparse.Namespace) -> None:
     if args.top < 1:
         raise must("--top", "be at least 1", args.top)
+    if args.explain is not None and args.explain < 1:
+        raise must("--explain", "be at least 1", args.explain)
     if args.replicas == "any" and args.explain is not None:
         raise must("--explain", "be absent with --replicas any", args.explain)
     for name in ("sbatch", "setup", "environment"):
@@ -283,16 +324,22 @@ def _show(
         )
 
 
-def _chosen(args: argparse.Namespace, result: SearchResult) -> RankedPlan:
-    """The plan of `--explain`'s rank, or the first."""
+def _chosen(args: argparse.Namespace, result: SearchResult) -> RankedPlan | None:
+    """The plan of `--explain`'s rank, or the first; None if no plan fits."""
+    if not result.plans:
+        return None
     rank = 1 if args.explain is None else args.explain
-    if not 1 <= rank <= len(result.plans):
+    if rank > len(result.plans):
         raise must("--explain", f"be in [1, {len(result.plans)}]", rank)
     return result.plans[rank - 1]
 
 
 def _write(
-    args: argparse.Namespace, inputs: _Inputs, chosen: RankedPlan, space: SearchSpace
+    args: argparse.Namespace,
+    inputs: _Inputs,
+    chosen: RankedPlan,
+    space: SearchSpace,
+    slurm: SlurmOptions,
 ) -> None:
     """Writes the files of `--write` and prints how to start them."""
     kind, path = args.write
@@ -305,11 +352,7 @@ def _write(
             ranked=chosen,
             hardware=inputs.hardware,
             asked_sharding=space.lora_sharding,
-            slurm=SlurmOptions(
-                sbatch=tuple(args.sbatch),
-                setup=tuple(args.setup),
-                environment=args.environment,
-            ),
+            slurm=slurm,
         )
     except OSError as error:
         raise must("--write", "name a file that can be written", path, str(error)) from None

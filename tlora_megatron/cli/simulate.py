@@ -186,8 +186,6 @@ def _check_outputs(args: argparse.Namespace) -> None:
         if getattr(args, option) is None:
             continue
         path, name = Path(getattr(args, option)), f"--{option.replace('_', '-')}"
-        if not path.parent.is_dir():
-            raise must(name, "be in a folder that exists", str(path), f"mkdir -p {path.parent}")
         check_output(name, path, (args.trace, args.cluster, args.mix))
 
 

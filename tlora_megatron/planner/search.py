@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import DEPTHS, Plan
@@ -92,8 +93,20 @@ def search(
         dropped = dropped if on_all else hunt.drops.result()
     if not found and not dropped:
         fixed = {name: value for name, value in asdict(space).items() if value is not None}
-        raise ValueError(f"what is fixed must allow some plan on {num_gpus} GPUs, got {fixed}")
+        raise NothingAllowed(num_gpus, fixed)
     return SearchResult(tuple(found), dropped)
+
+
+class NothingAllowed(ValueError):
+    """What a search must keep to leaves no layout of that many GPUs.
+
+    Args:
+        fixed: what it must keep to, by the names of `SearchSpace`.
+    """
+
+    def __init__(self, num_gpus: int, fixed: Mapping[str, Any]) -> None:
+        super().__init__(f"what is fixed must allow some plan on {num_gpus} GPUs, got {fixed}")
+        self.fixed = fixed
 
 
 class _Hunt:

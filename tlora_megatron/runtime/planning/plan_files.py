@@ -219,7 +219,6 @@ def _nodes(num_gpus: int, hardware: HardwareProfile) -> tuple[int, int]:
 
 
 def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 
 

@@ -13,6 +13,22 @@ from pathlib import Path
 from tlora_megatron.config.reader import must
 
 _OPTION = re.compile(r"[a-z][a-z-]*[a-z]")
+_TIME = re.compile(r"(\d+|\d+-\d\d?)(:[0-5]?\d){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_NAMES = re.compile(r"[\w.@%+/-]+(,[\w.@%+/-]+)*")
+_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
+_VALUES = {
+    **dict.fromkeys(
+        ("time", "time-min"),
+        (_TIME, "be like 90 (minutes), 12:00:00 or 1-12:00 (a day and 12 hours)"),
+    ),
+    **dict.fromkeys(
+        ("account", "partition", "qos", "reservation"),
+        (_NAMES, "be a name, or several with commas between them"),
+    ),
+    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), (_MEMORY, "be like 64G")),
+    **dict.fromkeys(("cpus-per-task", "cpus-per-gpu"), (re.compile(r"[1-9]\d*"), "be a number")),
+}
+"""Option of sbatch -> what a value of it looks like, in full and in words."""
 _CORES_OF_A_GPU = 8
 """Cores that a node has for each of its GPUs, at least, on all machines with a profile."""
 _OF_THE_PLAN = ("nodes", "ntasks", "ntasks-per-node")
@@ -65,7 +81,11 @@ _INSTEAD = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmOptions:
-    """The options of a batch script that only the user of a cluster knows."""
+    """The options of a batch script that only the user of a cluster knows.
+
+    Raises:
+        ConfigError: for an option of sbatch that is none, or that the plan decides.
+    """
 
     sbatch: tuple[str, ...] = ()
     """Options as NAME=VALUE or NAME; they replace the defaults. NAME= leaves a default out."""
@@ -73,6 +93,10 @@ class SlurmOptions:
     """Shell lines before the environment is activated."""
     environment: str | None = None
     """Shell line that activates the environment; None: the one that this process runs in."""
+
+    def __post_init__(self) -> None:
+        for word in self.sbatch:
+            _check_option(word)
 
 
 def slurm_script(
@@ -88,7 +112,7 @@ def slurm_script(
         note: a line on the plan.
 
     Raises:
-        ConfigError: for an option of sbatch that is none, or that the plan decides.
+        ConfigError: for another number of GPUs than the plan's.
     """
     given = _given_options(options.sbatch, gpus)
     cores = str(_CORES_OF_A_GPU * gpus)
@@ -139,14 +163,23 @@ def _given_options(words: Iterable[str], gpus: int) -> dict[str, str | None]:
     given: dict[str, str | None] = {}
     for word in words:
         name, equals, value = word.partition("=")
-        if not _OPTION.fullmatch(name) or "\n" in value:
-            raise must("--sbatch", "be an option of sbatch like account=NAME or exclusive", word)
-        if name in _OF_THE_PLAN:
-            raise must("--sbatch", f"leave {name} to the plan", word, "--gpus gives the number")
         if name == "gpus-per-node" and value and value.rpartition(":")[2] != str(gpus):
             raise must("--sbatch", f"be gpus-per-node={gpus} or gpus-per-node=TYPE:{gpus}", word)
         given[name] = value if equals else None
     return given
+
+
+def _check_option(word: str) -> None:
+    """Refuses what sbatch would refuse, or take for something else, whatever the plan is."""
+    name, equals, value = word.partition("=")
+    if not _OPTION.fullmatch(name) or not value.isprintable():
+        raise must("--sbatch", "be an option of sbatch like account=NAME or exclusive", word)
+    if name in _OF_THE_PLAN:
+        raise must("--sbatch", f"leave {name} to the plan", word, "--gpus gives the number")
+    pattern, rule = _VALUES.get(name, (None, ""))
+    is_left_out = equals and not value
+    if pattern is not None and not is_left_out and not pattern.fullmatch(value):
+        raise must(f"--sbatch {name}", rule, value if equals else None)
 
 
 def _directive(name: str, value: str | None) -> str:

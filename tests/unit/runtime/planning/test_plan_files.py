@@ -354,24 +354,40 @@ def test_plan_where_nothing_fits_says_what_would_and_returns_1(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--gpus", "0"], "num_gpus must be in [1, 4096], got 0"),
+        (["--gpus", "0"], "--gpus must be in [1, 4096], got 0"),
         (["--gpus", "1", "--hardware", "nope"], "--hardware must be a file or one of"),
         (["--gpus", "1", "--lengths", "x"], "--lengths must be like 512"),
         (
             ["--gpus", "1", "--tokens", "8", "--lengths", "64"],
-            "micro_batch_tokens must be at least",
+            "--tokens must be at least",
         ),
         (["--gpus", "1", "--lengths", ""], "--lengths must be like 512"),
-        (["--gpus", "1", "--write", "train", "/dev/null/x"], "--write must name a file that can"),
+        (["--gpus", "1", "--write", "train", "/dev/null/x"], "--write must be in a folder that"),
         (["--gpus", "1", "--setup", "x"], "--setup must come with --write slurm, got"),
         (["--gpus", "1", "--write", "k8s", "x"], "--write must name one of train, megatron"),
         (["--gpus", "1", "--write", "train", "/"], "--write must name a file, not a directory"),
-        (["--gpus", "1", "--explain", "0", "--lengths", "64"], "--explain must be in [1, "),
+        (["--gpus", "1", "--explain", "0"], "--explain must be at least 1, got 0"),
         (["--gpus", "1", "--explain", "999", "--lengths", "64"], "--explain must be in [1, "),
         (["--gpus", "1", "--top", "0"], "--top must be at least 1"),
         (["--gpus", "2", "--vpp", "2", "--runs-in", "train"], "--vpp must be 1 for train, got 2; "),
         (["--gpus", "2", "--vpp", "2", "--write", "slurm", "x"], "--vpp must be 1 for train"),
-        (["--gpus", "1", "--tp", "0", "--lengths", "64"], "tp_size must be at least 1"),
+        (["--gpus", "1", "--tp", "0", "--lengths", "64"], "--tp must be at least 1, got 0"),
+        (
+            ["--gpus", "4", "--tp", "3", "--sp", "on", "--lengths", "64"],
+            "what is fixed must allow some plan on --gpus 4, got '--tp 3, --sp on'",
+        ),
+        (
+            ["--gpus", "0", "--replicas", "any", "--lengths", "64"],
+            "--gpus must be at least 1, got 0",
+        ),
+        (
+            ["--gpus", "1", "--write", "train", "not there/x.yaml"],
+            "--write must be in a folder that exists, got 'not there/x.yaml'; mkdir -p 'not",
+        ),
+        (
+            ["--gpus", "1", "--write", "slurm", "x.sbatch", "--sbatch", "time=8h"],
+            "--sbatch time must be like 90 (minutes), 12:00:00 or 1-12:00",
+        ),
         (
             ["--gpus", "1", "--replicas", "any", "--runs-in", "megatron"],
             "--runs-in must be train with --replicas any, got 'megatron'",
@@ -382,7 +398,10 @@ def test_bad_questions_are_told_and_return_2(
     quickstart: str, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", quickstart, *more]) == 2
-    assert message in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert message in told.err
+    assert not told.out  # a table before it would look like an answer
+    assert not Path("not there").exists()
 
 
 def _write(quickstart: str, kind: str, path: Path, *more: str) -> None:

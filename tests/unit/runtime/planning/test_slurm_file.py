@@ -86,8 +86,32 @@ def test_the_environment_of_this_process_is_found(tmp_path: Path) -> None:
         ("--time=1", "--sbatch must be an option of sbatch like account=NAME or exclusive, got"),
         ("nodes=3", "--sbatch must leave nodes to the plan, got 'nodes=3'; --gpus gives"),
         ("gpus-per-node=4", "--sbatch must be gpus-per-node=8 or gpus-per-node=TYPE:8, got"),
+        (
+            "comment=a\nb",
+            "--sbatch must be an option of sbatch like account=NAME or exclusive, got",
+        ),
+        ("time=8h", "--sbatch time must be like 90 .minutes., 12:00:00 or 1-12:00 .*, got '8h'"),
+        ("time=12:75:00", "--sbatch time must be like 90 "),
+        ("time", "--sbatch time must be like 90 .*, got null"),
+        ("account=my group", "--sbatch account must be a name, or several .*, got 'my group'"),
+        ("partition=a,,b", "--sbatch partition must be a name, or several .*, got 'a,,b'"),
+        ("qos=$(id)", "--sbatch qos must be a name"),
+        ("mem=64 GB", "--sbatch mem must be like 64G, got '64 GB'"),
+        ("cpus-per-task=0", "--sbatch cpus-per-task must be a number, got '0'"),
     ],
 )
 def test_options_that_are_none_or_the_plans_are_refused(option: str, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         script(option)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(f"time={t}" for t in ("90", "90:30", "240:00:00", "1-12", "1-12:30", "1-12:30:05")),
+        *("time=unlimited", "account=lora-team_2", "partition=a100,h100", "mem=0", "mem=1500M"),
+    ],
+)
+def test_values_that_sbatch_takes_are_taken(option: str) -> None:
+    name, _, value = option.partition("=")
+    assert directives(script(option))[name] == value
