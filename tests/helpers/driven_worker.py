@@ -24,7 +24,9 @@ from tlora_megatron.service.engines.local.engine import LocalEngine
 
 RUN = {"micro_batch_tokens": 512}
 LORA = {"rank": 4, "alpha": 8.0}
-ADAM = {"learning_rate": 5e-3, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+ADAM = {"learning_rate": 5e-3, "beta2": 0.999, "eps": 1e-5, "weight_decay": 0.01}
+"""With 1e-8 a gradient that is rounding alone would move its element by a whole learning rate, here
+as with PEFT, but not the same way."""
 CLIP, BETA = 0.5, 0.1
 LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
 STEPS = 4
