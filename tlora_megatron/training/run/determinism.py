@@ -31,8 +31,9 @@ from tlora_megatron.training.run.summary import versions
 
 logger = logging.getLogger(__name__)
 
-_TRIED = (1, 2, 3, 5, 8, 12, 16, 48, 200, 512)
-"""Numbers of rows that are tried on CPUs."""
+_TRIED = (4, 5, 8, 12, 16, 48, 200, 512)
+"""Numbers of rows that are tried on CPUs. MKL has another kernel for up to three rows on AMD's
+processors: a base's linear has at least 16, and an adapter has those of its job's own portion."""
 _MKL = f"MKL_CBWR={ENVIRONMENT['MKL_CBWR']}"
 FILE_NAME = "determinism.json"
 """In a job's folder, beside its adapter: the fingerprint under which it was trained."""

@@ -94,7 +94,7 @@ def test_on_cpus_a_library_that_looks_at_the_number_of_rows_is_refused(
 ) -> None:
     site: Any = SimpleNamespace(in_size=4, out_size=2)
     multiply = torch.Tensor.__matmul__
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, w: multiply(x, w) + (len(x) == 3))
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, w: multiply(x, w) + (len(x) == 5))
     with pytest.raises(NotImplementedError, match=r"sums over 4 elements: take float32, and expor"):
         check_deterministic(CPU, torch.float32, [(site, nn.Linear(4, 2))])
 
