@@ -32,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "vocab_size": 127},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_hidden_layers": 2},
     "mixtral": {"model_type": "mixtral", "num_hidden_layers": 2},
+    "qwen2_moe": {"model_type": "qwen2_moe", "num_hidden_layers": 2},
     "scores": {"model_type": "qwen3_moe", "num_hidden_layers": 2, "norm_topk_prob": False},
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,27 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
 }
 
 
-def _jobs() -> list[dict[str, Any]]:
-    jobs = [dict(job) for job in JOBS if job["name"] in TARGETS]
+_ALL_SHARED = [f"shared_expert.{part}_proj" for part in ("gate", "up", "down")]
+BESIDE_SHARED = {
+    "attention": ["q_proj", "v_proj"],
+    "everything": [*TARGETS["everything"], *_ALL_SHARED],
+    "outputs": ["o_proj", "shared_expert.down_proj"],
+}
+SHARED_LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {"shared, one process": (), "shared, full recompute": ("run.recompute=full",)},
+    2: {
+        "shared, EP2": (*_EP, "run.recompute=selective"),
+        "shared, TP2": _TP,
+        "shared, TP2+SP": (*_SP, "run.recompute=selective"),
+        "shared, TP2+SPxEP2": (*_SP, *_EP, "parallel.expert_tp_size=1"),
+    },
+}
+
+
+def _jobs(targets: Mapping[str, list[str]] = TARGETS) -> list[dict[str, Any]]:
+    jobs = [dict(job) for job in JOBS if job["name"] in targets]
     for job in jobs:
-        job["lora"] = {**job["lora"], "target_modules": TARGETS[job["name"]]}
+        job["lora"] = {**job["lora"], "target_modules": targets[job["name"]]}
     return jobs
 
 
@@ -64,9 +82,23 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run_world(scenario: Path) -> World:
+def shared(scenario: Path) -> Path:
+    """The config file of a scenario over Qwen2-MoE, with adapters on its shared experts."""
+    root = scenario.parent / "shared"
+    path = make_scenario(root, _jobs(BESIDE_SHARED), model_type="qwen2_moe")
+    take_fingerprint(path.parent / "base")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run_world(scenario: Path, shared: Path) -> World:
     """Trains all layouts of a world size, once; returns the folder of their outputs."""
-    return worlds(scenario.parent, lambda size: cases_of(scenario, LAYOUTS[size]))
+
+    def cases(size: int) -> dict[str, Case]:
+        beside = cases_of(shared, SHARED_LAYOUTS.get(size, {}))
+        return cases_of(scenario, LAYOUTS[size]) | beside
+
+    return worlds(scenario.parent, cases)
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
@@ -79,6 +111,19 @@ def test_losses_and_weights_equal_the_oracle(
 def test_no_choice_of_an_expert_hangs_on_rounding(oracle: dict[str, OracleResult]) -> None:
     for name, result in oracle.items():
         assert CLEAR_CHOICE < result.router_gap < math.inf, name  # every comparison asks for it too
+
+
+@pytest.fixture(scope="module")
+def shared_oracle(shared: Path) -> dict[str, OracleResult]:
+    """Each job over Qwen2-MoE alone."""
+    return oracle_results(load_scenario(shared, output_dir=shared.parent / "unused"))
+
+
+@pytest.mark.parametrize(("world_size", "layout"), layout_params(SHARED_LAYOUTS))
+def test_beside_a_shared_expert_too(
+    output_dir: Path, shared_oracle: dict[str, OracleResult], shared: Path
+) -> None:
+    assert_run_equals_oracle(output_dir, BESIDE_SHARED, shared_oracle, shared.parent / "base")
 
 
 def test_mixtral_and_scores_that_are_not_normalised(tmp_path: Path) -> None:

@@ -193,7 +193,8 @@ def _blocks(job: JobSpec) -> BdLoraConfig:
 
 def _parameter(model: PeftModel, name: str) -> torch.nn.Parameter:
     """PEFT's parameter of a canonical name such as `layers.3.q_proj.lora_a`."""
-    _, layer, target, side = name.split(".")
+    _, layer, module = name.split(".", 2)
+    target, _, side = module.rpartition(".")
     letter = "A" if side == "lora_a" else "B"
     pattern = rf"[^\d]*\.{layer}\.([^\d]+\.)?{target}\.lora_{letter}\.default\.weight"
     found = [p for n, p in model.named_parameters() if re.fullmatch(pattern, n)]

@@ -17,6 +17,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -25,9 +26,11 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.slab import factor_shape
 from tlora_megatron.model.spec import ModelSpec
 
-TinyModelType = Literal["llama", "llama3", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"]
+TinyModelType = Literal[
+    "llama", "llama3", "qwen2", "qwen3", "mistral", "qwen2_moe", "qwen3_moe", "mixtral"
+]
 TINY_MODEL_TYPES: tuple[TinyModelType, ...] = ("llama", "llama3", "qwen2", "qwen3", "mistral")
-TINY_EXPERT_TYPES: tuple[TinyModelType, ...] = ("qwen3_moe", "mixtral")
+TINY_EXPERT_TYPES: tuple[TinyModelType, ...] = ("qwen2_moe", "qwen3_moe", "mixtral")
 
 _WEIGHT_STD = 0.15
 """Logits of attention and output spread by about 1 at hidden size 64: no softmax is flat."""
@@ -112,12 +115,16 @@ def tiny_config(
         values["rope_parameters"] = dict(_LLAMA3_ROPE)
     if model_type in TINY_EXPERT_TYPES:
         values |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    if model_type == "qwen2_moe":
+        values |= {"num_experts": values.pop("num_local_experts"), "norm_topk_prob": False}
+        values |= {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}
     if model_type == "qwen3_moe":
         values |= {"head_dim": 16, "moe_intermediate_size": 48, "norm_topk_prob": True}
     classes = {
         "qwen2": Qwen2Config,
         "qwen3": Qwen3Config,
         "mistral": MistralConfig,
+        "qwen2_moe": Qwen2MoeConfig,
         "qwen3_moe": Qwen3MoeConfig,
         "mixtral": MixtralConfig,
     }

@@ -32,7 +32,7 @@ SHARED_EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
     "shared_fc1": ("shared_expert.gate_proj", "shared_expert.up_proj"),
     "shared_fc2": ("shared_expert.down_proj",),
 }
-"""Targets that live on the linears of a shared expert, in models that someone else built."""
+"""Targets that live on the linears of a shared expert, in models that have one."""
 ALL_LINEARS = LINEAR_TARGETS | SHARED_EXPERT_LINEARS
 _COLUMN = ("linear_qkv", "linear_fc1", "shared_fc1")
 _FIRST_SHARED = 1 << 20
@@ -171,7 +171,9 @@ def _stage_linears(
     if layout.stage_linears is not None:
         return layout.stage_linears[pp_rank]
     layers = layout.stage_layers(spec.num_layers, pp_rank)
-    linears = LINEAR_TARGETS if spec.experts is None else ("linear_qkv", "linear_proj")
+    linears = tuple(LINEAR_TARGETS if spec.experts is None else ("linear_qkv", "linear_proj"))
+    if spec.experts is not None and spec.shared_ffn_size is not None:
+        linears += tuple(SHARED_EXPERT_LINEARS)
     return [(layer, linear) for layer in layers for linear in linears]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 ExpertPart = Literal["gate_proj", "up_proj", "down_proj"]
+EXPERT_PARTS: tuple[ExpertPart, ...] = ("gate_proj", "up_proj", "down_proj")
 
 _OF_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -39,6 +40,15 @@ class ExpertsSpec:
         """Name of one expert's weight in a stored layer."""
         name = part if self.block == "mlp" else _OF_MIXTRAL[part]
         return f"{self.block}.experts.{expert}.{name}.weight"
+
+    @property
+    def stored_shared_gate(self) -> str:
+        """Name of the weight `[1, hidden]` whose sigmoid weighs the shared expert."""
+        return f"{self.block}.shared_expert_gate.weight"
+
+    def stored_shared(self, part: ExpertPart) -> str:
+        """Name of a weight of the shared expert in a stored layer."""
+        return f"{self.block}.shared_expert.{part}.weight"
 
 
 def refuse_experts(experts: ExpertsSpec | None, what: str) -> None:
@@ -70,6 +80,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
+    "qwen2_moe": {
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "head_dim": None,
+        "qkv_bias": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+    },
     "mixtral": {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
@@ -82,7 +107,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 """Values of missing keys by model type: the defaults of transformers 5.23's config classes."""
-_NUM_EXPERTS = {"qwen3_moe": 128, "mixtral": 8}
+_NUM_EXPERTS = {"qwen3_moe": 128, "qwen2_moe": 60, "mixtral": 8}
 
 
 def read_experts(values: dict[str, Any]) -> ExpertsSpec | None:

@@ -13,7 +13,7 @@ from tlora_megatron.model.experts import DEFAULTS as _EXPERT_DEFAULTS
 from tlora_megatron.model.experts import ExpertsSpec, read_experts
 
 DENSE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-SUPPORTED_MODEL_TYPES = (*DENSE_MODEL_TYPES, "qwen3_moe", "mixtral")
+SUPPORTED_MODEL_TYPES = (*DENSE_MODEL_TYPES, "qwen2_moe", "qwen3_moe", "mixtral")
 
 _REQUIRED = (
     "num_hidden_layers",
@@ -114,8 +114,11 @@ class ModelSpec:
 
     def _matrices(self, num_mlps: int) -> int:
         attention = 2 * (self.q_size + self.kv_size) * self.hidden_size
-        router = 0 if self.experts is None else self.experts.num_experts * self.hidden_size
-        return attention + router + num_mlps * 3 * self.ffn_size * self.hidden_size
+        router = 0 if self.experts is None else self.experts.num_experts
+        inner = num_mlps * self.ffn_size
+        if self.shared_ffn_size is not None:
+            router, inner = router + 1, inner + self.shared_ffn_size
+        return attention + (router + 3 * inner) * self.hidden_size
 
     def fp8_share(self, linear: str) -> float:
         """Share of the layers in which a Megatron linear's frozen weight is FP8 codes."""
@@ -248,11 +251,24 @@ def _parse(values: dict[str, Any]) -> ModelSpec:
         rope_theta=_positive(rope, "rope_theta"),
         rope_scaling=_llama3_scaling(values, rope),
         tied_embeddings=bool(values["tie_word_embeddings"]),
-        qkv_bias=values["model_type"] == "qwen2",
+        qkv_bias=_has_qkv_bias(values),
         qk_norm=values["model_type"] in ("qwen3", "qwen3_moe"),
+        shared_ffn_size=_shared_ffn_size(values),
         experts=experts,
         sliding_window=_sliding_window(values, layers),
     )
+
+
+def _has_qkv_bias(values: dict[str, Any]) -> bool:
+    """Qwen2 always has it; Qwen2-MoE says so, and others ignore the key."""
+    kind = values["model_type"]
+    return kind == "qwen2" or (kind == "qwen2_moe" and bool(values["qkv_bias"]))
+
+
+def _shared_ffn_size(values: dict[str, Any]) -> int | None:
+    if values["model_type"] != "qwen2_moe":
+        return None
+    return _count(values, "shared_expert_intermediate_size")
 
 
 def _count(values: dict[str, Any], key: str, *, default: int | None = None, least: int = 1) -> int:
@@ -311,10 +327,12 @@ def _sliding_window(values: dict[str, Any], num_layers: int) -> int | None:
         return None
     if values["model_type"] == "qwen3_moe" and not values["use_sliding_window"]:
         return None
-    if values["model_type"] in ("qwen2", "qwen3"):
+    if values["model_type"] in ("qwen2", "qwen3", "qwen2_moe"):
         kinds = values.get("layer_types")
         if kinds is None:
-            windowed = num_layers - _count(values, "max_window_layers", least=0)
+            windowed = _count(values, "max_window_layers", least=0)
+            if values["model_type"] != "qwen2_moe":
+                windowed = num_layers - windowed  # there all but the first ones
             kinds = ["sliding_attention"] * max(0, windowed)
         if not values["use_sliding_window"] or "sliding_attention" not in kinds:
             return None

@@ -112,6 +112,8 @@ def _window_of(config: Any) -> int | None:
     layers = AutoModel.from_config(config).layers
     if config.model_type in ("mistral", "mixtral", "qwen3_moe"):
         return config.sliding_window
+    if config.model_type == "qwen2_moe" and "sliding_attention" not in config.layer_types:
+        return None
     windows = {getattr(layer.self_attn, "sliding_window", None) for layer in layers}
     return next(iter(windows - {None}), None)
 
@@ -125,7 +127,8 @@ def test_nulls_mean_as_many_heads_and_their_share_of_the_width(tmp_path: Path) -
 def test_families(tmp_path: Path, model_type: str) -> None:
     spec = read(tmp_path, model_type)
     assert spec.model_type == model_type
-    assert spec.qkv_bias == (model_type == "qwen2")
+    assert spec.qkv_bias == (model_type in ("qwen2", "qwen2_moe"))
+    assert (spec.shared_ffn_size is not None) == (model_type == "qwen2_moe")
     assert spec.qk_norm == (model_type in ("qwen3", "qwen3_moe"))
     assert (spec.experts is None) == (model_type in DENSE_MODEL_TYPES)
 

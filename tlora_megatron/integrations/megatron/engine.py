@@ -57,11 +57,17 @@ def current_groups(
 def pair_linears(model: Any, sites: Sequence[Site]) -> list[tuple[Site, nn.Module]]:
     """Finds each site's module among this rank's decoder layers of a GPTModel."""
     modules = {
-        (layer.layer_number - 1, name.rsplit(".", 1)[-1]): module
+        (layer.layer_number - 1, _linear_name(name)): module
         for layer in model.decoder.layers
         for name, module in layer.named_modules()
     }
     return [(site, modules[site.layer, site.linear]) for site in sites]
+
+
+def _linear_name(name: str) -> str:
+    """The name that sites have for a module of a layer."""
+    shared, _, linear = name.rpartition("shared_experts.linear_")
+    return f"shared_{linear}" if shared else name.rsplit(".", 1)[-1]
 
 
 class MegatronEngine:

@@ -282,8 +282,13 @@ def _block_spec(spec: ModelSpec, layout: ParallelLayout) -> TransformerBlockSubm
     if spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if spec.experts is not None:
-        params = {"ep_size": layout.ep_size, "expert_tp": layout.expert_tp}
-        parts.mlp = ModuleSpec(FrozenExperts, params={"spec": spec.experts, **params})
+        params = {
+            "spec": spec.experts,
+            "ep_size": layout.ep_size,
+            "expert_tp": layout.expert_tp,
+            "shared_ffn_size": spec.shared_ffn_size,
+        }
+        parts.mlp = ModuleSpec(FrozenExperts, params=params)
     layers = [layer] * len(_stage(spec, layout))
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 

@@ -1,7 +1,8 @@
 """Scores tokens with Hugging Face weights in fp32, with one layer in memory.
 
-The arithmetic is that of transformers' Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and Mixtral, written
-down once more, so that it shares no code with the trainers whose models it is held against.
+The arithmetic is that of transformers' Llama, Mistral, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE and
+Mixtral, written down once more, so that it shares no code with the trainers whose models it is
+held against.
 
 Shapes: T tokens, H hidden features, N heads, G key-value heads, D head dimension, V vocabulary.
 """
@@ -123,6 +124,10 @@ def _run_layer(
     def linear(x: Tensor, name: str) -> Tensor:
         return run(F.linear(x, layer[f"{name}.weight"], layer.get(f"{name}.bias")))
 
+    def mlp(x: Tensor, name: str) -> Tensor:
+        gate, up = (linear(x, f"{name}.{part}_proj") for part in ("gate", "up"))
+        return linear(run(F.silu(gate) * up), f"{name}.down_proj")
+
     normed_TH = norm(hidden_TH, "input_layernorm")
     q, k, v = (
         linear(normed_TH, f"self_attn.{name}_proj").unflatten(-1, (-1, spec.head_dim))
@@ -136,9 +141,12 @@ def _run_layer(
     hidden_TH = run(hidden_TH + linear(attended_TH, "self_attn.o_proj"))
     normed_TH = norm(hidden_TH, "post_attention_layernorm")
     if spec.experts is not None:
-        return run(hidden_TH + _run_experts(spec.experts, layer, run, normed_TH))
-    gate, up = (linear(normed_TH, f"mlp.{name}_proj") for name in ("gate", "up"))
-    return run(hidden_TH + linear(run(F.silu(gate) * up), "mlp.down_proj"))
+        out_TH = _run_experts(spec.experts, layer, run, normed_TH)
+        if spec.shared_ffn_size is not None:
+            weights_T1 = run(linear(normed_TH, "mlp.shared_expert_gate").sigmoid())
+            out_TH = run(out_TH + run(weights_T1 * mlp(normed_TH, "mlp.shared_expert")))
+        return run(hidden_TH + out_TH)
+    return run(hidden_TH + mlp(normed_TH, "mlp"))
 
 
 def _run_experts(

@@ -54,18 +54,23 @@ def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _mlp_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def _mlp_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     into, out = (spec.ffn_size, spec.hidden_size), (spec.hidden_size, spec.ffn_size)
     parts: dict[ExpertPart, tuple[int, ...]] = {"gate_proj": into, "up_proj": into}
     parts["down_proj"] = out
     experts = spec.experts
     if experts is None:
         return {f"mlp.{part}.weight": shape for part, shape in parts.items()}
-    return {experts.stored_router: (experts.num_experts, spec.hidden_size)} | {
-        experts.stored(number, part): shape
-        for number in range(experts.num_experts)
-        for part, shape in parts.items()
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    shapes[experts.stored_router] = (experts.num_experts, spec.hidden_size)
+    for part, shape in parts.items():
+        for number in range(experts.num_experts):
+            shapes[experts.stored(number, part)] = shape
+        if spec.shared_ffn_size is not None:
+            shapes[experts.stored_shared(part)] = spec.target_shape(f"shared_expert.{part}")
+    if spec.shared_ffn_size is not None:
+        shapes[experts.stored_shared_gate] = (1, spec.hidden_size)
+    return shapes
 
 
 def check_layout(spec: ModelSpec, layout: ParallelLayout) -> None:
@@ -84,6 +89,8 @@ def check_layout(spec: ModelSpec, layout: ParallelLayout) -> None:
     else:
         sizes.append(("ffn_size", spec.ffn_size, "expert_tp_size", layout.expert_tp))
         sizes.append(("num_experts", experts.num_experts, "ep_size", layout.ep_size))
+    if spec.shared_ffn_size is not None:
+        sizes.append(("the shared expert's ffn_size", spec.shared_ffn_size, "tp_size", tp_size))
     for name, size, divisor, count in sizes:
         if size % count:
             raise ValueError(f"{name} must be a multiple of {divisor}={count}, got {size}")

@@ -69,13 +69,18 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
     """The router as Hugging Face's: a softmax of the chosen logits is the normalised one of all."""
     if spec.experts is None:
         return {}
-    return {
+    shared = {} if spec.shared_ffn_size is None else _shared_expert(spec.shared_ffn_size)
+    return shared | {
         "num_experts": spec.experts.num_experts,
         "moe_router_topk": spec.experts.top_k,
         "moe_ffn_hidden_size": spec.experts.ffn_size,
         "moe_router_pre_softmax": not spec.experts.normalizes,
         "moe_router_load_balancing_type": "none",
     }
+
+
+def _shared_expert(ffn_size: int) -> dict[str, Any]:
+    return {"moe_shared_expert_intermediate_size": ffn_size, "moe_shared_expert_gate": True}
 
 
 def megatron_flags(spec: ModelSpec) -> list[str]:

@@ -126,6 +126,8 @@ def _extra_states(spec: ModelSpec, part: Part) -> list[str]:
     names += [f"self_attention.{name}_layernorm" for name in ("q", "k") if spec.qk_norm]
     if spec.experts is not None:
         names.append("pre_mlp_layernorm")
+    if spec.shared_ffn_size is not None:
+        names += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
     states = [
         f"decoder.layers.{name}._extra_state/shard_{part}_{spec.num_layers}" for name in names
     ]

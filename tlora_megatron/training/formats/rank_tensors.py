@@ -7,12 +7,14 @@ holds a rank's gate rows, then its up rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
+from tlora_megatron.model.experts import EXPERT_PARTS
 from tlora_megatron.model.spec import ModelSpec
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -89,6 +91,7 @@ def rank_tensors(
     """
     if experts is None and spec.experts is not None:
         experts = ExpertShare(range(spec.experts.num_experts), tp_rank, tp_size)
+    shard = functools.partial(shard_range, tp_rank=tp_rank, tp_size=tp_size)
     vocab = shard_range(padded_vocab_size(spec, tp_size), tp_rank, tp_size)
     embedding = "model.embed_tokens.weight"
     if with_embedding:
@@ -100,6 +103,7 @@ def rank_tensors(
             yield from _mlp(spec, to, source, tp_rank, tp_size)
         else:
             yield from _experts(spec, to, source, experts)
+            yield from _shared_expert(spec, to, source, shard)
         yield from _norms(spec, to, source)
     if with_output:
         head = embedding if spec.tied_embeddings else "lm_head.weight"
@@ -160,6 +164,19 @@ def _experts(spec: ModelSpec, to: str, source: str, share: ExpertShare) -> Itera
         down = source + experts.stored(number, "down_proj")
         yield _gate_and_up(f"{to}linear_fc1.weight{local}", spec, (gate, up), rows)
         yield _columns(f"{to}linear_fc2.weight{local}", down, spec.hidden_size, rows)
+
+
+def _shared_expert(
+    spec: ModelSpec, to: str, source: str, shard: Callable[[int], slice]
+) -> Iterator[RankTensor]:
+    if spec.experts is None or spec.shared_ffn_size is None:
+        return
+    gate, up, down = (source + spec.experts.stored_shared(part) for part in EXPERT_PARTS)
+    rows, to = shard(spec.shared_ffn_size), f"{to}mlp.shared_experts."
+    yield _gate_and_up(f"{to}linear_fc1.weight", spec, (gate, up), rows)
+    yield _columns(f"{to}linear_fc2.weight", down, spec.hidden_size, rows)
+    sigmoid = source + spec.experts.stored_shared_gate
+    yield _whole(f"{to}gate_weight", sigmoid, (1, spec.hidden_size))
 
 
 def _gate_and_up(name: str, spec: ModelSpec, sources: tuple[str, str], rows: slice) -> RankTensor:

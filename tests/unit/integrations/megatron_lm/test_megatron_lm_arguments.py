@@ -157,7 +157,7 @@ def test_arguments_alone_describe_a_base_without_a_file(
     if folder == "tokenizer alone":
         (base / "config.json").unlink()
     if folder == "another architecture":
-        (base / "config.json").write_text('{"model_type": "qwen2_moe"}')
+        (base / "config.json").write_text('{"model_type": "gpt_oss"}')
     args = arguments(replace(spec, norm_eps=0.5), tlora_config=path, tokenizer_model=str(base))
     settings = launch_settings(args, tokenizer_size=100)
     assert settings.spec.norm_eps == 0.5

@@ -3,7 +3,8 @@
     y[t] = sum over e in C(t), ascending: (w[t, e] * swiglu(x[t] Wgu_e^T)) Wd_e^T
 
 Weights multiply before the second linear, so that backward needs no expert's output. Saved are the
-first linear's outputs and what the router keeps.
+first linear's outputs and what the router keeps. Where there is a shared expert (`shared_expert`),
+y is added to what it returns.
 
 Layout: x is this rank's rows, or all of them as `LinearLayout` says. Where tensor parallelism cuts
 experts, they are gathered and the result reduced as around a dense MLP; forward gathers and
@@ -22,6 +23,8 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from tlora_megatron.integrations.megatron.layer.frozen_sublayer import Inner
+from tlora_megatron.integrations.megatron.layer.shared_expert import SharedExpert
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.multi_adapter import reduced
 from tlora_megatron.model.experts import ExpertsSpec
@@ -43,10 +46,18 @@ class FrozenExperts(nn.Module):
         spec: of the experts.
         ep_size: ranks that share the experts.
         expert_tp: tensor-parallel ranks that share each of them.
+        shared_ffn_size: of the expert that all rows meet; None = there is none.
     """
 
     def __init__(
-        self, config: Any, *, spec: ExpertsSpec, ep_size: int, expert_tp: int, **_: Any
+        self,
+        config: Any,
+        *,
+        spec: ExpertsSpec,
+        ep_size: int,
+        expert_tp: int,
+        shared_ffn_size: int | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -62,10 +73,49 @@ class FrozenExperts(nn.Module):
         cut = config.tensor_model_parallel_size > 1 and expert_tp > 1
         self.rows_in = _RowsIn(_layout("column", config, cut=cut))
         self.rows_out = _RowsOut(_layout("row", config, cut=cut))
+        self.shared_experts = None
+        if shared_ffn_size is not None:
+            self.shared_experts = SharedExpert(config, shared_ffn_size)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """`[T, 1, H]` to the same, differentiable in it; the second value is Megatron's bias."""
-        return _Experts.apply(hidden_states, self), None
+        routed = _Experts.apply(hidden_states, self)
+        if self.shared_experts is None:
+            return routed, None
+        return routed + self.shared_experts(hidden_states), None
+
+    @property
+    def parts(self) -> tuple[Any, Inner, Any]:
+        """What a frozen sublayer has: a first linear, what is between, and a second one.
+
+        Edges move rows for the routed experts alone: a shared expert's linears do so themselves.
+        """
+        if self.shared_experts is None:
+            return self.rows_in, self.compute_vjp, self.rows_out
+        return _Edge(_WHOLE), self._beside_shared_vjp, _Edge(_WHOLE)
+
+    def _beside_shared_vjp(
+        self, x_TH: Tensor, view: MicroBatchView, lane: Lane | None = None
+    ) -> tuple[Tensor, Vjp]:
+        """Computes routed and shared experts of this rank's rows."""
+        assert self.shared_experts is not None, "the layer has none"
+        routed_TH, routed_back = self.routed_vjp(x_TH, view)
+        shared_TH, shared_back = self.shared_experts.product_vjp(x_TH, view)
+        return routed_TH + shared_TH, lambda dy: routed_back(dy) + shared_back(dy)
+
+    def routed_vjp(self, x_TH: Tensor, view: MicroBatchView | None = None) -> tuple[Tensor, Vjp]:
+        """Computes the routed experts of this rank's rows, gathered and reduced inside."""
+        backs: list[Vjp] = []
+        for run in (self.rows_in.product_vjp, self.compute_vjp, self.rows_out.product_vjp):
+            x_TH, back = run(x_TH, view)
+            backs.append(back)
+
+        def vjp(grad: Tensor) -> Tensor:
+            while backs:
+                grad = backs.pop()(grad)
+            return grad
+
+        return x_TH, vjp
 
     def compute_vjp(
         self, x_TH: Tensor, view: MicroBatchView | None = None, lane: Lane | None = None
@@ -137,6 +187,9 @@ class _StackedWeights(nn.Module):
             self.register_parameter(f"weight{number}", nn.Parameter(weight, requires_grad=False))
 
 
+_WHOLE = LinearLayout(kind="row")
+
+
 def _layout(kind: Any, config: Any, *, cut: bool) -> LinearLayout:
     if not cut:
         return LinearLayout(kind=kind)
@@ -150,13 +203,19 @@ def _layout(kind: Any, config: Any, *, cut: bool) -> LinearLayout:
 
 
 class _Edge(nn.Module):
-    """Stands where a dense MLP has a linear, and moves rows only."""
+    """Stands where a dense MLP has a linear, and moves rows only: here none."""
 
     tlora_adapters = None
 
     def __init__(self, layout: LinearLayout) -> None:
         super().__init__()
         self.layout = layout
+
+    def product_vjp(
+        self, x: Tensor, view: MicroBatchView | None = None, lane: Lane | None = None
+    ) -> tuple[Tensor, Vjp]:
+        """Returns the rows as they are."""
+        return x, lambda dx: dx
 
 
 class _RowsIn(_Edge):
@@ -176,19 +235,14 @@ class _RowsOut(_Edge):
 
 
 class _Experts(torch.autograd.Function):
-    """`FrozenExperts` as one node of autograd's graph."""
+    """Routed experts as one node of autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, module: FrozenExperts) -> Tensor:
-        x, ctx.backs = hidden.contiguous().flatten(0, -2), []
-        for run in (module.rows_in.product_vjp, module.compute_vjp, module.rows_out.product_vjp):
-            x, back = run(x)
-            ctx.backs.append(back)
+        x, ctx.back = module.routed_vjp(hidden.contiguous().flatten(0, -2))
         return x.view(hidden.shape)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-        grad = dout.contiguous().flatten(0, -2)
-        while ctx.backs:
-            grad = ctx.backs.pop()(grad)
+        grad = ctx.back(dout.contiguous().flatten(0, -2))
         return grad.view(dout.shape), None

@@ -179,7 +179,7 @@ def _sublayers(layer: Any) -> tuple[FrozenSublayer, ...]:
 def _mlp_parts(mlp: Any) -> tuple[Any, Inner, Any]:
     """The first linear, what is between, and the second one; experts are all between."""
     if isinstance(mlp, FrozenExperts):
-        return mlp.rows_in, mlp.compute_vjp, mlp.rows_out
+        return mlp.parts
 
     def inner(x: Tensor, view: MicroBatchView, lane: Lane | None) -> tuple[Tensor, Vjp]:
         return swiglu_vjp(x, held_codes(mlp.linear_fc2), held_codes(mlp.linear_fc1))
