@@ -17,9 +17,18 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
 from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import JOBS, assert_run_equals_oracle, make_scenario, take_fingerprint
+from tests.helpers.scenario import (
+    JOBS,
+    assert_run_equals_oracle,
+    load_scenario,
+    make_scenario,
+    oracle_results,
+    take_fingerprint,
+)
 
 NAMES = tuple(job["name"] for job in JOBS)
+OVER_EXPERTS = {"attention": ["q_proj", "v_proj"], "outputs": ["k_proj", "o_proj"]}
+"""Targets of the jobs over a base with routed experts."""
 TP2: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 FULL = ("run.recompute=full",)
@@ -57,6 +66,14 @@ WORLDS: dict[str, tuple[int, dict[str, Case]]] = {
     ),
     "DP2xTP2": (4, {"ZeRO-1": (zero(1) | TP2, ()), "ZeRO-3 recompute": (zero(3) | TP2, FULL)}),
 }
+EXPERTS: dict[str, Case] = {
+    "experts, ZeRO-0": (zero(0), ()),
+    "experts, ZeRO-1": (zero(1), ("run.portion_tokens=null",)),
+    "experts, ZeRO-2 offload": (zero(2, **OFFLOAD), ("run.micro_batch_tokens=104",)),
+    "experts, ZeRO-3": (zero(3), ()),
+    "experts, ZeRO-3 recompute": (zero(3), FULL),
+}
+"""Beside those of DP2, in the same processes."""
 CASES = [
     pytest.param(
         world,
@@ -79,26 +96,41 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run_world(scenario: Path) -> Callable[[str], Path]:
+def experts(scenario: Path) -> Path:
+    """The config file of a scenario over Qwen3-MoE."""
+    jobs = [dict(job) for job in JOBS if job["name"] in OVER_EXPERTS]
+    for job in jobs:
+        job["lora"] = {**job["lora"], "target_modules": OVER_EXPERTS[job["name"]]}
+    path = make_scenario(scenario.parent / "experts", jobs, model_type="qwen3_moe")
+    take_fingerprint(path.parent / "base")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run_world(scenario: Path, experts: Path) -> Callable[[str], Path]:
     """Trains all cases of a world, once; returns the folder of their outputs."""
-    section = json.loads(scenario.read_text())
 
     def run(world: str) -> Path:
         root = scenario.parent / world
         if not root.exists():
             root.mkdir()
             size, cases = WORLDS[world]
-            entries = []
-            for name, (deepspeed, overrides) in cases.items():
-                # Beside the scenario: its paths are relative.
-                config = write_config(scenario.parent / f"{world} {name}.json", deepspeed, section)
-                entries.append(
-                    {"config": str(config), "output_dir": str(root / name), "set": overrides}
-                )
+            entries = _entries(scenario, cases, root)
+            if world == "DP2":
+                entries += _entries(experts, EXPERTS, root)
             run_cases(size, entries, root / "cases.json")
         return root
 
     return run
+
+
+def _entries(scenario: Path, cases: dict[str, Case], root: Path) -> list[dict[str, Any]]:
+    section, entries = json.loads(scenario.read_text()), []
+    for name, (deepspeed, overrides) in cases.items():
+        # Beside the scenario: its paths are relative.
+        config = write_config(scenario.parent / f"{root.name} {name}.json", deepspeed, section)
+        entries.append({"config": str(config), "output_dir": str(root / name), "set": overrides})
+    return entries
 
 
 @pytest.mark.parametrize(("world", "case"), CASES)
@@ -111,3 +143,21 @@ def test_losses_and_weights_equal_the_oracle(
 ) -> None:
     output_dir = run_world(world) / case
     assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
+
+
+@pytest.fixture(scope="module")
+def oracle_over_experts(experts: Path) -> dict[str, OracleResult]:
+    """Each job over Qwen3-MoE alone."""
+    return oracle_results(load_scenario(experts, output_dir=experts.parent / "unused"))
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_over_routed_experts_too(
+    case: str,
+    run_world: Callable[[str], Path],
+    oracle_over_experts: dict[str, OracleResult],
+    experts: Path,
+) -> None:
+    output_dir = run_world("DP2") / case
+    base = experts.parent / "base"
+    assert_run_equals_oracle(output_dir, OVER_EXPERTS, oracle_over_experts, base)

@@ -19,7 +19,9 @@ from tlora_megatron.layers.slab import initial_factors
 from tlora_megatron.model.backbone import LinearsSpec
 from tlora_megatron.training.data.job_data import BatchPlan, load_job_data, load_tokenizer
 
-FAMILIES = ("qwen3", "mistral", "gpt_neox")
+DENSE_FAMILIES = ("qwen3", "mistral", "gpt_neox")
+EXPERT_FAMILIES = ("mixtral", "qwen2_moe")
+FAMILIES = DENSE_FAMILIES + EXPERT_FAMILIES
 NUM_STEPS = 6
 
 _NEOX_TARGETS = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
@@ -33,8 +35,10 @@ def make_family(root: Path, family: str) -> dict[str, Any]:
     else:
         make_tiny_model(base, family, vocab_size=VOCAB_SIZE, tied=family == "qwen3")  # type: ignore[arg-type]
     save_tiny_tokenizer(base)
-    wide = {"target_modules": _NEOX_TARGETS} if family == "gpt_neox" else {}
+    wide: dict[str, Any] = {"target_modules": _NEOX_TARGETS} if family == "gpt_neox" else {}
     narrow = _NEOX_TARGETS[1:3] if family == "gpt_neox" else ["v_proj", "down_proj"]
+    if family in EXPERT_FAMILIES:
+        wide, narrow = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}, ["v_proj"]
     loras = [{"rank": 8, "alpha": 16, **wide}, {"rank": 4, "alpha": 8, "target_modules": narrow}]
     jobs = []
     for index, lora in enumerate(loras):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from torch import nn
 
+from tlora_megatron.integrations.deepspeed.experts import refused_targets
 from tlora_megatron.layers.linear_sites import rank_sites
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec
@@ -37,7 +38,7 @@ def model_spec(model: Any) -> LinearsSpec:
     config = model.config.get_text_config()
     layers = _decoder_layers(model)
     by_target: dict[str, list[_Found]] = defaultdict(list)
-    refused: dict[str, str] = {}
+    refused = refused_targets(model)
     for name, module in model.named_modules():
         match = _IN_LAYER.fullmatch(name)
         if match is None or not name.startswith(f"{layers}."):
@@ -50,7 +51,7 @@ def model_spec(model: Any) -> LinearsSpec:
             by_target[target].append(_Found(int(match["layer"]), path, weight_shape(module)))
             if reason:
                 refused[target] = reason
-        elif _is_other_linear(module):
+        elif _is_other_linear(module) and target not in refused:
             refused[target] = f"{type(module).__name__} is no nn.Linear"
     num_layers = len(model.get_submodule(layers))
     linears = []

@@ -14,6 +14,7 @@ from tlora_megatron.integrations.deepspeed import discover, processes
 from tlora_megatron.integrations.deepspeed import model as models
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.engine import DeepSpeedEngine, check_packing
+from tlora_megatron.integrations.deepspeed.experts import check_run_over_experts
 from tlora_megatron.integrations.deepspeed.linears import prepare_linear
 from tlora_megatron.integrations.deepspeed.scoring import prepare_output_layer
 from tlora_megatron.layers.sites import Site
@@ -68,6 +69,7 @@ def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
     if model is None:
         model = models.load_model(config.run.base_model, config.engine, tp_size=tp_size)
     models.refuse_adapters(model)
+    check_run_over_experts(model, config)
     models.turn_dropout_off(model)
     whole_spec = discover.model_spec(model)
     plain = model.config._attn_implementation

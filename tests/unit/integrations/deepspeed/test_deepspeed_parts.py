@@ -113,7 +113,7 @@ def test_other_names_and_fused_linears() -> None:
 def test_what_is_no_plain_linear_is_refused_with_the_reason() -> None:
     mixtral = model_spec(build(MixtralConfig(**TINY, num_local_experts=2)))
     assert mixtral.peft_targets == ("q_proj", "k_proj", "v_proj", "o_proj")
-    with pytest.raises(ValueError, match="got 'gate_proj': no linear of the backbone's layers"):
+    with pytest.raises(ValueError, match="got 'gate_proj': routed experts carry no adapters"):
         mixtral.target_shape("gate_proj")
     model = build(LlamaConfig(**TINY))
     model.model.layers[1].mlp.up_proj = nn.Linear(32, 40, bias=False)
