@@ -9,7 +9,7 @@ from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.config.reader import must
 from tlora_megatron.runtime.planning.plan_files import overrides_of
-from tlora_megatron.runtime.planning.plan_inputs import parse_lengths, run_hardware
+from tlora_megatron.runtime.planning.plan_inputs import parse_lengths, plan_model, run_hardware
 
 DEFAULT_HARDWARE = "h200"
 
@@ -85,4 +85,5 @@ def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
             f"{best.memory.total_bytes / 2**30:.1f} GiB predicted (profile {hardware.name}, "
             f"{hardware.source} {hardware.date})"
         )
-    return overrides_of(config, best.plan)
+    has_experts = plan_model(config).experts is not None
+    return overrides_of(config, best.plan, has_experts=has_experts)

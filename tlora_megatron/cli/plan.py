@@ -30,14 +30,20 @@ from tlora_megatron.config.load import ConfigError, RunConfig, load_config
 from tlora_megatron.config.reader import must
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.advice.advise import Advice, advise
-from tlora_megatron.planner.candidate import SHARDINGS, Runner
+from tlora_megatron.planner.candidate import SHARDINGS, Runner, is_ours_alone
 from tlora_megatron.planner.deploy.deploy import deploy
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import NothingAllowed, RankedPlan, SearchResult, search
 from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.planning.deployments import check_deployable, write_deployment
-from tlora_megatron.runtime.planning.plan_files import KINDS, check_base, jobs_file, write_plan
+from tlora_megatron.runtime.planning.plan_files import (
+    KINDS,
+    check_base,
+    check_experts,
+    jobs_file,
+    write_plan,
+)
 from tlora_megatron.runtime.planning.plan_inputs import (
     largest_portion,
     other_profiles,
@@ -65,6 +71,8 @@ _FLAGS = {
     "pp_size": "--pp",
     "vpp_size": "--vpp",
     "cp_size": "--cp",
+    "ep_size": "--ep",
+    "expert_tp_size": "--expert-tp",
     "sequence_parallel": "--sp",
     "lora_sharding": "--lora-sharding",
     "recompute": "--recompute",
@@ -155,6 +163,8 @@ def _add_space_arguments(parser: argparse.ArgumentParser) -> None:
         ("pp", "number of pipeline stages"),
         ("vpp", "number of model chunks per stage (virtual pipeline)"),
         ("cp", "context-parallel size"),
+        ("ep", "expert-parallel size (bases with routed experts)"),
+        ("expert-tp", "tensor-parallel size of routed experts: 1, or TP"),
         ("tokens", "number of micro-batch tokens"),
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"fix the {what}")
@@ -289,6 +299,12 @@ def _load(args: argparse.Namespace) -> _Inputs:
     check_base(config.base_model, _runner(args))
     hardware = run_hardware(args.hardware or DEFAULT_HARDWARE, config)
     spec = plan_model(config)
+    check_experts(spec, _runner(args))
+    for name in ("ep", "expert_tp"):
+        given = getattr(args, name)
+        if spec.experts is None and given is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise must(option, "be absent for a base without routed experts", given)
     lengths = None if args.lengths is None else parse_lengths(args.lengths)
     jobs = plan_jobs(config, spec, lengths)
     return _Inputs(config=config, spec=spec, jobs=jobs, hardware=hardware)
@@ -311,9 +327,10 @@ def _show(
         print_result(open_console(), *shown)
         if advice is not None:
             print_advice(open_console(), advice)
-        if args.runs_in is None and args.write is None:
+        if args.runs_in is None and args.write is None and not is_ours_alone(inputs.spec):
             print_other_programs(open_console(), result)
-        if not any(job.portion_tokens for job in inputs.config.jobs):
+        has_portions = any(job.portion_tokens for job in inputs.config.jobs)
+        if inputs.spec.experts is None and not has_portions:
             print_teams(open_console(), *shown[:4], args.top)
         print_recompute(open_console(), *shown[:4], args.top)
     if inputs.config.run.deterministic and result.plans:
@@ -370,6 +387,8 @@ def _space(args: argparse.Namespace, config: RunConfig) -> SearchSpace:
         pp_size=args.pp,
         vpp_size=args.vpp,
         cp_size=args.cp,
+        ep_size=args.ep,
+        expert_tp_size=args.expert_tp,
         sequence_parallel=None if args.sp is None else args.sp == "on",
         lora_sharding=args.lora_sharding or (None if asked == "auto" else asked),
         recompute=args.recompute,

@@ -33,6 +33,10 @@ class Plan:
     last_stage_layers: int | None = None
     cp_size: int = 1
     dp_size: int = 1
+    ep_size: int = 1
+    """Ranks that share the routed experts of a layer."""
+    expert_tp_size: Literal[1] | None = None
+    """Tensor-parallel ranks that share each routed expert; None: all of them."""
     sequence_parallel: bool = False
     micro_batch_tokens: int = 8192
     """Most rows of a packed micro-batch, over its context-parallel ranks together."""
@@ -55,6 +59,11 @@ class Plan:
         return self.tp_size * self.pp_size * self.cp_size * self.dp_size
 
     @property
+    def expert_tp(self) -> int:
+        """Number of tensor-parallel ranks that share each routed expert."""
+        return self.expert_tp_size or self.tp_size
+
+    @property
     def num_replicas(self) -> int:
         """Ranks that hold the same parts of adapters."""
         return self.dp_size * self.cp_size
@@ -67,6 +76,8 @@ class Plan:
             pp_size=self.pp_size,
             cp_size=self.cp_size,
             dp_size=self.dp_size,
+            ep_size=self.ep_size,
+            expert_tp_size=self.expert_tp_size,
             sequence_parallel=self.sequence_parallel,
             first_stage_layers=self.first_stage_layers,
             last_stage_layers=self.last_stage_layers,
@@ -113,6 +124,10 @@ class Plan:
             sizes[-1] += f" ({first}-{last} layers at its ends)"
         sizes += [f"CP{self.cp_size}"] if self.cp_size > 1 else []
         sizes.append(f"DP{self.dp_size}")
+        if self.ep_size > 1:
+            sizes.append(f"EP{self.ep_size}")
+        if self.expert_tp < self.tp_size:
+            sizes.append("whole experts")
         fixed = self.num_micro_batches
         full = "" if fixed is None else f"{fixed} micro-batch{'es' * (fixed > 1)} of "
         parts = [" ".join(sizes), f"{full}{self.micro_batch_tokens} tokens"]
@@ -128,19 +143,30 @@ class Plan:
 
 
 def runners(spec: ModelSpec, plan: Plan) -> tuple[Runner, ...]:
-    """Returns the programs that can run the plan of a model: of one with FP8 linears, one."""
-    return tuple(name for name in plan.runs_in if name == "train" or not spec.fp8_linears)
+    """Returns the programs that can run the plan of a model."""
+    return tuple(name for name in plan.runs_in if name == "train" or not is_ours_alone(spec))
+
+
+def is_ours_alone(spec: ModelSpec) -> bool:
+    """True for a model that no program but `tlora train` has plans for.
+
+    They are those with FP8 linears, and with routed experts.
+    """
+    return bool(spec.fp8_linears) or spec.experts is not None
 
 
 def misfit(spec: ModelSpec, plan: Plan) -> str | None:
     """The reason why a model cannot be split as a plan says; None if it can."""
-    for name, size in (
-        ("num_heads", spec.num_heads),
-        ("num_kv_heads", spec.num_kv_heads),
-        ("ffn_size", spec.ffn_size),
+    for name, size, ranks in (
+        ("num_heads", spec.num_heads, plan.tp_size),
+        ("num_kv_heads", spec.num_kv_heads, plan.tp_size),
+        ("ffn_size", spec.ffn_size, plan.expert_tp),
     ):
-        if size % plan.tp_size:
-            return f"{name} {size} is no multiple of TP {plan.tp_size}"
+        if size % ranks:
+            return f"{name} {size} is no multiple of TP {ranks}"
+    reason = _expert_misfit(spec, plan)
+    if reason is not None:
+        return reason
     if spec.fp8_in_blocks:
         cut = cut_block(spec, dict(spec.fp8_linears), plan.tp_size)
         if cut is not None:
@@ -151,8 +177,9 @@ def misfit(spec: ModelSpec, plan: Plan) -> str | None:
         return "virtual stages are of even stages"
     if plan.vpp_size > 1 and plan.pp_size == 1:
         return "virtual stages need a pipeline"
-    if plan.vpp_size > 1 and spec.fp8_linears:
-        return "virtual stages are Megatron-LM's, which has no base in FP8"
+    if plan.vpp_size > 1 and is_ours_alone(spec):
+        what = "no base in FP8" if spec.fp8_linears else "no plans for routed experts here"
+        return f"virtual stages are Megatron-LM's, which has {what}"
     if spec.num_layers // plan.pp_size % plan.vpp_size:
         layers = spec.num_layers // plan.pp_size
         return f"{layers} layers a stage are no multiple of VPP {plan.vpp_size}"
@@ -165,6 +192,21 @@ def misfit(spec: ModelSpec, plan: Plan) -> str | None:
     multiple = chunk_multiple(plan)
     if plan.micro_batch_tokens % multiple:
         return f"{plan.micro_batch_tokens} tokens are no multiple of {multiple} ranks' chunks"
+    return None
+
+
+def _expert_misfit(spec: ModelSpec, plan: Plan) -> str | None:
+    """The reason why experts cannot be shared as a plan says."""
+    if spec.experts is None:
+        shares = plan.ep_size > 1 or plan.expert_tp_size is not None
+        return "a dense base has no experts to share" if shares else None
+    if spec.experts.num_experts % plan.ep_size:
+        return f"num_experts {spec.experts.num_experts} is no multiple of EP {plan.ep_size}"
+    ranks, shared = plan.num_gpus // plan.pp_size, plan.ep_size * plan.expert_tp
+    if ranks % shared:
+        return f"{ranks} ranks of a stage are no multiple of {shared}, which share its experts"
+    if plan.expert_tp < plan.tp_size and not plan.sequence_parallel:
+        return "whole experts on tensor-parallel ranks need sequence parallelism"
     return None
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.recompute import RECOMPUTES
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, job_misfit, misfit
@@ -54,9 +55,13 @@ class GroupModel:
     """Estimates groups for one base model on one kind of machine; each mix is computed once.
 
     A new mix takes a few milliseconds, a known one microseconds. Names of jobs do not matter.
+
+    Raises:
+        ValueError: for a base with routed experts, which the scheduler's groups do not have.
     """
 
     def __init__(self, spec: ModelSpec, hardware: HardwareProfile) -> None:
+        refuse_experts(spec.experts, "the base of a group")
         self.spec = spec
         self.hardware = hardware
         self._rates = Rates(hardware)

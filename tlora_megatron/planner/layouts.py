@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, misfit
@@ -52,7 +53,9 @@ class Layouts:
         are few sequences a half, a fourth and so on.
         """
         spec, space = self._spec, self._space
-        cut = math.gcd(spec.num_heads, spec.num_kv_heads, spec.ffn_size)
+        cut = math.gcd(spec.num_heads, spec.num_kv_heads)
+        if spec.experts is None:
+            cut = math.gcd(cut, spec.ffn_size)
         pipelines = {*pipeline_sizes(spec.num_layers, self._head, num_gpus), space.pp_size or 1}
         contexts = {2**n for n in range(_MOST_CP.bit_length())} | {space.cp_size or 1}
         for tp in (n for n in range(1, num_gpus + 1) if cut % n == 0):
@@ -78,8 +81,21 @@ class Layouts:
                         sequence_parallel=sequence_parallel,
                         shard_optimizer=space.shards_states and dp * cp > 1,
                     )
-                    if space.allows(plan):
-                        yield plan
+                    yield from filter(space.allows, self._with_experts(plan))
+
+    def _with_experts(self, plan: Plan) -> Iterator[Plan]:
+        """A layout with all ways to share routed experts; itself where there are none."""
+        experts = self._spec.experts
+        if experts is None:
+            yield plan
+            return
+        cuts: tuple[Literal[1] | None, ...] = (None, 1) if plan.sequence_parallel else (None,)
+        for expert_tp_size in cuts:
+            cut = replace(plan, expert_tp_size=expert_tp_size)
+            most = plan.num_gpus // plan.pp_size // cut.expert_tp
+            for ep in range(1, min(most, experts.num_experts) + 1):
+                if most % ep == 0 and experts.num_experts % ep == 0:
+                    yield replace(cut, ep_size=ep)
 
     def _vpp_sizes(self, pp_size: int, ends: Ends) -> list[int]:
         layers, rest = divmod(self._spec.num_layers, pp_size)

@@ -20,9 +20,10 @@ def saved_by_rows(
     """Share of a plan's work that `run.recompute: auto` saves it, at the same budget of rows.
 
     Sums of gradients and steps are not in it. None where nothing is computed again, or one
-    recompute is all that fits, and in pipelines, whose micro-batches share one.
+    recompute is all that fits, and where micro-batches share one: in pipelines, and on ranks that
+    share experts.
     """
-    if plan.pp_size > 1 or plan.recompute == "none":
+    if plan.pp_size > 1 or plan.ep_size > 1 or plan.recompute == "none":
         return None
     curves = CurveModel(spec, jobs, Rates(hardware))
     memory = MemoryModel(spec, jobs, hardware)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.planner.candidate import DEPTHS, Plan
+from tlora_megatron.planner.candidate import DEPTHS, Plan, is_ours_alone
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryUse
 from tlora_megatron.planner.cost.rates import Rates
@@ -68,8 +68,8 @@ def search(
     its rounds are of a fixed size, and so is their time.
 
     Tries all TP, PP, virtual PP, CP and DP sizes whose product is `num_gpus`, with all choices of
-    sequence parallelism, LoRA sharding, recompute and `BUDGETS`; none is skipped by a bound. Each
-    plan gets the number of nano-batches that is fastest for it.
+    expert and sequence parallelism, LoRA sharding, recompute and `BUDGETS`; none is skipped by a
+    bound. Each plan gets the number of nano-batches that is fastest for it.
 
     Args:
         may_idle: also look at plans that leave some of the GPUs idle, as far as they come near the
@@ -83,7 +83,7 @@ def search(
     if not 1 <= num_gpus <= MOST_GPUS:
         raise ValueError(f"num_gpus must be in [1, {MOST_GPUS}], got {num_gpus}")
     space = space or SearchSpace()
-    if spec.fp8_linears and space.runs_in is None:
+    if is_ours_alone(spec) and space.runs_in is None:
         space = replace(space, runs_in="train")  # no other program has such a base
     hunt = _Hunt(spec, jobs, hardware, space)
     on_all = found = hunt.on_all(num_gpus)
@@ -173,8 +173,8 @@ def _deeper(model: CostModel, found: Sequence[RankedPlan]) -> Iterator[RankedPla
             layouts.setdefault(ranked.plan.layout, ranked)
     for ranked in list(layouts.values())[:_DEEPENED]:
         plan, before = ranked.plan, ranked.cost
-        if plan.dp_size == 1 or plan.pp_size > 1:
-            continue
+        if plan.dp_size == 1 or plan.pp_size > 1 or plan.ep_size > 1:
+            continue  # ranks that share experts run equally many micro-batches
         for depth in DEPTHS[1:]:
             if before.busy_share >= _BUSY_ENOUGH:
                 break
@@ -196,6 +196,6 @@ def _place(ranked: RankedPlan) -> tuple[float, ...]:
     exchanges more than fold must be faster by a margin (`lora_choice.handicap`).
     """
     plan = ranked.plan
-    parts = plan.tp_size * plan.pp_size * plan.vpp_size * plan.cp_size
+    parts = plan.tp_size * plan.pp_size * plan.vpp_size * plan.cp_size * plan.ep_size
     rate = float(f"{ranked.cost.tokens_per_s * handicap(plan.lora_sharding):.3g}")
     return -rate, plan.num_gpus, parts, plan.sequence_parallel, ranked.memory.total_bytes

@@ -19,6 +19,9 @@ class SearchSpace:
     pp_size: int | None = None
     vpp_size: int | None = None
     cp_size: int | None = None
+    ep_size: int | None = None
+    expert_tp_size: int | None = None
+    """Tensor-parallel ranks that share each routed expert: 1, or all of them."""
     sequence_parallel: bool | None = None
     lora_sharding: LoraSharding | None = None
     recompute: Recompute | None = None
@@ -33,7 +36,8 @@ class SearchSpace:
     """Keep only plans that `run.deterministic` does not refuse."""
 
     def __post_init__(self) -> None:
-        for name in ("tp_size", "pp_size", "vpp_size", "cp_size", "micro_batch_tokens"):
+        names = ("tp_size", "pp_size", "vpp_size", "cp_size", "ep_size", "expert_tp_size")
+        for name in (*names, "micro_batch_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -52,7 +56,9 @@ class SearchSpace:
         most_tp = 1 if self.runs_in == "deepspeed" else MOST_TP
         if self.deterministic and (plan.tp_size > most_tp or plan.cp_size > 1):
             return False
-        fixed = ("tp_size", "pp_size", "vpp_size", "cp_size", "sequence_parallel")
+        if self.expert_tp_size not in (None, plan.expert_tp):
+            return False
+        fixed = ("tp_size", "pp_size", "vpp_size", "cp_size", "ep_size", "sequence_parallel")
         return all(getattr(self, name) in (None, getattr(plan, name)) for name in fixed)
 
     def can_run(self, plan: Plan) -> bool:

@@ -50,7 +50,8 @@ class SpeedBound:
         Args:
             budget: the largest of the layout.
         """
-        key = layout.tp_size, layout.sequence_parallel, shardings
+        experts = layout.ep_size, layout.expert_tp_size
+        key = layout.tp_size, layout.sequence_parallel, *experts, shardings
         if key not in self._flat:
             plan = replace(layout, cp_size=1, dp_size=1, pp_size=1, vpp_size=1)
             plan = replace(plan, first_stage_layers=None, last_stage_layers=None)

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from tlora_megatron.model.spec import ModelSpec
 
-_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-
 
 class Ends(NamedTuple):
     """Layers of the first and the last stage; None: as many as each of the others."""
@@ -27,8 +25,7 @@ def head_layers(spec: ModelSpec, target_share: float) -> float:
     Args:
         target_share: share of rows with a target; only these reach the head.
     """
-    layer = sum(math.prod(spec.target_shape(linear)) for linear in _LINEARS)
-    return target_share * spec.vocab_size * spec.hidden_size / layer
+    return target_share * spec.vocab_size * spec.hidden_size / spec.row_weights
 
 
 @functools.lru_cache(maxsize=4096)

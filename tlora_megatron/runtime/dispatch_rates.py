@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -130,10 +131,16 @@ def _rates(
     why = "" if gpu is None or profile is not None else f", as no profile is of {gpu}"
     if profile is not None and isinstance(spec, ModelSpec):
         loads = list(map(job_load, jobs))
+        layout = groups.layout
+        whole_experts: Literal[1] | None = 1 if layout.expert_tp < layout.tp_size else None
         try:
             by_kind = {
                 kind: replica_rate(
-                    spec, loads, _plan(kind), profile, _table_of(kind, replicas, table)
+                    spec,
+                    loads,
+                    replace(_plan(kind), expert_tp_size=whole_experts),
+                    profile,
+                    _table_of(kind, replicas, table),
                 )
                 for kind in set(replicas)
             }

@@ -114,6 +114,8 @@ def _predict(
         pp_size=layout.pp_size,
         cp_size=layout.cp_size,
         dp_size=layout.dp_size,
+        ep_size=layout.ep_size,
+        expert_tp_size=1 if layout.expert_tp < layout.tp_size else None,
         sequence_parallel=layout.sequence_parallel,
         first_stage_layers=layout.first_stage_layers,
         last_stage_layers=layout.last_stage_layers,

@@ -55,6 +55,7 @@ def _table(
         pp_size=layout.pp_size,
         cp_size=layout.cp_size,
         dp_size=layout.dp_size,
+        expert_tp_size=1 if layout.expert_tp < layout.tp_size else None,
         sequence_parallel=layout.sequence_parallel,
         first_stage_layers=layout.first_stage_layers,
         last_stage_layers=layout.last_stage_layers,

@@ -51,7 +51,14 @@ def test_sizes(tmp_path: Path, parallel: dict[str, Any], message: str) -> None:
             "parallel.cp_by_micro_batch must be false over a base with routed experts",
         ),
         ({"run": {"nano_batches": 2}}, "run.nano_batches must be 1 over"),
-        ({"run": {"recompute": "auto"}}, "run.recompute must be none, selective or full over"),
+        (
+            {"run": {"recompute": "auto"}, "parallel": {"ep_size": 2}},
+            "run.recompute must be none, selective or full with parallel.ep_size above 1: proc",
+        ),
+        (
+            {"run": {"round_depth": 2}, "parallel": {"ep_size": 2}},
+            "run.round_depth must be 1 with parallel.ep_size above 1: processes that share",
+        ),
         ({"run": {"deterministic": True}}, "run.deterministic must be false over .*: an expert's"),
         ({"job": {"portion_tokens": 64}}, "portion_tokens of job a must be absent over a base"),
     ],
@@ -59,6 +66,13 @@ def test_sizes(tmp_path: Path, parallel: dict[str, Any], message: str) -> None:
 def test_over_experts(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_run_over_experts(config(tmp_path, **sections))
+
+
+def test_rounds_of_one_process_s_own_experts_may_differ(tmp_path: Path) -> None:
+    own = config(tmp_path, run={"recompute": "auto", "round_depth": 2})
+    check_run_over_experts(own)
+    with pytest.raises(ConfigError, match="be none, selective or full over a base with a shared"):
+        check_run_over_experts(own, has_shared=True)
 
 
 @pytest.mark.parametrize("key", ["ep_size", "expert_tp_size"])

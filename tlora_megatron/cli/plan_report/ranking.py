@@ -13,6 +13,8 @@ from rich.table import Table
 
 from tlora_megatron.cli.plan_report.gpus import pipeline_cell, print_idle
 from tlora_megatron.config.load import RunConfig
+from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.model.parameters import count_parameters
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import runners
 from tlora_megatron.planner.cost import memory, step_terms
@@ -53,6 +55,8 @@ def print_result(
         console.print(
             f"base in FP8: {_fp8_linears(spec)}; the rest in {hardware.dtype} (FP8 rates: {rate})"
         )
+    if spec.experts is not None:
+        console.print(_experts_line(spec, spec.experts))
     if result.plans:
         shown = _best_of_layouts(result.plans)[:top]
         _print_plans(console, shown, spec, hardware, num_gpus)
@@ -73,6 +77,15 @@ def _fp8_linears(spec: ModelSpec) -> str:
     )
 
 
+def _experts_line(spec: ModelSpec, experts: ExpertsSpec) -> str:
+    total, active = count_parameters(spec)
+    return (
+        f"base of {total / 1e9:.3g} billion parameters, {active / 1e9:.3g} billion of them for a "
+        f"row, which meets {experts.top_k} of {experts.num_experts} experts (their times are "
+        "estimated: docs/planner.md)"
+    )
+
+
 def _best_of_layouts(plans: Sequence[RankedPlan]) -> list[tuple[int, RankedPlan]]:
     """The first plan of each layout and program with its rank.
 
@@ -82,7 +95,7 @@ def _best_of_layouts(plans: Sequence[RankedPlan]) -> list[tuple[int, RankedPlan]
     for rank, ranked in enumerate(plans, start=1):
         plan = ranked.plan
         sizes = (plan.tp_size, plan.pp_size, plan.vpp_size, plan.cp_size, plan.sequence_parallel)
-        kinds = plan.is_even, plan.num_micro_batches is None
+        kinds = plan.is_even, plan.num_micro_batches is None, plan.ep_size, plan.expert_tp
         best.setdefault((*sizes, *kinds), (rank, ranked))
     return list(best.values())
 
@@ -159,8 +172,11 @@ def _print_plans(
     num_gpus: int,
 ) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    names = ("", "TP", "SP", "LoRA", "PP", "VPP", "CP", "DP", "tokens", "recompute", "tokens/s")
-    for name in names:
+    shares = [ranked.plan.ep_size > 1 for _, ranked in plans]
+    wholes = [ranked.plan.expert_tp < ranked.plan.tp_size for _, ranked in plans]
+    of_experts = ["EP"] * any(shares) + ["expert TP"] * any(wholes)
+    sizes = ("TP", "SP", "LoRA", "PP", "VPP", "CP", "DP")
+    for name in ("", *sizes, *of_experts, "tokens", "recompute", "tokens/s"):
         justify: Literal["left", "right"] = "left" if name in ("LoRA", "recompute") else "right"
         table.add_column(name, justify=justify, no_wrap=True)
     leaves = any(ranked.plan.num_gpus < num_gpus for _, ranked in plans)
@@ -191,6 +207,8 @@ def _print_plans(
             str(plan.vpp_size),
             str(plan.cp_size),
             str(plan.dp_size),
+            *([str(plan.ep_size)] if any(shares) else []),
+            *([str(plan.expert_tp) if plan.tp_size > 1 else "-"] if any(wholes) else []),
             f"{plan.micro_batch_tokens:,}",
             plan.recompute,
             f"{cost.tokens_per_s:,.0f}",

@@ -10,6 +10,7 @@ from tlora_megatron.config.replicas import short_form
 if TYPE_CHECKING:
     from tlora_megatron.config.job import JobSpec
     from tlora_megatron.config.load import ParallelSpec, RunConfig
+    from tlora_megatron.config.run import RunSpec
 
 _WHERE = "over a base with routed experts"
 _NO_BITS = "an expert's rows come in any number, which moves the last bits"
@@ -33,8 +34,11 @@ def check_expert_sizes(parallel: ParallelSpec) -> None:
         raise must("parallel.replicas", rule, short_form(parallel.replicas))
 
 
-def check_run_over_experts(config: RunConfig) -> None:
+def check_run_over_experts(config: RunConfig, *, has_shared: bool = False) -> None:
     """Refuses settings of a run that a base with routed experts cannot keep yet.
+
+    Args:
+        has_shared: the base has a shared expert, too.
 
     Raises:
         ConfigError: naming the key, and the job where there is one.
@@ -46,9 +50,11 @@ def check_run_over_experts(config: RunConfig) -> None:
         raise must("parallel.cp_by_micro_batch", f"be false {where}", True)
     if run.nano_batches != 1:
         raise must("run.nano_batches", f"be 1 {where}", run.nano_batches)
-    if run.recompute == "auto":
-        rule = f"be none, selective or full {where}, whose memory is not predicted yet"
-        raise must("run.recompute", rule, run.recompute)
+    if parallel.ep_size > 1:
+        _check_alike_rounds(run)
+    if has_shared and run.recompute == "auto":
+        rule = "be none, selective or full over a base with a shared expert"
+        raise must("run.recompute", f"{rule}, whose memory is not predicted yet", run.recompute)
     if run.deterministic:
         raise must("run.deterministic", f"be false {where}: {_NO_BITS}", True)
     for job in config.jobs:
@@ -65,6 +71,15 @@ def check_job_over_experts(job: JobSpec) -> None:
         name = f"portion_tokens of job {job.name}"
         rule = f"be absent {_WHERE}: {_NO_BITS}"
         raise must(name, rule, job.portion_tokens)
+
+
+def _check_alike_rounds(run: RunSpec) -> None:
+    """Refuses what gives processes that share experts unlike numbers of exchanges."""
+    where = "with parallel.ep_size above 1: processes that share experts run the same passes"
+    if run.recompute == "auto":
+        raise must("run.recompute", f"be none, selective or full {where}", run.recompute)
+    if run.round_depth != 1:
+        raise must("run.round_depth", f"be 1 {where}", run.round_depth)
 
 
 def check_run_without_experts(parallel: ParallelSpec) -> None:

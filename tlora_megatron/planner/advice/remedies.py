@@ -16,7 +16,10 @@ from tlora_megatron.planner.workload import JobLoad
 
 _GIB = 2.0**30
 _LAYOUT: dict[str, Any] = dict.fromkeys(
-    ("tp_size", "pp_size", "vpp_size", "cp_size", "sequence_parallel", "lora_sharding")
+    (
+        *("tp_size", "pp_size", "vpp_size", "cp_size", "ep_size", "expert_tp_size"),
+        *("sequence_parallel", "lora_sharding"),
+    )
 )
 _CHOICES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("leave recompute free", {"recompute": None}),

@@ -56,10 +56,10 @@ class _Features(NamedTuple):
 def _features(spec: ModelSpec, targets: tuple[str, ...], tp_size: int) -> _Features:
     cut = inputs = outputs = 0
     for linear, members in LINEAR_TARGETS.items():
-        in_size = local_shape(spec, linear, tp_size)[1]
         for target in members:
             if target not in targets:
                 continue
+            in_size = local_shape(spec, linear, tp_size)[1]
             width = target_width(spec, target, linear, tp_size)
             is_column = linear in COLUMN_PARALLEL
             cut += width if is_column else in_size

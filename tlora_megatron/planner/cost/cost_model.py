@@ -8,10 +8,10 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import NamedTuple
 
-from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
+from tlora_megatron.planner.cost.experts.split import refuse_shared_expert
 from tlora_megatron.planner.cost.job_sums import JobSums
 from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
 from tlora_megatron.planner.cost.memory import HEAD_ROWS, ROW_TILE
@@ -83,7 +83,7 @@ class CostModel:
         *,
         looked_at: int = LOOKED_AT,
     ) -> None:
-        refuse_experts(spec.experts, "the base of a prediction")
+        refuse_shared_expert(spec)
         self.spec = spec
         self.jobs = tuple(jobs)
         self.rates = rates
@@ -199,8 +199,8 @@ class CostModel:
         return max(0.0, wait), min(1.0, spread.mean_rows(curvature) / slowest)
 
     def fastest_split(self, plan: Plan) -> Plan:
-        """The plan with its fastest number of nano-batches."""
-        if self.hardware.nano_overlap == 0.0:
+        """The plan with its fastest number of nano-batches: one over a base with experts."""
+        if self.hardware.nano_overlap == 0.0 or self.spec.experts is not None:
             return plan
         return fastest_split(plan, lambda tried: self.step_cost(tried).step_time_s)
 

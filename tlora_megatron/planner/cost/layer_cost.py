@@ -9,6 +9,7 @@ from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import local_shape
+from tlora_megatron.planner.cost.experts.work import RoutedWork
 from tlora_megatron.planner.cost.job_sums import JobSums
 from tlora_megatron.planner.cost.lora_work import PLACE_BYTES, LoraCounts, exchange_of, lora_counts
 from tlora_megatron.planner.cost.memory import ROW_TILE
@@ -38,6 +39,8 @@ class LayerCost:
     tp_comm_s: float
     """Communication time that nothing hides."""
     cp_comm_s: float
+    ep_comm_s: float = 0.0
+    """Time of routed experts' exchanges, and of the waits for them."""
     attention_again: float = 0.0
     """Attention's part of `recompute_s`, relative to `attention_s`."""
 
@@ -72,6 +75,9 @@ class LayerModel:
         self.spec = spec
         self.jobs = tuple(jobs)
         self.rates = rates
+        self._routed = None if spec.experts is None else RoutedWork(spec, rates)
+        # Routed experts stand in the place of the MLP's linears.
+        self._linears = BLOCKS if self._routed is None else BLOCKS | {"mlp": ()}
         self._lora: dict[tuple[int, bool, LoraSharding], dict[str, list[LoraCounts]]] = {}
         self._attention: dict[int, tuple[tuple[float, ...], ...]] = {}
         self._sums = sums or JobSums()
@@ -90,6 +96,11 @@ class LayerModel:
         stream = {b: self._elementwise(plan, rows, b) for b in BLOCKS}
         lora = {b: self._adapters(plan, load, rows, b, parts) for b in BLOCKS}
         comm = {b: _times(parts, c) for b, c in self._tp_comm(plan, load, rows / parts).items()}
+        exchange = (0.0, 0.0)
+        if self._routed is not None:
+            routed = self._routed.cost(plan, rows)
+            gemm["mlp"], exchange = routed.gemm_s, routed.exchange_s
+            stream["mlp"] = _sum(stream["mlp"], routed.stream_s)
         if parts > 1:
             compute = _both(gemm) + sum(attention) + _both(stream) + _both(lora)
             exposed = exposed_share(parts, compute, _both(comm), self.rates.hardware.nano_overlap)
@@ -102,6 +113,7 @@ class LayerModel:
             for block in ("mlp",) if plan.recompute == "selective" else tuple(BLOCKS):
                 terms = (gemm[block], stream[block], lora[block], comm[block])
                 again += sum(forward for forward, _ in terms)
+            again += exchange[0]
         if plan.recompute == "full":
             again += attention[0] + cp_forward
         return LayerCost(
@@ -112,12 +124,13 @@ class LayerModel:
             recompute_s=again,
             tp_comm_s=_both(comm) - hidden,
             cp_comm_s=cp_forward + cp_backward,
+            ep_comm_s=sum(exchange),
             attention_again=attention[0] / sum(attention) if plan.recompute == "full" else 0.0,
         )
 
     def _gemms(self, plan: Plan, rows: float, block: str) -> tuple[float, float]:
         forward = backward = 0.0
-        for linear in BLOCKS[block]:
+        for linear in self._linears[block]:
             forward += self._linear_s(plan, rows, linear, backward=False)
             backward += self._linear_s(plan, rows, linear, backward=True)
         return forward, backward
@@ -174,7 +187,7 @@ class LayerModel:
             heads = rows * (spec.q_size + 2 * spec.kv_size) / plan.tp_size
             forward, backward = 2 * stream + 2 * heads, 4 * stream + 2 * heads
         else:
-            ffn = rows * spec.ffn_size / plan.tp_size
+            ffn = 0.0 if self._routed is not None else rows * spec.ffn_size / plan.tp_size
             forward, backward = 7 * stream + 3 * ffn, 4 * stream + 5 * ffn
         return self.rates.stream_s(forward * size), self.rates.stream_s(backward * size)
 
@@ -225,7 +238,7 @@ class LayerModel:
         if key not in self._lora:
             self._lora[key] = {
                 block: [lora_counts(self.spec, self.jobs, linear, plan) for linear in linears]
-                for block, linears in BLOCKS.items()
+                for block, linears in self._linears.items()
             }
         return self._lora[key]
 
@@ -239,6 +252,9 @@ class LayerModel:
             return dict.fromkeys(BLOCKS, (0.0, 0.0))
         comm = {}
         for block, sites in self._counts(plan).items():
+            if block == "mlp" and plan.expert_tp < plan.tp_size:
+                comm[block] = 0.0, 0.0  # rows go to whole experts from where they are
+                continue
             ranked = [self._exchanges(plan, load, rows, site) for site in sites]
             forward, backward = (sum(both[side] for both in ranked) for side in (0, 1))
             whole = self._hidden_states(plan, rows, sites)
@@ -256,8 +272,8 @@ class LayerModel:
         gather = self._over_tp(plan, "all_gather", size)
         scatter = self._over_tp(plan, "reduce_scatter", size)
         # Over an FP8 base, codes and scales of x travel, but where adapters need all of x itself.
-        column = next(site for site in sites if site.gathers)
-        share = 0.0 if column.keeps_whole else self.spec.fp8_share(column.linear)
+        columns = (site for site in sites if site.gathers and not site.keeps_whole)
+        share = max((self.spec.fp8_share(column.linear) for column in columns), default=0.0)
         groups = -(-self.spec.hidden_size // _GROUP) if self.spec.fp8_in_blocks else 1
         codes = self._over_tp(plan, "all_gather", rows * self.spec.hidden_size)
         codes += self._over_tp(plan, "all_gather", rows * groups * 4)
@@ -291,7 +307,8 @@ class LayerModel:
             return 0.0
         size = rows * self.spec.hidden_size * self.rates.element_bytes
         op: CollectiveOp = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
-        reductions = 2 * self._over_tp(plan, op, size)
+        blocks = sum(bool(linears) for linears in self._linears.values())
+        reductions = blocks * self._over_tp(plan, op, size)
         return self.rates.hardware.overlap * min(reductions, lora_backward_s / 2)
 
     def _cp_comm(self, plan: Plan, rows: float) -> tuple[float, float]:
@@ -309,6 +326,10 @@ class LayerModel:
 
 def _times(factor: float, both: tuple[float, float]) -> tuple[float, float]:
     return factor * both[0], factor * both[1]
+
+
+def _sum(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    return one[0] + other[0], one[1] + other[1]
 
 
 def _both(parts: dict[str, tuple[float, float]]) -> float:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import NamedTuple
 
-from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.published_fp8 import BLOCK
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
@@ -23,6 +22,8 @@ from tlora_megatron.planner.cost.adapter_sizes import (
     local_shape,
     spread_elements,
 )
+from tlora_megatron.planner.cost.experts.bytes import routed_bytes
+from tlora_megatron.planner.cost.experts.split import expert_split, refuse_shared_expert
 from tlora_megatron.planner.cost.saved_activations import (
     kept_bytes,
     row_shards,
@@ -139,20 +140,22 @@ class _LayerUse(NamedTuple):
     """Bytes per row of the micro-batch, like the next two fields."""
     workspace_bytes: float
     places_bytes: float
+    routed_bytes: float
+    """Further bytes per row that the mean rank keeps of routed experts."""
 
 
 class MemoryModel:
     """Predicts memory for one mix of jobs on one model and machine; plans share computed parts."""
 
     def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], hardware: HardwareProfile) -> None:
-        refuse_experts(spec.experts, "the base of a prediction")
+        refuse_shared_expert(spec)
         self.spec = spec
         self.jobs = tuple(jobs)
         self.hardware = hardware
         self._size = element_bytes(hardware)
         self._batches = longest_batches(jobs)
         self._layers: dict[object, _LayerUse] = {}
-        self._layer_bytes: dict[int, float] = {}
+        self._layer_bytes: dict[object, float] = {}
 
     def use(
         self, plan: Plan, rows: float | None = None, micro_batches: float | None = None
@@ -175,12 +178,20 @@ class MemoryModel:
         return max(uses, key=lambda use: use.total_bytes)
 
     def _layer_use(self, plan: Plan) -> _LayerUse:
-        key = plan.tp_size, plan.sequence_parallel, plan.lora_sharding, plan.recompute
+        key = (
+            *(plan.tp_size, plan.sequence_parallel, plan.lora_sharding, plan.recompute),
+            *(plan.ep_size, plan.expert_tp_size),
+        )
         if key not in self._layers:
             spec, jobs, size = self.spec, self.jobs, self._size
             sharding = plan.tp_size, plan.lora_sharding
             each = [adapter_elements(spec, job, *sharding) for job in jobs]
             saved = saved_inputs(jobs, plan)
+            split = expert_split(spec, plan)
+            if split is None or plan.recompute != "none":
+                routed = 0.0
+            else:
+                routed = routed_bytes(split, size).kept_routed
             self._layers[key] = _LayerUse(
                 slabs=sum(each),
                 copies=sum(copied_elements(spec, job, *sharding) for job in jobs),
@@ -189,6 +200,7 @@ class MemoryModel:
                 kept_bytes=kept_bytes(spec, saved, plan, size),
                 workspace_bytes=workspace_bytes(spec, saved, plan, size),
                 places_bytes=saved.places,
+                routed_bytes=routed,
             )
         return self._layers[key]
 
@@ -200,14 +212,16 @@ class MemoryModel:
         flight = chunks_in_flight(plan, stage, in_round)
         places = flight * local_rows * layer.places_bytes
         boundary = spec.hidden_size * size / row_shards(plan) if plan.pp_size > 1 else 0.0
-        activations = flight * local_rows * (layers / plan.vpp_size * layer.kept_bytes + boundary)
+        kept = layer.kept_bytes + self._routed_bytes(plan, layer, layers)
+        activations = flight * local_rows * (layers / plan.vpp_size * kept + boundary)
         slices = plan.num_replicas if plan.shard_optimizer else 1
         # A refreshed slab is cast as one buffer, and cleaned in another, while nothing else runs;
         # before that, slices of it are gathered.
         refresh = layers * layer.largest_slab * (3 if slices > 1 else 2) * size - activations
         workspace = max(local_rows * layer.workspace_bytes, refresh)
         head = _head_bytes(spec, plan, local_rows, size) if is_last else 0.0
-        groups = sum(n > 1 for n in (plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size))
+        sizes_of_groups = plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size, plan.ep_size
+        groups = sum(n > 1 for n in sizes_of_groups)
         # A save gathers one fp32 buffer of one adapter at a time, while the next round runs.
         parts = plan.tp_size * plan.pp_size
         received = max(sizes) * parts if is_first and parts > 1 else 0
@@ -226,19 +240,31 @@ class MemoryModel:
             stage=stage,
         )
 
+    def _routed_bytes(self, plan: Plan, layer: _LayerUse, layers: int) -> float:
+        """Bytes per row and layer that the fullest rank keeps of routed experts.
+
+        No rank is the fullest in every layer.
+        """
+        split = expert_split(self.spec, plan)
+        return 0.0 if split is None else layer.routed_bytes * split.fullest(layers)
+
     def _base_bytes(self, plan: Plan, layers: int, *, is_first: bool, is_last: bool) -> float:
         spec, tp_size = self.spec, plan.tp_size
-        if tp_size not in self._layer_bytes:
-            self._layer_bytes[tp_size] = _layer_bytes(spec, tp_size, self._size)
+        key = tp_size, plan.ep_size, plan.expert_tp_size
+        if key not in self._layer_bytes:
+            self._layer_bytes[key] = _layer_bytes(spec, plan, self._size)
         table = -(-spec.vocab_size // tp_size) * spec.hidden_size
         tables = 1 if is_first and is_last and spec.tied_embeddings else is_first + is_last
         final_norm = spec.hidden_size if is_last else 0
-        return layers * self._layer_bytes[tp_size] + (tables * table + final_norm) * self._size
+        return layers * self._layer_bytes[key] + (tables * table + final_norm) * self._size
 
 
-def _layer_bytes(spec: ModelSpec, tp_size: int, size: int) -> float:
+def _layer_bytes(spec: ModelSpec, plan: Plan, size: int) -> float:
     """Bytes of one frozen layer on one rank."""
-    linears = sum(linear_bytes(spec, linear, tp_size, size) for linear in LINEAR_TARGETS)
+    tp_size, split = plan.tp_size, expert_split(spec, plan)
+    names = list(LINEAR_TARGETS) if split is None else ["linear_qkv", "linear_proj"]
+    linears = sum(linear_bytes(spec, linear, tp_size, size) for linear in names)
+    linears += 0 if split is None else split.weights * size
     norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
     biases = (spec.q_size + 2 * spec.kv_size) / tp_size if spec.qkv_bias else 0
     return linears + (norms + biases) * size

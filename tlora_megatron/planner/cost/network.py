@@ -57,6 +57,27 @@ def over_nodes_s(
     return min(ring_s, tree_s)
 
 
+def all_to_all_over_nodes_s(span: Span, size_bytes: float, hardware: HardwareProfile) -> float:
+    """Time of an all-to-all with equal parts over nodes.
+
+    All GPUs of a node send at once, so each has its share of the cards. What stays in the node goes
+    over NVLink at the same time.
+
+    Args:
+        size_bytes: what a rank sends, its own part included.
+
+    Raises:
+        ValueError: if the profile has no link between nodes.
+    """
+    link = hardware.inter_node
+    if link is None:
+        raise ValueError(f"inter_node must be given for {span.ranks} GPUs of several nodes")
+    far, near = span.ranks - span.local, span.local - 1
+    over_network_s = far * size_bytes / span.ranks / hardware.gpu_network_bytes_per_s
+    in_node_s = near * size_bytes / span.ranks / hardware.intra_node.bytes_per_s
+    return link.latency_s + max(over_network_s, in_node_s)
+
+
 def _tree_start_s(span: Span, hardware: HardwareProfile) -> float:
     """Latencies of one way through the levels of a tree."""
     assert hardware.inter_node is not None, "several nodes must have a link"

@@ -7,10 +7,12 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 
-from tlora_megatron.planner.cost.network import over_nodes_s
+from tlora_megatron.planner.cost.network import all_to_all_over_nodes_s, over_nodes_s
 from tlora_megatron.planner.cost.spans import Span
 from tlora_megatron.planner.hardware import CollectiveOp, GemmPoint, HardwareProfile, Link
 
+_GROUP_TILE = 128
+"""Rows of a tile of a grouped product; each group's last tile is half full on average."""
 _NEIGHBOURS = 4
 """Number of measured GEMM shapes that an unmeasured one is interpolated from."""
 
@@ -96,6 +98,29 @@ class Rates:
             rate = self._fp8_rate(rows, columns, inner, backward=backward)
         return max(flops / rate, moved / self.hardware.copy_bytes_per_s)
 
+    def grouped_gemm_s(
+        self, rows: float, groups: int, columns: int, inner: int, *, backward: bool = False
+    ) -> float:
+        """Time of products with `groups` weights, each with its part of the rows.
+
+        In bf16 they are one launch, which is taken to have the rate of one product of all rows and
+        to fill each group's last tile; it reads every weight. Otherwise each is a product alone.
+
+        Args:
+            rows: of all groups together.
+            groups: number of weights.
+            columns: output features.
+            inner: input features.
+            backward: the input gradients.
+        """
+        if self.element_bytes != 2:
+            return groups * self.gemm_s(rows / groups, columns, inner, backward=backward)
+        padded = rows + groups * _GROUP_TILE / 2
+        rate = self._gemms.rate(padded, columns, inner, backward=backward)
+        moved = (rows * (columns + inner) + groups * columns * inner) * self.element_bytes
+        flops = 2.0 * padded * columns * inner
+        return max(flops / rate, moved / self.hardware.copy_bytes_per_s)
+
     @property
     def multiplies_fp8(self) -> bool:
         """True if FP8 linears were measured, or are known by their ratio."""
@@ -140,6 +165,19 @@ class Rates:
         if size_bytes > xs[-1]:
             return seconds[-1] * size_bytes / xs[-1]
         return _at(size_bytes, xs, seconds)
+
+    def all_to_all_s(self, ranks: int, size_bytes: float, *, over: Span) -> float:
+        """Time of an all-to-all with equal parts.
+
+        In a node it is taken for as long as an all-gather, in which every GPU receives as much.
+
+        Args:
+            size_bytes: what a rank sends, its own part included.
+            over: how the group lies over nodes.
+        """
+        if over.nodes > 1:
+            return all_to_all_over_nodes_s(over, size_bytes, self.hardware)
+        return self.collective_s("all_gather", ranks, size_bytes)
 
 
 def _ring_s(op: CollectiveOp, ranks: int, size_bytes: float, link: Link) -> float:

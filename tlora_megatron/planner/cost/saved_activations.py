@@ -13,6 +13,8 @@ from tlora_megatron.planner.cost.adapter_sizes import (
     chunked,
     local_shape,
 )
+from tlora_megatron.planner.cost.experts.bytes import routed_bytes
+from tlora_megatron.planner.cost.experts.split import expert_split
 from tlora_megatron.planner.cost.lora_work import PLACES_BYTES, keeps_whole, shares_all
 from tlora_megatron.planner.workload import JobLoad
 
@@ -74,10 +76,7 @@ def kept_bytes(
         attention += (spec.q_size + 2 * spec.kv_size) * size / tp
     attention += (ranks["linear_qkv"] > 0) * hidden * size / saved.shards("linear_qkv", shard)
     attention += (ranks["linear_qkv"] + ranks["linear_proj"]) * size
-    mlp = 2 * spec.ffn_size * size / tp
-    mlp += (ranks["linear_fc1"] > 0) * hidden * size / saved.shards("linear_fc1", shard)
-    mlp += (ranks["linear_fc2"] > 0) * spec.ffn_size * size / tp
-    mlp += (ranks["linear_fc1"] + ranks["linear_fc2"]) * size
+    mlp = _mlp_bytes(spec, saved, plan, size, part)
     if part == "mlp":
         return mlp
     if plan.recompute == "selective" and part == "all":
@@ -85,13 +84,36 @@ def kept_bytes(
     return stream + attention + mlp
 
 
+def _mlp_bytes(spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int, part: str) -> float:
+    """Bytes that an MLP keeps, or routed experts.
+
+    What experts keep for rows that came to them is left out of `all`: its sum over layers is known
+    better than one layer's.
+    """
+    split = expert_split(spec, plan)
+    if split is not None:
+        of_experts = routed_bytes(split, size)
+        again = 0.0 if part == "all" else split.fullest() * of_experts.kept_routed
+        return of_experts.kept + again
+    hidden, tp, shard, ranks = spec.hidden_size, plan.tp_size, row_shards(plan), saved.ranks
+    mlp = 2 * spec.ffn_size * size / tp
+    mlp += (ranks["linear_fc1"] > 0) * hidden * size / saved.shards("linear_fc1", shard)
+    mlp += (ranks["linear_fc2"] > 0) * spec.ffn_size * size / tp
+    mlp += (ranks["linear_fc1"] + ranks["linear_fc2"]) * size
+    return mlp
+
+
 def workspace_bytes(spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int) -> float:
     """Workspace in bytes of one layer's backward, per row.
 
-    It holds the gradients of gate, up and their product, the gradient of the residual stream
-    (gathered under sequence parallelism), and what the layer recomputes.
+    It holds the gradients of gate, up and their product, or what experts work in, the gradient of
+    the residual stream (gathered under sequence parallelism), and what the layer recomputes.
     """
-    gradients = (3 * spec.ffn_size / plan.tp_size + 3 * spec.hidden_size) * size
+    split = expert_split(spec, plan)
+    if split is None:
+        gradients = (3 * spec.ffn_size / plan.tp_size + 3 * spec.hidden_size) * size
+    else:
+        gradients = routed_bytes(split, size).workspace + 3 * spec.hidden_size * size
     shapes = [local_shape(spec, linear, plan.tp_size) for linear, _ in spec.fp8_linears]
     gradients += max((columns for columns, _ in shapes), default=0)  # FP8 codes of dy
     if plan.recompute == "none":

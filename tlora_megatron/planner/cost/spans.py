@@ -40,6 +40,14 @@ def plan_spans(plan: Plan, gpus_per_node: int) -> PlanSpans:
     return _spans(plan.tp_size, plan.cp_size, plan.dp_size, plan.pp_size, gpus_per_node)
 
 
+def expert_span(plan: Plan, gpus_per_node: int) -> Span:
+    """Returns how the ranks that share a layer's experts lie over nodes.
+
+    They are neighbours, but for tensor-parallel ones that share each expert.
+    """
+    return group_span(plan.ep_size, plan.expert_tp, plan.num_gpus, gpus_per_node)
+
+
 @lru_cache(maxsize=4096)
 def _spans(tp: int, cp: int, dp: int, pp: int, gpus_per_node: int) -> PlanSpans:
     num_gpus = tp * cp * dp * pp

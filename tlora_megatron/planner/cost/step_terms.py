@@ -25,6 +25,9 @@ class StepCost:
     recompute_s: float
     tp_comm_s: float
     cp_comm_s: float
+    ep_comm_s: float
+    """Time to carry rows to their experts and back, with the host's wait before it and the wait for
+    the rank whose experts got most rows."""
     pp_comm_s: float
     host_s: float
     """Time that the GPU waits for launches."""
@@ -77,6 +80,7 @@ TERMS = (
     "recompute_s",
     "tp_comm_s",
     "cp_comm_s",
+    "ep_comm_s",
     "pp_comm_s",
     "host_s",
     "imbalance_s",

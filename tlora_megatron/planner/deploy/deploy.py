@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tlora_megatron.model.deployment import Deployment
+from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.deploy.counts import Counts, Problem, best_counts
 from tlora_megatron.planner.deploy.kinds import (
@@ -102,9 +103,10 @@ def deploy(
         space: what kinds must keep to.
 
     Raises:
-        ValueError: for jobs or numbers that cannot be planned for.
+        ValueError: for jobs or numbers that cannot be planned for, or a base with routed experts.
     """
     check_jobs(jobs)
+    refuse_experts(spec.experts, "the base of replicas of any kinds")
     if num_gpus < 1:
         raise ValueError(f"num_gpus must be at least 1, got {num_gpus}")
     kinds = all_kinds(spec, jobs, hardware, num_gpus, space or SearchSpace())

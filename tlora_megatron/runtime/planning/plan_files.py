@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ import yaml
 from tlora_megatron.config.base_model import BaseModelSpec, refuse_quantization
 from tlora_megatron.config.deterministic import settle_deterministic
 from tlora_megatron.config.load import ParallelSpec, RunConfig, config_to_dict
+from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.published_fp8 import refuse_published
 from tlora_megatron.model.spec import ModelSpec
@@ -55,11 +57,26 @@ def check_base(base: BaseModelSpec, runner: str | None) -> None:
         refuse_published(Path(base.path) / "config.json", where)
 
 
-def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
+def check_experts(spec: ModelSpec, runner: str | None) -> None:
+    """Refuses a base with routed experts for programs that have no plans for one.
+
+    Args:
+        runner: a kind of files, or a program; None = whichever can.
+
+    Raises:
+        ValueError: naming the program.
+    """
+    where = _FOREIGN.get(runner or "")
+    if where is not None:
+        refuse_experts(spec.experts, f"the base of a plan for {where}")
+
+
+def apply_plan(config: RunConfig, plan: Plan, *, has_experts: bool = False) -> RunConfig:
     """The configuration with a plan's layout, budget, recompute and nano-batches.
 
     Args:
         config: may lack what `run.deterministic` fills in: it follows from the plan.
+        has_experts: the base has routed experts, whose micro-batches run whole.
 
     Raises:
         ValueError: if the plan is for another trainer, or `run.deterministic` refuses something.
@@ -77,6 +94,8 @@ def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
         cp_size=plan.cp_size,
         cp_by_micro_batch=_cp_by_micro_batch(config, plan),
         sequence_parallel=plan.sequence_parallel,
+        ep_size=plan.ep_size,
+        expert_tp_size=plan.expert_tp_size,
         lora_sharding=plan.lora_sharding if plan.tp_size > 1 else "auto",
         shard_optimizer=plan.shard_optimizer,
     )
@@ -84,7 +103,7 @@ def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
         config.run,
         micro_batch_tokens=plan.micro_batch_tokens,
         recompute=plan.recompute,
-        nano_batches=_nano_batches(config, plan),
+        nano_batches=_nano_batches(config, plan, has_experts=has_experts),
         round_depth=_round_depth(config, plan),
     )
     return settle_deterministic(replace(config, parallel=parallel, run=run))
@@ -97,27 +116,34 @@ def _cp_by_micro_batch(config: RunConfig, plan: Plan) -> bool:
     return config.parallel.cp_by_micro_batch and divides
 
 
-def _nano_batches(config: RunConfig, plan: Plan) -> int | Literal["auto"]:
+def _nano_batches(
+    config: RunConfig, plan: Plan, *, has_experts: bool = False
+) -> int | Literal["auto"]:
     """The value of `run.nano_batches`: auto if there is communication to hide.
 
     A number that the configuration asks for stays.
     """
     asked = config.run.nano_batches
-    hides = plan.tp_size > 1 and plan.lora_sharding == "fold"
+    hides = plan.tp_size > 1 and plan.lora_sharding == "fold" and not has_experts
     may_choose = hides and asked == 1 and not config.run.deterministic
     return "auto" if may_choose else asked
 
 
-def overrides_of(config: RunConfig, plan: Plan) -> list[str]:
-    """The plan as overrides for `tlora train --set`."""
+def overrides_of(config: RunConfig, plan: Plan, *, has_experts: bool = False) -> list[str]:
+    """The plan as overrides for `tlora train --set`.
+
+    Args:
+        has_experts: as of `apply_plan`.
+    """
+    applied = apply_plan(config, plan, has_experts=has_experts)
     replaced = [] if config.parallel.replicas is None else ["parallel.replicas=null"]
     if config.parallel.cp_by_micro_batch:
         by = json.dumps(_cp_by_micro_batch(config, plan))
         replaced.append(f"parallel.cp_by_micro_batch={by}")
-    for key in ("first_stage_layers", "last_stage_layers"):
-        layers = getattr(plan, key)
-        if layers != getattr(config.parallel, key):
-            replaced.append(f"parallel.{key}={json.dumps(layers)}")
+    for key in ("first_stage_layers", "last_stage_layers", "ep_size", "expert_tp_size"):
+        value = getattr(plan, key)
+        if value != getattr(config.parallel, key):
+            replaced.append(f"parallel.{key}={json.dumps(value)}")
     if plan.shard_optimizer != config.parallel.shard_optimizer:
         replaced.append(f"parallel.shard_optimizer={json.dumps(plan.shard_optimizer)}")
     return [
@@ -126,10 +152,10 @@ def overrides_of(config: RunConfig, plan: Plan) -> list[str]:
         f"parallel.pp_size={plan.pp_size}",
         f"parallel.cp_size={plan.cp_size}",
         f"parallel.sequence_parallel={json.dumps(plan.sequence_parallel)}",
-        f"parallel.lora_sharding={apply_plan(config, plan).parallel.lora_sharding}",
+        f"parallel.lora_sharding={applied.parallel.lora_sharding}",
         f"run.micro_batch_tokens={plan.micro_batch_tokens}",
         f"run.recompute={plan.recompute}",
-        f"run.nano_batches={_nano_batches(config, plan)}",
+        f"run.nano_batches={applied.run.nano_batches}",
         f"run.round_depth={_round_depth(config, plan)}",
     ]
 
@@ -161,8 +187,10 @@ def write_plan(
     """
     plan, nodes, local = ranked.plan, *_nodes(ranked.plan.num_gpus, hardware)
     check_base(config.base_model, kind)
+    check_experts(spec, kind)
+    applied = partial(apply_plan, has_experts=spec.experts is not None)
     if kind == "train":
-        write_config(path, apply_plan(config, plan))
+        write_config(path, applied(config, plan))
         return [start_command(path, plan.num_gpus, hardware)]
     if kind == "deepspeed":
         _write(path, json.dumps(_deepspeed(config, plan), indent=2) + "\n")
@@ -174,7 +202,7 @@ def write_plan(
         _write(path, _megatron(config, spec, ranked, jobs, nodes, local))
         variables = "MEGATRON_LM=DIR CHECKPOINT=DIR"
         return [f"{variables} bash {shlex.quote(str(path))}"]
-    _write(jobs, _yaml(config_to_dict(apply_plan(config, plan))))
+    _write(jobs, _yaml(config_to_dict(applied(config, plan))))
     text = slurm_script(
         jobs,
         nodes,

@@ -20,7 +20,6 @@ from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.config.reader import must
 from tlora_megatron.model.block_sizes import check_block_sizes
-from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.hardware import (
@@ -47,7 +46,6 @@ def base_shape(base: BaseModelSpec) -> ModelSpec:
     """The shape of a base model, with its linears that hold FP8 codes."""
     path = Path(base.path) / "config.json" if base.path is not None else Path(str(base.config))
     spec = read_model_spec(path)
-    refuse_experts(spec.experts, "the base of a plan")
     quantisation = base_quantisation(base, spec)
     if quantisation is None:
         return spec
@@ -151,10 +149,11 @@ def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | Non
             the jobs' data.
 
     Raises:
-        ValueError: if data or tokenizer cannot be used, or blocks do not fit the model.
+        ValueError: if data or tokenizer cannot be used, or adapters do not fit the model.
         ImportError: without transformers, which reads tokenizers.
     """
     for job in config.jobs:
+        check_targets(job, spec)
         check_block_sizes(job.name, job.lora, spec)
     if lengths is not None:
         for cut in find_cuts(config.jobs, lengths):
@@ -164,6 +163,21 @@ def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | Non
     base = config.base_model
     folder = Path(base.path) if base.path is not None else Path(str(base.config)).parent
     return [_job_load(job, spec, folder) for job in config.jobs]
+
+
+def check_targets(job: JobSpec, spec: ModelSpec) -> None:
+    """Refuses adapters on linears of a base with routed experts that carry none.
+
+    Raises:
+        ValueError: naming the job and what its targets must be.
+    """
+    if spec.experts is None:
+        return
+    for target in job.lora.target_modules:
+        try:
+            spec.target_shape(target)
+        except ValueError as error:
+            raise ValueError(f"job {job.name!r}: {error}") from None
 
 
 def _job_load(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> JobLoad:

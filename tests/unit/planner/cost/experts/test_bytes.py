@@ -1,0 +1,159 @@
+"""Bytes of routed experts against what a layer of them allocates on the CPU."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tlora_megatron.integrations.megatron.layer import frozen_experts
+from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
+from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.parallel import expert_exchange
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.experts.bytes import routed_bytes
+from tlora_megatron.planner.cost.experts.split import expert_split
+from tlora_megatron.planner.cost.memory import COMMUNICATOR_BYTES, memory_use
+
+ROWS, HIDDEN = 256, 64
+QWEN = ExpertsSpec(num_experts=8, top_k=4, ffn_size=48, normalizes=True)
+WIDE = replace(QWEN, ffn_size=200, top_k=2)
+MIXTRAL = replace(WIDE, keeps_fp32=True, num_experts=4)
+BASE = replace(SPEC, hidden_size=HIDDEN, head_dim=8, num_heads=8)
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of tensors that exist, and the most that did."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._living = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        self.most = max(self.most, self.now)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._living:
+            self._living[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._living.pop(key, 0)
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts without processes: what a rank sends comes back to it."""
+
+    def on_gpu(x: Tensor) -> tuple[Tensor, Any]:
+        """Allocates what the kernels of a GPU do; on the CPU autograd keeps more."""
+        return x.new_zeros(len(x), x.shape[1] // 2), lambda dy: torch.zeros_like(x)
+
+    def echo(out: Tensor, sent: Tensor, *sizes: Any, group: Any) -> None:
+        out.copy_(sent)
+
+    groups = SimpleNamespace(get_expert_model_parallel_group=lambda: None)
+    monkeypatch.setattr(frozen_experts, "parallel_state", groups)
+    monkeypatch.setattr(frozen_experts, "swiglu_vjp", on_gpu)
+    monkeypatch.setattr(expert_exchange.dist, "all_to_all_single", echo)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+
+
+def allocated(spec: ExpertsSpec, ep_size: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes a row that a layer's experts keep, and that their backward needs in addition."""
+    config = SimpleNamespace(
+        hidden_size=HIDDEN,
+        params_dtype=dtype,
+        tensor_model_parallel_size=1,
+        sequence_parallel=False,
+    )
+    experts = FrozenExperts(config, spec=spec, ep_size=ep_size, expert_tp=1)
+    weights = [parameter.detach().normal_(0, 0.1) for parameter in experts.parameters()]
+    x, dy = (torch.randn(ROWS, HIDDEN, dtype=dtype) for _ in range(2))
+    with torch.no_grad(), Allocated(x, dy, *weights) as found:
+        y, back = experts.compute_vjp(x)
+        kept = found.now - y.untyped_storage().nbytes()
+        found.most = before = found.now
+        back(dy)
+    return kept / ROWS, (found.most - before) / ROWS
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize(
+    "spec",
+    [QWEN, replace(QWEN, normalizes=False), WIDE, MIXTRAL],
+    ids=["narrow", "not normalised", "wide", "mixtral"],
+)
+def test_what_is_counted_is_what_is_allocated(
+    spec: ExpertsSpec, ep_size: int, dtype: torch.dtype
+) -> None:
+    base = replace(BASE, experts=spec, ffn_size=spec.ffn_size)
+    split = expert_split(base, Plan(dp_size=ep_size, ep_size=ep_size))
+    assert split is not None
+    counted = routed_bytes(split, dtype.itemsize)
+    even = (counted.workspace - spec.num_experts * (4 + dtype.itemsize)) / split.fullest()
+    kept, worked = allocated(spec, ep_size, dtype)
+    # Beside rows, a few numbers of each expert are kept.
+    assert counted.kept + counted.kept_routed == pytest.approx(kept, abs=8 * 16 / ROWS)
+    # A layer's backward has the residual stream's gradients in addition, `workspace_bytes`.
+    assert even <= 1.01 * worked
+    assert worked <= 1.01 * even + 3 * HIDDEN * dtype.itemsize
+
+
+def test_memory_of_the_experts_that_a_rank_holds() -> None:
+    base = replace(BASE, experts=QWEN, ffn_size=QWEN.ffn_size)
+    dense = 2 * BASE.hidden_size + HIDDEN * (2 * 64 + 2 * BASE.kv_size)
+    router, each = 8 * HIDDEN, 3 * 48 * HIDDEN
+
+    def layer(plan: Plan) -> float:
+        tables = 2 * -(-BASE.vocab_size // plan.tp_size) * HIDDEN + HIDDEN
+        use = memory_use(base, [job()], replace(plan, micro_batch_tokens=128), HARDWARE)
+        return (use.base_weights / 2 - tables) / BASE.num_layers
+
+    cut = 2 * BASE.hidden_size + HIDDEN * (64 + BASE.kv_size)
+    sp = Plan(tp_size=2, sequence_parallel=True)
+    assert layer(Plan()) == dense + router + 8 * each
+    assert layer(Plan(dp_size=4, ep_size=4)) == dense + router + 2 * each
+    assert layer(sp) == cut + router + 8 * each / 2
+    assert layer(replace(sp, expert_tp_size=1)) == cut + router + 8 * each
+    assert layer(replace(sp, expert_tp_size=1, ep_size=2)) == cut + router + 4 * each
+
+
+def test_activations_of_routed_rows_by_recompute() -> None:
+    base = replace(BASE, experts=QWEN, ffn_size=QWEN.ffn_size)
+
+    def use(**changes: Any) -> Any:
+        return memory_use(base, [job()], Plan(micro_batch_tokens=128, **changes), HARDWARE)
+
+    none, selective, full = use(), use(recompute="selective"), use(recompute="full")
+    split = expert_split(base, Plan())
+    assert split is not None
+    counted = routed_bytes(split, 2)
+    routed = counted.kept + counted.kept_routed
+    layers = BASE.num_layers
+    assert none.activations - selective.activations == 128 * layers * (routed - HIDDEN * 2)
+    assert selective.workspace == none.workspace + 128 * routed
+    assert full.activations == 128 * layers * HIDDEN * 2
+    shared = use(dp_size=2, ep_size=2)
+    exchanged = 4 * 8 * split.fullest() * 128 * layers  # where a row came from
+    assert shared.activations > none.activations + exchanged
+    assert shared.workspace > none.workspace
+    assert shared.collectives == 2 * COMMUNICATOR_BYTES  # of replicas, and of experts

@@ -1,0 +1,148 @@
+"""Times of routed experts: by hand, against the floor of a layer, and what moves them which way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.expert_case import EXPERTS, on_attention, published
+from tests.helpers.planner_case import HARDWARE
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.cost_model import step_cost
+from tlora_megatron.planner.cost.experts.imbalance import fullest_share
+from tlora_megatron.planner.cost.experts.work import RoutedCost, RoutedWork
+from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
+from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.hardware import HardwareProfile, HostCost, load_profile
+from tlora_megatron.planner.rounds.load import RoundLoad
+
+ROWS = 1024
+HOST = HostCost(layer_s=1e-3, round_s=0.0, job_step_s=0.0)
+
+
+def routed(plan: Plan, hardware: HardwareProfile = HARDWARE, rows: float = ROWS) -> RoutedCost:
+    return RoutedWork(EXPERTS, Rates(hardware)).cost(plan, rows)
+
+
+def test_products_and_passes_on_one_gpu() -> None:
+    found = routed(Plan())
+    router = 2 * ROWS * 8 * 100 / 1e9
+    # Two experts a row; the last tile of each of eight is half full.
+    rows = 2 * ROWS + 8 * 64
+    products = 2 * rows * 3 * 200 * 100 / 1e9
+    assert found.gemm_s == pytest.approx((router + products, 2 * (router + products)))
+    scores = ROWS * 8 * (2 + 12 + 4), ROWS * 8 * (12 + 2)
+    # Rows are spread and summed; SwiGLU and weights lie between.
+    moved = 2 * 2 * 100 + (3 * 2 + 8) * 100
+    weigh = (2 * 6 + 8) * 200
+    forward = 2 * ROWS * (moved + 3 * 2 * 200 + weigh)
+    backward = 2 * ROWS * (moved + 8 * 2 * 200 + weigh + (2 * 6 + 16) * 200)
+    expected = (scores[0] + forward) / 1e9, (scores[1] + backward) / 1e9
+    assert found.stream_s == pytest.approx(expected)
+    assert found.exchange_s == (0.0, 0.0)
+
+
+def test_expert_parallel_ranks_exchange_rows_and_wait_for_the_fullest() -> None:
+    machine = replace(HARDWARE, host=HOST)
+    found = routed(Plan(dp_size=4, ep_size=4), machine)
+    alone = routed(Plan(dp_size=4), machine)
+    # The mean rank computes as many rows as before, for fewer experts.
+    assert found.gemm_s[0] < alone.gemm_s[0]
+    router = 2 * ROWS * 8 * 100 / 1e9
+    scores = ROWS * 8 * (2 + 12 + 4) / 1e9
+    hidden, late = 2 * ROWS * 100 * 2, fullest_share(4, 2) - 1
+    sent = 8 * 8 + 2 * ROWS * 2 + 2 * hidden
+    work = found.gemm_s[0] - router + found.stream_s[0] - scores
+    expected = (1 + late) * 3 / 4 * sent / 1e9 + late * work + 0.07e-3
+    assert found.exchange_s[0] == pytest.approx(expected)
+
+
+def test_an_exchange_over_nodes_takes_the_network() -> None:
+    nodes = HARDWARE.of_nodes(4)
+    near, far = (routed(Plan(dp_size=8, ep_size=ep), nodes) for ep in (4, 8))
+    hidden = 2 * ROWS * 100 * 2
+    # Four of eight ranks are in the other node, behind 1e8 bytes a second.
+    carried = fullest_share(8, 1) * (2 * hidden + 2 * ROWS * 4) / 2 / 1e8
+    waited = (fullest_share(8, 1) - 1) * _routed_only(Plan(dp_size=8, ep_size=8))
+    assert far.exchange_s[1] == pytest.approx(carried + waited)
+    assert far.exchange_s[1] > near.exchange_s[1]
+
+
+def _routed_only(plan: Plan) -> float:
+    """Seconds of backward for the rows that came to experts: all but the router's part."""
+    found = routed(plan)
+    scores = ROWS * 8 * (12 + 2) / 1e9
+    return found.gemm_s[1] - 2 * 2 * ROWS * 8 * 100 / 1e9 + found.stream_s[1] - scores
+
+
+def test_whole_experts_take_a_rank_s_own_rows_and_cut_ones_all() -> None:
+    sp = Plan(tp_size=2, sequence_parallel=True)
+    whole, cut = routed(replace(sp, expert_tp_size=1)), routed(sp)
+    half = routed(Plan(), rows=ROWS / 2)
+    assert whole == half
+    assert cut.stream_s[0] > whole.stream_s[0]  # rows are spread and summed on both ranks
+    carried = _layer(sp).tp_comm_s - _layer(replace(sp, expert_tp_size=1)).tp_comm_s
+    # Hidden states are gathered and scattered around cut experts, forward and backward.
+    assert carried == pytest.approx(4 * 8192 * 100 * 2 / 2 / 1e9)
+
+
+def _layer(plan: Plan, repo: Path | None = None, base: str = "") -> LayerCost:
+    jobs = on_attention()
+    spec, hardware = EXPERTS, HARDWARE
+    if repo is not None:
+        spec, hardware = published(repo, base), load_profile(repo / "configs/hardware/h200.json")
+    load = RoundLoad(
+        micro_batches=1, rows=8192.0, job_tokens=(8192.0,), job_sequences=(16.0,), steps=(1.0,)
+    )
+    return LayerModel(spec, jobs, Rates(hardware)).cost(plan, load)
+
+
+def test_the_floor_of_a_layer_of_qwen3_30b_at_8192_tokens(repo: Path) -> None:
+    """Estimated at 4.1 ms on an H200, 2.85 of them products, of 650 TFLOP/s and 4 TB/s."""
+    layer = _layer(Plan(), repo, "qwen3-30b-a3b")
+    assert layer.gemm_s == pytest.approx(2.85e-3, rel=0.05)
+    hidden, inner, rows = 2048, 768, 8192 * 8
+    # Each row is spread and summed once each way, and SwiGLU goes over what is between.
+    spread_and_sum = 2 * (3 * rows + 8192) * hidden
+    least_bytes = 2 * (spread_and_sum + (3 + 5) * rows * inner)
+    floor_s = layer.gemm_s + layer.attention_s + least_bytes / 4e12
+    assert floor_s == pytest.approx(4.1e-3, rel=0.15)
+    assert floor_s < layer.total_s < 2 * floor_s
+
+
+def test_recompute_runs_experts_and_their_exchange_again() -> None:
+    plan = Plan(dp_size=4, ep_size=4)
+    times = {name: _layer(replace(plan, recompute=name)) for name in ("none", "selective", "full")}
+    work = RoutedWork(EXPERTS, Rates(HARDWARE)).cost(plan, 8192)
+    again = times["selective"].recompute_s
+    assert again > work.gemm_s[0] + work.stream_s[0] + work.exchange_s[0]
+    assert times["full"].recompute_s > again > times["none"].recompute_s == 0.0
+    assert len({time.ep_comm_s for time in times.values()}) == 1
+
+
+def test_more_expert_parallel_ranks_compute_less_and_exchange_more(repo: Path) -> None:
+    layers = [_layer(Plan(dp_size=8, ep_size=ep), repo, "qwen3-30b-a3b") for ep in (1, 2, 4, 8)]
+    exchanged, products = ([getattr(x, name) for x in layers] for name in ("ep_comm_s", "gemm_s"))
+    assert exchanged == sorted(exchanged)
+    assert exchanged[0] == 0.0
+    assert products == sorted(products, reverse=True)
+
+
+def test_a_round_has_the_layers_exchanges() -> None:
+    plan = Plan(dp_size=2, ep_size=2, micro_batch_tokens=8192)
+    found = step_cost(EXPERTS, on_attention(512, 16, 16), plan, HARDWARE)
+    assert found.ep_comm_s > 0
+    assert (
+        found.step_time_s
+        > step_cost(
+            EXPERTS, on_attention(512, 16, 16), replace(plan, ep_size=1), HARDWARE
+        ).step_time_s
+    )
+
+
+def test_without_bf16_experts_are_products_of_their_own() -> None:
+    rates = Rates(replace(HARDWARE, dtype="float32"))
+    expected = 8 * rates.gemm_s(256 / 8, 400, 100)
+    assert rates.grouped_gemm_s(256, 8, 400, 100) == expected

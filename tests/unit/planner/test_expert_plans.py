@@ -1,0 +1,150 @@
+"""Plans of bases with routed experts: which there are, what they cost, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.expert_case import EXPERTS, on_attention, published
+from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tlora_megatron.config.load import ParallelSpec
+from tlora_megatron.config.parallel_rules.experts import check_expert_sizes
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.planner.candidate import Plan, misfit, runners
+from tlora_megatron.planner.cost.cost_model import step_cost
+from tlora_megatron.planner.cost.memory import memory_use
+from tlora_megatron.planner.deploy.deploy import deploy
+from tlora_megatron.planner.group import GroupModel
+from tlora_megatron.planner.hardware import load_profile
+from tlora_megatron.planner.recompute_outlook import saved_by_rows
+from tlora_megatron.planner.search import search
+from tlora_megatron.planner.space import SearchSpace
+from tlora_megatron.training.formats.hf_convert import check_layout
+
+JOBS = on_attention(64, 8, 8)
+
+
+def test_a_plan_shares_experts_where_the_run_says_so() -> None:
+    sizes = itertools.product(
+        (1, 2, 4), (1, 2), (1, 2, 4), (1, 2, 4, 8, 16), (None, 1), (False, True)
+    )
+    for tp, pp, dp, ep, expert_tp, sp in sizes:
+        chosen: dict[str, Any] = {
+            "tp_size": tp,
+            "pp_size": pp,
+            "sequence_parallel": sp,
+            "ep_size": ep,
+            "expert_tp_size": expert_tp,
+        }
+        if sp and tp == 1:
+            continue  # a plan does not have it, a run has it without effect
+        plan = Plan(dp_size=dp, micro_batch_tokens=1024, **chosen)
+        spec = replace(EXPERTS, num_heads=8, num_kv_heads=4)
+        try:
+            check_expert_sizes(ParallelSpec(**chosen))
+            check_layout(spec, ParallelLayout.for_world(tp * pp * dp, cp_size=1, **chosen))
+        except ValueError:
+            assert misfit(spec, plan) is not None
+        else:
+            assert misfit(spec, plan) is None
+
+
+def test_every_way_to_share_experts_is_looked_at() -> None:
+    found = {
+        (p.plan.tp_size, p.plan.sequence_parallel, p.plan.ep_size, p.plan.expert_tp)
+        for p in search(EXPERTS, JOBS, HARDWARE, 4, SearchSpace(pp_size=1)).plans
+    }
+    apart = {(1, False, ep, 1) for ep in (1, 2, 4)}
+    cut = {(2, sp, ep, 2) for sp in (False, True) for ep in (1, 2)}
+    whole = {(2, True, ep, 1) for ep in (1, 2, 4)}
+    assert found == apart | cut | whole
+
+
+@pytest.mark.parametrize(
+    ("fixed", "expected"),
+    [
+        ({"ep_size": 2}, {(2, 1), (2, 2)}),
+        ({"expert_tp_size": 1}, {(1, 1), (2, 1), (4, 1)}),
+        ({"expert_tp_size": 2, "ep_size": 2}, {(2, 2)}),
+    ],
+)
+def test_what_is_fixed_stays(fixed: dict[str, int], expected: set[tuple[int, int]]) -> None:
+    plans = search(EXPERTS, JOBS, HARDWARE, 4, SearchSpace(pp_size=1, **fixed)).plans
+    assert {(p.plan.ep_size, p.plan.expert_tp) for p in plans} == expected
+
+
+def test_plans_are_those_that_tlora_train_takes() -> None:
+    result = search(EXPERTS, JOBS, replace(HARDWARE, nano_overlap=0.9), 4)
+    assert {runners(EXPERTS, p.plan) for p in result.plans} == {("train",)}
+    assert {p.plan.vpp_size for p in result.plans} == {1}
+    assert {p.plan.num_nano_batches for p in result.plans} == {1}
+    assert {p.plan.num_micro_batches for p in result.plans} == {None}
+    assert all(p.plan.round_depth == 1 for p in result.plans if p.plan.ep_size > 1)
+
+
+def test_a_dense_base_has_no_experts_to_share() -> None:
+    plans = search(SPEC, [job()], HARDWARE, 4).plans
+    assert {(p.plan.ep_size, p.plan.expert_tp_size) for p in plans} == {(1, None)}
+    assert {p.cost.ep_comm_s for p in plans} == {0.0}
+    assert misfit(SPEC, Plan(ep_size=2, dp_size=2)) == "a dense base has no experts to share"
+
+
+def test_a_base_too_large_for_a_gpu_is_shared(repo: Path) -> None:
+    """235B parameters are 470 GB: on eight GPUs of 150 GB experts are shared or cut."""
+    hardware = load_profile(repo / "configs/hardware/h200.json")
+    spec, jobs = published(repo, "qwen3-235b-a22b"), on_attention(512, 8, 8)
+    space = SearchSpace(pp_size=1, micro_batch_tokens=4096, recompute="selective")
+    plans = search(spec, jobs, hardware, 8, space).plans
+    assert plans
+    for found in plans:
+        assert found.plan.ep_size * found.plan.expert_tp >= 4
+        assert found.memory.base_weights < 130e9
+
+
+@pytest.mark.parametrize("base", ["qwen3-30b-a3b", "mixtral-8x7b", "mixtral-8x22b"])
+def test_more_sharing_needs_less_memory_for_weights(repo: Path, base: str) -> None:
+    hardware = load_profile(repo / "configs/hardware/h200.json")
+    spec, jobs = published(repo, base), on_attention(512, 8)
+    plans = [Plan(dp_size=8, ep_size=ep) for ep in (1, 2, 4, 8)]
+    weights = [memory_use(spec, jobs, plan, hardware).base_weights for plan in plans]
+    assert weights == sorted(weights, reverse=True)
+    experts = spec.num_layers * spec.experts.num_experts * 3 * spec.ffn_size * spec.hidden_size
+    assert weights[0] - weights[3] == pytest.approx(2 * experts * 7 / 8)
+
+
+def test_faster_links_make_shared_experts_faster() -> None:
+    plan = Plan(dp_size=4, ep_size=4, micro_batch_tokens=1024)
+    times = [
+        step_cost(EXPERTS, JOBS, plan, replace(HARDWARE, intra_node=link)).step_time_s
+        for link in (HARDWARE.intra_node, replace(HARDWARE.intra_node, bytes_per_s=4e9))
+    ]
+    assert times[1] < times[0]
+
+
+def test_recompute_by_rows_is_told_of_where_micro_batches_may_differ(repo: Path) -> None:
+    hardware = load_profile(repo / "configs/hardware/h200.json")
+    spec, jobs = published(repo, "qwen3-30b-a3b"), on_attention(512, 64)
+    plan = Plan(dp_size=2, micro_batch_tokens=32768, recompute="full")
+    saved = saved_by_rows(spec, jobs, plan, hardware)
+    assert saved is not None
+    assert saved > 0
+    assert saved_by_rows(spec, jobs, replace(plan, ep_size=2), hardware) is None
+
+
+def test_a_shared_expert_is_not_planned_for() -> None:
+    spec = replace(EXPERTS, shared_ffn_size=300)
+    with pytest.raises(ValueError, match="must have no shared expert yet, got one of 300 features"):
+        search(spec, JOBS, HARDWARE, 1)
+    with pytest.raises(ValueError, match="must have no shared expert yet"):
+        memory_use(spec, JOBS, Plan(), HARDWARE)
+
+
+def test_groups_and_unlike_replicas_have_dense_bases() -> None:
+    with pytest.raises(ValueError, match="the base of a group must have no routed experts yet"):
+        GroupModel(EXPERTS, HARDWARE)
+    with pytest.raises(ValueError, match="the base of replicas of any kinds must have no routed"):
+        deploy(EXPERTS, JOBS, HARDWARE, 4)

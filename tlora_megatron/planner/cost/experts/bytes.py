@@ -1,0 +1,59 @@
+"""Counts the bytes that routed experts keep and work in, as `FrozenExperts` runs them.
+
+Bytes are counted for each row of a context-parallel rank. A unit test holds them to what a layer of
+experts allocates.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tlora_megatron.planner.cost.experts.split import ExpertSplit
+
+_INDEX = 8
+"""Bytes of an integer that says where a row goes."""
+_FP32 = 4
+
+
+class RoutedBytes(NamedTuple):
+    """Bytes of one layer's router and experts, by row."""
+
+    kept: float
+    """Kept for backward, whoever computes the rows."""
+    kept_routed: float
+    """Kept for backward by the mean rank for the rows that its experts compute."""
+    workspace: float
+    """Of the backward of the fullest rank."""
+
+
+def routed_bytes(split: ExpertSplit, size: int) -> RoutedBytes:
+    """Counts the bytes of a layer's router and experts.
+
+    Kept are the first linear's outputs, the weights of the choices and where each row lies; not the
+    experts' inputs. Backward needs most either for passes in fp32 between the linears, for the
+    gradient before SwiGLU beside what it is made of, or behind the first linear.
+
+    Args:
+        size: bytes of an element of the base's activations.
+    """
+    spec, hidden, inner = split.spec, split.hidden_size, split.inner
+    is_shared = split.ep_size > 1
+    weight = _FP32 if spec.keeps_fp32 else size
+    # Four integers say where a choice goes; behind an exchange one more says where it came from.
+    choices = spec.top_k * (4 * _INDEX + _FP32)
+    choices += 0 if spec.normalizes else spec.num_experts * _FP32
+    each = 2 * inner * size + weight + is_shared * _INDEX
+    copies = 0 if size == _FP32 else 2 * _FP32
+    between = size * (hidden + 2 * inner) + (copies + _FP32) * inner
+    before = size * (hidden + 5 * inner)
+    behind = size * (2 * hidden + 4 * inner)
+    exchanged = is_shared * 2 * size * hidden
+    logits = spec.num_experts * (_FP32 + size)
+    return RoutedBytes(
+        kept=split.row_share * choices,
+        kept_routed=split.routed * each,
+        workspace=(
+            split.routed * split.fullest() * max(between, before, behind + exchanged)
+            + split.row_share * logits
+        ),
+    )

@@ -1,0 +1,132 @@
+"""Predicts the time of a layer's router and routed experts, as `FrozenExperts` runs them.
+
+Nothing here was measured on a GPU. Rates are those of a profile's dense products, passes and
+collectives; what is assumed beside them stands at each constant.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.experts.split import ExpertSplit, expert_split
+from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.spans import expert_span
+
+_FP32 = 4
+_AFTER_WAIT = 0.07
+"""Share of a layer's host time in which the GPU idles behind the wait for the numbers of rows: from
+there to the first large kernel the host makes about 12 of a layer's 170 calls (counted for 8
+experts a row, attention and adapters included)."""
+
+_Both = tuple[float, float]
+"""Forward and backward."""
+
+
+class RoutedCost(NamedTuple):
+    """Seconds of one layer's router and experts, forward and backward, for the mean rank's rows."""
+
+    gemm_s: _Both
+    stream_s: _Both
+    exchange_s: _Both
+    """All-to-alls, the host's wait before them, and the wait for the fullest rank."""
+
+
+class RoutedWork:
+    """Predicts times of the experts of one model on one kind of machine."""
+
+    def __init__(self, spec: ModelSpec, rates: Rates) -> None:
+        self._spec, self._rates = spec, rates
+
+    def cost(self, plan: Plan, rows: float) -> RoutedCost:
+        """The time of one layer.
+
+        Args:
+            rows: of a context-parallel rank's micro-batch.
+        """
+        split = expert_split(self._spec, plan)
+        assert split is not None, "the model has experts"
+        own, routed = rows * split.row_share, rows * split.routed
+        products = self._products(split, routed)
+        passes = self._passes(split, routed)
+        exchange = self._exchange(split, plan, routed)
+        late = split.fullest() - 1
+        wait_s = self._wait_s(plan)
+        return RoutedCost(
+            gemm_s=_added(self._router(split, own), products),
+            stream_s=_added(self._scores(split, own), passes),
+            exchange_s=(
+                (1 + late) * exchange[0] + late * (products[0] + passes[0]) + wait_s,
+                (1 + late) * exchange[1] + late * (products[1] + passes[1]),
+            ),
+        )
+
+    def _router(self, split: ExpertSplit, rows: float) -> _Both:
+        """Time of the logits, which are computed once more where scores are not normalised."""
+        shape = split.spec.num_experts, split.hidden_size
+        forward = self._rates.gemm_s(rows, *shape)
+        again = 1 if split.spec.normalizes else 2
+        return again * forward, self._rates.gemm_s(rows, *shape, backward=True)
+
+    def _scores(self, split: ExpertSplit, rows: float) -> _Both:
+        """Time of passes over scores and their gradients `[rows, num_experts]`."""
+        size = self._rates.element_bytes
+        again = 1 if split.spec.normalizes else 2
+        forward = again * (size + 3 * _FP32) + _FP32
+        backward = 3 * _FP32 + size
+        moved = rows * split.spec.num_experts
+        return self._rates.stream_s(moved * forward), self._rates.stream_s(moved * backward)
+
+    def _products(self, split: ExpertSplit, rows: float) -> _Both:
+        """Time of both linears of the rank's experts."""
+        shapes = (2 * split.inner, split.hidden_size), (split.hidden_size, split.inner)
+        forward, backward = (
+            sum(
+                self._rates.grouped_gemm_s(rows, split.num_local, *shape, backward=side)
+                for shape in shapes
+            )
+            for side in (False, True)
+        )
+        return forward, backward
+
+    def _passes(self, split: ExpertSplit, rows: float) -> _Both:
+        """Time of passes that spread rows, weigh and activate them, and sum them up again.
+
+        Weights multiply in fp32, and a row's experts are summed one after another in fp32.
+        """
+        size, hidden, inner = self._rates.element_bytes, split.hidden_size, split.inner
+        cast = 0 if size == _FP32 else size + _FP32
+        ordered = 2 * size * hidden if split.ep_size > 1 else 0
+        moved = 2 * size * hidden + (3 * size + 2 * _FP32) * hidden + 2 * ordered
+        weigh = (2 * cast + 2 * _FP32) * inner
+        forward = moved + 3 * size * inner + weigh
+        # SwiGLU again and its gradient; the weights' gradients, multiplied and summed in fp32.
+        backward = moved + 8 * size * inner + weigh + (2 * cast + 4 * _FP32) * inner
+        return self._rates.stream_s(rows * forward), self._rates.stream_s(rows * backward)
+
+    def _exchange(self, split: ExpertSplit, plan: Plan, rows: float) -> _Both:
+        """Time of all-to-alls: counts, weights, rows there and back; then their gradients."""
+        if split.ep_size == 1:
+            return 0.0, 0.0
+        size = self._rates.element_bytes
+        weight = _FP32 if split.spec.keeps_fp32 else size
+        counts = split.spec.num_experts * 8
+        hidden = rows * split.hidden_size * size
+        forward = (counts, rows * weight, hidden, hidden)
+        backward = (hidden, hidden, rows * _FP32)
+        over = expert_span(plan, self._rates.hardware.gpus_per_node)
+        stretch = self._rates.hardware.stretch
+        there, back = (
+            stretch * sum(self._rates.all_to_all_s(split.ep_size, n, over=over) for n in sizes)
+            for sizes in (forward, backward)
+        )
+        return there, back
+
+    def _wait_s(self, plan: Plan) -> float:
+        """Time that the GPU idles until the host, which has waited for it, is ahead again."""
+        return _AFTER_WAIT * self._rates.hardware.host.layer_s if plan.ep_size > 1 else 0.0
+
+
+def _added(one: _Both, other: _Both) -> _Both:
+    return one[0] + other[0], one[1] + other[1]
