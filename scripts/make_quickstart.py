@@ -2,9 +2,11 @@
 """Makes the quickstart's base model, tokenizer and job data from a seed, without any download.
 
 The base is a Llama of 0.8 million parameters, pre-trained here on the made-up skills of
-quickstart_tasks.py, which also makes the rows of the four jobs.
+quickstart_tasks.py, which also makes the rows of the four jobs. With `--experts` it is a Qwen3-MoE
+whose rows meet two experts of half the size each.
 
     python scripts/make_quickstart.py --output configs/quickstart
+    python scripts/make_quickstart.py --experts 4 --output build/quickstart_experts
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +27,20 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from tqdm import trange
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 PAD, BOS, EOS, FIRST_BYTE = 0, 1, 2, 3
 """Token ids; byte `b` of the UTF-8 text is token `FIRST_BYTE + b`."""
 VOCAB_SIZE = 264
 """256 bytes and 3 special tokens, padded so that TP = 2, 4 and 8 divide it."""
+PEAK = "peak_lr"
+"""Key of the largest learning rate of an optimizer's group."""
 PROMPT_WEIGHT = 0.1
 """Weight of a prompt token in the loss: random words are noise that cannot be learned."""
 CHAT_TEMPLATE = """\
@@ -93,24 +104,32 @@ def save_tokenizer(folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def new_model() -> LlamaForCausalLM:
-    """The untrained base."""
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-5,
-        initializer_range=0.05,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config)
+def new_model(num_experts: int) -> PreTrainedModel:
+    """The untrained base.
+
+    Args:
+        num_experts: of a layer; 0 = a dense base.
+    """
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.05,
+        "pad_token_id": PAD,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "tie_word_embeddings": False,
+    }
+    if not num_experts:
+        return AutoModelForCausalLM.from_config(LlamaConfig(**shape))
+    experts = {"num_local_experts": num_experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    sizes = {"moe_intermediate_size": shape["intermediate_size"] // 2, "head_dim": 32}
+    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape | experts | sizes))
 
 
 def as_batch(examples: list[Example], prompt_weight: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,27 +155,27 @@ def batches(rng: random.Random, batch_size: int) -> Iterator[list[Example]]:
         yield from groups
 
 
-def make_optimizers(model: LlamaForCausalLM, lr: float) -> tuple[torch.optim.Optimizer, ...]:
-    """Muon for the matrices of the layers, AdamW for embeddings, head and norms."""
+def make_optimizers(model: PreTrainedModel, lr: float) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon for the matrices of the layers, AdamW for experts, embeddings, head and norms."""
     matrices = [p for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2]
-    chosen = set(map(id, matrices))
-    others = [p for p in model.parameters() if id(p) not in chosen]
-    return (
-        torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0),
-    )
+    stacked = [p for p in model.parameters() if p.ndim == 3]
+    chosen = set(map(id, matrices + stacked))
+    groups = [{"params": [p for p in model.parameters() if id(p) not in chosen], PEAK: lr}]
+    if stacked:
+        groups.append({"params": stacked, PEAK: lr / 4})
+    muon = torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    muon.param_groups[0][PEAK] = lr
+    return muon, torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
 
 
-def weighted_loss(
-    model: LlamaForCausalLM, ids: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def weighted_loss(model: PreTrainedModel, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Weighted mean of the next-token losses."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
     losses = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
     return (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
 
 
-def pretrain(model: LlamaForCausalLM, seed: int, steps: int, batch_size: int, lr: float) -> None:
+def pretrain(model: PreTrainedModel, seed: int, steps: int, batch_size: int, lr: float) -> None:
     """Warm-up and cosine decay on fresh examples; in place."""
     optimizers = make_optimizers(model, lr)
     warmup = max(1, steps // 50)
@@ -169,7 +188,7 @@ def pretrain(model: LlamaForCausalLM, seed: int, steps: int, batch_size: int, lr
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr * factor
+                group["lr"] = group[PEAK] * factor
             optimizer.step()
             optimizer.zero_grad()
         if step % 250 == 0:
@@ -177,7 +196,7 @@ def pretrain(model: LlamaForCausalLM, seed: int, steps: int, batch_size: int, lr
 
 
 @torch.no_grad()
-def exact_match(model: LlamaForCausalLM, examples: list[Example]) -> float:
+def exact_match(model: PreTrainedModel, examples: list[Example]) -> float:
     """Share of examples whose completion and end are what greedy decoding gives."""
     ids, weights = as_batch(examples, 0.0)
     right = model(input_ids=ids, use_cache=False).logits[:, :-1].argmax(-1) == ids[:, 1:]
@@ -185,14 +204,14 @@ def exact_match(model: LlamaForCausalLM, examples: list[Example]) -> float:
 
 
 def skill_match(
-    model: LlamaForCausalLM, skill: Callable[[random.Random], Example], count: int
+    model: PreTrainedModel, skill: Callable[[random.Random], Example], count: int
 ) -> float:
     """Exact match on `count` fresh examples of a skill, the same ones at every call."""
     rng = random.Random(f"check/{skill.__name__}")
     return exact_match(model, [skill(rng) for _ in range(count)])
 
 
-def report(model: LlamaForCausalLM, output: Path, seed: int, seconds: float) -> None:
+def report(model: PreTrainedModel, output: Path, seed: int, seconds: float) -> None:
     """Prints sizes and the base's exact match on fresh skill examples and on the jobs."""
     parameters = sum(p.numel() for p in model.parameters())
     table = Table(title=f"{output}: {parameters:,} parameters, {seconds:.0f} s")
@@ -213,6 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("configs/quickstart"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--experts", type=int, default=0, help="routed experts of a layer")
     parser.add_argument("--steps", type=int, default=3000, help="pre-training steps")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=4e-3)
@@ -226,7 +246,7 @@ def main() -> None:
     start = time.perf_counter()
     write_jobs(args.output / "data", args.seed)
     save_tokenizer(args.output / "base")
-    model = new_model()
+    model = new_model(args.experts)
     pretrain(model, args.seed, args.steps, args.batch_size, args.lr)
     model = model.to(torch.bfloat16)
     model.save_pretrained(args.output / "base")
