@@ -1,15 +1,19 @@
-"""The history of one job: its events and its steps in one order, to the end or as they come."""
+"""The history of one job: its events and its steps in one order, as they come or backwards."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
 
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.store import OVER, Event, Store
@@ -21,6 +25,9 @@ _ABOVE = 2**63
 """Databases hold no number as large."""
 _IN_METRICS = ("evaluated",)
 """Events that are lines of the job's own metrics, too."""
+_BLOCK = 1 << 14
+"""Bytes of the metrics that are read at a time, backwards: some hundred lines, half a page."""
+_MARK = re.compile(r"(event|step|evaluation)-(0|[1-9]\d{0,17})")
 
 Row = dict[str, Any]
 
@@ -113,6 +120,178 @@ class History:
             yield Told(place, row)
 
 
+class Mark(NamedTuple):
+    """Names one row of a job's history, whatever comes before and behind it."""
+
+    kind: Literal["event", "step", "evaluation"]
+    number: int
+    """Of the event, or of the step."""
+
+    @classmethod
+    def read(cls, text: str) -> Self | None:
+        """Reads what `str` made; None if it is something else."""
+        found = _MARK.fullmatch(text)
+        return None if found is None else cls(found[1], int(found[2]))  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.number}"
+
+
+class Past:
+    """Reads the history of a job backwards, in the order of `History`.
+
+    A page of it costs as much as the page is long: of the steps, which are many, the file's end
+    alone is read, or what lies before a row. A context manager, which holds the file.
+
+    Args:
+        store: has its events.
+        home: has its steps.
+        job: its id.
+    """
+
+    def __init__(self, store: Store, home: Home, job: str) -> None:
+        self._tail = _Tail(home.job(job) / METRICS_FILE)
+        self._events: list[Event] = []
+        while news := store.events.after(
+            self._events[-1].seq if self._events else 0, job=job, limit=_PAGE
+        ):
+            self._events += news
+        # Up to which step all rows stand before the event.
+        self._steps_before = list(accumulate(map(_step_of, self._events), max))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._tail.close()
+
+    def before(self, mark: Mark | None) -> Iterator[tuple[Mark, Row]] | None:
+        """The rows before one, the newest first; steps have the time `at` of the event before.
+
+        Args:
+            mark: None = all rows.
+
+        Returns:
+            None if the history has no such row.
+        """
+        if mark is None:
+            return self._backwards(len(self._events), self._tail.size)
+        if mark.kind == "event":
+            index = bisect_left(self._events, mark.number, key=lambda event: event.seq)
+            if index == len(self._events) or self._events[index].seq != mark.number:
+                return None
+            return self._backwards(index, self._tail.end_of(self._steps_before[index]))
+        begin = self._tail.begin_of(mark)
+        if begin is None:
+            return None
+        return self._backwards(bisect_left(self._steps_before, mark.number), begin)
+
+    def _backwards(self, index: int, end: int) -> Iterator[tuple[Mark, Row]]:
+        """Merges the events before an index and the lines before a place in the file."""
+        rows = self._tail.rows(end)
+        _, row = next(rows, (0, None))
+        while index or row is not None:
+            event = self._events[index - 1] if index else None
+            if row is not None and (event is None or row["step"] > self._steps_before[index - 1]):
+                at = 0.0 if event is None else event.at
+                yield Mark(row["kind"], row["step"]), {"at": at, **row}
+                _, row = next(rows, (0, None))
+                continue
+            assert event is not None
+            index -= 1
+            if event.kind not in _IN_METRICS:
+                yield Mark("event", event.seq), _event_row(event)
+
+
+class _Tail:
+    """Reads a job's `metrics.jsonl` from any place on backwards.
+
+    A file that is written anew, by a job that goes on from a checkpoint, gets another name first:
+    what is open here stays as it is, but for lines that come. Steps grow from line to line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: int | None = None
+        self.size = 0
+        """Bytes of whole lines."""
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        self.size = self._begin_of_line(os.fstat(self._file).st_size)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            os.close(self._file)
+
+    def rows(self, end: int) -> Iterator[tuple[int, Row]]:
+        """Yields the lines before one that begins at `end`, the last first, with their begins."""
+        rest = b""
+        while end > 0:
+            begin = max(0, end - _BLOCK)
+            content = self._read(begin, end) + rest
+            # The first line of a block may begin in the block before.
+            cut = (content.find(b"\n") + 1 or len(content)) if begin else 0
+            place = begin + len(content)
+            for line in reversed(content[cut:].splitlines(keepends=True)):
+                place -= len(line)
+                yield place, _row(line)
+            rest, end = content[:cut], begin
+
+    def end_of(self, step: float) -> int:
+        """Where the lines up to a step end."""
+        low, high = 0, 0 if step < 0 else self.size
+        if math.isinf(step):
+            return high
+        while low < high:
+            begin = self._begin_of_line((low + high) // 2)
+            line = self._line(begin)
+            if _row(line)["step"] <= step:
+                low = begin + len(line)
+            else:
+                high = begin
+        return low
+
+    def begin_of(self, mark: Mark) -> int | None:
+        """Where the line of a step or an evaluation begins; None if there is none."""
+        for begin, row in self.rows(self.end_of(mark.number)):
+            if row["step"] < mark.number:
+                break
+            if row["kind"] == mark.kind:
+                return begin
+        return None
+
+    def _begin_of_line(self, place: int) -> int:
+        """Where the line that a place is in begins."""
+        while place > 0:
+            begin = max(0, place - _BLOCK // 8)
+            found = self._read(begin, place).rfind(b"\n")
+            if found >= 0:
+                return begin + found + 1
+            place = begin
+        return 0
+
+    def _line(self, begin: int) -> bytes:
+        content, end = b"", begin
+        while b"\n" not in content:
+            content += self._read(end, min(self.size, end + _BLOCK // 8))
+            end = begin + len(content)
+        return content[: content.index(b"\n") + 1]
+
+    def _read(self, begin: int, end: int) -> bytes:
+        assert self._file is not None, "a file that is not there has no bytes"
+        found = os.pread(self._file, end - begin, begin)
+        if len(found) != end - begin:
+            raise OSError(f"{METRICS_FILE} must keep its {end:,} bytes while it is read, got less")
+        return found
+
+
 class _Steps:
     """Reads a job's `metrics.jsonl` while it is written.
 
@@ -141,9 +320,7 @@ class _Steps:
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
-        self._waiting += [
-            {"kind": _kind(row), **row} for row in map(json.loads, whole.splitlines())
-        ]
+        self._waiting += map(_row, whole.splitlines())
 
     def until(self, step: float) -> Iterator[Row]:
         """Yields what waits up to a step."""
@@ -160,8 +337,9 @@ def _step_of(event: Event) -> float:
     return math.inf if is_end else event.body.get("step", -1)
 
 
-def _kind(row: Row) -> str:
-    return "evaluation" if "eval_loss" in row else "step"
+def _row(line: bytes) -> Row:
+    row = json.loads(line)
+    return {"kind": "evaluation" if "eval_loss" in row else "step", **row}
 
 
 def _event_row(event: Event) -> Row:

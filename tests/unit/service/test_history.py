@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.stored_jobs import finish, serve_gang, start
-from tlora_megatron.service.history import History, Place
+from tlora_megatron.service.history import _BLOCK, History, Mark, Past, Place, Row
 from tlora_megatron.service.home import Home, make_folder
 from tlora_megatron.service.store import NewJob, Store, open_store
 
@@ -83,3 +85,110 @@ def test_it_is_followed_to_its_end(
 def test_a_place_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"a place in a history must be like 12\.3\.0, got"):
         Place.read(text)
+
+
+def backwards(
+    store: Store, home: Home, job: str, mark: Mark | None = None
+) -> list[tuple[Mark, Row]]:
+    with Past(store, home, job) as past:
+        rows = past.before(mark)
+        assert rows is not None
+        return list(rows)
+
+
+def test_backwards_it_is_the_same(store: Store, home: Home, job: str) -> None:
+    for end in ("running", "over"):
+        if end == "over":
+            finish(store, job)
+        told, _ = History(store, home, job).read()
+        rows = backwards(store, home, job)
+        without_times = [
+            {key: row[key] for key in row if key != "at" or row["kind"] == "event"}
+            for _, row in rows
+        ]
+        assert without_times == [one.row for one in told][::-1]
+        assert all(row["at"] > 0 for _, row in rows)
+        for count, (mark, _) in enumerate(rows, start=1):
+            assert Mark.read(str(mark)) == mark
+            assert backwards(store, home, job, mark) == rows[count:]
+
+
+def test_backwards_from_no_row(store: Store, home: Home, job: str) -> None:
+    with Past(store, home, job) as past:
+        for kind, number in (("step", 2), ("step", 0), ("evaluation", 1), ("event", 999)):
+            assert past.before(Mark(kind, number)) is None  # type: ignore[arg-type]
+    assert [Mark.read(text) for text in ("step-01", "step--1", "x-1", "step-1 ", "")] == [None] * 5
+
+
+def test_backwards_a_job_without_a_file(store: Store, home: Home) -> None:
+    (made,) = store.jobs.submit([NewJob(name="one", document={}, base="b", key="k")])
+    with Past(store, home, made.id) as past:
+        assert past.before(Mark("step", 1)) is None
+    assert [row["event"] for _, row in backwards(store, home, made.id)] == ["submitted"]
+
+
+@pytest.fixture
+def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of bytes that were read."""
+    counts: list[int] = []
+    pread = os.pread
+
+    def counting(file: int, size: int, place: int) -> bytes:
+        counts.append(size)
+        return pread(file, size, place)
+
+    monkeypatch.setattr(os, "pread", counting)
+    return counts
+
+
+def test_of_a_long_file_the_end_alone_is_read(
+    store: Store, home: Home, job: str, read_bytes: list[int]
+) -> None:
+    rows = []
+    for step in range(1, 100_001):
+        rows.append({"step": step, "loss": random.random()})
+        if step % 1000 == 0:
+            rows.append({"step": step, "eval_loss": random.random()})
+            store.events.add("saved", job=job, body={"step": step}) if step % 20_000 == 0 else None
+    write_steps(home, job, rows)
+    path = home.job(job) / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 100001, "lo')  # one that is being written
+    expected = [words(one.row) for one in History(store, home, job).read()[0]][::-1]
+    assert expected[:2] == ["saved", "evaluation 100000"]
+    assert path.stat().st_size > 200 * _BLOCK
+
+    mark, found = None, []
+    for _ in range(5):  # pages, one behind the other
+        read_bytes.clear()
+        with Past(store, home, job) as past:
+            rest = past.before(mark)
+            assert rest is not None
+            page = [next(rest) for _ in range(20)]
+        found += [words(row) for _, row in page]
+        mark = page[-1][0]
+        assert sum(read_bytes) < 8 * _BLOCK
+    assert found == expected[:100]
+
+    for mark in (Mark("step", 40_001), Mark("evaluation", 40_000), Mark("step", 1)):
+        read_bytes.clear()
+        with Past(store, home, job) as past:
+            rest = past.before(mark)
+            assert rest is not None
+            at = expected.index(f"{mark.kind} {mark.number}")
+            page = [row for _, row in zip(range(20), rest, strict=False)]
+            assert [words(row) for _, row in page] == expected[at + 1 : at + 21]
+        assert sum(read_bytes) < 12 * _BLOCK
+
+
+def test_lines_longer_than_a_block(store: Store, home: Home, job: str) -> None:
+    rows = [
+        {"step": step, "loss": 1.0, "note": "x" * random.choice([0, 5, _BLOCK, 3 * _BLOCK])}
+        for step in range(1, 40)
+    ]
+    write_steps(home, job, rows)
+    steps = [row["step"] for _, row in backwards(store, home, job) if row["kind"] == "step"]
+    assert steps == list(range(39, 0, -1))
+    for step in (1, 20, 39):
+        rest = backwards(store, home, job, Mark("step", step))
+        assert [row["step"] for _, row in rest if row["kind"] == "step"] == steps[39 - step + 1 :]

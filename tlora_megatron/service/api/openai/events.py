@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlora_megatron.service.api.openai.names import checkpoint_name
-from tlora_megatron.service.history import Row, Told
+from tlora_megatron.service.history import Mark, Row, Told
 
 _STATES: Mapping[str, str] = {
     "queued": "Files validated, the job waits for its turn",
@@ -18,29 +18,36 @@ _STATES: Mapping[str, str] = {
 _BACK = "The job waits for its turn, to go on where it was saved"
 
 
-def event_objects(told: Sequence[Told], job: str) -> list[dict[str, Any]]:
-    """Events in the order in which they happened.
+def event_object(mark: Mark, row: Row, job: str) -> dict[str, Any] | None:
+    """An event; None if it is nothing that a client asks for.
 
     Args:
-        told: The job's history, as its reader may see it.
+        mark: Names the row in the job's history.
+        row: As its reader may see it.
         job: Its id.
     """
-    found = []
-    for place, row in told:
-        event = _event(row)
-        if event is not None:
-            found.append(
-                {
-                    "id": f"ftevent-{job}-{place}",
-                    "object": "fine_tuning.job.event",
-                    "created_at": int(row.get("at", 0)),
-                    "level": "info",
-                    "type": "message",
-                    "data": None,
-                    **event,
-                }
-            )
-    return _dated(found)
+    event = _event(row)
+    if event is None:
+        return None
+    return {
+        "id": f"{_prefix(job)}{mark}",
+        "object": "fine_tuning.job.event",
+        "created_at": int(row["at"]),
+        "level": "info",
+        "type": "message",
+        "data": None,
+        **event,
+    }
+
+
+def mark_of(event_id: str, job: str) -> Mark | None:
+    """The row of a job's history that an event was made of; None: no event is called so."""
+    prefix = _prefix(job)
+    return Mark.read(event_id.removeprefix(prefix)) if event_id.startswith(prefix) else None
+
+
+def _prefix(job: str) -> str:
+    return f"ftevent-{job}-"
 
 
 def checkpoint_objects(told: Sequence[Told], job: str, model: str) -> list[dict[str, Any]]:
@@ -112,11 +119,3 @@ def _level(row: Row) -> str:
     if row["event"] == "state" and row.get("to") == "failed":
         return "error"
     return "warn" if row["event"] == "said" else "info"
-
-
-def _dated(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Gives steps, which carry no time, that of the event before them."""
-    at = 0
-    for event in events:
-        at = event["created_at"] = event["created_at"] or at
-    return events

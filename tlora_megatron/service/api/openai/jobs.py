@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
@@ -13,11 +14,11 @@ from tlora_megatron.service.api.access.gate import Caller, Reader, Submitter
 from tlora_megatron.service.api.errors import ApiError, missing
 from tlora_megatron.service.api.native.rows import own_job, shown_event
 from tlora_megatron.service.api.openai.asking import Asked
-from tlora_megatron.service.api.openai.events import checkpoint_objects, event_objects
+from tlora_megatron.service.api.openai.events import checkpoint_objects, event_object, mark_of
 from tlora_megatron.service.api.openai.objects import DOOR, job_object, model_of, page_object
 from tlora_megatron.service.api.openai.submitting import Submitting
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.history import History, Told
+from tlora_megatron.service.history import History, Past
 from tlora_megatron.service.prepare.submission import ASKED
 from tlora_megatron.service.store import IllegalChange, Job, JobState, Wish
 
@@ -87,8 +88,9 @@ def router(service: Service) -> APIRouter:
     ) -> dict[str, Any]:
         """Lists what happened to a job and its steps, the newest first."""
         found, _ = _own(service, job, caller)
-        told = event_objects(_shown(service, found, caller), found.id)
-        return _newest_first(told, after, limit)
+        with Past(service.store, service.home, found.id) as past:
+            told = list(islice(_events(service, past, found, caller, after), limit + 1))
+        return page_object(told[:limit], has_more=len(told) > limit)
 
     @routes.get("/{job}/checkpoints")
     def checkpoints(
@@ -99,7 +101,8 @@ def router(service: Service) -> APIRouter:
     ) -> dict[str, Any]:
         """Lists the checkpoints that a job has written, the newest first."""
         found, asked = _own(service, job, caller)
-        rows = checkpoint_objects(_told(service, found), found.id, model_of(found, asked))
+        told, _ = History(service.store, service.home, found.id).read()
+        rows = checkpoint_objects(told, found.id, model_of(found, asked))
         return _newest_first(rows, after, limit)
 
     return routes
@@ -170,14 +173,20 @@ def _newest(
     return found[:count]
 
 
-def _told(service: Service, job: Job) -> Sequence[Told]:
-    return History(service.store, service.home, job.id).read()[0]
-
-
-def _shown(service: Service, job: Job, caller: Caller) -> list[Told]:
-    """The history as the job's tenant may see it: why a gang died may be another one's doing."""
-    told = ((one.place, shown_event(service, one.row, caller)) for one in _told(service, job))
-    return [Told(place, row) for place, row in told if row is not None]
+def _events(
+    service: Service, past: Past, job: Job, caller: Caller, after: str | None
+) -> Iterator[dict[str, Any]]:
+    """A job's events before one as its tenant may see them, the newest first."""
+    mark = None if after is None else mark_of(after, job.id)
+    rows = None if after is not None and mark is None else past.before(mark)
+    if rows is None:
+        raise missing("after", str(after))
+    for at, row in rows:
+        # Why a gang died may be another tenant's doing.
+        shown = shown_event(service, row, caller)
+        event = None if shown is None else event_object(at, shown, job.id)
+        if event is not None:
+            yield event
 
 
 def _newest_first(rows: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:

@@ -163,6 +163,9 @@ def test_a_job_s_life(client: OpenAI, file: str, door: Door) -> None:
         "tokens": 1200,
     }
     assert len({event.id for event in events}) == len(events)
+    for unknown in ("nothing", f"ftevent-{job.id}-step-3", f"ftevent-{job.id}-event-999"):
+        with pytest.raises(openai.NotFoundError, match=unknown):
+            jobs.list_events(job.id, after=unknown)
     assert all(event.created_at for event in events)
 
     (checkpoint,) = jobs.checkpoints.list(job.id).data
