@@ -52,7 +52,7 @@ def parse_document(content: bytes, what: str, *, is_json: bool) -> dict[str, Any
             document = yaml.load(content, Loader=_StrictLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         kind = "JSON" if is_json else "YAML"
-        said = _mistake(error, content)
+        said = mistake_words(error, content)
         raise ConfigError(f"{what} must be well-formed {kind}, got {said}") from error
     if not isinstance(document, dict):
         raise must(what, "hold a mapping of sections", document)
@@ -68,7 +68,7 @@ def _like(path: Path) -> str:
     return nearest(path.name, names)
 
 
-def _mistake(error: Exception, content: bytes) -> str:
+def mistake_words(error: Exception, content: bytes) -> str:
     """Where a text is not well-formed and why, in one line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if isinstance(error, json.JSONDecodeError):

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from tlora_megatron.service.home import Home
@@ -141,7 +140,7 @@ class Past:
     """Reads the history of a job backwards, in the order of `History`.
 
     A page of it costs as much as the page is long: of the steps, which are many, the file's end
-    alone is read, or what lies before a row. A context manager, which holds the file.
+    alone is read, or what lies before a row. It holds the file until it is closed.
 
     Args:
         store: has its events.
@@ -159,15 +158,8 @@ class Past:
         # Up to which step all rows stand before the event.
         self._steps_before = list(accumulate(map(_step_of, self._events), max))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Closes the file."""
         self._tail.close()
 
     def before(self, mark: Mark | None) -> Iterator[tuple[Mark, Row]] | None:

@@ -128,7 +128,7 @@ def _csv(text: str, path: Path) -> Iterator[_Record]:
             columns[key] = found
         elif key in _REQUIRED:
             wanted = " or ".join(names)
-            raise must("--trace", f"have a column {wanted}", f"{', '.join(header)} in {path}")
+            raise must(f"--trace {path}", f"have a column {wanted}", ", ".join(header) or None)
     for line in reader:
         yield {key: line[name] for key, name in columns.items()}
 

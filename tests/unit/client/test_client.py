@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import subprocess
 import sys
@@ -286,6 +287,29 @@ def test_with_an_event_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr("asyncio.sleep", sleep)
     assert asyncio.run(run()) == ["file-1", True, ["1", "2"], ["j1aaaa"], []]
     assert served.requests[6].headers["last-event-id"] == "1"
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def methods(client: type) -> dict[str, inspect.Signature]:
+        return {
+            name: inspect.signature(member)
+            for name, member in inspect.getmembers(client, inspect.isfunction)
+            if not name.startswith("_") or name == "__init__"
+        }
+
+    plain, awaited = methods(Client), methods(AsyncClient)
+    assert plain.keys() == awaited.keys()
+    assert len(plain) > 10
+    for name, signature in plain.items():
+        mine, other = signature.parameters, awaited[name].parameters
+        assert list(mine) == list(other), name
+        for key, parameter in mine.items():
+            same = other[key]
+            assert (parameter.kind, parameter.default) == (same.kind, same.default), (name, key)
+            if key != "transport":  # httpx has one of each kind
+                assert parameter.annotation == same.annotation, (name, key)
+        answers = awaited[name].return_annotation.replace("AsyncIterator", "Iterator")
+        assert signature.return_annotation == answers, name
 
 
 def test_states_are_those_of_the_store() -> None:

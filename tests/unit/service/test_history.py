@@ -6,6 +6,7 @@ import json
 import os
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_a_place_that_is_none_is_refused(text: str) -> None:
 def backwards(
     store: Store, home: Home, job: str, mark: Mark | None = None
 ) -> list[tuple[Mark, Row]]:
-    with Past(store, home, job) as past:
+    with closing(Past(store, home, job)) as past:
         rows = past.before(mark)
         assert rows is not None
         return list(rows)
@@ -114,7 +115,7 @@ def test_backwards_it_is_the_same(store: Store, home: Home, job: str) -> None:
 
 
 def test_backwards_from_no_row(store: Store, home: Home, job: str) -> None:
-    with Past(store, home, job) as past:
+    with closing(Past(store, home, job)) as past:
         for kind, number in (("step", 2), ("step", 0), ("evaluation", 1), ("event", 999)):
             assert past.before(Mark(kind, number)) is None  # type: ignore[arg-type]
     assert [Mark.read(text) for text in ("step-01", "step--1", "x-1", "step-1 ", "")] == [None] * 5
@@ -122,7 +123,7 @@ def test_backwards_from_no_row(store: Store, home: Home, job: str) -> None:
 
 def test_backwards_a_job_without_a_file(store: Store, home: Home) -> None:
     (made,) = store.jobs.submit([NewJob(name="one", document={}, base="b", key="k")])
-    with Past(store, home, made.id) as past:
+    with closing(Past(store, home, made.id)) as past:
         assert past.before(Mark("step", 1)) is None
     assert [row["event"] for _, row in backwards(store, home, made.id)] == ["submitted"]
 
@@ -161,7 +162,7 @@ def test_of_a_long_file_the_end_alone_is_read(
     mark, found = None, []
     for _ in range(5):  # pages, one behind the other
         read_bytes.clear()
-        with Past(store, home, job) as past:
+        with closing(Past(store, home, job)) as past:
             rest = past.before(mark)
             assert rest is not None
             page = [next(rest) for _ in range(20)]
@@ -172,7 +173,7 @@ def test_of_a_long_file_the_end_alone_is_read(
 
     for mark in (Mark("step", 40_001), Mark("evaluation", 40_000), Mark("step", 1)):
         read_bytes.clear()
-        with Past(store, home, job) as past:
+        with closing(Past(store, home, job)) as past:
             rest = past.before(mark)
             assert rest is not None
             at = expected.index(f"{mark.kind} {mark.number}")

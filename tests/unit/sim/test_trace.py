@@ -77,7 +77,7 @@ def test_philly_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b\n1,2\n", "trace must have a column submit_time or submit_s .*, got 'a, b in"),
+        ("a,b\n1,2\n", r"--trace \S+ must have a column submit_time or .*, got 'a, b'$"),
         ("submit_s,duration_s,num_gpus\n", "trace must hold at least one job"),
         ("submit_s,duration_s,num_gpus\n0,x,1\n", "row 1 of .* must hold numbers, got .*'x'"),
         ("submit_s,duration_s,num_gpus\nnan,1,1\n", "row 1 of .* must hold numbers"),

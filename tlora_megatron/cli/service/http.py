@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING
 
 from tlora_megatron.service.bases import check_bases, declare_bases
 from tlora_megatron.service.home import Home
+from tlora_megatron.service.keeping import (
+    add_keeping_arguments,
+    keep_sessions_s,
+    keeping_words,
+)
 from tlora_megatron.service.sampling.arguments import add_sampler_arguments, sampler_words
 
 if TYPE_CHECKING:
@@ -33,19 +38,21 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         "base_model; remembered in the service's folder (repeatable)",
     )
     add_sampler_arguments(parser)
+    add_keeping_arguments(parser)
 
 
 def check_http(args: argparse.Namespace) -> None:
     """Refuses what is wrong before anything is made.
 
     Raises:
-        ConfigError: for an address or a base that cannot be.
+        ConfigError: for an address, a base or a number of days that cannot be, or a port in use.
     """
     check_bases(args.bases)
+    keep_sessions_s(args)
     if args.http is not None:
-        from tlora_megatron.service.front import Place
+        from tlora_megatron.service.front import Place, listen
 
-        Place.read(args.http)
+        listen(Place.read(args.http)).close()  # it is taken when all else is ready
 
 
 @contextmanager
@@ -74,7 +81,8 @@ def open_http(
     place = Place.read(args.http)
     listener = listen(place)
     place = place._replace(port=listener.getsockname()[1])
-    with Front(home, listener, words=sampler_words(args), say=say):
+    words = [*sampler_words(args), *keeping_words(args)]
+    with Front(home, listener, words=words, say=say):
         say(f"page: {place.url}/#token={own_token(home, store)}")
         if not place.is_loopback:
             say("other hosts can connect, and nothing is encrypted: put a proxy with TLS before it")

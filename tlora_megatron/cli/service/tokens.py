@@ -32,7 +32,7 @@ files and limits. --requests-per-s 0 shuts a tenant out.
 _LIMITS = {
     "gpus": (int, "GPUs that its training jobs ask for together"),
     "jobs": (int, "unfinished jobs"),
-    "upload_bytes": (int, "bytes of all its files"),
+    "upload_bytes": (int, "bytes of its files and of its models' requests"),
     "requests_per_s": (float, "requests a second"),
 }
 

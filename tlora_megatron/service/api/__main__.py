@@ -15,6 +15,7 @@ from tlora_megatron.service.api.server import make_server, prepare_process
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.front import Place, listen
 from tlora_megatron.service.home import Home
+from tlora_megatron.service.keeping import add_keeping_arguments, keep_sessions_s
 from tlora_megatron.service.place import store_place
 from tlora_megatron.service.sampling.arguments import add_sampler_arguments, open_sampler
 from tlora_megatron.service.store import open_store
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     listener = listen(Place.read(args.http)) if args.fd is None else socket.socket(fileno=args.fd)
     with open_store(store_place(home)) as store:
         sampler = open_sampler(args, home)
-        service = Service.of(home, store, sampler=sampler)
+        service = Service.of(home, store, sampler=sampler, keep_sessions_s=keep_sessions_s(args))
         if sampler is not None:
             service.closers.append(sampler.close)
         server = make_server(make_app(service))
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "--watch-stdin", action="store_true", help="end when the standard input ends"
     )
     add_sampler_arguments(parser)
+    add_keeping_arguments(parser)
     return parser
 
 

@@ -13,8 +13,10 @@ from tlora_megatron.config.base_model import BaseModelSpec
 from tlora_megatron.config.jobs import plain
 from tlora_megatron.service.api.access.gate import Gate
 from tlora_megatron.service.api.changes import Changes
+from tlora_megatron.service.api.quota import Quota
 from tlora_megatron.service.bases import read_bases
 from tlora_megatron.service.home import Home
+from tlora_megatron.service.keeping import KEEP_SESSIONS_S
 from tlora_megatron.service.prepare.submission import base_key
 from tlora_megatron.service.store import Store
 
@@ -35,11 +37,17 @@ class Service:
     changes: Changes
     sampler: Any = None
     """A `service.sampling.sampler.Sampler`; None: this service generates nothing."""
+    keep_sessions_s: float = KEEP_SESSIONS_S
+    """Sessions of Tinker's clients are kept so long after their end."""
     openers: list[Closer] = field(default_factory=list)
     """Called in turn when the app starts."""
     closers: list[Closer] = field(default_factory=list)
     """Called in turn, the last one first, when the app ends."""
+    quota: Quota = field(init=False)
     _served: tuple[float, bool] = (float("-inf"), False)
+
+    def __post_init__(self) -> None:
+        self.quota = Quota(self.store)
 
     @classmethod
     def of(cls, home: Home, store: Store, **settings: Any) -> Service:

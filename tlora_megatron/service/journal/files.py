@@ -177,6 +177,27 @@ class Journal:
             if number <= covered and _written_at(self._answer(number)) < oldest:
                 self.drop_answer(number)
 
+    def forget(self) -> None:
+        """Removes all requests and answers of a job that is over; what was asked is then `gone`."""
+        there = [*_numbers(self._requests), *_numbers(self._answers)]
+        if not there:
+            return
+        covered = max(self.covered(), *there)
+        write_json(make_folder(self._requests) / _COVERED, {"covered": covered})
+        for number in there:
+            self._request(number).unlink(missing_ok=True)
+            self.drop_answer(number)
+
+    def held_bytes(self) -> int:
+        """Bytes of all requests and answers on the disk."""
+        total = 0
+        for folder in (self._requests, self._answers):
+            with suppress(FileNotFoundError), os.scandir(folder) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):  # one that is removed meanwhile
+                        total += entry.stat().st_size
+        return total
+
     def _request(self, number: int) -> Path:
         return self._requests / f"{number:08d}.safetensors"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import yaml
 from tests.helpers.http_service import BASE, Door, listening, open_door
 from tests.helpers.stored_jobs import finish, printed, serve_gang, start
 from tlora_megatron.cli.main import main
+from tlora_megatron.cli.service import rows
 from tlora_megatron.service.home import VARIABLE, make_folder
 from tlora_megatron.service.store import JobState
 
@@ -70,11 +73,15 @@ def submit(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> lis
 
 
 def told(argv: list[str], capsys: pytest.CaptureFixture[str], door: Door) -> str:
-    """The output of a command, which is the same over the folder."""
-    assert main(argv) == 0
-    over_http = capsys.readouterr().out
-    assert main([*argv, "--service", str(door.home.root)]) == 0
-    in_folder = capsys.readouterr().out
+    """The output of a command, which is the same over the folder at the same moment."""
+    now_s = time.time()
+    clock = SimpleNamespace(time=lambda: now_s)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "time", clock)  # ages are in seconds
+        assert main(argv) == 0
+        over_http = capsys.readouterr().out
+        assert main([*argv, "--service", str(door.home.root)]) == 0
+        in_folder = capsys.readouterr().out
     serve = f"tlora serve --service {door.home.root}"
     assert over_http.replace("tlora serve --http on its host", serve) == in_folder
     return over_http

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tlora_megatron.cli.main import main
+from tlora_megatron.service.front import Place, listen
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,8 @@ from tlora_megatron.cli.main import main
         (["--http", "door"], "--http must be PORT or HOST:PORT, with a port of at most 65535"),
         (["--base", "llama"], "--base must be NAME=DIR or NAME=FILE.yaml"),
         (["--hardware", "abacus"], "abacus"),
+        (["--http", "0", "--keep-sessions", "0.5"], "--keep-sessions must be at least 1 day, got"),
+        (["--http", "0", "--keep-sessions", "nan"], "--keep-sessions must be at least 1 day, got"),
     ],
 )
 def test_wrong_options_leave_nothing_behind(
@@ -24,4 +27,17 @@ def test_wrong_options_leave_nothing_behind(
     folder = tmp_path / "service"
     assert main(["serve", "--service", str(folder), *words]) == 2
     assert sentence in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_a_port_in_use_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "service"
+    with listen(Place("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--service", str(folder), "--http", port]) == 2
+    told = capsys.readouterr()
+    assert "--http must be a free port of this host" in told.err
+    assert not told.out
     assert not folder.exists()

@@ -223,6 +223,7 @@ BODIES = {
     "twice": (b'{"name": "a", "name": "b"}', "application/json"),
     "a list": (b"[]", "application/json"),
     "nothing": (b"", "application/yaml"),
+    "cut off": (b"jobs: [a, b\nrun: {", "application/yaml"),
     "no text": (b"\xff\xfe\x00", "application/yaml"),
 }
 
@@ -236,6 +237,7 @@ def test_evil_bodies(shared: Door, name: str) -> None:
     answer = shared.client().post("/v1/jobs", content=content, headers=headers)
     assert answer.status_code == 400, answer.text
     assert " must " in _sentence(answer), answer.text
+    assert "\n" not in _sentence(answer), answer.text
     assert len(answer.text) < 2000
     assert shared.store.jobs.page(tenant="ann") == []
 

@@ -99,17 +99,20 @@ async def _receive(service: Service, request: Request, caller: Caller) -> Upload
     """Streams a file to the disk and writes its row; keeps neither if one is refused."""
     limit = caller.limits.upload_bytes
     held = await service.read(service.store.uploads.bytes_of, caller.tenant)
+    besides = await service.read(service.quota.beside_uploads, caller.tenant, fresh=True)
     content_type = request.headers.get("content-type", "")
     try:
         arrival = await service.read(
-            Arrival, service.home, caller.tenant, content_type, max(0, limit - held)
+            Arrival, service.home, caller.tenant, content_type, max(0, limit - held - besides)
         )
     except ValueError as error:
         raise ApiError(400, str(error), param="file") from error
     new = await receive(arrival, request.stream())
     add = service.store.uploads.add
     try:
-        return await service.change(lambda: add(new, tenant=caller.tenant, most_bytes=limit))
+        return await service.change(
+            lambda: add(new, tenant=caller.tenant, most_bytes=limit, besides=besides)
+        )
     except BaseException:
         arrival.forget()
         raise

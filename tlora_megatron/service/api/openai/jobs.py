@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from itertools import islice
 from typing import Annotated, Any
 
@@ -88,7 +89,7 @@ def router(service: Service) -> APIRouter:
     ) -> dict[str, Any]:
         """Lists what happened to a job and its steps, the newest first."""
         found, _ = _own(service, job, caller)
-        with Past(service.store, service.home, found.id) as past:
+        with closing(Past(service.store, service.home, found.id)) as past:
             told = list(islice(_events(service, past, found, caller, after), limit + 1))
         return page_object(told[:limit], has_more=len(told) > limit)
 

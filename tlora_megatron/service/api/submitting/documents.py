@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from tlora_megatron.config.reader import ConfigError, must
-from tlora_megatron.config.source import parse_document
+from tlora_megatron.config.source import mistake_words, parse_document
 
 MOST_JSON_BYTES = 4 << 20
 MOST_YAML_BYTES = 256 << 10
@@ -74,8 +74,8 @@ def _events(content: bytes, what: str) -> Iterator[Any]:
     try:
         yield from yaml.parse(content, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        said = str(error).replace('"<byte string>"', f'"{what}"')
-        raise ConfigError(f"{what} must be well-formed YAML: {said}") from error
+        said = mistake_words(error, content)
+        raise ConfigError(f"{what} must be well-formed YAML, got {said}") from error
 
 
 def _check_depth(document: Any) -> None:

@@ -33,7 +33,7 @@ class Desk:
             tenant,
             sessions,
             Checkpoints(service.home, sessions),
-            Futures(service.home, service.store, sessions),
+            Futures(service.home, service.store, sessions, tenant),
         )
 
     def open_session(self, session_id: str) -> Session:
@@ -63,6 +63,11 @@ class Desk:
         if model.left is not None:
             raise Gone(f"model {model_id} must be there, got one that was unloaded")
         return model
+
+    def held_bytes(self) -> int:
+        """Bytes of requests and answers of all models."""
+        models = (model for model in self.sessions.models() if model.job)
+        return sum(self.journal(model).held_bytes() for model in models)
 
     def journal(self, model: Model) -> Journal:
         """The journal of the job that trains a model."""

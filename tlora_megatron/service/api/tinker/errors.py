@@ -13,11 +13,17 @@ from tlora_megatron.service.api.errors import ApiError
 from tlora_megatron.service.api.tinker.refusals import (
     Gone,
     NotSigned,
+    OutOfRoom,
     Refused,
     UnknownId,
     WireError,
 )
 from tlora_megatron.training.driven.requests import RequestError
+
+_REFUSALS = (
+    *(UnknownId, NotSigned, Gone, WireError, RequestError, Refused, OutOfRoom),
+    OSError,
+)
 
 
 def tinker_format(error: ApiError) -> Mapping[str, Any]:
@@ -35,7 +41,7 @@ class TinkerRoute(APIRoute):
         async def handle(request: Request) -> Response:
             try:
                 return await inner(request)
-            except (UnknownId, NotSigned, Gone, WireError, RequestError, Refused, OSError) as error:
+            except _REFUSALS as error:
                 raise as_refusal(error) from error
 
         return handle
@@ -53,7 +59,9 @@ def as_refusal(error: Exception) -> Exception:
         return ApiError(400, str(error))
     if isinstance(error, RequestError | Refused):
         return ApiError(422, str(error))
+    # The client waits up to an hour with 402, and says why.
+    if isinstance(error, OutOfRoom):
+        return ApiError(402, str(error))
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        # The client waits up to an hour with 402, and says why.
         return ApiError(402, "the service's disk must have room for requests, got none left")
     return error

@@ -9,9 +9,9 @@ import time
 
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker.desk import Desk
-from tlora_megatron.service.api.tinker.endings import end_session, leave
+from tlora_megatron.service.api.tinker.endings import end_session, forget_session, leave
 from tlora_megatron.service.api.tinker.state.samples import sweep_samples
-from tlora_megatron.service.api.tinker.state.sessions import SILENCE_S, Session
+from tlora_megatron.service.api.tinker.state.sessions import SILENCE_S, Model, Session
 
 logger = logging.getLogger(__name__)
 
@@ -50,32 +50,43 @@ class Reaper:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                await self._service.read(self.look)
+                await self.look()
             except Exception:
                 logger.exception("sessions could not be looked after")
 
-    def look(self) -> None:
+    async def look(self) -> None:
         """Looks once, at all tenants."""
-        tenants = self._service.home.tenants
+        read, tenants = self._service.read, self._service.home.tenants
         for tenant in sorted(os.listdir(tenants)) if tenants.is_dir() else ():
             desk = Desk.of(self._service, tenant)
-            for session in desk.sessions.all():
+            await read(desk.sessions.finish_removals)
+            for session in await read(desk.sessions.all):
                 try:
-                    self._look_at(desk, session)
+                    await self._look_at(desk, session)
                 except Exception:  # others' sessions end all the same
                     logger.exception("session %s could not be looked after", session.id)
 
-    def _look_at(self, desk: Desk, session: Session) -> None:
+    async def _look_at(self, desk: Desk, session: Session) -> None:
         # A service that was not there has heard nobody.
         silence_s = min(desk.sessions.silence(session.id), time.time() - self._since)
         if session.ended is None and silence_s > SILENCE_S:
             why = f"its client was not heard of for {SILENCE_S:.0f} s"
             logger.info("session %s of %s ends: %s", session.id, desk.tenant, why)
-            end_session(desk, session.id, why)
-        keep = 0 if session.ended else KEPT_FOR_SAMPLERS
-        for model in desk.sessions.models(session.id):
-            if session.ended is not None:  # a process may have died before all had left
-                leave(desk, model, keep=True)
-            if model.job:
-                desk.checkpoints.sweep(model, keep)
-        sweep_samples(desk.sessions.all_samples(session.id), time.time() - SAMPLES_S)
+            await end_session(desk, session.id, why)
+        for model in await self._service.read(_sweep, desk, session):
+            await leave(desk, model.model_id, keep=True)
+        if session.ended and desk.sessions.ended_for(session) > self._service.keep_sessions_s:
+            await self._service.read(forget_session, desk, session.id)
+
+
+def _sweep(desk: Desk, session: Session) -> list[Model]:
+    """Deletes what has had its time; returns models that ought to have left.
+
+    A process may have died before they had.
+    """
+    models = desk.sessions.models(session.id)
+    for model in models:
+        if model.job:
+            desk.checkpoints.sweep(model, 0 if session.ended else KEPT_FOR_SAMPLERS)
+    sweep_samples(desk.sessions.all_samples(session.id), time.time() - SAMPLES_S)
+    return [model for model in models if session.ended is not None and model.left is None]

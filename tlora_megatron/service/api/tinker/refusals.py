@@ -21,3 +21,7 @@ class Refused(ValueError):
 
 class Gone(RuntimeError):
     """A session, model or answer that was there and is not any more."""
+
+
+class OutOfRoom(RuntimeError):
+    """A request for which the tenant, or the disk, has no room until others are done with."""

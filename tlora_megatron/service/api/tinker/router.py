@@ -6,6 +6,7 @@ from fastapi import APIRouter
 
 from tlora_megatron.service.api.errors import ApiError
 from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.api.tinker.desk import Desk
 from tlora_megatron.service.api.tinker.drawing import Drawing
 from tlora_megatron.service.api.tinker.reaper import Reaper
 from tlora_megatron.service.api.tinker.routes import (
@@ -25,6 +26,7 @@ PREFIX = "/api/v1"
 def router(service: Service) -> APIRouter:
     """The routes of Tinker's protocol; without its messages they answer how to install them."""
     routes = APIRouter(prefix=PREFIX, tags=["tinker"])
+    service.quota.add_measure(lambda tenant: Desk.of(service, tenant).held_bytes())
     if not is_installed():
         _refuse_all(routes)
         return routes

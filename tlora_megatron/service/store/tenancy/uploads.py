@@ -21,20 +21,23 @@ class Uploads:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def add(self, new: NewUpload, *, tenant: str, most_bytes: int | None = None) -> Upload:
+    def add(
+        self, new: NewUpload, *, tenant: str, most_bytes: int | None = None, besides: int = 0
+    ) -> Upload:
         """Writes the row of a file that is on the disk.
 
         Args:
             new: The file.
             tenant: Its owner.
             most_bytes: Bytes that all files of the tenant may have together.
+            besides: Bytes that it has beside its uploads.
 
         Raises:
             OverLimit: if they would have more.
         """
         row = {**asdict(new), "tenant": tenant, "created_at": self._database.clock()}
         with self._database.write() as connection:
-            held = _bytes(connection, tenant)
+            held = _bytes(connection, tenant) + besides
             if most_bytes is not None and held + new.size > most_bytes:
                 raise OverLimit(
                     f"the files of a tenant must have at most {most_bytes:,} bytes together, got "

@@ -60,5 +60,5 @@ class TenantLimits:
     jobs: int = 1000
     """Unfinished jobs."""
     upload_bytes: int = 10 * 10**9
-    """Bytes of all files."""
+    """Bytes of all files, and of the requests of models that clients drive."""
     requests_per_s: float = 50.0

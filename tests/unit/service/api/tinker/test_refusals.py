@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from typing import Any
@@ -257,11 +258,11 @@ def test_a_client_that_is_silent_leaves_its_model_saved(door: Door) -> None:
     long_ago = time.time() - SILENCE_S - 1
     os.utime(beat, (long_ago, long_ago))
     assert post(client, "session_heartbeat", session_id=session_id).status_code == 200
-    reaper.look()
+    asyncio.run(reaper.look())
     assert sessions.get(session_id).ended is None
     os.utime(beat, (long_ago, long_ago))
     for _ in range(2):
-        reaper.look()
+        asyncio.run(reaper.look())
         models.step()
     assert models.ops() == ["optim_step", "save_state", "leave"]
     for path, body in {
@@ -339,7 +340,7 @@ def test_models_of_a_session_whose_end_was_cut_off_leave_all_the_same(door: Door
     post(client, "optim_step", model_id=model_id, seq_id=1, adam_params={})
     Sessions(door.home.tenant("ann")).end(session_id, "and the process was killed")
     for _ in range(2):
-        Reaper(door.service).look()
+        asyncio.run(Reaper(door.service).look())
         models.step()
     assert models.ops() == ["optim_step", "save_state", "leave"]
 
@@ -361,5 +362,5 @@ def test_a_damaged_session_does_not_keep_the_others_alive(door: Door) -> None:
     door.home.tenant("ann").joinpath("tinker", damaged, "models", "0.json").write_text("{")
     long_ago, reaper._since = time.time() - SILENCE_S - 1, 0.0
     os.utime(door.home.tenant("bob") / "tinker" / silent / "beat", (long_ago, long_ago))
-    reaper.look()
+    asyncio.run(reaper.look())
     assert Sessions(door.home.tenant("bob")).get(silent).ended is not None

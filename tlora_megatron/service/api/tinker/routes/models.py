@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Request
 
@@ -21,10 +19,9 @@ from tlora_megatron.service.api.tinker.routes.sessions import is_local
 from tlora_megatron.service.api.tinker.state import creation
 from tlora_megatron.service.api.tinker.state.names import ModelId, RequestId
 from tlora_megatron.service.api.tinker.state.sessions import Model
+from tlora_megatron.service.api.tinker.turns import turn_of
 from tlora_megatron.service.api.tinker.wire import bodies
 from tlora_megatron.service.api.tinker.wire.base_files import architecture_of, positions_of
-
-_TURNS: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
 
 def router(service: Service) -> APIRouter:
@@ -50,7 +47,7 @@ def router(service: Service) -> APIRouter:
     async def unload(body: bodies.OfModel, caller: Submitter) -> dict[str, Any]:
         desk = Desk.of(service, caller.tenant)
         model = await service.read(desk.sessions.model, body.model_id)
-        gone = await service.read(lambda: leave(desk, model, keep=False))
+        gone = await leave(desk, model.model_id, keep=False)
         seq_id = (gone.left or 0) - (gone.number(0))
         return {"request_id": str(RequestId(gone.model_id, seq_id, "unload_model"))}
 
@@ -65,11 +62,6 @@ def check_optimizer(config: bodies.OptimizerConfig | None) -> None:
     """
     if config is not None and config.type != "adamw":
         raise Refused(f"optimizer_config.type must be adamw here, got {config.type!r:.80}")
-
-
-def turn_of(model_id: ModelId) -> asyncio.Lock:
-    """The lock under which a model is made: a retry must not write its draft over what was made."""
-    return _TURNS.setdefault(str(model_id), asyncio.Lock())
 
 
 async def _create(desk: Desk, caller: Caller, body: bodies.CreateModel) -> Model:
@@ -113,10 +105,13 @@ async def submit_job(
 
     Raises:
         ConfigError: if the settings are no job's.
+        Gone: if the session has ended meanwhile.
         OverLimit: if the tenant would have more jobs than it may.
     """
     # Before its job: nobody else would end that one.
     await desk.service.read(desk.sessions.add_model, model)
+    # Behind that: who ends the session from now on finds the model.
+    await desk.service.read(desk.open_session, model.model_id.session)
     asked = {"door": "tinker", "id": model.id}
     key = f"tinker/{model.id}"
     accepted = await submit(desk.service, caller, document, key=key, asked=asked)

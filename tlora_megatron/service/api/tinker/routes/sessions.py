@@ -67,7 +67,7 @@ def router(service: Service) -> APIRouter:
     async def finish(session_id: str, caller: Submitter) -> None:
         desk = Desk.of(service, caller.tenant)
         await service.read(desk.sessions.get, session_id)
-        await service.read(end_session, desk, session_id, "its client has finished")
+        await end_session(desk, session_id, "its client has finished")
 
     @routes.post("/telemetry")
     async def telemetry(caller: Submitter) -> dict[str, str]:

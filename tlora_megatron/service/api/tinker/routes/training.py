@@ -16,7 +16,7 @@ from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker.desk import Desk
 from tlora_megatron.service.api.tinker.drawing import Drawing
 from tlora_megatron.service.api.tinker.errors import TinkerRoute
-from tlora_megatron.service.api.tinker.refusals import Refused
+from tlora_megatron.service.api.tinker.refusals import OutOfRoom, Refused
 from tlora_megatron.service.api.tinker.state.futures import Content, Waiting
 from tlora_megatron.service.api.tinker.state.names import ModelId, RequestId
 from tlora_megatron.service.api.tinker.state.sessions import Model
@@ -24,6 +24,7 @@ from tlora_megatron.service.api.tinker.wire import bodies
 from tlora_megatron.service.api.tinker.wire.decoding import decode_pass
 from tlora_megatron.service.api.tinker.wire.encoding import MEDIA_TYPE
 from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.store import OverLimit
 from tlora_megatron.training.driven import requests
 
 POLL_S = 20.0
@@ -81,6 +82,7 @@ def submit(
     Raises:
         UnknownId, Gone: if the model is not there.
         RequestError: if the request cannot be carried out.
+        OutOfRoom: if the tenant has no room for what it sends; steps and saves always have.
     """
     model = desk.open_model(model_id)
     journal, number = desk.journal(model), model.number(seq_id)
@@ -88,18 +90,27 @@ def submit(
         raise ApiError(
             429, f"seq_id must be at most {MOST_AHEAD} ahead of the answers, got {seq_id}"
         )
-    if journal.state(number) == "unknown":
-        _check_room(journal, request)
-    journal.write_request(number, request)
+    size = sum(array.nbytes for array in request.arrays.values())
+    if size and journal.state(number) == "unknown":
+        _check_room(journal, size)
+        _check_quota(desk, size)
+    if journal.write_request(number, request):
+        desk.service.quota.note(desk.tenant, size)
     return {"request_id": str(RequestId(model.model_id, seq_id, op)), "model_id": model.id}
 
 
-def _check_room(journal: Journal, request: requests.Request) -> None:
+def _check_room(journal: Journal, size: int) -> None:
     """Refuses a large request of a model of which too much waits: all tenants share the disk."""
-    size = sum(array.nbytes for array in request.arrays.values())
     if size > LARGE_BYTES and journal.waiting_bytes() > MOST_WAITING_BYTES:
         rule = f"have at most {MOST_WAITING_BYTES:,} bytes of requests without an answer"
         raise ApiError(429, f"a model must {rule}, got more: wait for some")
+
+
+def _check_quota(desk: Desk, size: int) -> None:
+    try:
+        desk.service.quota.check(desk.tenant, size)
+    except OverLimit as error:
+        raise OutOfRoom(str(error)) from error
 
 
 def _take_pass(desk: Desk, body: bytes, encoding: str | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker.desk import Desk
 from tlora_megatron.service.api.tinker.errors import TinkerRoute
 from tlora_megatron.service.api.tinker.refusals import Refused
-from tlora_megatron.service.api.tinker.routes.models import check_optimizer, submit_job, turn_of
+from tlora_megatron.service.api.tinker.routes.models import check_optimizer, submit_job
 from tlora_megatron.service.api.tinker.routes.training import submit
 from tlora_megatron.service.api.tinker.state import creation
 from tlora_megatron.service.api.tinker.state.checkpoints import (
@@ -31,6 +31,7 @@ from tlora_megatron.service.api.tinker.state.names import (
     TinkerPath,
 )
 from tlora_megatron.service.api.tinker.state.sessions import Model, SampledFrom
+from tlora_megatron.service.api.tinker.turns import turn_of
 from tlora_megatron.service.api.tinker.wire import bodies
 from tlora_megatron.service.home import read_json
 from tlora_megatron.training.driven.requests import Request

@@ -97,6 +97,10 @@ class Checkpoints:
         there = [saved for path in paths if (saved := self._saved(path, model)) is not None]
         return sorted(there, key=lambda saved: saved.facts.created_at)
 
+    def has_any(self, model: Model) -> bool:
+        """True if a model has a checkpoint, also for one sampler alone."""
+        return bool(self._paths(model))
+
     def set_ttl(self, text: str, ttl_seconds: int | None) -> None:
         """Lets a checkpoint expire; None = never.
 

@@ -13,7 +13,7 @@ from tlora_megatron.service.api.tinker.state.sessions import Model, Sessions
 from tlora_megatron.service.api.tinker.wire.encoding import encode_pass
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.journal.files import Journal
-from tlora_megatron.service.store import Job, JobState, Store
+from tlora_megatron.service.store import Job, JobState, NotFound, Store
 from tlora_megatron.training.driven.requests import Answer
 
 Content = bytes | Mapping[str, Any]
@@ -43,7 +43,8 @@ class Waiting:
 class Futures:
     """The futures of one tenant's models."""
 
-    def __init__(self, home: Home, store: Store, sessions: Sessions) -> None:
+    def __init__(self, home: Home, store: Store, sessions: Sessions, tenant: str) -> None:
+        self._tenant = tenant
         self._home = home
         self._store = store
         self._sessions = sessions
@@ -59,8 +60,14 @@ class Futures:
 
         Raises:
             UnknownId: if it is of no model of the tenant.
+            Gone: if the model was forgotten with its session.
         """
-        return self._sessions.model(str(request.of))
+        try:
+            return self._sessions.model(str(request.of))
+        except UnknownId:
+            if isinstance(request.of, ModelId) and self._is_forgotten(request.of):
+                raise Gone(f"the answer to {request} is not kept any more") from None
+            raise
 
     def look(self, request: RequestId, model: Model) -> Content | Waiting:
         """The answer to a request, or why there is none yet.
@@ -81,6 +88,16 @@ class Futures:
         if state == "gone":
             raise Gone(f"the answer to {request} is not kept any more: ask again")
         return self._waiting(self._store.jobs.get(model.job))
+
+    def _is_forgotten(self, model: ModelId) -> bool:
+        """True of a model whose job is all that is known of it."""
+        if self._sessions.find_model(model) is not None:
+            return False
+        try:
+            self._store.jobs.find(model.job_name, tenant=self._tenant)
+        except NotFound:
+            return False
+        return True
 
     def _creation(self, model: Model) -> Content | Waiting:
         job = self._store.jobs.get(model.job)

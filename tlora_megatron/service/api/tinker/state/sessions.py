@@ -9,8 +9,10 @@ tenants/TENANT/tinker/SESSION/samplers/N.json     what a sampler samples from
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Self
@@ -58,6 +60,7 @@ class Session(Record):
     user_metadata: Mapping[str, str] | None = None
     ended: str | None = None
     """Why no more is taken from it; None = it goes on."""
+    ended_at: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +168,26 @@ class Sessions:
         """Takes no more requests of the session; the first reason stays."""
         session = self.get(session_id)
         if session.ended is None:
-            self._write(replace(session, ended=why))
+            self._write(replace(session, ended=why, ended_at=time.time()))
+
+    def ended_for(self, session: Session) -> float:
+        """Seconds since the end of a session that has ended."""
+        if session.ended_at is None:
+            return self.silence(session.id)
+        return time.time() - session.ended_at
+
+    def remove(self, session_id: str) -> None:
+        """Deletes a session and all that is in its folder; nobody sees a half of it."""
+        aside = self.folder / f".{check_session(session_id)}"
+        with suppress(FileNotFoundError):
+            os.rename(self._of(session_id), aside)
+        self.finish_removals()
+
+    def finish_removals(self) -> None:
+        """Deletes what a death has left of removed sessions."""
+        for entry in os.scandir(self.folder) if self.folder.is_dir() else ():
+            if entry.name.startswith("."):
+                shutil.rmtree(entry.path, ignore_errors=True)
 
     def all(self) -> list[Session]:
         """The sessions, newest first."""
@@ -255,7 +277,8 @@ class Sessions:
 
     def _names(self) -> Iterator[str]:
         if self.folder.is_dir():
-            yield from (entry.name for entry in os.scandir(self.folder) if entry.is_dir())
+            entries = (entry for entry in os.scandir(self.folder) if entry.is_dir())
+            yield from (entry.name for entry in entries if not entry.name.startswith("."))
 
     def _files(self, session_id: str, kind: str) -> list[Path]:
         return list((self._of(session_id) / kind).glob("*.json"))
