@@ -135,6 +135,12 @@ def test_recompute_by_rows_is_told_of_where_micro_batches_may_differ(repo: Path)
     assert saved_by_rows(spec, jobs, replace(plan, ep_size=2), hardware) is None
 
 
+def test_adapters_on_experts_are_not_planned_for() -> None:
+    jobs = [*JOBS, job("b", targets=("q_proj", "up_proj"))]
+    with pytest.raises(ValueError, match=r"targets of job 'b' must be among q_proj, .*, got up"):
+        search(EXPERTS, jobs, HARDWARE, 1)
+
+
 def test_a_shared_expert_is_not_planned_for() -> None:
     spec = replace(EXPERTS, shared_ffn_size=300)
     with pytest.raises(ValueError, match="must have no shared expert yet, got one of 300 features"):

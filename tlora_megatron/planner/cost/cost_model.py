@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
-from tlora_megatron.planner.cost.experts.split import refuse_shared_expert
+from tlora_megatron.planner.cost.experts.split import check_predictable
 from tlora_megatron.planner.cost.job_sums import JobSums
 from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
 from tlora_megatron.planner.cost.memory import HEAD_ROWS, ROW_TILE
@@ -83,7 +83,7 @@ class CostModel:
         *,
         looked_at: int = LOOKED_AT,
     ) -> None:
-        refuse_shared_expert(spec)
+        check_predictable(spec, jobs)
         self.spec = spec
         self.jobs = tuple(jobs)
         self.rates = rates

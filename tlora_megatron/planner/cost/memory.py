@@ -23,7 +23,7 @@ from tlora_megatron.planner.cost.adapter_sizes import (
     spread_elements,
 )
 from tlora_megatron.planner.cost.experts.bytes import routed_bytes
-from tlora_megatron.planner.cost.experts.split import expert_split, refuse_shared_expert
+from tlora_megatron.planner.cost.experts.split import check_predictable, expert_split
 from tlora_megatron.planner.cost.saved_activations import (
     kept_bytes,
     row_shards,
@@ -148,7 +148,7 @@ class MemoryModel:
     """Predicts memory for one mix of jobs on one model and machine; plans share computed parts."""
 
     def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], hardware: HardwareProfile) -> None:
-        refuse_shared_expert(spec)
+        check_predictable(spec, jobs)
         self.spec = spec
         self.jobs = tuple(jobs)
         self.hardware = hardware

@@ -153,7 +153,6 @@ def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | Non
         ImportError: without transformers, which reads tokenizers.
     """
     for job in config.jobs:
-        check_targets(job, spec)
         check_block_sizes(job.name, job.lora, spec)
     if lengths is not None:
         for cut in find_cuts(config.jobs, lengths):
@@ -163,21 +162,6 @@ def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | Non
     base = config.base_model
     folder = Path(base.path) if base.path is not None else Path(str(base.config)).parent
     return [_job_load(job, spec, folder) for job in config.jobs]
-
-
-def check_targets(job: JobSpec, spec: ModelSpec) -> None:
-    """Refuses adapters on linears of a base with routed experts that carry none.
-
-    Raises:
-        ValueError: naming the job and what its targets must be.
-    """
-    if spec.experts is None:
-        return
-    for target in job.lora.target_modules:
-        try:
-            spec.target_shape(target)
-        except ValueError as error:
-            raise ValueError(f"job {job.name!r}: {error}") from None
 
 
 def _job_load(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> JobLoad:

@@ -121,7 +121,10 @@ def test_the_best_plan_of_a_run_over_experts(repo: Path) -> None:
             "the base of a plan for DeepSpeed must have no routed",
         ),
         (["--replicas", "any"], "the base of replicas of any kinds must have no routed experts"),
-        (["--set", "defaults.lora.target_modules=[up_proj]"], "job 'rank8': .* got up_proj"),
+        (
+            ["--set", "defaults.lora.target_modules=[up_proj]"],
+            "targets of job 'rank8' .* got up_proj",
+        ),
         (["--ep", "3"], "must allow some plan on --gpus 8, got '--ep 3'"),
         (["--ep", "0"], "--ep must be at least 1, got 0"),
     ],

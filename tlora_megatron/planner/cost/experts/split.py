@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.adapter_sizes import LINEAR_TARGETS
 from tlora_megatron.planner.cost.experts.imbalance import fullest_share
+from tlora_megatron.planner.workload import JobLoad
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,17 +53,28 @@ def expert_split(spec: ModelSpec, plan: Plan) -> ExpertSplit | None:
     return _split(spec, plan.tp_size, plan.ep_size, plan.expert_tp)
 
 
-def refuse_shared_expert(spec: ModelSpec) -> None:
-    """Refuses a base whose layers have a shared expert beside routed ones.
+def check_predictable(spec: ModelSpec, jobs: Sequence[JobLoad]) -> None:
+    """Refuses what no prediction knows of a base with routed experts.
 
     Raises:
-        ValueError: saying what the base must be.
+        ValueError: for a shared expert beside them, or a job whose adapter is not on the attention
+            linears alone.
     """
-    if spec.experts is not None and spec.shared_ffn_size is not None:
+    if spec.experts is None:
+        return
+    if spec.shared_ffn_size is not None:
         raise ValueError(
             "the base of a prediction must have no shared expert yet, got one of "
             f"{spec.shared_ffn_size} features"
         )
+    known = (*LINEAR_TARGETS["linear_qkv"], *LINEAR_TARGETS["linear_proj"])
+    for job in jobs:
+        for target in job.targets:
+            if target not in known:
+                raise ValueError(
+                    f"targets of job {job.name!r} must be among {', '.join(known)} for a "
+                    f"prediction over routed experts, got {target}"
+                )
 
 
 @functools.lru_cache(maxsize=1024)
