@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from tests.helpers.fake_quant_peft import FakeQuant
+from tests.helpers.oracle_experts import (
+    as_exported,
+    expert_factor,
+    mask_gradients,
+    peft_fields,
+)
 from tlora_megatron.config.job import MEGATRON_TARGETS, JobSpec
 
 _HF_SCHEDULE = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
@@ -47,7 +53,7 @@ class OracleResult:
     """2-norm over the whole adapter before clipping."""
     lrs: list[float]
     factors: dict[str, Tensor]
-    """Canonical whole fp32 factors after the last update."""
+    """Canonical whole fp32 factors after the last update, as an exported adapter has them."""
     router_gap: float = math.inf
     """Smallest difference that any router's choice hung on, over all rows of all steps: the last
     logit chosen less the first one that was not. Infinite without routed experts."""
@@ -77,6 +83,7 @@ def train_alone(
         "the oracle knows Hugging Face targets only"
     )
     model = _peft_model(base_dir, job, quantised)
+    mask_gradients(model, job.lora)
     _write_factors(model, factors)
     params = [param for param in model.parameters() if param.requires_grad]
     spec = job.optimizer
@@ -98,7 +105,7 @@ def train_alone(
         losses=losses,
         grad_norms=grad_norms,
         lrs=lrs,
-        factors=_read_factors(model, factors),
+        factors=as_exported(_read_factors(model, factors)),
         router_gap=float(router_gap),
     )
 
@@ -169,14 +176,19 @@ def _peft_model(base_dir: Path, job: JobSpec, quantised: FakeQuant | None) -> Pe
     )
     if quantised is not None:
         quantised.apply(base)
+    fields: dict[str, Any] = {
+        "r": job.lora.rank,
+        "lora_alpha": job.lora.alpha,
+        "target_modules": list(job.lora.target_modules),
+        "use_rslora": job.lora.use_rslora,
+    }
+    if job.lora.expert_targets:
+        fields = peft_fields(job.lora)
     config = LoraConfig(
-        r=job.lora.rank,
-        lora_alpha=job.lora.alpha,
         lora_dropout=0.0,
-        target_modules=list(job.lora.target_modules),
-        use_rslora=job.lora.use_rslora,
         task_type="CAUSAL_LM",
         use_bdlora=_blocks(job) if job.lora.is_block_diagonal else None,
+        **fields,
     )
     return get_peft_model(base, config).train()
 
@@ -191,8 +203,10 @@ def _blocks(job: JobSpec) -> BdLoraConfig:
     )
 
 
-def _parameter(model: PeftModel, name: str) -> torch.nn.Parameter:
-    """PEFT's parameter of a canonical name such as `layers.3.q_proj.lora_a`."""
+def _parameter(model: PeftModel, name: str) -> Tensor:
+    """PEFT's parameter of a canonical name such as `layers.3.q_proj.lora_a`, or its part of one."""
+    if ".experts." in name:
+        return expert_factor(model, name)
     _, layer, module = name.split(".", 2)
     target, _, side = module.rpartition(".")
     letter = "A" if side == "lora_a" else "B"
@@ -203,10 +217,11 @@ def _parameter(model: PeftModel, name: str) -> torch.nn.Parameter:
 
 
 def _write_factors(model: PeftModel, factors: Mapping[str, Tensor]) -> None:
-    num_trainable = sum(param.requires_grad for param in model.parameters())
-    assert len(factors) == num_trainable, (
-        f"{num_trainable} factors must be given, got {len(factors)}"
-    )
+    if not any(".experts." in name for name in factors):
+        num_trainable = sum(param.requires_grad for param in model.parameters())
+        assert len(factors) == num_trainable, (
+            f"{num_trainable} factors must be given, got {len(factors)}"
+        )
     with torch.no_grad():
         for name, value in factors.items():
             param = _parameter(model, name)

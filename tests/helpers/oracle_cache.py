@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.helpers import fake_quant_peft, oracle
+from tests.helpers import fake_quant_peft, oracle, oracle_experts
 from tests.helpers.fake_quant_peft import FakeQuant
 from tests.helpers.oracle import OracleResult, Sequenced, train_alone
 from tests.helpers.session import ORACLE_CACHE
@@ -67,6 +67,7 @@ def _parts(
     quantised: FakeQuant | None,
 ) -> Iterator[bytes]:
     yield Path(oracle.__file__).read_bytes()
+    yield Path(oracle_experts.__file__).read_bytes()
     yield repr(torch.get_default_dtype()).encode()
     if quantised is not None:
         yield Path(fake_quant_peft.__file__).read_bytes()

@@ -21,6 +21,14 @@ SHARED_EXPERT_TARGETS = (
 )
 """Linears of the shared expert, in models of Megatron-LM that have one."""
 
+EXPERT_TARGETS = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+"""Linears of routed experts; over a base that has them, names without the prefix mean these."""
+
+FUSED_EXPERT_TARGETS = ("experts.linear_fc1", "experts.linear_fc2")
+"""The same by Megatron's names; gate and up of an expert then share one A."""
+
+_ON_EXPERTS = EXPERT_TARGETS + FUSED_EXPERT_TARGETS
+
 MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names; one A for the whole fused linear (Megatron-Bridge's plain LoRA)."""
 
@@ -81,6 +89,12 @@ class LoraSpec:
         default=HF_TARGETS,
         nonempty=True,
     )
+    expert_rank: int | None = rule(
+        "rank of the adapters on routed experts, which each expert has its own of; scaled as those "
+        "of `rank` are. null: `rank`",
+        default=None,
+        ge=1,
+    )
     use_rslora: bool = rule(
         "scale by alpha / sqrt(rank): rank-stabilised LoRA (arXiv 2312.03732)", default=False
     )
@@ -100,6 +114,15 @@ class LoraSpec:
     def scaling(self) -> float:
         """Factor on the adapter's output, in fp32."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def expert_targets(self) -> tuple[str, ...]:
+        """The targets on routed experts."""
+        return tuple(target for target in self.target_modules if target in _ON_EXPERTS)
+
+    def rank_of(self, target: str) -> int:
+        """Rank of the adapter on a target."""
+        return self.expert_rank or self.rank if target in _ON_EXPERTS else self.rank
 
     @property
     def is_block_diagonal(self) -> bool:

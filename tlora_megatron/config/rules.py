@@ -10,13 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from tlora_megatron.config.block_rules import check_blocks
-from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, SHARED_EXPERT_TARGETS, JobSpec
+from tlora_megatron.config.job import (
+    EXPERT_TARGETS,
+    FUSED_EXPERT_TARGETS,
+    HF_TARGETS,
+    MEGATRON_TARGETS,
+    SHARED_EXPERT_TARGETS,
+    JobSpec,
+)
 from tlora_megatron.config.reader import ConfigError, must, nearest
 
 if TYPE_CHECKING:
     from tlora_megatron.config.load import ParallelSpec
 
-KNOWN_TARGETS = HF_TARGETS + SHARED_EXPERT_TARGETS + MEGATRON_TARGETS
+KNOWN_TARGETS = (
+    HF_TARGETS + SHARED_EXPERT_TARGETS + MEGATRON_TARGETS + EXPERT_TARGETS + FUSED_EXPERT_TARGETS
+)
 
 _BASE_LINEAR = {
     "q_proj": "linear_qkv",
@@ -26,6 +35,9 @@ _BASE_LINEAR = {
     "gate_proj": "linear_fc1",
     "up_proj": "linear_fc1",
     "down_proj": "linear_fc2",
+    "experts.gate_proj": "experts.linear_fc1",
+    "experts.up_proj": "experts.linear_fc1",
+    "experts.down_proj": "experts.linear_fc2",
 }
 
 

@@ -16,9 +16,15 @@ import torch
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.arenas import ArenaRoom, Arenas
+from tlora_megatron.layers.expert_factors import (
+    ExpertCopy,
+    expert_factors,
+    make_expert_copy,
+)
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
+from tlora_megatron.ops.experts.branch import ExpertFactors
 from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.kernel_choice import choose_ops
 from tlora_megatron.ops.lora.linear_ops import LinearOps
@@ -123,6 +129,9 @@ class AdapterBank:
         lack."""
         self.block_diagonal_factors: dict[int, SiteFactors] = {}
         """Factors of block-diagonal jobs, where sites do not fold."""
+        self.expert_factors: dict[int, ExpertFactors] = {}
+        """Factors of all jobs at routed experts, by `Site.index`."""
+        self._expert_copies: list[ExpertCopy] = []
         self._copies: list[list[torch.Tensor]] = []
         """Views of a slot's factors in the arenas, in its slab's order (`_compute_views`)."""
         self._casts: list[_Cast] = []
@@ -184,8 +193,15 @@ class AdapterBank:
         """
         tables = (self.fused_factors, self.s_lora_a_factors, self.block_diagonal_factors)
         before = [dict(table) if first else {} for table in tables]
-        for table in tables:
+        for table in (*tables, self.expert_factors):
             table.clear()
+        self._expert_copies = [
+            *self._expert_copies[:first],
+            *(
+                make_expert_copy(a.slab.layout, self.dtype, self.device)
+                for a in self.adapters[first:]
+            ),
+        ]
         if not self.adapters:
             return
         loras = [a.lora for a in self.adapters]
@@ -205,6 +221,11 @@ class AdapterBank:
             shards, index = self._targets[site.index], site.index
             if not shards:
                 continue
+            if site.experts is not None:
+                found = expert_factors(site, arenas.slabs, self._expert_copies, arenas.scaling)
+                if found is not None:
+                    self.expert_factors[index] = found
+                continue
             if site.lora_sharding == "fold":
                 self.fused_factors[index] = arenas.make(site, shards, "all", fused.get(index))
                 continue
@@ -223,6 +244,9 @@ class AdapterBank:
         """Returns views of a slot's factors in the arenas, unpadded, in its slab's order."""
         views = []
         for factor in adapter.slab.layout.factors:
+            if factor.experts is not None:
+                views.append(self._expert_copies[slot][factor.name].flatten())
+                continue
             index, p = self._places[factor.shard.name]
             factors = self.fused_factors[index]
             if adapter.lora.is_block_diagonal:

@@ -13,7 +13,7 @@ import torch
 
 from tlora_megatron.layers.sites import LINEAR_TARGETS, Site, TargetShard, stage_sites
 from tlora_megatron.model.backbone import Backbone, LinearsSpec
-from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.layout import ExpertPlace, ParallelLayout
 from tlora_megatron.ops.lora.columns import OutputColumns
 
 _FUSED = {target: index for index, held in enumerate(LINEAR_TARGETS.values()) for target in held}
@@ -44,12 +44,17 @@ class PlainSite(Site):
 
 
 def rank_sites(
-    spec: Backbone, layout: ParallelLayout, *, tp_rank: int, pp_rank: int
+    spec: Backbone,
+    layout: ParallelLayout,
+    *,
+    tp_rank: int,
+    pp_rank: int,
+    place: ExpertPlace = ExpertPlace(),  # noqa: B008 - frozen
 ) -> tuple[Site, ...]:
     """Returns all linears of one rank that may carry adapters, layer by layer."""
     if isinstance(spec, LinearsSpec):
         return _plain_sites(spec, tp_rank, layout.tp_size)
-    return stage_sites(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank)
+    return stage_sites(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank, place=place)
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """A site: one Megatron linear that carries adapters, and how a target's factors lie on it.
 
+All routed experts of a layer that a rank holds are one site for each of their two linears.
+
 Column-parallel: `lora_a` replicated over TP, `lora_b` sharded over rows. Row-parallel: `lora_a`
 sharded over columns, `lora_b` replicated. The replicated factor's gradient is a partial sum, added
 over TP once an optimizer step; no activation-sized collective is added anywhere. Under
@@ -11,13 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.model.layout import LoraSharding, ParallelLayout
+from tlora_megatron.model.layout import ExpertPlace, LoraSharding, ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.lora.columns import OutputColumns
 
@@ -33,10 +35,17 @@ SHARED_EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
     "shared_fc2": ("shared_expert.down_proj",),
 }
 """Targets that live on the linears of a shared expert, in models that have one."""
+EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
+    "experts_fc1": ("experts.gate_proj", "experts.up_proj", "experts.linear_fc1"),
+    "experts_fc2": ("experts.down_proj", "experts.linear_fc2"),
+}
+"""Targets that live on the linears of routed experts; each expert has its own factors."""
 ALL_LINEARS = LINEAR_TARGETS | SHARED_EXPERT_LINEARS
-_COLUMN = ("linear_qkv", "linear_fc1", "shared_fc1")
-_FIRST_SHARED = 1 << 20
-"""Index of layer 0's shared expert, beyond any dense linear's; dropout masks depend on it."""
+"""Those of dense linears, whose rows are the micro-batch's."""
+_BEYOND = ((SHARED_EXPERT_LINEARS, 1 << 20), (EXPERT_LINEARS, 1 << 21))
+"""Index of layer 0's shared expert and of its routed experts, beyond any dense linear's; dropout
+masks depend on them."""
+_COLUMN = ("linear_qkv", "linear_fc1", "shared_fc1", "experts_fc1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,7 +74,7 @@ class Site:
 
     layer: int
     linear: str
-    """A key of `ALL_LINEARS`."""
+    """A key of `ALL_LINEARS` or `EXPERT_LINEARS`."""
     kind: Literal["column", "row"]
     tp_rank: int
     tp_size: int
@@ -74,13 +83,16 @@ class Site:
     targets: tuple[TargetShard, ...]
     lora_sharding: LoraSharding = "fold"
     """The sharding of standard adapters; fold wherever there is nothing to share."""
+    experts: range | None = None
+    """Numbers of the routed experts that this rank holds; None = a dense linear. The TP rank and
+    size are then those that cut each expert."""
 
     @property
     def index(self) -> int:
         """Index of the site, unique over the model."""
-        if self.linear in SHARED_EXPERT_LINEARS:
-            shared = list(SHARED_EXPERT_LINEARS)
-            return _FIRST_SHARED + self.layer * len(shared) + shared.index(self.linear)
+        for linears, first in _BEYOND:
+            if self.linear in linears:
+                return first + self.layer * len(linears) + list(linears).index(self.linear)
         return self.layer * len(LINEAR_TARGETS) + list(LINEAR_TARGETS).index(self.linear)
 
     @property
@@ -136,7 +148,7 @@ def make_site(
             lora_b_rows=_lora_b_rows(spec, target, tp_rank, tp_size) if kind == "column" else None,
             in_size=in_size,
         )
-        for target in ALL_LINEARS[linear]
+        for target in (ALL_LINEARS | EXPERT_LINEARS)[linear]
     )
     return Site(
         layer=layer,
@@ -153,16 +165,41 @@ def make_site(
 
 @functools.cache
 def stage_sites(
-    spec: ModelSpec, layout: ParallelLayout, *, tp_rank: int, pp_rank: int
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    *,
+    tp_rank: int,
+    pp_rank: int,
+    place: ExpertPlace = ExpertPlace(),  # noqa: B008 - frozen
 ) -> tuple[Site, ...]:
     """Returns all linears of one rank that may carry adapters, layer by layer.
 
+    Routed experts come behind all dense linears.
+
     Cached: the writer asks for those of every rank whenever a job is saved, 0.2 s for 70B and TP 8.
     """
-    return tuple(
+    dense = tuple(
         make_site(spec, layer, linear, tp_rank, layout.tp_size, layout.lora_sharding)
         for layer, linear in _stage_linears(spec, layout, pp_rank)
     )
+    if spec.experts is None or layout.stage_linears is not None:
+        return dense
+    return dense + tuple(
+        make_expert_site(spec, layer, linear, layout, place)
+        for layer in layout.stage_layers(spec.num_layers, pp_rank)
+        for linear in EXPERT_LINEARS
+    )
+
+
+def make_expert_site(
+    spec: ModelSpec, layer: int, linear: str, layout: ParallelLayout, place: ExpertPlace
+) -> Site:
+    """Describes one linear of the routed experts that a rank holds of a layer."""
+    assert spec.experts is not None, "the model has none"
+    site = make_site(spec, layer, linear, place.tp_rank, layout.expert_tp)
+    count = spec.experts.num_experts // layout.ep_size
+    first = count * place.ep_rank
+    return replace(site, experts=range(first, first + count))
 
 
 def _stage_linears(
@@ -234,20 +271,21 @@ def _output_columns(
             for name, (begin, width) in begins.items()
         }
         return {**parts, "linear_qkv": whole}
-    if linear in ("linear_fc1", "shared_fc1"):
+    targets = (ALL_LINEARS | EXPERT_LINEARS)[linear]
+    if linear in ("linear_fc1", "shared_fc1", "experts_fc1"):
         half = out_size // 2
-        gate, up, *fused = ALL_LINEARS[linear]
+        gate, up, *fused = targets
         return {
             gate: OutputColumns(groups=1, stride=out_size, begin=0, width=half),
             up: OutputColumns(groups=1, stride=out_size, begin=half, width=half),
             **dict.fromkeys(fused, whole),
         }
-    return dict.fromkeys(ALL_LINEARS[linear], whole)
+    return dict.fromkeys(targets, whole)
 
 
 def _lora_b_rows(spec: ModelSpec, target: str, tp_rank: int, tp_size: int) -> torch.Tensor:
     """Returns the rows of the whole `lora_b` on this rank, in the order of local output columns."""
-    if target == "linear_fc1":
+    if target in ("linear_fc1", "experts.linear_fc1"):
         return fc1_row_order(spec, tp_rank, tp_size)
     if target == "linear_qkv":
         return qkv_row_order(spec, tp_rank, tp_size)

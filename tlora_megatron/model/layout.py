@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 LoraSharding = Literal["fold", "rank_exchange", "s_lora"]
 """Ways for tensor-parallel ranks to share standard adapters; block-diagonal ones need none.
@@ -13,6 +13,15 @@ fold: one factor is replicated; partial sums join the base linear's own reductio
 one factor is replicated and s and dS `[tokens, rank]` are exchanged, which works around any linear.
 s_lora: both factors are sharded, s and dS are exchanged (S-LoRA, arXiv 2311.03285, section 6).
 """
+
+
+class ExpertPlace(NamedTuple):
+    """A rank's place among those that share the routed experts of a layer."""
+
+    ep_rank: int = 0
+    """The run of experts that it holds."""
+    tp_rank: int = 0
+    """The part of each of them that it holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +94,18 @@ class ParallelLayout:
     def expert_tp(self) -> int:
         """Tensor-parallel ranks that share each routed expert."""
         return self.expert_tp_size or self.tp_size
+
+    @property
+    def expert_holders(self) -> int:
+        """Ranks of a pipeline stage, the first ones, that together hold one replica of all."""
+        return max(self.tp_size, self.ep_size * self.expert_tp)
+
+    def expert_place(self, stage_rank: int) -> ExpertPlace:
+        """Returns the place of the rank with this number in its pipeline stage, as Megatron's."""
+        return ExpertPlace(
+            ep_rank=stage_rank // self.expert_tp % self.ep_size,
+            tp_rank=stage_rank % self.expert_tp,
+        )
 
     @property
     def world_size(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config.job import HF_TARGETS, SHARED_EXPERT_TARGETS
+from tlora_megatron.config.job import EXPERT_TARGETS, HF_TARGETS, SHARED_EXPERT_TARGETS
 from tlora_megatron.model.experts import DEFAULTS as _EXPERT_DEFAULTS
 from tlora_megatron.model.experts import ExpertsSpec, read_experts
 
@@ -127,16 +127,23 @@ class ModelSpec:
     def target_shape(self, target: str) -> tuple[int, int]:
         """`(out, in)` of a target's whole weight; fused rows are in the order q, k, v or gate, up.
 
+        Of a target on routed experts it is one expert's.
+
         Raises:
-            ValueError: if the target is in a shared expert and the model has none, or on routed
-                experts.
+            ValueError: if the target is in experts and the model has none, or the other way round.
         """
         hidden, ffn = self.hidden_size, self.ffn_size
         if self.experts is not None and target in _MLP:
             raise ValueError(
                 f"lora.target_modules must be among {', '.join(self.peft_targets)} over a base "
-                f"with routed experts, which carry no adapters yet, got {target}"
+                f"with routed experts, got {target}"
             )
+        if target.startswith("experts"):
+            if self.experts is None:
+                raise ValueError(
+                    f"target {target} must be in the model, which has no routed experts"
+                )
+            target = target.replace("experts_fc", "experts.linear_fc").removeprefix("experts.")
         if target.startswith("shared_"):
             if self.shared_ffn_size is None:
                 raise ValueError(
@@ -167,7 +174,7 @@ class ModelSpec:
     def peft_targets(self) -> tuple[str, ...]:
         """Targets that PEFT can name in this model, in its order."""
         shared = SHARED_EXPERT_TARGETS if self.shared_ffn_size is not None else ()
-        dense = HF_TARGETS if self.experts is None else _ATTENTION
+        dense = HF_TARGETS if self.experts is None else _ATTENTION + EXPERT_TARGETS
         return dense + shared
 
 

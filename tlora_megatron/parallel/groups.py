@@ -8,8 +8,25 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.model.deployment import Deployment
-from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.layout import ExpertPlace, ParallelLayout
 from tlora_megatron.parallel.cells import ReplicaCells
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertGroups:
+    """One process's place among those that hold routed experts, and the groups it is in."""
+
+    place: ExpertPlace
+    dp_rank: int
+    """Its number among the replicas of the experts that it holds."""
+    tp_group: dist.ProcessGroup
+    """Ranks that hold parts of the same experts."""
+    dp_group: dist.ProcessGroup
+    """Replicas of this rank's part of its experts; tensor-parallel ranks where experts are whole on
+    each of them."""
+    holder_group: dist.ProcessGroup
+    """Where `is_holder`, all that hold one replica of the whole adapters, stage by stage."""
+    is_holder: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +51,13 @@ class ParallelGroups:
     """All replicas where they are unlike; None = they are as `layout` says."""
     cells: ReplicaCells | None = None
     """The parts of adapters that unlike replicas sum; None = `dp_cp_group` sums whole slabs."""
+    experts: ExpertGroups | None = None
+    """Those of routed experts; None = the base has none, or none that carry adapters."""
+
+    @property
+    def expert_place(self) -> ExpertPlace:
+        """This process's place among those that share a layer's routed experts."""
+        return ExpertPlace() if self.experts is None else self.experts.place
 
     @property
     def most_stages(self) -> int:

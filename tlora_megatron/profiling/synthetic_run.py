@@ -62,14 +62,15 @@ class SyntheticRun:
 
         backbone.initialize_parallel(layout)
         self.spec, self.dtype = spec, dtype
-        self.groups = current_groups(layout)
+        self.groups = current_groups(layout, with_experts=spec.experts is not None)
         model = backbone.build_backbone(
             spec, layout, dtype=dtype, recompute=recompute, quantisation=quantisation
         )
         backbone.load_backbone(model, spec, None, layout)
         routing.install()
         tp_rank, pp_rank = self.groups.tp_rank, self.groups.pp_rank
-        self.sites = stage_sites(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank)
+        place = self.groups.expert_place
+        self.sites = stage_sites(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank, place=place)
         self.linears = pair_linears(model, self.sites)
         self.engine = MegatronEngine(model, self.groups, spec.vocab_size)
 

@@ -122,7 +122,10 @@ def open_backbone(
     backbone.initialize_parallel(layout, overlaps=_overlaps(config, layout), deployment=deployment)
     if config.parallel.cp_by_micro_batch and layout.cp_size > 1:
         cp_groups.make_narrower_groups(layout)
-    groups = current_groups(layout, deployment, num_layers=spec.num_layers)
+    with_experts = spec.experts is not None
+    groups = current_groups(
+        layout, deployment, num_layers=spec.num_layers, with_experts=with_experts
+    )
     log_replicas(groups)
     warn_of_sharding(config, groups)
     dtype = DTYPES[config.base_model.dtype]
@@ -142,7 +145,9 @@ def open_backbone(
     log_base(quantisation, spec, model, rounding)
     on_loaded()
     recompute.install()
-    sites = stage_sites(spec, layout, tp_rank=groups.tp_rank, pp_rank=groups.pp_rank)
+    sites = stage_sites(
+        spec, layout, tp_rank=groups.tp_rank, pp_rank=groups.pp_rank, place=groups.expert_place
+    )
     budget = groups.budgets(config.run.micro_batch_tokens)[groups.dp_rank]
     nano = nano_settings(config.run, spec, dtype, budget)
     engine = MegatronEngine(model, groups, spec.vocab_size, nano)

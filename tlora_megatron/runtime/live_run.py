@@ -97,7 +97,7 @@ class _OrderReader:
         check_jobs_may_change(config.parallel, config.run)
         job = fit_job(read_job(order["document"], None), config)
         if isinstance(run.spec, ModelSpec) and run.spec.experts is not None:
-            check_job_over_experts(job)
+            check_job_over_experts(job, config)
         source = TokenizerFolder(run.tokenizer_dir)
         data = self._cache.load(job, source, run.spec.vocab_size, order.get("tokens")).data
         prepared = prepare_for(

@@ -52,7 +52,10 @@ def resolve_lora_sharding(
         logger.info("%s", choice.line)
     sharding = choice.sharding
     layout = replace(groups.layout, lora_sharding=sharding)
-    sites = [(replace(site, lora_sharding=sharding), module) for site, module in linears]
+    sites = [
+        (site if site.experts else replace(site, lora_sharding=sharding), module)
+        for site, module in linears
+    ]
     return replace(groups, layout=layout), sites
 
 
@@ -65,7 +68,8 @@ def _agreed_choice(
 ) -> ShardingChoice | None:
     """The same on all ranks; None if none has tensor parallelism."""
     asked = config.parallel.lora_sharding
-    others = [module for _, module in linears if not hasattr(module, "_forward_impl")]
+    dense = [module for site, module in linears if site.experts is None]
+    others = [module for module in dense if not hasattr(module, "_forward_impl")]
     foreign = {
         type(module).__name__.removeprefix("MultiLoRA")
         for module in others

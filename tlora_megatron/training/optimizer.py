@@ -69,9 +69,9 @@ def step_adapters(
         exact: losses and norms are added in the order of ranks.
 
     Collectives: one all-reduce of each adapter's gradient over DP and CP, one of its TP-replicated
-    part over TP (unlike replicas: those of `SlabCells`), one of all losses and norms over the
-    world; where replicas hold slices of the state, an all-gather of the new weights in the compute
-    dtype.
+    part over TP (unlike replicas: those of `SlabCells`); the same two of its part on routed experts
+    over the ranks that hold these; one of all losses and norms over the world; where replicas hold
+    slices of the state, an all-gather of the new weights in the compute dtype.
     """
     if not requests:
         return []
@@ -105,11 +105,36 @@ def _reduce_gradients(groups: ParallelGroups, slabs: Sequence[AdapterSlab]) -> N
             slab.cells = cells
             cells.sum_over_replicas(slab.grad, groups.tp_group)
         return
-    for pending in [all_reduce(slab.grad, groups.dp_cp_group) for slab in slabs]:
-        pending.wait()
+    dense = [slab.grad[: slab.layout.experts_begin] for slab in slabs]
     replicated = [slab.grad[: slab.layout.replicated_numel] for slab in slabs]
-    for pending in [all_reduce(part, groups.tp_group) for part in replicated if part.numel()]:
+    _sum_over(groups.dp_cp_group, dense)
+    _sum_over(groups.tp_group, replicated)
+    if groups.experts is not None:
+        _sum_over(groups.experts.dp_group, [_of_experts(slab) for slab in slabs])
+        replicated = [_of_experts(slab)[: slab.layout.experts_replicated] for slab in slabs]
+        _sum_over(groups.experts.tp_group, replicated)
+
+
+def _sum_over(group: dist.ProcessGroup, parts: Sequence[torch.Tensor]) -> None:
+    for pending in [all_reduce(part, group) for part in parts if part.numel()]:
         pending.wait()
+
+
+def _of_experts(slab: AdapterSlab) -> torch.Tensor:
+    """The gradient of a slab's factors on routed experts."""
+    return slab.grad[slab.layout.experts_begin :]
+
+
+def _counted(groups: ParallelGroups, slab: AdapterSlab) -> list[torch.Tensor]:
+    """The parts of a summed gradient that this rank counts, so that the world counts each once."""
+    layout, parts = slab.layout, []
+    if groups.is_first_replica:
+        begin = 0 if groups.tp_rank == 0 else layout.replicated_numel
+        parts.append(slab.grad[begin : layout.experts_begin])
+    if groups.experts is not None and groups.experts.dp_rank == 0:
+        begin = 0 if groups.experts.place.tp_rank == 0 else layout.experts_replicated
+        parts.append(_of_experts(slab)[begin:])
+    return [part for part in parts if part.numel()]
 
 
 def _losses_and_norms(
@@ -123,11 +148,9 @@ def _losses_and_norms(
     for request in requests:
         slab = bank.adapters[request.slot].slab
         losses.append((request.loss + bank.defects[request.slot]).double())
-        counted = slab.grad if groups.tp_rank == 0 else slab.grad[slab.layout.replicated_numel :]
-        squares.append(square_sum(counted))
+        zero = torch.zeros((), dtype=torch.float64, device=slab.grad.device)
+        squares.append(sum((square_sum(part) for part in _counted(groups, slab)), zero))
     stats = torch.stack([torch.stack(losses), torch.stack(squares)])
-    if not groups.is_first_replica:
-        stats[1].zero_()
     totals, sums = _world_sum(stats, exact=exact).tolist()
     return totals, [math.sqrt(s) if s >= 0 else math.nan for s in sums]
 

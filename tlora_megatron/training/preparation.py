@@ -14,6 +14,7 @@ from tlora_megatron.config.job import JobSpec
 from tlora_megatron.layers.adapter_bank import Adapter
 from tlora_megatron.layers.slab import AdapterSlab, Copier, initial_factor
 from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.model.expert_targets import over_base, warn_of_expert_rank
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
 from tlora_megatron.training.data.mapped_tokens import lengths_of
 from tlora_megatron.training.driven.state import NO_DATA, DrivenState, OpenPlan
@@ -73,7 +74,9 @@ def prepare_job(
     Raises:
         ValueError: naming the job.
     """
+    job = over_base(job, spec)
     _check_targets(job, spec)
+    warn_of_expert_rank(job, spec)
     values = data is None if values is None else values
     if job.driven:
         data = NO_DATA

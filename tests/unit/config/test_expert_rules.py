@@ -60,6 +60,10 @@ def test_sizes(tmp_path: Path, parallel: dict[str, Any], message: str) -> None:
             "run.round_depth must be 1 with parallel.ep_size above 1: processes that share",
         ),
         ({"run": {"deterministic": True}}, "run.deterministic must be false over .*: an expert's"),
+        (
+            {"parallel": {"shard_optimizer": True, "ep_size": 2}},
+            "shard_optimizer must be false with ep_size above 1: job a adapts gate_proj of routed",
+        ),
         ({"job": {"portion_tokens": 64}}, "portion_tokens of job a must be absent over a base"),
     ],
 )
@@ -69,8 +73,11 @@ def test_over_experts(tmp_path: Path, sections: dict[str, Any], message: str) ->
 
 
 def test_rounds_of_one_process_s_own_experts_may_differ(tmp_path: Path) -> None:
-    own = config(tmp_path, run={"recompute": "auto", "round_depth": 2})
+    run = {"recompute": "auto", "round_depth": 2}
+    own = config(tmp_path, run=run, job={"lora": {"target_modules": ["q_proj"]}})
     check_run_over_experts(own)
+    with pytest.raises(ConfigError, match="or full: job a adapts gate_proj of routed experts, wh"):
+        check_run_over_experts(config(tmp_path, run=run))
     with pytest.raises(ConfigError, match="be none, selective or full over a base with a shared"):
         check_run_over_experts(own, has_shared=True)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tlora_megatron.config.job import EXPERT_TARGETS
 from tlora_megatron.model.experts import ExpertsSpec, refuse_experts
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
@@ -58,7 +59,8 @@ def test_qwen(tmp_path: Path) -> None:
     assert (spec.num_layers * spec.layer_weights + embeddings) / 1e9 == pytest.approx(30.5, abs=0.1)
     assert (spec.num_layers * spec.row_weights + embeddings) / 1e9 == pytest.approx(3.3, abs=0.1)
     assert spec.experts.stored(7, "up_proj") == "mlp.experts.7.up_proj.weight"
-    assert spec.peft_targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert spec.peft_targets == (*attention, *EXPERT_TARGETS)
 
 
 def test_mixtral(tmp_path: Path) -> None:
@@ -77,7 +79,7 @@ def test_a_shared_expert(tmp_path: Path) -> None:
     embeddings = 2 * spec.vocab_size * spec.hidden_size
     assert (spec.num_layers * spec.layer_weights + embeddings) / 1e9 == pytest.approx(14.3, abs=0.1)
     assert (spec.num_layers * spec.row_weights + embeddings) / 1e9 == pytest.approx(2.7, abs=0.1)
-    assert spec.peft_targets[4:] == tuple(f"shared_expert.{p}_proj" for p in ("gate", "up", "down"))
+    assert spec.peft_targets[7:] == tuple(f"shared_expert.{p}_proj" for p in ("gate", "up", "down"))
     assert not read(tmp_path, QWEN15, qkv_bias=False).qkv_bias
     with pytest.raises(ValueError, match="shared_expert_intermediate_size must be an integer of"):
         read(tmp_path, QWEN15, shared_expert_intermediate_size=0)
@@ -114,9 +116,10 @@ def test_noise_on_the_router_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["gate_proj", "down_proj", "linear_fc1"])
-def test_routed_experts_carry_no_adapters(tmp_path: Path, target: str) -> None:
+def test_targets_of_experts_have_names_of_their_own(tmp_path: Path, target: str) -> None:
     spec = read(tmp_path, QWEN3_30B)
-    with pytest.raises(ValueError, match=r"must be among q_proj, .*carry no adapters yet, got"):
+    assert spec.target_shape(f"experts.{target}") in ((768, 2048), (2048, 768), (1536, 2048))
+    with pytest.raises(ValueError, match=r"must be among q_proj, .* with routed experts, got"):
         spec.target_shape(target)
 
 

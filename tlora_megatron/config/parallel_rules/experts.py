@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tlora_megatron.config.run import RunSpec
 
 _WHERE = "over a base with routed experts"
+_ON_EXPERTS = ("gate_proj", "up_proj", "down_proj", "linear_fc1", "linear_fc2")
 _NO_BITS = "an expert's rows come in any number, which moves the last bits"
 
 
@@ -58,10 +59,10 @@ def check_run_over_experts(config: RunConfig, *, has_shared: bool = False) -> No
     if run.deterministic:
         raise must("run.deterministic", f"be false {where}: {_NO_BITS}", True)
     for job in config.jobs:
-        check_job_over_experts(job)
+        check_job_over_experts(job, config)
 
 
-def check_job_over_experts(job: JobSpec) -> None:
+def check_job_over_experts(job: JobSpec, config: RunConfig) -> None:
     """Refuses settings of a job that a base with routed experts cannot keep yet.
 
     Raises:
@@ -71,6 +72,17 @@ def check_job_over_experts(job: JobSpec) -> None:
         name = f"portion_tokens of job {job.name}"
         rule = f"be absent {_WHERE}: {_NO_BITS}"
         raise must(name, rule, job.portion_tokens)
+    names = [target.removeprefix("experts.") for target in job.lora.target_modules]
+    on_experts = [name for name in names if name in _ON_EXPERTS]
+    if not on_experts:
+        return
+    adapts, parallel = f"job {job.name} adapts {on_experts[0]} of routed experts", config.parallel
+    if parallel.shard_optimizer and parallel.ep_size > 1:
+        rule = f"be false with ep_size above 1: {adapts}, whose replicas differ"
+        raise must("parallel.shard_optimizer", rule, True)
+    if config.run.recompute == "auto":
+        rule = f"be none, selective or full: {adapts}, whose memory is not predicted yet"
+        raise must("run.recompute", rule, config.run.recompute)
 
 
 def _check_alike_rounds(run: RunSpec) -> None:

@@ -16,22 +16,27 @@ from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.model.deployment import Deployment
-from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.layout import ExpertPlace, ParallelLayout
 from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.parallel.cells import make_replica_cells
-from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.parallel.groups import ExpertGroups, ParallelGroups
 from tlora_megatron.training.nano.switch import NanoSettings
 from tlora_megatron.training.packing.packing import PackedBatch
 
 
 def current_groups(
-    layout: ParallelLayout, deployment: Deployment | None = None, *, num_layers: int = 0
+    layout: ParallelLayout,
+    deployment: Deployment | None = None,
+    *,
+    num_layers: int = 0,
+    with_experts: bool = False,
 ) -> ParallelGroups:
     """Returns this process's place in Megatron's initialised parallel state.
 
     Args:
         deployment: unlike replicas; collective over the world, as their cells have groups.
         num_layers: of the model, which unlike replicas may cut into unlike stages.
+        with_experts: the model has routed experts that carry adapters.
     """
     cuda = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -51,6 +56,26 @@ def current_groups(
         device=device,
         deployment=deployment,
         cells=cells,
+        experts=_expert_groups(layout) if with_experts else None,
+    )
+
+
+def _expert_groups(layout: ParallelLayout) -> ExpertGroups:
+    """Returns this process's place among those that hold routed experts."""
+    holders = parallel_state.get_model_parallel_group()
+    if layout.expert_holders > layout.tp_size:
+        holders = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    ranks = dist.get_world_size() // layout.pp_size
+    return ExpertGroups(
+        place=ExpertPlace(
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        ),
+        dp_rank=parallel_state.get_expert_data_parallel_rank(),
+        tp_group=parallel_state.get_expert_tensor_parallel_group(),
+        dp_group=parallel_state.get_expert_data_parallel_group(),
+        holder_group=holders,
+        is_holder=dist.get_rank() % ranks < layout.expert_holders,
     )
 
 
@@ -66,8 +91,11 @@ def pair_linears(model: Any, sites: Sequence[Site]) -> list[tuple[Site, nn.Modul
 
 def _linear_name(name: str) -> str:
     """The name that sites have for a module of a layer."""
-    shared, _, linear = name.rpartition("shared_experts.linear_")
-    return f"shared_{linear}" if shared else name.rsplit(".", 1)[-1]
+    for experts, prefix in (("shared_experts", "shared"), ("experts", "experts")):
+        above, _, linear = name.rpartition(f"{experts}.linear_")
+        if above:
+            return f"{prefix}_{linear}"
+    return name.rsplit(".", 1)[-1]
 
 
 class MegatronEngine:

@@ -10,6 +10,7 @@ import torch
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.model.spec import ModelSpec
 
 
 def split_name(name: str) -> tuple[int, str, str]:
@@ -19,13 +20,18 @@ def split_name(name: str) -> tuple[int, str, str]:
     return int(layer), target, which
 
 
-def factor_shape(spec: Backbone, name: str, lora: LoraSpec) -> tuple[int, int]:
+def factor_shape(spec: Backbone, name: str, lora: LoraSpec) -> tuple[int, ...]:
     """Returns the whole shape of the canonical factor `layers.I.TARGET.lora_a|lora_b`.
 
-    Blocks of a block-diagonal factor lie below one another, as in PEFT's files.
+    Blocks of a block-diagonal factor lie below one another, as in PEFT's files. A factor of routed
+    experts has the experts in front: `[experts, rank, in]` and `[experts, out, rank]`.
     """
     _, target, which = split_name(name)
     out_size, in_size = spec.target_shape(target)
+    if target in lora.expert_targets and isinstance(spec, ModelSpec):
+        assert spec.experts is not None, "target_shape has looked"
+        rank, count = lora.rank_of(target), spec.experts.num_experts
+        return (count, rank, in_size) if which == "lora_a" else (count, out_size, rank)
     blocks = lora.num_blocks if which == lora.block_factor(target) else 1
     if which == "lora_a":
         return lora.rank, in_size // blocks
@@ -45,14 +51,22 @@ def initial_factor(spec: Backbone, name: str, lora: LoraSpec, seed: int) -> torc
 
     `lora_b` is zero; `lora_a` is uniform in +-1/sqrt(in), and in +-sqrt(6 / (in / num_blocks))
     where it is block-diagonal. The values depend on the job's seed and the name alone, so they are
-    the same under every parallel layout.
+    the same under every parallel layout. Each routed expert draws its own, by its own number.
     """
     shape = factor_shape(spec, name, lora)
     if name.endswith("lora_b"):
         return torch.zeros(shape)
+    if len(shape) == 3:
+        begin, end = name.split(".experts.")
+        drawn = [_drawn(shape[1:], f"{begin}.experts.{e}.{end}", seed) for e in range(shape[0])]
+        return torch.stack(drawn)
+    is_block = lora.block_factor(split_name(name)[1]) == "lora_a"
+    return _drawn(shape, name, seed, is_block=is_block)
+
+
+def _drawn(shape: tuple[int, ...], name: str, seed: int, *, is_block: bool = False) -> torch.Tensor:
     mixed = (seed * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**64
     generator = torch.Generator().manual_seed(mixed)
-    is_block = lora.block_factor(split_name(name)[1]) == "lora_a"
     bound = math.sqrt(6.0 / shape[1]) if is_block else 1.0 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 

@@ -4,10 +4,14 @@ TP-replicated factors come first, so that their partial gradients are one slice 
 the sharded ones. `lora_b` is stored transposed, `[rank, out]`, as the kernels read it. Nothing of a
 block-diagonal adapter is replicated, and only the blocks of its block-diagonal factors are stored.
 Under s_lora nothing of a standard adapter is replicated either.
+
+Factors on routed experts come behind all dense ones, in the same order: other ranks hold replicas
+of them, so they are summed and counted by themselves.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -24,14 +28,17 @@ class Factor(NamedTuple):
     shard: TargetShard
     which: Literal["lora_a", "lora_b"]
     offset: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     """`[rank, in]` or, transposed, `[rank, out]`; local sizes. A block-diagonal factor has its
     blocks alone: `lora_a`'s `[rank / num_blocks, in / num_blocks]` below one another, `lora_b`'s
-    beside one another."""
+    beside one another. On routed experts one such matrix for each expert of this rank:
+    `[experts, rank, in or out]`."""
     held: tuple[slice | torch.Tensor, slice]
-    """Rows and columns of the whole canonical tensor."""
+    """Rows and columns of the whole canonical tensor, or of each expert's."""
     num_blocks: int = 1
     """Diagonal blocks on this rank; with one, or in a dense factor, the kernels read `shape`."""
+    experts: range | None = None
+    """The experts of the whole canonical tensor's first dimension; None = it has none."""
 
     @property
     def name(self) -> str:
@@ -41,46 +48,53 @@ class Factor(NamedTuple):
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return self.shape[0] * self.shape[1]
+        return math.prod(self.shape)
 
     @property
     def spread_shape(self) -> tuple[int, int]:
         """Shape `[rank, in or out]` with the zeros around the blocks, as the kernels read it."""
-        rows, columns = self.shape
+        rows, columns = self.shape[-2:]
         if self.which == "lora_a":
             return rows, columns * self.num_blocks
         return rows * self.num_blocks, columns
 
     def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of the whole canonical tensor, in slab orientation."""
-        rows, columns = self.held
-        part = whole[rows][:, columns]
+        part = self._part(whole)
         if self.which == "lora_b":
-            return part.t()
+            return part.mT
         # Under s_lora the last ranks' shares of the rank rows may be filled up.
-        return F.pad(part, (0, 0, 0, self.shape[0] - len(part)))
+        return F.pad(part, (0, 0, 0, self.shape[-2] - part.shape[-2]))
 
     def take(self, whole: torch.Tensor, local: torch.Tensor) -> None:
         """Writes this rank's part of the whole canonical tensor into a CPU tensor, as `shard_of`.
 
         By numpy, as in `place`.
         """
-        rows, columns = self.held
-        part = whole[rows][:, columns].float().numpy()
-        values = part if self.which == "lora_a" else part.T
-        room = local.numpy()
-        room[: len(values)] = values
-        room[len(values) :] = 0
+        part = self._part(whole).float().numpy()
+        values = part if self.which == "lora_a" else part.swapaxes(-1, -2)
+        room, size = local.numpy(), values.shape[-2]
+        room[..., :size, :] = values
+        room[..., size:, :] = 0
 
     def place(self, whole: torch.Tensor, local: torch.Tensor) -> None:
         """Writes this rank's part into the whole canonical CPU tensor: inverse of `shard_of`.
 
         By numpy, which transposes twice as fast as torch does and starts no threads for it.
         """
-        rows, columns = self.held
+        (rows, columns), of_experts = self.held, self._of_experts(whole)
         place = rows.numpy() if isinstance(rows, torch.Tensor) else rows
-        values = local[: len(whole[rows])] if self.which == "lora_a" else local.t()
-        whole.numpy()[place, columns] = values.numpy()
+        size = of_experts[..., rows, :].shape[-2]
+        values = local[..., :size, :] if self.which == "lora_a" else local.mT
+        of_experts.numpy()[..., place, columns] = values.numpy()
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+        rows, columns = self.held
+        return self._of_experts(whole)[..., rows, :][..., columns]
+
+    def _of_experts(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's experts of the whole tensor, a view."""
+        return whole if self.experts is None else whole[self.experts.start : self.experts.stop]
 
     @property
     def is_whole_as_stored(self) -> bool:
@@ -109,6 +123,10 @@ class SlabLayout(NamedTuple):
     replicated_numel: int
     """Number of elements, at the beginning, that are replicated over TP; 0 without TP."""
     numel: int
+    experts_begin: int
+    """First element of the factors on routed experts, which come last."""
+    experts_replicated: int = 0
+    """Number of elements, from there on, that are replicated over the ranks that cut an expert."""
 
     @property
     def spread(self) -> tuple[Factor, ...]:
@@ -137,7 +155,23 @@ class SlabLayout(NamedTuple):
 
 
 def slab_layout(sites: Sequence[Site], lora: LoraSpec) -> SlabLayout:
-    """Lays an adapter out over the sites of one rank."""
+    """Lays an adapter out over the sites of one rank: dense linears, then routed experts."""
+    of_experts = [site for site in sites if site.experts is not None]
+    dense = [site for site in sites if site.experts is None]
+    factors, replicated = _lay_out(dense, lora, 0)
+    begin = _end(factors, 0)
+    more, experts_replicated = _lay_out(of_experts, lora, begin)
+    return SlabLayout(
+        lora, (*factors, *more), replicated, _end(more, begin), begin, experts_replicated
+    )
+
+
+def _end(factors: Sequence[Factor], begin: int) -> int:
+    return factors[-1].offset + factors[-1].numel if factors else begin
+
+
+def _lay_out(sites: Sequence[Site], lora: LoraSpec, offset: int) -> tuple[list[Factor], int]:
+    """Returns the factors from an offset on, and how many elements of them are replicated."""
     shards = [
         (site, shard)
         for site in sites
@@ -149,15 +183,16 @@ def slab_layout(sites: Sequence[Site], lora: LoraSpec) -> SlabLayout:
         for site, shard in shards:
             is_a = replicated == (site.kind == "column")
             wanted.append((site, shard, "lora_a" if is_a else "lora_b"))
-    factors, offset = [], 0
+    factors = []
     for site, shard, which in wanted:
         shares_all = site.lora_sharding == "s_lora" and not lora.is_block_diagonal
         make = _shared_factor if shares_all else _factor
+        if site.experts is not None:
+            make = _expert_factor
         factors.append(make(site, shard, which, offset, lora))
         offset += factors[-1].numel
     replicates = _replicates(sites) and not lora.is_block_diagonal
-    replicated_numel = sum(f.numel for f in factors[: len(shards)]) if replicates else 0
-    return SlabLayout(lora, tuple(factors), replicated_numel, offset)
+    return factors, sum(f.numel for f in factors[: len(shards)]) if replicates else 0
 
 
 def _factor(
@@ -186,6 +221,25 @@ def _factor(
     rows = whole if shard.lora_b_rows is None else shard.lora_b_rows
     shape = (rank // blocks, shard.columns.size)
     return Factor(shard, which, offset, shape, (rows, whole if is_block else ranks), blocks)
+
+
+def _expert_factor(
+    site: Site,
+    shard: TargetShard,
+    which: Literal["lora_a", "lora_b"],
+    offset: int,
+    lora: LoraSpec,
+) -> Factor:
+    """Returns one factor of the routed experts that this rank holds: a matrix for each."""
+    assert site.experts is not None, "a dense linear"
+    count, rank, whole = len(site.experts), lora.rank_of(shard.target), slice(None)
+    if which == "lora_a":
+        columns = whole if shard.lora_a_columns is None else shard.lora_a_columns
+        shape = (count, rank, shard.in_size)
+        return Factor(shard, which, offset, shape, (whole, columns), experts=site.experts)
+    rows = whole if shard.lora_b_rows is None else shard.lora_b_rows
+    shape = (count, rank, shard.columns.size)
+    return Factor(shard, which, offset, shape, (rows, whole), experts=site.experts)
 
 
 def _shared_factor(

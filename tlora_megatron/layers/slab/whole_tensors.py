@@ -17,7 +17,7 @@ class WholeTensor(NamedTuple):
     """A whole canonical tensor, whose parts lie in flat CPU buffers of the model-parallel ranks."""
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     parts: list[tuple[Factor, torch.Tensor]]
 
     def join(self, room: torch.Tensor) -> torch.Tensor:
@@ -25,6 +25,15 @@ class WholeTensor(NamedTuple):
         for factor, part in self.parts:
             factor.place(room, part)
         return room
+
+    def of_expert(self, expert: int) -> WholeTensor:
+        """Returns one expert's matrix of a tensor of routed experts."""
+        parts = [
+            (factor._replace(shape=factor.shape[1:], experts=None), part[expert - held.start])
+            for factor, part in self.parts
+            if (held := factor.experts) is not None and expert in held
+        ]
+        return WholeTensor(f"{self.name} of expert {expert}", self.shape[1:], parts)
 
     def as_stored(self) -> torch.Tensor | None:
         """Returns the tensor where it lies if one part is all of it; None if it must be joined."""

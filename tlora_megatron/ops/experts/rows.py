@@ -3,7 +3,7 @@
 Each row lies there once for every expert that it meets. Rows of a packed micro-batch lie adapter
 by adapter, and so they do inside an expert.
 
-Shapes: T rows, K experts of each, E experts, R = T K.
+Shapes: T rows, K experts of each, E experts, S adapters, R = T K.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class ExpertRows(NamedTuple):
     """int64: its index among all T K choices, row by row."""
     places_TK: Tensor
     """int64: the place of each row at each of its experts."""
-    counts_E: Tensor
-    """int64: places of each expert."""
+    counts_ES: Tensor
+    """int64: places of each adapter's rows at each expert, the null slot last; with one column,
+    places of each expert."""
 
     def spread(self, x_TH: Tensor) -> Tensor:
         """Returns a row's values at all of its places, `[R, H]`."""
@@ -42,16 +43,36 @@ class ExpertRows(NamedTuple):
         return total_TH.to(y_RH.dtype)
 
 
-def sort_rows(experts_TK: Tensor, num_experts: int) -> ExpertRows:
+class RowSlots(NamedTuple):
+    """The adapters of a micro-batch's rows."""
+
+    slots_T: Tensor
+    """int64: the slot of each row."""
+    num_slots: int
+    """Slots, the null slot left out."""
+
+
+def sort_rows(experts_TK: Tensor, num_experts: int, slots: RowSlots | None = None) -> ExpertRows:
     """Orders a micro-batch's rows by expert; nothing waits for the device.
 
     Args:
         experts_TK: int64, ascending in each row.
+        slots: counts are by adapter; None = they are not.
     """
     flat_R = experts_TK.flatten()
     choice_R = flat_R.argsort(stable=True)
     places_R = torch.empty_like(choice_R)
     places_R[choice_R] = torch.arange(len(choice_R), device=choice_R.device)
-    counts_E = flat_R.new_zeros(num_experts).scatter_add_(0, flat_R, torch.ones_like(flat_R))
     rows_R = choice_R // experts_TK.shape[1]
-    return ExpertRows(rows_R, choice_R, places_R.view_as(experts_TK), counts_E)
+    counts_ES = _count(experts_TK, num_experts, slots)
+    return ExpertRows(rows_R, choice_R, places_R.view_as(experts_TK), counts_ES)
+
+
+def _count(experts_TK: Tensor, num_experts: int, slots: RowSlots | None) -> Tensor:
+    columns, pairs_TK = 1, experts_TK
+    if slots is not None:
+        columns = slots.num_slots + 1
+        pairs_TK = experts_TK * columns + slots.slots_T[:, None]
+    pairs_R = pairs_TK.flatten()
+    counts = pairs_R.new_zeros(num_experts * columns)
+    return counts.scatter_add_(0, pairs_R, torch.ones_like(pairs_R)).view(num_experts, columns)

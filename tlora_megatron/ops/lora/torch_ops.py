@@ -133,7 +133,7 @@ class TorchLinear(BoundLinear):
                 lora_b_RN = factors.lora_b[part.target][part.b_rows]
                 torch.mm(dy_part_TN, lora_b_RN.t(), out=ds_TR[:, part.columns])
                 grad_RN = factors.grad_b[block.slot][part.target]
-                _accumulate(grad_RN, s_TR[:, part.columns], dy_part_TN)
+                accumulate(grad_RN, s_TR[:, part.columns], dy_part_TN)
             self._scale(ds_TR, block.slot)
         return ds
 
@@ -172,7 +172,7 @@ class TorchLinear(BoundLinear):
             for part in block.parts:
                 grad_RK = self.factors.grad_a[block.slot][part.target]
                 inputs_TK = dropped_TK[begin - first : end - first]
-                _accumulate(grad_RK, ds_TR[:, part.columns], inputs_TK)
+                accumulate(grad_RK, ds_TR[:, part.columns], inputs_TK)
 
     def _add_up(self, y_TN: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         """`y += s B^T`, in place."""
@@ -250,8 +250,8 @@ def _row_dropout(factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
     return rows.cached(f"row dropout of {id(p_S)}", build)[1]
 
 
-def _accumulate(grad_RN: torch.Tensor | None, s_TR: torch.Tensor, x_TN: torch.Tensor) -> None:
-    """`grad += s[:, :rank]^T x` with the sum over rows and the total in fp32."""
+def accumulate(grad_RN: torch.Tensor | None, s_TR: torch.Tensor, x_TN: torch.Tensor) -> None:
+    """Adds `s[:, :rank]^T x` to a gradient, with the sum over rows and the total in fp32."""
     assert grad_RN is not None, "a target with a rank must have a gradient"
     s_RT = s_TR[:, : grad_RN.shape[0]].t()
     if x_TN.dtype != grad_RN.dtype and x_TN.is_cuda:

@@ -237,6 +237,7 @@ _LORA_FIXED = (
     "use_rslora",
     "parametrization",
     "num_blocks",
+    "expert_rank",
 )
 _PREFIXES = {
     "adapter.safetensors": ("",),

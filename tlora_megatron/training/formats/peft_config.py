@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Iterable, Set
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.config.job import EXPERT_TARGETS, HF_TARGETS, LoraSpec
 from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.training.formats.peft_experts import module_names
 
 _READ_FIELDS = {
     "peft_type",
@@ -23,6 +26,8 @@ _READ_FIELDS = {
     "base_model_name_or_path",
     "use_bdlora",
 }
+_FIELDS_OF_EXPERTS = {"rank_pattern", "alpha_pattern", "target_parameters"}
+"""Read of adapters on routed experts; of others they must be unset."""
 _FIELDS_WITHOUT_EFFECT = {
     "auto_mapping",
     "corda_config",
@@ -41,7 +46,7 @@ _FIELDS_WITHOUT_EFFECT = {
     "task_type",
 }
 """Do not change what a trained adapter of plain linears computes. Every other field must be unset:
-use_dora, modules_to_save, rank_pattern, layers_to_transform and those of PEFT versions to come."""
+use_dora, modules_to_save, layers_to_transform and those of PEFT versions to come."""
 
 _BLOCK_FIELDS = {"target_modules_bd_a", "target_modules_bd_b", "nblocks", "match_strict"}
 _Side = Literal["lora_a", "lora_b"]
@@ -51,36 +56,90 @@ _PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Initial values that leave the base weight as it was; PiSSA, OLoRA, LoftQ and others change it."""
 
 
-def peft_config(lora: LoraSpec, targets: tuple[str, ...], base_model: str) -> dict[str, Any]:
+FUSED_PARTS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+    "experts.linear_fc1": ("experts.gate_proj", "experts.up_proj"),
+    "experts.linear_fc2": ("experts.down_proj",),
+}
+"""The Hugging Face modules inside a Megatron linear, in the order of its rows."""
+
+
+def hf_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
+    """The Hugging Face modules that `targets` adapt, each at most once."""
+    modules = [part for target in targets for part in FUSED_PARTS.get(target, (target,))]
+    for module in modules:
+        if modules.count(module) > 1:
+            raise ValueError(
+                f"target_modules must adapt each module once, got {module} twice "
+                f"in {', '.join(targets)}"
+            )
+    order = {target: place for place, target in enumerate(HF_TARGETS)}
+    return tuple(sorted(modules, key=lambda module: order.get(module, len(order))))
+
+
+def peft_config(
+    lora: LoraSpec, targets: tuple[str, ...], base_model: str, model: Backbone
+) -> dict[str, Any]:
     """Returns the fields of `adapter_config.json` for an adapter of the Hugging Face `targets`.
 
-    alpha is an integer where it is one, as PEFT and vLLM declare it, else the exact float.
+    alpha is an integer where it is one, as PEFT and vLLM declare it, else the exact float. Where
+    routed experts have another rank than the rest, `r` is theirs and patterns name the rest: PEFT
+    doubles theirs when it joins gate and up, and finds no pattern of these. Under a root it would
+    so scale them wrongly: the scaling is then written as alpha / r.
     """
-    alpha = float(lora.alpha)
+    of_experts = [target for target in targets if target in EXPERT_TARGETS]
+    rank, alpha, patterns = lora.rank, float(lora.alpha), {}
+    if of_experts:
+        rank = lora.rank_of(of_experts[0])
+        rest = [target for target in targets if target not in EXPERT_TARGETS]
+        if rank != lora.rank:
+            patterns = {
+                "rank_pattern": dict.fromkeys(rest, lora.rank),
+                "alpha_pattern": dict.fromkeys(rest, _plain(lora.scaling * lora.rank)),
+            }
+        if lora.use_rslora or rank != lora.rank:
+            alpha = lora.scaling * rank
     blocks = {"use_bdlora": _block_fields(lora, targets)} if lora.is_block_diagonal else {}
-    return blocks | {
-        "alpha_pattern": {},
-        "auto_mapping": None,
-        "base_model_name_or_path": base_model,
-        "bias": "none",
-        "exclude_modules": None,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "layers_pattern": None,
-        "layers_to_transform": None,
-        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
-        "lora_dropout": lora.dropout,
-        "modules_to_save": None,
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "rank_pattern": {},
-        "revision": None,
-        "target_modules": sorted(targets),
-        "task_type": "CAUSAL_LM",
-        "use_dora": False,
-        "use_rslora": lora.use_rslora,
-    }
+    return (
+        blocks
+        | {
+            "alpha_pattern": {},
+            "auto_mapping": None,
+            "base_model_name_or_path": base_model,
+            "bias": "none",
+            "exclude_modules": None,
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "layers_pattern": None,
+            "layers_to_transform": None,
+            "lora_alpha": _plain(alpha),
+            "lora_dropout": lora.dropout,
+            "modules_to_save": None,
+            "peft_type": "LORA",
+            "r": rank,
+            "rank_pattern": {},
+            "revision": None,
+            "target_modules": sorted(_listed(targets, model)),
+            "task_type": "CAUSAL_LM",
+            "use_dora": False,
+            "use_rslora": lora.use_rslora and not of_experts,
+        }
+        | patterns
+    )
+
+
+def _plain(alpha: float) -> float:
+    return int(alpha) if alpha.is_integer() else alpha
+
+
+def _listed(targets: Iterable[str], model: Backbone) -> list[str]:
+    """The names under which PEFT finds the targets' modules."""
+    names = module_names(model) if isinstance(model, ModelSpec) else {}
+    return [names.get(target, target) for target in targets]
 
 
 def read_peft_config(path: Path) -> dict[str, Any]:
@@ -105,10 +164,15 @@ def read_peft_config(path: Path) -> dict[str, Any]:
     if not isinstance(base_model, str | None):
         raise ValueError(f"base_model_name_or_path must be a string or null, got {base_model!r}")
     _check_init(config.get("init_lora_weights"))
-    for key in sorted(config.keys() - _READ_FIELDS - _FIELDS_WITHOUT_EFFECT):
-        if not _is_unset(config[key]):
-            raise ValueError(f"{key} must be unset (plain LoRA only), got {config[key]!r}")
+    known = _READ_FIELDS | _FIELDS_OF_EXPERTS | _FIELDS_WITHOUT_EFFECT
+    _check_unset(config, config.keys() - known)
     return config
+
+
+def _check_unset(config: dict[str, Any], keys: Set[str]) -> None:
+    for key in sorted(keys):
+        if not _is_unset(config.get(key)):
+            raise ValueError(f"{key} must be unset (plain LoRA only), got {config[key]!r}")
 
 
 def lora_spec(config: dict[str, Any], present: set[str], model: Backbone) -> LoraSpec:
@@ -123,7 +187,9 @@ def lora_spec(config: dict[str, Any], present: set[str], model: Backbone) -> Lor
         ValueError: if a value is of the wrong type or range, or the listed targets do not agree.
     """
     known = model.peft_targets
-    _check_targets(config.get("target_modules"), present, known)
+    if not present & set(EXPERT_TARGETS):
+        _check_unset(config, _FIELDS_OF_EXPERTS)
+    _check_targets(_named(config, model), present, known)
     use_rslora = config.get("use_rslora") or False
     if not isinstance(use_rslora, bool):
         raise ValueError(f"use_rslora must be true or false, got {use_rslora!r}")
@@ -140,15 +206,75 @@ def lora_spec(config: dict[str, Any], present: set[str], model: Backbone) -> Lor
     blocks = _num_blocks(config.get("use_bdlora"), targets, model)
     if rank % blocks:
         raise ValueError(f"r must be a multiple of use_bdlora.nblocks = {blocks}, got {rank}")
+    others = set(targets) - set(EXPERT_TARGETS)
+    of_others = _patterns_of_others(config, others, alpha / rank)
     return LoraSpec(
-        rank=rank,
-        alpha=alpha,
+        rank=rank if of_others is None else of_others.rank,
+        alpha=alpha if of_others is None else of_others.alpha,
+        expert_rank=None if of_others is None else rank,
         dropout=dropout,
         target_modules=targets,
         use_rslora=use_rslora,
         parametrization="block_diagonal" if blocks > 1 else "standard",
         num_blocks=blocks,
     )
+
+
+class _OfOthers(NamedTuple):
+    """Rank and alpha of all modules but routed experts."""
+
+    rank: int
+    alpha: float
+
+
+def _patterns_of_others(
+    config: dict[str, Any], others: set[str], scaling: float
+) -> _OfOthers | None:
+    """Reads the patterns that name all modules but routed experts; None if there are none.
+
+    Raises:
+        ValueError: for patterns that `peft_config` does not write.
+    """
+    given = [config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
+    if not any(given):
+        return None
+    ranks, alphas = given
+    is_ours = (
+        all(isinstance(pattern, dict) and set(pattern) == others for pattern in given)
+        and all(len(set(pattern.values())) == 1 for pattern in given)
+        and not config.get("use_rslora")
+    )
+    if is_ours:
+        rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
+        if type(rank) is int and rank > 0 and math.isclose(alpha / rank, scaling, rel_tol=1e-6):
+            return _OfOthers(rank, float(alpha))
+    raise ValueError(
+        "rank_pattern and alpha_pattern must be unset, or give all modules but routed experts one "
+        f"other rank and the same alpha / rank, got {ranks!r} and {alphas!r}"
+    )
+
+
+def _named(config: dict[str, Any], model: Backbone) -> Any:
+    """Returns the listed targets of modules and parameters, routed experts by our names."""
+    listed, parameters = config.get("target_modules"), config.get("target_parameters") or []
+    if not isinstance(listed, list) or not isinstance(model, ModelSpec):
+        return listed
+    ours = {name: target for target, name in module_names(model).items()}
+    return [
+        *(ours.get(str(name), name) for name in listed),
+        *(target for name in parameters for target in _of_parameter(str(name))),
+    ]
+
+
+def _of_parameter(name: str) -> tuple[str, ...]:
+    gate, up, down = EXPERT_TARGETS
+    known = {"experts.gate_up_proj": (gate, up), "experts.down_proj": (down,)}
+    found = known.get(".".join(name.split(".")[-2:]))
+    if found is None:
+        raise ValueError(
+            f"target_parameters must be among experts.gate_up_proj, experts.down_proj, got {name!r}"
+        )
+    return found
 
 
 def _block_fields(lora: LoraSpec, targets: tuple[str, ...]) -> dict[str, Any]:

@@ -20,16 +20,24 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tlora_megatron.config.job import HF_TARGETS, JobSpec, LoraSpec
+from tlora_megatron.config.job import EXPERT_TARGETS, JobSpec, LoraSpec
 from tlora_megatron.layers.slab import check_finite, factor_shape, split_name
 from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.atomic_directory import (
     Permit,
     always,
     readable_directory,
     replace_directory,
 )
-from tlora_megatron.training.formats.peft_config import lora_spec, peft_config, read_peft_config
+from tlora_megatron.training.formats.peft_config import (
+    FUSED_PARTS,
+    hf_targets,
+    lora_spec,
+    peft_config,
+    read_peft_config,
+)
+from tlora_megatron.training.formats.peft_experts import ExpertReader, expert_tensors
 from tlora_megatron.training.formats.quantised.card import (
     README,
     QuantisationCard,
@@ -51,14 +59,6 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
 _OURS = (WEIGHTS_NAME, CONFIG_NAME)
 _METADATA = {"format": "pt"}
-
-_FUSED_PARTS = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
-}
-"""The Hugging Face modules inside a Megatron linear, in the order of its rows."""
 
 _KEY = re.compile(
     r"base_model\.model\.(?P<above>.+?)\.(?P<layer>\d+)\.(?P<below>.+)"
@@ -97,7 +97,7 @@ def export_adapter(
         factors: canonical whole factors, any device, all layers of all targets.
     """
     pending = [
-        PendingTensor(name, tuple(factor.shape), partial(_on_cpu, factor))
+        PendingTensor(name, tuple(factor.shape), partial(_on_cpu, factor), partial(_one, factor))
         for name, factor in factors.items()
     ]
     write_adapter(
@@ -113,6 +113,10 @@ def export_adapter(
 
 def _on_cpu(factor: Tensor, _: Scratch) -> Tensor:
     return factor.detach().cpu().contiguous()
+
+
+def _one(factor: Tensor, index: int, _: Scratch) -> Tensor:
+    return factor[index].detach().cpu().contiguous()
 
 
 def write_adapter(
@@ -150,11 +154,11 @@ def write_adapter(
         OSError: if the directory cannot be written.
     """
     directory = Path(directory)
-    modules = _hf_targets(lora.target_modules)
+    modules = hf_targets(lora.target_modules)
     _check_complete({factor.name for factor in factors}, model.num_layers, lora.target_modules)
     _check_shapes({factor.name: factor.shape for factor in factors}, model, lora)
     tensors = _peft_tensors(factors, model)
-    config = peft_config(lora, modules, base_model)
+    config = peft_config(lora, modules, base_model, model)
     weights, metadata = directory / WEIGHTS_NAME, _METADATA | as_metadata(quantisation)
     if _holds_config(directory, config) and holds_tensors(
         weights, tensors, metadata=metadata, dtype=dtype
@@ -241,8 +245,12 @@ def fit_to_job(adapter: AdapterFile, job: JobSpec) -> dict[str, Tensor]:
         ValueError: if rank, scaling or targets differ, or a fused target's parts do not share A.
     """
     where, ours, theirs = f"job {job.name!r}: init_from adapter", job.lora, adapter.lora
-    if theirs.rank != ours.rank:
-        raise ValueError(f"{where}'s rank must be the job's {ours.rank}, got {theirs.rank}")
+    wanted = hf_targets(ours.target_modules)
+    for target in wanted:
+        rank, given = ours.rank_of(target), theirs.rank_of(target)
+        if given != rank:
+            what = "expert_rank" if target in EXPERT_TARGETS else "rank"
+            raise ValueError(f"{where}'s {what} must be the job's {rank}, got {given}")
     if theirs.num_blocks != ours.num_blocks:
         raise ValueError(
             f"{where}'s num_blocks must be the job's {ours.num_blocks}, got {theirs.num_blocks} "
@@ -253,7 +261,6 @@ def fit_to_job(adapter: AdapterFile, job: JobSpec) -> dict[str, Tensor]:
             f"{where}'s scaling must be the job's {_scaling_text(ours)}, "
             f"got {_scaling_text(theirs)}"
         )
-    wanted = _hf_targets(ours.target_modules)
     if set(theirs.target_modules) != set(wanted):
         raise ValueError(
             f"{where}'s target_modules must be the job's {', '.join(wanted)}, "
@@ -273,7 +280,7 @@ def _join(
     factors: Mapping[str, Tensor], layer: int, target: str, where: str
 ) -> tuple[Tensor, Tensor]:
     """A and B of one target of one layer; a fused one's B rows are its parts' in order."""
-    parts = _FUSED_PARTS.get(target, (target,))
+    parts = FUSED_PARTS.get(target, (target,))
     first = factors[f"layers.{layer}.{parts[0]}.lora_a"]
     for part in parts[1:]:
         if not torch.equal(first, factors[f"layers.{layer}.{part}.lora_a"]):
@@ -282,7 +289,8 @@ def _join(
                 f"got an A of its own for {part} in layer {layer}; "
                 f"use target_modules: [{', '.join(parts)}]"
             )
-    return first, torch.cat([factors[f"layers.{layer}.{part}.lora_b"] for part in parts])
+    rows = [factors[f"layers.{layer}.{part}.lora_b"] for part in parts]
+    return first, torch.cat(rows, dim=-2)
 
 
 def _scaling_text(lora: LoraSpec) -> str:
@@ -290,31 +298,22 @@ def _scaling_text(lora: LoraSpec) -> str:
     return f"{lora.scaling:g} (alpha {lora.alpha:g} / {root} {lora.rank})"
 
 
-def _hf_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
-    """The Hugging Face modules that `targets` adapt, each at most once."""
-    modules = [part for target in targets for part in _FUSED_PARTS.get(target, (target,))]
-    for module in modules:
-        if modules.count(module) > 1:
-            raise ValueError(
-                f"target_modules must adapt each module once, got {module} twice "
-                f"in {', '.join(targets)}"
-            )
-    order = {target: place for place, target in enumerate(HF_TARGETS)}
-    return tuple(sorted(modules, key=lambda module: order.get(module, len(order))))
-
-
 def _peft_tensors(factors: Sequence[PendingTensor], model: Backbone) -> list[PendingTensor]:
     """Tensors of Hugging Face modules only: a fused B cut by rows, its A repeated."""
-    tensors = []
+    tensors: list[PendingTensor] = []
     for factor in factors:
         layer, target, side = split_name(factor.name)
-        begin, (rows, columns) = 0, factor.shape
-        for part in _FUSED_PARTS.get(target, (target,)):
+        begin, (rows, columns) = 0, factor.shape[-2:]
+        for part in FUSED_PARTS.get(target, (target,)):
             if side == "lora_b":
                 rows = model.target_shape(part)[0]
-            key = _peft_key(f"layers.{layer}.{part}.{side}", model)
-            read = partial(_rows, factor, slice(begin, begin + rows))
-            tensors.append(PendingTensor(key, (rows, columns), read))
+            held = slice(begin, begin + rows)
+            if len(factor.shape) == 3 and isinstance(model, ModelSpec):
+                tensors += expert_tensors(factor, part, held, model)
+            else:
+                key = _peft_key(f"layers.{layer}.{part}.{side}", model)
+                read = partial(_rows, factor, held)
+                tensors.append(PendingTensor(key, (rows, columns), read))
             begin += rows if side == "lora_b" else 0
     return tensors
 
@@ -354,13 +353,18 @@ def _read_factors(folder: Path, model: Backbone) -> dict[str, Tensor]:
         raise ValueError(f"{WEIGHTS_NAME} must be a whole safetensors file, got {error}") from error
     targets = {model.module_path(0, target): target for target in model.peft_targets}
     factors: dict[str, Tensor] = {}
+    of_experts = ExpertReader(model if isinstance(model, ModelSpec) else None)
     for key, tensor in tensors.items():
+        match = _KEY.fullmatch(key)
+        if match is not None and of_experts.takes(match, key, tensor):
+            continue
         name = _factor_name(key, targets)
         if name in factors:
             raise ValueError(f"{name} must be stored once, got a second one under {key!r}")
         if not tensor.is_floating_point():
             raise ValueError(f"{key} must be floating point, got {tensor.dtype}")
         factors[name] = tensor.to(torch.float32)
+    factors |= of_experts.factors()
     if not factors:
         raise ValueError(f"{WEIGHTS_NAME} must hold LoRA tensors, got none")
     return factors

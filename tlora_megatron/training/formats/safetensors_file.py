@@ -61,6 +61,8 @@ class PendingTensor(NamedTuple):
     shape: tuple[int, ...]
     read: Callable[[Scratch], Tensor]
     """Returns the values, contiguous and on the CPU; they may lie in the scratch."""
+    read_one: Callable[[int, Scratch], Tensor] | None = None
+    """Returns the values at one index of the first of three dimensions, without the others."""
 
 
 class _File(NamedTuple):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.linear_sites import rank_sites
+from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import AdapterSlab, WholeTensor, find_whole_tensors
 from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
 from tlora_megatron.model.backbone import Backbone
@@ -49,7 +50,7 @@ class Snapshot(NamedTuple):
         rows = zip(self.layouts, self.buffers[buffer], strict=True)
         flat = [row[: layout.numel] for layout, row in rows]
         return [
-            PendingTensor(prefix + tensor.name, tensor.shape, _reader(tensor))
+            PendingTensor(prefix + tensor.name, tensor.shape, _reader(tensor), _one_reader(tensor))
             for tensor in find_whole_tensors(self.layouts, flat, self.spec)
         ]
 
@@ -62,12 +63,16 @@ def _reader(tensor: WholeTensor) -> Callable[[Scratch], torch.Tensor]:
     return read
 
 
+def _one_reader(tensor: WholeTensor) -> Callable[[int, Scratch], torch.Tensor]:
+    return lambda expert, scratch: _reader(tensor.of_expert(expert))(scratch)
+
+
 class SnapshotTaker:
     """Takes snapshots on a stream beside the training's; collectives run in program order.
 
     Args:
-        groups: those of the super-model. A gather over `model_group` takes device memory for one
-            buffer of every model-parallel rank, one buffer at a time.
+        groups: those of the super-model. A gather over the ranks that hold an adapter takes device
+            memory for one buffer of each, one buffer at a time.
     """
 
     def __init__(self, spec: Backbone, groups: ParallelGroups) -> None:
@@ -131,12 +136,13 @@ class SnapshotTaker:
         into: torch.Tensor | None,
     ) -> None:
         """Brings one buffer of every model-parallel rank into `[ranks, elements]`."""
-        groups, is_alone = self._groups, len(layouts) == 1
+        group, is_holder = self._holders(slab.layout.lora)
+        is_alone = len(layouts) == 1
         if is_alone and slab.placement.group is None:
             held = slab.buffers()[buffer]  # wherever it lies
         else:
             held = slab.whole(buffer)
-        if not groups.is_first_replica:
+        if not is_holder:
             return
         if is_alone:
             if into is not None:
@@ -146,21 +152,36 @@ class SnapshotTaker:
         missing = _row_size(layouts) - held.numel()
         local = F.pad(held, (0, missing)) if missing else held
         if into is None:
-            dist.gather(local, group=groups.model_group, group_dst=0)
+            dist.gather(local, group=group, group_dst=0)
             return
         parts = list(into) if self._stream is None else [torch.empty_like(local) for _ in into]
-        dist.gather(local, parts, group=groups.model_group, group_dst=0)
+        dist.gather(local, parts, group=group, group_dst=0)
         if self._stream is not None:
             for row, part in zip(into, parts, strict=True):
                 row.copy_(part, non_blocking=True)
 
     def _make_layouts(self, lora: LoraSpec) -> tuple[SlabLayout, ...]:
         layout = self._groups.layout
+        holders = layout.expert_holders if lora.expert_targets else layout.tp_size
         return tuple(
-            slab_layout(rank_sites(self._spec, layout, tp_rank=tp_rank, pp_rank=pp_rank), lora)
+            slab_layout(self._sites(pp_rank, stage_rank), lora)
             for pp_rank in range(layout.pp_size)
-            for tp_rank in range(layout.tp_size)
+            for stage_rank in range(holders)
         )
+
+    def _sites(self, pp_rank: int, stage_rank: int) -> tuple[Site, ...]:
+        layout = self._groups.layout
+        place = layout.expert_place(stage_rank)
+        tp_rank = stage_rank % layout.tp_size
+        return rank_sites(self._spec, layout, tp_rank=tp_rank, pp_rank=pp_rank, place=place)
+
+    def _holders(self, lora: LoraSpec) -> tuple[dist.ProcessGroup, bool]:
+        """Returns the group of the ranks that together hold an adapter, and if this is one."""
+        groups = self._groups
+        if not lora.expert_targets:
+            return groups.model_group, groups.is_first_replica
+        assert groups.experts is not None, "the base has routed experts"
+        return groups.experts.holder_group, groups.experts.is_holder
 
 
 def _row_size(layouts: Sequence[SlabLayout]) -> int:

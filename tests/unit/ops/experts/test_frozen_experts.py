@@ -10,9 +10,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.ops.experts.branch import ExpertRuns
 from tlora_megatron.ops.experts.products import grouped_products, looped_products
 from tlora_megatron.ops.experts.router import route_reference, route_vjp
-from tlora_megatron.ops.experts.rows import sort_rows
+from tlora_megatron.ops.experts.rows import RowSlots, sort_rows
 
 QWEN = ExpertsSpec(num_experts=16, top_k=4, ffn_size=8, normalizes=True)
 SPECS = {
@@ -64,7 +65,7 @@ def test_the_way_back_is_autograd_s(name: str) -> None:
 def test_rows_lie_expert_by_expert_and_come_back() -> None:
     experts_TK = torch.tensor([[0, 3], [1, 3], [0, 1]])
     rows = sort_rows(experts_TK, 5)
-    assert rows.counts_E.tolist() == [2, 2, 0, 2, 0]
+    assert rows.counts_ES.tolist() == [[2], [2], [0], [2], [0]]
     assert rows.rows_R.tolist() == [0, 2, 1, 2, 0, 1]
     x = torch.randn(3, 4)
     torch.testing.assert_close(rows.sum(rows.spread(x)), 2 * x)
@@ -73,13 +74,25 @@ def test_rows_lie_expert_by_expert_and_come_back() -> None:
     assert torch.equal(rows.pick(weights)[rows.places_TK], weights)
 
 
+def test_rows_are_counted_by_adapter() -> None:
+    experts_TK = torch.tensor([[0, 3], [1, 3], [0, 1], [0, 3]])
+    slots = RowSlots(torch.tensor([0, 0, 1, 2]), num_slots=2)  # the last row has no adapter
+    rows = sort_rows(experts_TK, 5, slots)
+    assert rows.counts_ES.tolist() == [[1, 1, 1], [1, 1, 0], [0, 0, 0], [2, 0, 1], [0, 0, 0]]
+    runs = ExpertRuns(rows.counts_ES)
+    assert runs.counts_L.tolist() == [3, 2, 0, 3, 0]
+    assert [tuple(run) for run in runs.of_adapters] == [
+        (0, 0, 0, 1), (0, 1, 1, 2), (1, 0, 3, 4), (1, 1, 4, 5), (3, 0, 5, 7)
+    ]  # fmt: skip
+
+
 def test_a_row_that_is_nan_stays_alone() -> None:
     torch.manual_seed(0)
     x, weight, linear = torch.randn(7, 8), torch.randn(16, 8), torch.randn(16, 8, 8)
     x[3] = torch.nan
     routing, back = route_vjp(x, weight, QWEN)
     rows = sort_rows(routing.experts_TK, 16)
-    y = rows.sum(looped_products(rows.spread(x), linear, rows.counts_E))
+    y = rows.sum(looped_products(rows.spread(x), linear, rows.counts_ES[:, 0]))
     for values in (y, back(routing.weights_TK)):
         assert values.isfinite().all(-1).tolist() == [True] * 3 + [False] + [True] * 3
 

@@ -2,9 +2,10 @@
 
     y[t] = sum over e in C(t), ascending: (w[t, e] * swiglu(x[t] Wgu_e^T)) Wd_e^T
 
-Weights multiply before the second linear, so that backward needs no expert's output. Saved are the
-first linear's outputs and what the router keeps. Where there is a shared expert (`shared_expert`),
-y is added to what it returns.
+and adapters on both linears, where jobs have some (`ops.experts.branch`). Weights multiply before
+the second linear, so that backward needs no expert's output. Saved are the first linear's outputs
+and what the router keeps; with adapters the experts' input, too. Where there is a shared expert
+(`shared_expert`), y is added to what it returns.
 
 Layout: x is this rank's rows, or all of them as `LinearLayout` says. Where tensor parallelism cuts
 experts, they are gathered and the result reduced as around a dense MLP; forward gathers and
@@ -17,6 +18,7 @@ rows to all experts, Q rows that meet those of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +27,18 @@ from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import Inner
 from tlora_megatron.integrations.megatron.layer.shared_expert import SharedExpert
+from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.linear_layout import LinearLayout
-from tlora_megatron.layers.multi_adapter import reduced
+from tlora_megatron.layers.multi_adapter import MultiAdapter, reduced
+from tlora_megatron.layers.sites import Site
 from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, TorchExpertOps
 from tlora_megatron.ops.experts.products import expert_dgrads, expert_products
 from tlora_megatron.ops.experts.router import route_vjp
-from tlora_megatron.ops.experts.rows import ExpertRows, sort_rows
+from tlora_megatron.ops.experts.rows import ExpertRows, RowSlots, sort_rows
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.frozen.swiglu import swiglu, swiglu_vjp
-from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.expert_exchange import ExpertExchange, Journey
 from tlora_megatron.parallel.nano.lanes import Lane
 
@@ -120,16 +125,26 @@ class FrozenExperts(nn.Module):
     def compute_vjp(
         self, x_TH: Tensor, view: MicroBatchView | None = None, lane: Lane | None = None
     ) -> tuple[Tensor, Vjp]:
-        """Computes the experts of all rows that are given; returns y `[T, H]` and the way back."""
+        """Computes the experts of all rows that are given; returns y `[T, H]` and the way back.
+
+        Args:
+            view: of the rows; without one no adapter is computed.
+        """
         routing, router_back = route_vjp(x_TH, self.router.weight, self.spec)
-        rows = sort_rows(routing.experts_TK, self.spec.num_experts)
-        journey = self.exchange.begin(rows.counts_E)
+        slots = None if view is None else self._slots(view, x_TH)
+        rows = sort_rows(routing.experts_TK, self.spec.num_experts, slots)
+        journey = self.exchange.begin(rows.counts_ES)
         weights_Q = journey.there(rows.pick(routing.weights_TK))
-        fc1, fc2 = self.experts.linear_fc1.stacked, self.experts.linear_fc2.stacked
-        inner = expert_products(journey.there(rows.spread(x_TH)), fc1, journey.counts_L)
-        weighted = _weighted(swiglu(inner), weights_Q)
-        y_TH = rows.sum(journey.back(expert_products(weighted, fc2, journey.counts_L)))
-        saved = _Saved(rows, journey, weights_Q, inner)
+        fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
+        x_QH = journey.there(rows.spread(x_TH))
+        inner, s_1 = fc1.product(x_QH, journey.runs)
+        y_QH, s_2 = fc2.product(_weighted(swiglu(inner), weights_Q), journey.runs)
+        y_TH = rows.sum(journey.back(y_QH))
+        del y_QH
+        # Rows that have come from other ranks would have to come again.
+        kept = x_TH if journey.order_Q is None else x_QH
+        del x_QH
+        saved = _Saved(rows, journey, weights_Q, inner, kept if s_1 else None, s_1, s_2)
 
         def vjp(dy_TH: Tensor) -> Tensor:
             dx_TH, dweights_R = self._back(dy_TH, saved)
@@ -139,15 +154,29 @@ class FrozenExperts(nn.Module):
 
     def _back(self, dy_TH: Tensor, saved: _Saved) -> tuple[Tensor, Tensor]:
         """Returns the gradients of x through the experts, and of the weights `[R]`, fp32."""
-        rows, journey, weights_Q, inner = saved
-        fc1, fc2 = self.experts.linear_fc1.stacked, self.experts.linear_fc2.stacked
+        rows, journey, weights_Q, inner, kept, s_1, s_2 = saved
+        fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         dy_QH = journey.there(rows.spread(dy_TH))
-        dweighted = expert_dgrads(dy_QH, fc2, journey.counts_L)
         hidden, swiglu_back = swiglu_vjp(inner)
+        dweighted = fc2.dgrad(dy_QH, lambda: _weighted(hidden, weights_Q), s_2, journey.runs)
         dweights_Q = (dweighted.float() * hidden.float()).sum(-1)
         dinner = swiglu_back(_weighted(dweighted, weights_Q))
-        dx_QH = expert_dgrads(dinner, fc1, journey.counts_L)
+
+        def x_QH() -> Tensor:
+            assert kept is not None, "adapters keep their input"
+            return rows.spread(kept) if journey.order_Q is None else kept
+
+        dx_QH = fc1.dgrad(dinner, x_QH, s_1, journey.runs)
         return rows.sum(journey.back(dx_QH)), journey.back(dweights_Q)
+
+    def _slots(self, view: MicroBatchView, x_TH: Tensor) -> RowSlots | None:
+        """Returns the adapter of each row of x; None if none is on this layer's experts."""
+        if self.experts.linear_fc1.factors is None and self.experts.linear_fc2.factors is None:
+            return None
+        slots_T, begin = view.rows.row_slots(x_TH.device), 0
+        if len(x_TH) < len(slots_T):  # under sequence parallelism, where each rank sends its rows
+            begin = len(x_TH) * parallel_state.get_tensor_model_parallel_rank()
+        return RowSlots(slots_T[begin : begin + len(x_TH)], view.num_slots)
 
 
 class _Saved(NamedTuple):
@@ -156,6 +185,11 @@ class _Saved(NamedTuple):
     weights_Q: Tensor
     inner: Tensor
     """Gate and up, `[Q, 2 I]`."""
+    kept: Tensor | None
+    """x, as it was given or, of several ranks, as it came; None where no adapter reads it."""
+    s_1: Sequence[Tensor]
+    """What adapters on the first linear keep, and on the second one."""
+    s_2: Sequence[Tensor]
 
 
 def _weighted(x: Tensor, weights_Q: Tensor) -> Tensor:
@@ -175,16 +209,51 @@ class _LocalExperts(nn.Module):
         self.linear_fc2 = _StackedWeights((count, hidden, inner), place)
 
 
-class _StackedWeights(nn.Module):
+class _StackedWeights(nn.Module, MultiAdapter):
     """One linear of all local experts: a parameter each, side by side in one tensor."""
 
     stacked: Tensor
+    tlora_bank: tuple[AdapterBank, Site] | None = None
 
     def __init__(self, shape: tuple[int, int, int], place: dict[str, Any]) -> None:
         super().__init__()
         object.__setattr__(self, "stacked", torch.empty(shape, **place))
         for number, weight in enumerate(self.stacked.unbind()):
             self.register_parameter(f"weight{number}", nn.Parameter(weight, requires_grad=False))
+
+    def bind_adapters(self, bank: AdapterBank, site: Site) -> None:
+        """Makes a bank's adapters at a site this linear's, in the place of those before."""
+        object.__setattr__(self, "tlora_bank", (bank, site))
+
+    @property
+    def factors(self) -> ExpertFactors | None:
+        """The factors of the present adapters; None if none is on this linear."""
+        if self.tlora_bank is None:
+            return None
+        bank, site = self.tlora_bank
+        return bank.expert_factors.get(site.index)
+
+    def product(self, x_QK: Tensor, runs: ExpertRuns) -> tuple[Tensor, Sequence[Tensor]]:
+        """Returns the linear's output with the adapters', and what their backward needs."""
+        y_QN, factors = expert_products(x_QK, self.stacked, runs.counts_L), self.factors
+        return y_QN, () if factors is None else _OPS.forward(x_QK, y_QN, runs, factors)
+
+    def dgrad(
+        self, dy_QN: Tensor, x_QK: Callable[[], Tensor], saved: Sequence[Tensor], runs: ExpertRuns
+    ) -> Tensor:
+        """Returns dx, and adds to the gradients of the adapters.
+
+        Args:
+            x_QK: returns what `product` was given; called if there are adapters.
+            saved: from `product`.
+        """
+        dx_QK, factors = expert_dgrads(dy_QN, self.stacked, runs.counts_L), self.factors
+        if factors is not None and saved:
+            _OPS.backward(dy_QN, dx_QK, x_QK(), saved, runs, factors)
+        return dx_QK
+
+
+_OPS = TorchExpertOps()
 
 
 _WHOLE = LinearLayout(kind="row")
@@ -239,7 +308,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, module: FrozenExperts) -> Tensor:
-        x, ctx.back = module.routed_vjp(hidden.contiguous().flatten(0, -2))
+        x, ctx.back = module.routed_vjp(hidden.contiguous().flatten(0, -2), current_micro_batch())
         return x.view(hidden.shape)
 
     @staticmethod

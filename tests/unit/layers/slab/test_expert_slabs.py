@@ -1,0 +1,124 @@
+"""Factors on routed experts: their place in the slabs of every layout, and what ranks draw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.layers.sites import EXPERT_LINEARS, stage_sites
+from tlora_megatron.layers.slab import (
+    AdapterSlab,
+    factor_names,
+    factor_shape,
+    find_whole_tensors,
+    initial_factor,
+    whole_tensors,
+)
+from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
+from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec
+
+SPEC = ModelSpec(
+    model_type="qwen3_moe",
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_size=24,
+    vocab_size=64,
+    max_positions=64,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    experts=ExpertsSpec(num_experts=4, top_k=2, ffn_size=24, normalizes=True),
+)
+OWN = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+LORAS = {
+    "own": LoraSpec(rank=4, expert_rank=3, target_modules=("q_proj", "o_proj", *OWN)),
+    "fused": LoraSpec(rank=2, target_modules=("experts.linear_fc1", "experts.linear_fc2")),
+}
+LAYOUTS = {
+    "one process": ParallelLayout(),
+    "EP2": ParallelLayout(ep_size=2, dp_size=2),
+    "TP2": ParallelLayout(tp_size=2),
+    "TP2, experts whole": ParallelLayout(tp_size=2, expert_tp_size=1, sequence_parallel=True),
+    "TP2xEP2, experts whole": ParallelLayout(
+        tp_size=2, ep_size=2, expert_tp_size=1, sequence_parallel=True
+    ),
+    "TP2xEP2": ParallelLayout(tp_size=2, ep_size=2, dp_size=2),
+    "PP2xEP2": ParallelLayout(pp_size=2, ep_size=2, dp_size=2),
+}
+
+
+def holders(layout: ParallelLayout, lora: LoraSpec) -> list[SlabLayout]:
+    """The slabs' layouts of all ranks that together hold an adapter."""
+    return [
+        slab_layout(
+            stage_sites(
+                SPEC,
+                layout,
+                tp_rank=rank % layout.tp_size,
+                pp_rank=pp_rank,
+                place=layout.expert_place(rank),
+            ),
+            lora,
+        )
+        for pp_rank in range(layout.pp_size)
+        for rank in range(layout.expert_holders)
+    ]
+
+
+@pytest.mark.parametrize("kind", LORAS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parts_of_all_ranks_are_the_whole(name: str, kind: str) -> None:
+    lora, layouts = LORAS[kind], holders(LAYOUTS[name], LORAS[kind])
+    whole = {n: torch.randn(factor_shape(SPEC, n, lora)) for n in factor_names(SPEC, lora)}
+    slabs = [AdapterSlab(layout, torch.device("cpu")) for layout in layouts]
+    for slab in slabs:
+        slab.load(whole.__getitem__)
+    found = whole_tensors(layouts, [slab.master for slab in slabs], SPEC)
+    assert found.keys() == whole.keys()
+    for tensor in find_whole_tensors(layouts, [slab.master for slab in slabs], SPEC):
+        expected = whole[tensor.name]
+        assert torch.equal(found[tensor.name], expected), tensor.name
+        if len(tensor.shape) == 3:
+            alone = tensor.of_expert(3)
+            assert torch.equal(alone.join(torch.empty(alone.shape)), expected[3]), tensor.name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_experts_lie_behind_and_replicated_parts_in_front(name: str) -> None:
+    layout = LAYOUTS[name]
+    for slab in holders(layout, LORAS["own"]):
+        assert all((f.experts is None) == (f.offset < slab.experts_begin) for f in slab.factors)
+        end = slab.experts_begin + slab.experts_replicated
+        for factor in slab.factors:
+            if factor.experts is None:
+                continue
+            is_down = factor.shard.target == "experts.down_proj"
+            is_cut = (factor.which == "lora_a") == is_down
+            assert (factor.offset < end) == (layout.expert_tp > 1 and not is_cut), factor.name
+            assert factor.shape[0] == 4 // layout.ep_size
+        assert (slab.replicated_numel > 0) == (layout.tp_size > 1)
+
+
+def test_indices_are_beyond_those_of_dense_linears() -> None:
+    sites = stage_sites(SPEC, ParallelLayout(), tp_rank=0, pp_rank=0)
+    found = [site.index for site in sites if site.linear in EXPERT_LINEARS]
+    assert found == [(1 << 21) + n for n in range(4)]
+
+
+def test_an_expert_draws_by_its_own_number() -> None:
+    name, lora = "layers.1.experts.up_proj.lora_a", LORAS["own"]
+    drawn = initial_factor(SPEC, name, lora, 5)
+    assert drawn.shape == (4, 3, 32)
+    assert float(drawn.abs().max()) <= 32**-0.5
+    assert len({float(expert.sum()) for expert in drawn}) == 4
+    assert SPEC.experts is not None
+    fewer = replace(SPEC, experts=replace(SPEC.experts, num_experts=2))
+    assert torch.equal(initial_factor(fewer, name, lora, 5), drawn[:2])
+    assert not initial_factor(SPEC, name.replace("lora_a", "lora_b"), lora, 5).any()

@@ -1,0 +1,131 @@
+"""What adapters add to a linear of routed experts, and how it goes back: the definition in torch.
+
+    y += scaling_s * (x A_es^T) B_es        for the rows of adapter s at expert e
+    dS = scaling_s * dy B_es^T;  dx += dS A_es;  dA_es += dS^T x;  dB_es += s^T dy
+
+Every expert has factors of its own for every adapter. Rows lie expert by expert, inside an expert
+adapter by adapter, so each (expert, adapter) pair is one run of rows. The loop over runs waits for
+the device once, for their ends. Sums over rows are fp32.
+
+Shapes: L experts, Q rows, K features in, N features out, R rank, S adapters and the null slot.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tlora_megatron.ops.lora.torch_ops import accumulate
+
+
+class ExpertRun(NamedTuple):
+    """The rows of one adapter at one expert."""
+
+    expert: int
+    slot: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRuns:
+    """The rows that a rank's experts compute: a value of one layer's call."""
+
+    counts_LS: Tensor
+    """int64: rows of each adapter at each expert, the null slot last; with one column, rows of
+    each expert whoever they belong to."""
+
+    @property
+    def counts_L(self) -> Tensor:
+        """int64: rows of each expert."""
+        return self.counts_LS.sum(1)
+
+    @cached_property
+    def of_adapters(self) -> tuple[ExpertRun, ...]:
+        """The runs that have rows and an adapter; waits for the device once."""
+        runs, end = [], 0
+        last = self.counts_LS.shape[1] - 1
+        for expert, counts in enumerate(self.counts_LS.tolist()):
+            for slot, count in enumerate(counts):
+                begin, end = end, end + count
+                if count and slot < last:
+                    runs.append(ExpertRun(expert, slot, begin, end))
+        return tuple(runs)
+
+
+class ExpertTarget(NamedTuple):
+    """One adapter's factors of one target, for all experts of a rank."""
+
+    columns: slice
+    """Output columns that it adds to."""
+    lora_a: Tensor
+    """`[L, R, K]` in the compute dtype."""
+    lora_b: Tensor
+    """`[L, R, columns]`, likewise."""
+    grad_a: Tensor
+    """`[L, R, K]`, fp32."""
+    grad_b: Tensor
+    """`[L, R, columns]`, fp32."""
+
+
+class ExpertFactors(NamedTuple):
+    """The factors of all adapters at one linear of the routed experts."""
+
+    targets: tuple[tuple[ExpertTarget, ...], ...]
+    """Those of each slot; some have none."""
+    scaling: Tensor
+    """fp32 `[slots]`."""
+
+
+class TorchExpertOps:
+    """Computes adapters at one linear of the routed experts, run by run, on any device."""
+
+    def forward(
+        self, x_QK: Tensor, y_QN: Tensor, runs: ExpertRuns, factors: ExpertFactors
+    ) -> Sequence[Tensor]:
+        """Adds the adapters' outputs to y; returns s `[rows, R]` of every run and target."""
+        saved = []
+        for run, target in _walk(runs, factors):
+            rows = slice(run.begin, run.end)
+            s_QR = _scaled(x_QK[rows] @ target.lora_a[run.expert].t(), run, factors)
+            y_QN[rows, target.columns].addmm_(s_QR, target.lora_b[run.expert])
+            saved.append(s_QR)
+        return saved
+
+    def backward(
+        self,
+        dy_QN: Tensor,
+        dx_QK: Tensor,
+        x_QK: Tensor,
+        saved: Sequence[Tensor],
+        runs: ExpertRuns,
+        factors: ExpertFactors,
+    ) -> None:
+        """Adds to dx and to the factors' gradients, in ascending order of runs.
+
+        Args:
+            saved: from `forward`.
+        """
+        for (run, target), s_QR in zip(_walk(runs, factors), saved, strict=True):
+            rows, expert = slice(run.begin, run.end), run.expert
+            dy_QC = dy_QN[rows, target.columns]
+            ds_QR = _scaled(dy_QC @ target.lora_b[expert].t(), run, factors)
+            accumulate(target.grad_b[expert], s_QR, dy_QC)
+            accumulate(target.grad_a[expert], ds_QR, x_QK[rows])
+            dx_QK[rows].addmm_(ds_QR, target.lora_a[expert])
+
+
+def _walk(runs: ExpertRuns, factors: ExpertFactors) -> Iterator[tuple[ExpertRun, ExpertTarget]]:
+    return itertools.chain.from_iterable(
+        ((run, target) for target in factors.targets[run.slot]) for run in runs.of_adapters
+    )
+
+
+def _scaled(s_QR: Tensor, run: ExpertRun, factors: ExpertFactors) -> Tensor:
+    # By a tensor in fp32: a number would be rounded to the dtype of s.
+    return s_QR.mul_(factors.scaling[run.slot : run.slot + 1])
