@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "one process": (),
         "full recompute": ("run.recompute=full",),
         "selective recompute": ("run.recompute=selective", "run.micro_batch_tokens=104"),
+        "recompute by rows": ("run.recompute=auto", "run.gpu_memory_gb=0.0022"),
     },
     2: {
         "EP2": _EP,
@@ -116,6 +119,13 @@ def test_losses_and_weights_equal_the_oracle(
         records = read_metrics(output_dir / "jobs" / name / METRICS_FILE)
         norms = [record["grad_norm"] for record in records if "loss" in record]
         assert norms == pytest.approx(expected.grad_norms, rel=1e-5), name
+
+
+def test_recompute_by_rows_is_told(run_world: World) -> None:
+    summary = json.loads((run_world(1) / "recompute by rows/summary.json").read_text())
+    assert re.fullmatch(
+        r"none to \d\d rows, selective to \d\d, full beyond", summary["run"]["recompute"]
+    )
 
 
 def test_no_choice_of_an_expert_hangs_on_rounding(oracle: dict[str, OracleResult]) -> None:
