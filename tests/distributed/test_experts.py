@@ -29,7 +29,7 @@ LORA: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ["q_proj", "v_proj"]},
     "mlp": {"target_modules": _EXPERTS},
     "everything": {"target_modules": [*_ATTENTION, *_EXPERTS], "expert_rank": 3},
-    "outputs": {"target_modules": ["o_proj", "linear_fc1", "linear_fc2"], "expert_rank": 4},
+    "outputs": {"target_modules": ["k_proj", "linear_fc1", "linear_fc2"], "expert_rank": 4},
 }
 """Jobs without adapters on routed experts, with these alone, with an A for each of gate and up and
 with one for both."""
