@@ -7,7 +7,7 @@
 #   TLORA_TEST_WORKERS   tests at a time; default: one a core and one for waits, at most 8
 #   TLORA_TEST_PATIENCE  factor on the limits that end what hangs; no test says anything about speed
 #   TLORA_TEST_SEED      what tests draw their inputs by; default 0; "fresh" draws them anew and says how
-# About 10 minutes on two idle cores, quick under one. Tests of GPUs run where there are GPUs.
+# About 15 minutes on two idle cores, quick about one. Tests of GPUs run where there are GPUs.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 quick=""

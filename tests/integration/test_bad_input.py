@@ -365,7 +365,7 @@ class TestBase:
         outcome = train(overrides=(f"base_model.path={broken}",))
         assert_refused(
             outcome,
-            "model_type must be one of llama, mistral, qwen2, qwen3, qwen3_moe, mixtral",
+            "model_type must be one of llama, mistral, qwen2, qwen3, qwen2_moe, qwen3_moe, mixtral",
             "got 'gpt2'",
         )
 
