@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from scripts.bench.planner.cases import model_spec
-from tlora_megatron.cli.plan_report.ranking import print_teams
+from tlora_megatron.cli.plan.ranking import print_teams
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cp_teams import outlook_of_teams
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.planner_case import HARDWARE
 from tlora_megatron.cli.auto_plan import planned_overrides
 from tlora_megatron.cli.main import main
-from tlora_megatron.cli.plan_report.deployments import deployments_document
+from tlora_megatron.cli.plan.deployments import deployments_document
 from tlora_megatron.cli.profile import profile_json
 from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.config.reader import ConfigError

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,9 @@ from typing import Any
 from tlora_megatron.cli.auto_plan import DEFAULT_HARDWARE, add_hardware_arguments
 from tlora_megatron.cli.console import open_console
 from tlora_megatron.cli.output_files import check_output
-from tlora_megatron.cli.plan_report.advice import advice_document, print_advice
-from tlora_megatron.cli.plan_report.deployments import deployments_document, print_deployments
-from tlora_megatron.cli.plan_report.ranking import (
+from tlora_megatron.cli.plan.advice import advice_document, print_advice
+from tlora_megatron.cli.plan.deployments import deployments_document, print_deployments
+from tlora_megatron.cli.plan.ranking import (
     print_explanation,
     print_missing,
     print_other_programs,
@@ -24,16 +22,22 @@ from tlora_megatron.cli.plan_report.ranking import (
     print_teams,
     result_document,
 )
+from tlora_megatron.cli.plan.space_options import (
+    add_space_arguments,
+    asked_runner,
+    naming_flags,
+    search_space,
+)
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config.deterministic import COST
-from tlora_megatron.config.load import ConfigError, RunConfig, load_config
+from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.config.reader import must
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.advice.advise import Advice, advise
-from tlora_megatron.planner.candidate import SHARDINGS, Runner, is_ours_alone
+from tlora_megatron.planner.candidate import is_ours_alone
 from tlora_megatron.planner.deploy.deploy import deploy
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.search import NothingAllowed, RankedPlan, SearchResult, search
+from tlora_megatron.planner.search import RankedPlan, SearchResult, search
 from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.planning.deployments import check_deployable, write_deployment
@@ -45,7 +49,6 @@ from tlora_megatron.runtime.planning.plan_files import (
     write_plan,
 )
 from tlora_megatron.runtime.planning.plan_inputs import (
-    largest_portion,
     other_profiles,
     parse_lengths,
     plan_jobs,
@@ -65,21 +68,6 @@ examples:
 
 exit code: 0 a plan fits, 1 no plan fits, 2 a mistake in the input
 """
-_FLAGS = {
-    "num_gpus": "--gpus",
-    "tp_size": "--tp",
-    "pp_size": "--pp",
-    "vpp_size": "--vpp",
-    "cp_size": "--cp",
-    "ep_size": "--ep",
-    "expert_tp_size": "--expert-tp",
-    "sequence_parallel": "--sp",
-    "lora_sharding": "--lora-sharding",
-    "recompute": "--recompute",
-    "micro_batch_tokens": "--tokens",
-    "runs_in": "--runs-in",
-}
-"""What the planner calls an input -> the option that gives it."""
 
 
 def add_parser(commands: Any) -> None:
@@ -101,7 +89,7 @@ def add_parser(commands: Any) -> None:
         help="GPUs there are; plans may use fewer",
     )
     add_hardware_arguments(parser)
-    _add_space_arguments(parser)
+    add_space_arguments(parser)
     parser.add_argument(
         "--replicas",
         choices=("alike", "any"),
@@ -157,32 +145,6 @@ def _add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_space_arguments(parser: argparse.ArgumentParser) -> None:
-    for name, what in (
-        ("tp", "tensor-parallel size"),
-        ("pp", "number of pipeline stages"),
-        ("vpp", "number of model chunks per stage (virtual pipeline)"),
-        ("cp", "context-parallel size"),
-        ("ep", "expert-parallel size (bases with routed experts)"),
-        ("expert-tp", "tensor-parallel size of routed experts: 1, or TP"),
-        ("tokens", "number of micro-batch tokens"),
-    ):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"fix the {what}")
-    parser.add_argument("--sp", choices=("on", "off"), help="fix sequence parallelism")
-    parser.add_argument(
-        "--lora-sharding",
-        choices=SHARDINGS,
-        help="fix the LoRA sharding (default: parallel.lora_sharding)",
-    )
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), help="fix recompute")
-    parser.add_argument(
-        "--runs-in",
-        choices=("train", "megatron", "deepspeed", "any"),
-        help="plans of this program, with its times; any: of all, a row each (default: the program "
-        "of --write; megatron with --vpp above 1; train)",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Searches, prints the plans, and writes the chosen one if asked to."""
     _check_arguments(args)
@@ -190,11 +152,11 @@ def run(args: argparse.Namespace) -> int:
         sbatch=tuple(args.sbatch), setup=tuple(args.setup), environment=args.environment
     )
     inputs = _load(args)
-    with _naming_flags(args):
-        space = _space(args, inputs.config)
+    with naming_flags(args):
+        space = search_space(args, inputs.config)
     if args.replicas == "any":
         return _show_deployments(args, inputs, space)
-    with _naming_flags(args):
+    with naming_flags(args):
         asked = inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space
         result = search(*asked, may_idle=True)
     chosen = _chosen(args, result)
@@ -208,28 +170,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-@contextmanager
-def _naming_flags(args: argparse.Namespace) -> Iterator[None]:
-    """Lets the planner's refusals name what the user typed."""
-    try:
-        yield
-    except NothingAllowed as error:
-        given = ", ".join(
-            f"{flag} {value}"
-            for name, flag in _FLAGS.items()
-            if name in error.fixed and (value := getattr(args, flag[2:].replace("-", "_")))
-        )
-        what = "what is fixed" if given else "the jobs and the configuration"
-        raise must(what, f"allow some plan on --gpus {args.gpus}", given or error.fixed) from None
-    except ValueError as error:
-        name, space, rest = str(error).partition(" ")
-        raise ConfigError(f"{_FLAGS.get(name, name)}{space}{rest}") from error
-
-
 def _show_deployments(args: argparse.Namespace, inputs: _Inputs, space: SearchSpace) -> int:
     """Finds replicas of any kinds, prints them, and writes a configuration if asked to."""
     check_deployable(inputs.config)
-    with _naming_flags(args):
+    with naming_flags(args):
         result = deploy(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space)
     advice = None if result.best is not None else _advice(args, inputs, space)
     if args.json:
@@ -272,9 +216,9 @@ def _check_arguments(args: argparse.Namespace) -> None:
         given = getattr(args, name)
         if given and (args.write is None or args.write[0] != "slurm"):
             raise must(f"--{name}", "come with --write slurm", given)
-    if (args.vpp or 1) > 1 and _runner(args) in ("train", "deepspeed"):
+    if (args.vpp or 1) > 1 and asked_runner(args) in ("train", "deepspeed"):
         remedy = "virtual stages are Megatron-LM's: --runs-in or --write megatron"
-        raise must("--vpp", f"be 1 for {_runner(args)}", args.vpp, remedy)
+        raise must("--vpp", f"be 1 for {asked_runner(args)}", args.vpp, remedy)
     if args.replicas == "any" and args.runs_in not in (None, "train", "any"):
         raise must("--runs-in", "be train with --replicas any", args.runs_in)
     if args.write is None:
@@ -296,10 +240,10 @@ def _load(args: argparse.Namespace) -> _Inputs:
     config = load_config(
         args.config, args.overrides, args.output_dir, settle=False, files_may_be_missing=True
     )
-    check_base(config.base_model, _runner(args))
+    check_base(config.base_model, asked_runner(args))
     hardware = run_hardware(args.hardware or DEFAULT_HARDWARE, config)
     spec = plan_model(config)
-    check_experts(spec, _runner(args))
+    check_experts(spec, asked_runner(args))
     for name in ("ep", "expert_tp"):
         given = getattr(args, name)
         if spec.experts is None and given is not None:
@@ -378,32 +322,3 @@ def _write(
     print_missing(notes, inputs.config)
     for line in lines:
         notes.print(f"start it: {line}")
-
-
-def _space(args: argparse.Namespace, config: RunConfig) -> SearchSpace:
-    asked = config.parallel.lora_sharding
-    return SearchSpace(
-        tp_size=args.tp,
-        pp_size=args.pp,
-        vpp_size=args.vpp,
-        cp_size=args.cp,
-        ep_size=args.ep,
-        expert_tp_size=args.expert_tp,
-        sequence_parallel=None if args.sp is None else args.sp == "on",
-        lora_sharding=args.lora_sharding or (None if asked == "auto" else asked),
-        recompute=args.recompute,
-        micro_batch_tokens=args.tokens,
-        largest_portion=largest_portion(config),
-        runs_in=_runner(args),
-        shard_optimizer=config.parallel.shard_optimizer or None,
-        deterministic=config.run.deterministic or None,
-    )
-
-
-def _runner(args: argparse.Namespace) -> Runner | None:
-    if args.runs_in is not None:
-        return None if args.runs_in == "any" else args.runs_in
-    if args.write is None:
-        return "megatron" if (args.vpp or 1) > 1 else "train"
-    kind = args.write[0]
-    return "train" if kind == "slurm" else kind

@@ -1,0 +1,106 @@
+"""The options of `tlora plan` that fix what is not searched."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tlora_megatron.config.load import ConfigError, RunConfig
+from tlora_megatron.config.reader import must
+from tlora_megatron.planner.candidate import SHARDINGS, Runner
+from tlora_megatron.planner.search import NothingAllowed
+from tlora_megatron.planner.space import SearchSpace
+from tlora_megatron.runtime.planning.plan_inputs import largest_portion
+
+_FLAGS = {
+    "num_gpus": "--gpus",
+    "tp_size": "--tp",
+    "pp_size": "--pp",
+    "vpp_size": "--vpp",
+    "cp_size": "--cp",
+    "ep_size": "--ep",
+    "expert_tp_size": "--expert-tp",
+    "sequence_parallel": "--sp",
+    "lora_sharding": "--lora-sharding",
+    "recompute": "--recompute",
+    "micro_batch_tokens": "--tokens",
+    "runs_in": "--runs-in",
+}
+"""What the planner calls an input -> the option that gives it."""
+
+
+def add_space_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds an option for each choice of the planner that may be fixed."""
+    for name, what in (
+        ("tp", "tensor-parallel size"),
+        ("pp", "number of pipeline stages"),
+        ("vpp", "number of model chunks per stage (virtual pipeline)"),
+        ("cp", "context-parallel size"),
+        ("ep", "expert-parallel size (bases with routed experts)"),
+        ("expert-tp", "tensor-parallel size of routed experts: 1, or TP"),
+        ("tokens", "number of micro-batch tokens"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"fix the {what}")
+    parser.add_argument("--sp", choices=("on", "off"), help="fix sequence parallelism")
+    parser.add_argument(
+        "--lora-sharding",
+        choices=SHARDINGS,
+        help="fix the LoRA sharding (default: parallel.lora_sharding)",
+    )
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), help="fix recompute")
+    parser.add_argument(
+        "--runs-in",
+        choices=("train", "megatron", "deepspeed", "any"),
+        help="plans of this program, with its times; any: of all, a row each (default: the program "
+        "of --write; megatron with --vpp above 1; train)",
+    )
+
+
+def search_space(args: argparse.Namespace, config: RunConfig) -> SearchSpace:
+    """Returns what the options and the configuration leave open."""
+    asked = config.parallel.lora_sharding
+    return SearchSpace(
+        tp_size=args.tp,
+        pp_size=args.pp,
+        vpp_size=args.vpp,
+        cp_size=args.cp,
+        ep_size=args.ep,
+        expert_tp_size=args.expert_tp,
+        sequence_parallel=None if args.sp is None else args.sp == "on",
+        lora_sharding=args.lora_sharding or (None if asked == "auto" else asked),
+        recompute=args.recompute,
+        micro_batch_tokens=args.tokens,
+        largest_portion=largest_portion(config),
+        runs_in=asked_runner(args),
+        shard_optimizer=config.parallel.shard_optimizer or None,
+        deterministic=config.run.deterministic or None,
+    )
+
+
+def asked_runner(args: argparse.Namespace) -> Runner | None:
+    """Returns the program whose plans are asked for; None for those of any."""
+    if args.runs_in is not None:
+        return None if args.runs_in == "any" else args.runs_in
+    if args.write is None:
+        return "megatron" if (args.vpp or 1) > 1 else "train"
+    kind = args.write[0]
+    return "train" if kind == "slurm" else kind
+
+
+@contextmanager
+def naming_flags(args: argparse.Namespace) -> Iterator[None]:
+    """Lets the planner's refusals name what the user typed."""
+    try:
+        yield
+    except NothingAllowed as error:
+        given = ", ".join(
+            f"{flag} {value}"
+            for name, flag in _FLAGS.items()
+            if name in error.fixed and (value := getattr(args, flag[2:].replace("-", "_")))
+        )
+        what = "what is fixed" if given else "the jobs and the configuration"
+        raise must(what, f"allow some plan on --gpus {args.gpus}", given or error.fixed) from None
+    except ValueError as error:
+        name, space, rest = str(error).partition(" ")
+        raise ConfigError(f"{_FLAGS.get(name, name)}{space}{rest}") from error
