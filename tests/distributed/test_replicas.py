@@ -24,6 +24,7 @@ from tests.helpers.scenario import (
     load_scenario,
     losses,
     make_scenario,
+    only_job,
     take_fingerprint,
 )
 from tests.helpers.scenario_worlds import (
@@ -89,17 +90,8 @@ def _cases(scenario: Path, size: int) -> dict[str, Case]:
         cases["again"] = Case(scenario, TP2_TP1)
         cases["ill"] = Case(scenario, (*TP2_TP1, *gone_wrong(ILL)))
         cases["watched"] = Case(scenario, DETERMINISTIC)
-        cases["watched alone"] = Case(only(scenario, WATCHED), DETERMINISTIC)
+        cases["watched alone"] = Case(only_job(scenario, WATCHED), DETERMINISTIC)
     return cases
-
-
-def only(scenario: Path, name: str) -> Path:
-    """The configuration with one of its jobs."""
-    document = json.loads(scenario.read_text())
-    document["jobs"] = [job for job in document["jobs"] if job["name"] == name]
-    path = scenario.parent / f"{name} alone.json"
-    path.write_text(json.dumps(document))
-    return path
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(OVERRIDES))

@@ -26,7 +26,11 @@ BUFFERS = ("master", "exp_avg", "exp_avg_sq")
 def lone_groups(device: torch.device = CPU) -> Any:
     """The groups of a run of one process, without a process group."""
     return SimpleNamespace(
-        layout=ParallelLayout(), device=device, is_writer=True, is_first_replica=True
+        layout=ParallelLayout(),
+        device=device,
+        is_writer=True,
+        is_first_replica=True,
+        model_group=None,  # one rank gathers nothing
     )
 
 

@@ -135,6 +135,15 @@ def oracle_results(
     return results
 
 
+def only_job(scenario: Path, name: str) -> Path:
+    """Writes the configuration with one of its jobs; returns its file."""
+    document = json.loads(scenario.read_text())
+    document["jobs"] = [job for job in document["jobs"] if job["name"] == name]
+    path = scenario.parent / f"{name} alone.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
 def load_scenario(path: Path, *overrides: str, output_dir: Path) -> RunConfig:
     """The scenario's configuration with overrides."""
     return load_config(path, overrides, str(output_dir))
