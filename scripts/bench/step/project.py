@@ -13,9 +13,12 @@ from scripts.bench.harness.clock import Timing, timed, total, wait_for_device
 from scripts.bench.harness.training_jobs import fresh_job
 from scripts.bench.harness.world import is_main
 from scripts.bench.step.jobs import Mix
+from tlora_megatron.config.job import JobSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
+from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.packing.packing import PackedBatch
 from tlora_megatron.training.super_model import SuperModel
 
@@ -46,11 +49,17 @@ class Project:
         loras = [mix.specs[index].lora for index in chosen]
         bank = AdapterBank(run.sites, loras, dtype=run.dtype, device=run.groups.device)
         attach(run.linears, bank)
-        jobs = [fresh_job(mix.specs[i], mix.data[i], bank, run.spec) for i in chosen]
+        jobs = [self.fresh_job(mix.specs[i], mix.data[i], bank) for i in chosen]
         engine: Any = _Recorder(run.engine)
         return SuperModel(
             engine, bank, run.groups, jobs, micro_batch_tokens=self.micro_batch_tokens
         )
+
+    def fresh_job(
+        self, spec: JobSpec, train: tuple[TokenSequence, ...], bank: AdapterBank
+    ) -> JobState:
+        """Returns a job at its first step."""
+        return fresh_job(spec, train, bank, self.run.spec)
 
     def detach(self) -> None:
         """Leaves the frozen backbone alone on the device."""

@@ -20,6 +20,7 @@ from tests.helpers.launch import HANG_S
 OPS = Path(__file__).parent
 ADAMW, FROZEN = OPS / "adamw/test_adamw.py", OPS / "frozen/test_frozen_kernels.py"
 SUMS, CODES = OPS / "routing/test_segment_sums.py", OPS / "quantised/test_quant_kernels.py"
+EXPERTS = OPS / "experts/test_expert_kernels.py"
 CODED = OPS / "frozen/test_coded_kernels.py"
 
 
@@ -27,7 +28,7 @@ CODED = OPS / "frozen/test_coded_kernels.py"
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_the_kernels_in_the_interpreter() -> None:
     # Those of the frozen parts run as they are where there is a GPU.
-    files = [ADAMW] if torch.cuda.is_available() else [ADAMW, FROZEN, SUMS, CODES, CODED]
+    files = [ADAMW] if torch.cuda.is_available() else [ADAMW, FROZEN, SUMS, CODES, CODED, EXPERTS]
     # In the one file "kernel" selects the tests of the kernel, in the other all.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "kernel"]
     result = subprocess.run(

@@ -73,7 +73,8 @@ class ExpertTarget(NamedTuple):
     """`[L, R, columns]`, fp32."""
 
 
-class ExpertFactors(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class ExpertFactors:
     """The factors of all adapters at one linear of the routed experts."""
 
     targets: tuple[tuple[ExpertTarget, ...], ...]

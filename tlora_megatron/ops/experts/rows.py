@@ -8,10 +8,12 @@ Shapes: T rows, K experts of each, E experts, S adapters, R = T K.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tlora_megatron.ops.lora.kernel_choice import runs_triton
 
 
 class ExpertRows(NamedTuple):
@@ -29,6 +31,8 @@ class ExpertRows(NamedTuple):
 
     def spread(self, x_TH: Tensor) -> Tensor:
         """Returns a row's values at all of its places, `[R, H]`."""
+        if runs_triton(x_TH) and len(self.rows_R):
+            return _kernels().spread_rows(x_TH, self.rows_R)
         return x_TH[self.rows_R]
 
     def pick(self, weights_TK: Tensor) -> Tensor:
@@ -37,6 +41,8 @@ class ExpertRows(NamedTuple):
 
     def sum(self, y_RH: Tensor) -> Tensor:
         """Returns the sum over a row's places `[T, H]`: in fp32, by ascending expert."""
+        if runs_triton(y_RH) and len(y_RH):
+            return _kernels().sum_rows(y_RH, self.places_TK)
         total_TH = y_RH[self.places_TK[:, 0]].float()
         for choice in range(1, self.places_TK.shape[1]):
             total_TH += y_RH[self.places_TK[:, choice]]
@@ -59,13 +65,20 @@ def sort_rows(experts_TK: Tensor, num_experts: int, slots: RowSlots | None = Non
         experts_TK: int64, ascending in each row.
         slots: counts are by adapter; None = they are not.
     """
-    flat_R = experts_TK.flatten()
-    choice_R = flat_R.argsort(stable=True)
+    # A sort of short keys takes fewer passes on a GPU.
+    choice_R = experts_TK.flatten().to(torch.int16).argsort(stable=True)
     places_R = torch.empty_like(choice_R)
     places_R[choice_R] = torch.arange(len(choice_R), device=choice_R.device)
     rows_R = choice_R // experts_TK.shape[1]
     counts_ES = _count(experts_TK, num_experts, slots)
     return ExpertRows(rows_R, choice_R, places_R.view_as(experts_TK), counts_ES)
+
+
+def _kernels() -> Any:
+    # Not at the top: triton is only there on machines with a GPU.
+    from tlora_megatron.ops.experts.triton import rows
+
+    return rows
 
 
 def _count(experts_TK: Tensor, num_experts: int, slots: RowSlots | None) -> Tensor:

@@ -32,12 +32,13 @@ from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.multi_adapter import MultiAdapter, reduced
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.model.experts import ExpertsSpec
-from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, TorchExpertOps
+from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns
+from tlora_megatron.ops.experts.choice import expert_ops
 from tlora_megatron.ops.experts.products import expert_dgrads, expert_products
 from tlora_megatron.ops.experts.router import route_vjp
 from tlora_megatron.ops.experts.rows import ExpertRows, RowSlots, sort_rows
+from tlora_megatron.ops.experts.weighting import weighted_swiglu, weighted_swiglu_back
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
-from tlora_megatron.ops.frozen.swiglu import swiglu, swiglu_vjp
 from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.expert_exchange import ExpertExchange, Journey
 from tlora_megatron.parallel.nano.lanes import Lane
@@ -138,7 +139,7 @@ class FrozenExperts(nn.Module):
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         x_QH = journey.there(rows.spread(x_TH))
         inner, s_1 = fc1.product(x_QH, journey.runs)
-        y_QH, s_2 = fc2.product(_weighted(swiglu(inner), weights_Q), journey.runs)
+        y_QH, s_2 = fc2.product(weighted_swiglu(inner, weights_Q), journey.runs)
         y_TH = rows.sum(journey.back(y_QH))
         del y_QH
         # Rows that have come from other ranks would have to come again.
@@ -157,10 +158,10 @@ class FrozenExperts(nn.Module):
         rows, journey, weights_Q, inner, kept, s_1, s_2 = saved
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         dy_QH = journey.there(rows.spread(dy_TH))
-        hidden, swiglu_back = swiglu_vjp(inner)
-        dweighted = fc2.dgrad(dy_QH, lambda: _weighted(hidden, weights_Q), s_2, journey.runs)
-        dweights_Q = (dweighted.float() * hidden.float()).sum(-1)
-        dinner = swiglu_back(_weighted(dweighted, weights_Q))
+        dhidden = fc2.dgrad(dy_QH, lambda: weighted_swiglu(inner, weights_Q), s_2, journey.runs)
+        del dy_QH
+        dinner, dweights_Q = weighted_swiglu_back(dhidden, inner, weights_Q)
+        del dhidden
 
         def x_QH() -> Tensor:
             assert kept is not None, "adapters keep their input"
@@ -190,10 +191,6 @@ class _Saved(NamedTuple):
     s_1: Sequence[Tensor]
     """What adapters on the first linear keep, and on the second one."""
     s_2: Sequence[Tensor]
-
-
-def _weighted(x: Tensor, weights_Q: Tensor) -> Tensor:
-    return (x.float() * weights_Q.float()[:, None]).to(x.dtype)
 
 
 class _Router(nn.Module):
@@ -236,7 +233,7 @@ class _StackedWeights(nn.Module, MultiAdapter):
     def product(self, x_QK: Tensor, runs: ExpertRuns) -> tuple[Tensor, Sequence[Tensor]]:
         """Returns the linear's output with the adapters', and what their backward needs."""
         y_QN, factors = expert_products(x_QK, self.stacked, runs.counts_L), self.factors
-        return y_QN, () if factors is None else _OPS.forward(x_QK, y_QN, runs, factors)
+        return y_QN, () if factors is None else expert_ops(x_QK).forward(x_QK, y_QN, runs, factors)
 
     def dgrad(
         self, dy_QN: Tensor, x_QK: Callable[[], Tensor], saved: Sequence[Tensor], runs: ExpertRuns
@@ -249,11 +246,8 @@ class _StackedWeights(nn.Module, MultiAdapter):
         """
         dx_QK, factors = expert_dgrads(dy_QN, self.stacked, runs.counts_L), self.factors
         if factors is not None and saved:
-            _OPS.backward(dy_QN, dx_QK, x_QK(), saved, runs, factors)
+            expert_ops(dy_QN).backward(dy_QN, dx_QK, x_QK(), saved, runs, factors)
         return dx_QK
-
-
-_OPS = TorchExpertOps()
 
 
 _WHOLE = LinearLayout(kind="row")

@@ -1,0 +1,89 @@
+"""Mixes of jobs over bases with routed experts: whose rows fill a micro-batch evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from scripts.bench.step.jobs import RANKS, Mix
+from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
+from tlora_megatron.training.data.job_data import TokenSequence
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERTS = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Jobs of one measurement."""
+
+    ranks: tuple[int, ...]
+    expert_ranks: tuple[int, ...] | None
+    """Ranks on the experts; None = no adapter is on them."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Linears that every job adapts."""
+        return ATTENTION if self.expert_ranks is None else (*ATTENTION, *EXPERTS)
+
+    @property
+    def shown_expert_rank(self) -> str:
+        """The ranks on the experts as a column shows them."""
+        found = self.expert_ranks or ()
+        return " ".join(map(str, found if len(set(found)) > 1 else found[:1]))
+
+
+def _eighths(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(max(1, rank // 8) for rank in ranks)
+
+
+CASES: Mapping[str, Case] = {
+    "attention": Case(ranks=RANKS, expert_ranks=None),
+    "experts": Case(ranks=RANKS, expert_ranks=RANKS),
+    "experts_eighth": Case(ranks=RANKS, expert_ranks=_eighths(RANKS)),
+    "1x16": Case(ranks=(16,), expert_ranks=(16,)),
+    "16x16": Case(ranks=(16,) * 16, expert_ranks=(16,) * 16),
+    "1x2": Case(ranks=(2,), expert_ranks=(2,)),
+    "64x2": Case(ranks=(2,) * 64, expert_ranks=(2,) * 64),
+}
+
+
+def make_mix(name: str, *, tokens: int, micro_batches: int, vocab_size: int) -> Mix:
+    """Jobs of equally many rows, whose batches are so many whole micro-batches.
+
+    Args:
+        tokens: rows of a micro-batch.
+    """
+    case = CASES[name]
+    jobs = len(case.ranks)
+    length = min(512, tokens // jobs)
+    batch = tokens * micro_batches // (jobs * length)
+    draw = np.random.default_rng(0)
+    specs, data = [], []
+    for index, rank in enumerate(case.ranks):
+        expert_rank = None if case.expert_ranks is None else case.expert_ranks[index]
+        lora = LoraSpec(
+            rank=rank,
+            expert_rank=None if expert_rank == rank else expert_rank,
+            target_modules=case.targets,
+        )
+        specs.append(
+            JobSpec(
+                name=f"job{index}",
+                data=DataSpec(train="synthetic"),
+                lora=lora,
+                batch_size=batch,
+                max_seq_len=length + 1,
+                max_steps=10**6,
+                seed=index,
+            )
+        )
+        data.append(tuple(_sequence(draw, length, vocab_size) for _ in range(batch)))
+    return Mix(name=name, specs=tuple(specs), data=tuple(data), target_share=0.5)
+
+
+def _sequence(draw: np.random.Generator, length: int, vocab_size: int) -> TokenSequence:
+    is_target = np.arange(length + 1) > length // 2
+    return TokenSequence(draw.integers(0, vocab_size, length + 1, dtype=np.int32), is_target)

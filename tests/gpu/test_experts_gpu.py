@@ -1,0 +1,164 @@
+"""Adapters on routed experts on a GPU: kernels against their definition, and no waits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.expert_branch import CASES, BranchShape, branch_case, check_close, results
+from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
+from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from tlora_megatron.layers.sites import stage_sites
+from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.experts.branch import TorchExpertOps
+from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
+from tlora_megatron.parallel.groups import ParallelGroups
+
+pytestmark = pytest.mark.gpu
+
+
+def _large() -> BranchShape:
+    """Uneven rows of 32 experts and 5 adapters, some pairs without any."""
+    draw = torch.Generator().manual_seed(3)
+    counts = torch.randint(0, 90, (32, 6), generator=draw)
+    counts[torch.rand(32, 6, generator=draw) < 0.2] = 0
+    counts[5, 2] = 700
+    ranks = [((r, 0, 384), (r, 384, 384)) for r in (4, 16, 33, 64)]
+    return BranchShape(
+        counts=tuple(tuple(map(int, row)) for row in counts),
+        ranks=(*ranks, ((8, 0, 768),)),
+        in_size=1024,
+        out_size=768,
+    )
+
+
+SHAPES = {**CASES, "large": _large()}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_are_the_definition(name: str) -> None:
+    from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
+
+    poison = torch.full((1 << 24,), torch.nan, device="cuda")
+    del poison
+    expected = results(TorchExpertOps(), branch_case(SHAPES[name], torch.float64))
+    found = results(TritonExpertOps(), branch_case(SHAPES[name], torch.bfloat16, "cuda"))
+    # What bf16 rounds: the values drawn are bf16 already, s and the results are rounded once.
+    check_close(found, expected, 1e-2)
+
+
+def test_kernels_repeat_their_bits() -> None:
+    from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
+
+    first, second = (
+        results(TritonExpertOps(), branch_case(SHAPES["large"], torch.bfloat16, "cuda"))
+        for _ in range(2)
+    )
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_a_job_has_the_same_bits_alone() -> None:
+    from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
+
+    alone = results(TritonExpertOps(), branch_case(SHAPES["large"], torch.bfloat16, "cuda", only=2))
+    beside = results(TritonExpertOps(), branch_case(SHAPES["large"], torch.bfloat16, "cuda"))
+    for name in alone:
+        if name.startswith("slot 2"):
+            assert torch.equal(alone[name], beside[name]), name
+
+
+def test_a_layer_s_kernels_never_wait() -> None:
+    from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
+
+    ops, case = TritonExpertOps(), branch_case(SHAPES["large"], torch.bfloat16, "cuda")
+    results(ops, case)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        saved = ops.forward(case.x, case.y, case.runs, case.factors)
+        ops.backward(case.dy, case.dx, case.x, saved, case.runs, case.factors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+SPEC = ModelSpec(
+    model_type="qwen3_moe",
+    num_layers=1,
+    hidden_size=512,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=128,
+    ffn_size=256,
+    vocab_size=64,
+    max_positions=64,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    experts=ExpertsSpec(num_experts=16, top_k=4, ffn_size=256, normalizes=True),
+)
+OWN = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+LORAS = (
+    LoraSpec(rank=4, target_modules=OWN),
+    LoraSpec(rank=64, alpha=16, target_modules=OWN),
+    LoraSpec(rank=4, target_modules=("q_proj",)),
+    LoraSpec(rank=24, target_modules=("experts.linear_fc1", "experts.linear_fc2")),
+)
+
+
+def block_results() -> dict[str, Tensor]:
+    """Output, dx and gradients of a block of experts with four jobs, two of whose rows are one."""
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    config = SimpleNamespace(
+        hidden_size=SPEC.hidden_size,
+        params_dtype=torch.bfloat16,
+        tensor_model_parallel_size=1,
+        sequence_parallel=False,
+    )
+    assert SPEC.experts is not None
+    experts = FrozenExperts(config, spec=SPEC.experts, ep_size=1, expert_tp=1)
+    for parameter in experts.parameters():
+        parameter.data.normal_(0.0, 0.05)
+    sites = stage_sites(SPEC, ParallelLayout(), tp_rank=0, pp_rank=0)
+    bank = AdapterBank(sites, LORAS, dtype=torch.bfloat16, device=device)
+    adapters = []
+    for number, lora in enumerate(LORAS):
+        slab = bank.new_slab(lora)
+        slab.put("master", torch.randn(slab.layout.numel, device=device) / 10)
+        adapters.append(Adapter(name=f"job{number}", lora=lora, slab=slab))
+    bank.install(adapters)
+    for site in bank.sites:
+        if site.experts is not None:
+            name = site.linear.replace("experts_", "linear_")
+            getattr(experts.experts, name).bind_adapters(bank, site)
+    lengths = (700, 1, 300, 513)
+    documents = [Document(slot=slot, length=length) for slot, length in enumerate(lengths)]
+    view = pack_micro_batch(documents, num_slots=len(LORAS), num_tokens=1536)
+    x = torch.randn(1536, 1, SPEC.hidden_size, device=device).bfloat16().requires_grad_()
+    dy = torch.randn_like(x)
+    with use_micro_batch(view):
+        y, _ = experts(x)
+        y.backward(dy)
+    assert x.grad is not None
+    found = {"y": y.detach(), "dx": x.grad}
+    for adapter in adapters:
+        for name, grad in adapter.slab.grad_views().items():
+            found[f"{adapter.name} {name}"] = grad
+    return {name: value.double().cpu() for name, value in found.items()}
+
+
+def test_a_block_is_what_torch_s_products_give(
+    groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = block_results()
+    monkeypatch.setenv("TLORA_KERNELS", "torch")
+    expected = block_results()
+    moved = [name for name, value in expected.items() if value.any()]
+    # y, dx, and of each of the three jobs on experts all factors.
+    assert len(moved) == 2 + 6 + 6 + 4
+    check_close(found, expected, 2e-2)

@@ -1,0 +1,120 @@
+"""Adapters at one linear of routed experts, with rows and gradients drawn: cases for their ops."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, ExpertTarget
+
+
+class BranchShape(NamedTuple):
+    """Sizes of a case."""
+
+    counts: tuple[tuple[int, ...], ...]
+    """Rows of each adapter at each expert, the null slot last."""
+    ranks: tuple[tuple[tuple[int, int, int], ...], ...]
+    """Of each slot, for each of its targets: rank, first output column, number of columns."""
+    in_size: int
+    out_size: int
+
+
+class BranchCase(NamedTuple):
+    """What the ops of a linear are given."""
+
+    x: Tensor
+    y: Tensor
+    """What the base has computed."""
+    dy: Tensor
+    dx: Tensor
+    runs: ExpertRuns
+    factors: ExpertFactors
+
+
+_GATE_UP = ((3, 0, 40), (3, 40, 40))
+CASES = {
+    "uneven": BranchShape(
+        counts=((70, 5, 0, 3), (0, 0, 0, 0), (1, 131, 17, 0), (64, 0, 1, 9)),
+        ranks=(((5, 0, 40), (5, 40, 40)), _GATE_UP, ((20, 0, 80),)),
+        in_size=72,
+        out_size=80,
+    ),
+    "wide": BranchShape(
+        counts=((40, 30, 0), (3, 66, 2)),
+        ranks=(((70, 0, 48), (70, 48, 48)), ((2, 0, 96),)),
+        in_size=136,
+        out_size=96,
+    ),
+    "some slots have none": BranchShape(
+        counts=((12, 7, 9, 1), (0, 65, 3, 0)),
+        ranks=((), ((4, 0, 24),), ()),
+        in_size=24,
+        out_size=24,
+    ),
+    "odd addresses": BranchShape(
+        counts=((19, 4), (33, 0)),
+        ranks=(((3, 1, 17), (2, 20, 9)),),
+        in_size=23,
+        out_size=31,
+    ),
+}
+
+
+def branch_case(
+    shape: BranchShape, dtype: torch.dtype, device: str = "cpu", *, only: int | None = None
+) -> BranchCase:
+    """Draws a case; the same values, rounded, in every dtype.
+
+    Args:
+        only: the slot whose rows and factors are kept, with their values; the others have no rows.
+    """
+    generator = torch.Generator().manual_seed(7)
+
+    def drawn(*sizes: int) -> Tensor:
+        return (torch.randn(*sizes, generator=generator) / 4).bfloat16().to(device, dtype)
+
+    counts = torch.tensor(shape.counts)
+    rows, experts = int(counts.sum()), len(shape.counts)
+    x, dy = drawn(rows, shape.in_size), drawn(rows, shape.out_size)
+    y, dx = drawn(rows, shape.out_size), drawn(rows, shape.in_size)
+    master = torch.float64 if dtype == torch.float64 else torch.float32
+    targets = []
+    for of_slot in shape.ranks:
+        made = []
+        for rank, first, columns in of_slot:
+            a, b = drawn(experts, rank, shape.in_size), drawn(experts, rank, columns)
+            grads = (drawn(*factor.shape).to(master) for factor in (a, b))
+            made.append(ExpertTarget(slice(first, first + columns), a, b, *grads))
+        targets.append(tuple(made))
+    scaling = torch.tensor([0.5, 2.0, 1.25, 0.75][: len(targets)], dtype=master, device=device)
+    if only is not None:
+        slots = torch.arange(counts.shape[1]).repeat(experts)
+        kept = (slots.repeat_interleave(counts.flatten()) == only).to(device)
+        x, y, dy, dx = (values[kept] for values in (x, y, dy, dx))
+        counts = counts * (torch.arange(counts.shape[1]) == only)
+    runs = ExpertRuns(counts.to(device))
+    return BranchCase(x, y, dy, dx, runs, ExpertFactors(tuple(targets), scaling))
+
+
+def results(ops: Any, case: BranchCase) -> dict[str, Tensor]:
+    """Runs forward and backward; returns y, dx and the factors' gradients by name, on the CPU."""
+    saved = ops.forward(case.x, case.y, case.runs, case.factors)
+    ops.backward(case.dy, case.dx, case.x, saved, case.runs, case.factors)
+    found = {"y": case.y, "dx": case.dx}
+    for slot, targets in enumerate(case.factors.targets):
+        for number, target in enumerate(targets):
+            found[f"slot {slot} target {number} dA"] = target.grad_a
+            found[f"slot {slot} target {number} dB"] = target.grad_b
+    return {name: value.cpu() for name, value in found.items()}
+
+
+def check_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
+    """Compares every result by name, relative to the size of the expected one."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].isfinite().all(), name
+        scale = value.abs().max().clamp(min=1e-6)
+        error = (found[name].double() - value).abs().max() / scale
+        assert error <= bound, f"{name}: {error:.2e}"

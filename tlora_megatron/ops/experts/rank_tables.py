@@ -1,0 +1,99 @@
+"""Where the rank rows of adapters on routed experts lie, as tables that kernels read on the device.
+
+A slot's rank rows at a linear are those of its targets one after another: on `linear_fc1` the rows
+of gate's A, then those of up's. Each row is found by the address that it has at expert 0 and by how
+far apart experts lie, so factors stay where their slabs and copies hold them.
+
+Shapes: S slots, W rank rows of the widest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertTarget
+
+CHUNK = 16
+"""Rank rows that tensor cores take at once; W is a multiple of it."""
+
+
+class RankRows(NamedTuple):
+    """One factor of all adapters, row by row of the rank."""
+
+    places_4SW: Tensor
+    """int64: address at expert 0, 0 where there is no row; bytes from expert to expert; first
+    column of the linear that the row has, and the one behind its last."""
+    aligned: bool
+    """True if all addresses are multiples of 16."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RankTables:
+    """All adapters at one linear of the routed experts."""
+
+    slots: int
+    width: int
+    """W; 0 where no adapter is."""
+    widths_S: Tensor
+    """int32: rank rows of each slot."""
+    lora_a: RankRows
+    lora_b: RankRows
+    grad_a: RankRows
+    grad_b: RankRows
+    scaling_S: Tensor
+    """fp32."""
+
+
+def rank_tables(factors: ExpertFactors) -> RankTables:
+    """Builds the tables of a linear; copies them to the device of its factors."""
+    ranks = [[target.lora_a.shape[1] for target in targets] for targets in factors.targets]
+    widths = [sum(of_slot) for of_slot in ranks]
+    width = -(-max(widths, default=0) // CHUNK) * CHUNK
+    device = factors.scaling.device
+
+    def rows(pick: Callable[[ExpertTarget], Tensor], *, out: bool) -> RankRows:
+        return _rank_rows(factors.targets, pick, width, device, out=out)
+
+    return RankTables(
+        slots=len(widths),
+        width=width,
+        widths_S=torch.tensor(widths, dtype=torch.int32, device=device),
+        lora_a=rows(lambda target: target.lora_a, out=False),
+        lora_b=rows(lambda target: target.lora_b, out=True),
+        grad_a=rows(lambda target: target.grad_a, out=False),
+        grad_b=rows(lambda target: target.grad_b, out=True),
+        scaling_S=factors.scaling,
+    )
+
+
+def _rank_rows(
+    targets: Sequence[Sequence[ExpertTarget]],
+    pick: Callable[[ExpertTarget], Tensor],
+    width: int,
+    device: torch.device,
+    *,
+    out: bool,
+) -> RankRows:
+    places = torch.zeros(4, len(targets), width, dtype=torch.int64)
+    for slot, of_slot in enumerate(targets):
+        row = 0
+        for target in of_slot:
+            factor_LRN = pick(target)
+            assert factor_LRN.stride(2) == 1, "a rank row lies in one piece"
+            size, (_, rank, columns) = factor_LRN.element_size(), factor_LRN.shape
+            first = target.columns.start if out else 0
+            steps = torch.arange(rank) * (factor_LRN.stride(1) * size)
+            rows = slice(row, row + rank)
+            # Of column 0 of the linear, so that a column is added as it is.
+            places[0, slot, rows] = factor_LRN.data_ptr() - first * size + steps
+            places[1, slot, rows] = factor_LRN.stride(0) * size
+            places[2, slot, rows] = first
+            places[3, slot, rows] = first + columns
+            row += rank
+    aligned = not bool((places[:2] % 16).any())
+    return RankRows(places.to(device), aligned)

@@ -1,0 +1,62 @@
+"""Adapters on routed experts in a few launches, whatever the numbers of experts and adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns
+from tlora_megatron.ops.experts.rank_tables import RankTables, rank_tables
+from tlora_megatron.ops.experts.triton.products import down, up
+from tlora_megatron.ops.experts.triton.sums import add_sums
+from tlora_megatron.ops.experts.triton.tiles import PairTiles, pair_tiles
+
+
+class TritonExpertOps:
+    """Computes what `TorchExpertOps` defines; never waits for the device."""
+
+    def __init__(self) -> None:
+        self._tables: WeakKeyDictionary[ExpertFactors, RankTables] = WeakKeyDictionary()
+        self._tiles: WeakKeyDictionary[ExpertRuns, PairTiles] = WeakKeyDictionary()
+
+    def forward(
+        self, x_QK: Tensor, y_QN: Tensor, runs: ExpertRuns, factors: ExpertFactors
+    ) -> Sequence[Tensor]:
+        """Adds the adapters' outputs to y; returns s `[Q, W]`, where W are rank rows."""
+        tables, tiles = self._tables_of(factors), self._tiles_of(runs, len(x_QK))
+        s_QW = down(x_QK, tables.lora_a, tables, tiles)
+        up(y_QN, s_QW, tables.lora_b, tables, tiles)
+        return (s_QW,)
+
+    def backward(
+        self,
+        dy_QN: Tensor,
+        dx_QK: Tensor,
+        x_QK: Tensor,
+        saved: Sequence[Tensor],
+        runs: ExpertRuns,
+        factors: ExpertFactors,
+    ) -> None:
+        """Adds to dx and to the factors' gradients.
+
+        Args:
+            saved: from `forward`.
+        """
+        (s_QW,) = saved
+        tables, tiles = self._tables_of(factors), self._tiles_of(runs, len(x_QK))
+        ds_QW = down(dy_QN, tables.lora_b, tables, tiles)
+        up(dx_QK, ds_QW, tables.lora_a, tables, tiles)
+        add_sums(tables.grad_b, s_QW, dy_QN, tables, tiles)
+        add_sums(tables.grad_a, ds_QW, x_QK, tables, tiles)
+
+    def _tables_of(self, factors: ExpertFactors) -> RankTables:
+        if factors not in self._tables:
+            self._tables[factors] = rank_tables(factors)
+        return self._tables[factors]
+
+    def _tiles_of(self, runs: ExpertRuns, num_rows: int) -> PairTiles:
+        if runs not in self._tiles:
+            self._tiles[runs] = pair_tiles(runs.counts_LS, num_rows)
+        return self._tiles[runs]

@@ -1,0 +1,175 @@
+"""Adapters' products at a linear of the routed experts: `s = scaling x M^T` and `y += s M`.
+
+M are the rank rows of a pair: of A or of B, which is stored as `[rank, out]`. One program computes
+a tile's rows, for all rank rows or for a block of columns. Rounding of a row depends on nothing but
+the row and its adapter.
+
+Shapes: Q rows, K columns of the linear's side, W rank rows of the widest slot.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tlora_megatron.ops.experts.rank_tables import RankRows, RankTables
+from tlora_megatron.ops.experts.triton.rank_rows import factor_pointers, in_columns, rank_places
+from tlora_megatron.ops.experts.triton.tiles import TILE_FIELDS, TILE_ROWS, PairTiles
+from tlora_megatron.ops.warm_kernel import WarmKernel
+
+MOST_RANK_ROWS = 64
+"""Rank rows that a program multiplies at once; wider slots take several rounds."""
+_DEPTH = 128
+"""Columns of x that one step of `down` reads."""
+_COLUMNS = 128
+"""Columns of y of a program of `up`."""
+
+
+def chunk_of(width: int) -> int:
+    """Returns the rank rows that a program takes at once where the widest slot has so many."""
+    return min(MOST_RANK_ROWS, triton.next_power_of_2(max(width, 16)))
+
+
+@triton.jit(do_not_specialize=["slots", "width"])
+def _down_kernel(
+    tiles: tl.tensor,
+    x: tl.tensor,  # [Q, K]
+    factor: tl.tensor,  # its dtype is the factors'
+    table: tl.tensor,
+    widths: tl.tensor,
+    scaling: tl.tensor,
+    s: tl.tensor,  # [Q, W]
+    slots: tl.tensor,
+    width: tl.tensor,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    IEEE: tl.constexpr,
+) -> None:
+    tile = tiles + tl.program_id(0) * FIELDS
+    expert = tl.load(tile)
+    slot = tl.load(tile + 1)
+    if (expert >= 0) & (slot < slots):
+        begin, end = tl.load(tile + 2), tl.load(tile + 3)
+        local = tl.arange(0, ROWS)
+        live = local < end - begin
+        rows = (begin + local).to(tl.int64)
+        own_width = tl.load(widths + slot)
+        scale = tl.load(scaling + slot)
+        for first in range(0, own_width, CHUNK):
+            address, low, high = rank_places(table, slots, width, slot, expert, first, CHUNK)
+            sums = tl.zeros([ROWS, CHUNK], dtype=tl.float32)
+            for depth in range(0, K, BLOCK):
+                columns = depth + tl.arange(0, BLOCK)
+                mask = live[:, None] & (columns < K)[None, :]
+                block = tl.load(x + rows[:, None] * K + columns[None, :], mask=mask, other=0.0)
+                at = factor_pointers(address, columns, factor.dtype.element_ty, ALIGNED)
+                ranks = tl.load(at, mask=in_columns(columns, low, high), other=0.0)
+                sums = tl.dot(
+                    block, tl.trans(ranks), sums, input_precision="ieee" if IEEE else "tf32"
+                )
+            rank = first + tl.arange(0, CHUNK)
+            at_s = s + rows[:, None] * width + rank[None, :]
+            held = live[:, None] & (rank < width)[None, :]
+            tl.store(at_s, (sums * scale).to(s.dtype.element_ty), mask=held)
+
+
+@triton.jit(do_not_specialize=["slots", "width"])
+def _up_kernel(
+    tiles: tl.tensor,
+    s: tl.tensor,  # [Q, W]
+    factor: tl.tensor,
+    table: tl.tensor,
+    widths: tl.tensor,
+    y: tl.tensor,  # [Q, K]
+    slots: tl.tensor,
+    width: tl.tensor,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    IEEE: tl.constexpr,
+) -> None:
+    blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    tile = tiles + tl.program_id(0) // blocks * FIELDS
+    expert = tl.load(tile)
+    slot = tl.load(tile + 1)
+    if (expert >= 0) & (slot < slots):
+        own_width = tl.load(widths + slot)
+        if own_width > 0:
+            begin, end = tl.load(tile + 2), tl.load(tile + 3)
+            local = tl.arange(0, ROWS)
+            live = local < end - begin
+            rows = (begin + local).to(tl.int64)
+            columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+            mask = live[:, None] & (columns < K)[None, :]
+            at_y = y + rows[:, None] * K + columns[None, :]
+            sums = tl.load(at_y, mask=mask, other=0.0).to(tl.float32)
+            for first in range(0, own_width, CHUNK):
+                address, low, high = rank_places(table, slots, width, slot, expert, first, CHUNK)
+                rank = first + tl.arange(0, CHUNK)
+                held = live[:, None] & (rank < own_width)[None, :]
+                at_s = s + rows[:, None] * width + rank[None, :]
+                ranks = tl.load(at_s, mask=held, other=0.0)
+                at = factor_pointers(address, columns, factor.dtype.element_ty, ALIGNED)
+                rank_rows = tl.load(at, mask=in_columns(columns, low, high), other=0.0)
+                sums = tl.dot(ranks, rank_rows, sums, input_precision="ieee" if IEEE else "tf32")
+            tl.store(at_y, sums.to(y.dtype.element_ty), mask=mask)
+
+
+_down = WarmKernel(_down_kernel)
+_up = WarmKernel(_up_kernel)
+
+
+def down(x_QK: Tensor, rows: RankRows, tables: RankTables, tiles: PairTiles) -> Tensor:
+    """Returns `scaling x M^T` `[Q, W]` in the dtype of x; undefined where a row has no rank row."""
+    s_QW = x_QK.new_empty(len(x_QK), tables.width)
+    tensors = (tiles.tiles, x_QK, x_QK, rows.places_4SW, tables.widths_S, tables.scaling_S, s_QW)
+    _launch(_down, 1, tensors, x_QK, rows, tables, tiles, _DEPTH, num_warps=4)
+    return s_QW
+
+
+def up(y_QK: Tensor, s_QW: Tensor, rows: RankRows, tables: RankTables, tiles: PairTiles) -> None:
+    """Adds `s M` to y, rounded once."""
+    tensors = (tiles.tiles, s_QW, s_QW, rows.places_4SW, tables.widths_S, y_QK)
+    blocks = triton.cdiv(y_QK.shape[1], _COLUMNS)
+    _launch(_up, blocks, tensors, y_QK, rows, tables, tiles, _COLUMNS, num_warps=4)
+
+
+def _launch(
+    kernel: WarmKernel,
+    blocks: int,
+    tensors: tuple[Tensor, ...],
+    values_QK: Tensor,
+    rows: RankRows,
+    tables: RankTables,
+    tiles: PairTiles,
+    block: int,
+    *,
+    num_warps: int,
+) -> None:
+    if not len(tiles.tiles):
+        return
+    constants = (
+        values_QK.shape[1],
+        TILE_ROWS,
+        chunk_of(tables.width),
+        block,
+        TILE_FIELDS,
+        int(rows.aligned),
+        int(values_QK.dtype == torch.float32),
+    )
+    kernel.launch(
+        len(tiles.tiles) * blocks,
+        tensors,
+        (tables.slots, tables.width),
+        constants,
+        num_warps=num_warps,
+    )

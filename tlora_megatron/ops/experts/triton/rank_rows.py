@@ -1,0 +1,53 @@
+"""Rank rows of a pair's factors, by the addresses of `ops.experts.rank_tables`; for kernels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rank_places(
+    table: tl.tensor,  # int64 [4, S, W]
+    slots: tl.tensor,
+    width: tl.tensor,
+    slot: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Addresses of column 0 of rank rows `first:first + CHUNK`, and the columns that they have.
+
+    Rows that a slot lacks have no columns.
+    """
+    rank = first + tl.arange(0, CHUNK)
+    at = table + slot * width + rank
+    plane = slots * width
+    held = rank < width
+    address = tl.load(at, mask=held, other=0)
+    address += expert.to(tl.int64) * tl.load(at + plane, mask=held, other=0)
+    begin = tl.load(at + 2 * plane, mask=held, other=0).to(tl.int32)
+    end = tl.load(at + 3 * plane, mask=held, other=0).to(tl.int32)
+    return address, begin, end
+
+
+@triton.jit
+def factor_pointers(
+    address: tl.tensor, columns: tl.tensor, element: tl.constexpr, ALIGNED: tl.constexpr
+) -> tl.tensor:
+    """Pointers `[CHUNK, BLOCK]` to elements of rank rows.
+
+    Args:
+        columns: `[BLOCK]`.
+        element: the factors' dtype.
+    """
+    pointers = address.to(tl.pointer_type(element))
+    if ALIGNED:
+        pointers = tl.multiple_of(pointers, 16)
+    return pointers[:, None] + columns[None, :]
+
+
+@triton.jit
+def in_columns(columns: tl.tensor, begin: tl.tensor, end: tl.tensor) -> tl.tensor:
+    """Which of `[CHUNK, BLOCK]` elements there are."""
+    return (columns[None, :] >= begin[:, None]) & (columns[None, :] < end[:, None])

@@ -1,0 +1,159 @@
+"""Kernels of what lies around the experts' products: rows spread, weighed, and summed again."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tlora_megatron.ops.frozen.triton.swiglu import gradients, product
+from tlora_megatron.ops.warm_kernel import WarmKernel
+
+_BLOCK = 1024
+"""Columns that a program reads at once: 8 a thread, one load of 16 bytes each."""
+
+
+@triton.jit
+def _spread_kernel(
+    x: tl.tensor,  # [T, H]
+    rows: tl.tensor,  # int64 [R]
+    out: tl.tensor,  # [R, H]
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    place = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + tl.load(rows + place) * H + columns, mask=columns < H, other=0.0)
+    tl.store(out + place * H + columns, values, mask=columns < H)
+
+
+@triton.jit
+def _sum_kernel(
+    y: tl.tensor,  # [R, H]
+    places: tl.tensor,  # int64 [T, K]
+    out: tl.tensor,  # [T, H]
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    blocks: tl.constexpr = (H + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for choice in tl.static_range(K):
+        place = tl.load(places + row * K + choice)
+        total += tl.load(y + place * H + columns, mask=columns < H, other=0.0).to(tl.float32)
+    tl.store(out + row * H + columns, total.to(out.dtype.element_ty), mask=columns < H)
+
+
+@triton.jit
+def _weighted_kernel(
+    inner: tl.tensor,  # [Q, 2 I]
+    weights: tl.tensor,  # [Q]
+    out: tl.tensor,  # [Q, I]
+    I: tl.constexpr,  # noqa: E741
+    BLOCK: tl.constexpr,
+) -> None:
+    blocks: tl.constexpr = (I + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    at = inner + row * 2 * I + columns
+    gate = tl.load(at, mask=columns < I, other=0.0).to(tl.float32)
+    up = tl.load(at + I, mask=columns < I, other=0.0).to(tl.float32)
+    hidden = product(gate, up) * tl.load(weights + row).to(tl.float32)
+    tl.store(out + row * I + columns, hidden.to(out.dtype.element_ty), mask=columns < I)
+
+
+@triton.jit
+def _weighted_back_kernel(
+    grad: tl.tensor,  # [Q, I]
+    inner: tl.tensor,  # [Q, 2 I]
+    weights: tl.tensor,  # [Q]
+    dinner: tl.tensor,  # as inner
+    dweights: tl.tensor,  # fp32 [Q]
+    I: tl.constexpr,  # noqa: E741
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + row).to(tl.float32)
+    sums = tl.zeros([BLOCK], dtype=tl.float32)
+    for first in range(0, I, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < I
+        begin = row * 2 * I + columns
+        g = tl.load(grad + row * I + columns, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(inner + begin, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(inner + begin + I, mask=inside, other=0.0).to(tl.float32)
+        sums += g * product(gate, up)
+        dgate, dup = gradients(g * weight, gate, up)
+        tl.store(dinner + begin, dgate.to(dinner.dtype.element_ty), mask=inside)
+        tl.store(dinner + begin + I, dup.to(dinner.dtype.element_ty), mask=inside)
+    tl.store(dweights + row, tl.sum(sums, 0))
+
+
+_spread = WarmKernel(_spread_kernel)
+_sum = WarmKernel(_sum_kernel)
+_weighted = WarmKernel(_weighted_kernel)
+_weighted_back = WarmKernel(_weighted_back_kernel)
+
+
+def spread_rows(x_TH: Tensor, rows_R: Tensor) -> Tensor:
+    """Returns `x[rows]` `[R, H]`."""
+    x_TH, width = x_TH.contiguous(), x_TH.shape[1]
+    out_RH = x_TH.new_empty(len(rows_R), width)
+    _spread.launch(
+        len(rows_R) * triton.cdiv(width, _BLOCK),
+        (x_TH, rows_R, out_RH),
+        (),
+        (width, _BLOCK),
+        num_warps=4,
+    )
+    return out_RH
+
+
+def sum_rows(y_RH: Tensor, places_TK: Tensor) -> Tensor:
+    """Returns the sum over a row's places `[T, H]`, in fp32 and their order."""
+    y_RH, width = y_RH.contiguous(), y_RH.shape[1]
+    num_rows, choices = places_TK.shape
+    out_TH = y_RH.new_empty(num_rows, width)
+    _sum.launch(
+        num_rows * triton.cdiv(width, _BLOCK),
+        (y_RH, places_TK, out_TH),
+        (),
+        (width, choices, _BLOCK),
+        num_warps=4,
+    )
+    return out_TH
+
+
+def weighted_swiglu(inner_QI: Tensor, weights_Q: Tensor) -> Tensor:
+    """Returns `w * silu(gate) * up` `[Q, I]`, rounded once."""
+    inner_QI, width = inner_QI.contiguous(), inner_QI.shape[1] // 2
+    out_QI = inner_QI.new_empty(len(inner_QI), width)
+    _weighted.launch(
+        len(inner_QI) * triton.cdiv(width, _BLOCK),
+        (inner_QI, weights_Q.contiguous(), out_QI),
+        (),
+        (width, _BLOCK),
+        num_warps=4,
+    )
+    return out_QI
+
+
+def weighted_swiglu_back(
+    grad_QI: Tensor, inner_QI: Tensor, weights_Q: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of gate and up `[Q, 2 I]`, and of the weights, fp32 `[Q]`."""
+    inner_QI, width = inner_QI.contiguous(), inner_QI.shape[1] // 2
+    dinner_QI = torch.empty_like(inner_QI)
+    dweights_Q = inner_QI.new_empty(len(inner_QI), dtype=torch.float32)
+    _weighted_back.launch(
+        len(inner_QI),
+        (grad_QI.contiguous(), inner_QI, weights_Q.contiguous(), dinner_QI, dweights_Q),
+        (),
+        (width, min(_BLOCK, triton.next_power_of_2(width))),
+        num_warps=4,
+    )
+    return dinner_QI, dweights_Q
