@@ -88,7 +88,7 @@ def branch_case(
             grads = (drawn(*factor.shape).to(master) for factor in (a, b))
             made.append(ExpertTarget(slice(first, first + columns), a, b, *grads))
         targets.append(tuple(made))
-    scaling = torch.tensor([0.5, 2.0, 1.25, 0.75][: len(targets)], dtype=master, device=device)
+    scaling = torch.tensor([0.5, 2.0, 1.25, 0.75, 1.5][: len(targets)], dtype=master, device=device)
     if only is not None:
         slots = torch.arange(counts.shape[1]).repeat(experts)
         kept = (slots.repeat_interleave(counts.flatten()) == only).to(device)
