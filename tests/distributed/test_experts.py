@@ -28,12 +28,12 @@ _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _EXPERTS = ["gate_proj", "up_proj", "down_proj"]
 LORA: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ["q_proj", "v_proj"]},
-    "mlp": {"target_modules": _EXPERTS},
+    "mlp": {"target_modules": _EXPERTS, "expert_sharing": "outer"},
     "everything": {"target_modules": [*_ATTENTION, *_EXPERTS], "expert_rank": 3},
-    "outputs": {"target_modules": ["k_proj", "linear_fc1", "linear_fc2"], "expert_rank": 4},
+    "outputs": {"target_modules": ["linear_fc1", "linear_fc2"], "expert_rank": 4},
 }
-"""Jobs without adapters on routed experts, with these alone, with an A for each of gate and up and
-with one for both."""
+"""Jobs without adapters on routed experts, with outer factors that all experts share, with an A for
+each of gate and up and with one for both of an expert."""
 _TP = ("parallel.tp_size=2",)
 _SP = (*_TP, "parallel.sequence_parallel=true")
 _EP = ("parallel.ep_size=2",)

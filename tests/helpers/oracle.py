@@ -27,6 +27,7 @@ from tests.helpers.oracle_experts import (
     expert_factor,
     mask_gradients,
     peft_fields,
+    share_outer,
 )
 from tlora_megatron.config.job import MEGATRON_TARGETS, JobSpec
 
@@ -84,6 +85,7 @@ def train_alone(
     )
     model = _peft_model(base_dir, job, quantised)
     mask_gradients(model, job.lora)
+    share_outer(model, job.lora)
     _write_factors(model, factors)
     params = [param for param in model.parameters() if param.requires_grad]
     spec = job.optimizer

@@ -3,7 +3,8 @@
 PEFT wraps `gate_up_proj [E, 2 I, H]` and `down_proj [E, H, I]` and forms `W + scaling * B A` for
 every expert. It has one A for gate and up. Where they have an A each, the wrapper gets rank 2 r:
 gate's rows of B read the first r rows of A, up's the others. B's other half stays zero, because its
-gradient is masked; norm, clipping and AdamW are then those of separate modules.
+gradient is masked; norm, clipping and AdamW are then those of separate modules. What all experts
+share is one parameter of torch's parametrization, which repeats it for PEFT.
 
 Shapes: E experts, r rank, H hidden features, I features inside an expert.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from tlora_megatron.config.job import LoraSpec
 
@@ -47,6 +49,8 @@ def peft_fields(lora: LoraSpec) -> dict[str, Any]:
 def expert_factor(model: nn.Module, name: str, *, grad: bool = False) -> Tensor:
     """A view of PEFT's parameter as the canonical factor, `[E, r, in]` or `[E, out, r]`.
 
+    Without E where all experts share it.
+
     Args:
         grad: of its gradient instead.
     """
@@ -55,9 +59,13 @@ def expert_factor(model: nn.Module, name: str, *, grad: bool = False) -> Tensor:
     layer, target, side = found.groups()
     wrapper = _wrapper(model, layer, is_gate_up=target in _OF_GATE_UP)
     count = wrapper.num_experts
-    parameter = getattr(wrapper, f"lora_{side.upper()}")["default"].weight
+    module = getattr(wrapper, f"lora_{side.upper()}")["default"]
+    is_shared = parametrize.is_parametrized(module)
+    parameter = module.parametrizations.weight.original if is_shared else module.weight
     weight = parameter.grad if grad else parameter.data
-    if side == "a":
+    if is_shared:
+        whole = weight
+    elif side == "a":
         whole = weight.view(count, -1, weight.shape[1])
     else:
         whole = weight.view(weight.shape[0], -1, count).permute(2, 0, 1)
@@ -65,14 +73,46 @@ def expert_factor(model: nn.Module, name: str, *, grad: bool = False) -> Tensor:
         return whole
     half = 0 if target == "experts.gate_proj" else 1
     if side == "a":
-        return whole.chunk(2, 1)[half]
+        return whole.chunk(2, -2)[half]
     return whole.chunk(2, 1)[half].chunk(2, 2)[half]
 
 
+class _OfAllExperts(nn.Module):
+    """Repeats a factor for every expert, as PEFT stores them: A expert-major, B expert-minor."""
+
+    def __init__(self, side: str, count: int) -> None:
+        super().__init__()
+        self._side, self._count = side, count
+
+    def forward(self, shared: Tensor) -> Tensor:
+        if self._side == "A":
+            return shared.repeat(self._count, 1)
+        return shared.repeat_interleave(self._count, 1)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        if self._side == "A":
+            return weight[: len(weight) // self._count].clone()
+        return weight[:, :: self._count].clone()
+
+
+def share_outer(model: nn.Module, lora: LoraSpec) -> None:
+    """Makes A of gate and up and B of down one parameter for all experts of a layer."""
+    if lora.expert_sharing == "none":
+        return
+    for is_gate_up, side in ((True, "A"), (False, "B")):
+        for module in _wrappers(model, is_gate_up=is_gate_up):
+            linear = getattr(module, f"lora_{side}")["default"]
+            repeated = _OfAllExperts(side, module.num_experts)
+            parametrize.register_parametrization(linear, "weight", repeated)
+
+
 def as_exported(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Factors whose one A of gate and up of an expert stands with each of them."""
+    """Factors as files have them: one A of gate and up with each, shared ones with each expert."""
     found: dict[str, Tensor] = {}
+    counts = [len(factor) for factor in factors.values() if factor.ndim == 3]
     for name, factor in factors.items():
+        if ".experts." in name and factor.ndim == 2:
+            factor = factor.expand(counts[0], *factor.shape)
         parts = [factor, factor] if name.endswith("lora_a") else list(factor.chunk(2, -2))
         if "experts.linear_fc1" in name:
             for part, value in zip(("gate_proj", "up_proj"), parts, strict=True):

@@ -28,6 +28,7 @@ FUSED_EXPERT_TARGETS = ("experts.linear_fc1", "experts.linear_fc2")
 """The same by Megatron's names; gate and up of an expert then share one A."""
 
 _ON_EXPERTS = EXPERT_TARGETS + FUSED_EXPERT_TARGETS
+_OUTPUTS_OF_EXPERTS = (EXPERT_TARGETS[-1], FUSED_EXPERT_TARGETS[-1])
 
 MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names; one A for the whole fused linear (Megatron-Bridge's plain LoRA)."""
@@ -95,6 +96,11 @@ class LoraSpec:
         default=None,
         ge=1,
     )
+    expert_sharing: Literal["none", "outer"] = rule(
+        "outer: all routed experts of a layer share A of gate_proj and up_proj (or of linear_fc1) "
+        "and B of down_proj, as vLLM and SGLang serve them; none: each expert has its own factors",
+        default="none",
+    )
     use_rslora: bool = rule(
         "scale by alpha / sqrt(rank): rank-stabilised LoRA (arXiv 2312.03732)", default=False
     )
@@ -119,6 +125,16 @@ class LoraSpec:
     def expert_targets(self) -> tuple[str, ...]:
         """The targets on routed experts."""
         return tuple(target for target in self.target_modules if target in _ON_EXPERTS)
+
+    @property
+    def shares_outer(self) -> bool:
+        """True if the factors on the hidden side of routed experts are one for all of them."""
+        return self.expert_sharing == "outer" and bool(self.expert_targets)
+
+    def is_shared(self, target: str, which: str) -> bool:
+        """True if all experts of a layer share the factor `lora_a` or `lora_b` of a target."""
+        inner = "lora_a" if target in _OUTPUTS_OF_EXPERTS else "lora_b"
+        return self.shares_outer and target in _ON_EXPERTS and which != inner
 
     def rank_of(self, target: str) -> int:
         """Rank of the adapter on a target."""

@@ -21,10 +21,12 @@ from tlora_megatron.layers.expert_factors import (
     expert_factors,
     make_expert_copy,
 )
+from tlora_megatron.layers.outer_factors import OuterCopy, make_outer_copy, outer_factors
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
 from tlora_megatron.ops.experts.branch import ExpertFactors
+from tlora_megatron.ops.experts.outer import OuterFactors
 from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.kernel_choice import choose_ops
 from tlora_megatron.ops.lora.linear_ops import LinearOps
@@ -130,8 +132,11 @@ class AdapterBank:
         self.block_diagonal_factors: dict[int, SiteFactors] = {}
         """Factors of block-diagonal jobs, where sites do not fold."""
         self.expert_factors: dict[int, ExpertFactors] = {}
-        """Factors of all jobs at routed experts, by `Site.index`."""
+        """Factors at routed experts of all jobs whose experts have their own, by `Site.index`."""
+        self.outer_factors: dict[int, OuterFactors] = {}
+        """Those of jobs whose experts share the outer ones."""
         self._expert_copies: list[ExpertCopy] = []
+        self._outer_copies: list[OuterCopy] = []
         self._copies: list[list[torch.Tensor]] = []
         """Views of a slot's factors in the arenas, in its slab's order (`_compute_views`)."""
         self._casts: list[_Cast] = []
@@ -193,15 +198,11 @@ class AdapterBank:
         """
         tables = (self.fused_factors, self.s_lora_a_factors, self.block_diagonal_factors)
         before = [dict(table) if first else {} for table in tables]
-        for table in (*tables, self.expert_factors):
+        for table in (*tables, self.expert_factors, self.outer_factors):
             table.clear()
-        self._expert_copies = [
-            *self._expert_copies[:first],
-            *(
-                make_expert_copy(a.slab.layout, self.dtype, self.device)
-                for a in self.adapters[first:]
-            ),
-        ]
+        fresh = [(a.slab.layout, self.dtype, self.device) for a in self.adapters[first:]]
+        self._expert_copies[first:] = [make_expert_copy(*layout) for layout in fresh]
+        self._outer_copies[first:] = [make_outer_copy(*layout) for layout in fresh]
         if not self.adapters:
             return
         loras = [a.lora for a in self.adapters]
@@ -225,6 +226,9 @@ class AdapterBank:
                 found = expert_factors(site, arenas.slabs, self._expert_copies, arenas.scaling)
                 if found is not None:
                     self.expert_factors[index] = found
+                outer = outer_factors(site, arenas.slabs, self._outer_copies, arenas.scaling)
+                if outer is not None:
+                    self.outer_factors[index] = outer
                 continue
             if site.lora_sharding == "fold":
                 self.fused_factors[index] = arenas.make(site, shards, "all", fused.get(index))
@@ -244,8 +248,9 @@ class AdapterBank:
         """Returns views of a slot's factors in the arenas, unpadded, in its slab's order."""
         views = []
         for factor in adapter.slab.layout.factors:
-            if factor.experts is not None:
-                views.append(self._expert_copies[slot][factor.name].flatten())
+            of_experts = self._outer_copies[slot] or self._expert_copies[slot]
+            if factor.name in of_experts:
+                views.append(of_experts[factor.name].flatten())
                 continue
             index, p = self._places[factor.shard.name]
             factors = self.fused_factors[index]

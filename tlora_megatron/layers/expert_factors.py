@@ -17,7 +17,9 @@ ExpertCopy = Mapping[str, Tensor]
 
 
 def make_expert_copy(layout: SlabLayout, dtype: torch.dtype, device: torch.device) -> ExpertCopy:
-    """Allocates the copies of an adapter's factors, zeros."""
+    """Allocates the copies of an adapter's factors, zeros; none where experts share some."""
+    if layout.lora.shares_outer:
+        return {}
     factors = [factor for factor in layout.factors if factor.experts is not None]
     flat = torch.zeros(layout.numel - layout.experts_begin, dtype=dtype, device=device)
     parts = flat.split_with_sizes([factor.numel for factor in factors])
@@ -40,6 +42,7 @@ def expert_factors(
             _target(shard, slab, copy)
             for shard in site.targets
             if shard.target in slab.layout.lora.target_modules
+            and not slab.layout.lora.shares_outer  # `layers.outer_factors`
         )
         for slab, copy in zip(slabs, copies, strict=True)
     )

@@ -53,8 +53,12 @@ def expert_state_bytes(lora: LoraSpec, spec: Backbone) -> int:
     experts = _experts_of(spec)
     if experts is None:
         return 0
-    sizes = (lora.rank_of(t) * sum(spec.target_shape(t)) for t in lora.expert_targets)
-    return _MOST_BYTES * spec.num_layers * experts.num_experts * sum(sizes)
+    elements = 0
+    for target in lora.expert_targets:
+        for which, size in zip(("lora_b", "lora_a"), spec.target_shape(target), strict=True):
+            copies = 1 if lora.is_shared(target, which) else experts.num_experts
+            elements += copies * lora.rank_of(target) * size
+    return _MOST_BYTES * spec.num_layers * elements
 
 
 def warn_of_expert_rank(job: JobSpec, spec: Backbone) -> None:
@@ -81,6 +85,11 @@ def _check(job: JobSpec) -> None:
             raise ValueError(
                 f"lora.expert_rank {where} must be absent without targets on routed experts, got "
                 f"{lora.expert_rank}"
+            )
+        if lora.expert_sharing != "none":
+            raise ValueError(
+                f"lora.expert_sharing {where} must be none without targets on routed experts, got "
+                f"{lora.expert_sharing}"
             )
         return
     if lora.dropout > 0:

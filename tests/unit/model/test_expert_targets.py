@@ -53,6 +53,10 @@ def test_names_of_an_mlp_mean_the_experts(spec: ModelSpec) -> None:
             {"target_modules": ("q_proj",), "expert_rank": 2},
             "lora.expert_rank of job 'a' must be absent without targets on routed experts, got 2",
         ),
+        (
+            {"target_modules": ("q_proj",), "expert_sharing": "outer"},
+            "lora.expert_sharing of job 'a' must be none without targets on .* experts, got outer",
+        ),
     ],
 )
 def test_refused(spec: ModelSpec, lora: dict[str, Any], message: str) -> None:
@@ -83,6 +87,8 @@ def test_an_expert_rank_that_nobody_chose_is_told_with_its_bytes(
     expected = 18 * 2 * 4 * 3 * 16 * (64 + 48)
     chosen = over_base(job(expert_rank=16), spec)
     assert expert_state_bytes(chosen.lora, spec) == expected
+    outer = over_base(job(expert_rank=16, expert_sharing="outer"), spec)
+    assert expert_state_bytes(outer.lora, spec) == 18 * 2 * 3 * 16 * (64 + 4 * 48)
     with caplog.at_level(logging.WARNING):
         warn_of_expert_rank(chosen, spec)
         assert not caplog.text

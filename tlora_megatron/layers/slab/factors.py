@@ -24,14 +24,16 @@ def factor_shape(spec: Backbone, name: str, lora: LoraSpec) -> tuple[int, ...]:
     """Returns the whole shape of the canonical factor `layers.I.TARGET.lora_a|lora_b`.
 
     Blocks of a block-diagonal factor lie below one another, as in PEFT's files. A factor of routed
-    experts has the experts in front: `[experts, rank, in]` and `[experts, out, rank]`.
+    experts has the experts in front, `[experts, rank, in]` and `[experts, out, rank]`, unless it is
+    shared by all of them.
     """
     _, target, which = split_name(name)
     out_size, in_size = spec.target_shape(target)
     if target in lora.expert_targets and isinstance(spec, ModelSpec):
         assert spec.experts is not None, "target_shape has looked"
-        rank, count = lora.rank_of(target), spec.experts.num_experts
-        return (count, rank, in_size) if which == "lora_a" else (count, out_size, rank)
+        rank = lora.rank_of(target)
+        matrix = (rank, in_size) if which == "lora_a" else (out_size, rank)
+        return matrix if lora.is_shared(target, which) else (spec.experts.num_experts, *matrix)
     blocks = lora.num_blocks if which == lora.block_factor(target) else 1
     if which == "lora_a":
         return lora.rank, in_size // blocks

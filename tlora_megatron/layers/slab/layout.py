@@ -5,8 +5,10 @@ the sharded ones. `lora_b` is stored transposed, `[rank, out]`, as the kernels r
 block-diagonal adapter is replicated, and only the blocks of its block-diagonal factors are stored.
 Under s_lora nothing of a standard adapter is replicated either.
 
-Factors on routed experts come behind all dense ones, in the same order: other ranks hold replicas
-of them, so they are summed and counted by themselves.
+Factors of single routed experts come behind all dense ones, in the same order: other ranks hold
+replicas of them, so they are summed and counted by themselves. Those that all experts of a layer
+share (`lora.expert_sharing`) are dense ones: every rank has them whole, and under tensor
+parallelism a part of their gradient, by rows or by columns of experts. They come first of all.
 """
 
 from __future__ import annotations
@@ -158,11 +160,15 @@ def slab_layout(sites: Sequence[Site], lora: LoraSpec) -> SlabLayout:
     """Lays an adapter out over the sites of one rank: dense linears, then routed experts."""
     of_experts = [site for site in sites if site.experts is not None]
     dense = [site for site in sites if site.experts is None]
-    factors, replicated = _lay_out(dense, lora, 0)
-    begin = _end(factors, 0)
+    shared = _shared_by_experts(of_experts, lora)
+    dense_begin = _end(shared, 0)
+    factors, replicated = _lay_out(dense, lora, dense_begin)
+    if any(site.tp_size > 1 for site in dense):
+        replicated += dense_begin
+    begin = _end(factors, dense_begin)
     more, experts_replicated = _lay_out(of_experts, lora, begin)
     return SlabLayout(
-        lora, (*factors, *more), replicated, _end(more, begin), begin, experts_replicated
+        lora, (*shared, *factors, *more), replicated, _end(more, begin), begin, experts_replicated
     )
 
 
@@ -172,27 +178,42 @@ def _end(factors: Sequence[Factor], begin: int) -> int:
 
 def _lay_out(sites: Sequence[Site], lora: LoraSpec, offset: int) -> tuple[list[Factor], int]:
     """Returns the factors from an offset on, and how many elements of them are replicated."""
-    shards = [
-        (site, shard)
-        for site in sites
-        for shard in site.targets
-        if shard.target in lora.target_modules
-    ]
-    wanted: list[tuple[Site, TargetShard, Literal["lora_a", "lora_b"]]] = []
+    factors, numels = [], []
     for replicated in (True, False):
-        for site, shard in shards:
-            is_a = replicated == (site.kind == "column")
-            wanted.append((site, shard, "lora_a" if is_a else "lora_b"))
-    factors = []
-    for site, shard, which in wanted:
-        shares_all = site.lora_sharding == "s_lora" and not lora.is_block_diagonal
-        make = _shared_factor if shares_all else _factor
-        if site.experts is not None:
-            make = _expert_factor
-        factors.append(make(site, shard, which, offset, lora))
-        offset += factors[-1].numel
+        begin = offset
+        for site, shard, which in _wanted(sites, lora, replicated=replicated):
+            if lora.is_shared(shard.target, which):
+                continue
+            shares_all = site.lora_sharding == "s_lora" and not lora.is_block_diagonal
+            make = _shared_factor if shares_all else _factor
+            if site.experts is not None:
+                make = _expert_factor
+            factors.append(make(site, shard, which, offset, lora))
+            offset += factors[-1].numel
+        numels.append(offset - begin)
     replicates = _replicates(sites) and not lora.is_block_diagonal
-    return factors, sum(f.numel for f in factors[: len(shards)]) if replicates else 0
+    return factors, numels[0] if replicates else 0
+
+
+def _wanted(
+    sites: Sequence[Site], lora: LoraSpec, *, replicated: bool
+) -> Iterator[tuple[Site, TargetShard, Literal["lora_a", "lora_b"]]]:
+    """Yields an adapter's factors: those that tensor parallelism replicates, or the others."""
+    for site in sites:
+        for shard in site.targets:
+            if shard.target in lora.target_modules:
+                yield site, shard, "lora_a" if replicated == (site.kind == "column") else "lora_b"
+
+
+def _shared_by_experts(sites: Sequence[Site], lora: LoraSpec) -> list[Factor]:
+    """Returns the factors that all routed experts of a layer share, whole on every rank."""
+    factors: list[Factor] = []
+    for _, shard, which in _wanted(sites, lora, replicated=True):
+        if lora.is_shared(shard.target, which):
+            size = shard.in_size if which == "lora_a" else shard.columns.size
+            shape, whole = (lora.rank_of(shard.target), size), (slice(None), slice(None))
+            factors.append(Factor(shard, which, _end(factors, 0), shape, whole))
+    return factors
 
 
 def _factor(

@@ -238,6 +238,7 @@ _LORA_FIXED = (
     "parametrization",
     "num_blocks",
     "expert_rank",
+    "expert_sharing",
 )
 _PREFIXES = {
     "adapter.safetensors": ("",),

@@ -42,7 +42,7 @@ class _Place(NamedTuple):
 def expert_tensors(
     factor: PendingTensor, target: str, rows: slice, model: ModelSpec
 ) -> Iterator[PendingTensor]:
-    """Yields one target's tensors of a file, one an expert.
+    """Yields one target's tensors of a file, one an expert: the same of each where they share it.
 
     Args:
         factor: canonical, of the target or of a fused one that holds it.
@@ -51,16 +51,36 @@ def expert_tensors(
     layer, _, side = split_name(factor.name)
     letter, experts = "A" if side == "lora_a" else "B", model.experts
     assert experts is not None, "the factor is of routed experts"
-    shape = (rows.stop - rows.start, factor.shape[2])
-    for expert in range(factor.shape[0]):
+    shape = (rows.stop - rows.start, factor.shape[-1])
+    for expert in range(experts.num_experts):
         path = f"model.layers.{layer}.{_module(experts, expert, target)}"
         key = f"base_model.model.{path}.lora_{letter}.weight"
         yield PendingTensor(key, shape, partial(_read_rows, factor, expert, rows))
 
 
 def _read_rows(factor: PendingTensor, expert: int, rows: slice, scratch: Scratch) -> Tensor:
+    if len(factor.shape) == 2:
+        return factor.read(scratch)[rows].contiguous()
     assert factor.read_one is not None, "checked when the file was planned"
     return factor.read_one(expert, scratch)[rows].contiguous()
+
+
+def common_matrix(factor_ERC: Tensor, what: str) -> Tensor:
+    """Returns the one matrix of a factor that all experts share.
+
+    Args:
+        what: the factor and who asks for it, for the error.
+
+    Raises:
+        ValueError: naming the first expert that has another one.
+    """
+    for expert, matrix in enumerate(factor_ERC):
+        if not torch.equal(matrix, factor_ERC[0]):
+            raise ValueError(
+                f"{what} must be the same for all experts with lora.expert_sharing: outer, got "
+                f"another one for expert {expert}; use expert_sharing: none"
+            )
+    return factor_ERC[0]
 
 
 def module_names(model: ModelSpec) -> dict[str, str]:

@@ -37,7 +37,11 @@ from tlora_megatron.training.formats.peft_config import (
     peft_config,
     read_peft_config,
 )
-from tlora_megatron.training.formats.peft_experts import ExpertReader, expert_tensors
+from tlora_megatron.training.formats.peft_experts import (
+    ExpertReader,
+    common_matrix,
+    expert_tensors,
+)
 from tlora_megatron.training.formats.quantised.card import (
     README,
     QuantisationCard,
@@ -239,10 +243,11 @@ def fit_to_job(adapter: AdapterFile, job: JobSpec) -> dict[str, Tensor]:
     """Returns the adapter's factors under the job's targets; the job may change only the dropout.
 
     A job with Megatron targets takes q/k/v (gate/up) factors that share one A, as those exported
-    here do; with an A of their own they do not fit into one fused adapter of the same rank.
+    here do; with an A of their own they do not fit into one fused adapter of the same rank. A job
+    whose experts share factors takes those that are the same for all of them.
 
     Raises:
-        ValueError: if rank, scaling or targets differ, or a fused target's parts do not share A.
+        ValueError: if rank, scaling or targets differ, or factors that are to be one are unequal.
     """
     where, ours, theirs = f"job {job.name!r}: init_from adapter", job.lora, adapter.lora
     wanted = hf_targets(ours.target_modules)
@@ -270,9 +275,12 @@ def fit_to_job(adapter: AdapterFile, job: JobSpec) -> dict[str, Tensor]:
     factors = {}
     for layer in range(num_layers):
         for target in ours.target_modules:
-            lora_a, lora_b = _join(adapter.factors, layer, target, where)
-            factors[f"layers.{layer}.{target}.lora_a"] = lora_a
-            factors[f"layers.{layer}.{target}.lora_b"] = lora_b
+            joined = _join(adapter.factors, layer, target, where)
+            for which, factor in zip(("lora_a", "lora_b"), joined, strict=True):
+                name = f"layers.{layer}.{target}.{which}"
+                if ours.is_shared(target, which):
+                    factor = common_matrix(factor, f"{where}'s {name}")
+                factors[name] = factor
     return factors
 
 
@@ -308,7 +316,7 @@ def _peft_tensors(factors: Sequence[PendingTensor], model: Backbone) -> list[Pen
             if side == "lora_b":
                 rows = model.target_shape(part)[0]
             held = slice(begin, begin + rows)
-            if len(factor.shape) == 3 and isinstance(model, ModelSpec):
+            if part in EXPERT_TARGETS and isinstance(model, ModelSpec):
                 tensors += expert_tensors(factor, part, held, model)
             else:
                 key = _peft_key(f"layers.{layer}.{part}.{side}", model)

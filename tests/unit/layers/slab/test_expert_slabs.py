@@ -19,7 +19,7 @@ from tlora_megatron.layers.slab import (
 )
 from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
 from tlora_megatron.model.experts import ExpertsSpec
-from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 
 SPEC = ModelSpec(
@@ -40,6 +40,9 @@ OWN = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 LORAS = {
     "own": LoraSpec(rank=4, expert_rank=3, target_modules=("q_proj", "o_proj", *OWN)),
     "fused": LoraSpec(rank=2, target_modules=("experts.linear_fc1", "experts.linear_fc2")),
+    "outer": LoraSpec(
+        rank=4, expert_rank=3, expert_sharing="outer", target_modules=("q_proj", "o_proj", *OWN)
+    ),
 }
 LAYOUTS = {
     "one process": ParallelLayout(),
@@ -106,6 +109,27 @@ def test_experts_lie_behind_and_replicated_parts_in_front(name: str) -> None:
         assert (slab.replicated_numel > 0) == (layout.tp_size > 1)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("sharding", ["fold", "s_lora"])
+def test_what_experts_share_is_dense_and_replicated(name: str, sharding: LoraSharding) -> None:
+    layout = replace(LAYOUTS[name], lora_sharding=sharding)
+    for slab in holders(layout, LORAS["outer"]):
+        shared = [f for f in slab.factors if ".experts." in f.name and f.experts is None]
+        layers = 2 // layout.pp_size
+        assert [f.shard.target for f in shared] == [*OWN] * layers
+        assert [f.which for f in shared] == ["lora_a", "lora_a", "lora_b"] * layers
+        assert all(f.shape == (3, 32) for f in shared)
+        numel = sum(f.numel for f in shared)
+        # They lie in front, in what tensor-parallel ranks sum, also where nothing else does.
+        assert [f.offset for f in shared] == list(range(0, numel, 3 * 32))
+        expected = numel if layout.tp_size > 1 else 0
+        if layout.tp_size > 1 and sharding == "fold":
+            expected += layers * 2 * 4 * 32  # A of q and B of o
+        assert slab.replicated_numel == expected
+        assert slab.experts_replicated == 0
+        assert all((f.experts is None) == (f.offset < slab.experts_begin) for f in slab.factors)
+
+
 def test_indices_are_beyond_those_of_dense_linears() -> None:
     sites = stage_sites(SPEC, ParallelLayout(), tp_rank=0, pp_rank=0)
     found = [site.index for site in sites if site.linear in EXPERT_LINEARS]
@@ -122,3 +146,6 @@ def test_an_expert_draws_by_its_own_number() -> None:
     fewer = replace(SPEC, experts=replace(SPEC.experts, num_experts=2))
     assert torch.equal(initial_factor(fewer, name, lora, 5), drawn[:2])
     assert not initial_factor(SPEC, name.replace("lora_a", "lora_b"), lora, 5).any()
+    shared = initial_factor(SPEC, name, LORAS["outer"], 5)
+    assert shared.shape == (3, 32)
+    assert len(torch.unique(torch.cat([drawn, shared[None]]))) == drawn.numel() + shared.numel()

@@ -32,6 +32,12 @@ LORAS = {
     "one A for gate and up": LoraSpec(
         rank=4, alpha=8, expert_rank=2, target_modules=("o_proj", *FUSED)
     ),
+    "outer": LoraSpec(
+        rank=4, alpha=6, expert_rank=3, expert_sharing="outer", target_modules=("q_proj", *OWN)
+    ),
+    "outer, one A for gate and up": LoraSpec(
+        rank=3, alpha=6, expert_sharing="outer", target_modules=FUSED
+    ),
 }
 
 
@@ -109,6 +115,25 @@ def test_what_we_write_we_read(kind: str, base: Path, model: ModelSpec, tmp_path
     other = dataclasses.replace(lora, expert_rank=7)
     with pytest.raises(ValueError, match="init_from adapter's expert_rank must be the job's 7"):
         fit_to_job(load_adapter(tmp_path / "a", model=model), job_of(other))
+
+
+def test_experts_share_what_is_the_same(base: Path, model: ModelSpec, tmp_path: Path) -> None:
+    """One file is both: every expert's own factors, and the shared ones where they are equal."""
+    shared = LORAS["outer"]
+    own = dataclasses.replace(shared, expert_sharing="none")
+    factors = write(tmp_path / "shared", base, model, shared)
+    read = fit_to_job(load_adapter(tmp_path / "shared", model=model), job_of(own))
+    for name, factor in read.items():
+        assert factor.shape == factor_shape(model, name, own)
+        assert torch.equal(factor, factors[name].expand_as(factor)), name
+    read["layers.1.experts.down_proj.lora_b"][2, 0, 0] += 1
+    export_adapter(tmp_path / "own", lora=own, factors=read, model=model, base_model=str(base))
+    with pytest.raises(
+        ValueError,
+        match=r"layers\.1\.experts\.down_proj\.lora_b must be the same "
+        r"for all experts with lora\.expert_sharing: outer, got .* expert 2",
+    ):
+        fit_to_job(load_adapter(tmp_path / "own", model=model), job_of(shared))
 
 
 def test_names_are_those_that_vllm_and_transformers_4_know(

@@ -2,8 +2,9 @@
 
     y[t] = sum over e in C(t), ascending: (w[t, e] * swiglu(x[t] Wgu_e^T)) Wd_e^T
 
-and adapters on both linears, where jobs have some (`ops.experts.branch`). Weights multiply before
-the second linear, so that backward needs no expert's output. Saved are the first linear's outputs
+and adapters on both linears, where jobs have some (`ops.experts.branch`, and `outer_experts` for
+factors that experts share). Weights multiply before the second linear, so that backward needs no
+expert's output. Saved are the first linear's outputs
 and what the router keeps; with adapters the experts' input, too. Where there is a shared expert
 (`shared_expert`), y is added to what it returns.
 
@@ -18,6 +19,7 @@ rows to all experts, Q rows that meet those of this rank.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import Inner
+from tlora_megatron.integrations.megatron.layer.outer_experts import FirstSaved, OuterCall
 from tlora_megatron.integrations.megatron.layer.shared_expert import SharedExpert
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.linear_layout import LinearLayout
@@ -34,6 +37,7 @@ from tlora_megatron.layers.sites import Site
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns
 from tlora_megatron.ops.experts.choice import expert_ops
+from tlora_megatron.ops.experts.outer import OuterFactors, token_runs
 from tlora_megatron.ops.experts.products import expert_dgrads, expert_products
 from tlora_megatron.ops.experts.router import route_vjp
 from tlora_megatron.ops.experts.rows import ExpertRows, RowSlots, sort_rows
@@ -132,20 +136,30 @@ class FrozenExperts(nn.Module):
             view: of the rows; without one no adapter is computed.
         """
         routing, router_back = route_vjp(x_TH, self.router.weight, self.spec)
-        slots = None if view is None else self._slots(view, x_TH)
+        window = None if view is None else self._adapted_rows(view, x_TH)
+        slots = None if view is None or window is None else _slots(view, window, x_TH.device)
         rows = sort_rows(routing.experts_TK, self.spec.num_experts, slots)
         journey = self.exchange.begin(rows.counts_ES)
+        outer = self._outer_call(view, window, rows, journey)
         weights_Q = journey.there(rows.pick(routing.weights_TK))
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         x_QH = journey.there(rows.spread(x_TH))
         inner, s_1 = fc1.product(x_QH, journey.runs)
-        y_QH, s_2 = fc2.product(weighted_swiglu(inner, weights_Q), journey.runs)
+        outer_1 = outer.add_to_first(x_TH, inner)
+        hidden_QI = weighted_swiglu(inner, weights_Q)
+        y_QH, s_2 = fc2.product(hidden_QI, journey.runs)
+        outer_2 = outer.sum_second(hidden_QI)
+        del hidden_QI
         y_TH = rows.sum(journey.back(y_QH))
         del y_QH
+        outer.add_to_second(outer_2, y_TH)
         # Rows that have come from other ranks would have to come again.
         kept = x_TH if journey.order_Q is None else x_QH
         del x_QH
-        saved = _Saved(rows, journey, weights_Q, inner, kept if s_1 else None, s_1, s_2)
+        saved = _Saved(
+            rows, journey, weights_Q, inner, kept if s_1 else None, s_1, s_2,
+            outer, outer_1, outer_2,
+        )  # fmt: skip
 
         def vjp(dy_TH: Tensor) -> Tensor:
             dx_TH, dweights_R = self._back(dy_TH, saved)
@@ -155,11 +169,13 @@ class FrozenExperts(nn.Module):
 
     def _back(self, dy_TH: Tensor, saved: _Saved) -> tuple[Tensor, Tensor]:
         """Returns the gradients of x through the experts, and of the weights `[R]`, fp32."""
-        rows, journey, weights_Q, inner, kept, s_1, s_2 = saved
+        rows, journey, weights_Q, inner, kept, s_1, s_2, outer, outer_1, outer_2 = saved
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         dy_QH = journey.there(rows.spread(dy_TH))
-        dhidden = fc2.dgrad(dy_QH, lambda: weighted_swiglu(inner, weights_Q), s_2, journey.runs)
+        hidden = functools.partial(weighted_swiglu, inner, weights_Q)
+        dhidden = fc2.dgrad(dy_QH, hidden, s_2, journey.runs)
         del dy_QH
+        outer.second_back(dy_TH, dhidden, hidden, outer_2)
         dinner, dweights_Q = weighted_swiglu_back(dhidden, inner, weights_Q)
         del dhidden
 
@@ -168,16 +184,38 @@ class FrozenExperts(nn.Module):
             return rows.spread(kept) if journey.order_Q is None else kept
 
         dx_QH = fc1.dgrad(dinner, x_QH, s_1, journey.runs)
-        return rows.sum(journey.back(dx_QH)), journey.back(dweights_Q)
+        dx_TH = rows.sum(journey.back(dx_QH))
+        outer.first_back(dinner, dx_TH, outer_1)
+        return dx_TH, journey.back(dweights_Q)
 
-    def _slots(self, view: MicroBatchView, x_TH: Tensor) -> RowSlots | None:
-        """Returns the adapter of each row of x; None if none is on this layer's experts."""
-        if self.experts.linear_fc1.factors is None and self.experts.linear_fc2.factors is None:
+    def _adapted_rows(self, view: MicroBatchView, x_TH: Tensor) -> slice | None:
+        """Returns the rows of the view that x has; None if no adapter is on these experts."""
+        linears = (self.experts.linear_fc1, self.experts.linear_fc2)
+        if all(linear.factors is None and linear.outer is None for linear in linears):
             return None
-        slots_T, begin = view.rows.row_slots(x_TH.device), 0
-        if len(x_TH) < len(slots_T):  # under sequence parallelism, where each rank sends its rows
+        begin = 0
+        if len(x_TH) < view.num_tokens:  # under SP, where each rank sends its rows
             begin = len(x_TH) * parallel_state.get_tensor_model_parallel_rank()
-        return RowSlots(slots_T[begin : begin + len(x_TH)], view.num_slots)
+        return slice(begin, begin + len(x_TH))
+
+    def _outer_call(
+        self, view: MicroBatchView | None, window: slice | None, rows: ExpertRows, journey: Journey
+    ) -> OuterCall:
+        """Returns the part of adapters whose outer factors experts share; there may be none."""
+        if view is None or window is None:
+            nothing = token_runs((0,), slice(0, 0))
+            return OuterCall(first=None, second=None, rows=rows, journey=journey, tokens=nothing)
+        return OuterCall(
+            first=self.experts.linear_fc1.outer,
+            second=self.experts.linear_fc2.outer,
+            rows=rows,
+            journey=journey,
+            tokens=token_runs(view.rows.ends, window),
+        )
+
+
+def _slots(view: MicroBatchView, window: slice, device: torch.device) -> RowSlots:
+    return RowSlots(view.rows.row_slots(device)[window], view.num_slots)
 
 
 class _Saved(NamedTuple):
@@ -191,6 +229,10 @@ class _Saved(NamedTuple):
     s_1: Sequence[Tensor]
     """What adapters on the first linear keep, and on the second one."""
     s_2: Sequence[Tensor]
+    outer: OuterCall
+    outer_1: FirstSaved | None
+    """What it keeps of the first linear, and of the second one."""
+    outer_2: Tensor | None
 
 
 class _Router(nn.Module):
@@ -229,6 +271,14 @@ class _StackedWeights(nn.Module, MultiAdapter):
             return None
         bank, site = self.tlora_bank
         return bank.expert_factors.get(site.index)
+
+    @property
+    def outer(self) -> OuterFactors | None:
+        """Those of adapters whose outer factor all experts share."""
+        if self.tlora_bank is None:
+            return None
+        bank, site = self.tlora_bank
+        return bank.outer_factors.get(site.index)
 
     def product(self, x_QK: Tensor, runs: ExpertRuns) -> tuple[Tensor, Sequence[Tensor]]:
         """Returns the linear's output with the adapters', and what their backward needs."""

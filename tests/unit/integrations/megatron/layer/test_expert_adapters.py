@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from tests.helpers.oracle_experts import expert_factor, mask_gradients, peft_fields
+from tests.helpers.oracle_experts import (
+    expert_factor,
+    mask_gradients,
+    peft_fields,
+    share_outer,
+)
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron import cpu
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
@@ -52,8 +57,21 @@ LORAS = {
     ),
     "down": LoraSpec(rank=4, alpha=3, use_rslora=True, target_modules=("experts.down_proj",)),
     "attention": LoraSpec(rank=4, target_modules=("q_proj",)),
-}
-ROWS = {"own": 13, "absent": 0, "fused": 9, "down": 1, "attention": 4, "nobody": 5}
+    "outer": LoraSpec(rank=3, alpha=6, expert_sharing="outer", target_modules=OWN),
+    "outer, absent": LoraSpec(rank=6, expert_sharing="outer", target_modules=OWN),
+    "outer, fused": LoraSpec(
+        rank=4, alpha=6, expert_rank=5, expert_sharing="outer",
+        target_modules=("experts.linear_fc1", "experts.linear_fc2"),
+    ),
+    "outer, down": LoraSpec(
+        rank=4, alpha=3, use_rslora=True, expert_sharing="outer",
+        target_modules=("experts.down_proj",),
+    ),
+}  # fmt: skip
+ROWS = {
+    "own": 13, "absent": 0, "fused": 9, "down": 1, "attention": 4,
+    "outer": 11, "outer, absent": 0, "outer, fused": 6, "outer, down": 7, "nobody": 5,
+}  # fmt: skip
 """Rows of each job in the order of slots, then padding."""
 
 
@@ -139,6 +157,7 @@ def peft_alone(
     twin.load_state_dict(block.state_dict())
     model = get_peft_model(twin, LoraConfig(lora_dropout=0.0, **peft_fields(lora)))
     mask_gradients(model, lora)
+    share_outer(model, lora)
     slot = list(LORAS).index(name)
     slab = bank.adapters[slot].slab
     for factor, master in zip(slab.layout.factors, slab.layout.views(slab.master), strict=True):

@@ -1,0 +1,104 @@
+"""The products of adapters whose outer factor all routed experts of a layer share, in torch.
+
+    y_e += u B_es,    u = scaling_s * x A_s^T                          gate and up, or both in one
+    y   += s B_s,     s = scaling_s * sum over e of h_e A_es^T         down
+
+The shared factor multiplies each row of the micro-batch once, so that rows of rank columns travel
+to the experts and back, not rows of features. The way back is the mirror image:
+
+    dB_es += u^T dy_e,  du = scaling_s * sum over e of dy_e B_es^T,  dA_s += du^T x,  dx += du A_s
+    dA_es += ds^T h_e,  ds = scaling_s * dy B_s^T,  dB_s += s^T dy,  dh_e += ds A_es
+
+All of it is three operations on runs of rows, `shrink`, `expand` and `add_gradients`, with the
+shared factors or with those of the experts. A run of the micro-batch's own rows has expert 0 and
+reads the shared factor. Sums over rows are fp32; nothing waits for the device but the runs of
+experts, once.
+
+Shapes: L experts of a rank, or 1 for what they share; Q rows, C features, R rank columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlora_megatron.ops.experts.branch import ExpertRun, ExpertRuns
+from tlora_megatron.ops.lora.torch_ops import accumulate
+
+
+class OuterTarget(NamedTuple):
+    """One factor of one adapter at one target: the shared one, or those of a rank's experts."""
+
+    columns: slice
+    """Its features, of the linear's input or output."""
+    ranks: slice
+    """Its columns among those that travel."""
+    weight: Tensor
+    """`[L, R, C]` in the compute dtype."""
+    grad: Tensor
+    """`[L, R, C]`, fp32."""
+
+
+OuterSide = tuple[tuple[OuterTarget, ...], ...]
+"""The factors of each slot's adapter on one side; some have none."""
+
+
+class OuterFactors(NamedTuple):
+    """The factors of all adapters that share the outer one, at one linear of the routed experts."""
+
+    shared: OuterSide
+    own: OuterSide
+    scaling: Tensor
+    """fp32 `[slots]`."""
+    width: int
+    """Rank columns of a row that travels: those of the adapter that has most."""
+
+
+def shrink(x_QC: Tensor, runs: ExpertRuns, side: OuterSide, width: int) -> Tensor:
+    """Returns `x w^T` of each run's rows, `[Q, width]`; zeros elsewhere."""
+    s_QR = x_QC.new_zeros(len(x_QC), width)
+    for run, target in _walk(runs, side):
+        rows = slice(run.begin, run.end)
+        s_QR[rows, target.ranks] = x_QC[rows, target.columns] @ target.weight[run.expert].t()
+    return s_QR
+
+
+def expand(s_QR: Tensor, y_QC: Tensor, runs: ExpertRuns, side: OuterSide) -> None:
+    """Adds `s w` to y in the rows of each run."""
+    for run, target in _walk(runs, side):
+        rows = slice(run.begin, run.end)
+        y_QC[rows, target.columns].addmm_(s_QR[rows, target.ranks], target.weight[run.expert])
+
+
+def add_gradients(s_QR: Tensor, x_QC: Tensor, runs: ExpertRuns, side: OuterSide) -> None:
+    """Adds `s^T x` of each run's rows to the gradients of its factors, in ascending order."""
+    for run, target in _walk(runs, side):
+        rows = slice(run.begin, run.end)
+        accumulate(target.grad[run.expert], s_QR[rows, target.ranks], x_QC[rows, target.columns])
+
+
+def scale(s_QR: Tensor, runs: ExpertRuns, factors: OuterFactors) -> Tensor:
+    """Multiplies the rows of each run by their adapter's scaling, in place, and returns them."""
+    for run in runs.of_adapters:
+        if factors.shared[run.slot]:
+            # By a tensor in fp32: a number would be rounded to the dtype of s.
+            s_QR[run.begin : run.end].mul_(factors.scaling[run.slot : run.slot + 1])
+    return s_QR
+
+
+def token_runs(ends: tuple[int, ...], window: slice) -> ExpertRuns:
+    """Returns the runs of adapters among some rows of a micro-batch, on the host.
+
+    Args:
+        ends: of each slot's rows in the micro-batch, the null slot last.
+        window: the rows.
+    """
+    held = torch.tensor((window.start, *ends)).clamp(window.start, window.stop)
+    return ExpertRuns(held.diff()[None])
+
+
+def _walk(runs: ExpertRuns, side: OuterSide) -> Iterator[tuple[ExpertRun, OuterTarget]]:
+    return ((run, target) for run in runs.of_adapters for target in side[run.slot])
