@@ -18,6 +18,15 @@ from tlora_megatron.config.load import load_config
 STEPS = 10
 LORA: dict[str, Any] = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
 JOBS = [{"name": n, "lora": LORA, "batch_size": 4, "seed": i} for i, n in enumerate("abc")]
+OUTER: dict[str, Any] = {
+    "rank": 4,
+    "expert_rank": 2,
+    "expert_sharing": "outer",
+    "target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"],
+}
+EXPERT_JOBS = [job | {"lora": LORA if job["name"] == "a" else OUTER} for job in JOBS]
+"""Where experts are shared by processes: one without adapters on them, one that leaves and one that
+joins with some."""
 TRAIN = ("run.micro_batch_tokens=512", "run.portion_tokens=256", "parallel.tp_size=2")
 KEEPS_BITS = not torch.cuda.is_available()
 """Two runs of fp32 on GPUs do not have the same bits, with or without neighbours."""
@@ -51,7 +60,8 @@ def _without_late(config: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def expert_oracle(folder: Path) -> dict[str, OracleResult]:
     """All jobs alone, over the base with experts."""
-    scenario = make_scenario(folder / "experts", JOBS, num_steps=STEPS, model_type="qwen3_moe")
+    root = folder / "experts"
+    scenario = make_scenario(root, EXPERT_JOBS, num_steps=STEPS, model_type="qwen3_moe")
     return oracle_results(load_config(scenario))
 
 

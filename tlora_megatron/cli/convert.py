@@ -1,4 +1,7 @@
-"""`tlora convert`: writes a Hugging Face model as a Megatron-LM checkpoint for any layout."""
+"""`tlora convert`: writes a Hugging Face model as a Megatron-LM checkpoint for any layout.
+
+With `--adapter` it writes an adapter of that model (`cli.convert_adapter`).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from tlora_megatron.cli import convert_adapter
 from tlora_megatron.cli.console import open_console
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
@@ -34,6 +38,7 @@ _EPILOG = """\
 examples:
   tlora convert /models/Llama-3.1-8B checkpoints/llama3.1-8b
   tlora convert /models/Llama-3.1-8B checkpoints/llama3.1-8b --dry-run --json
+  tlora convert /models/Qwen3-30B-A3B served/a --adapter runs/x/jobs/a/adapter
 
 The printed flags are also in OUT/model_flags.txt, one word per line:
   mapfile -t MODEL_FLAGS < OUT/model_flags.txt
@@ -71,6 +76,12 @@ def add_parser(commands: Any) -> None:
         "DeepSpeed",
     )
     parser.add_argument(
+        "--adapter",
+        metavar="DIR",
+        help="write not the model but this adapter of it, one tensor for all experts of a layer "
+        "and once what they share, as vLLM and SGLang take it (jobs with expert_sharing: outer)",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="check everything and print the flags, but write nothing",
@@ -81,6 +92,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converts, and prints the Megatron-LM flags that belong to the checkpoint."""
+    if args.adapter is not None:
+        return convert_adapter.run(args)
     if args.fingerprint_only:
         return _run_fingerprint(args)
     model, out = Path(args.model), Path(args.out)

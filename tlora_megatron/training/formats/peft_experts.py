@@ -1,7 +1,15 @@
 """Adapters on routed experts in PEFT's files: one tensor an expert, or all of a layer in one.
 
 We write one tensor an expert, which PEFT 0.21 joins when it loads them, and which transformers 4
-and vLLM know. We read this form and the one that PEFT itself saves of `target_parameters`:
+and vLLM know; where all experts of a layer share a factor, on request the form in which vLLM
+(`enable_moe_shared_loras`) and SGLang keep it once:
+
+    ...experts.w1.lora_A.weight          [1, r, H]    w1 is gate, w3 up, w2 down
+    ...experts.w1.lora_B.weight          [E, I, r]
+    ...experts.w2.lora_A.weight          [E, r, I]
+    ...experts.w2.lora_B.weight          [1, H, r]
+
+We read both, and the one that PEFT itself saves of `target_parameters`:
 
     ...experts.base_layer.lora_A.weight  [E r, H]     gate_up: A is expert-major, shared by both
     ...experts.base_layer.lora_B.weight  [2 I, r E]   B is expert-minor
@@ -29,6 +37,11 @@ from tlora_megatron.training.formats.safetensors_file import PendingTensor, Scra
 
 GATE, UP, DOWN = EXPERT_TARGETS
 _PARTS: dict[str, ExpertPart] = {GATE: "gate_proj", UP: "up_proj", DOWN: "down_proj"}
+
+
+_STACKED = {GATE: "w1", UP: "w3", DOWN: "w2"}
+_ALL = -1
+"""In the place of an expert's number, for a tensor of all of them."""
 
 
 class _Place(NamedTuple):
@@ -65,11 +78,35 @@ def _read_rows(factor: PendingTensor, expert: int, rows: slice, scratch: Scratch
     return factor.read_one(expert, scratch)[rows].contiguous()
 
 
+def stacked_tensor(
+    factor: PendingTensor, target: str, rows: slice, model: ModelSpec
+) -> PendingTensor:
+    """Returns one target's tensor of all experts, as vLLM and SGLang name it.
+
+    Args:
+        factor: as of `expert_tensors`, and so are the others.
+    """
+    layer, _, side = split_name(factor.name)
+    letter, experts = "A" if side == "lora_a" else "B", model.experts
+    assert experts is not None, "the factor is of routed experts"
+    count = factor.shape[0] if len(factor.shape) == 3 else 1
+    path = f"model.layers.{layer}.{_folder(experts)}.{_STACKED[target]}"
+    shape = (count, rows.stop - rows.start, factor.shape[-1])
+    key = f"base_model.model.{path}.lora_{letter}.weight"
+    return PendingTensor(key, shape, partial(_read_stacked, factor, rows, shape))
+
+
+def _read_stacked(
+    factor: PendingTensor, rows: slice, shape: tuple[int, ...], scratch: Scratch
+) -> Tensor:
+    return factor.read(scratch)[..., rows, :].reshape(shape)
+
+
 def common_matrix(factor_ERC: Tensor, what: str) -> Tensor:
     """Returns the one matrix of a factor that all experts share.
 
     Args:
-        what: the factor and who asks for it, for the error.
+        what: the factor and whose it is, for the error.
 
     Raises:
         ValueError: naming the first expert that has another one.
@@ -77,8 +114,8 @@ def common_matrix(factor_ERC: Tensor, what: str) -> Tensor:
     for expert, matrix in enumerate(factor_ERC):
         if not torch.equal(matrix, factor_ERC[0]):
             raise ValueError(
-                f"{what} must be the same for all experts with lora.expert_sharing: outer, got "
-                f"another one for expert {expert}; use expert_sharing: none"
+                f"{what} must be the same for all experts to be shared (lora.expert_sharing: "
+                f"outer), got another one for expert {expert}"
             )
     return factor_ERC[0]
 
@@ -95,6 +132,14 @@ def _module(experts: ExpertsSpec, expert: int, target: str) -> str:
     return experts.stored(expert, _PARTS[target]).removesuffix(".weight")
 
 
+def _of(expert: int) -> str:
+    return "" if expert == _ALL else f" of expert {expert}"
+
+
+def _folder(experts: ExpertsSpec) -> str:
+    return _module(experts, 0, GATE).rsplit(".", 2)[0]
+
+
 class ExpertReader:
     """Collects the tensors of routed experts while a file is read.
 
@@ -108,12 +153,15 @@ class ExpertReader:
         self._ffn_size = 0 if experts is None else experts.ffn_size
         self._num_experts = 0 if experts is None else experts.num_experts
         self._found: dict[str, dict[int, Tensor]] = {}
-        """By canonical name, each expert's; fused ones as expert 0."""
+        """By canonical name, each expert's; fused ones as expert 0, those of all as `_ALL`."""
         self._places: dict[str, _Place] = {}
         if experts is not None:
             for expert in range(experts.num_experts):
                 for target in EXPERT_TARGETS:
                     self._places[_module(experts, expert, target)] = _Place(target, expert)
+            for folder in ("mlp.experts", _folder(experts)):
+                for target, name in _STACKED.items():
+                    self._places[f"{folder}.{name}"] = _Place(target, _ALL)
             self._places["mlp.experts"] = _Place("fused", 0)  # in Mixtral's modules, too
             self._places["mlp.experts.base_layer"] = _Place("fused.base_layer", 0)
 
@@ -133,8 +181,7 @@ class ExpertReader:
         found = self._found.setdefault(name, {})
         if place.expert in found:
             raise ValueError(
-                f"{name} of expert {place.expert} must be stored once, got a second one under "
-                f"{key!r}"
+                f"{name}{_of(place.expert)} must be stored once, got a second one under {key!r}"
             )
         found[place.expert] = tensor.to(torch.float32)
         return True
@@ -157,6 +204,11 @@ class ExpertReader:
         return {name: self._stacked(name, found) for name, found in self._found.items()}
 
     def _stacked(self, name: str, found: Mapping[int, Tensor]) -> Tensor:
+        if _ALL in found:
+            if len(found) > 1:
+                raise ValueError(f"{name} must be one tensor an expert or one of all, got both")
+            is_shared = found[_ALL].ndim == 3 and len(found[_ALL]) == 1
+            return found[_ALL].expand(self._num_experts, -1, -1) if is_shared else found[_ALL]
         for expert in range(self._num_experts):
             if expert not in found:
                 raise ValueError(f"{name} must be there of every expert, got none of {expert}")

@@ -7,7 +7,6 @@ PEFT itself is not imported, and nothing is ever unpickled.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tlora_megatron.config.job import EXPERT_TARGETS, JobSpec, LoraSpec
+from tlora_megatron.config.job import EXPERT_TARGETS, LoraSpec
 from tlora_megatron.layers.slab import check_finite, factor_shape, split_name
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.spec import ModelSpec
@@ -39,8 +38,8 @@ from tlora_megatron.training.formats.peft_config import (
 )
 from tlora_megatron.training.formats.peft_experts import (
     ExpertReader,
-    common_matrix,
     expert_tensors,
+    stacked_tensor,
 )
 from tlora_megatron.training.formats.quantised.card import (
     README,
@@ -94,6 +93,7 @@ def export_adapter(
     base_model: str,
     quantisation: QuantisationCard | None = None,
     dtype: torch.dtype = torch.float32,
+    stacks_experts: bool = False,
 ) -> None:
     """Writes an adapter whose factors are at hand; see `write_adapter`.
 
@@ -112,6 +112,7 @@ def export_adapter(
         base_model=base_model,
         quantisation=quantisation,
         dtype=dtype,
+        stacks_experts=stacks_experts,
     )
 
 
@@ -132,6 +133,7 @@ def write_adapter(
     base_model: str,
     quantisation: QuantisationCard | None = None,
     dtype: torch.dtype = torch.float32,
+    stacks_experts: bool = False,
     permit: Permit = always,
 ) -> int:
     """Writes an adapter that PEFT and vLLM load; fused targets become q/k/v, gate/up and so on.
@@ -147,6 +149,7 @@ def write_adapter(
         base_model: what PEFT should load as the base, a path or a hub name.
         quantisation: of the base: a README names it, and the metadata of the weights.
         dtype: of the stored tensors.
+        stacks_experts: routed experts of a layer become one tensor, which PEFT does not load.
         permit: see `replace_directory`.
 
     Returns:
@@ -161,7 +164,7 @@ def write_adapter(
     modules = hf_targets(lora.target_modules)
     _check_complete({factor.name for factor in factors}, model.num_layers, lora.target_modules)
     _check_shapes({factor.name: factor.shape for factor in factors}, model, lora)
-    tensors = _peft_tensors(factors, model)
+    tensors = _peft_tensors(factors, model, stacks_experts=stacks_experts)
     config = peft_config(lora, modules, base_model, model)
     weights, metadata = directory / WEIGHTS_NAME, _METADATA | as_metadata(quantisation)
     if _holds_config(directory, config) and holds_tensors(
@@ -239,74 +242,15 @@ def load_adapter(directory: Path, *, model: Backbone) -> AdapterFile:
     return AdapterFile(lora=lora, base_model=base_model, quantisation=card, factors=factors)
 
 
-def fit_to_job(adapter: AdapterFile, job: JobSpec) -> dict[str, Tensor]:
-    """Returns the adapter's factors under the job's targets; the job may change only the dropout.
-
-    A job with Megatron targets takes q/k/v (gate/up) factors that share one A, as those exported
-    here do; with an A of their own they do not fit into one fused adapter of the same rank. A job
-    whose experts share factors takes those that are the same for all of them.
-
-    Raises:
-        ValueError: if rank, scaling or targets differ, or factors that are to be one are unequal.
-    """
-    where, ours, theirs = f"job {job.name!r}: init_from adapter", job.lora, adapter.lora
-    wanted = hf_targets(ours.target_modules)
-    for target in wanted:
-        rank, given = ours.rank_of(target), theirs.rank_of(target)
-        if given != rank:
-            what = "expert_rank" if target in EXPERT_TARGETS else "rank"
-            raise ValueError(f"{where}'s {what} must be the job's {rank}, got {given}")
-    if theirs.num_blocks != ours.num_blocks:
-        raise ValueError(
-            f"{where}'s num_blocks must be the job's {ours.num_blocks}, got {theirs.num_blocks} "
-            f"(1 is a standard adapter)"
-        )
-    if not math.isclose(theirs.scaling, ours.scaling, rel_tol=1e-6):
-        raise ValueError(
-            f"{where}'s scaling must be the job's {_scaling_text(ours)}, "
-            f"got {_scaling_text(theirs)}"
-        )
-    if set(theirs.target_modules) != set(wanted):
-        raise ValueError(
-            f"{where}'s target_modules must be the job's {', '.join(wanted)}, "
-            f"got {', '.join(theirs.target_modules)}"
-        )
-    num_layers = len(adapter.factors) // (2 * len(wanted))
-    factors = {}
-    for layer in range(num_layers):
-        for target in ours.target_modules:
-            joined = _join(adapter.factors, layer, target, where)
-            for which, factor in zip(("lora_a", "lora_b"), joined, strict=True):
-                name = f"layers.{layer}.{target}.{which}"
-                if ours.is_shared(target, which):
-                    factor = common_matrix(factor, f"{where}'s {name}")
-                factors[name] = factor
-    return factors
+def stored_dtype(directory: Path) -> torch.dtype:
+    """Returns the type of an adapter's tensors in its files; of several, that of the first."""
+    with safe_open(readable_directory(directory) / WEIGHTS_NAME, "pt") as tensors:
+        return tensors.get_tensor(sorted(tensors.keys())[0]).dtype
 
 
-def _join(
-    factors: Mapping[str, Tensor], layer: int, target: str, where: str
-) -> tuple[Tensor, Tensor]:
-    """A and B of one target of one layer; a fused one's B rows are its parts' in order."""
-    parts = FUSED_PARTS.get(target, (target,))
-    first = factors[f"layers.{layer}.{parts[0]}.lora_a"]
-    for part in parts[1:]:
-        if not torch.equal(first, factors[f"layers.{layer}.{part}.lora_a"]):
-            raise ValueError(
-                f"{where}'s {', '.join(parts)} must share one A to become {target}, "
-                f"got an A of its own for {part} in layer {layer}; "
-                f"use target_modules: [{', '.join(parts)}]"
-            )
-    rows = [factors[f"layers.{layer}.{part}.lora_b"] for part in parts]
-    return first, torch.cat(rows, dim=-2)
-
-
-def _scaling_text(lora: LoraSpec) -> str:
-    root = "sqrt(rank)" if lora.use_rslora else "rank"
-    return f"{lora.scaling:g} (alpha {lora.alpha:g} / {root} {lora.rank})"
-
-
-def _peft_tensors(factors: Sequence[PendingTensor], model: Backbone) -> list[PendingTensor]:
+def _peft_tensors(
+    factors: Sequence[PendingTensor], model: Backbone, *, stacks_experts: bool
+) -> list[PendingTensor]:
     """Tensors of Hugging Face modules only: a fused B cut by rows, its A repeated."""
     tensors: list[PendingTensor] = []
     for factor in factors:
@@ -317,7 +261,10 @@ def _peft_tensors(factors: Sequence[PendingTensor], model: Backbone) -> list[Pen
                 rows = model.target_shape(part)[0]
             held = slice(begin, begin + rows)
             if part in EXPERT_TARGETS and isinstance(model, ModelSpec):
-                tensors += expert_tensors(factor, part, held, model)
+                if stacks_experts:
+                    tensors.append(stacked_tensor(factor, part, held, model))
+                else:
+                    tensors += expert_tensors(factor, part, held, model)
             else:
                 key = _peft_key(f"layers.{layer}.{part}.{side}", model)
                 read = partial(_rows, factor, held)

@@ -44,6 +44,7 @@ LORAS = {
         rank=4, expert_rank=3, expert_sharing="outer", target_modules=("q_proj", "o_proj", *OWN)
     ),
 }
+LORAS["outer, fused"] = replace(LORAS["fused"], expert_sharing="outer")
 LAYOUTS = {
     "one process": ParallelLayout(),
     "EP2": ParallelLayout(ep_size=2, dp_size=2),

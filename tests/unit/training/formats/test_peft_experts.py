@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.oracle_experts import expert_factor
 from tests.helpers.tiny_models import make_tiny_model
+from tlora_megatron.cli.main import main
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.training.formats.peft_format import export_adapter, fit_to_job, load_adapter
+from tlora_megatron.training.formats.peft_fit import fit_to_job
+from tlora_megatron.training.formats.peft_format import export_adapter, load_adapter
 
 OWN = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 FUSED = ("experts.linear_fc1", "experts.linear_fc2")
@@ -131,9 +133,53 @@ def test_experts_share_what_is_the_same(base: Path, model: ModelSpec, tmp_path: 
     with pytest.raises(
         ValueError,
         match=r"layers\.1\.experts\.down_proj\.lora_b must be the same "
-        r"for all experts with lora\.expert_sharing: outer, got .* expert 2",
+        r"for all experts to be shared .*expert_sharing: outer.*, got another one for expert 2",
     ):
         fit_to_job(load_adapter(tmp_path / "own", model=model), job_of(shared))
+
+
+@pytest.mark.parametrize("kind", ["outer", "outer, one A for gate and up"])
+def test_servers_get_once_what_experts_share(
+    kind: str, base: Path, model: ModelSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = LORAS[kind]
+    factors = write(tmp_path / "a", base, model, lora)
+    words = ["convert", str(base), str(tmp_path / "b"), "--adapter", str(tmp_path / "a")]
+    assert main([*words, "--json", "--dry-run"]) == 0
+    assert not (tmp_path / "b").exists()
+    assert main([*words, "--json", "--dtype", "float32"]) == 0
+    assert '"written": true' in capsys.readouterr().out
+    held = load_file(tmp_path / "b" / "adapter_model.safetensors")
+    block = "block_sparse_moe" if model.model_type == "mixtral" else "mlp"
+    hidden, ffn, rank = model.hidden_size, model.ffn_size, lora.rank_of(lora.expert_targets[0])
+    shapes = {
+        "w1.lora_A": (1, rank, hidden), "w1.lora_B": (4, ffn, rank),
+        "w3.lora_A": (1, rank, hidden), "w3.lora_B": (4, ffn, rank),
+        "w2.lora_A": (4, rank, ffn), "w2.lora_B": (1, hidden, rank),
+    }  # fmt: skip
+    assert {key: tuple(t.shape) for key, t in held.items() if "experts" in key} == {
+        f"base_model.model.model.layers.{layer}.{block}.experts.{name}.weight": shape
+        for layer in range(2)
+        for name, shape in shapes.items()
+    }
+    read = fit_to_job(load_adapter(tmp_path / "b", model=model), job_of(lora))
+    assert read.keys() == factors.keys()
+    assert all(torch.equal(read[name], factors[name]) for name in factors)
+
+
+def test_what_is_not_shared_is_not_stacked(
+    base: Path, model: ModelSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "own", base, model, LORAS["experts alone"])
+    write(tmp_path / "dense", base, model, LoraSpec(rank=2, target_modules=("q_proj",)))
+    for name, message in {
+        "own": "must be the same for all experts to be shared (lora.expert_sharing: outer)",
+        "dense": "must have factors on routed experts, got q_proj",
+    }.items():
+        words = ["convert", str(base), str(tmp_path / "b"), "--adapter", str(tmp_path / name)]
+        assert main(words) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "b").exists()
 
 
 def test_names_are_those_that_vllm_and_transformers_4_know(
@@ -169,6 +215,18 @@ def test_what_peft_saves_itself_we_read(base: Path, model: ModelSpec, tmp_path: 
     for name in factor_names(model, lora):
         if ".experts." in name:
             assert torch.equal(read[name], expert_factor(found, name)), name
+
+
+def test_an_expert_s_tensor_beside_one_of_all_is_refused(
+    base: Path, model: ModelSpec, tmp_path: Path
+) -> None:
+    write(tmp_path / "a", base, model, LORAS["outer"])
+    weights = tmp_path / "a" / "adapter_model.safetensors"
+    held = load_file(weights)
+    key = "base_model.model.model.layers.0.mlp.experts.w2.lora_B.weight"
+    save_file({**held, key: torch.zeros(1, model.hidden_size, 3)}, weights)
+    with pytest.raises(ValueError, match="must be one tensor an expert or one of all, got both"):
+        load_adapter(tmp_path / "a", model=model)
 
 
 def test_refused(base: Path, model: ModelSpec, tmp_path: Path) -> None:

@@ -197,12 +197,15 @@ def test_a_block_equals_peft_job_by_job(block: Block, bank: AdapterBank, routing
             torch.testing.assert_close(got, grad, rtol=1e-5, atol=1e-5, msg=f"{name} {factor}")
 
 
-def test_gradients_of_two_micro_batches_add_up(block: Block, bank: AdapterBank) -> None:
-    experts, slab = ours(block, bank), bank.adapters[0].slab
+@pytest.mark.parametrize("name", ["own", "outer"])
+def test_gradients_of_two_micro_batches_add_up(name: str, block: Block, bank: AdapterBank) -> None:
+    experts, slot = ours(block, bank), list(LORAS).index(name)
+    slab = bank.adapters[slot].slab
     rows = torch.randn(7, 1, HIDDEN)
     seen = []
     for _ in range(2):
-        view = pack_micro_batch([Document(slot=0, length=7)], num_slots=len(LORAS), num_tokens=7)
+        document = Document(slot=slot, length=7)
+        view = pack_micro_batch([document], num_slots=len(LORAS), num_tokens=7)
         with use_micro_batch(view):
             y, _ = experts(rows.clone().requires_grad_())
         y.sum().backward()
