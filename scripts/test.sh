@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types and the tests; every stage runs even if an earlier one failed.
 #
-# usage: scripts/test.sh [quick] [pytest arguments]
+# usage: scripts/test.sh [quick|all] [pytest arguments]
 #   quick    lint, types and tests/unit without the slow ones
+#   all      also further combinations of what is tested one by one, and what wants four cores
 #   -k NAME  and the like go to pytest; a stage in which they select nothing is passed over
 #   TLORA_TEST_WORKERS   tests at a time; default: one a core and one for waits, at most 8
 #   TLORA_TEST_PATIENCE  factor on the limits that end what hangs; no test says anything about speed
@@ -11,13 +12,17 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 quick=""
-if [[ ${1:-} == quick ]]; then quick=yes; shift; fi
+case ${1:-} in
+  quick) quick=yes; shift ;;
+  all) export TLORA_ALL_TESTS=1; shift ;;
+esac
 select=("$@")
 [[ -n $quick ]] && select+=(-m "not slow")
 
 python=$(scripts/setup_env.sh test) || exit 1
 # One thread a process: tests of several processes would otherwise fight for the cores.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+unset PYTHONDONTWRITEBYTECODE  # each process that a test starts would compile the package anew
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 cores=$(env -u OMP_NUM_THREADS nproc)  # nproc would repeat OMP_NUM_THREADS
 workers=${TLORA_TEST_WORKERS:-$((cores < 8 ? cores + 1 : 8))}

@@ -6,6 +6,7 @@ same whole tensors; what comes back is joined and compared by name.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -61,12 +62,25 @@ class Linear:
         self.view = view_of()
         self.cut = cut_of(linear, groups)
         self.module: Any = make_module(self.making, self.case, self.cut, groups.layout).to(dtype)
+        # Several comparisons need the same run.
+        self.well = functools.cache(self._well)
+        self.definition = functools.cache(self._definition)
+
+    def _well(self, loras: tuple[LoraSpec, ...], sharding: LoraSharding) -> dict[str, Tensor]:
+        return self.run(loras, sharding, self.case)
+
+    def _definition(self) -> dict[str, Tensor]:
+        """The fp64 definition's part on this rank."""
+        expected = definition(self.making, self.case, self.view)
+        expected["y"] = expected["y"][self.cut.y[0]][:, self.cut.y[1]]
+        expected["dx"] = expected["dx"][self.cut.x[0]][:, self.cut.x[1]]
+        return expected
 
     def run(
-        self, loras: Sequence[LoraSpec], sharding: LoraSharding, case: Case | None = None
+        self, loras: Sequence[LoraSpec], sharding: LoraSharding, case: Case
     ) -> dict[str, Tensor]:
         """Output and every gradient by name; of the factors the whole ones, on every rank."""
-        case, groups = case or self.case, self.groups
+        groups = self.groups
         site = make_site(SPEC, 0, self.name, groups.tp_rank, groups.layout.tp_size, sharding)
         bank = AdapterBank([site], loras, dtype=self.dtype, device=groups.device)
         # The same module time and again: a branch of another kind takes the last one's place.
@@ -88,15 +102,11 @@ class Linear:
 
 def check(linear: Linear, sharding: LoraSharding) -> None:
     """Against the fp64 definition, then against fold with block-diagonal jobs beside."""
-    found = linear.run(LORAS, sharding)
-    expected = definition(linear.making, linear.case, linear.view)
-    cut = linear.cut
-    expected["y"] = expected["y"][cut.y[0]][:, cut.y[1]]
-    expected["dx"] = expected["dx"][cut.x[0]][:, cut.x[1]]
+    found, expected = linear.well(LORAS, sharding), linear.definition()
     assert found.keys() == expected.keys()
     compare(linear, f"{sharding} and the definition", found, expected)
     for loras, what in ((MIXED, "mixed"), (ONLY_BLOCKS, "blocks only")):
-        pair = linear.run(loras, sharding), linear.run(loras, "fold")
+        pair = linear.well(loras, sharding), linear.well(loras, "fold")
         compare(linear, f"{sharding} and fold, {what}", *pair)
 
 
@@ -119,7 +129,7 @@ def check_isolation(linear: Linear, sharding: LoraSharding) -> None:
     sick = case._replace(x=case.x.clone(), dy=case.dy.clone())
     sick.x[rows], sick.dy[rows] = torch.nan, torch.nan
     for loras in (LORAS, MIXED):
-        well, ill = linear.run(loras, sharding), linear.run(loras, sharding, sick)
+        well, ill = linear.well(loras, sharding), linear.run(loras, sharding, sick)
         own = [name for name in well if name.startswith("1:")]
         assert all(ill[name].isnan().any() for name in own)
         for name in well.keys() - {*own, "y", "dx"}:
@@ -140,7 +150,7 @@ def check_all(variant: str, groups: ParallelGroups) -> None:
             check_isolation(linear, sharding)
         linear = Linear(name, groups, torch.bfloat16)
         for sharding in SHARDINGS[1:]:
-            pair = linear.run(MIXED, sharding), linear.run(MIXED, "fold")
+            pair = linear.well(MIXED, sharding), linear.well(MIXED, "fold")
             compare(linear, f"{variant}: {sharding} and fold", *pair)
 
 

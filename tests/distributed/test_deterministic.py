@@ -15,7 +15,7 @@ from tests.helpers.scenario import losses, make_scenario
 from tests.helpers.scenario_worlds import RESUMER, run_cases
 
 JOB = "everything"
-STEPS = 6
+STEPS = 4
 TP2 = ("parallel.tp_size=2",)
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "DP2": (),
@@ -45,7 +45,7 @@ def neighbours(draw: st.DrawFn) -> list[dict[str, Any]]:
             "data": {"train": f"{draw(st.sampled_from(['attention', 'mlp', 'outputs']))}.jsonl"},
             "max_seq_len": draw(st.sampled_from([40, 100])),
             "batch_size": draw(st.integers(1, 9)),
-            "max_steps": draw(st.integers(1, 8)),
+            "max_steps": draw(st.integers(1, 6)),
             "lora": lora,
             "optimizer": optimizer,
             "on_nonfinite": "fail",

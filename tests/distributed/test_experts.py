@@ -157,8 +157,8 @@ def test_goes_on_in_other_layouts(
 ) -> None:
     """Experts divided over two processes, then cut by them, then all in one."""
     lives = (
-        Life(2, _EP, ("everything", 4)),
-        Life(2, (*_SP, "run.recompute=full"), ("everything", 7)),
+        Life(2, _EP, ("everything", 3)),
+        Life(2, (*_SP, "run.recompute=full"), ("everything", 5)),
         Life(1, (), None),
     )
     out = live(scenario, tmp_path, lives)

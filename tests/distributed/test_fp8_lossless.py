@@ -89,7 +89,7 @@ CODES = "codes"
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config file of the scenario."""
     root = tmp_path_factory.mktemp("fp8")
-    return make_scenario(root, JOBS, num_steps=8, dtype=torch.bfloat16)
+    return make_scenario(root, JOBS, num_steps=5, dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.helpers.isolation import (
     CASES,
     GROUPINGS,
     INCIDENTS,
-    INCIDENTS_IN_TWO_PROCESSES,
+    INCIDENTS_OF,
     LAYOUTS,
     NAMES,
     NANO_INCIDENT,
@@ -37,7 +37,7 @@ INCIDENT_RUNS = [
     *(
         pytest.param(2, f"{layout} ", name, id=f"{layout}, {name}")
         for layout in LAYOUTS
-        for name in INCIDENTS_IN_TWO_PROCESSES
+        for name in INCIDENTS_OF[layout]
     ),
 ]
 

@@ -143,13 +143,13 @@ def test_resumes_in_other_deployments(
     scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
 ) -> None:
     case = {"config": str(scenario), "output_dir": str(tmp_path / "out")}
-    every = "run.checkpoint_every_steps=3"
+    every = "run.checkpoint_every_steps=1"
     lives = [
         case | {"set": [every, f"parallel.replicas={form}"], "stop": stop and ["everything", stop]}
-        for form, stop in zip(RESUMED, (4, 7, 10, None), strict=True)
+        for form, stop in zip(RESUMED, (2, 4, 5, None), strict=True)
     ]
     run_cases(3, lives, tmp_path / "lives.json", worker=RESUMER)
-    assert [steps["everything"] for steps in starts(tmp_path / "out")] == [0, 3, 6, 9]
+    assert [steps["everything"] for steps in starts(tmp_path / "out")] == [0, 1, 3, 4]
     assert_run_equals_oracle(tmp_path / "out", NAMES, oracle, scenario.parent / "base")
 
 
@@ -174,11 +174,11 @@ def test_resumes_on_fewer_processes_and_back(
 ) -> None:
     """TP2 + TP1, then DP2, then TP2, then TP2 + TP1 again."""
     lives = (
-        Life(3, TP2_TP1, ("everything", 4)),
-        Life(2, (), ("everything", 7)),
-        Life(2, ("parallel.tp_size=2",), ("everything", 10)),
+        Life(3, TP2_TP1, ("everything", 2)),
+        Life(2, (), ("everything", 4)),
+        Life(2, ("parallel.tp_size=2",), ("everything", 5)),
         Life(3, TP2_TP1, None),
     )
-    out = live(scenario, tmp_path, lives)
-    assert [steps["everything"] for steps in starts(out)] == [0, 3, 6, 9]
+    out = live(scenario, tmp_path, lives, every=1)
+    assert [steps["everything"] for steps in starts(out)] == [0, 1, 3, 4]
     assert_run_equals_oracle(out, NAMES, oracle, scenario.parent / "base")

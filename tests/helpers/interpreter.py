@@ -1,14 +1,16 @@
-"""Lets Triton 3.6 interpret kernels under NumPy 2.4, in half of the time.
+"""Lets Triton 3.6 interpret kernels under NumPy 2.4, in a third of the time.
 
 NumPy no longer takes `int(array([3]))`. And Triton looks through its whole language again at every
 call of a device function, makes a table of all types for every one that it looks up, and computes
-in 64 bits whether sums of whole numbers overflow, for assertions that it leaves out.
+in 64 bits whether sums of whole numbers overflow, for assertions that it leaves out. And it wraps
+and names the same few shapes for every value that it computes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,7 @@ def ready_interpreter() -> None:
     _accept_numpy_scalars()
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+    _remember_shapes()
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
@@ -75,3 +78,41 @@ def _remembered(find: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtyp
         return known(kind) if type(kind) is tl.dtype else find(kind)
 
     return dtype_of
+
+
+def _remember_shapes() -> None:
+    """Makes what follows from a shape once: its size and name, and each number as a constant."""
+    make_block, shapes = tl.block_type.__init__, dict[tuple[Any, ...], tuple[Any, int, str]]()
+
+    def init_block(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+        numbers = _unwrapped(shape)
+        if numbers not in shapes:
+            make_block(self, element_ty, shape)
+            shapes[numbers] = self.shape, self.numel, str(self.shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, said = shapes[numbers]
+        self.name = f"<{said}, {element_ty}>"
+
+    @functools.cache
+    def constants(*numbers: int) -> tuple[tl.tuple, tl.constexpr]:
+        wrapped = tl.tuple([tl.constexpr(number) for number in numbers])
+        return wrapped, tl.constexpr(math.prod(numbers))
+
+    def init_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = constants(*(type.shape if type.is_block() else ()))
+
+    compare = tl.tuple.__eq__
+
+    def are_equal(self: tl.tuple, other: Any) -> tl.constexpr:
+        if not isinstance(other, (tuple, list, tl.tuple)):
+            return compare(self, other)
+        return tl.constexpr(_unwrapped(self) == _unwrapped(other))
+
+    tl.block_type.__init__ = init_block
+    tl.tensor.__init__ = init_tensor
+    tl.tuple.__eq__ = are_equal
+
+
+def _unwrapped(shape: Any) -> tuple[Any, ...]:
+    return tuple(x.value if type(x) is tl.constexpr else x for x in shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,8 +73,6 @@ INCIDENTS = {
 }  # fmt: skip
 """One process sees all of them."""
 
-INCIDENTS_IN_TWO_PROCESSES = ("bad lr, fail", "poisoned, skip", "first poisoned, fail")
-
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"tp_size": 2},
     "TP2+SP": {"tp_size": 2, "sequence_parallel": True},
@@ -81,6 +80,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2": {"cp_size": 2},
     "DP2": {},
 }
+INCIDENTS_OF: dict[str, tuple[str, ...]] = {
+    "TP2": ("bad lr, fail",),
+    "TP2+SP": ("poisoned, skip",),
+    "PP2": ("bad lr, fail", "first poisoned, fail"),
+    "CP2": ("poisoned, skip", "first poisoned, fail"),
+    "DP2": ("bad lr, fail", "first poisoned, fail"),
+}
+"""Incidents in two processes, by layout; with tensor parallelism there is one of `NANO_RUNS`, too.
+With TLORA_ALL_TESTS=1 every layout has them all."""
+if os.environ.get("TLORA_ALL_TESTS"):
+    INCIDENTS_OF |= dict.fromkeys(
+        LAYOUTS, ("bad lr, fail", "poisoned, skip", "first poisoned, fail")
+    )
 
 NANO_INCIDENT = "first poisoned, fail"
 """Its job leaves in the first step; its sequences are placeholders from then on."""
@@ -125,7 +137,7 @@ CASES: dict[int, dict[str, Case]] = {
         for layout, parallel in LAYOUTS.items()
         for name, case in {
             "together": {},
-            **{name: INCIDENTS[name].case() for name in INCIDENTS_IN_TWO_PROCESSES},
+            **{name: INCIDENTS[name].case() for name in INCIDENTS_OF[layout]},
             **(NANO_RUNS if "tp_size" in parallel else {}),
         }.items()
     },

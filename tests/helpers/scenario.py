@@ -26,8 +26,8 @@ from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
 from tlora_megatron.training.formats.peft_format import load_adapter
 from tlora_megatron.training.metrics import read_metrics
 
-NUM_STEPS = 10
-"""Warm-up, the whole of every schedule, and more than an epoch of every job but one."""
+NUM_STEPS = 6
+"""Warm-up, the whole of every schedule, and more than an epoch of the two larger jobs."""
 
 JOBS: tuple[dict[str, Any], ...] = (
     {

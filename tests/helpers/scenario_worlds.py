@@ -93,8 +93,8 @@ class Life(NamedTuple):
     """A job, and its step at which all is stopped; None = run to the end."""
 
 
-def live(config: Path, root: Path, lives: Sequence[Life]) -> Path:
-    """Runs one run in several lives, each with processes of its own, and saves every third step.
+def live(config: Path, root: Path, lives: Sequence[Life], *, every: int = 2) -> Path:
+    """Runs one run in several lives, each with processes of its own, and saves every few steps.
 
     Returns:
         Its output folder, below `root`.
@@ -104,7 +104,7 @@ def live(config: Path, root: Path, lives: Sequence[Life]) -> Path:
         case = {
             "config": str(config),
             "output_dir": str(out),
-            "set": ["run.checkpoint_every_steps=3", *life.overrides],
+            "set": [f"run.checkpoint_every_steps={every}", *life.overrides],
             "stop": life.stop,
         }
         run_cases(life.world_size, [case], root / f"{index}.json", worker=RESUMER)

@@ -40,7 +40,7 @@ def trace(output_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_losses_trace_and_going_on(tmp_path: Path) -> None:
-    config = make_scenario(tmp_path, num_steps=NUM_STEPS, num_layers=4)
+    config = make_scenario(tmp_path, num_steps=NUM_STEPS)
     train(tmp_path, (config, "whole", "nano_batches=1"), (config, "auto", "nano_batches=auto"))
     output_dir = tmp_path / "auto"
     for job in JOBS:

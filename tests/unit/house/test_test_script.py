@@ -16,6 +16,7 @@ from tests.helpers.launch import HANG_S
 _INTERPRETER = """\
 #!/usr/bin/env bash
 echo "$*" >>commands
+echo "${TLORA_ALL_TESTS:-0} ${PYTHONDONTWRITEBYTECODE:-0}" >>told
 case "$*" in
   *"$FAILS"*) exit "$STATUS" ;;
   *pytest*) echo $$ >>began; exec sleep "$SLEEPS" ;;
@@ -88,6 +89,16 @@ def test_quick_runs_the_fast_unit_tests_only(checkout: Path) -> None:
     )
     assert quick.endswith(" tests/unit -x -m not slow")
     assert whole.endswith(" tests/unit tests/distributed tests/integration")
+
+
+@pytest.mark.parametrize(("word", "told"), [("quick", "0 0"), ("all", "1 0")])
+def test_all_asks_for_further_combinations(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, word: str, told: str
+) -> None:
+    monkeypatch.delenv("TLORA_ALL_TESTS", raising=False)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    start(checkout, word).communicate(timeout=HANG_S)
+    assert set((checkout / "told").read_text().splitlines()) == {told}
 
 
 def test_an_interrupt_ends_the_tests(checkout: Path) -> None:
