@@ -13,6 +13,7 @@ from tests.helpers.elastic_worker import STEPS, documents
 from tests.helpers.gang_driver import digest, quickstart_base
 from tests.helpers.oracle import OracleResult, assert_equals_alone
 from tests.helpers.scenario import exported, losses
+from tests.helpers.scenario_worlds import run_cases
 from tests.helpers.standing_world import forked
 
 BASE = Path(quickstart_base()["path"])
@@ -28,13 +29,16 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the same jobs, each trained alone in one process."""
+    """Folder of the same jobs, each trained by a run of its own in one process."""
     out = tmp_path_factory.mktemp("alone")
+    run = {"output_dir": str(out), "tensorboard": False, "micro_batch_tokens": 4096}
+    cases = []
     for name, job in documents().items():
-        run = {"output_dir": str(out), "tensorboard": False, "micro_batch_tokens": 4096}
         document = {"base_model": quickstart_base(), "run": run, "jobs": [job]}
-        (out / f"{name}.yaml").write_text(yaml.safe_dump(document))
-        forked("-m", "tlora_megatron.cli", "train", out / f"{name}.yaml")
+        config = out / f"{name}.yaml"
+        config.write_text(yaml.safe_dump(document))
+        cases.append({"config": str(config), "output_dir": str(out), "set": []})
+    run_cases(1, cases, out / "cases.json")
     return out
 
 

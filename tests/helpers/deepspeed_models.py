@@ -22,7 +22,7 @@ from tlora_megatron.training.data.job_data import BatchPlan, load_job_data, load
 DENSE_FAMILIES = ("qwen3", "mistral", "gpt_neox")
 EXPERT_FAMILIES = ("mixtral", "qwen2_moe")
 FAMILIES = DENSE_FAMILIES + EXPERT_FAMILIES
-NUM_STEPS = 6
+NUM_STEPS = 4
 
 _NEOX_TARGETS = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
 

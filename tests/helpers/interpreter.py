@@ -19,8 +19,9 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
+@functools.cache
 def ready_interpreter() -> None:
-    """Makes scalars usable as bounds of loops, and interpretation faster; call it once."""
+    """Makes scalars usable as bounds of loops, and interpretation faster."""
     _accept_numpy_scalars()
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.kernel_case import GATE_UP, QKV, WHOLE, make_case, make_rows, own_factors
-from tests.helpers.launch import HANG_S
 from tests.helpers.planner_case import FREE_LORA, HARDWARE, job
 from tests.helpers.planner_case import SPEC as PLANNED
 from tests.helpers.tiny_models import random_factors
@@ -205,7 +202,10 @@ def all_ops() -> LinearOps:
     else list(itertools.product(CASES, LENGTHS, (1, 2, 4))),
 )
 def test_parts_that_ranks_compute_make_the_whole_s(linear: str, workload: str, parts: int) -> None:
-    """Parts that ranks compute with their rows of A, put in place, are s; dS comes apart again."""
+    """Parts that ranks compute with their rows of A, put in place, are s; dS comes apart again.
+
+    `test_interpreted_kernels` runs it with Triton's layout.
+    """
     columns, ranks = CASES[linear]
     ops, rows = all_ops(), make_rows(LENGTHS[workload], padding=7)
     case = make_case(ranks, columns, 80, dtype=torch.float32)
@@ -234,22 +234,6 @@ def test_parts_that_ranks_compute_make_the_whole_s(linear: str, workload: str, p
         for n, slot in zip(LENGTHS[workload], ranks, strict=True)
     )
     assert places.num_values == counted, "one value a row and rank row, nothing filled up beyond"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreting process")
-def test_the_same_with_triton_s_layout() -> None:
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), "-k", "whole_s"]
-    result = subprocess.run(
-        [*command, "-p", "no:cacheprovider"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "passed" in result.stdout, result.stdout
 
 
 def test_a_misplaced_value_shows() -> None:
