@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import load_scenario, oracle_results
 from tests.helpers.scenario_worlds import World
+
+if TYPE_CHECKING:
+    from tests.helpers.oracle import OracleResult
 
 
 @pytest.fixture(scope="module")
 def oracle(scenario: Path) -> dict[str, OracleResult]:
     """Each job of the module's `scenario` alone under transformers and PEFT."""
+    # Here: the process that shares out the tests reads this file, too, and needs no PEFT.
+    from tests.helpers.scenario import load_scenario, oracle_results
+
     return oracle_results(load_scenario(scenario, output_dir=scenario.parent / "unused"))
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -115,3 +116,13 @@ def test_an_interrupt_ends_the_tests(checkout: Path) -> None:
     while command.exists() and command.read_bytes():
         assert time.monotonic() < end_s, f"process {pid} must end"
         time.sleep(0.02)
+
+
+def test_the_process_that_shares_out_the_tests_imports_no_torch(repo: Path) -> None:
+    """It reads these files before its workers start, and nothing of the rest."""
+    code = """
+import sys
+import tests.conftest, tests.distributed.conftest, tests.integration.conftest, tests.unit.conftest
+sys.exit("torch" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=repo, check=True, timeout=HANG_S)
