@@ -39,10 +39,14 @@ class Drops:
 
     def add_for_memory(self, plan: Plan, memory: MemoryUse, hardware: HardwareProfile) -> None:
         """Counts a plan that needs more memory than there is."""
-        need, have = memory.total_bytes / _GIB, hardware.memory_bytes / _GIB
-        largest = memory.binding.replace("_", " ")
+        total, largest = memory.total_bytes, memory.binding.replace("_", " ")
+        kind = f"{_MEMORY}{largest}"
+        if kind in self._examples and total >= self._examples[kind][0]:
+            self._counts[kind] += 1  # a search drops many, and says why once
+            return
+        need, have = total / _GIB, hardware.memory_bytes / _GIB
         reason = f"memory: at least {need:.1f} GiB of {have:.1f} GiB, most of it {largest}"
-        self.add(f"{_MEMORY}{largest}", reason, plan, memory.total_bytes)
+        self.add(kind, reason, plan, total)
 
     def least_memory(self) -> tuple[float, Dropped] | None:
         """The bytes of the plan that missed the memory by least, and the plan; None without any."""

@@ -138,16 +138,22 @@ class _Hunt:
         exceed, until that is too little.
         """
         best = on_all[0].cost.tokens_per_s if on_all else 0.0
-        found = []
+        found: list[RankedPlan] = []
+        slow: list[tuple[Plan, MemoryUse]] = []
         bound = SpeedBound(self._model, is_full=self._space.wants("megatron"))
         layouts = self._fit.layouts.on_fewer(num_gpus)
         for most, layout in self._fit.by_bound(layouts, bound):
             if most < _NEAR * best:
                 break
             for plan, memory in self._fit.lightest(layout):
+                if self._model.most_tokens_per_s(plan) < _NEAR * best:
+                    slow.append((plan, memory))
+                    continue
                 ranked = self._ranked(plan, memory)
                 best = max(best, ranked.cost.tokens_per_s)
                 found.append(ranked)
+        if self._space.wants("train") and _num_layouts(found, _NEAR * best) < _DEEPENED:
+            found += [self._ranked(*own) for own in slow]  # some may come near in deeper rounds
         return [own for own in self._with_deeper(found) if own.cost.tokens_per_s >= _NEAR * best]
 
     def _ranked(self, plan: Plan, memory: MemoryUse) -> RankedPlan:
@@ -160,6 +166,12 @@ class _Hunt:
         if not self._space.wants("train"):
             return found
         return sorted([*found, *_deeper(self._model, found)], key=_place)
+
+
+def _num_layouts(found: Sequence[RankedPlan], tokens_per_s: float) -> int:
+    """The number of layouts with a plan that surely comes before any of so many tokens a second."""
+    least = _rounded(tokens_per_s)
+    return len({own.plan.layout for own in found if _place(own)[0] < -least})
 
 
 def _deeper(model: CostModel, found: Sequence[RankedPlan]) -> Iterator[RankedPlan]:
@@ -197,5 +209,10 @@ def _place(ranked: RankedPlan) -> tuple[float, ...]:
     """
     plan = ranked.plan
     parts = plan.tp_size * plan.pp_size * plan.vpp_size * plan.cp_size * plan.ep_size
-    rate = float(f"{ranked.cost.tokens_per_s * handicap(plan.lora_sharding):.3g}")
+    rate = _rounded(ranked.cost.tokens_per_s * handicap(plan.lora_sharding))
     return -rate, plan.num_gpus, parts, plan.sequence_parallel, ranked.memory.total_bytes
+
+
+def _rounded(rate: float) -> float:
+    """A rate to three digits."""
+    return float(f"{rate:.3g}")

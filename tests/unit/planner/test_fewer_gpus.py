@@ -101,7 +101,9 @@ def test_no_plan_is_faster_than_the_bound_of_its_layout(
     for most, layout in fit.by_bound(layouts, bound):
         speeds.append(most)
         for plan, _ in fit.lightest(layout):
-            assert model.step_cost(model.fastest_split(plan)).tokens_per_s <= most
+            found = model.step_cost(model.fastest_split(plan)).tokens_per_s
+            assert found <= most
+            assert found <= model.most_tokens_per_s(plan)
     assert speeds == sorted(speeds, reverse=True)
 
 

@@ -15,7 +15,7 @@ from tlora_megatron.planner.cost.experts.split import check_predictable
 from tlora_megatron.planner.cost.job_sums import JobSums
 from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
 from tlora_megatron.planner.cost.memory import HEAD_ROWS, ROW_TILE
-from tlora_megatron.planner.cost.nano_parts import fastest_split, full_capacity, num_parts
+from tlora_megatron.planner.cost.nano_parts import fastest_split, full_capacity, num_parts, splits
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.spans import Span, plan_spans
 from tlora_megatron.planner.cost.step_terms import StepCost
@@ -98,8 +98,11 @@ class CostModel:
         self._job_steps: dict[object, tuple[tuple[float, ...], tuple[float, ...]]] = {}
         self._shared: dict[object, _Parts] = {}
 
-    def round_load(self, plan: Plan) -> RoundLoad:
+    def round_load(self, plan: Plan, *, spreads: bool = True) -> RoundLoad:
         """The mean load of a round.
+
+        Args:
+            spreads: look for the replicas that the others wait for, which takes longest.
 
         Raises:
             ValueError: if a micro-batch cannot hold the longest sequence.
@@ -116,12 +119,14 @@ class CostModel:
                 rows=plan.micro_batch_tokens,
                 dp_size=plan.dp_size,
                 num_micro_batches=plan.num_micro_batches,
+                spreads=spreads,
             )
         load = self.rounds.load(
             micro_batch_tokens=plan.micro_batch_tokens,
             dp_size=plan.dp_size,
             pp_size=plan.pp_size,
             row_multiple=ROW_TILE * plan.cp_size,
+            spreads=spreads,
         )
         is_deep = plan.round_depth > 1 and plan.dp_size > 1 and plan.pp_size == 1
         return self._deep_load(plan, load) if is_deep else load
@@ -189,6 +194,17 @@ class CostModel:
             busy_share=parts.busy_share,
         )
 
+    def most_tokens_per_s(self, plan: Plan) -> float:
+        """The speed of a plan whose replicas never wait for each other, however it is split."""
+        tried = splits(plan) if self._splits else [plan]
+        loads = [(own, self.round_load(own, spreads=False)) for own in tried]
+        return max(self.step_cost(own, load).tokens_per_s for own, load in loads)
+
+    @property
+    def _splits(self) -> bool:
+        """True if nano-batches may pay; over a base with experts there are none."""
+        return self.hardware.nano_overlap != 0.0 and self.spec.experts is None
+
     def _replica_wait(self, load: RoundLoad, curvature: float) -> tuple[float, float]:
         """The mean replica's wait over the time of the work that is counted, and its busy share."""
         spread = load.spread
@@ -200,7 +216,7 @@ class CostModel:
 
     def fastest_split(self, plan: Plan) -> Plan:
         """The plan with its fastest number of nano-batches: one over a base with experts."""
-        if self.hardware.nano_overlap == 0.0 or self.spec.experts is not None:
+        if not self._splits:
             return plan
         return fastest_split(plan, lambda tried: self.step_cost(tried).step_time_s)
 

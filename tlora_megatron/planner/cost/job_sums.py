@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 _Row = tuple[float, ...]
@@ -16,6 +17,7 @@ class JobSums:
 
     def __init__(self) -> None:
         self._dots: dict[tuple[int, int], tuple[float, _Row, _Row]] = {}
+        self._parts: dict[tuple[int, float], tuple[list[float], _Row]] = {}
         self._present: dict[tuple[int, float, int], tuple[float, _Row, _Row]] = {}
 
     def dot(self, load: _Row, values: _Row) -> float:
@@ -37,10 +39,20 @@ class JobSums:
         key = id(sequences), bins, id(values)
         found = self._present.get(key)
         if found is None:
-            total = _dot([min(1.0, n / bins) for n in sequences], values)
+            total = _dot(self._shares(sequences, bins), values)
             found = self._present[key] = total, sequences, values
+        return found[0]
+
+    def _shares(self, sequences: _Row, bins: float) -> list[float]:
+        """The share of micro-batches in which each job is."""
+        key = id(sequences), bins
+        found = self._parts.get(key)
+        if found is None:
+            found = self._parts[key] = [min(1.0, n / bins) for n in sequences], sequences
         return found[0]
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
+    assert len(a) == len(b), "both have a value for every job"
+    total: float = sum(map(operator.mul, a, b))
+    return total

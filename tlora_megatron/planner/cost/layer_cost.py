@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
@@ -57,6 +58,22 @@ class LayerCost:
 _LAYER_TERMS = tuple(f.name for f in fields(LayerCost) if f.name != "attention_again")
 
 
+class _LayerTimes(NamedTuple):
+    """Seconds of one layer, whatever runs again; pairs are forward and backward."""
+
+    gemm_s: float
+    attention: tuple[float, float]
+    stream_s: float
+    lora_s: float
+    comm_s: float
+    context: tuple[float, float]
+    """Communication of context parallelism."""
+    exchange: tuple[float, float]
+    """Exchanges of routed experts."""
+    forward_s: dict[str, float]
+    """Forward of each block but attention itself, by block."""
+
+
 class LayerModel:
     """Predicts layer times for one model, one mix of jobs and one kind of machine."""
 
@@ -81,6 +98,8 @@ class LayerModel:
         self._lora: dict[tuple[int, bool, LoraSharding], dict[str, list[LoraCounts]]] = {}
         self._attention: dict[int, tuple[tuple[float, ...], ...]] = {}
         self._sums = sums or JobSums()
+        self._times: dict[object, tuple[_LayerTimes, RoundLoad]] = {}
+        self._gemm_times: dict[tuple[int, float, str], tuple[float, float]] = {}
         self._drops = tuple(float(job.dropout > 0) for job in jobs)
 
     def cost(self, plan: Plan, load: RoundLoad) -> LayerCost:
@@ -88,6 +107,40 @@ class LayerModel:
 
         Every nano-batch is padded on its own, and its GEMMs are smaller.
         """
+        known = self._known(plan, load)
+        again = 0.0
+        if plan.recompute != "none":
+            for block in ("mlp",) if plan.recompute == "selective" else tuple(BLOCKS):
+                again += known.forward_s[block]
+            again += known.exchange[0]
+        attention, context = known.attention, known.context
+        if plan.recompute == "full":
+            again += attention[0] + context[0]
+        return LayerCost(
+            gemm_s=known.gemm_s,
+            attention_s=sum(attention),
+            elementwise_s=known.stream_s,
+            lora_s=known.lora_s,
+            recompute_s=again,
+            tp_comm_s=known.comm_s,
+            cp_comm_s=context[0] + context[1],
+            ep_comm_s=sum(known.exchange),
+            attention_again=attention[0] / sum(attention) if plan.recompute == "full" else 0.0,
+        )
+
+    def _known(self, plan: Plan, load: RoundLoad) -> _LayerTimes:
+        """Times of a layer, kept: plans that differ in recompute or stages' layers share them."""
+        sizes = plan.tp_size, plan.cp_size, plan.dp_size, plan.pp_size
+        experts = plan.ep_size, plan.expert_tp_size
+        choices = plan.sequence_parallel, plan.lora_sharding, plan.num_nano_batches
+        jobs = id(load.job_tokens), id(load.job_sequences)
+        key = *sizes, *experts, *choices, load.micro_batches, load.rows, load.filled, *jobs
+        found = self._times.get(key)
+        if found is None:
+            found = self._times[key] = self._times_of(plan, load), load
+        return found[0]
+
+    def _times_of(self, plan: Plan, load: RoundLoad) -> _LayerTimes:
         parts = num_parts(plan, load)
         padding = (parts - 1) * ROW_TILE / 2 if load.filled is None else 0.0
         rows = load.rows / plan.cp_size + padding
@@ -107,33 +160,26 @@ class LayerModel:
             comm, hidden = {b: _times(exposed, c) for b, c in comm.items()}, 0.0
         else:
             hidden = self._hidden(plan, rows, sum(backward for _, backward in lora.values()))
-        cp_forward, cp_backward = self._cp_comm(plan, rows)
-        again = 0.0
-        if plan.recompute != "none":
-            for block in ("mlp",) if plan.recompute == "selective" else tuple(BLOCKS):
-                terms = (gemm[block], stream[block], lora[block], comm[block])
-                again += sum(forward for forward, _ in terms)
-            again += exchange[0]
-        if plan.recompute == "full":
-            again += attention[0] + cp_forward
-        return LayerCost(
+        return _LayerTimes(
             gemm_s=_both(gemm),
-            attention_s=sum(attention),
-            elementwise_s=_both(stream),
+            attention=attention,
+            stream_s=_both(stream),
             lora_s=_both(lora),
-            recompute_s=again,
-            tp_comm_s=_both(comm) - hidden,
-            cp_comm_s=cp_forward + cp_backward,
-            ep_comm_s=sum(exchange),
-            attention_again=attention[0] / sum(attention) if plan.recompute == "full" else 0.0,
+            comm_s=_both(comm) - hidden,
+            context=self._cp_comm(plan, rows),
+            exchange=exchange,
+            forward_s={b: gemm[b][0] + stream[b][0] + lora[b][0] + comm[b][0] for b in BLOCKS},
         )
 
     def _gemms(self, plan: Plan, rows: float, block: str) -> tuple[float, float]:
-        forward = backward = 0.0
-        for linear in self._linears[block]:
-            forward += self._linear_s(plan, rows, linear, backward=False)
-            backward += self._linear_s(plan, rows, linear, backward=True)
-        return forward, backward
+        key = plan.tp_size, rows, block
+        if key not in self._gemm_times:
+            forward = backward = 0.0
+            for linear in self._linears[block]:
+                forward += self._linear_s(plan, rows, linear, backward=False)
+                backward += self._linear_s(plan, rows, linear, backward=True)
+            self._gemm_times[key] = forward, backward
+        return self._gemm_times[key]
 
     def _linear_s(self, plan: Plan, rows: float, linear: str, *, backward: bool) -> float:
         """Time of a frozen linear in the mean layer; FP8 may leave some layers out."""

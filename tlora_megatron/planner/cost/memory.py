@@ -88,6 +88,7 @@ class MemoryUse:
 
 
 TERMS = tuple(field.name for field in fields(MemoryUse) if field.name != "stage")
+_Terms = tuple[float, float, float, float, float, float, float, float, float, float]
 _all_terms: Callable[[MemoryUse], tuple[float, ...]] = attrgetter(*TERMS)
 
 
@@ -174,8 +175,9 @@ class MemoryModel:
         stages = {0, plan.pp_size - 1}
         if not plan.is_even and plan.pp_size > 2:
             stages.add(1)  # of the middle stages, it has most micro-batches in flight
-        uses = [self._stage_use(plan, rows / plan.cp_size, in_round, stage) for stage in stages]
-        return max(uses, key=lambda use: use.total_bytes)
+        uses = [self._stage_terms(plan, rows / plan.cp_size, in_round, stage) for stage in stages]
+        terms, stage = max(uses, key=lambda use: sum(use[0]))
+        return MemoryUse(*terms, stage)
 
     def _layer_use(self, plan: Plan) -> _LayerUse:
         key = (
@@ -204,7 +206,10 @@ class MemoryModel:
             )
         return self._layers[key]
 
-    def _stage_use(self, plan: Plan, local_rows: float, in_round: float, stage: int) -> MemoryUse:
+    def _stage_terms(
+        self, plan: Plan, local_rows: float, in_round: float, stage: int
+    ) -> tuple[_Terms, int]:
+        """Bytes of a stage in the order of `TERMS`, and the stage."""
         spec, size, layer = self.spec, self._size, self._layer_use(plan)
         sizes = plan.stages(spec)
         layers = sizes[stage]
@@ -226,19 +231,19 @@ class MemoryModel:
         parts = plan.tp_size * plan.pp_size
         received = max(sizes) * parts if is_first and parts > 1 else 0
         gathered = (received + layers * (slices > 1)) * layer.largest_slab * 4
-        return MemoryUse(
-            base_weights=self._base_bytes(plan, layers, is_first=is_first, is_last=is_last),
-            adapter_weights=layers * layer.copies * size,
-            adapter_gradients=layers * (layer.slabs + layer.spread) * 4,
-            adapter_states=layers * layer.slabs * 12 / slices,
-            activations=activations + places,
-            workspace=workspace,
-            logits=max(0.0, head - workspace),
-            collectives=groups * COMMUNICATOR_BYTES + gathered,
-            fragmentation=FRAGMENTATION * (activations + max(workspace, head)),
-            reserved=self.hardware.reserved_bytes,
-            stage=stage,
+        terms = (
+            self._base_bytes(plan, layers, is_first=is_first, is_last=is_last),
+            layers * layer.copies * size,
+            layers * (layer.slabs + layer.spread) * 4,
+            layers * layer.slabs * 12 / slices,
+            activations + places,
+            workspace,
+            max(0.0, head - workspace),
+            groups * COMMUNICATOR_BYTES + gathered,
+            FRAGMENTATION * (activations + max(workspace, head)),
+            self.hardware.reserved_bytes,
         )
+        return terms, stage
 
     def _routed_bytes(self, plan: Plan, layer: _LayerUse, layers: int) -> float:
         """Bytes per row and layer that the fullest rank keeps of routed experts.

@@ -16,7 +16,7 @@ MOST_NANO_BATCHES = 4
 
 def num_parts(plan: Plan, load: RoundLoad) -> int:
     """Number of nano-batches of a micro-batch: at most its sequences; 1 if it cannot be split."""
-    if plan.tp_size == 1 or plan.cp_size > 1 or plan.lora_sharding != "fold":
+    if not _can_split(plan):
         return 1
     sequences = load.sequences / (load.micro_batches * plan.dp_size)
     return max(1, min(plan.num_nano_batches, int(sequences)))
@@ -47,7 +47,7 @@ def exposed_share(parts: int, compute_s: float, comm_s: float, nano_overlap: flo
 
 def fastest_split(plan: Plan, step_time_s: Callable[[Plan], float]) -> Plan:
     """The plan with its fastest number of nano-batches; the number grows as long as that helps."""
-    if plan.tp_size == 1 or plan.cp_size > 1 or plan.lora_sharding != "fold":
+    if not _can_split(plan):
         return plan
     time_s = step_time_s(plan)
     for count in range(plan.num_nano_batches + 1, MOST_NANO_BATCHES + 1):
@@ -57,3 +57,14 @@ def fastest_split(plan: Plan, step_time_s: Callable[[Plan], float]) -> Plan:
             break
         plan, time_s = tried, tried_s
     return plan
+
+
+def splits(plan: Plan) -> list[Plan]:
+    """The plan with each number of nano-batches that `fastest_split` may choose."""
+    most = MOST_NANO_BATCHES if _can_split(plan) else plan.num_nano_batches
+    counts = range(plan.num_nano_batches, most + 1)
+    return [replace(plan, num_nano_batches=count) for count in counts]
+
+
+def _can_split(plan: Plan) -> bool:
+    return plan.tp_size > 1 and plan.cp_size == 1 and plan.lora_sharding == "fold"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from tlora_megatron.planner.rounds.bins import part_of
 from tlora_megatron.planner.rounds.spread import Part, ReplicaSpread, spread_of
 
 _SIZES = 8
@@ -59,8 +60,9 @@ class ExpectedRounds:
     steps: tuple[float, ...]
     drawn: float = 1.0
     """Rows of the packed rounds relative to the expected rows of as many sequences."""
-    bins: tuple[tuple[Part, ...], ...] = field(default=(), compare=False, repr=False)
-    """By round, rows and squares of all micro-batches; `m * dp_size + d` is one of replica d."""
+    bins: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
+    """By round, all micro-batches as numbers (`bins.part_of`); `m * dp_size + d` is one of replica
+    d."""
 
     def load(self, row_multiple: int) -> RoundLoad:
         """The mean round with rows padded to a multiple."""
@@ -81,21 +83,21 @@ class ExpectedRounds:
             return None
         depth = len(self.bins[0]) // dp_size
         if depth == 1:
-            return spread_of(self.bins)
+            return spread_of(self.parts(dp_size))
         same = sum(count * rows for count, rows in self.fullest) / len(self.fullest)
-        return spread_of(self._parts(dp_size), is_padded=same)
+        return spread_of(self.parts(dp_size), is_padded=same)
 
     def full_spread(self, dp_size: int, rows: float) -> ReplicaSpread:
         """The spread of replicas that all compute `rows` rows a round, filled or not."""
-        return replace(spread_of(self._parts(dp_size), is_padded=rows), charged=None)
+        return replace(spread_of(self.parts(dp_size), is_padded=rows), charged=None)
 
-    def _parts(self, dp_size: int) -> Iterator[list[Part]]:
+    def parts(self, dp_size: int) -> Iterator[list[Part]]:
         """By round, each replica's rows and squares."""
         for bins in self.bins:
-            yield [
-                (sum(n for n, _ in own), sum(q for _, q in own))
-                for own in (bins[d::dp_size] for d in range(dp_size))
-            ]
+            if len(bins) == dp_size:
+                yield [part_of(number) for number in bins]
+            else:
+                yield [part_of(sum(bins[d::dp_size])) for d in range(dp_size)]
 
     def _sizes(self, row_multiple: int, mean: float) -> tuple[tuple[float, float], ...]:
         """Divides rounds into groups of about equal size, the smallest rounds first."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tlora_megatron.planner.rounds.bins import DrawnBatches
 from tlora_megatron.planner.rounds.fluid import FILL, Flow, fluid_flow, fluid_rounds
 from tlora_megatron.planner.rounds.load import ExpectedRounds, Interned, RoundLoad
 from tlora_megatron.planner.rounds.packer import Packer, RoundShape, packed_rounds
@@ -46,15 +47,20 @@ class RoundModel:
     def __init__(self, jobs: Sequence[JobLoad], looked_at: int = LOOKED_AT) -> None:
         self._jobs = jobs
         self._looked_at = looked_at
+        self._batches = DrawnBatches(jobs)
+        self._sequences = sum(job.batch_size for job in jobs)
+        self._tokens = sum(job.batch_tokens for job in jobs)
+        self._deviation: float = sum(j.batch_size * j.lengths.variance for j in jobs) ** 0.5
+        """Standard deviation of the rows of all batches."""
         self._rows = Interned()
         self._flows: dict[tuple[float, int, int | None], Flow] = {}
         self._expected: dict[RoundShape, ExpectedRounds] = {}
         self._whole: dict[tuple[int, int], ExpectedRounds] = {}
         """Expected rounds of whole batches with room for all, by number of bins and of rounds."""
-        self._loads: dict[tuple[int, int, int, int], RoundLoad] = {}
+        self._loads: dict[tuple[int, int, int, int, bool], RoundLoad] = {}
         self._own: dict[tuple[int, int, int], ReplicaSpread | None] = {}
         self._sampled: dict[tuple[int, int, int], ReplicaSpread | None] = {}
-        self._full: dict[tuple[int, int, int, int], RoundLoad] = {}
+        self._full: dict[tuple[int, int, int, int, bool], RoundLoad] = {}
 
     def expected(self, *, micro_batch_tokens: int, dp_size: int, pp_size: int) -> ExpectedRounds:
         """The expected rounds for a layout and its budget."""
@@ -75,27 +81,46 @@ class RoundModel:
         )
 
     def load(
-        self, *, micro_batch_tokens: int, dp_size: int, pp_size: int, row_multiple: int
+        self,
+        *,
+        micro_batch_tokens: int,
+        dp_size: int,
+        pp_size: int,
+        row_multiple: int,
+        spreads: bool = True,
     ) -> RoundLoad:
-        """The mean round with rows padded to a multiple."""
-        key = (micro_batch_tokens, dp_size, pp_size, row_multiple)
+        """The mean round with rows padded to a multiple.
+
+        Args:
+            spreads: also find the spread of replicas' parts, which takes longest.
+        """
+        key = (micro_batch_tokens, dp_size, pp_size, row_multiple, spreads)
         if key not in self._loads:
             expected = self.expected(
                 micro_batch_tokens=micro_batch_tokens, dp_size=dp_size, pp_size=pp_size
             )
-            spread = self._spread(expected, micro_batch_tokens, dp_size, pp_size)
+            spread = None
+            if spreads:
+                spread = self._spread(expected, micro_batch_tokens, dp_size, pp_size)
             self._loads[key] = replace(expected.load(row_multiple), spread=spread)
         return self._loads[key]
 
     def full_load(
-        self, *, capacity: int, rows: int, dp_size: int, num_micro_batches: int
+        self,
+        *,
+        capacity: int,
+        rows: int,
+        dp_size: int,
+        num_micro_batches: int,
+        spreads: bool = True,
     ) -> RoundLoad:
         """The mean round of a trainer that runs so many micro-batches of `rows` rows each.
 
         Args:
             capacity: rows of a micro-batch that jobs may fill.
+            spreads: also find the spread of replicas' parts, which takes longest.
         """
-        key = (capacity, rows, dp_size, num_micro_batches)
+        key = (capacity, rows, dp_size, num_micro_batches, spreads)
         if key not in self._full:
             expected = self._expected_of(RoundShape(capacity, dp_size, 1, num_micro_batches))
             self._full[key] = RoundLoad(
@@ -104,18 +129,16 @@ class RoundModel:
                 job_tokens=expected.job_tokens,
                 job_sequences=expected.job_sequences,
                 steps=expected.steps,
-                spread=self._full_spread(expected, *key),
+                spread=self._full_spread(expected, *key[:4]) if spreads else None,
                 filled=sum(expected.job_tokens) / (num_micro_batches * dp_size),
             )
         return self._full[key]
 
     def rows_for_all(self, bins: int) -> tuple[float, float]:
         """Rows of the fullest of `bins` micro-batches that hold all batches: mean and most."""
-        batches = sum(job.batch_size for job in self._jobs)
-        mean = sum(job.batch_tokens for job in self._jobs)
-        if batches > _MOST_SEQUENCES:
-            spread: float = sum(j.batch_size * j.lengths.variance for j in self._jobs) ** 0.5
-            return mean / bins / FILL, (mean + spread) / bins / FILL
+        if self._sequences > _MOST_SEQUENCES:
+            mean, deviation = self._tokens, self._deviation
+            return mean / bins / FILL, (mean + deviation) / bins / FILL
         fullest = [rows for _, rows in self._whole_of(bins).fullest]
         return sum(fullest) / len(fullest), max(fullest)
 
@@ -127,12 +150,11 @@ class RoundModel:
             return None
         if expected.bins:
             return expected.full_spread(dp_size, count * rows)
-        batches = sum(job.batch_size for job in self._jobs)
-        mean = sum(job.batch_tokens for job in self._jobs) / batches
+        batches, mean = self._sequences, self._tokens / self._sequences
         share = min(1.0, 2 * _MOST_SEQUENCES / min(batches, capacity * dp_size * count / mean))
         count = min(count, _SAMPLED_DEPTH)  # more even out
         shape = RoundShape(capacity, max(2, round(dp_size * share)), 1, count)
-        packed = packed_rounds(Packer(self._jobs, shape), _SAMPLED_ROUNDS)
+        packed = packed_rounds(Packer(self._batches, shape), _SAMPLED_ROUNDS)
         return packed.full_spread(shape.dp_size, count * rows)
 
     def _spread(
@@ -144,14 +166,13 @@ class RoundModel:
             if own not in self._own:
                 self._own[own] = expected.spread(dp_size)
             return self._own[own]
-        batches = sum(job.batch_size for job in self._jobs)
-        mean = sum(job.batch_tokens for job in self._jobs) / batches
+        batches, mean = self._sequences, self._tokens / self._sequences
         stages = min(pp_size, 2)  # longer pipelines have more micro-batches to even out
         room = capacity * dp_size * (4 * stages if stages > 1 else 1)
         share = min(1.0, 2 * _MOST_SEQUENCES / min(batches, room / mean))
         key = (capacity, max(2, round(dp_size * share)), stages)
         if key not in self._sampled:
-            packed = packed_rounds(Packer(self._jobs, RoundShape(*key)), _SAMPLED_ROUNDS)
+            packed = packed_rounds(Packer(self._batches, RoundShape(*key)), _SAMPLED_ROUNDS)
             self._sampled[key] = packed.spread(key[1])
         found = self._sampled[key]
         if found is None:
@@ -175,7 +196,7 @@ class RoundModel:
         else:
             looked_at = min(self._looked_at // int(packed + 1), _MOST_ROUNDS)
             rounds = max(rounds, looked_at, 3 * _FEWEST_ROUNDS)
-        return packed_rounds(Packer(jobs, shape), rounds)
+        return packed_rounds(Packer(self._batches, shape), rounds)
 
     def _flow_of(self, shape: RoundShape) -> Flow:
         key = shape.capacity * shape.dp_size, shape.pp_size, shape.fixed
@@ -187,7 +208,7 @@ class RoundModel:
         """Rounds of so many micro-batches with room for all batches; `least` of them or more."""
         rounds = max(_FEWEST_ROUNDS, len(self._jobs), least)
         if (bins, rounds) not in self._whole:
-            packer = Packer(self._jobs, RoundShape(math.inf, bins, 1))
+            packer = Packer(self._batches, RoundShape(math.inf, bins, 1))
             self._whole[bins, rounds] = packed_rounds(packer, rounds)
         return self._whole[bins, rounds]
 

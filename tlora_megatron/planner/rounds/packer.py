@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from tlora_megatron.planner.rounds.bins import (
+    ROWS_BIT,
+    DrawnBatches,
+    fill,
+    in_order,
+    in_turns,
+    part_of,
+    rows_of,
+)
 from tlora_megatron.planner.rounds.load import ExpectedRounds
-from tlora_megatron.planner.rounds.spread import Part
-from tlora_megatron.planner.workload import JobLoad
 
-_INDEX_BITS = 32
-_INDICES = 2**_INDEX_BITS - 1
 _MOST_ROWS = 2**62
 """Stands for room without end."""
 
@@ -59,83 +61,103 @@ def packed_rounds(packer: Packer, rounds: int) -> ExpectedRounds:
 class Packer:
     """Packs rounds of drawn lengths and counts their rows."""
 
-    def __init__(self, jobs: Sequence[JobLoad], shape: RoundShape) -> None:
-        self._jobs, self._shape = jobs, shape
-        self._capacity, self._dp_size = shape.capacity, shape.dp_size
-        self._streams: list[Iterator[int]] = [
-            job.lengths.shuffled(slot, job.batch_size) for slot, job in enumerate(jobs)
-        ]
-        self._left: list[list[int]] = [[] for _ in jobs]
-        """The rest of every job's batch, ascending: the packer takes the longest sequence first."""
+    def __init__(self, batches: DrawnBatches, shape: RoundShape) -> None:
+        self._batches, self._shape, self._dp_size = batches, shape, shape.dp_size
+        self._room = (int(min(shape.capacity, _MOST_ROWS)) + 1) << ROWS_BIT
+        slots = range(len(batches.jobs))
+        self._left: list[list[int]] = [[] for _ in slots]
+        """The rest of every job's batch, as `DrawnBatches` gives it."""
+        self._num_drawn = [0 for _ in slots]
+        self._rows_left = 0
+        """Rows of all of these."""
         self._waited = False
         """True if a batch had to be continued in the next round."""
         self._fullest: list[tuple[int, float]] = []
-        self._bins: list[tuple[Part, ...]] = []
-        self._tokens = [0] * len(jobs)
-        self._sequences = [0] * len(jobs)
+        self._bins: list[tuple[int, ...]] = []
 
     def run_round(self, first_slot: int) -> None:
         """Fills the micro-batches of one round."""
         self._refill()
-        rows = [sum(left) for left in self._left]
-        held = [len(left) for left in self._left]
-        count = self._shape.micro_batches(sum(rows))
-        loads, squares = self._fill(count * self._dp_size, first_slot)
-        for slot, left in enumerate(self._left):
-            self._tokens[slot] += rows[slot] - sum(left)
-            self._sequences[slot] += held[slot] - len(left)
-        self._fullest.append((count, max(loads)))
+        count = self._shape.micro_batches(self._rows_left)
+        bins = self._fill(count * self._dp_size, first_slot)
+        self._rows_left -= rows_of(bins)
+        self._fullest.append((count, part_of(max(bins))[0]))
         if self._dp_size > 1:
-            self._bins.append(tuple(zip(loads, squares, strict=True)))
-        self._waited = self._waited or any(self._left)
+            self._bins.append(in_order(bins))
+        self._waited = self._waited or self._rows_left > 0
 
     def _refill(self) -> None:
-        for slot, job in enumerate(self._jobs):
-            if not self._left[slot]:
-                batch = itertools.islice(self._streams[slot], job.batch_size)
-                self._left[slot] = sorted(batch)
+        batches, drawn, rows = self._batches, self._num_drawn, 0
+        for slot, left in enumerate(self._left):
+            if not left:
+                self._left[slot] = batch = batches.batch(slot, drawn[slot])
+                drawn[slot] += 1
+                rows += sum(batch)
+        self._rows_left += rows >> ROWS_BIT
 
-    def _fill(self, count: int, first_slot: int) -> tuple[list[int], list[int]]:
+    def _fill(self, count: int, first_slot: int) -> list[int]:
         """Puts sequences, job by job in turns, into the lightest of `count` bins, while they fit.
 
-        Returns the bins' rows and squares. A search places millions of sequences: a bin is one
-        number, its rows before its index.
+        A job ends with its first sequence that does not fit. Returns the bins in any order.
         """
-        bins, squares = list(range(count)), [0] * count
-        capacity = min(self._capacity, _MOST_ROWS)
-        turn, replace = deque(self._left), heapq.heapreplace
-        turn.rotate(-first_slot)
-        while turn:
-            own = turn.popleft()
-            lightest = bins[0]
-            length = own[-1]
-            if (lightest >> _INDEX_BITS) + length > capacity:
-                continue
-            own.pop()
-            replace(bins, lightest + (length << _INDEX_BITS))
-            squares[lightest & _INDICES] += length * length
-            if own:
-                turn.append(own)
-        loads = [0] * count
-        for filled in bins:
-            loads[filled & _INDICES] = filled >> _INDEX_BITS
-        return loads, squares
+        left, is_whole = self._left, not self._waited and first_slot + 1 == self._num_drawn[0]
+        order = self._batches.turns(first_slot) if is_whole else in_turns(left, first_slot)
+        bins, placed = fill(order, count, self._room)
+        if placed == len(order):
+            self._left = [[] for _ in left]
+        else:
+            taken = self._squeeze(bins, placed, first_slot % len(left))
+            self._left = [own[count:] for own, count in zip(left, taken, strict=True)]
+        return bins
+
+    def _squeeze(self, bins: list[int], placed: int, first_slot: int) -> list[int]:
+        """Places what fits behind the first sequence that does not.
+
+        Args:
+            placed: number of sequences before that one.
+
+        Returns:
+            The number of sequences that each job has placed.
+        """
+        left, lengths = self._left, [len(own) for own in self._left]
+        turn, slots = 0, [*range(first_slot, len(left)), *range(first_slot)]
+        going = [slot for slot in slots if lengths[slot]]
+        while len(going) <= placed:
+            placed -= len(going)
+            turn += 1
+            going = [slot for slot in going if lengths[slot] > turn]
+        taken = [min(length, turn) for length in lengths]
+        again, going = going[:placed], going[placed:]
+        for slot in again:
+            taken[slot] += 1
+        while going:
+            for slot in going:
+                filled = bins[0] + left[slot][turn]
+                if filled < self._room:
+                    heapq.heapreplace(bins, filled)
+                    taken[slot] += 1
+                    again.append(slot)
+            turn += 1
+            going, again = [slot for slot in again if lengths[slot] > turn], []
+        return taken
 
     def result(self) -> ExpectedRounds:
         """Means over the rounds so far."""
-        rounds = len(self._fullest)
-        tokens, sequences = (
-            tuple(value / rounds for value in values) for values in (self._tokens, self._sequences)
+        rounds, jobs, batches = len(self._fullest), self._batches.jobs, self._batches
+        counts = list(enumerate(self._num_drawn))
+        rest = [part_of(sum(left))[0] for left in self._left]
+        tokens = tuple((batches.rows(slot, count) - rest[slot]) / rounds for slot, count in counts)
+        sequences = tuple(
+            (count * jobs[slot].batch_size - len(self._left[slot])) / rounds
+            for slot, count in counts
         )
         drawn = 1.0
         if not self._waited:
             # Whole batches, whose expected rows are known; the lengths drawn are an accident.
-            expected = tuple(
-                n * job.lengths.mean for n, job in zip(sequences, self._jobs, strict=True)
-            )
+            expected = tuple(n * job.lengths.mean for n, job in zip(sequences, jobs, strict=True))
             drawn, tokens = sum(tokens) / sum(expected), expected
         # Not counted: a large batch may take more rounds than were looked at.
-        steps = tuple(n / job.batch_size for n, job in zip(sequences, self._jobs, strict=True))
+        steps = tuple(n / job.batch_size for n, job in zip(sequences, jobs, strict=True))
         return ExpectedRounds(
             tuple(self._fullest), tokens, sequences, steps, drawn, tuple(self._bins)
         )
