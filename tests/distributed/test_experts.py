@@ -58,7 +58,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     4: {"TP2+SPxEP2": (*_SP, *_EP), "PP2xEP2": (*_EP, "parallel.pp_size=2")},
 }
 BY_ROWS = ("run.recompute=auto", "run.gpu_memory_gb=0.0016")
-"""For jobs without adapters on experts, whose memory is not predicted."""
+"""For the job on attention alone."""
+ALL_BY_ROWS = ("run.recompute=auto", "run.gpu_memory_gb=0.0024")
 
 _ALL_SHARED = [f"shared_expert.{part}" for part in _EXPERTS]
 BESIDE_SHARED: dict[str, dict[str, Any]] = {
@@ -108,6 +109,7 @@ def run_world(scenario: Path, shared: Path) -> World:
         found |= cases_of(shared, SHARED_LAYOUTS.get(size, {}))
         if size == 1:
             found["recompute by rows"] = Case(only_job(scenario, "attention"), BY_ROWS)
+            found["all by rows"] = Case(scenario, ALL_BY_ROWS)
         return found
 
     return worlds(scenario.parent, cases)
@@ -125,11 +127,18 @@ def test_losses_and_weights_equal_the_oracle(
         assert norms == pytest.approx(expected.grad_norms, rel=1e-5), name
 
 
+@pytest.mark.parametrize(
+    ("case", "jobs"), [("recompute by rows", ("attention",)), ("all by rows", tuple(LORA))]
+)
 def test_recompute_by_rows(
-    run_world: World, oracle: dict[str, OracleResult], scenario: Path
+    case: str,
+    jobs: tuple[str, ...],
+    run_world: World,
+    oracle: dict[str, OracleResult],
+    scenario: Path,
 ) -> None:
-    out = run_world(1) / "recompute by rows"
-    assert_run_equals_oracle(out, ["attention"], oracle, scenario.parent / "base")
+    out = run_world(1) / case
+    assert_run_equals_oracle(out, jobs, oracle, scenario.parent / "base")
     summary = json.loads((out / "summary.json").read_text())
     assert re.fullmatch(r"none to \d\d rows, full beyond", summary["run"]["recompute"])
 

@@ -216,6 +216,9 @@ def job_misfit(jobs: Iterable[JobLoad], plan: Plan) -> str | None:
         if job.num_blocks > 1 and job.num_blocks % plan.tp_size:
             blocks = f"num_blocks {job.num_blocks} of job {job.name}"
             return f"{blocks} is no multiple of TP {plan.tp_size}"
+        on_experts = any(target.startswith("experts.") for target in job.targets)
+        if on_experts and plan.shard_optimizer and plan.ep_size > 1:
+            return "sharded optimizer states of adapters on routed experts need EP 1"
     return None
 
 

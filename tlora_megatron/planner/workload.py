@@ -12,7 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, JobSpec
+from tlora_megatron.config.job import (
+    EXPERT_TARGETS,
+    FUSED_EXPERT_TARGETS,
+    HF_TARGETS,
+    MEGATRON_TARGETS,
+    JobSpec,
+)
 from tlora_megatron.config.reader import show
 
 _SUM_TOLERANCE = 1e-6
@@ -199,6 +205,10 @@ class JobLoad:
     """Rows of the longest evaluation sequence, which a micro-batch must hold too."""
     num_blocks: int = 1
     """Diagonal blocks of a block-diagonal adapter; 1: a standard adapter."""
+    expert_rank: int | None = None
+    """Rank of the adapter on routed experts; None: `rank`."""
+    shares_outer: bool = False
+    """All routed experts of a layer share the adapter's factors on their hidden side."""
     is_open: bool = False
     """A client drives it: batch and lengths are a guess that memory must hold, and nobody knows how
     often there is one."""
@@ -208,7 +218,7 @@ class JobLoad:
             raise ValueError(
                 f"num_blocks of job {self.name!r} must be at least 1, got {self.num_blocks}"
             )
-        known = HF_TARGETS + MEGATRON_TARGETS
+        known = HF_TARGETS + MEGATRON_TARGETS + EXPERT_TARGETS + FUSED_EXPERT_TARGETS
         rules = (
             ("rank", "be at least 1", self.rank, self.rank >= 1),
             ("batch_size", "be at least 1", self.batch_size, self.batch_size >= 1),
@@ -241,6 +251,8 @@ class JobLoad:
             target_share=target_share,
             longest_eval=longest_eval,
             num_blocks=job.lora.num_blocks,
+            expert_rank=job.lora.expert_rank,
+            shares_outer=job.lora.shares_outer,
             is_open=job.driven,
         )
 

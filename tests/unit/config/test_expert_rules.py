@@ -76,8 +76,7 @@ def test_rounds_of_one_process_s_own_experts_may_differ(tmp_path: Path) -> None:
     run = {"recompute": "auto", "round_depth": 2}
     own = config(tmp_path, run=run, job={"lora": {"target_modules": ["q_proj"]}})
     check_run_over_experts(own)
-    with pytest.raises(ConfigError, match="or full: job a adapts gate_proj of routed experts, wh"):
-        check_run_over_experts(config(tmp_path, run=run))
+    check_run_over_experts(config(tmp_path, run=run))
     with pytest.raises(ConfigError, match="be none, selective or full over a base with a shared"):
         check_run_over_experts(own, has_shared=True)
 

@@ -11,10 +11,11 @@ import pytest
 
 from tests.helpers.expert_case import EXPERTS, on_attention, published
 from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tlora_megatron.config.job import EXPERT_TARGETS
 from tlora_megatron.config.load import ParallelSpec
 from tlora_megatron.config.parallel_rules.experts import check_expert_sizes
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.planner.candidate import Plan, misfit, runners
+from tlora_megatron.planner.candidate import Plan, job_misfit, misfit, runners
 from tlora_megatron.planner.cost.cost_model import step_cost
 from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.deploy.deploy import deploy
@@ -135,10 +136,37 @@ def test_recompute_by_rows_is_told_of_where_micro_batches_may_differ(repo: Path)
     assert saved_by_rows(spec, jobs, replace(plan, ep_size=2), hardware) is None
 
 
-def test_adapters_on_experts_are_not_planned_for() -> None:
+def test_targets_on_experts_have_their_own_names() -> None:
     jobs = [*JOBS, job("b", targets=("q_proj", "up_proj"))]
     with pytest.raises(ValueError, match=r"targets of job 'b' must be among q_proj, .*, got up"):
         search(EXPERTS, jobs, HARDWARE, 1)
+
+
+def test_jobs_that_adapt_experts_have_plans_that_share_them_for_memory(repo: Path) -> None:
+    """Factors of rank 64 on 128 experts are 3.3 billion elements of 18 bytes, 60 GB."""
+    spec, hardware = (
+        published(repo, "qwen3-30b-a3b"),
+        load_profile(repo / "configs/hardware/h100.json"),
+    )
+    large = [replace(on_attention(512, 64)[0], targets=EXPERT_TARGETS, expert_rank=64)]
+    space = SearchSpace(micro_batch_tokens=8192, cp_size=1)
+    plans = search(spec, [*on_attention(512, 64, 64)[1:], *large], hardware, 8, space).plans
+    states = {p.plan.ep_size: p.memory for p in plans if p.plan.dp_size == p.plan.ep_size == 8}
+    assert states, "with all experts divided there is room"
+    own = 48 * 16 * 64 * 3 * (2048 + 768)
+    attention = 48 * 16 * (3 * 2048 + 2 * 4096 + 2 * 512)
+    assert states[8].adapter_gradients == pytest.approx(4 * (own + attention), rel=0.01)
+    whole = [p for p in plans if p.plan.ep_size == p.plan.tp_size == p.plan.pp_size == 1]
+    assert not whole, "beside the base's 61 GB"
+
+
+def test_sharded_states_of_adapters_on_experts_need_whole_layers() -> None:
+    jobs = [replace(on_attention()[0], targets=EXPERT_TARGETS)]
+    reason = "sharded optimizer states of adapters on routed experts need EP 1"
+    plan = Plan(dp_size=2, ep_size=2, shard_optimizer=True)
+    assert job_misfit(jobs, plan) == reason
+    assert job_misfit(jobs, replace(plan, ep_size=1)) is None
+    assert job_misfit(on_attention(), plan) is None
 
 
 def test_a_shared_expert_is_not_planned_for() -> None:

@@ -80,9 +80,6 @@ def check_job_over_experts(job: JobSpec, config: RunConfig) -> None:
     if parallel.shard_optimizer and parallel.ep_size > 1:
         rule = f"be false with ep_size above 1: {adapts}, whose replicas differ"
         raise must("parallel.shard_optimizer", rule, True)
-    if config.run.recompute == "auto":
-        rule = f"be none, selective or full: {adapts}, whose memory is not predicted yet"
-        raise must("run.recompute", rule, config.run.recompute)
 
 
 def _check_alike_rounds(run: RunSpec) -> None:

@@ -11,13 +11,14 @@ from typing import NamedTuple
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
-from tlora_megatron.planner.cost.experts.split import check_predictable
+from tlora_megatron.planner.cost.experts.adapters import expert_elements
+from tlora_megatron.planner.cost.experts.split import check_predictable, expert_split
 from tlora_megatron.planner.cost.job_sums import JobSums
 from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
 from tlora_megatron.planner.cost.memory import HEAD_ROWS, ROW_TILE
 from tlora_megatron.planner.cost.nano_parts import fastest_split, full_capacity, num_parts, splits
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.cost.spans import Span, plan_spans
+from tlora_megatron.planner.cost.spans import Span, group_span, plan_spans
 from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.hardware import CollectiveOp, HardwareProfile
 from tlora_megatron.planner.rounds.load import RoundLoad
@@ -297,7 +298,8 @@ class CostModel:
     def _job_steps_s(self, plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:
         sizes = plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size
         ends = plan.first_stage_layers, plan.last_stage_layers
-        key = *sizes, *ends, plan.lora_sharding, plan.shard_optimizer
+        experts = plan.ep_size, plan.expert_tp_size
+        key = *sizes, *ends, *experts, plan.lora_sharding, plan.shard_optimizer
         if key not in self._job_steps:
             self._job_steps[key] = self._all_job_steps_s(plan)
         return self._job_steps[key]
@@ -310,10 +312,9 @@ class CostModel:
         """Each job's times of its gradients' sum and of its update; alike for like adapters."""
         known: dict[object, tuple[float, float]] = {}
         for job in self.jobs:
-            adapter = job.rank, job.targets, job.num_blocks
-            if adapter not in known:
-                known[adapter] = self._job_step_s(plan, job)
-        times = [known[job.rank, job.targets, job.num_blocks] for job in self.jobs]
+            if _adapter(job) not in known:
+                known[_adapter(job)] = self._job_step_s(plan, job)
+        times = [known[_adapter(job)] for job in self.jobs]
         return tuple(sync for sync, _ in times), tuple(update for _, update in times)
 
     def _job_step_s(self, plan: Plan, job: JobLoad) -> tuple[float, float]:
@@ -321,10 +322,17 @@ class CostModel:
         replicas = plan.dp_size * plan.cp_size
         over = plan_spans(plan, self.hardware.gpus_per_node).replicas
         sharding = plan.tp_size, plan.lora_sharding
-        own = layers * adapter_elements(self.spec, job, *sharding)
-        shared = layers * adapter_elements(self.spec, job, *sharding, replicated_only=True)
+        split = expert_split(self.spec, plan)
+        on_experts = expert_elements(self.spec, job, split)
+        # Factors that experts share are dense ones, of which each rank that cuts has a part.
+        outer = layers * on_experts.shared
+        own = layers * adapter_elements(self.spec, job, *sharding) + outer
+        shared = layers * adapter_elements(self.spec, job, *sharding, replicated_only=True) + outer
         over_replicas = self.rates.collective_s("all_reduce", replicas, own * 4, over=over)
         over_tp = self._over_tp_s(plan, "all_reduce", shared * 4)
+        over_replicas += self._experts_sync_s(plan, layers * on_experts.own)
+        over_tp += self._over_tp_s(plan, "all_reduce", layers * on_experts.replicated * 4)
+        own += layers * on_experts.own
         moved = own * OPTIMIZER_BYTES
         if plan.shard_optimizer and replicas > 1:
             copies = own * self.rates.element_bytes
@@ -332,6 +340,18 @@ class CostModel:
             moved = own * (OPTIMIZER_BYTES - _SLICED_BYTES * (1 - 1 / replicas) + _GATHERED_BYTES)
         moved_s = moved / self.hardware.copy_bytes_per_s
         return over_replicas + over_tp, moved_s + self.hardware.host.job_step_s
+
+    def _experts_sync_s(self, plan: Plan, elements: float) -> float:
+        """Time to sum gradients over the ranks that hold the same experts."""
+        held = plan.ep_size * plan.expert_tp
+        replicas = plan.num_gpus // plan.pp_size // held
+        over = group_span(replicas, held, plan.num_gpus, self.hardware.gpus_per_node)
+        return self.rates.collective_s("all_reduce", replicas, elements * 4, over=over)
+
+
+def _adapter(job: JobLoad) -> object:
+    """What the size of a job's adapter depends on."""
+    return job.rank, job.targets, job.num_blocks, job.expert_rank, job.shares_outer
 
 
 def _waits_for(host_s: float, device_s: float, load: RoundLoad) -> float:

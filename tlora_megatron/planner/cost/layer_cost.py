@@ -10,6 +10,8 @@ from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import local_shape
+from tlora_megatron.planner.cost.experts.adapters import ExpertLora
+from tlora_megatron.planner.cost.experts.split import expert_split
 from tlora_megatron.planner.cost.experts.work import RoutedWork
 from tlora_megatron.planner.cost.job_sums import JobSums
 from tlora_megatron.planner.cost.lora_work import PLACE_BYTES, LoraCounts, exchange_of, lora_counts
@@ -98,6 +100,7 @@ class LayerModel:
         self._lora: dict[tuple[int, bool, LoraSharding], dict[str, list[LoraCounts]]] = {}
         self._attention: dict[int, tuple[tuple[float, ...], ...]] = {}
         self._sums = sums or JobSums()
+        self._expert_lora = ExpertLora(spec, jobs, rates, self._sums)
         self._times: dict[object, tuple[_LayerTimes, RoundLoad]] = {}
         self._gemm_times: dict[tuple[int, float, str], tuple[float, float]] = {}
         self._drops = tuple(float(job.dropout > 0) for job in jobs)
@@ -154,6 +157,10 @@ class LayerModel:
             routed = self._routed.cost(plan, rows)
             gemm["mlp"], exchange = routed.gemm_s, routed.exchange_s
             stream["mlp"] = _sum(stream["mlp"], routed.stream_s)
+            split = expert_split(self.spec, plan)
+            assert split is not None, "the model has experts"
+            bins = load.micro_batches * plan.dp_size
+            lora["mlp"] = self._expert_lora.times(split, load, rows, bins)
         if parts > 1:
             compute = _both(gemm) + sum(attention) + _both(stream) + _both(lora)
             exposed = exposed_share(parts, compute, _both(comm), self.rates.hardware.nano_overlap)

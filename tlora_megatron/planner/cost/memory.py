@@ -22,6 +22,7 @@ from tlora_megatron.planner.cost.adapter_sizes import (
     local_shape,
     spread_elements,
 )
+from tlora_megatron.planner.cost.experts.adapters import expert_elements
 from tlora_megatron.planner.cost.experts.bytes import routed_bytes
 from tlora_megatron.planner.cost.experts.split import check_predictable, expert_split
 from tlora_megatron.planner.cost.saved_activations import (
@@ -187,16 +188,17 @@ class MemoryModel:
         if key not in self._layers:
             spec, jobs, size = self.spec, self.jobs, self._size
             sharding = plan.tp_size, plan.lora_sharding
-            each = [adapter_elements(spec, job, *sharding) for job in jobs]
-            saved = saved_inputs(jobs, plan)
-            split = expert_split(spec, plan)
+            split, saved = expert_split(spec, plan), saved_inputs(spec, jobs, plan)
+            on_experts = [expert_elements(spec, job, split).total for job in jobs]
+            dense = (adapter_elements(spec, job, *sharding) for job in jobs)
+            each = [one + other for one, other in zip(dense, on_experts, strict=True)]
             if split is None or plan.recompute != "none":
                 routed = 0.0
             else:
-                routed = routed_bytes(split, size).kept_routed
+                routed = routed_bytes(split, size, saved.experts).kept_routed
             self._layers[key] = _LayerUse(
                 slabs=sum(each),
-                copies=sum(copied_elements(spec, job, *sharding) for job in jobs),
+                copies=sum(copied_elements(spec, job, *sharding) for job in jobs) + sum(on_experts),
                 largest_slab=max(each, default=0.0),
                 spread=sum(spread_elements(spec, job, plan.tp_size) for job in jobs),
                 kept_bytes=kept_bytes(spec, saved, plan, size),

@@ -13,6 +13,7 @@ from tlora_megatron.planner.cost.adapter_sizes import (
     chunked,
     local_shape,
 )
+from tlora_megatron.planner.cost.experts.adapters import KeptInputs, kept_inputs
 from tlora_megatron.planner.cost.experts.bytes import routed_bytes
 from tlora_megatron.planner.cost.experts.split import expert_split
 from tlora_megatron.planner.cost.lora_work import PLACES_BYTES, keeps_whole, shares_all
@@ -34,13 +35,16 @@ class SavedInputs(NamedTuple):
     """Linears whose input is kept gathered under sequence parallelism (`lora_work.keeps_whole`)."""
     places: float
     """Bytes per row of the micro-batch for all layers together: positions for s_lora."""
+    experts: KeptInputs = KeptInputs()
+    """What adapters on routed experts need."""
 
     def shards(self, linear: str, shard: int) -> int:
         """Number of ranks that share the rows of a linear's input; `shard`: between linears."""
         return 1 if linear in self.whole else shard
 
 
-def saved_inputs(jobs: Sequence[JobLoad], plan: Plan) -> SavedInputs:
+def saved_inputs(spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan) -> SavedInputs:
+    """Returns what the adapters of a mix keep in a layer."""
     ranks, whole, places = {}, set(), 0.0
     for linear, members in LINEAR_TARGETS.items():
         counts = [sum(target in job.targets for target in members) for job in jobs]
@@ -51,7 +55,9 @@ def saved_inputs(jobs: Sequence[JobLoad], plan: Plan) -> SavedInputs:
             whole.add(linear)
         values = [shares_all(plan, job) * job.rank * n for job, n in pairs]
         places += PLACES_BYTES * max(values, default=0)
-    return SavedInputs(ranks, frozenset(whole), places)
+    split = expert_split(spec, plan)
+    experts = KeptInputs() if split is None else kept_inputs(spec, jobs, split)
+    return SavedInputs(ranks, frozenset(whole), places, experts)
 
 
 def kept_bytes(
@@ -92,7 +98,7 @@ def _mlp_bytes(spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int, part:
     """
     split = expert_split(spec, plan)
     if split is not None:
-        of_experts = routed_bytes(split, size)
+        of_experts = routed_bytes(split, size, saved.experts)
         again = 0.0 if part == "all" else split.fullest() * of_experts.kept_routed
         return of_experts.kept + again
     hidden, tp, shard, ranks = spec.hidden_size, plan.tp_size, row_shards(plan), saved.ranks
@@ -113,7 +119,7 @@ def workspace_bytes(spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int) 
     if split is None:
         gradients = (3 * spec.ffn_size / plan.tp_size + 3 * spec.hidden_size) * size
     else:
-        gradients = routed_bytes(split, size).workspace + 3 * spec.hidden_size * size
+        gradients = routed_bytes(split, size, saved.experts).workspace + 3 * spec.hidden_size * size
     shapes = [local_shape(spec, linear, plan.tp_size) for linear, _ in spec.fp8_linears]
     gradients += max((columns for columns, _ in shapes), default=0)  # FP8 codes of dy
     if plan.recompute == "none":

@@ -20,6 +20,7 @@ from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.config.reader import must
 from tlora_megatron.model.block_sizes import check_block_sizes
+from tlora_megatron.model.expert_targets import over_base
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.hardware import (
@@ -152,16 +153,17 @@ def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | Non
         ValueError: if data or tokenizer cannot be used, or adapters do not fit the model.
         ImportError: without transformers, which reads tokenizers.
     """
-    for job in config.jobs:
+    jobs = [over_base(job, spec) for job in config.jobs]
+    for job in jobs:
         check_block_sizes(job.name, job.lora, spec)
     if lengths is not None:
         for cut in find_cuts(config.jobs, lengths):
             logger.warning("%s", cut)
         clipped = [lengths.clipped(job.max_seq_len - 1) for job in config.jobs]
-        return [JobLoad.from_spec(j, c) for j, c in zip(config.jobs, clipped, strict=True)]
+        return [JobLoad.from_spec(j, c) for j, c in zip(jobs, clipped, strict=True)]
     base = config.base_model
     folder = Path(base.path) if base.path is not None else Path(str(base.config)).parent
-    return [_job_load(job, spec, folder) for job in config.jobs]
+    return [_job_load(job, spec, folder) for job in jobs]
 
 
 def _job_load(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> JobLoad:

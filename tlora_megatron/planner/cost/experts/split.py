@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tlora_megatron.config.job import EXPERT_TARGETS, FUSED_EXPERT_TARGETS
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
@@ -26,6 +27,8 @@ class ExpertSplit:
     """Experts of the rank."""
     inner: int
     """Hidden features of each of them on the rank."""
+    expert_tp: int
+    """Tensor-parallel ranks that cut each of them."""
     row_share: float
     """Share of a context-parallel rank's rows that the rank routes: with sequence parallelism and
     experts that are whole, a tensor-parallel rank routes its own rows alone."""
@@ -57,8 +60,8 @@ def check_predictable(spec: ModelSpec, jobs: Sequence[JobLoad]) -> None:
     """Refuses what no prediction knows of a base with routed experts.
 
     Raises:
-        ValueError: for a shared expert beside them, or a job whose adapter is not on the attention
-            linears alone.
+        ValueError: for a shared expert beside them, or a job with a target that is neither on the
+            attention linears nor on the experts.
     """
     if spec.experts is None:
         return
@@ -68,6 +71,7 @@ def check_predictable(spec: ModelSpec, jobs: Sequence[JobLoad]) -> None:
             f"{spec.shared_ffn_size} features"
         )
     known = (*LINEAR_TARGETS["linear_qkv"], *LINEAR_TARGETS["linear_proj"])
+    known += EXPERT_TARGETS + FUSED_EXPERT_TARGETS
     for job in jobs:
         for target in job.targets:
             if target not in known:
@@ -86,5 +90,6 @@ def _split(spec: ModelSpec, tp_size: int, ep_size: int, expert_tp: int) -> Exper
         ep_size=ep_size,
         num_local=spec.experts.num_experts // ep_size,
         inner=spec.ffn_size // expert_tp,
+        expert_tp=expert_tp,
         row_share=1.0 if expert_tp == tp_size else 1 / tp_size,
     )

@@ -14,14 +14,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tlora_megatron.config.job import EXPERT_TARGETS, FUSED_EXPERT_TARGETS, LoraSpec
 from tlora_megatron.integrations.megatron.layer import frozen_experts
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
+from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from tlora_megatron.layers.sites import stage_sites
+from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
 from tlora_megatron.parallel import expert_exchange
 from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.experts.adapters import expert_elements, kept_inputs
 from tlora_megatron.planner.cost.experts.bytes import routed_bytes
 from tlora_megatron.planner.cost.experts.split import expert_split
 from tlora_megatron.planner.cost.memory import COMMUNICATOR_BYTES, memory_use
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 ROWS, HIDDEN = 256, 64
 QWEN = ExpertsSpec(num_experts=8, top_k=4, ffn_size=48, normalizes=True)
@@ -39,6 +47,9 @@ class Allocated(TorchDispatchMode):
         self._living = {tensor.untyped_storage()._cdata: 0 for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):  # what was there before, of which there may be views
+                self._living.setdefault(tensor.untyped_storage()._cdata, 0)
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
@@ -61,22 +72,32 @@ class Allocated(TorchDispatchMode):
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts without processes: what a rank sends comes back to it."""
 
-    def on_gpu(x: Tensor) -> tuple[Tensor, Any]:
-        """Allocates what the kernels of a GPU do; on the CPU autograd keeps more."""
-        return x.new_zeros(len(x), x.shape[1] // 2), lambda dy: torch.zeros_like(x)
+    # What the kernels of a GPU allocate; on the CPU there are copies in fp32.
+    def weighted(inner: Tensor, weights: Tensor) -> Tensor:
+        return inner.new_zeros(len(inner), inner.shape[1] // 2)
+
+    def weighted_back(grad: Tensor, inner: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(inner), inner.new_zeros(len(inner), dtype=torch.float32)
 
     def echo(out: Tensor, sent: Tensor, *sizes: Any, group: Any) -> None:
         out.copy_(sent)
 
     groups = SimpleNamespace(get_expert_model_parallel_group=lambda: None)
     monkeypatch.setattr(frozen_experts, "parallel_state", groups)
-    monkeypatch.setattr(frozen_experts, "swiglu_vjp", on_gpu)
+    monkeypatch.setattr(frozen_experts, "weighted_swiglu", weighted)
+    monkeypatch.setattr(frozen_experts, "weighted_swiglu_back", weighted_back)
     monkeypatch.setattr(expert_exchange.dist, "all_to_all_single", echo)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 
 
-def allocated(spec: ExpertsSpec, ep_size: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes a row that a layer's experts keep, and that their backward needs in addition."""
+def allocated(
+    spec: ExpertsSpec, ep_size: int, dtype: torch.dtype, lora: LoraSpec | None = None
+) -> tuple[float, float]:
+    """Bytes a row that a layer's experts keep, and that their backward needs in addition.
+
+    Args:
+        lora: of the one job, which has all rows; None = no adapter is on the experts.
+    """
     config = SimpleNamespace(
         hidden_size=HIDDEN,
         params_dtype=dtype,
@@ -86,8 +107,20 @@ def allocated(spec: ExpertsSpec, ep_size: int, dtype: torch.dtype) -> tuple[floa
     experts = FrozenExperts(config, spec=spec, ep_size=ep_size, expert_tp=1)
     weights = [parameter.detach().normal_(0, 0.1) for parameter in experts.parameters()]
     x, dy = (torch.randn(ROWS, HIDDEN, dtype=dtype) for _ in range(2))
+    view = None
+    if lora is not None:
+        base = replace(BASE, num_layers=1, experts=spec, ffn_size=spec.ffn_size)
+        layout = ParallelLayout(ep_size=ep_size, dp_size=ep_size)
+        sites = stage_sites(base, layout, tp_rank=0, pp_rank=0, place=layout.expert_place(0))
+        bank = AdapterBank(sites, [lora], dtype=dtype, device=torch.device("cpu"))
+        bank.install([Adapter(name="a", lora=lora, slab=bank.new_slab(lora))])
+        for site in (site for site in sites if site.experts is not None):
+            linear = getattr(experts.experts, site.linear.replace("experts_", "linear_"))
+            linear.bind_adapters(bank, site)
+        view = pack_micro_batch([Document(slot=0, length=ROWS)], num_slots=1, num_tokens=ROWS)
+        view.rows.row_slots(torch.device("cpu"))
     with torch.no_grad(), Allocated(x, dy, *weights) as found:
-        y, back = experts.compute_vjp(x)
+        y, back = experts.compute_vjp(x, view)
         kept = found.now - y.untyped_storage().nbytes()
         found.most = before = found.now
         back(dy)
@@ -116,6 +149,89 @@ def test_what_is_counted_is_what_is_allocated(
     # A layer's backward has the residual stream's gradients in addition, `workspace_bytes`.
     assert even <= 1.01 * worked
     assert worked <= 1.01 * even + 3 * HIDDEN * dtype.itemsize
+
+
+LORAS = {
+    "own": LoraSpec(rank=16, target_modules=EXPERT_TARGETS),
+    "fused": LoraSpec(rank=4, expert_rank=16, target_modules=FUSED_EXPERT_TARGETS),
+    "down": LoraSpec(rank=16, target_modules=EXPERT_TARGETS[2:]),
+    "outer": LoraSpec(rank=16, expert_sharing="outer", target_modules=EXPERT_TARGETS),
+    "outer, attention": LoraSpec(
+        rank=8, expert_rank=16, expert_sharing="outer", target_modules=("q_proj", *EXPERT_TARGETS)
+    ),
+}
+
+
+def load_of(lora: LoraSpec) -> JobLoad:
+    return JobLoad(
+        name="a",
+        rank=lora.rank,
+        targets=lora.target_modules,
+        expert_rank=lora.expert_rank,
+        shares_outer=lora.shares_outer,
+        batch_size=1,
+        lengths=LengthHistogram.single(128),
+    )
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize("spec", [QWEN, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("lora", list(LORAS.values())[:4], ids=list(LORAS)[:4])
+def test_what_is_counted_with_adapters_is_what_is_allocated(
+    spec: ExpertsSpec, ep_size: int, dtype: torch.dtype, lora: LoraSpec
+) -> None:
+    base = replace(BASE, experts=spec, ffn_size=spec.ffn_size)
+    split = expert_split(base, Plan(dp_size=ep_size, ep_size=ep_size))
+    assert split is not None
+    counted = routed_bytes(split, dtype.itemsize, kept_inputs(base, [load_of(lora)], split))
+    even = (counted.workspace - spec.num_experts * (4 + dtype.itemsize)) / split.fullest()
+    kept, worked = allocated(spec, ep_size, dtype, lora)
+    # The layer's input, or what is sent of it, exists whether experts keep it or not.
+    adapters = kept_inputs(base, [load_of(lora)], split)
+    is_input = adapters.first_summed > 0 or (adapters.reads_routed and ep_size == 1)
+    given = is_input * HIDDEN * dtype.itemsize
+    assert counted.kept + counted.kept_routed - given == pytest.approx(kept, abs=1)
+    # A GPU has the rank columns of all rows at once, a CPU those of one run of rows.
+    columns = max(adapters.first_columns, adapters.second_columns) * dtype.itemsize
+    assert even <= 1.01 * worked + split.routed * columns
+    assert worked <= 1.01 * even + 3 * HIDDEN * dtype.itemsize
+
+
+LAYOUTS = {
+    "one process": Plan(),
+    "EP2": Plan(dp_size=2, ep_size=2),
+    "TP2": Plan(tp_size=2),
+    "TP2, experts whole": Plan(tp_size=2, sequence_parallel=True, expert_tp_size=1),
+    "TP2 x EP2": Plan(tp_size=2, dp_size=2, ep_size=2),
+    "TP2 x EP2, experts whole": Plan(
+        tp_size=2, sequence_parallel=True, expert_tp_size=1, ep_size=2
+    ),
+    "PP2 x EP2": Plan(pp_size=2, dp_size=2, ep_size=2),
+}
+
+
+@pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
+@pytest.mark.parametrize("plan", LAYOUTS.values(), ids=LAYOUTS)
+def test_states_of_adapters_on_experts_are_those_of_their_slabs(plan: Plan, lora: LoraSpec) -> None:
+    base = replace(BASE, num_layers=2, experts=QWEN, ffn_size=QWEN.ffn_size)
+    layout = plan.layout
+    sites = stage_sites(base, layout, tp_rank=0, pp_rank=0, place=layout.expert_place(0))
+    slab = slab_layout(sites, lora)
+    planned = replace(plan, micro_batch_tokens=256)
+    use = memory_use(base, [load_of(lora)], planned, HARDWARE)
+    assert use.adapter_gradients == 4 * slab.numel
+    assert use.adapter_states == 12 * slab.numel
+    copies = sum(f.numel for f in slab.factors if f.shard.target in lora.expert_targets)
+    # Ranks of dense linears are stored in whole chunks.
+    dense = (slab.numel - copies) * (2 if lora.rank == 8 else 1)
+    assert use.adapter_weights == 2 * (copies + dense)
+    split = expert_split(base, planned)
+    found = expert_elements(base, load_of(lora), split)
+    assert found.total * base.num_layers / plan.pp_size == copies
+    replicated = slab.experts_replicated
+    assert found.replicated * base.num_layers / plan.pp_size == replicated
 
 
 def test_memory_of_the_experts_that_a_rank_holds() -> None:

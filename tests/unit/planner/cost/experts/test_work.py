@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.expert_case import EXPERTS, on_attention, published
 from tests.helpers.planner_case import HARDWARE
+from tlora_megatron.config.job import EXPERT_TARGETS
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.cost_model import step_cost
+from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
+from tlora_megatron.planner.cost.experts.adapters import ExpertLora
 from tlora_megatron.planner.cost.experts.imbalance import fullest_share
+from tlora_megatron.planner.cost.experts.split import expert_split
 from tlora_megatron.planner.cost.experts.work import RoutedCost, RoutedWork
+from tlora_megatron.planner.cost.job_sums import JobSums
 from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.hardware import HardwareProfile, HostCost, load_profile
+from tlora_megatron.planner.hardware import HardwareProfile, HostCost, LoraCost, load_profile
 from tlora_megatron.planner.rounds.load import RoundLoad
+from tlora_megatron.planner.workload import JobLoad
 
 ROWS = 1024
 HOST = HostCost(layer_s=1e-3, round_s=0.0, job_step_s=0.0)
@@ -146,3 +151,74 @@ def test_without_bf16_experts_are_products_of_their_own() -> None:
     rates = Rates(replace(HARDWARE, dtype="float32"))
     expected = 8 * rates.gemm_s(256 / 8, 400, 100)
     assert rates.grouped_gemm_s(256, 8, 400, 100) == expected
+
+
+def _adapters(plan: Plan, jobs: list[JobLoad], rows: float = ROWS) -> tuple[float, float]:
+    split = expert_split(EXPERTS, plan)
+    assert split is not None
+    load = RoundLoad(
+        micro_batches=1,
+        rows=rows,
+        job_tokens=tuple(rows / len(jobs) for _ in jobs),
+        job_sequences=tuple(8.0 for _ in jobs),
+        steps=tuple(1.0 for _ in jobs),
+    )
+    found = ExpertLora(EXPERTS, jobs, Rates(COUNTED), JobSums())
+    return found.times(split, load, rows, plan.dp_size)
+
+
+def _on_experts(rank: int, **changes: object) -> JobLoad:
+    return replace(on_attention()[0], targets=EXPERT_TARGETS, expert_rank=rank, **changes)  # type: ignore[arg-type]
+
+
+_NO_PRODUCTS = {f.name: 0.0 for f in fields(LoraCost)}
+COUNTED = replace(HARDWARE, lora=LoraCost(**_NO_PRODUCTS), stream_bytes_per_s=1e30)
+"""A machine on which only the bytes of factors take time."""
+
+
+def test_factors_of_all_experts_are_read_twice_and_their_gradients_read_and_written() -> None:
+    elements = 8 * 4 * 3 * (100 + 200)
+    forward, backward = _adapters(Plan(), [_on_experts(4)])
+    assert forward == pytest.approx(elements * 2 / COUNTED.copy_bytes_per_s)
+    assert backward == pytest.approx(elements * (2 + 8) / COUNTED.copy_bytes_per_s)
+    assert _adapters(Plan(), [_on_experts(4)], rows=8 * ROWS) == pytest.approx((forward, backward))
+    shared = _adapters(Plan(dp_size=4, ep_size=4), [_on_experts(4)])
+    assert shared == pytest.approx((forward / 4, backward / 4))
+    outer = _adapters(Plan(), [_on_experts(4, shares_outer=True)])
+    own = 4 * 3 * (8 * 200 + 100)
+    assert outer[0] == pytest.approx(own * 2 / COUNTED.copy_bytes_per_s)
+    assert _adapters(Plan(), on_attention()) == (0.0, 0.0)
+
+
+def test_products_of_adapters_grow_with_rows_and_with_the_fullest_rank() -> None:
+    cost = LoraCost(**{**_NO_PRODUCTS, "forward_rank_s": 1e-12, "backward_rank_s": 1e-12})
+    machine = replace(COUNTED, lora=cost, copy_bytes_per_s=1e30)
+    split = expert_split(EXPERTS, Plan(dp_size=4, ep_size=4))
+    assert split is not None
+    load = RoundLoad(
+        micro_batches=1, rows=ROWS, job_tokens=(ROWS,), job_sequences=(8.0,), steps=(1.0,)
+    )
+    found = ExpertLora(EXPERTS, [_on_experts(4)], Rates(machine), JobSums())
+    forward, backward = found.times(split, load, ROWS, 4)
+    # Two experts a row, three linears whose two factors have 300 features together.
+    products = 2 * ROWS * fullest_share(4, 2) * 4 * 3 * 300
+    assert forward == pytest.approx(products * 1e-12)
+    assert backward == pytest.approx(2 * products * 1e-12)
+
+
+def test_a_step_of_a_job_on_experts_sums_and_updates_all_of_its_elements() -> None:
+    host = replace(HARDWARE.host, job_step_s=0.0)
+    machine = replace(HARDWARE, host=host)
+    plan = Plan(dp_size=4, micro_batch_tokens=8192)
+    elements = EXPERTS.num_layers * 8 * 4 * 3 * (100 + 200)
+
+    def steps(job: JobLoad, plan: Plan) -> float:
+        return CostModel(EXPERTS, [job], Rates(machine)).all_steps_s(plan)
+
+    held = steps(_on_experts(4), plan)
+    rates = Rates(machine)
+    summed = rates.collective_s("all_reduce", 4, elements * 4)
+    assert held == pytest.approx(summed + 52 * elements / machine.copy_bytes_per_s)
+    # Of shared experts every rank has a part, whose replicas are fewer.
+    alone = steps(_on_experts(4), replace(plan, ep_size=4))
+    assert alone == pytest.approx(52 * elements / 4 / machine.copy_bytes_per_s)

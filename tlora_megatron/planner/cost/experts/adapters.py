@@ -1,0 +1,198 @@
+"""Sizes of adapters on routed experts in one layer on one rank, and what they keep and take.
+
+Nothing here was timed on a GPU. Coefficients are those that a profile has for adapters on dense
+linears; what is read and written of factors is counted in bytes, which bind where a layer has many
+experts: of every factor that meets a row the copy is read in both directions, and its gradient is
+read and written.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.cost.adapter_sizes import chunked
+from tlora_megatron.planner.cost.experts.split import ExpertSplit
+from tlora_megatron.planner.cost.job_sums import JobSums
+from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.rounds.load import RoundLoad
+from tlora_megatron.planner.workload import JobLoad
+
+EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
+    "experts_fc1": ("experts.gate_proj", "experts.up_proj", "experts.linear_fc1"),
+    "experts_fc2": ("experts.down_proj", "experts.linear_fc2"),
+}
+"""Targets on each linear of routed experts; a copy of `layers.sites`, which needs torch."""
+_FP32 = 4
+
+
+class ExpertElements(NamedTuple):
+    """Elements of one adapter in a layer on a rank."""
+
+    own: int = 0
+    """Of the rank's experts."""
+    replicated: int = 0
+    """Those of them that every rank has that cuts an expert."""
+    shared: int = 0
+    """Of factors that all experts share, whole on every rank."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.own + self.shared
+
+
+class _Sizes(NamedTuple):
+    """One target of one adapter."""
+
+    linear: str
+    rank: int
+    cut: int
+    """Features on the side that tensor parallelism cuts: those inside an expert."""
+    whole: int
+    """Hidden features of the base."""
+
+
+def adapts_experts(job: JobLoad) -> bool:
+    """True if a job has targets on routed experts."""
+    return any(target in own for own in EXPERT_LINEARS.values() for target in job.targets)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sizes(
+    spec: ModelSpec, targets: tuple[str, ...], rank: int, expert_tp: int
+) -> tuple[_Sizes, ...]:
+    found = []
+    for linear, members in EXPERT_LINEARS.items():
+        for target in members:
+            if target in targets:
+                out_size, in_size = spec.target_shape(target)
+                cut, whole = (out_size, in_size) if linear == "experts_fc1" else (in_size, out_size)
+                found.append(_Sizes(linear, rank, cut // expert_tp, whole))
+    return tuple(found)
+
+
+def _targets(spec: ModelSpec, job: JobLoad, split: ExpertSplit) -> Iterator[_Sizes]:
+    yield from _sizes(spec, job.targets, job.expert_rank or job.rank, split.expert_tp)
+
+
+def expert_elements(spec: ModelSpec, job: JobLoad, split: ExpertSplit | None) -> ExpertElements:
+    """Returns the elements of a job's adapter on routed experts; none over a dense base."""
+    if split is None:
+        return ExpertElements()
+    own = replicated = shared = 0
+    for target in _targets(spec, job, split):
+        count = split.num_local * target.rank
+        own += count * target.cut
+        if job.shares_outer:
+            shared += target.rank * target.whole
+        else:
+            own += count * target.whole
+            replicated += (split.expert_tp > 1) * count * target.whole
+    return ExpertElements(own, replicated, shared)
+
+
+class KeptInputs(NamedTuple):
+    """What a layer's experts keep for adapters on them."""
+
+    reads_routed: bool = False
+    """Some adapter has factors of each expert on the first linear, and reads its input."""
+    first_columns: int = 0
+    """Rank columns of the first linear for every row at every expert."""
+    second_columns: int = 0
+    first_summed: int = 0
+    """Rank columns for every row, of factors on the first linear that experts share."""
+    summed: int = 0
+    """Likewise on the second linear."""
+    recomputes: bool = False
+    """Some adapter reads what is between the linears."""
+
+
+def kept_inputs(spec: ModelSpec, jobs: Sequence[JobLoad], split: ExpertSplit) -> KeptInputs:
+    """Returns what adapters need; rank columns are those of the widest one, in whole chunks."""
+    widths = {(name, outer): 0 for name in EXPERT_LINEARS for outer in (False, True)}
+    for job in jobs:
+        of_job = dict.fromkeys(widths, 0)
+        for target in _targets(spec, job, split):
+            of_job[target.linear, job.shares_outer] += target.rank
+        widths = {key: max(width, of_job[key]) for key, width in widths.items()}
+    first, second = ("experts_fc1", "experts_fc2")
+    return KeptInputs(
+        reads_routed=widths[first, False] > 0,
+        first_columns=chunked(widths[first, False]) + widths[first, True],
+        second_columns=chunked(widths[second, False]),
+        first_summed=widths[first, True],
+        summed=widths[second, True],
+        recomputes=any(widths[second, outer] for outer in (False, True)),
+    )
+
+
+class _JobWork(NamedTuple):
+    """One linear's adapters, by job."""
+
+    inner_columns: tuple[float, ...]
+    """Products of a row at an expert: rank times features, of factors that each expert has."""
+    outer_columns: tuple[float, ...]
+    """Likewise of a row of the micro-batch, of factors that experts share."""
+    elements: tuple[float, ...]
+    """Elements of all factors on the rank."""
+    calls: int
+
+
+class ExpertLora:
+    """Predicts the time of adapters on the routed experts of one model, for one mix of jobs."""
+
+    def __init__(
+        self, spec: ModelSpec, jobs: Sequence[JobLoad], rates: Rates, sums: JobSums
+    ) -> None:
+        self._spec, self._jobs, self._rates, self._sums = spec, tuple(jobs), rates, sums
+        self._work: dict[ExpertSplit, _JobWork] = {}
+        self.is_any = any(adapts_experts(job) for job in jobs)
+
+    def times(
+        self, split: ExpertSplit, load: RoundLoad, rows: float, bins: float
+    ) -> tuple[float, float]:
+        """Seconds forward and backward of one layer on the rank with most rows.
+
+        Args:
+            rows: of a context-parallel rank's micro-batch.
+            bins: micro-batches of a round, over all replicas.
+        """
+        if not self.is_any:
+            return 0.0, 0.0
+        work, cost = self._work_of(split), self._rates.hardware.lora
+        filled = rows * load.filled_share
+        routed = filled * split.routed * split.fullest()
+        own = filled * split.row_share
+        products = routed * self._mean(load, work.inner_columns)
+        products += own * self._mean(load, work.outer_columns)
+        elements = self._sums.present(load.job_sequences, bins, work.elements)
+        size, copied = self._rates.element_bytes, self._rates.hardware.copy_bytes_per_s
+        # Each product has one factor: in forward once, in backward for dS or dx and for gradients.
+        forward = work.calls * cost.forward_fixed_s + cost.forward_rank_s * products
+        backward = work.calls * cost.backward_fixed_s + 2 * cost.backward_rank_s * products
+        forward += elements * size / copied
+        backward += elements * (size + 2 * _FP32) / copied
+        hidden, inner = split.hidden_size, split.inner
+        passes = self._rates.stream_s(routed * (hidden + 3 * inner) * size)
+        return forward + passes, backward + 2 * passes
+
+    def _mean(self, load: RoundLoad, values: tuple[float, ...]) -> float:
+        return self._sums.dot(load.job_tokens, values) / max(load.tokens, 1e-9)
+
+    def _work_of(self, split: ExpertSplit) -> _JobWork:
+        if split not in self._work:
+            inner, outer, elements = [], [], []
+            linears = set()
+            for job in self._jobs:
+                targets = list(_targets(self._spec, job, split))
+                linears |= {target.linear for target in targets}
+                cut = sum(target.rank * target.cut for target in targets)
+                whole = sum(target.rank * target.whole for target in targets)
+                inner.append(float(cut if job.shares_outer else cut + whole))
+                outer.append(float(whole if job.shares_outer else 0))
+                elements.append(float(expert_elements(self._spec, job, split).total))
+            self._work[split] = _JobWork(tuple(inner), tuple(outer), tuple(elements), len(linears))
+        return self._work[split]
