@@ -8,8 +8,10 @@ the modules of a selective one, `mlp+layernorm`), `pp=2,vp=2,first=1`, `cp=2`, w
 can, which is so many of the layers (with `halves=4`, so many of which one half) and target rows
 alone, and before that all by modules; with `late=NAME` a hook on that module of the last rank comes
 when all is decided; `ddp=1` is Megatron's DDP as under `--overlap-param-gather`; `share=` is a LoRA
-sharding; `rope=hybrid` is HybridModel, `rope=moe` has experts, a shared one among them. A variant
-`reference=plain+yarn` writes the file.
+sharding; `rope=hybrid` is HybridModel, `rope=moe` has experts, a shared one among them, and
+`linears=te` of it the stand-in's grouped ones; `ep=2` and `etp=1` divide them, over replicas too,
+and `rows=alltoall` is Megatron's other dispatcher. A variant `reference=plain+yarn` writes the
+file.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from tests.helpers.built_model import (
     whole_gradients,
 )
 from tests.helpers.tiny_models import random_factors
-from tests.helpers.user_models import MOE_SPEC, SPEC, build_user_gpt, build_user_hybrid
+from tests.helpers.user_models import EXPERTS_SPEC, SPEC, build_user_gpt, build_user_hybrid
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron import recompute, staggered
 from tlora_megatron.integrations.megatron.built.discover import discover, record_stages
@@ -92,6 +94,8 @@ def layout_of(options: dict[str, str]) -> ParallelLayout:
         pp_size=int(options.get("pp", 1)),
         cp_size=int(options.get("cp", 1)),
         sequence_parallel="sp" in options,
+        ep_size=int(options.get("ep", 1)),
+        expert_tp_size=int(options["etp"]) if "etp" in options else None,
     )
 
 
@@ -103,6 +107,12 @@ def config_options(options: dict[str, str], layout: ParallelLayout) -> dict[str,
         "context_parallel_size": layout.cp_size,
         "sequence_parallel": layout.sequence_parallel,
     }
+    if options.get("rope") == "moe":
+        fields |= {
+            "expert_model_parallel_size": layout.ep_size,
+            "expert_tensor_parallel_size": layout.expert_tp,
+            "moe_token_dispatcher_type": options.get("rows", "allgather"),
+        }
     if options.get("recompute") == "full":
         fields |= _FULL
     elif "recompute" in options:
@@ -140,7 +150,7 @@ def build(options: dict[str, str], layout: ParallelLayout) -> Built:
         chunks = build_user_hybrid(**fields)
     else:
         chunks = build_user_gpt(kind, te=linear_kind == "te", **fields)
-    groups = current_groups(layout)
+    groups = current_groups(layout, with_experts=kind == "moe")
     freeze(chunks)
     spec, loras = adapted(kind)
     linears = discover(chunks, spec, groups)
@@ -173,7 +183,7 @@ def _wrapped(chunk: Any) -> DistributedDataParallel:
 
 def adapted(kind: str) -> tuple[ModelSpec, Sequence[LoraSpec]]:
     """The model that a kind builds, and its adapters."""
-    return (MOE_SPEC, MOE_LORAS) if kind == "moe" else (SPEC, LORAS)
+    return (EXPERTS_SPEC, MOE_LORAS) if kind == "moe" else (SPEC, LORAS)
 
 
 def reference(ropes: list[str]) -> dict[str, Any]:
@@ -212,7 +222,8 @@ def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> 
     if num_nano > 1:
         check_sublayers(num_sublayers, options, chunks)
     elif "late" not in options:
-        assert num_run[0] >= num_parts(chunks) * len(PACKINGS), num_run
+        runs = len(PACKINGS) // groups.layout.dp_size
+        assert num_run[0] >= num_parts(chunks) * runs, num_run
     assert bool(calls) == ("late" in options and is_last_rank()), f"{len(calls)} calls"
     expected_losses, expected = references[kind]
     if groups.is_last_stage:

@@ -28,8 +28,11 @@ TWO_PROCESSES = (
     "rope=scaled,pp=2,vp=2,recompute=full",
     "rope=hybrid,tp=2,sp=1",
     "rope=hybrid,pp=2,first=3,recompute=full",
-    "rope=moe,tp=2,sp=1",
-    "rope=moe,pp=2",
+    "rope=moe,tp=2,sp=1,linears=te",
+    "rope=moe,tp=2,sp=1,ep=2,etp=1,rows=alltoall,linears=te",
+    "rope=moe,pp=2,rows=alltoall",
+    "rope=moe,ep=2,rows=alltoall",
+    "rope=moe,ep=2,linears=te,recompute=moe",
     "rope=scaled,tp=2,sp=1,nano=2",
     "rope=interleaved,tp=2,recompute=mlp,nano=3",
     "rope=yarn,tp=2,sp=1,recompute=full,nano=2",
@@ -37,6 +40,11 @@ TWO_PROCESSES = (
     "rope=scaled,pp=2,vp=2,nano=2",
     "rope=hybrid,tp=2,sp=1,nano=2,whole=1",
     "rope=moe,tp=2,sp=1,nano=2,whole=1",
+)
+FOUR_PROCESSES = (
+    "rope=moe,tp=2,sp=1,ep=2",
+    "rope=moe,tp=2,sp=1,ep=2,rows=alltoall",
+    "rope=moe,cp=2,ep=2,rows=alltoall,linears=te",
 )
 OWN = (
     "rope=scaled,tp=2,sp=1,own=4,recompute=full",
@@ -108,6 +116,11 @@ def test_one_process(reference: Path) -> None:
 
 def test_two_processes(reference: Path) -> None:
     assert "all equal" in world(WORKER, 2, reference, *TWO_PROCESSES)
+
+
+@pytest.mark.four_processes
+def test_experts_cut_and_divided(reference: Path) -> None:
+    assert "all equal" in world(WORKER, 4, reference, *FOUR_PROCESSES)
 
 
 def test_our_kernels_in_two_processes(reference: Path) -> None:

@@ -24,7 +24,7 @@ from tlora_megatron.integrations.megatron.built.head import Targets, use_targets
 from tlora_megatron.integrations.megatron.built.own_compute import OwnCompute
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
-from tlora_megatron.layers.slab import whole_tensors
+from tlora_megatron.layers.slab import AdapterSlab, whole_tensors
 from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing.segments import (
@@ -46,11 +46,22 @@ LORAS = (
     LoraSpec(rank=3, alpha=3, target_modules=("linear_qkv", "gate_proj", "up_proj", "down_proj")),
 )
 MOE_LORAS = (
-    LoraSpec(rank=4, alpha=8, target_modules=("q_proj", "o_proj", "shared_expert.up_proj")),
+    LoraSpec(
+        rank=4,
+        alpha=8,
+        target_modules=(
+            *("q_proj", "o_proj", "shared_expert.up_proj"),
+            *("experts.linear_fc1", "experts.linear_fc2"),
+        ),
+    ),
     LoraSpec(
         rank=3,
         alpha=3,
-        target_modules=("linear_qkv", "shared_expert.gate_proj", "shared_expert.down_proj"),
+        expert_rank=2,
+        target_modules=(
+            *("linear_qkv", "shared_expert.gate_proj", "shared_expert.down_proj"),
+            *("experts.gate_proj", "experts.up_proj", "experts.down_proj"),
+        ),
     ),
 )
 PACKINGS = (
@@ -146,10 +157,11 @@ def run_packed(
         compute: rows that weigh nothing have no loss, where the head can do without them.
     """
     layout = groups.layout
-    batches = [packed_batch(i, groups.cp_rank, layout.cp_size) for i in range(len(PACKINGS))]
+    own = range(len(PACKINGS))[groups.dp_rank :: layout.dp_size]
+    batches = [packed_batch(i, groups.cp_rank, layout.cp_size) for i in own]
     if num_nano > 1:
         shards = layout.tp_size if layout.sequence_parallel else 1
-        batches = [nano_batch(i, num_nano, shards) for i in range(len(PACKINGS))]
+        batches = [nano_batch(i, num_nano, shards) for i in own]
 
     def step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
         batch = next(iterator)
@@ -177,7 +189,18 @@ def run_packed(
         micro_batch_size=1,
         forward_only=False,
     )
-    return [_all_rows(o["losses"], b.rows, groups) for o, b in zip(outs, batches, strict=False)]
+    found = [_all_rows(o["losses"], b.rows, groups) for o, b in zip(outs, batches, strict=False)]
+    return _of_all_replicas(found, groups)
+
+
+def _of_all_replicas(found: list[Tensor], groups: ParallelGroups) -> list[Tensor]:
+    """The losses of all micro-batches, which the replicas have dealt out."""
+    if groups.layout.dp_size == 1 or not found:
+        return found
+    replicas: list[Any] = [None] * groups.layout.dp_size
+    group = parallel_state.get_data_parallel_group()
+    dist.all_gather_object(replicas, found, group=group)
+    return [losses for dealt in zip(*replicas, strict=True) for losses in dealt]
 
 
 def _all_rows(losses: Tensor, rows: Tensor, groups: ParallelGroups) -> Tensor:
@@ -221,25 +244,41 @@ def whole_gradients(
 ) -> list[dict[str, Tensor]]:
     """Every adapter's whole gradient by canonical name, summed as the optimizer sums; on all ranks.
 
-    Collective over the world, which is one replica.
+    Collective over the world.
     """
-    wholes = []
+    layout, wholes = groups.layout, []
     for adapter in bank.adapters:
-        slab = adapter.slab
-        dist.all_reduce(slab.grad, group=groups.dp_cp_group)
-        replicated = slab.grad[: slab.layout.replicated_numel]
-        if replicated.numel() and groups.layout.tp_size > 1:
-            dist.all_reduce(replicated, group=groups.tp_group)
-        held: list[Any] = [None] * dist.get_world_size(groups.model_group)
-        dist.all_gather_object(held, slab.grad, group=groups.model_group)
-        layout = groups.layout
-        layouts = [
-            slab_layout(stage_sites(spec, layout, tp_rank=tp, pp_rank=pp), adapter.lora)
-            for pp in range(layout.pp_size)
-            for tp in range(layout.tp_size)
-        ]
+        slab, lora = adapter.slab, adapter.lora
+        _sum_gradient(slab, groups)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, slab.grad)
+        of_stage = len(everyone) // layout.pp_size
+        holders = layout.expert_holders if lora.expert_targets else layout.tp_size
+        held, layouts = [], []
+        for pp, rank in itertools.product(range(layout.pp_size), range(holders)):
+            held.append(everyone[pp * of_stage + rank])
+            tp, place = rank % layout.tp_size, layout.expert_place(rank)
+            sites = stage_sites(spec, layout, tp_rank=tp, pp_rank=pp, place=place)
+            layouts.append(slab_layout(sites, lora))
         wholes.append(whole_tensors(layouts, held, spec))
     return wholes
+
+
+def _sum_gradient(slab: AdapterSlab, groups: ParallelGroups) -> None:
+    layout, begin = slab.layout, slab.layout.experts_begin
+    parts = [
+        (slab.grad[:begin], groups.dp_cp_group),
+        (slab.grad[: layout.replicated_numel], groups.tp_group),
+    ]
+    if groups.experts is not None:
+        replicated = slab.grad[begin : begin + layout.experts_replicated]
+        parts += [
+            (slab.grad[begin:], groups.experts.dp_group),
+            (replicated, groups.experts.tp_group),
+        ]
+    for part, group in parts:
+        if part.numel() and dist.get_world_size(group) > 1:
+            dist.all_reduce(part, group=group)
 
 
 def largest_error(

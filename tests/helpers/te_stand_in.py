@@ -9,6 +9,8 @@ parallelism, which collective runs where, outputs that are views made inside an 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import experts
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from tlora_megatron.parallel.collectives import all_gather_rows, reduce_scatter_rows
@@ -39,6 +44,23 @@ def use_in(layer: Any) -> None:
         inner = getattr(module, "keywords", vars(module))["submodules"]
         setattr(inner, column, TELayerNormColumnParallelLinear)
         setattr(inner, row, TERowParallelLinear)
+
+
+def use_in_experts(layer: Any) -> None:
+    """Gives a local spec of a layer with experts Megatron's `TEGroupedMLP`, over the grouped
+    linears of this module."""
+    moe = layer.submodules.mlp
+    inner = getattr(moe, "keywords", vars(moe))["submodules"]
+    linears: dict[str, Any] = {
+        "linear_fc1": TEColumnParallelGroupedLinear,
+        "linear_fc2": TERowParallelGroupedLinear,
+    }
+    if isinstance(inner.experts, ModuleSpec):
+        parts: Any = MLPSubmodules(**linears)
+        inner.experts = ModuleSpec(module=experts.TEGroupedMLP, submodules=parts)
+    else:  # from megatron-core 0.19 on
+        parts = experts.GroupedMLPSubmodules(**linears)
+        inner.experts = functools.partial(experts.TEGroupedMLP, submodules=parts)
 
 
 class _Linear(torch.autograd.Function):
@@ -184,3 +206,59 @@ class TELayerNormColumnParallelLinear(_TELinear):
             x = x - x.mean(-1, keepdim=True)
         scaled = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * gamma
         return scaled if self.layer_norm_bias is None else scaled + self.layer_norm_bias
+
+
+class _GroupedLinear(nn.Module):
+    """Transformer Engine's GEMM of several experts: a weight each, and numbers of rows.
+
+    The output is a view made inside an autograd function, as there.
+    """
+
+    def __init__(
+        self, num_gemms: int, input_size: int, output_size: int, *, cut: int, config: Any, **_: Any
+    ) -> None:
+        super().__init__()
+        shape = [output_size, input_size]
+        shape[cut] //= parallel_state.get_expert_tensor_parallel_world_size()
+        self.num_gemms = num_gemms
+        for number in range(num_gemms):
+            weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+            weight.partition_dim = cut
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, None]:
+        """Returns two values always, like the wrappers."""
+        assert len(m_splits) == self.num_gemms
+        assert sum(m_splits) == len(x)
+        weights = [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
+        return _Grouped.apply(x, list(m_splits), *weights), None
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, splits: list[int], *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        ctx.splits = splits
+        parts = zip(x.split(splits), weights, strict=True)
+        out = torch.cat([F.linear(part, weight) for part, weight in parts])
+        return out.view(-1, *x.shape[1:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        parts = zip(dy.split(ctx.splits), ctx.saved_tensors, strict=True)
+        dx = torch.cat([part @ weight for part, weight in parts])
+        return dx, None, *(None for _ in ctx.saved_tensors)
+
+
+class TEColumnParallelGroupedLinear(_GroupedLinear):
+    """Output features of every expert are cut by expert tensor parallelism."""
+
+    def __init__(self, num_gemms: int, input_size: int, output_size: int, **options: Any) -> None:
+        super().__init__(num_gemms, input_size, output_size, cut=0, **options)
+
+
+class TERowParallelGroupedLinear(_GroupedLinear):
+    """Input features of every expert are cut; nobody sums inside it."""
+
+    def __init__(self, num_gemms: int, input_size: int, output_size: int, **options: Any) -> None:
+        super().__init__(num_gemms, input_size, output_size, cut=1, **options)

@@ -165,11 +165,11 @@ def random_factors(
     for layer in range(model.num_layers):
         for target in lora.target_modules:
             name = f"layers.{layer}.{target}"
-            (rank, columns), (rows, block_rank) = (
+            of_a, of_b = (
                 factor_shape(model, f"{name}.{side}", lora) for side in ("lora_a", "lora_b")
             )
-            lora_a = torch.randn(rank, columns, generator=generator) / columns**0.5
-            lora_b = torch.randn(rows, block_rank, generator=generator) * b_std
+            lora_a = torch.randn(of_a, generator=generator) / of_a[-1] ** 0.5
+            lora_b = torch.randn(of_b, generator=generator) * b_std
             factors[f"{name}.lora_a"] = lora_a
             factors[f"{name}.lora_b"] = lora_b
     return factors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +15,6 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -28,8 +28,10 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from tests.helpers import te_stand_in
+from tlora_megatron.integrations.megatron import cpu
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
 
 SPEC = ModelSpec(
@@ -46,7 +48,12 @@ SPEC = ModelSpec(
     rope_theta=1e4,
 )
 MOE_SPEC = replace(SPEC, shared_ffn_size=48)
-MOE = {
+EXPERTS_SPEC = replace(
+    MOE_SPEC,
+    ffn_size=32,
+    experts=ExpertsSpec(num_experts=4, top_k=2, ffn_size=32, normalizes=True),
+)
+MOE: dict[str, Any] = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 32,
@@ -115,7 +122,8 @@ def build_user_gpt(
     """This rank's chunks of a GPTModel; weights depend on their names only.
 
     Args:
-        te: linears as in Megatron's Transformer Engine spec, norms inside (`te_stand_in`).
+        te: linears as in Megatron's Transformer Engine spec, norms inside (`te_stand_in`); in
+            `moe` those of the experts alone, one for all of them.
         torch_norms: those of the local spec, which refuse sequence parallelism.
     """
     arguments = dict(KINDS.get(rope, {}))
@@ -123,9 +131,8 @@ def build_user_gpt(
     if rope == "yarn":
         fields |= dict.fromkeys(_YARN)
     if rope == "moe":
-        options |= MOE
-        # megatron-core 0.16.1 names it without Transformer Engine too.
-        vars(moe_utils).setdefault("te_general_gemm", None)
+        options = MOE | options
+        cpu.install_dispatchers()
     config = user_config(**options, **{k: v for k, v in fields.items() if k in _CONFIG_FIELDS})
     if rope == "yarn":
         # As Megatron's trainer does: these are no fields of TransformerConfig in every version.
@@ -155,7 +162,9 @@ def _gpt_chunk(
         if config.qk_layernorm:
             heads = parts.self_attention.submodules
             heads.q_layernorm = heads.k_layernorm = RMSNorm
-    if te:
+    if te and config.num_moe_experts:
+        te_stand_in.use_in_experts(layer)
+    elif te:
         te_stand_in.use_in(layer)
     if config.context_parallel_size > 1:
         # Megatron's own refuses context parallelism when it is built.
@@ -229,7 +238,27 @@ def set_weights(model: Any) -> None:
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(_shard(model, name, weight, tp_rank, tp_size))
+            place = (tp_rank, tp_size)
+            whole_name = _of_all_experts(name)
+            if ".local_experts." in whole_name:
+                place = (
+                    parallel_state.get_expert_tensor_parallel_rank(),
+                    parallel_state.get_expert_tensor_parallel_world_size(),
+                )
+            weight.copy_(_shard(model, whole_name, weight, *place))
+
+
+def _of_all_experts(name: str) -> str:
+    """The name of an expert's weight on any rank, as `SequentialMLP` of one rank has it."""
+    name = re.sub(
+        r"experts\.(linear_fc\d)\.weight(\d+)", r"experts.local_experts.\2.\1.weight", name
+    )
+    found = re.search(r"\.local_experts\.(\d+)\.", name)
+    if found is None:
+        return name
+    held = MOE["num_moe_experts"] // parallel_state.get_expert_model_parallel_world_size()
+    number = int(found[1]) + held * parallel_state.get_expert_model_parallel_rank()
+    return name.replace(found[0], f".local_experts.{number}.")
 
 
 def _shard(model: Any, name: str, weight: Tensor, tp_rank: int, tp_size: int) -> Tensor:

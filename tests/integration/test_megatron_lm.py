@@ -579,7 +579,7 @@ def test_attention_and_shared_experts_train_and_routed_experts_are_left_out(
     jobs = summary(out)["jobs"]
     for name in ("mlp", "everything"):
         assert jobs[name]["status"] == "rejected"
-        assert "routed experts carry no adapters" in jobs[name]["reason"]
+        assert "must not name routed experts over a base" in jobs[name]["reason"]
     for name in ("attention", "outputs"):
         assert jobs[name]["status"] == "finished"
         assert jobs[name]["eval_loss_after"] < jobs[name]["eval_loss_before"]

@@ -178,16 +178,16 @@ def stage_sites(
 
     Cached: the writer asks for those of every rank whenever a job is saved, 0.2 s for 70B and TP 8.
     """
+    linears = _stage_linears(spec, layout, pp_rank)
     dense = tuple(
         make_site(spec, layer, linear, tp_rank, layout.tp_size, layout.lora_sharding)
-        for layer, linear in _stage_linears(spec, layout, pp_rank)
+        for layer, linear in linears
+        if linear in ALL_LINEARS
     )
-    if spec.experts is None or layout.stage_linears is not None:
-        return dense
     return dense + tuple(
         make_expert_site(spec, layer, linear, layout, place)
-        for layer in layout.stage_layers(spec.num_layers, pp_rank)
-        for linear in EXPERT_LINEARS
+        for layer, linear in linears
+        if linear in EXPERT_LINEARS
     )
 
 
@@ -211,6 +211,8 @@ def _stage_linears(
     linears = tuple(LINEAR_TARGETS if spec.experts is None else ("linear_qkv", "linear_proj"))
     if spec.experts is not None and spec.shared_ffn_size is not None:
         linears += tuple(SHARED_EXPERT_LINEARS)
+    if spec.experts is not None:
+        linears += tuple(EXPERT_LINEARS)
     return [(layer, linear) for layer in layers for linear in linears]
 
 
@@ -223,13 +225,13 @@ def check_targets(spec: Backbone, layout: ParallelLayout, job: str, targets: Seq
     if layout.stage_linears is None:
         return
     held = {pair for stage in layout.stage_linears for pair in stage}
-    for linear, of_linear in ALL_LINEARS.items():
+    for linear, of_linear in (ALL_LINEARS | EXPERT_LINEARS).items():
         wanted = [target for target in targets if target in of_linear]
         missing = [layer for layer in range(spec.num_layers) if (layer, linear) not in held]
         if wanted and missing:
             raise ValueError(
-                f"job {job!r}: lora.target_modules must name linears that every layer has (routed "
-                f"experts carry no adapters), got {wanted[0]!r}, which layer {missing[0]} lacks"
+                f"job {job!r}: lora.target_modules must name linears that every layer has, got "
+                f"{wanted[0]!r}, which layer {missing[0]} lacks"
             )
 
 

@@ -2,8 +2,9 @@
 
 Megatron-core assumes CUDA in a handful of places; gloo itself offers every collective it uses.
 `install` replaces these places and nothing else. It covers what `GPTModel` without experts needs
-for tensor, sequence, pipeline and context parallelism, recompute and the pipeline schedules. It
-does not cover experts, Megatron's optimizers and trainer, CUDA graphs, or distributed checkpoints.
+for tensor, sequence, pipeline and context parallelism, recompute and the pipeline schedules.
+`install_dispatchers` covers Megatron's experts, too. Neither covers its optimizers and trainer,
+CUDA graphs, or distributed checkpoints.
 
 With gloo, `deallocate_pipeline_outputs` must stay off: an asynchronous send would read freed
 storage.
@@ -15,6 +16,7 @@ import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tlora_megatron.ops.cpu_products import keep_rows_apart
@@ -50,6 +52,79 @@ def install() -> None:
     # The schedules count tokens in `torch.zeros([], device="cuda")`.
     schedules.torch = _TorchOnCPU()
     logger.info("no CUDA: Megatron-core runs on the CPU")
+
+
+def install_dispatchers() -> None:
+    """Makes Megatron's layers of experts run on the CPU; does nothing where there is CUDA."""
+    if torch.cuda.is_available():
+        return
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # 0.16 asks for the name without defining it where Transformer Engine is missing.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    # The alltoall dispatcher copies its numbers of rows on a stream.
+    cuda: Any = torch.cuda
+    cuda.Stream = cuda.Event = cuda.stream = NoStream
+    cuda.current_stream = _current_stream
+    move = token_dispatcher.maybe_move_tensor_to_cpu
+    if getattr(move, "__module__", None) == __name__:
+        return
+
+    def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """Gives sizes of the CPU to collectives as they take those of a GPU."""
+        if as_numpy and isinstance(tensor, Tensor):
+            return tensor.numpy()
+        return move(tensor, as_numpy, record_stream)
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move_to_cpu
+    _exchange_uneven_rows()
+
+
+def _exchange_uneven_rows() -> None:
+    """Lets ranks that cut experts gather and reduce-scatter unlike numbers of rows, as NCCL does.
+
+    gloo takes equal ones alone.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_rows(x: Tensor, group: Any, sizes: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        if sizes is None or dist.get_world_size(group) == 1:
+            return gather(x, group, sizes, *args, **kwargs)
+        padded = x.new_zeros(max(sizes), *x.shape[1:])
+        padded[: len(x)] = x
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def scatter_rows(x: Tensor, group: Any, sizes: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        if sizes is None or dist.get_world_size(group) == 1:
+            return scatter(x, group, sizes, *args, **kwargs)
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(sizes)[dist.get_rank(group)].contiguous()
+
+    mappings._gather_along_first_dim = gather_rows
+    mappings._reduce_scatter_along_first_dim = scatter_rows
+
+
+class NoStream:
+    """A stream or an event: everything can be called and entered, nothing happens."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self
+
+    def __enter__(self) -> NoStream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _current_stream(*_: Any, **__: Any) -> NoStream:
+    return NoStream()
 
 
 class _TorchOnCPU:

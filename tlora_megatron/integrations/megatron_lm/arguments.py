@@ -21,13 +21,17 @@ from tlora_megatron.config.parallel_rules.replicas import refuse_replicas
 from tlora_megatron.config.reader import read_spec, show
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.source import read_document
+from tlora_megatron.integrations.megatron_lm.experts import (
+    expert_sizes,
+    experts_from_arguments,
+    settle_expert_jobs,
+)
 from tlora_megatron.integrations.megatron_lm.guard import FLAG
 from tlora_megatron.integrations.megatron_lm.same_model import (
     check_described,
     check_transformer_config,
 )
 from tlora_megatron.integrations.megatron_lm.unused_flags import switch_off
-from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
@@ -49,6 +53,8 @@ class LaunchSettings:
     config_json: Path | None
     """The Hugging Face file that the arguments agree with; None: none is known, or the weights are
     random."""
+    adapts_experts: bool = False
+    """Some job has adapters on routed experts."""
 
 
 def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -106,6 +112,7 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
     if known is not None:
         check_described(spec, known, config_json, padded_vocab_size=args.padded_vocab_size)
         check_transformer_config(args, known, config_json)
+    config, adapts_experts = settle_expert_jobs(config, known or spec, args)
     return LaunchSettings(
         config=config,
         spec=known or spec,
@@ -113,14 +120,19 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
         tokenizer_dir=tokenizer_dir,
         base_model=str(base_model.path),
         config_json=None if known is None else config_json,
+        adapts_experts=adapts_experts,
     )
 
 
 def spec_from_arguments(args: argparse.Namespace, *, vocab_size: int) -> ModelSpec:
     """Returns the backbone's shape that Megatron's arguments describe."""
     qkv_bias, qk_norm = bool(args.add_qkv_bias), bool(args.qk_layernorm)
+    kind = "qwen3" if qk_norm else "qwen2" if qkv_bias else "llama"
+    experts = experts_from_arguments(args)
+    if experts is not None:
+        kind = "qwen3_moe"
     return ModelSpec(
-        model_type="qwen3" if qk_norm else "qwen2" if qkv_bias else "llama",
+        model_type=kind,
         num_layers=_num_layers(args),
         hidden_size=args.hidden_size,
         num_heads=args.num_attention_heads,
@@ -128,7 +140,7 @@ def spec_from_arguments(args: argparse.Namespace, *, vocab_size: int) -> ModelSp
         if args.group_query_attention
         else args.num_attention_heads,
         head_dim=args.kv_channels,
-        ffn_size=args.ffn_hidden_size,
+        ffn_size=args.ffn_hidden_size if experts is None else experts.ffn_size,
         vocab_size=vocab_size,
         max_positions=args.max_position_embeddings,
         norm_eps=_norm_eps(args),
@@ -138,6 +150,7 @@ def spec_from_arguments(args: argparse.Namespace, *, vocab_size: int) -> ModelSp
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         shared_ffn_size=getattr(args, "moe_shared_expert_intermediate_size", None),
+        experts=experts,
     )
 
 
@@ -166,7 +179,10 @@ def _rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _layout(args: argparse.Namespace) -> ParallelLayout:
+    sizes = expert_sizes(args)
     return ParallelLayout(
+        ep_size=sizes["ep_size"],
+        expert_tp_size=sizes["expert_tp_size"],
         tp_size=args.tensor_model_parallel_size,
         pp_size=args.pipeline_model_parallel_size,
         cp_size=args.context_parallel_size,
@@ -178,6 +194,12 @@ def _layout(args: argparse.Namespace) -> ParallelLayout:
 def _decided(args: argparse.Namespace) -> dict[str, dict[str, tuple[Any, str]]]:
     """Returns section -> key -> the value that arguments decide, and its flag."""
     dtype = "bfloat16" if args.params_dtype == torch.bfloat16 else "float32"
+    experts = {}
+    if getattr(args, "num_experts", None):
+        sizes = expert_sizes(args)
+        experts["ep_size"] = sizes["ep_size"], "--expert-model-parallel-size"
+        if sizes["expert_tp_size"] in (1, args.tensor_model_parallel_size):
+            experts["expert_tp_size"] = sizes["expert_tp_size"], "--expert-tensor-parallel-size"
     return {
         "base_model": {"dtype": (dtype, "--bf16")},
         "parallel": {
@@ -189,6 +211,7 @@ def _decided(args: argparse.Namespace) -> dict[str, dict[str, tuple[Any, str]]]:
                 bool(args.use_distributed_optimizer),
                 "--use-distributed-optimizer",
             ),
+            **experts,
         },
         "run": {
             "output_dir": (resolve(args.save, Path.cwd()), "--save"),
@@ -254,9 +277,7 @@ def _known_spec(config_json: Path, *, must: bool) -> ModelSpec | None:
         must: a file that cannot be read is an error.
     """
     try:
-        spec = read_model_spec(config_json)
-        refuse_experts(spec.experts, f"the base in {config_json}")
-        return spec
+        return read_model_spec(config_json)
     except ValueError:
         if must:
             raise

@@ -54,6 +54,7 @@ def install() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     check_trainer()
     cpu.install()
+    cpu.install_dispatchers()
     _replace_cuda()
     _load_dataset_helpers()
     _replace_trainer()
@@ -84,20 +85,6 @@ class CudaIsCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Nothing:
-    """A stream or an event: everything can be called and entered, nothing happens."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: self
-
-    def __enter__(self) -> _Nothing:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-
 def _is_cuda(device: Any) -> bool:
     if isinstance(device, str):
         return device.split(":")[0] == "cuda"
@@ -113,9 +100,7 @@ def _replace_cuda() -> None:
         setattr(cuda, name, lambda *_, **__: 0)
     cuda.memory_stats = lambda *_, **__: {}
     cuda.device_count = lambda: 1
-    cuda.Stream = cuda.Event = cuda.stream = _Nothing
-    cuda.current_stream = lambda *_, **__: _Nothing()
-    cuda.default_stream = lambda *_, **__: _Nothing()
+    cuda.default_stream = lambda *_, **__: cpu.NoStream()
     properties = types.SimpleNamespace(
         major=0, minor=0, name="cpu", total_memory=0, multi_processor_count=1
     )
@@ -146,11 +131,8 @@ def _load_dataset_helpers() -> None:
 
 def _replace_trainer() -> None:
     schedules: Any = importlib.import_module("megatron.core.pipeline_parallel.schedules")
-    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     initialize: Any = importlib.import_module("megatron.training.initialize")
     training: Any = importlib.import_module("megatron.training.training")
-    # 0.16 asks for the name without defining it where Transformer Engine is missing.
-    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     training.initialize_megatron = functools.partial(
         training.initialize_megatron, allow_no_cuda=True
     )

@@ -119,6 +119,8 @@ RULES: tuple[_Rule, ...] = tuple(
         ("moe_aux_loss_coeff", (0.0, 0, None, [0.0], [0]), _PER_JOB),
         ("moe_z_loss_coeff", (None, 0.0), _PER_JOB),
         ("moe_expert_capacity_factor", (None,), "a job's tokens would push out another's"),
+        ("moe_expert_rank_capacity_factor", (None,), "a job's tokens would push out another's"),
+        ("moe_router_force_load_balancing", (False,), "it routes at random"),
         ("moe_input_jitter_eps", (None, 0.0), _FROZEN),
         ("optimizer", ("adam", "sgd"), "each job has the optimizer of its own configuration"),
         ("position_embedding_type", ("rope",), _DOCUMENTS),
@@ -272,6 +274,13 @@ def check_arguments(args: Any) -> None:
                 f"--moe-router-load-balancing-type must be none with {FLAG}, got {kind}; it would "
                 f"route a job's tokens by another's"
             )
+    is_cut = bool(getattr(args, "num_experts", None)) and args.tensor_model_parallel_size > 1
+    if is_cut and not args.sequence_parallel:
+        raise ValueError(
+            f"--sequence-parallel must be on with {FLAG}, --num-experts and "
+            f"--tensor-model-parallel-size above 1, where Megatron trains no layer without it, got "
+            f"off"
+        )
     chunks = 2 if args.context_parallel_size > 1 else 1
     shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
     multiple = args.context_parallel_size * math.lcm(chunks, shards)

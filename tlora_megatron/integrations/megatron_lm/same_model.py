@@ -12,12 +12,14 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from tlora_megatron.integrations.megatron_lm.experts import ROUTER, check_router
 from tlora_megatron.integrations.megatron_lm.guard import RULES
+from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ _FLAGS = {
     "tied_embeddings": "--untie-embeddings-and-output-weights",
     "qkv_bias": "--add-qkv-bias",
     "qk_norm": "--qk-layernorm",
+    "shared_ffn_size": "--moe-shared-expert-intermediate-size",
 }
 """Fields of `ModelSpec` that arguments and a config.json both fix, and the argument's flag."""
 
@@ -48,6 +51,11 @@ COMPARED = (
     "layernorm_epsilon",
     "add_qkv_bias",
     "qk_layernorm",
+    "num_moe_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_router_pre_softmax",
+    "moe_shared_expert_intermediate_size",
 )
 """Fields of TransformerConfig behind those of `_FLAGS`; the others are arguments of GPTModel."""
 
@@ -61,7 +69,6 @@ ONE_VALUE: Mapping[str, tuple[Any, str]] = {
     "attention_output_gate": (False, "--attention-output-gate"),
     "head_wise_attn_gate": (False, "--head-wise-attn-gate"),
     "use_mup": (False, "--use-mup"),
-    "num_moe_experts": (None, "--num-experts"),
     "mrope_section": (None, "--mrope-section"),
     "rotary_base_per_layer": (None, "--rotary-base-per-layer"),
     "linear_attention_freq": (None, "--linear-attention-freq"),
@@ -73,7 +80,10 @@ ONE_VALUE: Mapping[str, tuple[Any, str]] = {
 the value and the flag. A version may lack some. `softmax_scale` and `activation_func` beside
 them have rules of their own."""
 
-_OWN_RULES = ("softmax_scale", "activation_func")
+_OWN_RULES = (
+    *("softmax_scale", "activation_func", "moe_layer_freq", "moe_shared_expert_gate"),
+    "moe_router_dtype",
+)
 
 NO_EFFECT: Mapping[str, tuple[str, ...]] = {
     "how the model is cut over processes, and what they say to each other": (
@@ -106,7 +116,19 @@ NO_EFFECT: Mapping[str, tuple[str, ...]] = {
         *("cuda_graph_*", "enable_cuda_graph", "external_cuda_graph", "test_mode"),
         *("overlap_*", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release"),
     ),
+    "how rows go to experts, and which kernels compute these": (
+        *("moe_grouped_gemm", "moe_use_*", "moe_single_grouped_*", "moe_permute_fusion*"),
+        *("moe_enable_deepep", "moe_flex_*", "moe_deepep_*", "moe_hybridep_*", "moe_ncclep_*"),
+        *("moe_router_padding_for_*", "moe_pad_experts_for_*", "moe_paged_stash*"),
+        *(
+            "moe_shared_expert_overlap",
+            "moe_per_layer_logging",
+            "moe_layer_recompute",
+            "moe_extended_tp",
+        ),
+    ),
     "how precisely it is computed": (
+        *("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"),
         *("fp16", "bf16", "fp8", "fp8_*", "fp4", "fp4_*", "params_dtype", "pipeline_dtype"),
         *("autocast_dtype", "first_last_layers_bf16", "num_layers_at_*_in_bf16"),
         *("fp32_residual_connection", "attention_softmax_in_fp32", "quant_recipe"),
@@ -137,7 +159,9 @@ NO_EFFECT: Mapping[str, tuple[str, ...]] = {
         *("barrier_with_L1_time",),
     ),
     "parts that a field of ONE_VALUE or a rule of the guard switches on": (
-        *("mup_*", "moe_*", "mhc_*", "num_residual_streams", "actual_vocab_size"),
+        *("mup_*", "mhc_*", "num_residual_streams", "actual_vocab_size"),
+        *("moe_token_drop*", "moe_pad_expert_input_to_capacity", "moe_router_bias_update_rate"),
+        *("moe_router_load_balancing_type", "moe_router_quantile_balancing_ema"),
         *("mamba_*", "use_mamba_mem_eff_path", "gdp_*", "gdn_*", "is_hybrid_model"),
         *("dsa_*", "csa_*", "apply_dsa_kernel_fusion", "linear_attention_type"),
         *("linear_*_dim", "linear_num_*_heads"),
@@ -145,7 +169,15 @@ NO_EFFECT: Mapping[str, tuple[str, ...]] = {
         *("mrope_interleaved",),
     ),
 }
-"""Why -> fields of TransformerConfig that do not change what a dense model computes."""
+"""Why -> fields of TransformerConfig that do not change what a model computes."""
+
+_EXPERTS = {
+    "num_experts": "--num-experts",
+    "top_k": "--moe-router-topk",
+    "ffn_size": "--moe-ffn-hidden-size",
+    "normalizes": "--moe-router-pre-softmax",
+}
+"""Fields of `ExpertsSpec` that arguments and a config.json both fix."""
 
 
 def check_described(
@@ -160,6 +192,7 @@ def check_described(
     Raises:
         ValueError: naming the flag, the file's value and the argument's.
     """
+    _check_experts(ours.experts, theirs.experts, config_json)
     described, expected = asdict(ours), asdict(theirs)
     for name, flag in _FLAGS.items():
         if described[name] == expected[name]:
@@ -177,6 +210,20 @@ def check_described(
         )
 
 
+def _check_experts(ours: ExpertsSpec | None, theirs: ExpertsSpec | None, config_json: Path) -> None:
+    if ours is None or theirs is None:
+        if ours is not theirs:
+            counts = [None if spec is None else spec.num_experts for spec in (theirs, ours)]
+            raise _another("--num-experts, in every layer,", counts[0], counts[1], config_json)
+        return
+    for name, flag in _EXPERTS.items():
+        pair = (getattr(theirs, name), getattr(ours, name))
+        if pair[0] != pair[1]:
+            if name == "normalizes":
+                pair = (not pair[0], not pair[1])  # the flag says the opposite
+            raise _another(flag, *pair, config_json)
+
+
 def check_transformer_config(config: Any, theirs: ModelSpec, config_json: Path) -> None:
     """Refuses a TransformerConfig of another model than a config.json describes.
 
@@ -192,6 +239,7 @@ def check_transformer_config(config: Any, theirs: ModelSpec, config_json: Path) 
         found = getattr(config, name, value)
         if found != value:
             raise _another(flag, value, found, config_json)
+    _check_layer_of_experts(config, theirs, config_json)
     activation = getattr(config, "activation_func", None)
     if getattr(activation, "__name__", "silu") != "silu":
         raise _another("the activation of the MLP (--swiglu)", "silu", activation, config_json)
@@ -205,10 +253,33 @@ def check_transformer_config(config: Any, theirs: ModelSpec, config_json: Path) 
         )  # fmt: skip
 
 
+def _check_layer_of_experts(config: Any, theirs: ModelSpec, config_json: Path) -> None:
+    """Refuses another number of experts, and other routers, of arguments or of a built model."""
+    experts = theirs.experts
+    count = None if experts is None else experts.num_experts
+    found = getattr(config, "num_moe_experts", count)
+    if found != count:
+        raise _another("--num-experts", count, found, config_json)
+    if experts is None:
+        return
+    ours = replace(
+        experts,
+        top_k=config.moe_router_topk,
+        ffn_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
+        normalizes=not config.moe_router_pre_softmax,
+    )
+    _check_experts(ours, experts, config_json)
+    gated, has_shared = config.moe_shared_expert_gate, theirs.shared_ffn_size is not None
+    if has_shared and not gated:
+        raise _another("--moe-shared-expert-gate", True, False, config_json)
+    check_router(config, f"as in {config_json}")
+
+
 @functools.cache
 def is_judged(name: str) -> bool:
     """True if a field of TransformerConfig is compared, fixed, or known to have no effect."""
-    fixed = {*COMPARED, *ONE_VALUE, *_OWN_RULES, *(rule.argument for rule in RULES)}
+    fixed = {*COMPARED, *ONE_VALUE, *_OWN_RULES}
+    fixed |= {rule.argument for rule in RULES} | {rule.argument for rule in ROUTER}
     patterns = (pattern for group in NO_EFFECT.values() for pattern in group)
     return name in fixed or any(fnmatch(name, pattern) for pattern in patterns)
 

@@ -135,7 +135,7 @@ class Session:
     def start(self, chunks: Sequence[nn.Module]) -> None:
         """Gives the built and loaded model its adapters, and evaluates new jobs."""
         settings, spec = self._settings, self._settings.spec
-        groups = current_groups(settings.layout)
+        groups = current_groups(settings.layout, with_experts=settings.adapts_experts)
         linears = discover(chunks, spec, groups)
         groups = record_stages(groups, linears)
         config = settings.config

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
 from safetensors.torch import load_file
 from torch import nn
 
 from tests.helpers.one_process import one_process_groups
 from tests.helpers.tiny_models import random_factors
-from tests.helpers.user_models import MOE_SPEC, SPEC, build_user_gpt
+from tests.helpers.user_models import EXPERTS_SPEC, MOE_SPEC, SPEC, build_user_gpt
 from tlora_megatron.config.job import SHARED_EXPERT_TARGETS, LoraSpec
 from tlora_megatron.integrations.megatron.built.discover import discover, record_stages
+from tlora_megatron.integrations.megatron.built.expert_layers import AdaptedExperts
 from tlora_megatron.integrations.megatron.built.model import (
     freeze,
     language_models,
@@ -27,8 +29,14 @@ from tlora_megatron.integrations.megatron.built.packed_attention import (
     DocumentRotaryEmbedding,
     install_packed_attention,
 )
+from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
-from tlora_megatron.layers.sites import LINEAR_TARGETS, check_targets, stage_sites
+from tlora_megatron.layers.sites import (
+    EXPERT_LINEARS,
+    LINEAR_TARGETS,
+    check_targets,
+    stage_sites,
+)
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.peft_format import export_adapter, load_adapter
@@ -170,8 +178,38 @@ def test_of_experts_the_shared_one_is_found_if_the_spec_has_it(groups: ParallelG
     assert len({site.index for site, _ in linears}) == len(linears)
     layout = record_stages(groups, linears).layout
     check_targets(MOE_SPEC, layout, "a", ("q_proj", "shared_expert.up_proj"))
-    with pytest.raises(ValueError, match=r"job 'a': .*routed experts.*'down_proj', which layer 0"):
+    with pytest.raises(
+        ValueError, match=r"job 'a': .* every layer has, got 'down_proj', which layer 0"
+    ):
         check_targets(MOE_SPEC, layout, "a", ("q_proj", "down_proj"))
+
+
+def test_routed_experts_are_found_where_jobs_adapt_them(groups: ParallelGroups) -> None:
+    (chunk,) = build_user_gpt("moe")
+    linears = discover([chunk], EXPERTS_SPEC, groups)
+    assert not any(site.linear in EXPERT_LINEARS for site, _ in linears)
+    layer = chunk.decoder.layers[1].mlp
+    assert not isinstance(layer.experts, AdaptedExperts)
+    layout = record_stages(groups, linears).layout
+    with pytest.raises(ValueError, match=r"got 'experts.down_proj', which layer 0 lacks"):
+        check_targets(EXPERTS_SPEC, layout, "a", ("experts.down_proj",))
+
+    groups = current_groups(ParallelLayout(), with_experts=True)
+    found = discover([chunk], EXPERTS_SPEC, groups)
+    assert [site.index for site, _ in found[: len(linears)]] == [s.index for s, _ in linears]
+    of_experts = found[len(linears) :]
+    assert [site.linear for site, _ in of_experts] == [*EXPERT_LINEARS] * 4
+    assert of_experts[2][1] is layer.experts
+    assert isinstance(layer.experts, AdaptedExperts)
+    assert isinstance(layer.experts, SequentialMLP)
+    layout = record_stages(groups, found).layout
+    check_targets(EXPERTS_SPEC, layout, "a", ("experts.down_proj",))
+    wrong = replace(EXPERTS_SPEC, ffn_size=24)
+    with pytest.raises(ValueError, match=r"layers.0.experts_fc1 must have a weight of \[48, 64\]"):
+        discover([chunk], wrong, groups)
+    layer.experts.__class__ = type("GroupedMLP", (nn.Module,), {})
+    with pytest.raises(ValueError, match=r"layer 1 must have experts of TEGr.*, got GroupedMLP"):
+        discover([chunk], EXPERTS_SPEC, groups)
 
 
 def test_a_shared_expert_s_adapter_goes_to_peft_and_back(tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ BAD: dict[str, Any] = {
     "moe_aux_loss_coeff": 1e-2,
     "moe_z_loss_coeff": 1e-3,
     "moe_expert_capacity_factor": 1.0,
+    "moe_expert_rank_capacity_factor": 1.0,
+    "moe_router_force_load_balancing": True,
     "moe_input_jitter_eps": 0.1,
     "optimizer": "muon",
     "position_embedding_type": "learned_absolute",
@@ -134,6 +136,16 @@ def test_rows_are_cut_evenly_over_ranks(parallel: dict[str, Any], multiple: int)
     args = argparse.Namespace(**(FINE | parallel | {"seq_length": 64 + multiple // 2}))
     with pytest.raises(ValueError, match=rf"--seq-length must be a multiple of {multiple} with"):
         guard.check_arguments(args)
+
+
+def test_experts_under_tensor_parallelism_want_sequence_parallelism() -> None:
+    tp = {"tensor_model_parallel_size": 2}
+    guard.check_arguments(argparse.Namespace(**(FINE | tp)))
+    guard.check_arguments(
+        argparse.Namespace(**(FINE | tp | {"num_experts": 4, "sequence_parallel": True}))
+    )
+    with pytest.raises(ValueError, match=r"--sequence-parallel must be on with .*, got off"):
+        guard.check_arguments(argparse.Namespace(**(FINE | tp | {"num_experts": 4})))
 
 
 def test_an_end_must_be_given() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tlora_megatron import launch
+from tlora_megatron.integrations.megatron.cpu import NoStream
 from tlora_megatron.integrations.megatron_lm import cpu, hooks
 from tlora_megatron.training.run.environment import ENVIRONMENT
 
@@ -179,7 +180,7 @@ def test_cuda_devices_are_the_cpu() -> None:
         assert torch.zeros(1, device=torch.device("cuda", 1), pin_memory=True).is_pinned() is False
         assert tensor.to("cuda").device.type == "cpu"
         assert tensor.type() == "torch.cuda.FloatTensor"
-        with cpu._Nothing() as stream:
+        with NoStream() as stream:
             assert stream.wait_event(1) is stream
 
 

@@ -69,7 +69,7 @@ def test_every_field_of_the_configuration_is_judged() -> None:
 def test_only_what_enters_the_forward_is_compared() -> None:
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert set(COMPARED) <= fields
-    assert len(fields & set(ONE_VALUE)) > 10
+    assert len(fields & set(ONE_VALUE)) > 9
 
 
 @pytest.mark.megatron_lm

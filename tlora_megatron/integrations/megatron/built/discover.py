@@ -6,6 +6,7 @@ HybridModel, whose attention and MLP are layers of their own, are read off the b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,8 +21,15 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from tlora_megatron.integrations.megatron.built.expert_layers import adapt_experts, expert_weight
 from tlora_megatron.integrations.megatron.built.model import language_models
-from tlora_megatron.layers.sites import ALL_LINEARS, Site, make_site
+from tlora_megatron.layers.sites import (
+    ALL_LINEARS,
+    EXPERT_LINEARS,
+    Site,
+    make_expert_site,
+    make_site,
+)
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 
@@ -52,6 +60,9 @@ def discover(
 ) -> list[tuple[Site, nn.Module]]:
     """Returns this rank's linears that may carry adapters, in ascending order of (layer, linear).
 
+    Those of routed experts come behind all others, if `groups` knows who holds them: then their
+    modules are made able to carry adapters (`expert_layers`), and found under both linears.
+
     Args:
         chunks: this rank's model: one, or as many as it has virtual pipeline stages.
         spec: of the whole model; layers are numbered as in Hugging Face.
@@ -60,12 +71,15 @@ def discover(
         ValueError: naming what in the model adapters do not work with, or differs from `spec`.
     """
     found: dict[tuple[int, str], nn.Module] = {}
+    of_experts: dict[int, nn.Module] = {}
     for model in language_models(chunks):
         check_config(model.config, _REQUIRED)
         _check_groups(model.config, groups)
         for layer in model.decoder.layers:
             index = _layer_index(model, layer)
             found |= {(index, linear): module for linear, module in _linears(layer, spec)}
+            if groups.experts is not None and isinstance(layer.mlp, BaseMoELayer):
+                of_experts[index] = adapt_experts(layer.mlp)
     order = list(ALL_LINEARS)
     pairs = sorted(found, key=lambda pair: (pair[0], order.index(pair[1])))
     tp_size = groups.layout.tp_size
@@ -73,6 +87,18 @@ def discover(
     linears = [(site, found[pair]) for site, pair in zip(sites, pairs, strict=True)]
     for site, module in linears:
         _check_linear(site, module, spec)
+    return linears + _expert_linears(of_experts, spec, groups)
+
+
+def _expert_linears(
+    of_experts: dict[int, nn.Module], spec: ModelSpec, groups: ParallelGroups
+) -> list[tuple[Site, nn.Module]]:
+    linears = []
+    for index, linear in itertools.product(sorted(of_experts), EXPERT_LINEARS):
+        site = make_expert_site(spec, index, linear, groups.layout, groups.expert_place)
+        module = of_experts[index]
+        _check_shape(f"layers.{index}.{linear}", site, expert_weight(module, linear), spec)
+        linears.append((site, module))
     return linears
 
 
@@ -173,7 +199,12 @@ def _check_linear(site: Site, module: nn.Module, spec: ModelSpec) -> None:
     if not isinstance(module, own) and classes.isdisjoint(_LINEAR_CLASSES[site.kind]):
         allowed = ", ".join((own.__name__, *_LINEAR_CLASSES[site.kind]))
         raise ValueError(f"{name} must be one of {allowed}, got {type(module).__name__}")
-    shape = tuple(getattr(module, "weight").shape)  # noqa: B009 - a Tensor, or so mypy thinks
+    linear: Any = module
+    _check_shape(name, site, linear.weight, spec)
+
+
+def _check_shape(name: str, site: Site, weight: Any, spec: ModelSpec) -> None:
+    shape = tuple(weight.shape)
     if shape != (site.out_size, site.in_size):
         raise ValueError(
             f"{name} must have a weight of [{site.out_size}, {site.in_size}] on a rank as "

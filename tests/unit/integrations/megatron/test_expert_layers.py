@@ -1,0 +1,64 @@
+"""Megatron's own layer of experts with several jobs' adapters, against our frozen one.
+
+The frozen one is held to PEFT in `layer/test_expert_adapters.py`; whole runs of both in
+`distributed/test_experts.py` and `integration/test_megatron_lm_experts.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.helpers.built_experts import (
+    SPEC,
+    errors,
+    frozen,
+    make_bank,
+    megatrons,
+    run_packed,
+)
+from tests.helpers.one_process import one_process_groups
+from tlora_megatron.integrations.megatron.built.expert_call import current_call
+from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
+
+KINDS = ("SequentialMLP allgather", "SequentialMLP alltoall", "TEGroupedMLP alltoall")
+PLACE = (torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _groups() -> Iterator[None]:
+    with one_process_groups():
+        yield
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_and_all_gradients_are_those_of_our_layer(kind: str) -> None:
+    banks = make_bank(*PLACE), make_bank(*PLACE)
+    like = frozen(banks[0])
+    layers = like, megatrons(kind, like, banks[1])
+    x, dy = torch.randn(2, 24, 1, SPEC.hidden_size)
+    expected, found = (run_packed(layer, x, dy, (13, 1, 6)) for layer in layers)
+    found_errors = errors(found, expected, banks[1], banks[0])
+    assert len(found_errors) > 10
+    assert max(found_errors.values()) < 5e-6, found_errors
+    assert current_call() is None
+
+
+@torch.no_grad()
+def test_without_rows_of_jobs_megatron_s_layer_is_untouched() -> None:
+    bank = make_bank(*PLACE)
+    layer = megatrons("TEGroupedMLP alltoall", frozen(bank), bank)
+    x = torch.randn(9, 1, SPEC.hidden_size)
+    bare = layer(x)[0]  # outside of a run
+    view = pack_micro_batch([Document(slot=2, length=9)], num_slots=3, num_tokens=9)
+    with use_micro_batch(view):
+        assert torch.equal(layer(x)[0], bare)
+    bank.install(bank.adapters[2:])
+    view = pack_micro_batch([Document(slot=0, length=9)], num_slots=1, num_tokens=9)
+    with use_micro_batch(view):
+        assert torch.equal(layer(x)[0], bare)
+    assert current_call() is None

@@ -1,0 +1,156 @@
+"""The rows of one call of a layer's routed experts: whose they are, and where they lie.
+
+Megatron's dispatchers lay rows out expert by expert, those of an expert source rank by source rank,
+and those of a source in its packed order, so adapter by adapter. The number of each is known where
+the layer routes: from the routing map and the ends of the adapters' rows, which the host knows.
+With several sources one all-gather of these numbers tells the rank what arrives, and its rows are
+put adapter by adapter before the experts and back behind them. The host waits for none of this.
+
+An `ExpertCall` is a value of one call: bound from the routing until the experts are through, in
+forward and, as the router runs again there, in recompute.
+
+Shapes: T rows of this rank, E experts of the layer, P sources, L = E / EP experts of this rank, S
+adapters and the null slot, Q rows that arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns
+from tlora_megatron.ops.routing.host_copy import to_device
+from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.parallel.collectives import gather_rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sources:
+    """The ranks whose rows meet the experts of this one, as a dispatcher has them."""
+
+    group: dist.ProcessGroup
+    """All ranks that share the experts of a layer, those that cut one expert side by side."""
+    expert_tp: int
+    """Ranks that cut each expert."""
+    is_by_part: bool
+    """Rows of an expert lie by the source's part of an expert first (alltoall), else by rank."""
+    experts: range
+    """The experts of this rank."""
+
+    @property
+    def count(self) -> int:
+        """Number of sources, this rank included."""
+        return dist.get_world_size(self.group)
+
+    def in_row_order(self, counts_PLS: Tensor) -> Tensor:
+        """Takes what lies by rank in the group to the order of the rows inside an expert."""
+        if not self.is_by_part:
+            return counts_PLS
+        parts = counts_PLS.unflatten(0, (-1, self.expert_tp))
+        return parts.transpose(0, 1).flatten(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertCall:
+    """The rows of one call, and the adapters at the two linears of its experts."""
+
+    runs: ExpertRuns
+    """The rows as the experts compute them: by expert, and in each by adapter."""
+    factors: Mapping[str, ExpertFactors | None]
+    """By the name that sites give the linear; None = no job adapts it."""
+    arriving_PLS: Tensor | None
+    """int64: the rows in the order in which they arrive, of each source; None = of one alone."""
+
+    def order(self, num_rows: int) -> Tensor | None:
+        """Returns the index `[Q]` that puts arriving rows adapter by adapter; None if they are."""
+        if self.arriving_PLS is None:
+            return None
+        counts_LPS = self.arriving_PLS.transpose(0, 1)
+        experts, _, columns = counts_LPS.shape
+        pairs_LS = torch.arange(experts * columns, device=counts_LPS.device).view(-1, 1, columns)
+        pairs_LPS = pairs_LS.expand_as(counts_LPS).flatten()
+        arrived_Q = pairs_LPS.repeat_interleave(counts_LPS.flatten(), output_size=num_rows)
+        return arrived_Q.argsort(stable=True)
+
+    @cached_property
+    def of_experts(self) -> tuple[ExpertRuns, ...]:
+        """The runs of each expert alone, on the host, which waits for the device once."""
+        return tuple(ExpertRuns(counts_S[None]) for counts_S in self.runs.counts_LS.cpu())
+
+
+def begin_call(
+    routing_map_TE: Tensor,
+    view: MicroBatchView,
+    sources: Sources,
+    tp_rank: int,
+    factors: Mapping[str, ExpertFactors | None],
+) -> ExpertCall:
+    """Returns the rows that a layer's routing sends to this rank's experts.
+
+    Collective over the sources, without a wait of the host.
+
+    Args:
+        routing_map_TE: bool, of this rank's rows.
+        view: of the micro-batch. Its rows, or the run of them that sequence parallelism gives.
+        tp_rank: says which run.
+    """
+    counts_ES = count_rows(routing_map_TE, view, tp_rank)
+    own = slice(sources.experts.start, sources.experts.stop)
+    if sources.count == 1:
+        return ExpertCall(ExpertRuns(counts_ES[own]), factors, None)
+    gathered = gather_rows(counts_ES.to(torch.int32)[None], sources.group).wait()
+    arriving_PLS = sources.in_row_order(gathered[:, own].long())
+    return ExpertCall(ExpertRuns(arriving_PLS.sum(0)), factors, arriving_PLS)
+
+
+def count_rows(routing_map_TE: Tensor, view: MicroBatchView, tp_rank: int) -> Tensor:
+    """Returns int64 `[E, S]`: this rank's rows of each adapter at each expert, null slot last."""
+    num_rows, device = len(routing_map_TE), routing_map_TE.device
+    begin = num_rows * tp_rank if num_rows < view.num_tokens else 0
+
+    def build() -> Tensor:
+        ends = [min(max(end - begin, 0), num_rows) for end in (0, *view.rows.ends)]
+        return to_device(torch.tensor(ends), device)
+
+    ends = view.cached(f"expert_ends@{device}@{begin}+{num_rows}", build)
+    before_TE = F.pad(routing_map_TE.long().cumsum(0), (0, 0, 1, 0))
+    return before_TE[ends].diff(dim=0).t()
+
+
+_current: ExpertCall | None = None
+"""A plain global, not a context variable: autograd recomputes on threads of its own."""
+
+
+def bind_call(call: ExpertCall | None) -> None:
+    """Makes a call the one whose experts run next; None = they have no adapters."""
+    global _current
+    _current = call
+
+
+def take_call() -> ExpertCall | None:
+    """Returns the bound call, which no other experts then get."""
+    call = _current
+    bind_call(None)
+    return call
+
+
+@contextmanager
+def running(call: ExpertCall) -> Iterator[None]:
+    """Binds a call while its experts' linears run."""
+    bind_call(call)
+    try:
+        yield
+    finally:
+        bind_call(None)
+
+
+def current_call() -> ExpertCall | None:
+    """Returns the call whose experts run; None outside, or without adapters."""
+    return _current

@@ -1,0 +1,222 @@
+"""What Megatron's arguments say of routed experts, and what they must say for adapters on them.
+
+Two tables of arguments: those that make another router than Hugging Face's (`ROUTER`), for bases
+whose config.json is known and for jobs that adapt experts; and those under which adapters on
+experts would be wrong or have not been tried (`ADAPTERS`), for these jobs alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import megatron.core
+import torch
+
+from tlora_megatron.config.job import JobSpec
+from tlora_megatron.config.jobs import JobError
+from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.parallel_rules.experts import check_job_over_experts
+from tlora_megatron.integrations.megatron_lm.guard import FLAG
+from tlora_megatron.model.expert_targets import over_base
+from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.model.spec import ModelSpec
+
+_EXACT_PRE_SOFTMAX = (0, 18)
+"""The first megatron-core whose `--moe-router-pre-softmax` chooses by fp32 scores in bf16."""
+
+
+class _Rule(NamedTuple):
+    """The values that an argument may have; a version may lack it."""
+
+    argument: str
+    allowed: tuple[Any, ...]
+    why: str
+
+
+_OTHER_ROUTER = "routers of Qwen and Mixtral are a softmax over all experts, of which the top count"
+_OTHER_LAYER = "experts of Qwen and Mixtral are whole MLPs, weighted behind their activation"
+_TIES = "its top-k may take the other one of two equal logits"
+_PADDING = "padding rows would be taken for rows of jobs"
+_NOT_TRIED = "it has not been tried"
+
+ROUTER: tuple[_Rule, ...] = (
+    _Rule("moe_router_score_function", ("softmax",), _OTHER_ROUTER),
+    _Rule("moe_router_enable_expert_bias", (False,), _OTHER_ROUTER),
+    _Rule("moe_router_num_groups", (None,), _OTHER_ROUTER),
+    _Rule("moe_router_group_topk", (None,), _OTHER_ROUTER),
+    _Rule("moe_router_topk_limited_devices", (None,), _OTHER_ROUTER),
+    _Rule("moe_router_topk_scaling_factor", (None, 1.0), _OTHER_ROUTER),
+    _Rule("moe_router_force_biased", (None,), _OTHER_ROUTER),
+    _Rule("moe_enable_routing_replay", (False,), _OTHER_ROUTER),
+    _Rule("moe_router_fusion", (False,), _TIES),
+    _Rule("moe_apply_probs_on_input", (False,), _OTHER_LAYER),
+    _Rule("moe_latent_size", (None,), _OTHER_LAYER),
+    _Rule("moe_mlp_glu_interleave_size", (None,), _OTHER_LAYER),
+    _Rule("moe_shared_expert_glu_interleave_size", (None,), _OTHER_LAYER),
+)
+"""Arguments, and fields of TransformerConfig, that change what a layer of experts computes."""
+
+ADAPTERS: tuple[_Rule, ...] = (
+    _Rule("moe_use_legacy_grouped_gemm", (False,), "its weights are of another shape"),
+    _Rule("moe_router_padding_for_quantization", (False, None), _PADDING),
+    _Rule("moe_router_padding_for_fp8", (False, None), _PADDING),
+    _Rule("fp8", (None, False), _PADDING),
+    _Rule("fp4", (None, False), _PADDING),
+    _Rule("moe_shared_expert_overlap", (False,), _NOT_TRIED),
+    _Rule("use_transformer_engine_op_fuser", (False,), "it calls no linear of the experts"),
+    _Rule("fine_grained_activation_offloading", (False,), "it frees inputs that adapters keep"),
+    _Rule("moe_paged_stash", (False,), "it frees inputs that adapters keep"),
+    _Rule("overlap_dispatch_backward_with_experts_wgrad", (False,), _NOT_TRIED),
+    _Rule("moe_single_grouped_weight", (False,), _NOT_TRIED),
+    _Rule("moe_use_grouped_tensor", (False,), _NOT_TRIED),
+    _Rule("moe_dispatch_fwd_dtype", ("bf16",), _NOT_TRIED),
+    _Rule("moe_combine_bwd_dtype", ("bf16",), _NOT_TRIED),
+    _Rule("use_tp_pp_dp_mapping", (False,), "adapters are gathered in the other order of ranks"),
+)
+"""Arguments that exclude adapters on routed experts."""
+
+_FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
+
+
+def experts_from_arguments(args: argparse.Namespace) -> ExpertsSpec | None:
+    """Returns the experts that Megatron's arguments describe; None unless every layer has some."""
+    count = getattr(args, "num_experts", None)
+    if not count or not _in_every_layer(args):
+        return None
+    return ExpertsSpec(
+        num_experts=count,
+        top_k=args.moe_router_topk,
+        ffn_size=args.moe_ffn_hidden_size or args.ffn_hidden_size,
+        normalizes=not args.moe_router_pre_softmax,
+    )
+
+
+def _in_every_layer(args: argparse.Namespace) -> bool:
+    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(
+        args, "hybrid_override_pattern", None
+    )
+    if pattern is not None:
+        return set(pattern.split("/")[0].replace("|", "")) == {"*", "E"}
+    frequency = getattr(args, "moe_layer_freq", 1)
+    return frequency == 1 or (isinstance(frequency, Sequence) and set(frequency) == {1})
+
+
+def expert_sizes(args: argparse.Namespace) -> dict[str, int]:
+    """Returns the sizes of expert parallelism by the names of `parallel`; 1 and 1 without."""
+    tp_size = args.tensor_model_parallel_size
+    return {
+        "ep_size": getattr(args, "expert_model_parallel_size", None) or 1,
+        "expert_tp_size": getattr(args, "expert_tensor_parallel_size", None) or tp_size,
+    }
+
+
+def check_router(values: Any, where: str) -> None:
+    """Refuses routers and experts that are not Hugging Face's of Qwen and Mixtral.
+
+    Args:
+        values: Megatron's arguments, or a TransformerConfig.
+        where: ends the rule: what asks for it.
+
+    Raises:
+        ValueError: naming the flag.
+    """
+    _check(ROUTER, values, where)
+    in_bf16 = values.params_dtype == torch.bfloat16
+    dtype, allowed = (
+        getattr(values, "moe_router_dtype", None),
+        (None,) if in_bf16 else (None, "fp32"),
+    )
+    if dtype not in allowed:
+        why = "logits in another precision give 3 % of the tokens other experts"
+        raise _refused("moe_router_dtype", None, dtype, where, why)
+    if in_bf16 and values.moe_router_pre_softmax and _core_version() < _EXACT_PRE_SOFTMAX:
+        why = (
+            "Megatron-core rounds the scores before it chooses by them, up to 0.17; use 0.18 or "
+            "newer"
+        )
+        raise _refused("moe_router_pre_softmax", False, True, f"{where} in bf16", why)
+
+
+def _core_version() -> tuple[int, int]:
+    major, minor, *_ = str(megatron.core.__version__).split(".")
+    return int(major), int(minor)
+
+
+def settle_expert_jobs(
+    config: RunConfig, spec: ModelSpec, args: argparse.Namespace
+) -> tuple[RunConfig, bool]:
+    """Leaves out jobs whose adapters on routed experts cannot be right, or refuses the run.
+
+    Returns:
+        The configuration, and whether any job of it adapts routed experts.
+
+    Raises:
+        ValueError: with `run.on_job_error: stop`, naming the first such job and the flag; for
+            settings of the run that no base with routed experts can keep; and if no job is left.
+    """
+    if spec.experts is None:
+        return config, False
+    if config.run.deterministic:
+        raise ValueError(
+            f"run.deterministic must be off with {FLAG} over a base with routed experts, whose "
+            "rows come in any number, which moves the last bits; got on"
+        )
+    able, errors = [], list(config.job_errors)
+    for job in config.jobs:
+        try:
+            _check_job(job, config, spec, args)
+            able.append(job)
+        except ValueError as error:
+            if config.run.on_job_error == "stop":
+                raise
+            errors.append(JobError(name=job.name, message=str(error)))
+    if not able:
+        reasons = "; ".join(error.message for error in errors)
+        raise ValueError(f"jobs must hold at least one that can start, got {reasons}")
+    left = replace(config, jobs=tuple(able), job_errors=tuple(errors))
+    return left, any(over_base(job, spec).lora.expert_targets for job in able)
+
+
+def _check_job(job: JobSpec, config: RunConfig, spec: ModelSpec, args: argparse.Namespace) -> None:
+    lora = over_base(job, spec).lora
+    targets = lora.expert_targets
+    if lora.shares_outer:
+        raise ValueError(
+            f"lora.expert_sharing of job {job.name!r} must be none with {FLAG}, got outer; "
+            "train it with tlora train"
+        )
+    where = f"for job {job.name!r}, which adapts routed experts"
+    sizes = expert_sizes(args)
+    if targets and args.use_distributed_optimizer and sizes["ep_size"] > 1:
+        why = "replicas of experts are other ranks"
+        raise _refused("use_distributed_optimizer", False, True, where, why)
+    check_job_over_experts(job, config)
+    if not targets:
+        return
+    _check(ADAPTERS, args, where)
+    check_router(args, where)
+    part, tp_size = sizes["expert_tp_size"], args.tensor_model_parallel_size
+    if part not in (1, tp_size):
+        allowed = f"1 or {tp_size}"
+        raise _refused("expert_tensor_parallel_size", allowed, part, where, _NOT_TRIED)
+
+
+def _check(rules: Iterable[_Rule], values: Any, where: str) -> None:
+    for argument, allowed, why in rules:
+        value = getattr(values, argument, allowed[0])
+        if value not in allowed:
+            raise _refused(argument, allowed[0], value, where, why)
+
+
+def _refused(argument: str, wanted: Any, found: Any, where: str, why: str) -> ValueError:
+    flag = _FLAGS.get(argument, "--" + argument.replace("_", "-"))
+    return ValueError(f"{flag} must be {_show(wanted)} {where}, got {_show(found)}; {why}")
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "absent" if value is None else str(value)
