@@ -123,7 +123,7 @@ def test_the_best_plan_of_a_run_over_experts(repo: Path) -> None:
         (["--replicas", "any"], "the base of replicas of any kinds must have no routed experts"),
         (
             ["--set", "defaults.lora.target_modules=[up_proj]"],
-            "targets of job 'rank8' .* got up_proj",
+            "lora.target_modules of job 'rank8' must name gate_proj, up_proj and down_proj of",
         ),
         (["--ep", "3"], "must allow some plan on --gpus 8, got '--ep 3'"),
         (["--ep", "0"], "--ep must be at least 1, got 0"),

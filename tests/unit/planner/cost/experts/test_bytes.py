@@ -49,7 +49,7 @@ class Allocated(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):  # what was there before, of which there may be views
-                self._living.setdefault(tensor.untyped_storage()._cdata, 0)
+                self._add(tensor.untyped_storage(), is_new=False)
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
@@ -57,11 +57,11 @@ class Allocated(TorchDispatchMode):
         self.most = max(self.most, self.now)
         return out
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage: torch.UntypedStorage, *, is_new: bool = True) -> None:
         key = storage._cdata
         if key not in self._living:
-            self._living[key] = storage.nbytes()
-            self.now += storage.nbytes()
+            self._living[key] = is_new * storage.nbytes()
+            self.now += self._living[key]
             weakref.finalize(storage, self._drop, key)
 
     def _drop(self, key: int) -> None:
@@ -196,7 +196,9 @@ def test_what_is_counted_with_adapters_is_what_is_allocated(
     # A GPU has the rank columns of all rows at once, a CPU those of one run of rows.
     columns = max(adapters.first_columns, adapters.second_columns) * dtype.itemsize
     assert even <= 1.01 * worked + split.routed * columns
-    assert worked <= 1.01 * even + 3 * HIDDEN * dtype.itemsize
+    # And a CPU sums gradients from fp32 copies of an expert's rows, twice the mean one's at most.
+    copies = 2 * 4 * (HIDDEN + 2 * spec.ffn_size) * split.routed / split.num_local
+    assert worked <= 1.01 * even + 3 * HIDDEN * dtype.itemsize + copies
 
 
 LAYOUTS = {
