@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.expert_branch import CASES, BranchShape, branch_case, check_close, results
+from tests.helpers.expert_branch import (
+    CASES,
+    BranchShape,
+    branch_case,
+    check_close,
+    gradients,
+    results,
+)
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
@@ -17,6 +24,8 @@ from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.experts.branch import TorchExpertOps
+from tlora_megatron.ops.experts.products import looped_products
+from tlora_megatron.ops.lora.kernel_choice import cuda_problem
 from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
@@ -51,6 +60,36 @@ def test_kernels_are_the_definition(name: str) -> None:
     found = results(TritonExpertOps(), branch_case(SHAPES[name], torch.bfloat16, "cuda"))
     # What bf16 rounds: the values drawn are bf16 already, s and the results are rounded once.
     check_close(found, expected, 1e-2)
+
+
+TAKEN = [name for name, shape in SHAPES.items() if not (shape.in_size | shape.out_size) % 8]
+CUDA = cuda_problem(torch.device("cuda")) if torch.cuda.is_available() else "no GPU"
+
+
+@pytest.mark.skipif(CUDA is not None, reason=str(CUDA))
+@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("adapted", [True, False], ids=["adapters", "base alone"])
+def test_one_gemm_computes_base_and_adapters(name: str, adapted: bool) -> None:
+    from tlora_megatron.ops.experts.choice import expert_linear, expert_linear_dgrad
+
+    shape = SHAPES[name]
+    exact, case = branch_case(shape, torch.float64), branch_case(shape, torch.bfloat16, "cuda")
+    weight = (torch.randn(len(shape.counts), shape.out_size, shape.in_size) / 16).bfloat16()
+    counts = exact.runs.counts_L
+    base = looped_products(exact.x, weight.double().transpose(1, 2), counts)
+    dbase = looped_products(exact.dy, weight.double(), counts)
+    expected = {"y": base, "dx": dbase}
+    if adapted:
+        saved = TorchExpertOps().forward(exact.x, base, exact.runs, exact.factors)
+        TorchExpertOps().backward(exact.dy, dbase, exact.x, saved, exact.runs, exact.factors)
+        expected |= gradients(exact)
+    poison = torch.full((1 << 24,), torch.nan, device="cuda")
+    del poison
+    factors = case.factors if adapted else None
+    y, kept = expert_linear(case.x, weight.cuda(), case.runs, factors)
+    dx = expert_linear_dgrad(case.dy, weight.cuda(), lambda: case.x, kept, case.runs, factors)
+    found = {"y": y.cpu(), "dx": dx.cpu()}
+    check_close(found | (gradients(case) if adapted else {}), expected, 1e-2)
 
 
 def test_kernels_repeat_their_bits() -> None:

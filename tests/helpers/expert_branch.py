@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, ExpertTarget
+from tlora_megatron.ops.experts.branch import (
+    ExpertArenas,
+    ExpertFactors,
+    ExpertRuns,
+    ExpertTarget,
+)
 
 
 class BranchShape(NamedTuple):
@@ -80,13 +85,17 @@ def branch_case(
     x, dy = drawn(rows, shape.in_size), drawn(rows, shape.out_size)
     y, dx = drawn(rows, shape.out_size), drawn(rows, shape.in_size)
     master = torch.float64 if dtype == torch.float64 else torch.float32
+    arenas, spans = _arenas(shape, dtype, device)
     targets = []
-    for of_slot in shape.ranks:
+    for of_slot, begin in zip(shape.ranks, spans, strict=True):
         made = []
         for rank, first, columns in of_slot:
-            a, b = drawn(experts, rank, shape.in_size), drawn(experts, rank, columns)
+            ranks, out = slice(begin, begin + rank), slice(first, first + columns)
+            a, b = arenas.lora_a[:, ranks], arenas.lora_b[:, ranks, out]
+            a.copy_(drawn(*a.shape)), b.copy_(drawn(*b.shape))
             grads = (drawn(*factor.shape).to(master) for factor in (a, b))
-            made.append(ExpertTarget(slice(first, first + columns), a, b, *grads))
+            made.append(ExpertTarget(out, a, b, *grads))
+            begin += rank
         targets.append(tuple(made))
     scaling = torch.tensor([0.5, 2.0, 1.25, 0.75, 1.5][: len(targets)], dtype=master, device=device)
     if only is not None:
@@ -95,14 +104,35 @@ def branch_case(
         x, y, dy, dx = (values[kept] for values in (x, y, dy, dx))
         counts = counts * (torch.arange(counts.shape[1]) == only)
     runs = ExpertRuns(counts.to(device))
-    return BranchCase(x, y, dy, dx, runs, ExpertFactors(tuple(targets), scaling))
+    return BranchCase(x, y, dy, dx, runs, ExpertFactors(tuple(targets), scaling, arenas))
+
+
+def _arenas(shape: BranchShape, dtype: torch.dtype, device: str) -> tuple[ExpertArenas, list[int]]:
+    """Returns empty arenas, and where the rank columns of each slot begin."""
+    positions = [0]
+    for of_slot in shape.ranks:
+        ranks = sum(rank for rank, _, _ in of_slot)
+        positions.append(positions[-1] + -(-ranks // 8) * 8)
+    sizes = len(shape.counts), positions[-1]
+    arenas = ExpertArenas(
+        lora_a=torch.zeros(*sizes, shape.in_size, dtype=dtype, device=device),
+        lora_b=torch.zeros(*sizes, shape.out_size, dtype=dtype, device=device),
+        positions=torch.tensor([*positions, positions[-1]], dtype=torch.int32, device=device),
+    )
+    return arenas, positions[:-1]
 
 
 def results(ops: Any, case: BranchCase) -> dict[str, Tensor]:
     """Runs forward and backward; returns y, dx and the factors' gradients by name, on the CPU."""
     saved = ops.forward(case.x, case.y, case.runs, case.factors)
     ops.backward(case.dy, case.dx, case.x, saved, case.runs, case.factors)
-    found = {"y": case.y, "dx": case.dx}
+    found = {"y": case.y.cpu(), "dx": case.dx.cpu()}
+    return found | gradients(case)
+
+
+def gradients(case: BranchCase) -> dict[str, Tensor]:
+    """The factors' gradients by name, on the CPU."""
+    found = {}
     for slot, targets in enumerate(case.factors.targets):
         for number, target in enumerate(targets):
             found[f"slot {slot} target {number} dA"] = target.grad_a
@@ -118,3 +148,41 @@ def check_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: fl
         scale = value.abs().max().clamp(min=1e-6)
         error = (found[name].double() - value).abs().max() / scale
         assert error <= bound, f"{name}: {error:.2e}"
+
+
+def units_reference(
+    begins: Tensor, num_experts: int, columns_out: int, positions: Tensor
+) -> list[tuple[int, ...]]:
+    """The definition: the units, one after another, on the host."""
+    columns = (len(begins) - 1) // num_experts
+    tiles = -(-columns_out // 256)
+    rows, places = begins.tolist(), positions.tolist()
+    found: list[tuple[int, ...]] = []
+
+    def ranks(expert: int, row: int, end: int) -> tuple[int, int]:
+        slots = [
+            slot
+            for slot in range(columns)
+            if rows[expert * columns + slot] < end and rows[expert * columns + slot + 1] > row
+        ]
+        return (places[slots[0]], places[slots[-1] + 1]) if row < end else (0, 0)
+
+    for expert in range(num_experts):
+        begin, end = rows[expert * columns], rows[(expert + 1) * columns]
+        for row in range(begin, end, 256):
+            left = min(row + 256, end)
+            pair = left - row > 128
+            for tile in range(0, tiles, 1 if pair else 2):
+                halves = (
+                    *ranks(expert, row, min(row + 128, left)),
+                    *ranks(expert, row + 128, left),
+                )
+                found.append((expert, row, left, 2 * tile + (not pair), *halves))
+    return found
+
+
+def slots_of_rows(case: BranchCase) -> Tensor:
+    """The slot of each row, on the CPU."""
+    counts = case.runs.counts_LS.cpu()
+    slots = torch.arange(counts.shape[1]).repeat(counts.shape[0])
+    return slots.repeat_interleave(counts.flatten())

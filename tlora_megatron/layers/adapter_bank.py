@@ -16,15 +16,11 @@ import torch
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.arenas import ArenaRoom, Arenas
-from tlora_megatron.layers.expert_factors import (
-    ExpertCopy,
-    expert_factors,
-    make_expert_copy,
-)
+from tlora_megatron.layers.expert_factors import expert_factors, expert_views
 from tlora_megatron.layers.outer_factors import OuterCopy, make_outer_copy, outer_factors
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
-from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
+from tlora_megatron.layers.slab.layout import Factor, SlabLayout, slab_layout
 from tlora_megatron.ops.experts.branch import ExpertFactors
 from tlora_megatron.ops.experts.outer import OuterFactors
 from tlora_megatron.ops.lora.factors import SiteFactors
@@ -135,7 +131,8 @@ class AdapterBank:
         """Factors at routed experts of all jobs whose experts have their own, by `Site.index`."""
         self.outer_factors: dict[int, OuterFactors] = {}
         """Those of jobs whose experts share the outer ones."""
-        self._expert_copies: list[ExpertCopy] = []
+        self._expert_views: dict[tuple[int, str], torch.Tensor] = {}
+        """Views of a slot's factors on routed experts, by canonical name."""
         self._outer_copies: list[OuterCopy] = []
         self._copies: list[list[torch.Tensor]] = []
         """Views of a slot's factors in the arenas, in its slab's order (`_compute_views`)."""
@@ -171,6 +168,8 @@ class AdapterBank:
             if id(adapter.slab) not in stay:
                 adapter.slab.zero_grad()
         first = self._count_unchanged(adapters) if self._room.is_kept else 0
+        if any(a.lora.expert_targets for a in (*self.adapters, *adapters)):
+            first = 0  # their arenas are made anew
         kept = self._copies[:first], self.defects[:first]
         self.adapters = tuple(adapters)
         # Both hold the old arenas, which would otherwise stay in memory beside the new ones.
@@ -201,7 +200,7 @@ class AdapterBank:
         for table in (*tables, self.expert_factors, self.outer_factors):
             table.clear()
         fresh = [(a.slab.layout, self.dtype, self.device) for a in self.adapters[first:]]
-        self._expert_copies[first:] = [make_expert_copy(*layout) for layout in fresh]
+        self._expert_views.clear()
         self._outer_copies[first:] = [make_outer_copy(*layout) for layout in fresh]
         if not self.adapters:
             return
@@ -223,9 +222,12 @@ class AdapterBank:
             if not shards:
                 continue
             if site.experts is not None:
-                found = expert_factors(site, arenas.slabs, self._expert_copies, arenas.scaling)
+                found = expert_factors(site, arenas.slabs, arenas.scaling, self.dtype)
                 if found is not None:
                     self.expert_factors[index] = found
+                    for slot, slab in enumerate(arenas.slabs):
+                        views = expert_views(found, site, slab, slot)
+                        self._expert_views.update({(slot, name): views[name] for name in views})
                 outer = outer_factors(site, arenas.slabs, self._outer_copies, arenas.scaling)
                 if outer is not None:
                     self.outer_factors[index] = outer
@@ -248,9 +250,11 @@ class AdapterBank:
         """Returns views of a slot's factors in the arenas, unpadded, in its slab's order."""
         views = []
         for factor in adapter.slab.layout.factors:
-            of_experts = self._outer_copies[slot] or self._expert_copies[slot]
-            if factor.name in of_experts:
-                views.append(of_experts[factor.name].flatten())
+            if factor.name in self._outer_copies[slot]:
+                views.append(self._outer_copies[slot][factor.name].flatten())
+                continue
+            if factor.experts is not None:
+                views.append(self._expert_views[slot, factor.name])
                 continue
             index, p = self._places[factor.shard.name]
             factors = self.fused_factors[index]
@@ -307,6 +311,12 @@ def _casts(layouts: Sequence[SlabLayout], dtype: torch.dtype, device: torch.devi
 def _sources(layout: SlabLayout, copy: torch.Tensor) -> list[torch.Tensor]:
     """Returns a slab's buffer in the shapes of `_compute_views`."""
     return [
-        flat if factor.num_blocks == 1 else factor.blocks(flat.view(factor.shape))
+        _source(layout, factor, flat)
         for factor, flat in zip(layout.factors, layout.split(copy), strict=True)
     ]
+
+
+def _source(layout: SlabLayout, factor: Factor, flat: torch.Tensor) -> torch.Tensor:
+    if factor.experts is not None and not layout.lora.shares_outer:
+        return flat.view(factor.shape)
+    return flat if factor.num_blocks == 1 else factor.blocks(flat.view(factor.shape))

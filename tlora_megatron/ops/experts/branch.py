@@ -73,6 +73,23 @@ class ExpertTarget(NamedTuple):
     """`[L, R, columns]`, fp32."""
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExpertArenas:
+    """The factors of all adapters at one linear, side by side, as the tensor cores read them.
+
+    Rank columns of slot s are `positions[s]:positions[s + 1]`: those of its targets one after
+    another, then zeros up to a multiple of 8. Of them a target's rows of `lora_b` are zeros outside
+    its columns.
+    """
+
+    lora_a: Tensor
+    """`[L, R, K]` in the compute dtype."""
+    lora_b: Tensor
+    """`[L, R, N]`, likewise."""
+    positions: Tensor
+    """int32 `[slots + 2]`; the null slot, the last one, has none."""
+
+
 @dataclass(frozen=True, eq=False)
 class ExpertFactors:
     """The factors of all adapters at one linear of the routed experts."""
@@ -81,6 +98,8 @@ class ExpertFactors:
     """Those of each slot; some have none."""
     scaling: Tensor
     """fp32 `[slots]`."""
+    arenas: ExpertArenas | None = None
+    """What the targets' factors are views of, where kernels read them so."""
 
 
 class TorchExpertOps:

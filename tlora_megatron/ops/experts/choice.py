@@ -1,16 +1,23 @@
-"""Chooses what computes adapters on routed experts."""
+"""Linears of routed experts, computed by what is fastest here.
+
+On Hopper in bfloat16 one GEMM of our own computes base and adapters. Elsewhere the base's products
+are `ops.experts.products`, with the adapters' added by Triton kernels on GPUs, by torch on others.
+
+Shapes: L experts, Q rows, K features in, N features out.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, TorchExpertOps
-from tlora_megatron.ops.lora.kernel_choice import runs_triton
+from tlora_megatron.ops.experts.products import expert_dgrads, expert_products
+from tlora_megatron.ops.lora.kernel_choice import forced_kernels, kernel_choice, runs_triton
 
 
 class ExpertOps(Protocol):
@@ -35,6 +42,42 @@ class ExpertOps(Protocol):
         ...
 
 
+def expert_linear(
+    x_QK: Tensor, weight_LNK: Tensor, runs: ExpertRuns, factors: ExpertFactors | None
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Returns `x W_e^T` with the adapters' outputs `[Q, N]`, and what their backward needs."""
+    whole = _cuda_ops(x_QK, weight_LNK)
+    if whole is not None:
+        return whole.product(x_QK, weight_LNK, runs, factors)
+    y_QN = expert_products(x_QK, weight_LNK, runs.counts_L)
+    return y_QN, () if factors is None else expert_ops(x_QK).forward(x_QK, y_QN, runs, factors)
+
+
+def expert_linear_dgrad(
+    dy_QN: Tensor,
+    weight_LNK: Tensor,
+    x_QK: Callable[[], Tensor],
+    saved: Sequence[Tensor],
+    runs: ExpertRuns,
+    factors: ExpertFactors | None,
+) -> Tensor:
+    """Returns dx `[Q, K]`, and adds to the factors' gradients.
+
+    Args:
+        x_QK: returns what `expert_linear` was given; called if there are adapters.
+        saved: from `expert_linear`.
+    """
+    whole = _cuda_ops(dy_QN, weight_LNK)
+    adapts = factors is not None and bool(saved)
+    if whole is not None:
+        x = x_QK() if adapts else None
+        return whole.dgrad(dy_QN, weight_LNK, x, saved, runs, factors if adapts else None)
+    dx_QK = expert_dgrads(dy_QN, weight_LNK, runs.counts_L)
+    if factors is not None and saved:
+        expert_ops(dy_QN).backward(dy_QN, dx_QK, x_QK(), saved, runs, factors)
+    return dx_QK
+
+
 def expert_ops(x: Tensor) -> ExpertOps:
     """Returns kernels where a GPU computes in half precision, else torch's products."""
     half = x.dtype in (torch.bfloat16, torch.float16)
@@ -45,8 +88,28 @@ _TORCH = TorchExpertOps()
 
 
 @functools.cache
-def _triton_ops() -> ExpertOps:
+def _triton_ops() -> Any:
     # Not at the top: triton is only there on machines with a GPU.
     from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
 
     return TritonExpertOps()
+
+
+def _cuda_ops(x: Tensor, weight: Tensor) -> Any:
+    """The ops of Hopper; None where they do not run, or do not take a linear."""
+    if not x.is_cuda or not _has_cuda_kernels(x.device, x.dtype, forced_kernels()):
+        return None
+    ops = _made_cuda_ops()
+    return ops if ops.takes(x, weight) else None
+
+
+@functools.cache
+def _has_cuda_kernels(device: torch.device, dtype: torch.dtype, forced: str | None) -> bool:
+    return kernel_choice(device, dtype).name == "cuda"
+
+
+@functools.cache
+def _made_cuda_ops() -> Any:
+    from tlora_megatron.ops.experts.cuda.ops import CudaExpertOps
+
+    return CudaExpertOps(_triton_ops())

@@ -47,6 +47,8 @@ class RankTables:
     grad_b: RankRows
     scaling_S: Tensor
     """fp32."""
+    positions: Tensor
+    """int32: the slots' rank columns in the arenas (`ExpertArenas.positions`); anything without."""
 
 
 def rank_tables(factors: ExpertFactors) -> RankTables:
@@ -59,15 +61,17 @@ def rank_tables(factors: ExpertFactors) -> RankTables:
     def rows(pick: Callable[[ExpertTarget], Tensor], *, out: bool) -> RankRows:
         return _rank_rows(factors.targets, pick, width, device, out=out)
 
+    widths_S = torch.tensor(widths, dtype=torch.int32, device=device)
     return RankTables(
         slots=len(widths),
         width=width,
-        widths_S=torch.tensor(widths, dtype=torch.int32, device=device),
+        widths_S=widths_S,
         lora_a=rows(lambda target: target.lora_a, out=False),
         lora_b=rows(lambda target: target.lora_b, out=True),
         grad_a=rows(lambda target: target.grad_a, out=False),
         grad_b=rows(lambda target: target.grad_b, out=True),
         scaling_S=factors.scaling,
+        positions=widths_S if factors.arenas is None else factors.arenas.positions,
     )
 
 

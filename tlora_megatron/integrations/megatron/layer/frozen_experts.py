@@ -36,9 +36,8 @@ from tlora_megatron.layers.multi_adapter import MultiAdapter, reduced
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns
-from tlora_megatron.ops.experts.choice import expert_ops
+from tlora_megatron.ops.experts.choice import expert_linear, expert_linear_dgrad
 from tlora_megatron.ops.experts.outer import OuterFactors, token_runs
-from tlora_megatron.ops.experts.products import expert_dgrads, expert_products
 from tlora_megatron.ops.experts.router import route_vjp
 from tlora_megatron.ops.experts.rows import ExpertRows, RowSlots, sort_rows
 from tlora_megatron.ops.experts.weighting import weighted_swiglu, weighted_swiglu_back
@@ -282,8 +281,7 @@ class _StackedWeights(nn.Module, MultiAdapter):
 
     def product(self, x_QK: Tensor, runs: ExpertRuns) -> tuple[Tensor, Sequence[Tensor]]:
         """Returns the linear's output with the adapters', and what their backward needs."""
-        y_QN, factors = expert_products(x_QK, self.stacked, runs.counts_L), self.factors
-        return y_QN, () if factors is None else expert_ops(x_QK).forward(x_QK, y_QN, runs, factors)
+        return expert_linear(x_QK, self.stacked, runs, self.factors)
 
     def dgrad(
         self, dy_QN: Tensor, x_QK: Callable[[], Tensor], saved: Sequence[Tensor], runs: ExpertRuns
@@ -294,10 +292,7 @@ class _StackedWeights(nn.Module, MultiAdapter):
             x_QK: returns what `product` was given; called if there are adapters.
             saved: from `product`.
         """
-        dx_QK, factors = expert_dgrads(dy_QN, self.stacked, runs.counts_L), self.factors
-        if factors is not None and saved:
-            expert_ops(dy_QN).backward(dy_QN, dx_QK, x_QK(), saved, runs, factors)
-        return dx_QK
+        return expert_linear_dgrad(dy_QN, self.stacked, x_QK, saved, runs, self.factors)
 
 
 _WHOLE = LinearLayout(kind="row")

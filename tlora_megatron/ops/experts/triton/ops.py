@@ -25,7 +25,7 @@ class TritonExpertOps:
         self, x_QK: Tensor, y_QN: Tensor, runs: ExpertRuns, factors: ExpertFactors
     ) -> Sequence[Tensor]:
         """Adds the adapters' outputs to y; returns s `[Q, W]`, where W are rank rows."""
-        tables, tiles = self._tables_of(factors), self._tiles_of(runs, len(x_QK))
+        tables, tiles = self.tables_of(factors), self.tiles_of(runs, len(x_QK))
         s_QW = down(x_QK, tables.lora_a, tables, tiles)
         up(y_QN, s_QW, tables.lora_b, tables, tiles)
         return (s_QW,)
@@ -45,18 +45,20 @@ class TritonExpertOps:
             saved: from `forward`.
         """
         (s_QW,) = saved
-        tables, tiles = self._tables_of(factors), self._tiles_of(runs, len(x_QK))
+        tables, tiles = self.tables_of(factors), self.tiles_of(runs, len(x_QK))
         ds_QW = down(dy_QN, tables.lora_b, tables, tiles)
         up(dx_QK, ds_QW, tables.lora_a, tables, tiles)
         add_sums(tables.grad_b, s_QW, dy_QN, tables, tiles)
         add_sums(tables.grad_a, ds_QW, x_QK, tables, tiles)
 
-    def _tables_of(self, factors: ExpertFactors) -> RankTables:
+    def tables_of(self, factors: ExpertFactors) -> RankTables:
+        """Returns the tables of a linear, made once."""
         if factors not in self._tables:
             self._tables[factors] = rank_tables(factors)
         return self._tables[factors]
 
-    def _tiles_of(self, runs: ExpertRuns, num_rows: int) -> PairTiles:
+    def tiles_of(self, runs: ExpertRuns, num_rows: int) -> PairTiles:
+        """Returns the tiles of a layer's call, made once."""
         if runs not in self._tiles:
             self._tiles[runs] = pair_tiles(runs.counts_LS, num_rows)
         return self._tiles[runs]

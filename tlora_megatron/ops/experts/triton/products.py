@@ -32,7 +32,7 @@ def chunk_of(width: int) -> int:
     return min(MOST_RANK_ROWS, triton.next_power_of_2(max(width, 16)))
 
 
-@triton.jit(do_not_specialize=["slots", "width"])
+@triton.jit(do_not_specialize=["slots", "width", "wide_width"])
 def _down_kernel(
     tiles: tl.tensor,
     x: tl.tensor,  # [Q, K]
@@ -40,9 +40,12 @@ def _down_kernel(
     table: tl.tensor,
     widths: tl.tensor,
     scaling: tl.tensor,
+    positions: tl.tensor,
     s: tl.tensor,  # [Q, W]
+    wide: tl.tensor,  # [Q, R], zeros, or s
     slots: tl.tensor,
     width: tl.tensor,
+    wide_width: tl.tensor,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -50,6 +53,7 @@ def _down_kernel(
     FIELDS: tl.constexpr,
     ALIGNED: tl.constexpr,
     IEEE: tl.constexpr,
+    WIDE: tl.constexpr,
 ) -> None:
     tile = tiles + tl.program_id(0) * FIELDS
     expert = tl.load(tile)
@@ -76,7 +80,12 @@ def _down_kernel(
             rank = first + tl.arange(0, CHUNK)
             at_s = s + rows[:, None] * width + rank[None, :]
             held = live[:, None] & (rank < width)[None, :]
-            tl.store(at_s, (sums * scale).to(s.dtype.element_ty), mask=held)
+            found = (sums * scale).to(s.dtype.element_ty)
+            tl.store(at_s, found, mask=held)
+            if WIDE:
+                place = tl.multiple_of(tl.load(positions + slot), 8) + rank
+                at_wide = wide + rows[:, None] * wide_width + place[None, :]
+                tl.store(at_wide, found, mask=live[:, None] & (rank < own_width)[None, :])
 
 
 @triton.jit(do_not_specialize=["slots", "width"])
@@ -128,36 +137,50 @@ _down = WarmKernel(_down_kernel)
 _up = WarmKernel(_up_kernel)
 
 
-def down(x_QK: Tensor, rows: RankRows, tables: RankTables, tiles: PairTiles) -> Tensor:
-    """Returns `scaling x M^T` `[Q, W]` in the dtype of x; undefined where a row has no rank row."""
+def down(
+    x_QK: Tensor,
+    rows: RankRows,
+    tables: RankTables,
+    tiles: PairTiles,
+    wide_QR: Tensor | None = None,
+) -> Tensor:
+    """Returns `scaling x M^T` `[Q, W]` in the dtype of x; undefined where a row has no rank row.
+
+    Args:
+        wide_QR: zeros; gets the same at the rank columns of the arenas.
+    """
     s_QW = x_QK.new_empty(len(x_QK), tables.width)
-    tensors = (tiles.tiles, x_QK, x_QK, rows.places_4SW, tables.widths_S, tables.scaling_S, s_QW)
-    _launch(_down, 1, tensors, x_QK, rows, tables, tiles, _DEPTH, num_warps=4)
+    if not len(tiles.tiles):
+        return s_QW
+    wide = s_QW if wide_QR is None else wide_QR
+    tensors = (tiles.tiles, x_QK, x_QK, rows.places_4SW, tables.widths_S, tables.scaling_S)
+    _down.launch(
+        len(tiles.tiles),
+        (*tensors, tables.positions, s_QW, wide),
+        (tables.slots, tables.width, wide.shape[1]),
+        (*_constants(x_QK, rows, tables, _DEPTH), int(wide_QR is not None)),
+        num_warps=4,
+    )
     return s_QW
 
 
 def up(y_QK: Tensor, s_QW: Tensor, rows: RankRows, tables: RankTables, tiles: PairTiles) -> None:
     """Adds `s M` to y, rounded once."""
-    tensors = (tiles.tiles, s_QW, s_QW, rows.places_4SW, tables.widths_S, y_QK)
-    blocks = triton.cdiv(y_QK.shape[1], _COLUMNS)
-    _launch(_up, blocks, tensors, y_QK, rows, tables, tiles, _COLUMNS, num_warps=4)
-
-
-def _launch(
-    kernel: WarmKernel,
-    blocks: int,
-    tensors: tuple[Tensor, ...],
-    values_QK: Tensor,
-    rows: RankRows,
-    tables: RankTables,
-    tiles: PairTiles,
-    block: int,
-    *,
-    num_warps: int,
-) -> None:
     if not len(tiles.tiles):
         return
-    constants = (
+    _up.launch(
+        len(tiles.tiles) * triton.cdiv(y_QK.shape[1], _COLUMNS),
+        (tiles.tiles, s_QW, s_QW, rows.places_4SW, tables.widths_S, y_QK),
+        (tables.slots, tables.width),
+        _constants(y_QK, rows, tables, _COLUMNS),
+        num_warps=4,
+    )
+
+
+def _constants(
+    values_QK: Tensor, rows: RankRows, tables: RankTables, block: int
+) -> tuple[int, ...]:
+    return (
         values_QK.shape[1],
         TILE_ROWS,
         chunk_of(tables.width),
@@ -165,11 +188,4 @@ def _launch(
         TILE_FIELDS,
         int(rows.aligned),
         int(values_QK.dtype == torch.float32),
-    )
-    kernel.launch(
-        len(tiles.tiles) * blocks,
-        tensors,
-        (tables.slots, tables.width),
-        constants,
-        num_warps=num_warps,
     )

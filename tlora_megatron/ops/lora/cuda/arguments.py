@@ -45,6 +45,17 @@ class GemmArguments(ctypes.Structure):
     ]
 
 
+class ExpertGemmArguments(ctypes.Structure):
+    """`TloraExpertGemm` of expert_gemm.cu."""
+
+    _fields_ = [
+        *((name, _Pointer) for name in ("x", "weight", "s", "factors", "out")),
+        *((name, _Pointer) for name in ("units", "num_units")),
+        *((name, _Long) for name in ("rows", "columns_out", "depth", "experts", "rank_rows")),
+        *((name, _Int) for name in ("transposed", "blocks", "device")),
+    ]
+
+
 class DgradArguments(ctypes.Structure):
     """`TloraFp8Dgrad` of fp8_dgrad.cu."""
 
@@ -138,6 +149,7 @@ def packer(struct_type: type[ctypes.Structure]) -> struct.Struct:
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "gemm": GemmArguments,
+    "expert_gemm": ExpertGemmArguments,
     "fp8_dgrad": DgradArguments,
     "fp8_gemm": Fp8GemmArguments,
     "rows": RowsArguments,
