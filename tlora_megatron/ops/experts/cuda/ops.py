@@ -105,7 +105,7 @@ class CudaExpertOps:
             0 if factors is None else factors.data_ptr(),
             out_QN.data_ptr(),
             units.units.data_ptr(),
-            units.count.data_ptr(),
+            units.number.data_ptr(),
             len(x_QK),
             out_QN.shape[1],
             x_QK.shape[1],

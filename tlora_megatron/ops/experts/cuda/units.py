@@ -29,7 +29,7 @@ class Units(NamedTuple):
     units: Tensor
     """int32 `[bound, UNIT_FIELDS]`: expert, first row, end, twice the column tile and 1 for the
     form of 128 rows; then first rank column and end of the first 128 rows, and of the others."""
-    count: Tensor
+    number: Tensor
     """int32 `[1]`: how many there are."""
 
 
