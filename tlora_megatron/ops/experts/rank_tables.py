@@ -30,6 +30,8 @@ class RankRows(NamedTuple):
     column of the linear that the row has, and the one behind its last."""
     aligned: bool
     """True if all addresses are multiples of 16."""
+    whole: bool
+    """True if every row has all columns of the linear's side."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -100,4 +102,4 @@ def _rank_rows(
             places[3, slot, rows] = first + columns
             row += rank
     aligned = not bool((places[:2] % 16).any())
-    return RankRows(places.to(device), aligned)
+    return RankRows(places.to(device), aligned, not out)

@@ -9,6 +9,8 @@ Shapes: Q rows, K columns of the linear's side, W rank rows of the widest slot.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -21,8 +23,19 @@ from tlora_megatron.ops.warm_kernel import WarmKernel
 
 MOST_RANK_ROWS = 64
 """Rank rows that a program multiplies at once; wider slots take several rounds."""
-_DEPTH = 128
-"""Columns of x that one step of `down` reads."""
+
+
+class DownBlocks(NamedTuple):
+    """How programs of `down` divide the work."""
+
+    depth: int = 64
+    """Columns of x that one step reads."""
+    ranks: int = 128
+    """Most rank rows at once; wider slots take several rounds."""
+    stages: int = 4
+    warps: int = 4
+
+
 _COLUMNS = 128
 """Columns of y of a program of `up`."""
 
@@ -32,11 +45,64 @@ def chunk_of(width: int) -> int:
     return min(MOST_RANK_ROWS, triton.next_power_of_2(max(width, 16)))
 
 
+@triton.jit
+def _down_rows(
+    tile: tl.tensor,
+    x: tl.tensor,
+    table: tl.tensor,
+    scaling: tl.tensor,
+    positions: tl.tensor,
+    s: tl.tensor,
+    wide: tl.tensor,
+    slots: tl.tensor,
+    width: tl.tensor,
+    wide_width: tl.tensor,
+    own_width: tl.tensor,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    IEEE: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    expert, slot = tl.load(tile), tl.load(tile + 1)
+    begin, end = tl.load(tile + 2), tl.load(tile + 3)
+    local = tl.arange(0, ROWS)
+    live = local < end - begin
+    rows = (begin + local).to(tl.int64)
+    scale = tl.load(scaling + slot)
+    for first in range(0, own_width, CHUNK):
+        address, low, high = rank_places(table, slots, width, slot, expert, first, CHUNK)
+        sums = tl.zeros([ROWS, CHUNK], dtype=tl.float32)
+        for depth in tl.range(0, K, BLOCK, num_stages=STAGES):
+            columns = depth + tl.arange(0, BLOCK)
+            mask = live[:, None]
+            if K % BLOCK != 0:
+                mask = mask & (columns < K)[None, :]
+            block = tl.load(x + rows[:, None] * K + columns[None, :], mask=mask, other=0.0)
+            at = factor_pointers(address, columns, x.dtype.element_ty, ALIGNED)
+            if WHOLE and K % BLOCK == 0:  # noqa: SIM108 - chosen when it is compiled
+                held = (high > 0)[:, None]
+            else:
+                held = in_columns(columns, low, high)
+            ranks = tl.load(at, mask=held, other=0.0)
+            sums = tl.dot(block, tl.trans(ranks), sums, input_precision="ieee" if IEEE else "tf32")
+        rank = first + tl.arange(0, CHUNK)
+        found = (sums * scale).to(s.dtype.element_ty)
+        held = live[:, None] & (rank < own_width)[None, :]
+        tl.store(s + rows[:, None] * width + rank[None, :], found, mask=held)
+        if WIDE:
+            place = tl.multiple_of(tl.load(positions + slot), 8) + rank
+            tl.store(wide + rows[:, None] * wide_width + place[None, :], found, mask=held)
+
+
 @triton.jit(do_not_specialize=["slots", "width", "wide_width"])
 def _down_kernel(
     tiles: tl.tensor,
     x: tl.tensor,  # [Q, K]
-    factor: tl.tensor,  # its dtype is the factors'
     table: tl.tensor,
     widths: tl.tensor,
     scaling: tl.tensor,
@@ -48,44 +114,33 @@ def _down_kernel(
     wide_width: tl.tensor,
     K: tl.constexpr,
     ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    MOST: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
     IEEE: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
     tile = tiles + tl.program_id(0) * FIELDS
-    expert = tl.load(tile)
-    slot = tl.load(tile + 1)
+    expert, slot = tl.load(tile), tl.load(tile + 1)
     if (expert >= 0) & (slot < slots):
-        begin, end = tl.load(tile + 2), tl.load(tile + 3)
-        local = tl.arange(0, ROWS)
-        live = local < end - begin
-        rows = (begin + local).to(tl.int64)
         own_width = tl.load(widths + slot)
-        scale = tl.load(scaling + slot)
-        for first in range(0, own_width, CHUNK):
-            address, low, high = rank_places(table, slots, width, slot, expert, first, CHUNK)
-            sums = tl.zeros([ROWS, CHUNK], dtype=tl.float32)
-            for depth in range(0, K, BLOCK):
-                columns = depth + tl.arange(0, BLOCK)
-                mask = live[:, None] & (columns < K)[None, :]
-                block = tl.load(x + rows[:, None] * K + columns[None, :], mask=mask, other=0.0)
-                at = factor_pointers(address, columns, factor.dtype.element_ty, ALIGNED)
-                ranks = tl.load(at, mask=in_columns(columns, low, high), other=0.0)
-                sums = tl.dot(
-                    block, tl.trans(ranks), sums, input_precision="ieee" if IEEE else "tf32"
-                )
-            rank = first + tl.arange(0, CHUNK)
-            at_s = s + rows[:, None] * width + rank[None, :]
-            held = live[:, None] & (rank < width)[None, :]
-            found = (sums * scale).to(s.dtype.element_ty)
-            tl.store(at_s, found, mask=held)
-            if WIDE:
-                place = tl.multiple_of(tl.load(positions + slot), 8) + rank
-                at_wide = wide + rows[:, None] * wide_width + place[None, :]
-                tl.store(at_wide, found, mask=live[:, None] & (rank < own_width)[None, :])
+        # An adapter of a small rank does the work of a small one, whoever stands beside it.
+        for EXPONENT in tl.static_range(4, 8):
+            CHUNK: tl.constexpr = 2**EXPONENT
+            if CHUNK <= MOST:
+                fits = own_width <= CHUNK
+                if CHUNK == MOST:
+                    fits = own_width > 0
+                if EXPONENT > 4:
+                    fits = fits & (own_width > CHUNK // 2)
+                if fits & (own_width > 0):
+                    _down_rows(
+                        tile, x, table, scaling, positions, s, wide, slots, width, wide_width,
+                        own_width, K, ROWS, CHUNK, BLOCK, STAGES, ALIGNED, WHOLE, IEEE, WIDE,
+                    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots", "width"])
@@ -143,6 +198,7 @@ def down(
     tables: RankTables,
     tiles: PairTiles,
     wide_QR: Tensor | None = None,
+    blocks: DownBlocks = DownBlocks(),  # noqa: B008 - frozen
 ) -> Tensor:
     """Returns `scaling x M^T` `[Q, W]` in the dtype of x; undefined where a row has no rank row.
 
@@ -153,13 +209,24 @@ def down(
     if not len(tiles.tiles):
         return s_QW
     wide = s_QW if wide_QR is None else wide_QR
-    tensors = (tiles.tiles, x_QK, x_QK, rows.places_4SW, tables.widths_S, tables.scaling_S)
+    tensors = (tiles.tiles, x_QK, rows.places_4SW, tables.widths_S, tables.scaling_S)
     _down.launch(
         len(tiles.tiles),
         (*tensors, tables.positions, s_QW, wide),
         (tables.slots, tables.width, wide.shape[1]),
-        (*_constants(x_QK, rows, tables, _DEPTH), int(wide_QR is not None)),
-        num_warps=4,
+        (
+            x_QK.shape[1],
+            TILE_ROWS,
+            min(blocks.ranks, triton.next_power_of_2(max(tables.width, 16))),
+            blocks.depth,
+            blocks.stages,
+            TILE_FIELDS,
+            int(rows.aligned),
+            int(rows.whole),
+            int(x_QK.dtype == torch.float32),
+            int(wide_QR is not None),
+        ),
+        num_warps=blocks.warps,
     )
     return s_QW
 

@@ -8,96 +8,171 @@ Shapes: P pairs, Q rows, K columns, W rank rows of the widest slot.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tlora_megatron.ops.experts.rank_tables import RankRows, RankTables
-from tlora_megatron.ops.experts.triton.products import chunk_of
 from tlora_megatron.ops.experts.triton.rank_rows import factor_pointers, in_columns, rank_places
 from tlora_megatron.ops.experts.triton.tiles import PairTiles
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
-_COLUMNS = 128
-_STEP = 64
-"""Rows that one step reads."""
+
+class SumBlocks(NamedTuple):
+    """How programs divide the work."""
+
+    columns: int = 128
+    step: int = 64
+    """Rows that one step reads."""
+    ranks: int = 128
+    """Most rank rows of a program."""
+    stages: int = 2
+    warps: int = 4
+
+
+@triton.jit
+def _add_block(
+    s: tl.tensor,
+    values: tl.tensor,
+    index: tl.tensor,
+    table: tl.tensor,
+    slots: tl.tensor,
+    width: tl.tensor,
+    own_width: tl.tensor,
+    slot: tl.tensor,
+    expert: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    first: tl.tensor,
+    block: tl.tensor,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    INDEXED: tl.constexpr,
+    IEEE: tl.constexpr,
+) -> None:
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    address, low, high = rank_places(table, slots, width, slot, expert, first, CHUNK)
+    at = factor_pointers(address, columns, tl.float32, ALIGNED)
+    if WHOLE and K % BLOCK == 0:  # noqa: SIM108 - chosen when it is compiled
+        held = (high > 0)[:, None]
+    else:
+        held = in_columns(columns, low, high)
+    rank = first + tl.arange(0, CHUNK)
+    sums = tl.load(at, mask=held, other=0.0)
+    for row in tl.range(begin, end, STEP, num_stages=STAGES):
+        rows = (row + tl.arange(0, STEP)).to(tl.int64)
+        live = rows < end
+        s_mask = live[:, None] & (rank < own_width)[None, :]
+        ranks = tl.load(s + rows[:, None] * width + rank[None, :], mask=s_mask, other=0.0)
+        mask = live[:, None]
+        if K % BLOCK != 0:
+            mask = mask & (columns < K)[None, :]
+        found = tl.load(index + rows, mask=live, other=0) if INDEXED else rows
+        block_values = tl.load(values + found[:, None] * K + columns[None, :], mask=mask, other=0.0)
+        sums = tl.dot(
+            tl.trans(ranks), block_values, sums, input_precision="ieee" if IEEE else "tf32"
+        )
+    tl.store(at, sums, mask=held)
 
 
 @triton.jit(do_not_specialize=["slots", "width"])
 def _sums_kernel(
     begins: tl.tensor,  # int32 [P + 1]
     s: tl.tensor,  # [Q, W]
-    values: tl.tensor,  # [Q, K]
+    values: tl.tensor,  # [Q, K], or [T, K]
+    index: tl.tensor,  # int64 [Q]: the rows of values, where they lie otherwise
     table: tl.tensor,
     widths: tl.tensor,
     slots: tl.tensor,
     width: tl.tensor,
     K: tl.constexpr,
-    CHUNK: tl.constexpr,
+    MOST: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    STAGES: tl.constexpr,
     ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    INDEXED: tl.constexpr,
     IEEE: tl.constexpr,
 ) -> None:
     blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     pair = program // (blocks * CHUNKS)
     slot = pair % (slots + 1)
-    first = program // blocks % CHUNKS * CHUNK
+    first = program // blocks % CHUNKS * MOST
     if slot < slots:
         own_width = tl.load(widths + slot)
         begin, end = tl.load(begins + pair), tl.load(begins + pair + 1)
         if (first < own_width) & (begin < end):
-            columns = program % blocks * BLOCK + tl.arange(0, BLOCK)
-            address, low, high = rank_places(
-                table, slots, width, slot, pair // (slots + 1), first, CHUNK
-            )
-            at = factor_pointers(address, columns, tl.float32, ALIGNED)
-            held = in_columns(columns, low, high)
-            rank = first + tl.arange(0, CHUNK)
-            sums = tl.zeros([CHUNK, BLOCK], dtype=tl.float32)
-            for row in range(begin, end, STEP):
-                rows = (row + tl.arange(0, STEP)).to(tl.int64)
-                live = rows < end
-                s_mask = live[:, None] & (rank < own_width)[None, :]
-                at_s = s + rows[:, None] * width + rank[None, :]
-                ranks = tl.load(at_s, mask=s_mask, other=0.0)
-                mask = live[:, None] & (columns < K)[None, :]
-                at_values = values + rows[:, None] * K + columns[None, :]
-                block = tl.load(at_values, mask=mask, other=0.0)
-                sums = tl.dot(
-                    tl.trans(ranks), block, sums, input_precision="ieee" if IEEE else "tf32"
-                )
-            tl.store(at, tl.load(at, mask=held, other=0.0) + sums, mask=held)
+            # An adapter of a small rank does the work of a small one, whoever stands beside it.
+            for EXPONENT in tl.static_range(4, 8):
+                CHUNK: tl.constexpr = 2**EXPONENT
+                if CHUNK <= MOST:
+                    fits = own_width <= CHUNK
+                    if CHUNK == MOST:
+                        fits = own_width > 0
+                    if EXPONENT > 4:
+                        fits = fits & (own_width > CHUNK // 2)
+                    if fits:
+                        _add_block(
+                            s, values, index, table, slots, width, own_width, slot, pair // (slots + 1),
+                            begin, end, first, program % blocks, K, CHUNK, BLOCK, STEP, STAGES,
+                            ALIGNED, WHOLE, INDEXED, IEEE,
+                        )  # fmt: skip
 
 
 _sums = WarmKernel(_sums_kernel)
 
 
 def add_sums(
-    rows: RankRows, s_QW: Tensor, values_QK: Tensor, tables: RankTables, tiles: PairTiles
+    rows: RankRows,
+    s_QW: Tensor,
+    values_QK: Tensor,
+    tables: RankTables,
+    tiles: PairTiles,
+    index_Q: Tensor | None = None,
+    blocks: SumBlocks = SumBlocks(),  # noqa: B008 - frozen
 ) -> None:
     """Adds `s^T values` of every pair to its gradients.
 
     Args:
         rows: of the gradients.
+        index_Q: int64, the row of the values at each place; None = they lie in order.
     """
-    depth, chunk = values_QK.shape[1], chunk_of(tables.width)
-    chunks, pairs = triton.cdiv(tables.width, chunk), len(tiles.begins) - 1
+    depth = values_QK.shape[1]
+    most = min(blocks.ranks, triton.next_power_of_2(max(tables.width, 16)))
+    chunks, pairs = triton.cdiv(tables.width, most), len(tiles.begins) - 1
     _sums.launch(
-        pairs * chunks * triton.cdiv(depth, _COLUMNS),
-        (tiles.begins, s_QW, values_QK, rows.places_4SW, tables.widths_S),
+        pairs * chunks * triton.cdiv(depth, blocks.columns),
+        (
+            tiles.begins,
+            s_QW,
+            values_QK,
+            values_QK if index_Q is None else index_Q,
+            rows.places_4SW,
+            tables.widths_S,
+        ),
         (tables.slots, tables.width),
         (
             depth,
-            chunk,
+            most,
             chunks,
-            _COLUMNS,
-            _STEP,
+            blocks.columns,
+            blocks.step,
+            blocks.stages,
             int(rows.aligned),
+            int(rows.whole),
+            int(index_Q is not None),
             int(values_QK.dtype == torch.float32),
         ),
-        num_warps=4,
+        num_warps=blocks.warps,
     )
