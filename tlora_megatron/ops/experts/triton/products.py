@@ -17,7 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tlora_megatron.ops.experts.rank_tables import RankRows, RankTables
-from tlora_megatron.ops.experts.triton.rank_rows import factor_pointers, in_columns, rank_places
+from tlora_megatron.ops.experts.triton.rank_rows import (
+    factor_pointers,
+    in_columns,
+    is_chunk_of,
+    rank_places,
+)
 from tlora_megatron.ops.experts.triton.tiles import TILE_FIELDS, TILE_ROWS, PairTiles
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
@@ -84,7 +89,7 @@ def _down_rows(
                 mask = mask & (columns < K)[None, :]
             block = tl.load(x + rows[:, None] * K + columns[None, :], mask=mask, other=0.0)
             at = factor_pointers(address, columns, x.dtype.element_ty, ALIGNED)
-            if WHOLE and K % BLOCK == 0:  # noqa: SIM108 - chosen when it is compiled
+            if WHOLE and K % BLOCK == 0:
                 held = (high > 0)[:, None]
             else:
                 held = in_columns(columns, low, high)
@@ -129,17 +134,11 @@ def _down_kernel(
         own_width = tl.load(widths + slot)
         # An adapter of a small rank does the work of a small one, whoever stands beside it.
         for EXPONENT in tl.static_range(4, 8):
-            CHUNK: tl.constexpr = 2**EXPONENT
-            if CHUNK <= MOST:
-                fits = own_width <= CHUNK
-                if CHUNK == MOST:
-                    fits = own_width > 0
-                if EXPONENT > 4:
-                    fits = fits & (own_width > CHUNK // 2)
-                if fits & (own_width > 0):
+            if 2**EXPONENT <= MOST:
+                if is_chunk_of(own_width, 2**EXPONENT, MOST):
                     _down_rows(
                         tile, x, table, scaling, positions, s, wide, slots, width, wide_width,
-                        own_width, K, ROWS, CHUNK, BLOCK, STAGES, ALIGNED, WHOLE, IEEE, WIDE,
+                        own_width, K, ROWS, 2**EXPONENT, BLOCK, STAGES, ALIGNED, WHOLE, IEEE, WIDE,
                     )  # fmt: skip
 
 

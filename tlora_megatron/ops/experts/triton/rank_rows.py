@@ -51,3 +51,11 @@ def factor_pointers(
 def in_columns(columns: tl.tensor, begin: tl.tensor, end: tl.tensor) -> tl.tensor:
     """Which of `[CHUNK, BLOCK]` elements there are."""
     return (columns[None, :] >= begin[:, None]) & (columns[None, :] < end[:, None])
+
+
+@triton.jit
+def is_chunk_of(own_width: tl.tensor, CHUNK: tl.constexpr, MOST: tl.constexpr) -> tl.tensor:
+    """Whether a slot of so many rank rows is computed so many at a time: the least power of two
+    from 16 on that holds them, and MOST where none does."""
+    is_least = (own_width > (CHUNK // 2 if CHUNK > 16 else 0)) & (own_width <= CHUNK)
+    return is_least | ((own_width > CHUNK) & (CHUNK == MOST))

@@ -16,7 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tlora_megatron.ops.experts.rank_tables import RankRows, RankTables
-from tlora_megatron.ops.experts.triton.rank_rows import factor_pointers, in_columns, rank_places
+from tlora_megatron.ops.experts.triton.rank_rows import (
+    factor_pointers,
+    in_columns,
+    is_chunk_of,
+    rank_places,
+)
 from tlora_megatron.ops.experts.triton.tiles import PairTiles
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
@@ -115,18 +120,12 @@ def _sums_kernel(
         if (first < own_width) & (begin < end):
             # An adapter of a small rank does the work of a small one, whoever stands beside it.
             for EXPONENT in tl.static_range(4, 8):
-                CHUNK: tl.constexpr = 2**EXPONENT
-                if CHUNK <= MOST:
-                    fits = own_width <= CHUNK
-                    if CHUNK == MOST:
-                        fits = own_width > 0
-                    if EXPONENT > 4:
-                        fits = fits & (own_width > CHUNK // 2)
-                    if fits:
+                if 2**EXPONENT <= MOST:
+                    if is_chunk_of(own_width, 2**EXPONENT, MOST):
                         _add_block(
-                            s, values, index, table, slots, width, own_width, slot, pair // (slots + 1),
-                            begin, end, first, program % blocks, K, CHUNK, BLOCK, STEP, STAGES,
-                            ALIGNED, WHOLE, INDEXED, IEEE,
+                            s, values, index, table, slots, width, own_width, slot,
+                            pair // (slots + 1), begin, end, first, program % blocks, K,
+                            2**EXPONENT, BLOCK, STEP, STAGES, ALIGNED, WHOLE, INDEXED, IEEE,
                         )  # fmt: skip
 
 
