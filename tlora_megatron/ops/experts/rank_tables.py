@@ -9,6 +9,7 @@ Shapes: S slots, W rank rows of the widest one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,8 +31,8 @@ class RankRows(NamedTuple):
     column of the linear that the row has, and the one behind its last."""
     aligned: bool
     """True if all addresses are multiples of 16."""
-    whole: bool
-    """True if every row has all columns of the linear's side."""
+    span: int
+    """What the first columns of all rows and their ends are multiples of."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -102,4 +103,4 @@ def _rank_rows(
             places[3, slot, rows] = first + columns
             row += rank
     aligned = not bool((places[:2] % 16).any())
-    return RankRows(places.to(device), aligned, not out)
+    return RankRows(places.to(device), aligned, math.gcd(*places[2:].flatten().tolist()))

@@ -69,7 +69,7 @@ def _down_rows(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FITS: tl.constexpr,
     IEEE: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
@@ -89,10 +89,7 @@ def _down_rows(
                 mask = mask & (columns < K)[None, :]
             block = tl.load(x + rows[:, None] * K + columns[None, :], mask=mask, other=0.0)
             at = factor_pointers(address, columns, x.dtype.element_ty, ALIGNED)
-            if WHOLE and K % BLOCK == 0:
-                held = (high > 0)[:, None]
-            else:
-                held = in_columns(columns, low, high)
+            held = in_columns(depth, low, high, BLOCK, FITS)
             ranks = tl.load(at, mask=held, other=0.0)
             sums = tl.dot(block, tl.trans(ranks), sums, input_precision="ieee" if IEEE else "tf32")
         rank = first + tl.arange(0, CHUNK)
@@ -124,7 +121,7 @@ def _down_kernel(
     STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
     ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FITS: tl.constexpr,
     IEEE: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
@@ -134,11 +131,11 @@ def _down_kernel(
         own_width = tl.load(widths + slot)
         # An adapter of a small rank does the work of a small one, whoever stands beside it.
         for EXPONENT in tl.static_range(4, 8):
-            if 2**EXPONENT <= MOST:
+            if 2**EXPONENT <= MOST:  # noqa: SIM102 - chosen when it is compiled
                 if is_chunk_of(own_width, 2**EXPONENT, MOST):
                     _down_rows(
                         tile, x, table, scaling, positions, s, wide, slots, width, wide_width,
-                        own_width, K, ROWS, 2**EXPONENT, BLOCK, STAGES, ALIGNED, WHOLE, IEEE, WIDE,
+                        own_width, K, ROWS, 2**EXPONENT, BLOCK, STAGES, ALIGNED, FITS, IEEE, WIDE,
                     )  # fmt: skip
 
 
@@ -158,6 +155,7 @@ def _up_kernel(
     BLOCK: tl.constexpr,
     FIELDS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    FITS: tl.constexpr,
     IEEE: tl.constexpr,
 ) -> None:
     blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
@@ -182,7 +180,11 @@ def _up_kernel(
                 at_s = s + rows[:, None] * width + rank[None, :]
                 ranks = tl.load(at_s, mask=held, other=0.0)
                 at = factor_pointers(address, columns, factor.dtype.element_ty, ALIGNED)
-                rank_rows = tl.load(at, mask=in_columns(columns, low, high), other=0.0)
+                rank_rows = tl.load(
+                    at,
+                    mask=in_columns(tl.program_id(0) % blocks * BLOCK, low, high, BLOCK, FITS),
+                    other=0.0,
+                )
                 sums = tl.dot(ranks, rank_rows, sums, input_precision="ieee" if IEEE else "tf32")
             tl.store(at_y, sums.to(y.dtype.element_ty), mask=mask)
 
@@ -221,7 +223,7 @@ def down(
             blocks.stages,
             TILE_FIELDS,
             int(rows.aligned),
-            int(rows.whole),
+            int(rows.span % blocks.depth == 0),
             int(x_QK.dtype == torch.float32),
             int(wide_QR is not None),
         ),
@@ -238,20 +240,15 @@ def up(y_QK: Tensor, s_QW: Tensor, rows: RankRows, tables: RankTables, tiles: Pa
         len(tiles.tiles) * triton.cdiv(y_QK.shape[1], _COLUMNS),
         (tiles.tiles, s_QW, s_QW, rows.places_4SW, tables.widths_S, y_QK),
         (tables.slots, tables.width),
-        _constants(y_QK, rows, tables, _COLUMNS),
+        (
+            y_QK.shape[1],
+            TILE_ROWS,
+            chunk_of(tables.width),
+            _COLUMNS,
+            TILE_FIELDS,
+            int(rows.aligned),
+            int(rows.span % _COLUMNS == 0),
+            int(y_QK.dtype == torch.float32),
+        ),
         num_warps=4,
-    )
-
-
-def _constants(
-    values_QK: Tensor, rows: RankRows, tables: RankTables, block: int
-) -> tuple[int, ...]:
-    return (
-        values_QK.shape[1],
-        TILE_ROWS,
-        chunk_of(tables.width),
-        block,
-        TILE_FIELDS,
-        int(rows.aligned),
-        int(values_QK.dtype == torch.float32),
     )

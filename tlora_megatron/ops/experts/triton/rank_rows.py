@@ -48,9 +48,22 @@ def factor_pointers(
 
 
 @triton.jit
-def in_columns(columns: tl.tensor, begin: tl.tensor, end: tl.tensor) -> tl.tensor:
-    """Which of `[CHUNK, BLOCK]` elements there are."""
-    return (columns[None, :] >= begin[:, None]) & (columns[None, :] < end[:, None])
+def in_columns(
+    first: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    BLOCK: tl.constexpr,
+    FITS: tl.constexpr,
+) -> tl.tensor:
+    """Which elements there are of the columns `first:first + BLOCK` of rank rows.
+
+    Args:
+        FITS: rows begin and end between blocks, so that copies need not look at columns.
+    """
+    if FITS:
+        return ((first >= begin) & (first < end))[:, None]
+    columns = (first + tl.arange(0, BLOCK))[None, :]
+    return (columns >= begin[:, None]) & (columns < end[:, None])
 
 
 @triton.jit

@@ -59,17 +59,14 @@ def _add_block(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
     ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FITS: tl.constexpr,
     INDEXED: tl.constexpr,
     IEEE: tl.constexpr,
 ) -> None:
     columns = block * BLOCK + tl.arange(0, BLOCK)
     address, low, high = rank_places(table, slots, width, slot, expert, first, CHUNK)
     at = factor_pointers(address, columns, tl.float32, ALIGNED)
-    if WHOLE and K % BLOCK == 0:  # noqa: SIM108 - chosen when it is compiled
-        held = (high > 0)[:, None]
-    else:
-        held = in_columns(columns, low, high)
+    held = in_columns(block * BLOCK, low, high, BLOCK, FITS)
     rank = first + tl.arange(0, CHUNK)
     sums = tl.load(at, mask=held, other=0.0)
     for row in tl.range(begin, end, STEP, num_stages=STAGES):
@@ -105,7 +102,7 @@ def _sums_kernel(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
     ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FITS: tl.constexpr,
     INDEXED: tl.constexpr,
     IEEE: tl.constexpr,
 ) -> None:
@@ -120,12 +117,12 @@ def _sums_kernel(
         if (first < own_width) & (begin < end):
             # An adapter of a small rank does the work of a small one, whoever stands beside it.
             for EXPONENT in tl.static_range(4, 8):
-                if 2**EXPONENT <= MOST:
+                if 2**EXPONENT <= MOST:  # noqa: SIM102 - chosen when it is compiled
                     if is_chunk_of(own_width, 2**EXPONENT, MOST):
                         _add_block(
                             s, values, index, table, slots, width, own_width, slot,
                             pair // (slots + 1), begin, end, first, program % blocks, K,
-                            2**EXPONENT, BLOCK, STEP, STAGES, ALIGNED, WHOLE, INDEXED, IEEE,
+                            2**EXPONENT, BLOCK, STEP, STAGES, ALIGNED, FITS, INDEXED, IEEE,
                         )  # fmt: skip
 
 
@@ -169,7 +166,7 @@ def add_sums(
             blocks.step,
             blocks.stages,
             int(rows.aligned),
-            int(rows.whole),
+            int(rows.span % blocks.columns == 0),
             int(index_Q is not None),
             int(values_QK.dtype == torch.float32),
         ),
