@@ -61,9 +61,11 @@ def in_columns(
         FITS: rows begin and end between blocks, so that copies need not look at columns.
     """
     if FITS:
-        return ((first >= begin) & (first < end))[:, None]
-    columns = (first + tl.arange(0, BLOCK))[None, :]
-    return (columns >= begin[:, None]) & (columns < end[:, None])
+        held = ((first >= begin) & (first < end))[:, None]
+    else:
+        columns = (first + tl.arange(0, BLOCK))[None, :]
+        held = (columns >= begin[:, None]) & (columns < end[:, None])
+    return held
 
 
 @triton.jit
