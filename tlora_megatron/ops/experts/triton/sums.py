@@ -29,10 +29,10 @@ from tlora_megatron.ops.warm_kernel import WarmKernel
 class SumBlocks(NamedTuple):
     """How programs divide the work."""
 
-    columns: int = 128
-    step: int = 64
+    columns: int = 256
+    step: int = 32
     """Rows that one step reads."""
-    ranks: int = 128
+    ranks: int = 64
     """Most rank rows of a program."""
     stages: int = 2
     warps: int = 4
@@ -42,7 +42,6 @@ class SumBlocks(NamedTuple):
 def _add_block(
     s: tl.tensor,
     values: tl.tensor,
-    index: tl.tensor,
     table: tl.tensor,
     slots: tl.tensor,
     width: tl.tensor,
@@ -60,7 +59,6 @@ def _add_block(
     STAGES: tl.constexpr,
     ALIGNED: tl.constexpr,
     FITS: tl.constexpr,
-    INDEXED: tl.constexpr,
     IEEE: tl.constexpr,
 ) -> None:
     columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -77,8 +75,7 @@ def _add_block(
         mask = live[:, None]
         if K % BLOCK != 0:
             mask = mask & (columns < K)[None, :]
-        found = tl.load(index + rows, mask=live, other=0) if INDEXED else rows
-        block_values = tl.load(values + found[:, None] * K + columns[None, :], mask=mask, other=0.0)
+        block_values = tl.load(values + rows[:, None] * K + columns[None, :], mask=mask, other=0.0)
         sums = tl.dot(
             tl.trans(ranks), block_values, sums, input_precision="ieee" if IEEE else "tf32"
         )
@@ -89,8 +86,7 @@ def _add_block(
 def _sums_kernel(
     begins: tl.tensor,  # int32 [P + 1]
     s: tl.tensor,  # [Q, W]
-    values: tl.tensor,  # [Q, K], or [T, K]
-    index: tl.tensor,  # int64 [Q]: the rows of values, where they lie otherwise
+    values: tl.tensor,  # [Q, K]
     table: tl.tensor,
     widths: tl.tensor,
     slots: tl.tensor,
@@ -103,7 +99,6 @@ def _sums_kernel(
     STAGES: tl.constexpr,
     ALIGNED: tl.constexpr,
     FITS: tl.constexpr,
-    INDEXED: tl.constexpr,
     IEEE: tl.constexpr,
 ) -> None:
     blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
@@ -120,9 +115,9 @@ def _sums_kernel(
                 if 2**EXPONENT <= MOST:  # noqa: SIM102 - chosen when it is compiled
                     if is_chunk_of(own_width, 2**EXPONENT, MOST):
                         _add_block(
-                            s, values, index, table, slots, width, own_width, slot,
+                            s, values, table, slots, width, own_width, slot,
                             pair // (slots + 1), begin, end, first, program % blocks, K,
-                            2**EXPONENT, BLOCK, STEP, STAGES, ALIGNED, FITS, INDEXED, IEEE,
+                            2**EXPONENT, BLOCK, STEP, STAGES, ALIGNED, FITS, IEEE,
                         )  # fmt: skip
 
 
@@ -135,14 +130,12 @@ def add_sums(
     values_QK: Tensor,
     tables: RankTables,
     tiles: PairTiles,
-    index_Q: Tensor | None = None,
     blocks: SumBlocks = SumBlocks(),  # noqa: B008 - frozen
 ) -> None:
     """Adds `s^T values` of every pair to its gradients.
 
     Args:
         rows: of the gradients.
-        index_Q: int64, the row of the values at each place; None = they lie in order.
     """
     depth = values_QK.shape[1]
     most = min(blocks.ranks, triton.next_power_of_2(max(tables.width, 16)))
@@ -153,7 +146,6 @@ def add_sums(
             tiles.begins,
             s_QW,
             values_QK,
-            values_QK if index_Q is None else index_Q,
             rows.places_4SW,
             tables.widths_S,
         ),
@@ -167,7 +159,6 @@ def add_sums(
             blocks.stages,
             int(rows.aligned),
             int(rows.span % blocks.columns == 0),
-            int(index_Q is not None),
             int(values_QK.dtype == torch.float32),
         ),
         num_warps=blocks.warps,
