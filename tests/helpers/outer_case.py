@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.layer.outer_experts import OuterCall
-from tlora_megatron.ops.experts.outer import OuterFactors, OuterTarget, token_runs
+from tlora_megatron.ops.experts.outer import OuterFactors, OuterSide, OuterTarget, token_runs
 from tlora_megatron.ops.experts.rows import RowSlots, sort_rows
 from tlora_megatron.parallel.expert_exchange import ExpertExchange
 
@@ -78,8 +78,8 @@ def _factors(
         shared.append(tuple(_target(drawn, 1, hidden, place) for place in places))
         pairs = zip(inner, places, strict=True)
         own.append(tuple(_target(drawn, EXPERTS, columns, place) for columns, place in pairs))
-    width = max(sum(ranks) for ranks in ranks_of)
-    return OuterFactors(tuple(shared), tuple(own), scaling, width)
+    width = -(-max(sum(ranks) for ranks in ranks_of) // 16) * 16
+    return OuterFactors(OuterSide(tuple(shared)), OuterSide(tuple(own)), scaling, width)
 
 
 def _target(drawn: Callable[..., Tensor], count: int, columns: slice, ranks: slice) -> OuterTarget:
@@ -137,7 +137,7 @@ def _targets(case: OuterCase) -> list[tuple[str, OuterTarget]]:
         ("second", case.call.second, "BA"),
     ):
         for side, targets in zip(sides, (factors.shared, factors.own), strict=True):
-            for slot, of_slot in enumerate(targets):
+            for slot, of_slot in enumerate(targets.targets):
                 for number, target in enumerate(of_slot):
                     found.append((f"{linear} {slot} {number} {side}", target))
     return found

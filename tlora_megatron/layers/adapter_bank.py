@@ -16,6 +16,7 @@ import torch
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.arenas import ArenaRoom, Arenas
+from tlora_megatron.layers.expert_casters import Caster, expert_caster
 from tlora_megatron.layers.expert_factors import expert_factors, expert_views
 from tlora_megatron.layers.outer_factors import OuterCopy, make_outer_copy, outer_factors
 from tlora_megatron.layers.sites import Site
@@ -136,6 +137,8 @@ class AdapterBank:
         self._outer_copies: list[OuterCopy] = []
         self._copies: list[list[torch.Tensor]] = []
         """Views of a slot's factors in the arenas, in its slab's order (`_compute_views`)."""
+        self._casters: list[Caster | None] = []
+        """What casts a slot's factors on routed experts by itself."""
         self._casts: list[_Cast] = []
         """The weights of a slot on their way into the arenas: all in the same memory."""
         self.defects: list[torch.Tensor] = []
@@ -173,12 +176,16 @@ class AdapterBank:
         kept = self._copies[:first], self.defects[:first]
         self.adapters = tuple(adapters)
         # Both hold the old arenas, which would otherwise stay in memory beside the new ones.
-        self._copies, self._casts = [], []
+        self._copies, self._casts, self._casters = [], [], []
         self._build_factors(first)
         begin = 0 if self._room.has_moved else first
         views = [self._compute_views(slot, adapters[slot]) for slot in range(begin, len(adapters))]
         self._copies = [*kept[0][:begin], *views]
-        self._casts = _casts([a.slab.layout for a in adapters], self.dtype, self.device)
+        self._casters = [
+            expert_caster(adapter.slab, views)
+            for adapter, views in zip(adapters, self._copies, strict=True)
+        ]
+        self._casts = self._make_casts(adapters)
         fresh = (torch.zeros((), device=self.device) for _ in adapters[first:])
         self.defects = [*kept[1], *fresh]
         for slot in range(first, len(adapters)):
@@ -279,13 +286,38 @@ class AdapterBank:
         `defects` and never reaches an arena: GEMM tiles that adapters share multiply each one's
         weights with zeros in the rows of the others, and 0 * inf is NaN.
         """
-        if self._copies[slot]:
+        slab, cast, caster = self.adapters[slot].slab, self._casts[slot], self._casters[slot]
+        defect = torch.zeros((), device=self.device)
+        if cast.factors:
             # Cast as one buffer first: copies between dtypes would be a launch a factor.
-            cast = self._casts[slot]
-            self.adapters[slot].slab.copy_weights(cast.buffer)
-            self.defects[slot] = torch.linalg.vector_norm(cast.buffer, math.inf).float() * 0
+            if caster is None:
+                slab.copy_weights(cast.buffer)
+            else:
+                cast.buffer.copy_(slab.master[: len(cast.buffer)])
+            defect = torch.linalg.vector_norm(cast.buffer, math.inf).float() * 0
             cast.buffer.nan_to_num_()
-            torch._foreach_copy_(self._copies[slot], cast.factors)
+            torch._foreach_copy_(self._copies[slot][: len(cast.factors)], cast.factors)
+        self.defects[slot] = defect if caster is None else defect + caster.write(slab.master)
+
+    def _make_casts(self, adapters: Sequence[Adapter]) -> list[_Cast]:
+        """Returns each adapter's room, all in the same memory; equal ones share their views."""
+        layouts = [adapter.slab.layout for adapter in adapters]
+        counts = [
+            sum(1 for factor in layout.factors if caster is None or factor.experts is None)
+            for layout, caster in zip(layouts, self._casters, strict=True)
+        ]
+        sizes = [
+            sum(factor.numel for factor in layout.factors[:count])
+            for layout, count in zip(layouts, counts, strict=True)
+        ]
+        room = torch.empty(max(sizes, default=0), dtype=self.dtype, device=self.device)
+        known: dict[LoraSpec, _Cast] = {}
+        for layout, count, size in zip(layouts, counts, sizes, strict=True):
+            if layout.lora not in known:
+                parts = room[:size].split_with_sizes([f.numel for f in layout.factors[:count]])
+                pairs = zip(layout.factors[:count], parts, strict=True)
+                known[layout.lora] = _Cast(room[:size], [_source(layout, *pair) for pair in pairs])
+        return [known[layout.lora] for layout in layouts]
 
 
 class _Cast(NamedTuple):
@@ -295,25 +327,6 @@ class _Cast(NamedTuple):
     """`[numel]`."""
     factors: list[torch.Tensor]
     """Its factors in the shapes of `AdapterBank._compute_views`."""
-
-
-def _casts(layouts: Sequence[SlabLayout], dtype: torch.dtype, device: torch.device) -> list[_Cast]:
-    """Returns each layout's room, all in the same memory; equal layouts share their views."""
-    room = torch.empty(max([x.numel for x in layouts], default=0), dtype=dtype, device=device)
-    known: dict[LoraSpec, _Cast] = {}
-    for layout in layouts:
-        if layout.lora not in known:
-            buffer = room[: layout.numel]
-            known[layout.lora] = _Cast(buffer, _sources(layout, buffer))
-    return [known[layout.lora] for layout in layouts]
-
-
-def _sources(layout: SlabLayout, copy: torch.Tensor) -> list[torch.Tensor]:
-    """Returns a slab's buffer in the shapes of `_compute_views`."""
-    return [
-        _source(layout, factor, flat)
-        for factor, flat in zip(layout.factors, layout.split(copy), strict=True)
-    ]
 
 
 def _source(layout: SlabLayout, factor: Factor, flat: torch.Tensor) -> torch.Tensor:

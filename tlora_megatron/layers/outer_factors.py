@@ -10,7 +10,8 @@ from torch import Tensor
 from tlora_megatron.layers.sites import Site, TargetShard
 from tlora_megatron.layers.slab import AdapterSlab
 from tlora_megatron.layers.slab.layout import SlabLayout
-from tlora_megatron.ops.experts.outer import OuterFactors, OuterTarget
+from tlora_megatron.ops.experts.outer import OuterFactors, OuterSide, OuterTarget
+from tlora_megatron.ops.experts.rank_tables import CHUNK
 
 OuterCopy = Mapping[str, Tensor]
 """One adapter's factors on routed experts in the compute dtype, by canonical name; empty for an
@@ -50,7 +51,8 @@ def outer_factors(
         width = max(width, *(target.ranks.stop for target in sides[0]), 0)
     if not width:
         return None
-    return OuterFactors(tuple(shared), tuple(own), scaling, width)
+    width = -(-width // CHUNK) * CHUNK
+    return OuterFactors(OuterSide(tuple(shared)), OuterSide(tuple(own)), scaling, width)
 
 
 def _sides(

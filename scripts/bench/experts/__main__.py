@@ -7,7 +7,8 @@
     torchrun --standalone --nproc-per-node 2 -m scripts.bench.experts --ep 2
 
 Cases: `attention` has eight jobs of ranks 4 to 64 on attention alone, `experts` the same on all
-linears, each expert with factors of its own, and `experts_eighth` with an eighth of the rank there;
+linears, each expert with factors of its own; `experts_eighth` has an eighth of the rank there, and
+in `experts_outer` the experts share the outer factors;
 `1x16` is one job of rank 16, and so on. Every job has equally many rows of a micro-batch.
 
 Modes: `floor` is forward and input gradients of the frozen base, whose experts are one
@@ -133,7 +134,7 @@ class Bench:
             "jobs": len(case.ranks),
             "targets": "attention" if case.expert_ranks is None else "all",
             "expert_rank": case.shown_expert_rank,
-            "sharing": "none",
+            "sharing": case.sharing,
             "mode": mode if mode != "hf_peft" else f"hf_peft ({name})",
             "step_ms": round(step_ms, 3),
             "floor_ms": "" if floor_ms is None else round(floor_ms, 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -22,6 +23,7 @@ class Case:
     ranks: tuple[int, ...]
     expert_ranks: tuple[int, ...] | None
     """Ranks on the experts; None = no adapter is on them."""
+    sharing: Literal["none", "outer"] = "none"
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -43,6 +45,7 @@ CASES: Mapping[str, Case] = {
     "attention": Case(ranks=RANKS, expert_ranks=None),
     "experts": Case(ranks=RANKS, expert_ranks=RANKS),
     "experts_eighth": Case(ranks=RANKS, expert_ranks=_eighths(RANKS)),
+    "experts_outer": Case(ranks=RANKS, expert_ranks=RANKS, sharing="outer"),
     "1x16": Case(ranks=(16,), expert_ranks=(16,)),
     "16x16": Case(ranks=(16,) * 16, expert_ranks=(16,) * 16),
     "1x2": Case(ranks=(2,), expert_ranks=(2,)),
@@ -67,6 +70,7 @@ def make_mix(name: str, *, tokens: int, micro_batches: int, vocab_size: int) -> 
         lora = LoraSpec(
             rank=rank,
             expert_rank=None if expert_rank == rank else expert_rank,
+            expert_sharing=case.sharing,
             target_modules=case.targets,
         )
         specs.append(

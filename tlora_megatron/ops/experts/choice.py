@@ -80,8 +80,12 @@ def expert_linear_dgrad(
 
 def expert_ops(x: Tensor) -> ExpertOps:
     """Returns kernels where a GPU computes in half precision, else torch's products."""
-    half = x.dtype in (torch.bfloat16, torch.float16)
-    return _triton_ops() if half and runs_triton(x) else _TORCH
+    return _triton_ops() if runs_kernels(x) else _TORCH
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Returns True if Triton kernels compute what rows in x's dtype, on its device, ask of them."""
+    return x.dtype in (torch.bfloat16, torch.float16) and runs_triton(x) and len(x) > 0
 
 
 _TORCH = TorchExpertOps()

@@ -10,9 +10,9 @@ to the experts and back, not rows of features. The way back is the mirror image:
     dA_es += ds^T h_e,  ds = scaling_s * dy B_s^T,  dB_s += s^T dy,  dh_e += ds A_es
 
 All of it is three operations on runs of rows, `shrink`, `expand` and `add_gradients`, with the
-shared factors or with those of the experts. A run of the micro-batch's own rows has expert 0 and
-reads the shared factor. Sums over rows are fp32; nothing waits for the device but the runs of
-experts, once.
+shared factors or with those of the experts; on GPUs in half precision each is a launch. A run of
+the micro-batch's own rows has expert 0 and reads the shared factor. Sums over rows are fp32;
+nothing waits for the device but torch's products, once, for the runs of experts.
 
 Shapes: L experts of a rank, or 1 for what they share; Q rows, C features, R rank columns.
 """
@@ -20,12 +20,14 @@ Shapes: L experts of a rank, or 1 for what they share; Q rows, C features, R ran
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertRun, ExpertRuns
+from tlora_megatron.ops.experts.choice import runs_kernels
 from tlora_megatron.ops.lora.torch_ops import accumulate
 
 
@@ -42,8 +44,12 @@ class OuterTarget(NamedTuple):
     """`[L, R, C]`, fp32."""
 
 
-OuterSide = tuple[tuple[OuterTarget, ...], ...]
-"""The factors of each slot's adapter on one side; some have none."""
+@dataclass(frozen=True, eq=False)
+class OuterSide:
+    """The factors of all adapters on one side: what their experts share, or what each has."""
+
+    targets: tuple[tuple[OuterTarget, ...], ...]
+    """Those of each slot's adapter; some have none."""
 
 
 class OuterFactors(NamedTuple):
@@ -54,11 +60,13 @@ class OuterFactors(NamedTuple):
     scaling: Tensor
     """fp32 `[slots]`."""
     width: int
-    """Rank columns of a row that travels: those of the adapter that has most."""
+    """Rank columns of a row that travels: those of the adapter that has most, in whole chunks."""
 
 
 def shrink(x_QC: Tensor, runs: ExpertRuns, side: OuterSide, width: int) -> Tensor:
     """Returns `x w^T` of each run's rows, `[Q, width]`; zeros elsewhere."""
+    if runs_kernels(x_QC):
+        return _kernels().shrink(x_QC, runs, side, width)
     s_QR = x_QC.new_zeros(len(x_QC), width)
     for run, target in _walk(runs, side):
         rows = slice(run.begin, run.end)
@@ -68,6 +76,9 @@ def shrink(x_QC: Tensor, runs: ExpertRuns, side: OuterSide, width: int) -> Tenso
 
 def expand(s_QR: Tensor, y_QC: Tensor, runs: ExpertRuns, side: OuterSide) -> None:
     """Adds `s w` to y in the rows of each run."""
+    if runs_kernels(y_QC):
+        _kernels().expand(s_QR, y_QC, runs, side)
+        return
     for run, target in _walk(runs, side):
         rows = slice(run.begin, run.end)
         y_QC[rows, target.columns].addmm_(s_QR[rows, target.ranks], target.weight[run.expert])
@@ -75,15 +86,23 @@ def expand(s_QR: Tensor, y_QC: Tensor, runs: ExpertRuns, side: OuterSide) -> Non
 
 def add_gradients(s_QR: Tensor, x_QC: Tensor, runs: ExpertRuns, side: OuterSide) -> None:
     """Adds `s^T x` of each run's rows to the gradients of its factors, in ascending order."""
+    if runs_kernels(x_QC):
+        _kernels().add_gradients(s_QR, x_QC, runs, side)
+        return
     for run, target in _walk(runs, side):
         rows = slice(run.begin, run.end)
         accumulate(target.grad[run.expert], s_QR[rows, target.ranks], x_QC[rows, target.columns])
 
 
 def scale(s_QR: Tensor, runs: ExpertRuns, factors: OuterFactors) -> Tensor:
-    """Multiplies the rows of each run by their adapter's scaling, in place, and returns them."""
+    """Multiplies the rows of each run by their adapter's scaling, in place, and returns them.
+
+    Rows of other adapters and of none must be zeros.
+    """
+    if runs_kernels(s_QR):
+        return _kernels().scale(s_QR, runs, factors.scaling)
     for run in runs.of_adapters:
-        if factors.shared[run.slot]:
+        if factors.shared.targets[run.slot]:
             # By a tensor in fp32: a number would be rounded to the dtype of s.
             s_QR[run.begin : run.end].mul_(factors.scaling[run.slot : run.slot + 1])
     return s_QR
@@ -100,5 +119,12 @@ def token_runs(ends: tuple[int, ...], window: slice) -> ExpertRuns:
     return ExpertRuns(held.diff()[None])
 
 
+def _kernels() -> Any:
+    # Not at the top: triton is only there on machines with a GPU.
+    from tlora_megatron.ops.experts.triton import outer
+
+    return outer
+
+
 def _walk(runs: ExpertRuns, side: OuterSide) -> Iterator[tuple[ExpertRun, OuterTarget]]:
-    return ((run, target) for run in runs.of_adapters for target in side[run.slot])
+    return ((run, target) for run in runs.of_adapters for target in side.targets[run.slot])

@@ -9,6 +9,7 @@ Shapes: S slots, W rank rows of the widest one.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,15 @@ class RankTables:
     """int32: the slots' rank columns in the arenas (`ExpertArenas.positions`); anything without."""
 
 
+class Placed(NamedTuple):
+    """A factor's place among a slot's rank rows and a linear's columns."""
+
+    row: int
+    column: int
+    factor: Tensor
+    """`[L, rank, columns]`."""
+
+
 def rank_tables(factors: ExpertFactors) -> RankTables:
     """Builds the tables of a linear; copies them to the device of its factors."""
     ranks = [[target.lora_a.shape[1] for target in targets] for targets in factors.targets]
@@ -62,7 +72,16 @@ def rank_tables(factors: ExpertFactors) -> RankTables:
     device = factors.scaling.device
 
     def rows(pick: Callable[[ExpertTarget], Tensor], *, out: bool) -> RankRows:
-        return _rank_rows(factors.targets, pick, width, device, out=out)
+        slots = []
+        for targets, of_slot in zip(factors.targets, ranks, strict=True):
+            begins = itertools.accumulate(of_slot, initial=0)
+            slots.append(
+                [
+                    Placed(row, target.columns.start if out else 0, pick(target))
+                    for row, target in zip(begins, targets, strict=False)
+                ]
+            )
+        return rank_rows(slots, width, device)
 
     widths_S = torch.tensor(widths, dtype=torch.int32, device=device)
     return RankTables(
@@ -78,29 +97,23 @@ def rank_tables(factors: ExpertFactors) -> RankTables:
     )
 
 
-def _rank_rows(
-    targets: Sequence[Sequence[ExpertTarget]],
-    pick: Callable[[ExpertTarget], Tensor],
-    width: int,
-    device: torch.device,
-    *,
-    out: bool,
-) -> RankRows:
-    places = torch.zeros(4, len(targets), width, dtype=torch.int64)
-    for slot, of_slot in enumerate(targets):
-        row = 0
-        for target in of_slot:
-            factor_LRN = pick(target)
+def rank_rows(slots: Sequence[Sequence[Placed]], width: int, device: torch.device) -> RankRows:
+    """Builds the table of one factor of every slot, and copies it to a device.
+
+    Args:
+        width: W.
+    """
+    places = torch.zeros(4, len(slots), width, dtype=torch.int64)
+    for slot, of_slot in enumerate(slots):
+        for row, column, factor_LRN in of_slot:
             assert factor_LRN.stride(2) == 1, "a rank row lies in one piece"
             size, (_, rank, columns) = factor_LRN.element_size(), factor_LRN.shape
-            first = target.columns.start if out else 0
             steps = torch.arange(rank) * (factor_LRN.stride(1) * size)
             rows = slice(row, row + rank)
             # Of column 0 of the linear, so that a column is added as it is.
-            places[0, slot, rows] = factor_LRN.data_ptr() - first * size + steps
+            places[0, slot, rows] = factor_LRN.data_ptr() - column * size + steps
             places[1, slot, rows] = factor_LRN.stride(0) * size
-            places[2, slot, rows] = first
-            places[3, slot, rows] = first + columns
-            row += rank
+            places[2, slot, rows] = column
+            places[3, slot, rows] = column + columns
     aligned = not bool((places[:2] % 16).any())
     return RankRows(places.to(device), aligned, math.gcd(*places[2:].flatten().tolist()))

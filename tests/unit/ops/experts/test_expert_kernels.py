@@ -5,6 +5,7 @@ They run where `tests/unit/ops/test_interpreted_kernels.py` sets TRITON_INTERPRE
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -20,6 +21,8 @@ from tests.helpers.expert_branch import (
     slots_of_rows,
     units_reference,
 )
+from tests.helpers.outer_case import outer_case
+from tlora_megatron.ops.experts import outer
 from tlora_megatron.ops.experts.branch import TorchExpertOps
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -61,9 +64,11 @@ def test_kernels_give_a_job_the_same_bits_beside_others() -> None:
 def test_kernels_fill_the_rank_columns_of_the_arenas(name: str) -> None:
     from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
     from tlora_megatron.ops.experts.triton.products import down
+    from tlora_megatron.ops.experts.triton.tiles import tiles_of
 
     case, ops = branch_case(CASES[name], torch.float32), TritonExpertOps()
-    tables, tiles = ops.tables_of(case.factors), ops.tiles_of(case.runs, len(case.x))
+    tables = ops.tables_of(case.factors)
+    tiles = tiles_of(case.runs, len(case.x), case.x.device)
     arenas = case.factors.arenas
     assert arenas is not None
     wide = torch.zeros(len(case.x), arenas.lora_a.shape[1])
@@ -76,6 +81,61 @@ def test_kernels_fill_the_rank_columns_of_the_arenas(name: str) -> None:
         expected[rows, begin : begin + width] = s[rows, :width]
     assert torch.equal(wide, expected)
     assert expected.any()
+
+
+@interpreted
+@pytest.mark.parametrize("num_rows", [1, 130])
+def test_kernels_compute_factors_that_experts_share(num_rows: int) -> None:
+    from tlora_megatron.ops.experts.triton import outer as kernels
+
+    case, twin = (outer_case(num_rows, torch.float32) for _ in range(2))
+    first, other = case.call.first, twin.call.first
+    assert first is not None
+    assert other is not None
+    for runs, side, twin_side, x, y in (
+        (case.call.tokens, first.shared, other.shared, case.x_TH, torch.ones_like(case.x_TH)),
+        (case.call.journey.runs, first.own, other.own, case.d_first, torch.ones_like(case.d_first)),
+    ):
+        s = kernels.shrink(x, runs, side, first.width)
+        expected = outer.shrink(x, runs, side, first.width)
+        torch.testing.assert_close(s, expected, rtol=1e-5, atol=1e-5)
+        if runs is case.call.tokens:
+            outer.scale(expected, runs, first)
+            torch.testing.assert_close(kernels.scale(s, runs, first.scaling), expected)
+        s, also = s.clone(), y.clone()
+        kernels.expand(s, y, runs, side)
+        outer.expand(s, also, runs, side)
+        torch.testing.assert_close(y, also, rtol=1e-5, atol=1e-5)
+        kernels.add_gradients(s, x, runs, side)
+        assert any(target.grad.any() for target in itertools.chain(*side.targets))
+        outer.add_gradients(s, x, runs, twin_side)
+        for target, same in zip(
+            itertools.chain(*side.targets), itertools.chain(*twin_side.targets), strict=True
+        ):
+            torch.testing.assert_close(target.grad, same.grad, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+def test_master_weights_are_cast_into_the_arenas() -> None:
+    from tlora_megatron.ops.experts.triton.cast import CastFactor, FactorCaster
+
+    arena = torch.zeros(3, 24, 1100, dtype=torch.float16)
+    views = [arena[:, :5], arena[:, 8:10, 40:1100], arena[:, 16:17, :7]]
+    begins = list(itertools.accumulate((view.numel() for view in views), initial=11))
+    master = torch.randn(begins[-1])
+    caster = FactorCaster([CastFactor(*pair) for pair in zip(begins, views, strict=False)])
+    assert caster.write(master) == 0
+    expected = torch.zeros_like(arena)
+    places = [expected[:, :5], expected[:, 8:10, 40:1100], expected[:, 16:17, :7]]
+    for begin, place in zip(begins, places, strict=False):
+        place.copy_(master[begin : begin + place.numel()].view(place.shape))
+    assert torch.equal(arena, expected)
+    # Beyond the dtype, and no number: neither reaches an arena.
+    master[begins[1] + 3], master[begins[2]] = -1e6, torch.nan
+    assert caster.write(master).isnan()
+    assert arena[0, 8, 43] == torch.finfo(torch.float16).min
+    assert arena[0, 16, 0] == 0
+    assert arena.isfinite().all()
 
 
 @interpreted

@@ -13,6 +13,7 @@ from tlora_megatron.ops.experts.cuda.units import Units, make_units
 from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
 from tlora_megatron.ops.experts.triton.products import down
 from tlora_megatron.ops.experts.triton.sums import add_sums
+from tlora_megatron.ops.experts.triton.tiles import tiles_of
 from tlora_megatron.ops.lora.cuda.arguments import ExpertGemmArguments, packer
 from tlora_megatron.ops.lora.cuda.calls import device_index, launch, multiprocessors
 
@@ -50,7 +51,7 @@ class CudaExpertOps:
             return y_QN, self._beside.forward(x_QK, y_QN, runs, factors)
         tables, arenas = self._beside.tables_of(factors), factors.arenas
         wide_QR = x_QK.new_zeros(len(x_QK), arenas.lora_a.shape[1])
-        tiles = self._beside.tiles_of(runs, len(x_QK))
+        tiles = tiles_of(runs, len(x_QK), x_QK.device)
         s_QW = down(x_QK, tables.lora_a, tables, tiles, wide_QR)
         self._gemm(x_QK, weight_LNK, y_QN, runs, wide_QR, arenas.lora_b, arenas, transposed=True)
         return y_QN, (s_QW,)
@@ -77,7 +78,7 @@ class CudaExpertOps:
                 self._beside.backward(dy_QN, dx_QK, x_QK, saved, runs, factors)
             return dx_QK
         tables, arenas = self._beside.tables_of(factors), factors.arenas
-        tiles, (s_QW,) = self._beside.tiles_of(runs, len(dy_QN)), saved
+        tiles, (s_QW,) = tiles_of(runs, len(dy_QN), dy_QN.device), saved
         wide_QR = dy_QN.new_zeros(len(dy_QN), arenas.lora_a.shape[1])
         ds_QW = down(dy_QN, tables.lora_b, tables, tiles, wide_QR)
         add_sums(tables.grad_b, s_QW, dy_QN, tables, tiles)
@@ -123,7 +124,7 @@ class CudaExpertOps:
         known = self._units.setdefault(runs, {})
         key = columns_out, id(arenas)
         if key not in known:
-            begins = self._beside.tiles_of(runs, num_rows).begins
+            begins = tiles_of(runs, num_rows, runs.counts_LS.device).begins
             positions = None if arenas is None else arenas.positions
             experts = len(runs.counts_LS)
             known[key] = make_units(begins, experts, num_rows, columns_out, positions)

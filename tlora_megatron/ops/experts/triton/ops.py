@@ -11,7 +11,7 @@ from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns
 from tlora_megatron.ops.experts.rank_tables import RankTables, rank_tables
 from tlora_megatron.ops.experts.triton.products import down, up
 from tlora_megatron.ops.experts.triton.sums import add_sums
-from tlora_megatron.ops.experts.triton.tiles import PairTiles, pair_tiles
+from tlora_megatron.ops.experts.triton.tiles import tiles_of
 
 
 class TritonExpertOps:
@@ -19,13 +19,12 @@ class TritonExpertOps:
 
     def __init__(self) -> None:
         self._tables: WeakKeyDictionary[ExpertFactors, RankTables] = WeakKeyDictionary()
-        self._tiles: WeakKeyDictionary[ExpertRuns, PairTiles] = WeakKeyDictionary()
 
     def forward(
         self, x_QK: Tensor, y_QN: Tensor, runs: ExpertRuns, factors: ExpertFactors
     ) -> Sequence[Tensor]:
         """Adds the adapters' outputs to y; returns s `[Q, W]`, where W are rank rows."""
-        tables, tiles = self.tables_of(factors), self.tiles_of(runs, len(x_QK))
+        tables, tiles = self.tables_of(factors), tiles_of(runs, len(x_QK), x_QK.device)
         s_QW = down(x_QK, tables.lora_a, tables, tiles)
         up(y_QN, s_QW, tables.lora_b, tables, tiles)
         return (s_QW,)
@@ -45,7 +44,7 @@ class TritonExpertOps:
             saved: from `forward`.
         """
         (s_QW,) = saved
-        tables, tiles = self.tables_of(factors), self.tiles_of(runs, len(x_QK))
+        tables, tiles = self.tables_of(factors), tiles_of(runs, len(x_QK), x_QK.device)
         ds_QW = down(dy_QN, tables.lora_b, tables, tiles)
         up(dx_QK, ds_QW, tables.lora_a, tables, tiles)
         add_sums(tables.grad_b, s_QW, dy_QN, tables, tiles)
@@ -56,9 +55,3 @@ class TritonExpertOps:
         if factors not in self._tables:
             self._tables[factors] = rank_tables(factors)
         return self._tables[factors]
-
-    def tiles_of(self, runs: ExpertRuns, num_rows: int) -> PairTiles:
-        """Returns the tiles of a layer's call, made once."""
-        if runs not in self._tiles:
-            self._tiles[runs] = pair_tiles(runs.counts_LS, num_rows)
-        return self._tiles[runs]

@@ -79,6 +79,8 @@ def _down_rows(
     live = local < end - begin
     rows = (begin + local).to(tl.int64)
     scale = tl.load(scaling + slot)
+    width = tl.multiple_of(width, 16)
+    filled = (own_width + 15) // 16 * 16
     for first in range(0, own_width, CHUNK):
         address, low, high = rank_places(table, slots, width, slot, expert, first, CHUNK)
         sums = tl.zeros([ROWS, CHUNK], dtype=tl.float32)
@@ -94,11 +96,14 @@ def _down_rows(
             sums = tl.dot(block, tl.trans(ranks), sums, input_precision="ieee" if IEEE else "tf32")
         rank = first + tl.arange(0, CHUNK)
         found = (sums * scale).to(s.dtype.element_ty)
-        held = live[:, None] & (rank < own_width)[None, :]
+        # Beyond its rank rows a slot has zeros up to a whole chunk.
+        held = live[:, None] & (rank < filled)[None, :]
         tl.store(s + rows[:, None] * width + rank[None, :], found, mask=held)
         if WIDE:
+            wide_width = tl.multiple_of(wide_width, 8)
+            own = live[:, None] & (rank < (own_width + 7) // 8 * 8)[None, :]
             place = tl.multiple_of(tl.load(positions + slot), 8) + rank
-            tl.store(wide + rows[:, None] * wide_width + place[None, :], found, mask=held)
+            tl.store(wide + rows[:, None] * wide_width + place[None, :], found, mask=own)
 
 
 @triton.jit(do_not_specialize=["slots", "width", "wide_width"])
@@ -173,10 +178,12 @@ def _up_kernel(
             mask = live[:, None] & (columns < K)[None, :]
             at_y = y + rows[:, None] * K + columns[None, :]
             sums = tl.load(at_y, mask=mask, other=0.0).to(tl.float32)
+            width = tl.multiple_of(width, 16)
+            filled = (own_width + 15) // 16 * 16
             for first in range(0, own_width, CHUNK):
                 address, low, high = rank_places(table, slots, width, slot, expert, first, CHUNK)
                 rank = first + tl.arange(0, CHUNK)
-                held = live[:, None] & (rank < own_width)[None, :]
+                held = live[:, None] & (rank < filled)[None, :]
                 at_s = s + rows[:, None] * width + rank[None, :]
                 ranks = tl.load(at_s, mask=held, other=0.0)
                 at = factor_pointers(address, columns, factor.dtype.element_ty, ALIGNED)
@@ -199,14 +206,18 @@ def down(
     tables: RankTables,
     tiles: PairTiles,
     wide_QR: Tensor | None = None,
+    out_QW: Tensor | None = None,
     blocks: DownBlocks = DownBlocks(),  # noqa: B008 - frozen
 ) -> Tensor:
-    """Returns `scaling x M^T` `[Q, W]` in the dtype of x; undefined where a row has no rank row.
+    """Returns `scaling x M^T` `[Q, W]` in the dtype of x.
+
+    Of a row's columns its slot's are defined, and zeros behind them up to a multiple of 16.
 
     Args:
         wide_QR: zeros; gets the same at the rank columns of the arenas.
+        out_QW: what is written and returned; None = a new tensor.
     """
-    s_QW = x_QK.new_empty(len(x_QK), tables.width)
+    s_QW = x_QK.new_empty(len(x_QK), tables.width) if out_QW is None else out_QW
     if not len(tiles.tiles):
         return s_QW
     wide = s_QW if wide_QR is None else wide_QR

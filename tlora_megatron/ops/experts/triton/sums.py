@@ -67,10 +67,12 @@ def _add_block(
     held = in_columns(block * BLOCK, low, high, BLOCK, FITS)
     rank = first + tl.arange(0, CHUNK)
     sums = tl.load(at, mask=held, other=0.0)
+    width = tl.multiple_of(width, 16)
+    filled = (own_width + 15) // 16 * 16
     for row in tl.range(begin, end, STEP, num_stages=STAGES):
         rows = (row + tl.arange(0, STEP)).to(tl.int64)
         live = rows < end
-        s_mask = live[:, None] & (rank < own_width)[None, :]
+        s_mask = live[:, None] & (rank < filled)[None, :]
         ranks = tl.load(s + rows[:, None] * width + rank[None, :], mask=s_mask, other=0.0)
         mask = live[:, None]
         if K % BLOCK != 0:

@@ -10,12 +10,15 @@ Shapes: L experts, S slots and the null slot, P = L (S + 1) pairs, Q rows.
 from __future__ import annotations
 
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tlora_megatron.ops.experts.branch import ExpertRuns
+from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
 TILE_ROWS = 64
@@ -118,3 +121,15 @@ def pair_tiles(counts_LS: Tensor, num_rows: int) -> PairTiles:
             num_warps=4,
         )
     return PairTiles(begins, tiles)
+
+
+def tiles_of(runs: ExpertRuns, num_rows: int, device: torch.device) -> PairTiles:
+    """Returns the tiles of a layer's call, made once."""
+    if runs not in _known:
+        counts_LS = runs.counts_LS
+        counts_LS = counts_LS if counts_LS.is_cuda else to_device(counts_LS, device)
+        _known[runs] = pair_tiles(counts_LS, num_rows)
+    return _known[runs]
+
+
+_known: WeakKeyDictionary[ExpertRuns, PairTiles] = WeakKeyDictionary()
