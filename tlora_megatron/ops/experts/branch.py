@@ -131,13 +131,38 @@ class TorchExpertOps:
         Args:
             saved: from `forward`.
         """
+        ds = self.input_backward(dy_QN, dx_QK, saved, runs, factors)
+        self.input_sums(ds, x_QK, runs, factors)
+
+    def input_backward(
+        self,
+        dy_QN: Tensor,
+        dx_QK: Tensor,
+        saved: Sequence[Tensor],
+        runs: ExpertRuns,
+        factors: ExpertFactors,
+    ) -> Sequence[Tensor]:
+        """Does what of `backward` needs no x: adds to dx and to gradients of B; returns dS."""
+        found = []
         for (run, target), s_QR in zip(_walk(runs, factors), saved, strict=True):
             rows, expert = slice(run.begin, run.end), run.expert
             dy_QC = dy_QN[rows, target.columns]
             ds_QR = _scaled(dy_QC @ target.lora_b[expert].t(), run, factors)
             accumulate(target.grad_b[expert], s_QR, dy_QC)
-            accumulate(target.grad_a[expert], ds_QR, x_QK[rows])
             dx_QK[rows].addmm_(ds_QR, target.lora_a[expert])
+            found.append(ds_QR)
+        return found
+
+    def input_sums(
+        self, ds: Sequence[Tensor], x_QK: Tensor, runs: ExpertRuns, factors: ExpertFactors
+    ) -> None:
+        """Does the rest of it: adds to gradients of A.
+
+        Args:
+            ds: from `input_backward`.
+        """
+        for (run, target), ds_QR in zip(_walk(runs, factors), ds, strict=True):
+            accumulate(target.grad_a[run.expert], ds_QR, x_QK[run.begin : run.end])
 
 
 def _walk(runs: ExpertRuns, factors: ExpertFactors) -> Iterator[tuple[ExpertRun, ExpertTarget]]:

@@ -19,6 +19,8 @@ from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, TorchEx
 from tlora_megatron.ops.experts.products import expert_dgrads, expert_products
 from tlora_megatron.ops.lora.kernel_choice import forced_kernels, kernel_choice, runs_triton
 
+InputSums = Callable[[Tensor], None]
+
 
 class ExpertOps(Protocol):
     """Computes adapters at one linear of the routed experts; `TorchExpertOps` defines what."""
@@ -41,6 +43,23 @@ class ExpertOps(Protocol):
         """Adds to dx and to the factors' gradients."""
         ...
 
+    def input_backward(
+        self,
+        dy_QN: Tensor,
+        dx_QK: Tensor,
+        saved: Sequence[Tensor],
+        runs: ExpertRuns,
+        factors: ExpertFactors,
+    ) -> Sequence[Tensor]:
+        """Does what of `backward` needs no x: adds to dx and to gradients of B; returns dS."""
+        ...
+
+    def input_sums(
+        self, ds: Sequence[Tensor], x_QK: Tensor, runs: ExpertRuns, factors: ExpertFactors
+    ) -> None:
+        """Does the rest of it: adds to gradients of A."""
+        ...
+
 
 def expert_linear(
     x_QK: Tensor, weight_LNK: Tensor, runs: ExpertRuns, factors: ExpertFactors | None
@@ -56,26 +75,31 @@ def expert_linear(
 def expert_linear_dgrad(
     dy_QN: Tensor,
     weight_LNK: Tensor,
-    x_QK: Callable[[], Tensor],
     saved: Sequence[Tensor],
     runs: ExpertRuns,
     factors: ExpertFactors | None,
-) -> Tensor:
-    """Returns dx `[Q, K]`, and adds to the factors' gradients.
+) -> tuple[Tensor, InputSums | None]:
+    """Returns dx `[Q, K]`, and adds to gradients of B.
+
+    The second value is None without adapters, else to be called with what `expert_linear` was
+    given: it adds to gradients of A.
 
     Args:
-        x_QK: returns what `expert_linear` was given; called if there are adapters.
         saved: from `expert_linear`.
     """
     whole = _cuda_ops(dy_QN, weight_LNK)
-    adapts = factors is not None and bool(saved)
+    if factors is not None and not saved:
+        factors = None
     if whole is not None:
-        x = x_QK() if adapts else None
-        return whole.dgrad(dy_QN, weight_LNK, x, saved, runs, factors if adapts else None)
-    dx_QK = expert_dgrads(dy_QN, weight_LNK, runs.counts_L)
-    if factors is not None and saved:
-        expert_ops(dy_QN).backward(dy_QN, dx_QK, x_QK(), saved, runs, factors)
-    return dx_QK
+        dx_QK, ds = whole.dgrad(dy_QN, weight_LNK, saved, runs, factors)
+    else:
+        dx_QK, ds = expert_dgrads(dy_QN, weight_LNK, runs.counts_L), ()
+        if factors is not None:
+            ds = expert_ops(dy_QN).input_backward(dy_QN, dx_QK, saved, runs, factors)
+    if factors is None:
+        return dx_QK, None
+    given, ops = factors, expert_ops(dy_QN)
+    return dx_QK, lambda x_QK: ops.input_sums(ds, x_QK, runs, given)
 
 
 def expert_ops(x: Tensor) -> ExpertOps:

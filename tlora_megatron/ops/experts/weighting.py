@@ -25,16 +25,21 @@ def weighted_swiglu(inner_QI: Tensor, weights_Q: Tensor) -> Tensor:
 
 
 def weighted_swiglu_back(
-    grad_QI: Tensor, inner_QI: Tensor, weights_Q: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of gate and up `[Q, 2 I]`, and of the weights, fp32 `[Q]`."""
+    grad_QI: Tensor, inner_QI: Tensor, weights_Q: Tensor, *, with_result: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the gradients of gate and up `[Q, 2 I]`, and of the weights, fp32 `[Q]`.
+
+    Args:
+        with_result: the third value is `weighted_swiglu` then, else None.
+    """
     if runs_triton(inner_QI) and len(inner_QI):
         from tlora_megatron.ops.experts.triton import rows
 
-        return rows.weighted_swiglu_back(grad_QI, inner_QI, weights_Q)
+        return rows.weighted_swiglu_back(grad_QI, inner_QI, weights_Q, with_result=with_result)
     hidden_QI, back = swiglu_vjp(inner_QI)
     dweights_Q = (grad_QI.float() * hidden_QI.float()).sum(-1)
-    return back(_weighted(grad_QI, weights_Q)), dweights_Q
+    result = _weighted(hidden_QI, weights_Q) if with_result else None
+    return back(_weighted(grad_QI, weights_Q)), dweights_Q, result
 
 
 def _weighted(x: Tensor, weights_Q: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ rows to all experts, Q rows that meet those of this rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from tlora_megatron.layers.multi_adapter import MultiAdapter, reduced
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns
-from tlora_megatron.ops.experts.choice import expert_linear, expert_linear_dgrad
+from tlora_megatron.ops.experts.choice import InputSums, expert_linear, expert_linear_dgrad
 from tlora_megatron.ops.experts.outer import OuterFactors, token_runs
 from tlora_megatron.ops.experts.router import route_vjp
 from tlora_megatron.ops.experts.rows import ExpertRows, RowSlots, sort_rows
@@ -172,17 +172,20 @@ class FrozenExperts(nn.Module):
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         dy_QH = journey.there(rows.spread(dy_TH))
         hidden = functools.partial(weighted_swiglu, inner, weights_Q)
-        dhidden = fc2.dgrad(dy_QH, hidden, s_2, journey.runs)
+        dhidden, add_sums = fc2.dgrad(dy_QH, s_2, journey.runs)
         del dy_QH
         outer.second_back(dy_TH, dhidden, hidden, outer_2)
-        dinner, dweights_Q = weighted_swiglu_back(dhidden, inner, weights_Q)
+        dinner, dweights_Q, hidden_QI = weighted_swiglu_back(
+            dhidden, inner, weights_Q, with_result=add_sums is not None
+        )
         del dhidden
-
-        def x_QH() -> Tensor:
+        if add_sums is not None and hidden_QI is not None:
+            add_sums(hidden_QI)
+        del hidden_QI
+        dx_QH, add_sums = fc1.dgrad(dinner, s_1, journey.runs)
+        if add_sums is not None:
             assert kept is not None, "adapters keep their input"
-            return rows.spread(kept) if journey.order_Q is None else kept
-
-        dx_QH = fc1.dgrad(dinner, x_QH, s_1, journey.runs)
+            add_sums(rows.spread(kept) if journey.order_Q is None else kept)
         dx_TH = rows.sum(journey.back(dx_QH))
         outer.first_back(dinner, dx_TH, outer_1)
         return dx_TH, journey.back(dweights_Q)
@@ -284,15 +287,14 @@ class _StackedWeights(nn.Module, MultiAdapter):
         return expert_linear(x_QK, self.stacked, runs, self.factors)
 
     def dgrad(
-        self, dy_QN: Tensor, x_QK: Callable[[], Tensor], saved: Sequence[Tensor], runs: ExpertRuns
-    ) -> Tensor:
-        """Returns dx, and adds to the gradients of the adapters.
+        self, dy_QN: Tensor, saved: Sequence[Tensor], runs: ExpertRuns
+    ) -> tuple[Tensor, InputSums | None]:
+        """Returns dx, and what is still to be given `product`'s input: None without adapters.
 
         Args:
-            x_QK: returns what `product` was given; called if there are adapters.
             saved: from `product`.
         """
-        return expert_linear_dgrad(dy_QN, self.stacked, x_QK, saved, runs, self.factors)
+        return expert_linear_dgrad(dy_QN, self.stacked, saved, runs, self.factors)
 
 
 _WHOLE = LinearLayout(kind="row")

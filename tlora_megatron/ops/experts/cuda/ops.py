@@ -60,31 +60,28 @@ class CudaExpertOps:
         self,
         dy_QN: Tensor,
         weight_LNK: Tensor,
-        x_QK: Tensor | None,
         saved: Sequence[Tensor],
         runs: ExpertRuns,
         factors: ExpertFactors | None,
-    ) -> Tensor:
-        """Returns dx `[Q, K]`, and adds to the factors' gradients.
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Returns dx `[Q, K]` and dS, and adds to the gradients of B.
 
         Args:
-            x_QK: what `product` was given; None without adapters.
             saved: from `product`.
         """
         dx_QK = dy_QN.new_empty(len(dy_QN), weight_LNK.shape[2])
-        if factors is None or factors.arenas is None or x_QK is None:
+        if factors is None or factors.arenas is None:
             self._gemm(dy_QN, weight_LNK, dx_QK, runs, None, None, None, transposed=False)
-            if factors is not None and x_QK is not None:
-                self._beside.backward(dy_QN, dx_QK, x_QK, saved, runs, factors)
-            return dx_QK
+            if factors is None:
+                return dx_QK, ()
+            return dx_QK, self._beside.input_backward(dy_QN, dx_QK, saved, runs, factors)
         tables, arenas = self._beside.tables_of(factors), factors.arenas
         tiles, (s_QW,) = tiles_of(runs, len(dy_QN), dy_QN.device), saved
         wide_QR = dy_QN.new_zeros(len(dy_QN), arenas.lora_a.shape[1])
         ds_QW = down(dy_QN, tables.lora_b, tables, tiles, wide_QR)
         add_sums(tables.grad_b, s_QW, dy_QN, tables, tiles)
         self._gemm(dy_QN, weight_LNK, dx_QK, runs, wide_QR, arenas.lora_a, arenas, transposed=False)
-        add_sums(tables.grad_a, ds_QW, x_QK, tables, tiles)
-        return dx_QK
+        return dx_QK, (ds_QW,)
 
     def _gemm(
         self,

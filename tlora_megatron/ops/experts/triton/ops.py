@@ -43,12 +43,31 @@ class TritonExpertOps:
         Args:
             saved: from `forward`.
         """
+        ds = self.input_backward(dy_QN, dx_QK, saved, runs, factors)
+        self.input_sums(ds, x_QK, runs, factors)
+
+    def input_backward(
+        self,
+        dy_QN: Tensor,
+        dx_QK: Tensor,
+        saved: Sequence[Tensor],
+        runs: ExpertRuns,
+        factors: ExpertFactors,
+    ) -> Sequence[Tensor]:
+        """Does what of `backward` needs no x; returns dS `[Q, W]`."""
         (s_QW,) = saved
-        tables, tiles = self.tables_of(factors), tiles_of(runs, len(x_QK), x_QK.device)
+        tables, tiles = self.tables_of(factors), tiles_of(runs, len(dy_QN), dy_QN.device)
         ds_QW = down(dy_QN, tables.lora_b, tables, tiles)
         up(dx_QK, ds_QW, tables.lora_a, tables, tiles)
         add_sums(tables.grad_b, s_QW, dy_QN, tables, tiles)
-        add_sums(tables.grad_a, ds_QW, x_QK, tables, tiles)
+        return (ds_QW,)
+
+    def input_sums(
+        self, ds: Sequence[Tensor], x_QK: Tensor, runs: ExpertRuns, factors: ExpertFactors
+    ) -> None:
+        """Does the rest of it: adds to gradients of A."""
+        tables, tiles = self.tables_of(factors), tiles_of(runs, len(x_QK), x_QK.device)
+        add_sums(tables.grad_a, ds[0], x_QK, tables, tiles)
 
     def tables_of(self, factors: ExpertFactors) -> RankTables:
         """Returns the tables of a linear, made once."""

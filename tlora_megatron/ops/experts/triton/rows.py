@@ -73,8 +73,10 @@ def _weighted_back_kernel(
     weights: tl.tensor,  # [Q]
     dinner: tl.tensor,  # as inner
     dweights: tl.tensor,  # fp32 [Q]
+    result: tl.tensor,  # [Q, I], or as inner
     I: tl.constexpr,  # noqa: E741
     BLOCK: tl.constexpr,
+    RESULT: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row).to(tl.float32)
@@ -86,7 +88,11 @@ def _weighted_back_kernel(
         g = tl.load(grad + row * I + columns, mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(inner + begin, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(inner + begin + I, mask=inside, other=0.0).to(tl.float32)
-        sums += g * product(gate, up)
+        hidden = product(gate, up)
+        sums += g * hidden
+        if RESULT:
+            weighted = (hidden * weight).to(result.dtype.element_ty)
+            tl.store(result + row * I + columns, weighted, mask=inside)
         dgate, dup = gradients(g * weight, gate, up)
         tl.store(dinner + begin, dgate.to(dinner.dtype.element_ty), mask=inside)
         tl.store(dinner + begin + I, dup.to(dinner.dtype.element_ty), mask=inside)
@@ -143,17 +149,23 @@ def weighted_swiglu(inner_QI: Tensor, weights_Q: Tensor) -> Tensor:
 
 
 def weighted_swiglu_back(
-    grad_QI: Tensor, inner_QI: Tensor, weights_Q: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of gate and up `[Q, 2 I]`, and of the weights, fp32 `[Q]`."""
+    grad_QI: Tensor, inner_QI: Tensor, weights_Q: Tensor, *, with_result: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the gradients of gate and up `[Q, 2 I]`, and of the weights, fp32 `[Q]`.
+
+    Args:
+        with_result: the third value is `weighted_swiglu` then, else None.
+    """
     inner_QI, width = inner_QI.contiguous(), inner_QI.shape[1] // 2
     dinner_QI = torch.empty_like(inner_QI)
     dweights_Q = inner_QI.new_empty(len(inner_QI), dtype=torch.float32)
+    result_QI = torch.empty_like(grad_QI) if with_result else None
+    written = dinner_QI if result_QI is None else result_QI
     _weighted_back.launch(
         len(inner_QI),
-        (grad_QI.contiguous(), inner_QI, weights_Q.contiguous(), dinner_QI, dweights_Q),
+        (grad_QI.contiguous(), inner_QI, weights_Q.contiguous(), dinner_QI, dweights_Q, written),
         (),
-        (width, min(_BLOCK, triton.next_power_of_2(width))),
+        (width, min(_BLOCK, triton.next_power_of_2(width)), int(with_result)),
         num_warps=4,
     )
-    return dinner_QI, dweights_Q
+    return dinner_QI, dweights_Q, result_QI
