@@ -108,6 +108,8 @@ class KeptInputs(NamedTuple):
     """Likewise on the second linear."""
     recomputes: bool = False
     """Some adapter reads what is between the linears."""
+    reads_behind: bool = False
+    """One of them with factors of its own, which reads it once SwiGLU's backward has made it."""
 
 
 def kept_inputs(spec: ModelSpec, jobs: Sequence[JobLoad], split: ExpertSplit) -> KeptInputs:
@@ -126,6 +128,7 @@ def kept_inputs(spec: ModelSpec, jobs: Sequence[JobLoad], split: ExpertSplit) ->
         first_summed=widths[first, True],
         summed=widths[second, True],
         recomputes=any(widths[second, outer] for outer in (False, True)),
+        reads_behind=widths[second, False] > 0,
     )
 
 

@@ -76,8 +76,11 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def weighted(inner: Tensor, weights: Tensor) -> Tensor:
         return inner.new_zeros(len(inner), inner.shape[1] // 2)
 
-    def weighted_back(grad: Tensor, inner: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(inner), inner.new_zeros(len(inner), dtype=torch.float32)
+    def weighted_back(
+        grad: Tensor, inner: Tensor, weights: Tensor, *, with_result: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        dweights = inner.new_zeros(len(inner), dtype=torch.float32)
+        return torch.zeros_like(inner), dweights, torch.zeros_like(grad) if with_result else None
 
     def echo(out: Tensor, sent: Tensor, *sizes: Any, group: Any) -> None:
         out.copy_(sent)
