@@ -20,47 +20,15 @@ Shapes: L experts of a rank, or 1 for what they share; Q rows, C features, R ran
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertRun, ExpertRuns
 from tlora_megatron.ops.experts.choice import runs_kernels
+from tlora_megatron.ops.experts.shared_factors import OuterFactors, OuterSide, OuterTarget
 from tlora_megatron.ops.lora.torch_ops import accumulate
-
-
-class OuterTarget(NamedTuple):
-    """One factor of one adapter at one target: the shared one, or those of a rank's experts."""
-
-    columns: slice
-    """Its features, of the linear's input or output."""
-    ranks: slice
-    """Its columns among those that travel."""
-    weight: Tensor
-    """`[L, R, C]` in the compute dtype."""
-    grad: Tensor
-    """`[L, R, C]`, fp32."""
-
-
-@dataclass(frozen=True, eq=False)
-class OuterSide:
-    """The factors of all adapters on one side: what their experts share, or what each has."""
-
-    targets: tuple[tuple[OuterTarget, ...], ...]
-    """Those of each slot's adapter; some have none."""
-
-
-class OuterFactors(NamedTuple):
-    """The factors of all adapters that share the outer one, at one linear of the routed experts."""
-
-    shared: OuterSide
-    own: OuterSide
-    scaling: Tensor
-    """fp32 `[slots]`."""
-    width: int
-    """Rank columns of a row that travels: those of the adapter that has most, in whole chunks."""
 
 
 def shrink(x_QC: Tensor, runs: ExpertRuns, side: OuterSide, width: int) -> Tensor:

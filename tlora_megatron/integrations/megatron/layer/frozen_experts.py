@@ -37,9 +37,10 @@ from tlora_megatron.layers.sites import Site
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns
 from tlora_megatron.ops.experts.choice import InputSums, expert_linear, expert_linear_dgrad
-from tlora_megatron.ops.experts.outer import OuterFactors, token_runs
+from tlora_megatron.ops.experts.outer import token_runs
 from tlora_megatron.ops.experts.router import route_vjp
 from tlora_megatron.ops.experts.rows import ExpertRows, RowSlots, sort_rows
+from tlora_megatron.ops.experts.shared_factors import OuterFactors
 from tlora_megatron.ops.experts.weighting import weighted_swiglu, weighted_swiglu_back
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch

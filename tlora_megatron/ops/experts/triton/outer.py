@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertRuns
-from tlora_megatron.ops.experts.outer import OuterSide
 from tlora_megatron.ops.experts.rank_tables import Placed, RankTables, rank_rows
+from tlora_megatron.ops.experts.shared_factors import OuterSide
 from tlora_megatron.ops.experts.triton.products import down, up
 from tlora_megatron.ops.experts.triton.sums import add_sums
 from tlora_megatron.ops.experts.triton.tiles import tiles_of
