@@ -212,12 +212,12 @@ def _expert_misfit(spec: ModelSpec, plan: Plan) -> str | None:
 
 def job_misfit(jobs: Iterable[JobLoad], plan: Plan) -> str | None:
     """The reason why jobs cannot run under a plan; None if they can."""
+    shards_over_experts = plan.shard_optimizer and plan.ep_size > 1
     for job in jobs:
         if job.num_blocks > 1 and job.num_blocks % plan.tp_size:
             blocks = f"num_blocks {job.num_blocks} of job {job.name}"
             return f"{blocks} is no multiple of TP {plan.tp_size}"
-        on_experts = any(target.startswith("experts.") for target in job.targets)
-        if on_experts and plan.shard_optimizer and plan.ep_size > 1:
+        if shards_over_experts and any(t.startswith("experts.") for t in job.targets):
             return "sharded optimizer states of adapters on routed experts need EP 1"
     return None
 
