@@ -214,7 +214,8 @@ def _check_experts(ours: ExpertsSpec | None, theirs: ExpertsSpec | None, config_
     if ours is None or theirs is None:
         if ours is not theirs:
             counts = [None if spec is None else spec.num_experts for spec in (theirs, ours)]
-            raise _another("--num-experts, in every layer,", counts[0], counts[1], config_json)
+            flag = "--num-experts" if theirs is None else "--num-experts, in every layer,"
+            raise _another(flag, counts[0], counts[1], config_json)
         return
     for name, flag in _EXPERTS.items():
         pair = (getattr(theirs, name), getattr(ours, name))
