@@ -13,6 +13,7 @@ Shapes: L experts, Q rows, K features in, N features out, R rank, S adapters and
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,8 +103,57 @@ class ExpertFactors:
     """What the targets' factors are views of, where kernels read them so."""
 
 
-class TorchExpertOps:
-    """Computes adapters at one linear of the routed experts, run by run, on any device."""
+class ExpertOps(ABC):
+    """Computes adapters at one linear of the routed experts; `TorchExpertOps` defines what."""
+
+    @abstractmethod
+    def forward(
+        self, x_QK: Tensor, y_QN: Tensor, runs: ExpertRuns, factors: ExpertFactors
+    ) -> Sequence[Tensor]:
+        """Adds the adapters' outputs to y; returns what the way back needs."""
+
+    @abstractmethod
+    def input_backward(
+        self,
+        dy_QN: Tensor,
+        dx_QK: Tensor,
+        saved: Sequence[Tensor],
+        runs: ExpertRuns,
+        factors: ExpertFactors,
+    ) -> Sequence[Tensor]:
+        """Does what of `backward` needs no x: adds to dx and to gradients of B; returns dS."""
+
+    @abstractmethod
+    def input_sums(
+        self, ds: Sequence[Tensor], x_QK: Tensor, runs: ExpertRuns, factors: ExpertFactors
+    ) -> None:
+        """Does the rest of it: adds to gradients of A.
+
+        Args:
+            ds: from `input_backward`.
+        """
+
+    def backward(
+        self,
+        dy_QN: Tensor,
+        dx_QK: Tensor,
+        x_QK: Tensor,
+        saved: Sequence[Tensor],
+        runs: ExpertRuns,
+        factors: ExpertFactors,
+    ) -> None:
+        """Adds to dx and to the factors' gradients.
+
+        Args:
+            saved: from `forward`.
+        """
+        self.input_sums(
+            self.input_backward(dy_QN, dx_QK, saved, runs, factors), x_QK, runs, factors
+        )
+
+
+class TorchExpertOps(ExpertOps):
+    """Run by run, in ascending order, on any device."""
 
     def forward(
         self, x_QK: Tensor, y_QN: Tensor, runs: ExpertRuns, factors: ExpertFactors
@@ -116,23 +166,6 @@ class TorchExpertOps:
             y_QN[rows, target.columns].addmm_(s_QR, target.lora_b[run.expert])
             saved.append(s_QR)
         return saved
-
-    def backward(
-        self,
-        dy_QN: Tensor,
-        dx_QK: Tensor,
-        x_QK: Tensor,
-        saved: Sequence[Tensor],
-        runs: ExpertRuns,
-        factors: ExpertFactors,
-    ) -> None:
-        """Adds to dx and to the factors' gradients, in ascending order of runs.
-
-        Args:
-            saved: from `forward`.
-        """
-        ds = self.input_backward(dy_QN, dx_QK, saved, runs, factors)
-        self.input_sums(ds, x_QK, runs, factors)
 
     def input_backward(
         self,

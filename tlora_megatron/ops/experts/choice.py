@@ -10,55 +10,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, TorchExpertOps
+from tlora_megatron.ops.experts.branch import (
+    ExpertFactors,
+    ExpertOps,
+    ExpertRuns,
+    TorchExpertOps,
+)
 from tlora_megatron.ops.experts.products import expert_dgrads, expert_products
 from tlora_megatron.ops.lora.kernel_choice import forced_kernels, kernel_choice, runs_triton
 
 InputSums = Callable[[Tensor], None]
-
-
-class ExpertOps(Protocol):
-    """Computes adapters at one linear of the routed experts; `TorchExpertOps` defines what."""
-
-    def forward(
-        self, x_QK: Tensor, y_QN: Tensor, runs: ExpertRuns, factors: ExpertFactors
-    ) -> Sequence[Tensor]:
-        """Adds the adapters' outputs to y; returns what `backward` needs."""
-        ...
-
-    def backward(
-        self,
-        dy_QN: Tensor,
-        dx_QK: Tensor,
-        x_QK: Tensor,
-        saved: Sequence[Tensor],
-        runs: ExpertRuns,
-        factors: ExpertFactors,
-    ) -> None:
-        """Adds to dx and to the factors' gradients."""
-        ...
-
-    def input_backward(
-        self,
-        dy_QN: Tensor,
-        dx_QK: Tensor,
-        saved: Sequence[Tensor],
-        runs: ExpertRuns,
-        factors: ExpertFactors,
-    ) -> Sequence[Tensor]:
-        """Does what of `backward` needs no x: adds to dx and to gradients of B; returns dS."""
-        ...
-
-    def input_sums(
-        self, ds: Sequence[Tensor], x_QK: Tensor, runs: ExpertRuns, factors: ExpertFactors
-    ) -> None:
-        """Does the rest of it: adds to gradients of A."""
-        ...
 
 
 def expert_linear(

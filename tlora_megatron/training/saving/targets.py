@@ -14,7 +14,7 @@ from tlora_megatron.training.formats.checkpoint import (
     write_checkpoint,
     write_state,
 )
-from tlora_megatron.training.formats.peft_format import write_adapter
+from tlora_megatron.training.formats.peft.format import write_adapter
 from tlora_megatron.training.formats.quantised.card import QuantisationCard
 from tlora_megatron.training.formats.safetensors_file import PendingTensor
 from tlora_megatron.training.job_state import JobState

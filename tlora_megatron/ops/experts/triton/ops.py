@@ -7,14 +7,14 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns
+from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertOps, ExpertRuns
 from tlora_megatron.ops.experts.rank_tables import RankTables, rank_tables
 from tlora_megatron.ops.experts.triton.products import down, up
 from tlora_megatron.ops.experts.triton.sums import add_sums
 from tlora_megatron.ops.experts.triton.tiles import tiles_of
 
 
-class TritonExpertOps:
+class TritonExpertOps(ExpertOps):
     """Computes what `TorchExpertOps` defines; never waits for the device."""
 
     def __init__(self) -> None:
@@ -28,23 +28,6 @@ class TritonExpertOps:
         s_QW = down(x_QK, tables.lora_a, tables, tiles)
         up(y_QN, s_QW, tables.lora_b, tables, tiles)
         return (s_QW,)
-
-    def backward(
-        self,
-        dy_QN: Tensor,
-        dx_QK: Tensor,
-        x_QK: Tensor,
-        saved: Sequence[Tensor],
-        runs: ExpertRuns,
-        factors: ExpertFactors,
-    ) -> None:
-        """Adds to dx and to the factors' gradients.
-
-        Args:
-            saved: from `forward`.
-        """
-        ds = self.input_backward(dy_QN, dx_QK, saved, runs, factors)
-        self.input_sums(ds, x_QK, runs, factors)
 
     def input_backward(
         self,

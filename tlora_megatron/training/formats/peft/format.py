@@ -29,14 +29,14 @@ from tlora_megatron.training.formats.atomic_directory import (
     readable_directory,
     replace_directory,
 )
-from tlora_megatron.training.formats.peft_config import (
+from tlora_megatron.training.formats.peft.config import (
     FUSED_PARTS,
     hf_targets,
     lora_spec,
     peft_config,
     read_peft_config,
 )
-from tlora_megatron.training.formats.peft_experts import (
+from tlora_megatron.training.formats.peft.experts import (
     ExpertReader,
     expert_tensors,
     stacked_tensor,

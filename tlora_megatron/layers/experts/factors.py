@@ -79,7 +79,7 @@ def expert_views(
 
 def _spans(site: Site, slab: AdapterSlab, begin: int) -> Iterator[_Span]:
     lora = slab.layout.lora
-    if lora.shares_outer:  # `layers.outer_factors`
+    if lora.shares_outer:  # `layers.experts.outer`
         return
     for shard in site.targets:
         if shard.target in lora.target_modules:
