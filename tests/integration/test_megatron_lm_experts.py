@@ -7,7 +7,7 @@ both dispatchers, on jobs with adapters on attention, on experts and on both.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers.megatron_lm import (
     COMMON,
+    SEED,
     SIZES,
     checkout,
     convert,
@@ -25,6 +26,7 @@ from tests.helpers.megatron_lm import (
 )
 from tests.helpers.oracle import assert_equals_alone
 from tests.helpers.scenario import JOBS, exported, losses, make_scenario
+from tests.helpers.scenario_worlds import Life, live
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow]
 
@@ -58,15 +60,36 @@ LAYOUTS = {
     "CP2xEP2": f"--context-parallel-size 2 {EP} {ALLTOALL}",
     "PP2": f"--pipeline-model-parallel-size 2 {FULL}",
 }
-Launch = Callable[..., tuple[Path, str]]
+_ALL_SHARED = [f"shared_expert.{part}" for part in _EXPERTS]
+OTHER_BASES: dict[str, dict[str, dict[str, Any]]] = {
+    "mixtral": {name: LORA[name] for name in ("mlp", "everything")},
+    "qwen2_moe": {
+        "everything": {"target_modules": [*_ATTENTION, *_ALL_SHARED]},
+        "outputs": {"target_modules": ["o_proj", "shared_expert.down_proj"]},
+    },
+}
+"""The jobs over other kinds of base: on routed experts, or where these have a shared expert beside
+them on that."""
 
 
-def make(root: Path, **base: Any) -> Path:
-    """The scenario's base, converted, and its jobs for the flag."""
-    jobs = [dict(job) for job in JOBS]
-    specs = [job | {"lora": {**job["lora"], **LORA[job["name"]]}} for job in jobs]
+def make(
+    root: Path,
+    loras: Mapping[str, dict[str, Any]] = LORA,
+    refused: Mapping[str, dict[str, Any]] = {},
+    **base: Any,
+) -> Path:
+    """The scenario's base, converted, and the jobs for the flag.
+
+    Args:
+        loras: those of the scenario that are trained, by name.
+        refused: jobs beside them that cannot be.
+    """
+    jobs = [dict(job) for job in JOBS if job["name"] in loras]
+    specs = [job | {"lora": {**job["lora"], **loras[job["name"]]}} for job in jobs]
     document = json.loads(make_scenario(root, specs, **base).read_text())
-    write_jobs(root / "jobs.json", document)
+    like = document["jobs"][0]
+    document["jobs"] += [like | {"name": name, "lora": refused[name]} for name in refused]
+    write_jobs(root / "jobs.json", document, run={"on_job_error": "skip"} if refused else {})
     convert(root / "base", root / "megatron")
     return root
 
@@ -101,3 +124,39 @@ def assert_equals_oracle(out: Path, root: Path) -> None:
 def test_losses_and_weights_equal_the_oracle(layout: str, root: Path, tmp_path: Path) -> None:
     train(root, tmp_path, LAYOUTS[layout])
     assert_equals_oracle(tmp_path, root)
+
+
+@pytest.fixture(scope="module", params=OTHER_BASES)
+def other_root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `root`, over another kind of base."""
+    kind = request.param
+    refused = {"routed": {"target_modules": _EXPERTS}} if kind == "qwen2_moe" else {}
+    return make(tmp_path_factory.mktemp(kind), OTHER_BASES[kind], refused, model_type=kind)
+
+
+@pytest.mark.parametrize("layout", ["EP2 alltoall", "TP2+SP"])
+def test_over_other_bases_too(layout: str, other_root: Path, tmp_path: Path) -> None:
+    train(other_root, tmp_path, LAYOUTS[layout])
+    assert_equals_oracle(tmp_path, other_root)
+    if other_root.name.startswith("qwen2_moe"):
+        told = json.loads((tmp_path / "summary.json").read_text())["jobs"]["routed"]
+        assert told["status"] == "rejected"
+        rule = "must not name routed experts over a base with shared experts, where PEFT does"
+        assert rule in told["reason"]
+
+
+def test_goes_on_in_other_layouts_and_in_tlora_train(root: Path, tmp_path: Path) -> None:
+    """Experts divided over two ranks, cut by them, divided in `tlora train`, and in one process.
+
+    Nobody interrupted the jobs of the oracle.
+    """
+    out, steps = tmp_path / "out", [0]
+    ours = Life(2, ("parallel.ep_size=2", f"run.seed={SEED}"), ("outputs", 4))
+    for life in (f"{LAYOUTS['EP2 alltoall']} --train-iters 2", f"{SP} --train-iters 4", ours, ""):
+        if isinstance(life, Life):
+            live(root / "config.json", tmp_path, [life])
+        else:
+            train(root, out, life)
+        steps.append(sum(len(losses(out, name)) for name in LORA))
+    assert steps == sorted(set(steps))  # each has its part
+    assert_equals_oracle(out, root)
