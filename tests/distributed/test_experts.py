@@ -61,6 +61,8 @@ BY_ROWS = ("run.recompute=auto", "run.gpu_memory_gb=0.0016")
 """For the job on attention alone."""
 ALL_BY_ROWS = ("run.recompute=auto", "run.gpu_memory_gb=0.0024")
 
+SHARED_BY_ROWS = ("run.recompute=auto", "run.gpu_memory_gb=0.0018")
+
 _ALL_SHARED = [f"shared_expert.{part}" for part in _EXPERTS]
 BESIDE_SHARED: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ["q_proj", "v_proj"]},
@@ -110,6 +112,7 @@ def run_world(scenario: Path, shared: Path) -> World:
         if size == 1:
             found["recompute by rows"] = Case(only_job(scenario, "attention"), BY_ROWS)
             found["all by rows"] = Case(scenario, ALL_BY_ROWS)
+            found["shared, by rows"] = Case(shared, SHARED_BY_ROWS)
         return found
 
     return worlds(scenario.parent, cases)
@@ -159,6 +162,17 @@ def test_beside_a_shared_expert_too(
     output_dir: Path, shared_oracle: dict[str, OracleResult], shared: Path
 ) -> None:
     assert_run_equals_oracle(output_dir, BESIDE_SHARED, shared_oracle, shared.parent / "base")
+
+
+def test_recompute_by_rows_beside_a_shared_expert(
+    run_world: World, shared_oracle: dict[str, OracleResult], shared: Path
+) -> None:
+    out = run_world(1) / "shared, by rows"
+    assert_run_equals_oracle(out, BESIDE_SHARED, shared_oracle, shared.parent / "base")
+    summary = json.loads((out / "summary.json").read_text())
+    assert re.fullmatch(
+        r"none to \d\d rows, selective to \d\d, full beyond", summary["run"]["recompute"]
+    )
 
 
 def test_goes_on_in_other_layouts(

@@ -161,6 +161,7 @@ def misfit(spec: ModelSpec, plan: Plan) -> str | None:
         ("num_heads", spec.num_heads, plan.tp_size),
         ("num_kv_heads", spec.num_kv_heads, plan.tp_size),
         ("ffn_size", spec.ffn_size, plan.expert_tp),
+        ("shared_ffn_size", spec.shared_ffn_size or 0, plan.tp_size),
     ):
         if size % ranks:
             return f"{name} {size} is no multiple of TP {ranks}"

@@ -17,6 +17,7 @@ from tlora_megatron.config.job import (
     FUSED_EXPERT_TARGETS,
     HF_TARGETS,
     MEGATRON_TARGETS,
+    SHARED_EXPERT_TARGETS,
     JobSpec,
 )
 from tlora_megatron.config.reader import show
@@ -218,7 +219,8 @@ class JobLoad:
             raise ValueError(
                 f"num_blocks of job {self.name!r} must be at least 1, got {self.num_blocks}"
             )
-        known = HF_TARGETS + MEGATRON_TARGETS + EXPERT_TARGETS + FUSED_EXPERT_TARGETS
+        of_experts = EXPERT_TARGETS + FUSED_EXPERT_TARGETS + SHARED_EXPERT_TARGETS
+        known = HF_TARGETS + MEGATRON_TARGETS + of_experts
         rules = (
             ("rank", "be at least 1", self.rank, self.rank >= 1),
             ("batch_size", "be at least 1", self.batch_size, self.batch_size >= 1),

@@ -50,7 +50,7 @@ def train_run(
     if spec.experts is None:
         check_run_without_experts(config.parallel)
     else:
-        check_run_over_experts(config, has_shared=spec.shared_ffn_size is not None)
+        check_run_over_experts(config)
     own = own_replica(config)
     quantisation = base_quantisation(config.base_model, spec)
     check_replicas_fit(spec, quantisation, own)

@@ -77,8 +77,6 @@ def test_rounds_of_one_process_s_own_experts_may_differ(tmp_path: Path) -> None:
     own = config(tmp_path, run=run, job={"lora": {"target_modules": ["q_proj"]}})
     check_run_over_experts(own)
     check_run_over_experts(config(tmp_path, run=run))
-    with pytest.raises(ConfigError, match="be none, selective or full over a base with a shared"):
-        check_run_over_experts(own, has_shared=True)
 
 
 @pytest.mark.parametrize("key", ["ep_size", "expert_tp_size"])

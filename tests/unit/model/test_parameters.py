@@ -18,6 +18,7 @@ from tlora_megatron.model.spec import read_model_spec
         ("qwen3-235b-a22b", 235, 22),
         ("mixtral-8x7b", 46.7, 12.9),
         ("mixtral-8x22b", 141, 39),
+        ("qwen1.5-moe-a2.7b", 14.3, 2.7),
     ],
 )
 def test_billions_of_parameters_as_published(

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.expert_case import EXPERTS, on_attention, published
 from tests.helpers.planner_case import HARDWARE, SPEC, job
-from tlora_megatron.config.job import EXPERT_TARGETS
+from tlora_megatron.config.job import EXPERT_TARGETS, SHARED_EXPERT_TARGETS
 from tlora_megatron.config.load import ParallelSpec
 from tlora_megatron.config.parallel_rules.experts import check_expert_sizes
 from tlora_megatron.model.layout import ParallelLayout
@@ -169,12 +169,20 @@ def test_sharded_states_of_adapters_on_experts_need_whole_layers() -> None:
     assert job_misfit(on_attention(), plan) is None
 
 
-def test_a_shared_expert_is_not_planned_for() -> None:
-    spec = replace(EXPERTS, shared_ffn_size=300)
-    with pytest.raises(ValueError, match="must have no shared expert yet, got one of 300 features"):
-        search(spec, JOBS, HARDWARE, 1)
-    with pytest.raises(ValueError, match="must have no shared expert yet"):
-        memory_use(spec, JOBS, Plan(), HARDWARE)
+def test_a_shared_expert_is_cut_by_all_tensor_parallel_ranks() -> None:
+    spec = replace(EXPERTS, shared_ffn_size=301)
+    plans = search(spec, JOBS, HARDWARE, 2).plans
+    assert {p.plan.tp_size for p in plans} == {1}
+    assert misfit(spec, Plan(tp_size=2)) == "shared_ffn_size 301 is no multiple of TP 2"
+    even = replace(spec, shared_ffn_size=300)
+    assert {p.plan.tp_size for p in search(even, JOBS, HARDWARE, 2).plans} == {1, 2}
+
+
+def test_targets_on_a_shared_expert_need_one() -> None:
+    jobs = [*JOBS, job("b", targets=("q_proj", *SHARED_EXPERT_TARGETS))]
+    assert search(replace(EXPERTS, shared_ffn_size=300), jobs, HARDWARE, 1).plans
+    with pytest.raises(ValueError, match=r"targets of job 'b' must be among .*, got shared_expert"):
+        search(EXPERTS, jobs, HARDWARE, 1)
 
 
 def test_groups_and_unlike_replicas_have_dense_bases() -> None:

@@ -35,11 +35,8 @@ def check_expert_sizes(parallel: ParallelSpec) -> None:
         raise must("parallel.replicas", rule, short_form(parallel.replicas))
 
 
-def check_run_over_experts(config: RunConfig, *, has_shared: bool = False) -> None:
+def check_run_over_experts(config: RunConfig) -> None:
     """Refuses settings of a run that a base with routed experts cannot keep yet.
-
-    Args:
-        has_shared: the base has a shared expert, too.
 
     Raises:
         ConfigError: naming the key, and the job where there is one.
@@ -53,9 +50,6 @@ def check_run_over_experts(config: RunConfig, *, has_shared: bool = False) -> No
         raise must("run.nano_batches", f"be 1 {where}", run.nano_batches)
     if parallel.ep_size > 1:
         _check_alike_rounds(run)
-    if has_shared and run.recompute == "auto":
-        rule = "be none, selective or full over a base with a shared expert"
-        raise must("run.recompute", f"{rule}, whose memory is not predicted yet", run.recompute)
     if run.deterministic:
         raise must("run.deterministic", f"be false {where}: {_NO_BITS}", True)
     for job in config.jobs:

@@ -19,7 +19,25 @@ LINEAR_TARGETS: dict[str, tuple[str, ...]] = {
     "linear_fc2": ("down_proj", "linear_fc2"),
 }
 """Targets on each Megatron linear; a copy of `layers.sites`, which needs torch."""
-COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
+SHARED_EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
+    "shared_fc1": ("shared_expert.gate_proj", "shared_expert.up_proj"),
+    "shared_fc2": ("shared_expert.down_proj",),
+}
+"""Those on the linears of a shared expert, in models that have one; likewise a copy."""
+ALL_LINEARS = LINEAR_TARGETS | SHARED_EXPERT_LINEARS
+COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "shared_fc1")
+_ATTENTION = ("linear_qkv", "linear_proj")
+
+
+def dense_linears(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Linears of a layer that all rows meet, by block.
+
+    Routed experts stand in the place of the MLP's; where there is a shared expert, it has some.
+    """
+    if spec.experts is None:
+        return {"attention": _ATTENTION, "mlp": ("linear_fc1", "linear_fc2")}
+    shared = () if spec.shared_ffn_size is None else tuple(SHARED_EXPERT_LINEARS)
+    return {"attention": _ATTENTION, "mlp": shared}
 
 
 def chunked(rank: int) -> int:
@@ -55,7 +73,7 @@ class _Features(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _features(spec: ModelSpec, targets: tuple[str, ...], tp_size: int) -> _Features:
     cut = inputs = outputs = 0
-    for linear, members in LINEAR_TARGETS.items():
+    for linear, members in ALL_LINEARS.items():
         for target in members:
             if target not in targets:
                 continue

@@ -9,8 +9,9 @@ from typing import NamedTuple
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.adapter_sizes import local_shape
+from tlora_megatron.planner.cost.adapter_sizes import dense_linears, local_shape
 from tlora_megatron.planner.cost.experts.adapters import ExpertLora
+from tlora_megatron.planner.cost.experts.shared import gate_passes
 from tlora_megatron.planner.cost.experts.split import expert_split
 from tlora_megatron.planner.cost.experts.work import RoutedWork
 from tlora_megatron.planner.cost.job_sums import JobSums
@@ -26,7 +27,7 @@ from tlora_megatron.planner.workload import JobLoad
 _GROUP = 128
 """Features of x that share a scale, over an FP8 base with scales of blocks."""
 _CP_OPS: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter")
-BLOCKS = {"attention": ("linear_qkv", "linear_proj"), "mlp": ("linear_fc1", "linear_fc2")}
+BLOCKS = ("attention", "mlp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,7 @@ class LayerModel:
         self.jobs = tuple(jobs)
         self.rates = rates
         self._routed = None if spec.experts is None else RoutedWork(spec, rates)
-        # Routed experts stand in the place of the MLP's linears.
-        self._linears = BLOCKS if self._routed is None else BLOCKS | {"mlp": ()}
+        self._linears = dense_linears(spec)
         self._lora: dict[tuple[int, bool, LoraSharding], dict[str, list[LoraCounts]]] = {}
         self._attention: dict[int, tuple[tuple[float, ...], ...]] = {}
         self._sums = sums or JobSums()
@@ -113,7 +113,7 @@ class LayerModel:
         known = self._known(plan, load)
         again = 0.0
         if plan.recompute != "none":
-            for block in ("mlp",) if plan.recompute == "selective" else tuple(BLOCKS):
+            for block in ("mlp",) if plan.recompute == "selective" else BLOCKS:
                 again += known.forward_s[block]
             again += known.exchange[0]
         attention, context = known.attention, known.context
@@ -155,12 +155,13 @@ class LayerModel:
         exchange = (0.0, 0.0)
         if self._routed is not None:
             routed = self._routed.cost(plan, rows)
-            gemm["mlp"], exchange = routed.gemm_s, routed.exchange_s
+            gemm["mlp"], exchange = _sum(gemm["mlp"], routed.gemm_s), routed.exchange_s
             stream["mlp"] = _sum(stream["mlp"], routed.stream_s)
             split = expert_split(self.spec, plan)
             assert split is not None, "the model has experts"
             bins = load.micro_batches * plan.dp_size
-            lora["mlp"] = self._expert_lora.times(split, load, rows, bins)
+            on_experts = self._expert_lora.times(split, load, rows, bins)
+            lora["mlp"] = _sum(lora["mlp"], on_experts)
         if parts > 1:
             compute = _both(gemm) + sum(attention) + _both(stream) + _both(lora)
             exposed = exposed_share(parts, compute, _both(comm), self.rates.hardware.nano_overlap)
@@ -240,8 +241,12 @@ class LayerModel:
             heads = rows * (spec.q_size + 2 * spec.kv_size) / plan.tp_size
             forward, backward = 2 * stream + 2 * heads, 4 * stream + 2 * heads
         else:
-            ffn = 0.0 if self._routed is not None else rows * spec.ffn_size / plan.tp_size
+            width = spec.ffn_size if spec.experts is None else spec.shared_ffn_size or 0
+            ffn = rows * width / plan.tp_size
             forward, backward = 7 * stream + 3 * ffn, 4 * stream + 5 * ffn
+            gate = gate_passes(spec, size)
+            shares = stream / spec.hidden_size / size
+            forward, backward = forward + shares * gate[0], backward + shares * gate[1]
         return self.rates.stream_s(forward * size), self.rates.stream_s(backward * size)
 
     def _adapters(
@@ -305,13 +310,13 @@ class LayerModel:
             return dict.fromkeys(BLOCKS, (0.0, 0.0))
         comm = {}
         for block, sites in self._counts(plan).items():
-            if block == "mlp" and plan.expert_tp < plan.tp_size:
-                comm[block] = 0.0, 0.0  # rows go to whole experts from where they are
-                continue
             ranked = [self._exchanges(plan, load, rows, site) for site in sites]
             forward, backward = (sum(both[side] for both in ranked) for side in (0, 1))
-            whole = self._hidden_states(plan, rows, sites)
+            whole = self._hidden_states(plan, rows, sites) if sites else (0.0, 0.0)
             comm[block] = whole[0] + forward, whole[1] + backward
+        if self._routed is not None and plan.expert_tp == plan.tp_size:
+            # Rows go to whole experts from where they are, but to cut ones as to an MLP.
+            comm["mlp"] = _sum(comm["mlp"], self._hidden_states(plan, rows, ()))
         return comm
 
     def _hidden_states(

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import (
+    ALL_LINEARS,
     COLUMN_PARALLEL,
-    LINEAR_TARGETS,
     chunked,
     local_shape,
     target_width,
@@ -88,7 +88,7 @@ def lora_counts(spec: ModelSpec, jobs: Sequence[JobLoad], linear: str, plan: Pla
     out_size, in_size = local_shape(spec, linear, plan.tp_size)
     is_column = linear in COLUMN_PARALLEL
     each = [_job_counts(spec, job, linear, plan) for job in jobs]
-    here = [job for job in jobs if any(t in job.targets for t in LINEAR_TARGETS[linear])]
+    here = [job for job in jobs if any(t in job.targets for t in ALL_LINEARS[linear])]
     shared = any(shares_all(plan, job) for job in here)
     # Without s_lora all jobs, block-diagonal or not, go through the same call.
     fused = any(not shares_all(plan, job) for job in here)
@@ -116,7 +116,7 @@ def _job_counts(spec: ModelSpec, job: JobLoad, linear: str, plan: Plan) -> _JobC
     in_size = local_shape(spec, linear, tp_size)[1]
     widths = [
         float(target_width(spec, target, linear, tp_size))
-        for target in LINEAR_TARGETS[linear]
+        for target in ALL_LINEARS[linear]
         if target in job.targets
     ]
     own = rank = job.local_rank(tp_size)
@@ -148,7 +148,7 @@ def keeps_whole(jobs: Sequence[JobLoad], linear: str, plan: Plan) -> bool:
     Every rank has rank rows of its own: of block-diagonal adapters, and under s_lora of all.
     """
     own = [job for job in jobs if job.num_blocks > 1 or shares_all(plan, job)]
-    return any(target in job.targets for job in own for target in LINEAR_TARGETS[linear])
+    return any(target in job.targets for job in own for target in ALL_LINEARS[linear])
 
 
 def exchange_of(plan: Plan, counts: LoraCounts) -> Exchange:

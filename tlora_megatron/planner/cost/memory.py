@@ -6,6 +6,7 @@ without adapters, and 64.7 GB with eight adapters of ranks 4 to 64.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -16,14 +17,15 @@ from tlora_megatron.model.published_fp8 import BLOCK
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import (
-    LINEAR_TARGETS,
     adapter_elements,
     copied_elements,
+    dense_linears,
     local_shape,
     spread_elements,
 )
 from tlora_megatron.planner.cost.experts.adapters import expert_elements
 from tlora_megatron.planner.cost.experts.bytes import routed_bytes
+from tlora_megatron.planner.cost.experts.shared import shared_weights
 from tlora_megatron.planner.cost.experts.split import check_predictable, expert_split
 from tlora_megatron.planner.cost.saved_activations import (
     kept_bytes,
@@ -269,9 +271,9 @@ class MemoryModel:
 def _layer_bytes(spec: ModelSpec, plan: Plan, size: int) -> float:
     """Bytes of one frozen layer on one rank."""
     tp_size, split = plan.tp_size, expert_split(spec, plan)
-    names = list(LINEAR_TARGETS) if split is None else ["linear_qkv", "linear_proj"]
+    names = itertools.chain.from_iterable(dense_linears(spec).values())
     linears = sum(linear_bytes(spec, linear, tp_size, size) for linear in names)
-    linears += 0 if split is None else split.weights * size
+    linears += 0 if split is None else (split.weights + shared_weights(spec)) * size
     norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
     biases = (spec.q_size + 2 * spec.kv_size) / tp_size if spec.qkv_bias else 0
     return linears + (norms + biases) * size

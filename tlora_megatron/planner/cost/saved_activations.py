@@ -8,13 +8,14 @@ from typing import NamedTuple
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import (
+    ALL_LINEARS,
     COLUMN_PARALLEL,
-    LINEAR_TARGETS,
     chunked,
     local_shape,
 )
 from tlora_megatron.planner.cost.experts.adapters import KeptInputs, kept_inputs
 from tlora_megatron.planner.cost.experts.bytes import routed_bytes
+from tlora_megatron.planner.cost.experts.shared import shared_bytes
 from tlora_megatron.planner.cost.experts.split import expert_split
 from tlora_megatron.planner.cost.lora_work import PLACES_BYTES, keeps_whole, shares_all
 from tlora_megatron.planner.workload import JobLoad
@@ -46,7 +47,7 @@ class SavedInputs(NamedTuple):
 def saved_inputs(spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan) -> SavedInputs:
     """Returns what the adapters of a mix keep in a layer."""
     ranks, whole, places = {}, set(), 0.0
-    for linear, members in LINEAR_TARGETS.items():
+    for linear, members in ALL_LINEARS.items():
         counts = [sum(target in job.targets for target in members) for job in jobs]
         pairs = list(zip(jobs, counts, strict=True))
         each = [chunked(job.local_rank(plan.tp_size)) * n for job, n in pairs]
@@ -100,13 +101,24 @@ def _mlp_bytes(spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int, part:
     if split is not None:
         of_experts = routed_bytes(split, size, saved.experts)
         again = 0.0 if part == "all" else split.fullest() * of_experts.kept_routed
-        return of_experts.kept + again
+        keeps_input = not _keeps_same_rows(saved.experts, plan)
+        shared = shared_bytes(spec, saved.ranks, plan, size, keeps_input=keeps_input)
+        return of_experts.kept + again + shared.kept
     hidden, tp, shard, ranks = spec.hidden_size, plan.tp_size, row_shards(plan), saved.ranks
     mlp = 2 * spec.ffn_size * size / tp
     mlp += (ranks["linear_fc1"] > 0) * hidden * size / saved.shards("linear_fc1", shard)
     mlp += (ranks["linear_fc2"] > 0) * spec.ffn_size * size / tp
     mlp += (ranks["linear_fc1"] + ranks["linear_fc2"]) * size
     return mlp
+
+
+def _keeps_same_rows(routed: KeptInputs, plan: Plan) -> bool:
+    """True if adapters on routed experts keep the rows that a shared expert is given, too.
+
+    Cut experts have gathered rows of their own under sequence parallelism.
+    """
+    keeps = routed.first_summed > 0 or (routed.reads_routed and plan.ep_size == 1)
+    return keeps and not (plan.sequence_parallel and plan.expert_tp == plan.tp_size)
 
 
 def workspace_bytes(spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int) -> float:
@@ -119,7 +131,13 @@ def workspace_bytes(spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int) 
     if split is None:
         gradients = (3 * spec.ffn_size / plan.tp_size + 3 * spec.hidden_size) * size
     else:
-        gradients = routed_bytes(split, size, saved.experts).workspace + 3 * spec.hidden_size * size
+        routed = routed_bytes(split, size, saved.experts)
+        # A shared expert's backward comes behind theirs, when what they kept is gone.
+        shared = shared_bytes(spec, saved.ranks, plan, size, keeps_input=False).workspace
+        beside = shared - routed.kept - routed.kept_routed
+        if _keeps_same_rows(saved.experts, plan) and saved.ranks["shared_fc1"]:
+            beside += spec.hidden_size * size
+        gradients = max(routed.workspace, beside) + 3 * spec.hidden_size * size
     shapes = [local_shape(spec, linear, plan.tp_size) for linear, _ in spec.fp8_linears]
     gradients += max((columns for columns, _ in shapes), default=0)  # FP8 codes of dy
     if plan.recompute == "none":

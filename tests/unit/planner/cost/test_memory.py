@@ -35,6 +35,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 def test_what_the_model_shares_with_the_run_is_the_same_there() -> None:
     assert adapter_sizes.LINEAR_TARGETS == sites.LINEAR_TARGETS
+    assert adapter_sizes.SHARED_EXPERT_LINEARS == sites.SHARED_EXPERT_LINEARS
     assert vocabulary_head.ROWS_AT_ONCE == memory.HEAD_ROWS
     assert tiling.RANK_CHUNK == adapter_sizes.RANK_CHUNK
 

@@ -39,7 +39,8 @@ def planned(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, A
 
 
 @pytest.mark.parametrize(
-    "base", ["qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b", "mixtral-8x22b"]
+    "base",
+    ["qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b", "mixtral-8x22b", "qwen1.5-moe-a2.7b"],
 )
 def test_published_bases_are_planned(
     base: str, experts: list[str], repo: Path, capsys: pytest.CaptureFixture[str]

@@ -10,7 +10,7 @@ from tlora_megatron.config.job import EXPERT_TARGETS, FUSED_EXPERT_TARGETS
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.adapter_sizes import LINEAR_TARGETS
+from tlora_megatron.planner.cost.adapter_sizes import ALL_LINEARS, dense_linears
 from tlora_megatron.planner.cost.experts.imbalance import fullest_share
 from tlora_megatron.planner.workload import JobLoad
 
@@ -60,17 +60,12 @@ def check_predictable(spec: ModelSpec, jobs: Sequence[JobLoad]) -> None:
     """Refuses what no prediction knows of a base with routed experts.
 
     Raises:
-        ValueError: for a shared expert beside them, or a job with a target that is neither on the
-            attention linears nor on the experts.
+        ValueError: for a job with a target that is neither on the attention linears nor on the
+            experts that there are.
     """
     if spec.experts is None:
         return
-    if spec.shared_ffn_size is not None:
-        raise ValueError(
-            "the base of a prediction must have no shared expert yet, got one of "
-            f"{spec.shared_ffn_size} features"
-        )
-    known = (*LINEAR_TARGETS["linear_qkv"], *LINEAR_TARGETS["linear_proj"])
+    known = [t for names in dense_linears(spec).values() for n in names for t in ALL_LINEARS[n]]
     known += EXPERT_TARGETS + FUSED_EXPERT_TARGETS
     for job in jobs:
         for target in job.targets:

@@ -9,16 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.helpers.planner_case import HARDWARE, SPEC, job
-from tlora_megatron.config.job import EXPERT_TARGETS, FUSED_EXPERT_TARGETS, LoraSpec
-from tlora_megatron.integrations.megatron.layer import frozen_experts
+from tlora_megatron.config.job import (
+    EXPERT_TARGETS,
+    FUSED_EXPERT_TARGETS,
+    SHARED_EXPERT_TARGETS,
+    LoraSpec,
+)
+from tlora_megatron.integrations.megatron.layer import frozen_experts, shared_expert
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
-from tlora_megatron.layers.sites import stage_sites
+from tlora_megatron.layers.linear_layout import LinearLayout
+from tlora_megatron.layers.multi_adapter import MegatronLinearMixin
+from tlora_megatron.layers.sites import Site, stage_sites
 from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import ParallelLayout
@@ -27,8 +34,14 @@ from tlora_megatron.parallel import expert_exchange
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.experts.adapters import expert_elements, kept_inputs
 from tlora_megatron.planner.cost.experts.bytes import routed_bytes
+from tlora_megatron.planner.cost.experts.shared import shared_bytes
 from tlora_megatron.planner.cost.experts.split import expert_split
 from tlora_megatron.planner.cost.memory import COMMUNICATOR_BYTES, memory_use
+from tlora_megatron.planner.cost.saved_activations import (
+    kept_bytes,
+    saved_inputs,
+    workspace_bytes,
+)
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 ROWS, HIDDEN = 256, 64
@@ -82,6 +95,10 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         dweights = inner.new_zeros(len(inner), dtype=torch.float32)
         return torch.zeros_like(inner), dweights, torch.zeros_like(grad) if with_result else None
 
+    def activated(x: Tensor) -> tuple[Tensor, Any]:
+        y = x.new_zeros(len(x), x.shape[1] // 2)
+        return y, lambda dy: torch.zeros_like(x)
+
     def echo(out: Tensor, sent: Tensor, *sizes: Any, group: Any) -> None:
         out.copy_(sent)
 
@@ -89,41 +106,73 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen_experts, "parallel_state", groups)
     monkeypatch.setattr(frozen_experts, "weighted_swiglu", weighted)
     monkeypatch.setattr(frozen_experts, "weighted_swiglu_back", weighted_back)
+    own = SimpleNamespace(get_tensor_model_parallel_group=lambda: None)
+    monkeypatch.setattr(shared_expert, "parallel_state", own)
+    monkeypatch.setattr(shared_expert, "ColumnParallelLinear", Linear)
+    monkeypatch.setattr(shared_expert, "RowParallelLinear", Linear)
+    monkeypatch.setattr(shared_expert, "swiglu_vjp", activated)
     monkeypatch.setattr(expert_exchange.dist, "all_to_all_single", echo)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 
 
+class Linear(nn.Module, MegatronLinearMixin):
+    """A linear of the shared expert, of one rank."""
+
+    bias = None
+
+    def __init__(self, in_size: int, out_size: int, *, config: Any, **_: Any) -> None:
+        super().__init__()
+        weight = torch.empty(out_size, in_size, dtype=config.params_dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def adapter_layout(self, site: Site) -> LinearLayout:
+        return LinearLayout(kind=site.kind)
+
+
 def allocated(
-    spec: ExpertsSpec, ep_size: int, dtype: torch.dtype, lora: LoraSpec | None = None
+    spec: ExpertsSpec,
+    ep_size: int,
+    dtype: torch.dtype,
+    lora: LoraSpec | None = None,
+    shared_ffn_size: int | None = None,
 ) -> tuple[float, float]:
     """Bytes a row that a layer's experts keep, and that their backward needs in addition.
 
     Args:
         lora: of the one job, which has all rows; None = no adapter is on the experts.
+        shared_ffn_size: of the expert beside them, if there is one.
     """
     config = SimpleNamespace(
         hidden_size=HIDDEN,
         params_dtype=dtype,
         tensor_model_parallel_size=1,
         sequence_parallel=False,
+        init_method=None,
     )
-    experts = FrozenExperts(config, spec=spec, ep_size=ep_size, expert_tp=1)
+    experts = FrozenExperts(
+        config, spec=spec, ep_size=ep_size, expert_tp=1, shared_ffn_size=shared_ffn_size
+    )
     weights = [parameter.detach().normal_(0, 0.1) for parameter in experts.parameters()]
     x, dy = (torch.randn(ROWS, HIDDEN, dtype=dtype) for _ in range(2))
     view = None
-    if lora is not None:
+    if lora is not None or shared_ffn_size is not None:
         base = replace(BASE, num_layers=1, experts=spec, ffn_size=spec.ffn_size)
+        base = replace(base, shared_ffn_size=shared_ffn_size)
         layout = ParallelLayout(ep_size=ep_size, dp_size=ep_size)
         sites = stage_sites(base, layout, tp_rank=0, pp_rank=0, place=layout.expert_place(0))
-        bank = AdapterBank(sites, [lora], dtype=dtype, device=torch.device("cpu"))
-        bank.install([Adapter(name="a", lora=lora, slab=bank.new_slab(lora))])
-        for site in (site for site in sites if site.experts is not None):
-            linear = getattr(experts.experts, site.linear.replace("experts_", "linear_"))
-            linear.bind_adapters(bank, site)
-        view = pack_micro_batch([Document(slot=0, length=ROWS)], num_slots=1, num_tokens=ROWS)
+        loras = [] if lora is None else [lora]
+        bank = AdapterBank(sites, loras, dtype=dtype, device=torch.device("cpu"))
+        bank.install([Adapter(name="a", lora=own, slab=bank.new_slab(own)) for own in loras])
+        holders = {"experts": experts.experts, "shared": experts.shared_experts}
+        for site in (site for site in sites if site.linear.partition("_")[0] in holders):
+            holder, name = site.linear.split("_")
+            getattr(holders[holder], f"linear_{name}").bind_adapters(bank, site)
+        rows = Document(slot=0, length=ROWS)
+        view = pack_micro_batch([rows] * len(loras), num_slots=len(loras), num_tokens=ROWS)
         view.rows.row_slots(torch.device("cpu"))
     with torch.no_grad(), Allocated(x, dy, *weights) as found:
-        y, back = experts.compute_vjp(x, view)
+        compute: Any = experts.compute_vjp if shared_ffn_size is None else experts.parts[1]
+        y, back = compute(x, view)
         kept = found.now - y.untyped_storage().nbytes()
         found.most = before = found.now
         back(dy)
@@ -202,6 +251,49 @@ def test_what_is_counted_with_adapters_is_what_is_allocated(
     # And a CPU sums gradients from fp32 copies of an expert's rows, twice the mean one's at most.
     copies = 2 * 4 * (HIDDEN + 2 * spec.ffn_size) * split.routed / split.num_local
     assert worked <= 1.01 * even + 3 * HIDDEN * dtype.itemsize + copies
+
+
+SHARED_LORAS = {
+    "none": None,
+    "all": LoraSpec(rank=16, target_modules=SHARED_EXPERT_TARGETS),
+    "down": LoraSpec(rank=16, target_modules=SHARED_EXPERT_TARGETS[2:]),
+    "with routed": LoraSpec(rank=16, target_modules=EXPERT_TARGETS + SHARED_EXPERT_TARGETS),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize("width", [40, 2000], ids=["small", "large"])
+@pytest.mark.parametrize("lora", SHARED_LORAS.values(), ids=SHARED_LORAS)
+def test_what_is_counted_of_a_shared_expert_is_what_is_allocated(
+    width: int, ep_size: int, dtype: torch.dtype, lora: LoraSpec | None
+) -> None:
+    base = replace(BASE, experts=WIDE, ffn_size=WIDE.ffn_size, shared_ffn_size=width)
+    plan, jobs = Plan(dp_size=ep_size, ep_size=ep_size), [] if lora is None else [load_of(lora)]
+    split, saved = expert_split(base, plan), saved_inputs(base, jobs, plan)
+    assert split is not None
+    size = dtype.itemsize
+    counted = kept_bytes(base, saved, plan, size, part="mlp")
+    routed = routed_bytes(split, size, saved.experts)
+    counted -= (split.fullest() - 1) * routed.kept_routed
+    kept, worked = allocated(WIDE, ep_size, dtype, lora, width)
+    on_routed = lora is not None and bool(lora.expert_targets)
+    # The layer's input exists whether experts keep it or not.
+    given = (saved.ranks["shared_fc1"] > 0 or (on_routed and ep_size == 1)) * HIDDEN * size
+    # A CPU keeps s in one form, a GPU its own columns, too.
+    form = sum(saved.ranks[linear] / 2 for linear in ("shared_fc1", "shared_fc2")) * size
+    assert counted - given - form == pytest.approx(kept, abs=2)
+    if on_routed:
+        return  # sums in fp32 on the CPU; without adapters there, backward is the same
+    worst = workspace_bytes(base, saved, plan, size) - 3 * HIDDEN * size
+    shared = shared_bytes(base, saved.ranks, plan, size, keeps_input=True).workspace
+    # What the routed experts kept is gone when the shared one's backward comes.
+    assert worst == max(routed.workspace, shared - routed.kept - routed.kept_routed)
+    copies = 4 * (width + HIDDEN) * (lora is not None)  # of adapters' rows, in fp32
+    assert worked <= worst + 3 * HIDDEN * size + copies
+    if worst > routed.workspace:
+        assert worst <= 1.01 * worked
 
 
 LAYOUTS = {

@@ -9,7 +9,8 @@ import pytest
 
 from tests.helpers.expert_case import EXPERTS, on_attention, published
 from tests.helpers.planner_case import HARDWARE
-from tlora_megatron.config.job import EXPERT_TARGETS
+from tlora_megatron.config.job import EXPERT_TARGETS, SHARED_EXPERT_TARGETS
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
 from tlora_megatron.planner.cost.experts.adapters import ExpertLora
@@ -18,6 +19,7 @@ from tlora_megatron.planner.cost.experts.split import expert_split
 from tlora_megatron.planner.cost.experts.work import RoutedCost, RoutedWork
 from tlora_megatron.planner.cost.job_sums import JobSums
 from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
+from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.hardware import HardwareProfile, HostCost, LoraCost, load_profile
 from tlora_megatron.planner.rounds.load import RoundLoad
@@ -93,9 +95,10 @@ def test_whole_experts_take_a_rank_s_own_rows_and_cut_ones_all() -> None:
     assert carried == pytest.approx(4 * 8192 * 100 * 2 / 2 / 1e9)
 
 
-def _layer(plan: Plan, repo: Path | None = None, base: str = "") -> LayerCost:
-    jobs = on_attention()
-    spec, hardware = EXPERTS, HARDWARE
+def _layer(
+    plan: Plan, repo: Path | None = None, base: str = "", spec: ModelSpec = EXPERTS
+) -> LayerCost:
+    jobs, hardware = on_attention(), HARDWARE
     if repo is not None:
         spec, hardware = published(repo, base), load_profile(repo / "configs/hardware/h200.json")
     load = RoundLoad(
@@ -115,6 +118,41 @@ def test_the_floor_of_a_layer_of_qwen3_30b_at_8192_tokens(repo: Path) -> None:
     floor_s = layer.gemm_s + layer.attention_s + least_bytes / 4e12
     assert floor_s == pytest.approx(4.1e-3, rel=0.15)
     assert floor_s < layer.total_s < 2 * floor_s
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_shared_expert_is_an_mlp_for_all_rows_and_a_gate(tp_size: int) -> None:
+    plan = Plan(tp_size=tp_size, sequence_parallel=tp_size > 1)
+    beside = replace(EXPERTS, shared_ffn_size=300)
+    alone, both = _layer(plan), _layer(plan, spec=beside)
+    products = 2 * 8192 * 3 * 300 * 100 / tp_size / 1e9
+    assert both.gemm_s - alone.gemm_s == pytest.approx(3 * products)
+    # The gate, its gradient in fp32, and the sums; SwiGLU three times forward and five backward.
+    gate = (6 * 2 + 2 * (2 + 4) + 4 * 4 + 9 * 2) * 100
+    passes = 8192 / tp_size * (gate + 8 * 300 * 2) / 1e9
+    assert both.elementwise_s - alone.elementwise_s == pytest.approx(passes)
+    gathered = 4 * 8192 * 100 * 2 / 2 / 1e9 * (tp_size - 1)
+    assert both.tp_comm_s - alone.tp_comm_s == pytest.approx(gathered)
+    again = _layer(replace(plan, recompute="selective"), spec=beside)
+    before = _layer(replace(plan, recompute="selective"))
+    forward = products + 8192 / tp_size * (6 * 2 * 100 + 3 * 300 * 2) / 1e9 + gathered / 2
+    assert again.recompute_s - before.recompute_s == pytest.approx(forward)
+
+
+def test_adapters_on_a_shared_expert_take_time_and_memory() -> None:
+    beside = replace(EXPERTS, shared_ffn_size=300)
+    with_them = replace(on_attention()[0], targets=SHARED_EXPERT_TARGETS)
+    machine = replace(HARDWARE, lora=replace(HARDWARE.lora, forward_rank_s=1e-12))
+    load = RoundLoad(
+        micro_batches=1, rows=ROWS, job_tokens=(ROWS,), job_sequences=(8.0,), steps=(1.0,)
+    )
+    cost = LayerModel(beside, [with_them], Rates(machine)).cost(Plan(), load)
+    assert cost.lora_s == pytest.approx(1e-12 * ROWS * 16 * (2 * 300 + 100))
+    plan = Plan(micro_batch_tokens=512)
+    use = memory_use(beside, [with_them], plan, HARDWARE)
+    assert use.adapter_gradients == 4 * 4 * 16 * 3 * (100 + 300)
+    weights = memory_use(EXPERTS, on_attention(), plan, HARDWARE).base_weights
+    assert use.base_weights - weights == 2 * 4 * (3 * 300 * 100 + 100)
 
 
 def test_recompute_runs_experts_and_their_exchange_again() -> None:
