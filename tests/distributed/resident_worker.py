@@ -30,7 +30,8 @@ _LEAVES = ("ended", "left", "refused")
 class Script:
     """A mailbox whose commands come at given looks into it, schedule after schedule.
 
-    A job that is to come back is prepared again once it is told to have left.
+    A job that is to come back is prepared again once it is told to have left. A command with
+    `behind_step` also waits until its job has told that step.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,6 +42,7 @@ class Script:
         self._is_answered = True
         self._events: list[tuple[str, str | None, Mapping[str, Any]]] = []
         self._lost: set[object] = set()
+        self._steps: dict[object, int] = {}
 
     def may_write(self, name: str) -> bool:
         """False of jobs that a schedule has taken away."""
@@ -49,6 +51,8 @@ class Script:
     def tell(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
         """Notes an event."""
         self._events.append((kind, job, body))
+        if kind == "stepped":
+            self._steps[job] = body["step"]
         if kind in _LEAVES and job is not None:
             self._present.discard(job)
 
@@ -75,14 +79,15 @@ class Script:
         for look, mail in self._commands:
             job = mail.get("job")
             comes_back = mail["kind"] == "prepare" and job in self._present
-            if look > self._looks or job in held or comes_back:
+            is_early = self._steps.get(job, 0) < mail.get("behind_step", 0)
+            if look > self._looks or job in held or comes_back or is_early:
                 waiting.append((look, mail))
                 held.add(job)
                 continue
             if mail["kind"] == "take away":
                 self._lost.add(job)
                 continue
-            due.append(mail)
+            due.append({key: value for key, value in mail.items() if key != "behind_step"})
             if mail["kind"] == "prepare":
                 self._present.add(str(job))
         self._commands = waiting

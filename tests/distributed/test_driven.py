@@ -17,6 +17,8 @@ from tests.helpers.driven_client import batch
 from tests.helpers.driven_worker import ADAM, BETA, CLIP, LOSSES, sampled
 from tests.helpers.gang_driver import quickstart_base
 from tests.helpers.standing_world import forked
+from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_tokenizer import save_tiny_tokenizer
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2": (2, {"tp_size": 2}),
@@ -37,13 +39,15 @@ def drive(case: str, root: Path, *args: object) -> dict[str, Any]:
     return dict(json.loads(line.removeprefix("RESULT ")))
 
 
-def peft_rows(adapter: Path, steps: int) -> list[list[float]]:
+def peft_rows(
+    adapter: Path, steps: int, base: str = quickstart_base()["path"]
+) -> list[list[float]]:
     """The same loop with PEFT and torch's AdamW alone."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(quickstart_base()["path"], dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    frozen = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = PeftModel.from_pretrained(frozen, adapter, is_trainable=True)
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         weights,
@@ -102,6 +106,19 @@ def test_loop_has_the_losses_of_peft(tmp_path: Path) -> None:
     steps = 4
     found = drive("oracle", tmp_path / "service", steps)
     expected = peft_rows(tmp_path / "service" / "jobs" / "j1" / "sampler" / "first", steps)
+    for row, own in zip(found["rows"], expected, strict=True):
+        np.testing.assert_allclose(row, own, rtol=1e-5, atol=1e-5)
+    assert found["ended"] == {"status": "finished", "reason": None, "step": steps}
+
+
+def test_loop_over_shared_experts_has_the_losses_of_peft(tmp_path: Path) -> None:
+    """Beside another loop, with errors in between, and moved in the middle of a batch."""
+    steps, ranks, parallel = 4, 2, {"ep_size": 2}
+    base = make_tiny_model(tmp_path / "base", "qwen3_moe", num_hidden_layers=2)
+    save_tiny_tokenizer(base)
+    root = tmp_path / "service"
+    found = drive("over experts", root, steps, base, ranks, json.dumps(parallel))
+    expected = peft_rows(root / "jobs" / "j1" / "sampler" / "first", steps, str(base))
     for row, own in zip(found["rows"], expected, strict=True):
         np.testing.assert_allclose(row, own, rtol=1e-5, atol=1e-5)
     assert found["ended"] == {"status": "finished", "reason": None, "step": steps}

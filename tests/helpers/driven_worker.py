@@ -135,6 +135,30 @@ def oracle(root: Path, steps: str) -> dict[str, Any]:
     return {"rows": rows, "ended": driver.jobs["j1"].ended}
 
 
+def over_experts(root: Path, steps: str, base: str, ranks: str, parallel: str) -> dict[str, Any]:
+    """The loop of `oracle` over a base with routed experts, beside another client's."""
+    on_experts = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+    outer = {"target_modules": ["gate_proj", "up_proj", "down_proj"], "expert_sharing": "outer"}
+    place = {"path": base, "dtype": "float32"}
+    driver = make_driver(root, int(ranks), json.loads(parallel), base_model=place)
+    driver.submit("j1", document(portion_tokens=None, lora=on_experts))
+    driver.submit("j2", document(portion_tokens=None, lora=outer, name="other"))
+    driver.start()
+    client, other = Client(driver, "j1"), Client(driver, "j2")
+    client.good(client.ask("save_for_sampler", name="first"))
+    rows = []
+    for number in range(int(steps)):
+        ahead = other.ask("forward_backward", batch(90 + number, (200, 3, 60, 17)))
+        rows.append(step(client, number, disturbed=True, moves=number == 2))
+        other.good(ahead)
+        other.good(other.ask("optim_step", learning_rate=1e-2))
+    for leaving in (client, other):
+        leaving.good(leaving.ask("leave"))
+    driver.run_to_end()
+    driver.stop()
+    return {"rows": rows, "ended": driver.jobs["j1"].ended}
+
+
 def layout(root: Path, ranks: str, parallel: str, more: str = "{}") -> dict[str, Any]:
     """Loops in one layout: alone, beside neighbours, with errors, and from a saved state.
 
@@ -238,6 +262,7 @@ def killed(root: Path, kills: str) -> dict[str, Any]:
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "oracle": oracle,
+    "over experts": over_experts,
     "layout": layout,
     "killed": killed,
 }

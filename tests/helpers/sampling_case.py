@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.tiny_models import random_factors
-from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.config.job import EXPERT_TARGETS, SHARED_EXPERT_TARGETS, LoraSpec
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.runtime.sampling.answers import gather
 from tlora_megatron.runtime.sampling.batcher import Batcher
 from tlora_megatron.runtime.sampling.limits import SamplerLimits
@@ -34,14 +34,38 @@ LORAS: Mapping[str, LoraSpec] = {
     "mlp": LoraSpec(rank=3, alpha=6.0, target_modules=("up_proj", "down_proj")),
 }
 
+OVER_EXPERTS: Mapping[str, LoraSpec] = {
+    "attention": LORAS["attention"],
+    "everything": LoraSpec(
+        rank=10, alpha=10.0, expert_rank=3, target_modules=(*EVERYTHING[:4], *EXPERT_TARGETS)
+    ),
+    "mlp": LoraSpec(rank=3, alpha=6.0, expert_sharing="outer", target_modules=EXPERT_TARGETS),
+}
+OVER_SHARED: Mapping[str, LoraSpec] = {
+    "attention": LORAS["attention"],
+    "everything": LoraSpec(
+        rank=10, alpha=10.0, target_modules=(*EVERYTHING[:4], *SHARED_EXPERT_TARGETS)
+    ),
+    "mlp": LoraSpec(rank=3, alpha=6.0, target_modules=SHARED_EXPERT_TARGETS[1:]),
+}
+"""Beside a shared expert PEFT loads nothing on the others."""
+
+
+def loras_over(spec: ModelSpec) -> Mapping[str, LoraSpec]:
+    """The adapters that PEFT loads over a base, by name."""
+    if spec.shared_ffn_size is not None:
+        return OVER_SHARED
+    return LORAS if spec.experts is None else OVER_EXPERTS
+
 
 def write_adapters(base: Path, folder: Path) -> dict[str, str]:
     """Writes random adapters that change what the base says; returns their folders by name."""
     spec = read_model_spec(base / "config.json")
-    for seed, (name, lora) in enumerate(LORAS.items()):
+    loras = loras_over(spec)
+    for seed, (name, lora) in enumerate(loras.items()):
         factors = random_factors(spec, lora, seed=seed, b_std=0.1)
         export_adapter(folder / name, lora=lora, factors=factors, model=spec, base_model=str(base))
-    return {name: str(folder / name) for name in LORAS}
+    return {name: str(folder / name) for name in loras}
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tlora_megatron.model.experts import refuse_experts
+from tlora_megatron.config.job import EXPERT_TARGETS
 from tlora_megatron.model.recompute import RECOMPUTES
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, job_misfit, misfit
@@ -15,6 +15,7 @@ from tlora_megatron.planner.cost.memory import MemoryModel, MemoryUse
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.layouts import with_experts
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
 
 BUDGETS = (8192, 16384)
@@ -25,6 +26,8 @@ _LOOKED_AT = 1024
 error of 4 % does not change what it chooses."""
 _REFERENCES = ((8, 8), (1, 4))
 """Mixes (jobs, batch) of 512-token sequences; their best layouts are tried for every group."""
+_FEW_RANKS = 2
+"""On routed experts in a further mix of the same sizes, whose jobs adapt all linears."""
 
 _JobKey = tuple[object, ...]
 
@@ -55,13 +58,9 @@ class GroupModel:
     """Estimates groups for one base model on one kind of machine; each mix is computed once.
 
     A new mix takes a few milliseconds, a known one microseconds. Names of jobs do not matter.
-
-    Raises:
-        ValueError: for a base with routed experts, which the scheduler's groups do not have.
     """
 
     def __init__(self, spec: ModelSpec, hardware: HardwareProfile) -> None:
-        refuse_experts(spec.experts, "the base of a group")
         self.spec = spec
         self.hardware = hardware
         self._rates = Rates(hardware)
@@ -117,6 +116,8 @@ class GroupModel:
             job.dropout,
             job.target_share,
             job.num_blocks,
+            job.expert_rank,
+            job.shares_outer,
         )
         return self._ids.setdefault(key, len(self._ids))
 
@@ -158,7 +159,7 @@ class GroupModel:
         """Layouts worth trying; they do not depend on earlier questions."""
         if num_gpus not in self._layouts:
             kept: dict[Plan, None] = {}
-            for jobs in map(_reference, *zip(*_REFERENCES, strict=True)):
+            for jobs in _references(self.spec):
                 kept.update(dict.fromkeys(self._best_layouts(jobs, num_gpus)))
             self._layouts[num_gpus] = tuple(kept)
         return self._layouts[num_gpus]
@@ -195,15 +196,28 @@ class GroupModel:
                     dp_size=num_gpus // (tp * pp),
                     sequence_parallel=tp > 1,
                 )
-                if misfit(self.spec, plan) is None:
-                    yield plan
+                yield from (
+                    own for own in with_experts(self.spec, plan) if misfit(self.spec, own) is None
+                )
 
 
-def _reference(count: int, batch_size: int) -> list[JobLoad]:
-    lengths = LengthHistogram.single(512)
-    return [
-        JobLoad(name=str(i), rank=16, batch_size=batch_size, lengths=lengths) for i in range(count)
-    ]
+def _references(spec: ModelSpec) -> Iterator[list[JobLoad]]:
+    targets = spec.peft_targets
+    if spec.experts is not None:
+        targets = tuple(target for target in targets if target not in EXPERT_TARGETS)
+    adapts_experts = spec.experts is not None and spec.shared_ffn_size is None
+    for count, batch_size in _REFERENCES:
+        load = JobLoad(
+            name="",
+            rank=16,
+            targets=targets,
+            batch_size=batch_size,
+            lengths=LengthHistogram.single(512),
+        )
+        yield [replace(load, name=str(i)) for i in range(count)]
+        if adapts_experts:
+            adapted = replace(load, targets=spec.peft_targets, expert_rank=_FEW_RANKS)
+            yield [replace(adapted, name=str(i)) for i in range(count)]
 
 
 def _budgets(jobs: Sequence[JobLoad]) -> list[int]:

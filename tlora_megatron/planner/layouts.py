@@ -81,21 +81,7 @@ class Layouts:
                         sequence_parallel=sequence_parallel,
                         shard_optimizer=space.shards_states and dp * cp > 1,
                     )
-                    yield from filter(space.allows, self._with_experts(plan))
-
-    def _with_experts(self, plan: Plan) -> Iterator[Plan]:
-        """A layout with all ways to share routed experts; itself where there are none."""
-        experts = self._spec.experts
-        if experts is None:
-            yield plan
-            return
-        cuts: tuple[Literal[1] | None, ...] = (None, 1) if plan.sequence_parallel else (None,)
-        for expert_tp_size in cuts:
-            cut = replace(plan, expert_tp_size=expert_tp_size)
-            most = plan.num_gpus // plan.pp_size // cut.expert_tp
-            for ep in range(1, min(most, experts.num_experts) + 1):
-                if most % ep == 0 and experts.num_experts % ep == 0:
-                    yield replace(cut, ep_size=ep)
+                    yield from filter(space.allows, with_experts(self._spec, plan))
 
     def _vpp_sizes(self, pp_size: int, ends: Ends) -> list[int]:
         layers, rest = divmod(self._spec.num_layers, pp_size)
@@ -124,6 +110,21 @@ class Layouts:
             return replicas
         step = host // math.gcd(host, gpus)
         return replicas // step * step or max(0, host // gpus)
+
+
+def with_experts(spec: ModelSpec, plan: Plan) -> Iterator[Plan]:
+    """Yields a layout with all ways to share routed experts; itself where there are none."""
+    experts = spec.experts
+    if experts is None:
+        yield plan
+        return
+    cuts: tuple[Literal[1] | None, ...] = (None, 1) if plan.sequence_parallel else (None,)
+    for expert_tp_size in cuts:
+        cut = replace(plan, expert_tp_size=expert_tp_size)
+        most = plan.num_gpus // plan.pp_size // cut.expert_tp
+        for ep in range(1, min(most, experts.num_experts) + 1):
+            if most % ep == 0 and experts.num_experts % ep == 0:
+                yield replace(cut, ep_size=ep)
 
 
 def layout_misfit(spec: ModelSpec, layout: Plan, hardware: HardwareProfile) -> str | None:

@@ -15,13 +15,17 @@ import torch.distributed as dist
 
 from tlora_megatron import timeline
 from tlora_megatron.config.deterministic import exact_shardings
-from tlora_megatron.config.job import HF_TARGETS, LoraSpec
+from tlora_megatron.config.job import EXPERT_TARGETS, FUSED_EXPERT_TARGETS, LoraSpec
 from tlora_megatron.config.jobs import read_job
 from tlora_megatron.config.load import RunConfig, fit_job
+from tlora_megatron.config.parallel_rules.experts import (
+    check_job_over_experts,
+    check_run_over_experts,
+    check_run_without_experts,
+)
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.slab import StatePlacement
-from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.ops.exactness import exactness_of
@@ -74,7 +78,7 @@ def open_resident(
     read_order: ReadOrder | None = None,
     may_write: Callable[[str], bool] = lambda _: True,
     clients: Clients | None = None,
-    targets: Sequence[str] = HF_TARGETS,
+    targets: Sequence[str] | None = None,
     allows_blocks: bool = False,
 ) -> Iterator[ResidentLoop]:
     """Loads the base on this process and opens it for jobs; every process of the world calls it.
@@ -88,14 +92,14 @@ def open_resident(
         may_write: asked by a job's name, on the first rank and on several of its threads, right
             before anything in the job's folder changes.
         clients: who keeps the requests of driven jobs; None = there are no such jobs.
-        targets: that jobs may adapt.
+        targets: that jobs may adapt; None = all that PEFT can name.
         allows_blocks: jobs may have block-diagonal adapters.
 
     Raises:
         ValueError: if the base or the layout cannot be used.
     """
     opened = _open_base(config, rendezvous)
-    held = frozenset(targets)
+    held = frozenset(opened.spec.peft_targets if targets is None else targets)
     shape = BankShape(
         targets=held,
         block_targets=held if allows_blocks else frozenset(),
@@ -126,7 +130,10 @@ class _Opened(NamedTuple):
 def _open_base(config: RunConfig, rendezvous: Rendezvous | None) -> _Opened:
     timeline.begin_run()
     spec = read_model_spec(model_config(config))
-    refuse_experts(spec.experts, "the base of a service")
+    if spec.experts is None:
+        check_run_without_experts(config.parallel)
+    else:
+        check_run_over_experts(config)
     if rendezvous is None:
         own = own_replica(config)
     else:
@@ -165,7 +172,7 @@ def _make_live_loop(
         watch=watch,
         may_write=may_write,
     )
-    usual = LoraSpec(rank=_USUAL_RANK, target_modules=tuple(sorted(shape.targets)))
+    usual = LoraSpec(rank=_USUAL_RANK, target_modules=_off_experts(shape.targets))
     live.saver.expect(*[usual] * _SAVED_AT_ONCE)
     return live
 
@@ -196,10 +203,15 @@ def _kept_ranks(opened: _Opened, targets: frozenset[str]) -> int:
     groups, spec, budget = opened.groups, opened.spec, _KEPT_BYTES
     if groups.device.type == "cuda":
         budget = _KEPT_SHARE * torch.cuda.mem_get_info(groups.device)[1]
-    whole = spec.num_layers * sum(sum(spec.target_shape(target)) for target in targets)
+    whole = spec.num_layers * sum(sum(spec.target_shape(t)) for t in _off_experts(targets))
     itemsize = DTYPES[opened.config.base_model.dtype].itemsize
     rank_bytes = whole * itemsize / (groups.layout.tp_size * groups.layout.pp_size)
     return max(1, min(_KEPT_RANKS, int(budget // rank_bytes)))
+
+
+def _off_experts(targets: frozenset[str]) -> tuple[str, ...]:
+    """Targets but those on routed experts, which are too large to keep memory for."""
+    return tuple(sorted(targets - {*EXPERT_TARGETS, *FUSED_EXPERT_TARGETS}))
 
 
 def _make_super_model(opened: _Opened, shape: BankShape) -> SuperModel:
@@ -245,5 +257,7 @@ def _check(opened: _Opened, shape: BankShape, prepared: PreparedJob) -> None:
     """Refuses a job that this super-model has no place for."""
     job = prepared.spec
     fit_job(job, opened.config, may_be_driven=True)
+    if opened.spec.experts is not None:
+        check_job_over_experts(job, opened.config)
     shape.check_holds(job.name, job.lora)
     check_fits_linears(job, opened.spec, opened.groups.layout, opened.linears)

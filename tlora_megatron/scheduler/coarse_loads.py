@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from tlora_megatron.planner.cost.experts.adapters import adapts_experts
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 _RANK_STEP = 16
@@ -28,8 +29,9 @@ _ROUNDING = 1e-9
 def coarse_load(load: JobLoad) -> JobLoad:
     """The load as a scheduler asks about it; at least as large as the job in what memory holds.
 
-    The rank is rounded up to 16s (a block-diagonal one as it is), the batch to a power of sqrt 2,
-    lengths to 8 quantiles on a grid of 4 an octave, the share of targets up to eighths.
+    The rank is rounded up to 16s (a block-diagonal one as it is, that on routed experts to a power
+    of 2: there kernels pad nothing, and memory is large), the batch to a power of sqrt 2, lengths
+    to 8 quantiles on a grid of 4 an octave, the share of targets up to eighths.
     """
     rank = load.rank
     if load.num_blocks == 1:
@@ -38,12 +40,19 @@ def coarse_load(load: JobLoad) -> JobLoad:
         load,
         name="job",
         rank=rank,
+        expert_rank=_on_experts(load),
         batch_size=_on_grid(load.batch_size, _BATCHES_PER_OCTAVE),
         lengths=coarse_lengths(load.lengths),
         dropout=_ANY_DROPOUT if load.dropout else 0.0,
         target_share=math.ceil(load.target_share * _SHARE_STEPS) / _SHARE_STEPS,
         longest_eval=_length(load.longest_eval, up=True) if load.longest_eval else 0,
     )
+
+
+def _on_experts(load: JobLoad) -> int | None:
+    if not adapts_experts(load):
+        return None
+    return 2 ** ((load.expert_rank or load.rank) - 1).bit_length()
 
 
 def coarse_lengths(lengths: LengthHistogram) -> LengthHistogram:

@@ -12,7 +12,6 @@ from tlora_megatron.config.base_model import BaseModelSpec, read_base_model
 from tlora_megatron.config.jobs import plain
 from tlora_megatron.config.reader import must, read_spec
 from tlora_megatron.config.source import read_document
-from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.service.home import Home, read_json, write_json
 
 BASES_NAME = "bases.json"
@@ -63,17 +62,5 @@ def _read_word(word: str) -> tuple[str, Mapping[str, Any]]:
         base = read_base_model(document.get("base_model", document), path.resolve().parent)
     else:
         base = read_base_model({"path": place}, Path.cwd())
-    _refuse_experts(word, base)
     section: dict[str, Any] = plain(asdict(base))
     return name, section
-
-
-def _refuse_experts(word: str, base: BaseModelSpec) -> None:
-    """Refuses a base over which a service trains and samples nothing."""
-    try:
-        experts = read_model_spec(base.config_file).experts
-    except ValueError:
-        return  # its first job says what else is wrong with it
-    if experts is not None:
-        rule = "name a base without routed experts yet"
-        raise must("--base", rule, word, "train its jobs with tlora train")

@@ -11,6 +11,7 @@ from typing import TypeVar
 from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, rule
 from tlora_megatron.config.reader import ConfigError, must, read_spec
 from tlora_megatron.config.source import read_document
+from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
@@ -101,7 +102,7 @@ def load_mix(name: str) -> tuple[JobMix, dict[str, ModelSpec]]:
 
     Raises:
         ConfigError: if there is none, or the file is not a mix.
-        ValueError: if a base model cannot be read.
+        ValueError: if a base model cannot be read, or has routed experts.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml", ".json"):
@@ -113,7 +114,10 @@ def load_mix(name: str) -> tuple[JobMix, dict[str, ModelSpec]]:
         mix = read_spec(JobMix, document, "mix")
     except ConfigError as error:
         raise ConfigError(f"{error} in {path}") from None
-    return mix, {base.name: read_model_spec(path.parent / base.config) for base in mix.bases}
+    specs = {base.name: read_model_spec(path.parent / base.config) for base in mix.bases}
+    for base, spec in specs.items():
+        refuse_experts(spec.experts, f"base {base} of --mix")
+    return mix, specs
 
 
 class MixDraw:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.experts.adapters import expert_elements
+from tlora_megatron.planner.cost.experts.split import expert_split
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.jobs import Job
@@ -111,8 +114,10 @@ def _as_costed(load: JobLoad) -> JobLoad:
 
 def state_bytes(spec: ModelSpec, load: JobLoad) -> float:
     """Size of a job's adapter, gradients and optimizer state."""
-    sizes = (sum(spec.target_shape(target)) for target in load.targets)
-    return float(_STATE_BYTES * load.rank * spec.num_layers * sum(sizes))
+    dense = (target for target in load.targets if not target.startswith("experts."))
+    elements = load.rank * sum(sum(spec.target_shape(target)) for target in dense)
+    elements += expert_elements(spec, load, expert_split(spec, Plan())).total
+    return float(_STATE_BYTES * spec.num_layers * elements)
 
 
 def flops_per_token(spec: ModelSpec) -> float:
@@ -120,12 +125,9 @@ def flops_per_token(spec: ModelSpec) -> float:
 
     Attention, adapters and recomputation are left out.
     """
-    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    shapes = (spec.target_shape(target) for target in targets)
-    weights = spec.num_layers * sum(rows * columns for rows, columns in shapes)
-    return 4.0 * (weights + spec.vocab_size * spec.hidden_size)
+    return 4.0 * (spec.num_layers * spec.row_weights + spec.vocab_size * spec.hidden_size)
 
 
 def weights_bytes(spec: ModelSpec) -> float:
     """Size of the base model in bf16, with the input embedding."""
-    return flops_per_token(spec) / 2 + 2.0 * spec.vocab_size * spec.hidden_size
+    return 2.0 * (spec.num_layers * spec.layer_weights + 2 * spec.vocab_size * spec.hidden_size)

@@ -185,8 +185,44 @@ def test_targets_on_a_shared_expert_need_one() -> None:
         search(EXPERTS, jobs, HARDWARE, 1)
 
 
-def test_groups_and_unlike_replicas_have_dense_bases() -> None:
-    with pytest.raises(ValueError, match="the base of a group must have no routed experts yet"):
-        GroupModel(EXPERTS, HARDWARE)
+def test_unlike_replicas_have_dense_bases() -> None:
     with pytest.raises(ValueError, match="the base of replicas of any kinds must have no routed"):
         deploy(EXPERTS, JOBS, HARDWARE, 4)
+
+
+def test_a_group_is_as_fast_as_the_best_plan_without_context_parallelism() -> None:
+    model, space = GroupModel(EXPERTS, HARDWARE), SearchSpace(cp_size=1, runs_in="train")
+    for mix in (JOBS, [replace(own, targets=EXPERT_TARGETS, expert_rank=2) for own in JOBS]):
+        found = model.estimate(mix, 4)
+        assert found.plan is not None
+        best = search(EXPERTS, mix, HARDWARE, 4, space).plans[0].cost.tokens_per_s
+        assert sum(found.tokens_per_s) == pytest.approx(best, rel=0.1)
+
+
+def test_groups_share_experts_where_a_base_is_too_large(repo: Path) -> None:
+    hardware = load_profile(repo / "configs/hardware/h200.json")
+    model = GroupModel(published(repo, "qwen3-235b-a22b"), hardware)
+    assert not model.estimate(on_attention(512, 8), 2).fits
+    found = model.estimate(on_attention(512, 8), 8)
+    assert found.plan is not None
+    assert found.plan.ep_size * found.plan.expert_tp * found.plan.pp_size >= 4
+    assert model.holds(on_attention(512, 8), found.plan)
+
+
+def test_a_group_over_a_shared_expert() -> None:
+    spec, alone = replace(EXPERTS, shared_ffn_size=300), on_attention(64, 8)
+    found = GroupModel(spec, HARDWARE).estimate(alone, 2)
+    less = GroupModel(EXPERTS, HARDWARE).estimate(alone, 2)
+    assert found.fits
+    assert found.tokens_per_s < less.tokens_per_s
+
+
+def test_a_group_tells_adapters_on_experts_apart(repo: Path) -> None:
+    """Own factors of 128 experts have states of 60 GB at rank 64, and of 1 GB at rank 1."""
+    hardware = load_profile(repo / "configs/hardware/h100.json")
+    model = GroupModel(published(repo, "qwen3-30b-a3b"), hardware)
+    large = replace(on_attention(512, 8)[0], targets=EXPERT_TARGETS, expert_rank=64)
+    fits = [model.estimate([replace(large, expert_rank=n)], 1).fits for n in (1, 64)]
+    assert fits == [True, False]
+    own, shared = (model.estimate([load], 2) for load in (large, replace(large, shares_outer=True)))
+    assert own.tokens_per_s != shared.tokens_per_s

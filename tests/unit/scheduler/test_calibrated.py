@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.floor_model import FloorModel
+from tlora_megatron.config.job import EXPERT_TARGETS
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.calibrated import CalibratedSpeeds
 from tlora_megatron.scheduler.coarse_loads import coarse_lengths, coarse_load
@@ -94,6 +97,14 @@ def test_similar_files_are_of_one_kind() -> None:
         for i in range(50)
     }
     assert len(kinds) == 1
+
+
+def test_ranks_on_experts_are_rounded_up_little() -> None:
+    lengths = LengthHistogram.single(64)
+    load = JobLoad(name="x", rank=6, batch_size=8, lengths=lengths, targets=EXPERT_TARGETS)
+    assert coarse_load(load).expert_rank == 8
+    assert coarse_load(replace(load, expert_rank=3)).expert_rank == 4
+    assert coarse_load(replace(load, targets=("q_proj",))).expert_rank is None
 
 
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=60), st.integers(1, 300))

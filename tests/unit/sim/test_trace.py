@@ -195,6 +195,15 @@ def test_bad_mixes_are_refused(tmp_path: Path) -> None:
         load_mix(str(write(tmp_path / "m.yaml", "name: x\nrank: []\n")))
 
 
+def test_bases_with_routed_experts_are_refused(repo: Path, tmp_path: Path) -> None:
+    mix = (repo / "tlora_megatron/sim/mixes/paper.yaml").read_text()
+    config = repo / "configs/models/qwen3-30b-a3b.json"
+    mix = mix.replace("llama-3-8b.json", str(config)).replace("qwen3-8b.json", str(config))
+    file = write(tmp_path / "m.yaml", mix)
+    with pytest.raises(ValueError, match="base Llama-3-8B of --mix must have no routed experts"):
+        load_mix(str(file))
+
+
 @pytest.mark.parametrize("name", ["cluster-128xA100", "cluster-128xH100"])
 def test_shipped_clusters(repo: Path, name: str) -> None:
     cluster, profile = load_cluster(repo / "configs" / "hardware" / f"{name}.yaml")

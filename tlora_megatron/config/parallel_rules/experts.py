@@ -62,10 +62,7 @@ def check_job_over_experts(job: JobSpec, config: RunConfig) -> None:
     Raises:
         ConfigError: naming the key and the job.
     """
-    if job.portion_tokens is not None:
-        name = f"portion_tokens of job {job.name}"
-        rule = f"be absent {_WHERE}: {_NO_BITS}"
-        raise must(name, rule, job.portion_tokens)
+    check_no_portions(job)
     names = [target.removeprefix("experts.") for target in job.lora.target_modules]
     on_experts = [name for name in names if name in _ON_EXPERTS]
     if not on_experts:
@@ -74,6 +71,17 @@ def check_job_over_experts(job: JobSpec, config: RunConfig) -> None:
     if parallel.shard_optimizer and parallel.ep_size > 1:
         rule = f"be false with ep_size above 1: {adapts}, whose replicas differ"
         raise must("parallel.shard_optimizer", rule, True)
+
+
+def check_no_portions(job: JobSpec) -> None:
+    """Refuses portions of a job over a base with routed experts, where they promise nothing.
+
+    Raises:
+        ConfigError: naming the job.
+    """
+    if job.portion_tokens is not None:
+        name = f"portion_tokens of job {job.name}"
+        raise must(name, f"be absent {_WHERE}: {_NO_BITS}", job.portion_tokens)
 
 
 def _check_alike_rounds(run: RunSpec) -> None:

@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.config.load import read_gang_config
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.attach import attach
-from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.runtime.backbone import model_config, model_dir, open_backbone, ready_process
@@ -48,12 +46,11 @@ def open_batcher(base: Mapping[str, Any], limits: SamplerLimits) -> Batcher:
     }
     config = read_gang_config(sections, Path("/"), output_dir="/")
     spec = read_model_spec(model_config(config))
-    refuse_experts(spec.experts, "the base of a sampler")
     quantisation = base_quantisation(config.base_model, spec)
     own = own_replica(config, rank=0, world_size=1)
     ready_process(config, own.layout)
     opened = open_backbone(config, spec, own, quantisation)
-    held = frozenset(HF_TARGETS)
+    held = frozenset(spec.peft_targets)
     bank = AdapterBank(
         [site for site, _ in opened.linears],
         BankShape(targets=held, block_targets=held),

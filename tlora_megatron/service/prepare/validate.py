@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from tlora_megatron.config.base_model import BaseModelSpec, read_base_model
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.jobs import job_to_dict
+from tlora_megatron.config.parallel_rules.experts import check_no_portions
 from tlora_megatron.config.portions import portion_of
 from tlora_megatron.config.reader import must
 from tlora_megatron.config.rules import resolve_job_paths
-from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.planner.workload import LengthHistogram, guessed_lengths
 from tlora_megatron.service.below import UserFiles
 from tlora_megatron.service.home import JOB_NAME, Home, make_folder, write_json
@@ -28,6 +28,7 @@ from tlora_megatron.service.prepare.start_files import take_start_files
 from tlora_megatron.service.prepare.submission import Submission
 
 if TYPE_CHECKING:
+    from tlora_megatron.model.spec import ModelSpec
     from tlora_megatron.training.data.jsonl_file import JsonlFile
     from tlora_megatron.training.run.job_reader import ReadJob
 
@@ -79,9 +80,13 @@ def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Valid
         micro_batch_tokens=rules.micro_batch_tokens,
         budget=_BUDGET,
     )
-    refuse_experts(reader.spec.experts, f"the base of job {job.name!r} in a service")
+    if reader.spec.experts is not None:
+        check_no_portions(job)
+    read_job = reader.read(job)
+    # Targets have the names of the base's linears from here on.
+    job = replace(job, lora=read_job.prepared.spec.lora)
     measure = _guess if job.driven else _measure
-    found = measure(job_id, job, reader.read(job), rules)
+    found = measure(job_id, job, read_job, rules, reader.spec)
     # For people and scripts that look into the folder: the store is what counts.
     kept = {"name": job.name, "base_model": submission.base_model, "job": found.document}
     write_json(make_folder(home.job(job_id)) / JOB_NAME, kept)
@@ -104,7 +109,9 @@ def _read_base(submission: Submission, files: UserFiles) -> BaseModelSpec:
     return base
 
 
-def _measure(job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules) -> Validated:
+def _measure(
+    job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules, spec: ModelSpec
+) -> Validated:
     from tlora_megatron.training.data.mapped_tokens import lengths_of
 
     prepared = read.prepared
@@ -113,9 +120,7 @@ def _measure(job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules) -> V
     eval_rows = lengths_of(data.eval) - 1
     longest_eval = int(eval_rows.max(initial=0))
     lengths = LengthHistogram.from_lengths(rows.tolist())
-    if job.portion_tokens is None:
-        portion = portion_of(lengths.pairs, job.batch_size, rules.micro_batch_tokens)
-        job = replace(job, portion_tokens=portion)
+    job = _with_portion(job, lengths, rules, spec)
     targets = sum(int(sequence.is_target.sum()) for sequence in data.train)
     epoch_tokens = int(rows.sum())
     return Validated(
@@ -137,12 +142,12 @@ def _measure(job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules) -> V
     )
 
 
-def _guess(job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules) -> Validated:
+def _guess(
+    job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules, spec: ModelSpec
+) -> Validated:
     """Guesses the cost of a job of which nobody knows what its client will send."""
     lengths = guessed_lengths(job.max_seq_len)
-    if job.portion_tokens is None:
-        portion = portion_of(lengths.pairs, job.batch_size, rules.micro_batch_tokens)
-        job = replace(job, portion_tokens=portion)
+    job = _with_portion(job, lengths, rules, spec)
     checkpoint = read.prepared.checkpoint
     return Validated(
         job=job_id,
@@ -161,6 +166,16 @@ def _guess(job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules) -> Val
         num_truncated=0,
         num_dropped=0,
     )
+
+
+def _with_portion(
+    job: JobSpec, lengths: LengthHistogram, rules: PrepareRules, spec: ModelSpec
+) -> JobSpec:
+    """Fixes a job's portions, which keep its bits; over routed experts nothing does."""
+    if job.portion_tokens is not None or spec.experts is not None:
+        return job
+    portion = portion_of(lengths.pairs, job.batch_size, rules.micro_batch_tokens)
+    return replace(job, portion_tokens=portion)
 
 
 class _Listener(logging.Handler):

@@ -46,7 +46,7 @@ def order_reader(config: RunConfig, root: str | Path) -> Callable[[Mapping[str, 
         asked = JobOrder(**order)
         # Under the user's name for it, so that errors have that; inside a gang its id is its name.
         job = read_job(dict(asked.document), None, path=f"jobs.{asked.name}")
-        if job.portion_tokens is None:
+        if job.portion_tokens is None and reader.spec.experts is None:
             raise ValueError(f"portion_tokens of job {job.name!r} must be set when it is accepted")
         check_job_folders(home.root, asked.job)
         saved = home.job(asked.job) / "checkpoints"

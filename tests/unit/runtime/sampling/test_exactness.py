@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.sampling_case import Reference, greedy, opened, sample, write_adapters
-from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_models import TINY_EXPERT_TYPES, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.integrations.megatron.generation.growing_view import Growth
 from tlora_megatron.runtime.sampling.batcher import Batcher
@@ -29,14 +29,15 @@ class Opened(NamedTuple):
     adapters: dict[str | None, str | None]
 
 
-@pytest.fixture(scope="module", params=["quickstart", "qwen3"])
+@pytest.fixture(scope="module", params=["quickstart", "qwen3", *TINY_EXPERT_TYPES])
 def case(
     request: pytest.FixtureRequest, repo: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Opened]:
     folder = tmp_path_factory.mktemp("sampling")
     base = repo / "configs" / "quickstart" / "base"
-    if request.param == "qwen3":
-        base = make_tiny_model(folder / "base", "qwen3", tied=True, vocab_size=VOCAB_SIZE)
+    if request.param != "quickstart":
+        kind, tied = request.param, request.param == "qwen3"
+        base = make_tiny_model(folder / "base", kind, tied=tied, vocab_size=VOCAB_SIZE)
         save_tiny_tokenizer(base)
     adapters: dict[str | None, str | None] = {None: None, **write_adapters(base, folder)}
     # Two adapters at a time: the third waits for room.

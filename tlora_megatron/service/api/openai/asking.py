@@ -27,6 +27,7 @@ PREFIX = "tlora."
 _SERVICE = ("gpus", "max_slowdown", "priority")
 _KEYS = (
     *("lora.rank", "lora.alpha", "lora.dropout", "lora.target_modules", "lora.use_rslora"),
+    *("lora.expert_rank", "lora.expert_sharing"),
     *("optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm"),
     *("schedule.name", "schedule.warmup_steps", "schedule.warmup_ratio", "schedule.min_lr"),
     *("max_seq_len", "max_steps", "eval_every_steps", "on_nonfinite", "data.overlong"),

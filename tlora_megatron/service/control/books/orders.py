@@ -84,6 +84,8 @@ def take_stats(live: LiveJob, stats: Mapping[str, Any]) -> None:
         target_share=float(stats.get("target_share", 1.0)),
         longest_eval=int(stats.get("longest_eval", 0)),
         num_blocks=int(stats.get("num_blocks", 1)),
+        expert_rank=stats.get("expert_rank"),
+        shares_outer=bool(stats.get("shares_outer", False)),
         is_open=bool(stats.get("is_open", False)),
     )
     live.load = coarse_load(load)
@@ -102,6 +104,8 @@ def stats_of(load: JobLoad, *, tokens: float, num_steps: int) -> dict[str, Any]:
         "target_share": load.target_share,
         "longest_eval": load.longest_eval,
         "num_blocks": load.num_blocks,
+        "expert_rank": load.expert_rank,
+        "shares_outer": load.shares_outer,
         "is_open": load.is_open,
         "tokens": tokens,
         "num_steps": num_steps,
@@ -154,6 +158,8 @@ def gang_spec(
             "pp_size": plan.pp_size,
             "sequence_parallel": plan.sequence_parallel,
             "lora_sharding": plan.lora_sharding,
+            "ep_size": plan.ep_size,
+            "expert_tp_size": plan.expert_tp_size,
         }
         run = {
             "micro_batch_tokens": max(plan.micro_batch_tokens, settings.micro_batch_tokens),
@@ -179,6 +185,8 @@ def plan_of(spec: GangSpec) -> Plan:
         tp_size=tp_size,
         pp_size=pp_size,
         dp_size=max(1, spec.world_size // (tp_size * pp_size)),
+        ep_size=parallel.get("ep_size", 1),
+        expert_tp_size=parallel.get("expert_tp_size"),
         sequence_parallel=parallel.get("sequence_parallel", False),
         lora_sharding=parallel.get("lora_sharding", "fold"),
         micro_batch_tokens=run.get("micro_batch_tokens", 8192),

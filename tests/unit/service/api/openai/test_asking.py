@@ -70,6 +70,8 @@ def test_metadata_set_what_the_api_has_no_field_for() -> None:
         "tlora.lora.alpha": "8",
         "tlora.lora.target_modules": "q_proj, v_proj",
         "tlora.lora.use_rslora": "true",
+        "tlora.lora.expert_rank": "2",
+        "tlora.lora.expert_sharing": "outer",
         "tlora.optimizer.lr": "1e-3",
         "tlora.schedule.name": "cosine",
         "tlora.max_steps": "12",
@@ -80,7 +82,10 @@ def test_metadata_set_what_the_api_has_no_field_for() -> None:
     }
     spec = spec_of(metadata=metadata, hyperparameters={"learning_rate_multiplier": 2})
     targets = ("q_proj", "v_proj")
-    assert spec.lora == LoraSpec(rank=4, alpha=8.0, target_modules=targets, use_rslora=True)
+    on_experts = {"expert_rank": 2, "expert_sharing": "outer"}
+    assert spec.lora == LoraSpec(
+        rank=4, alpha=8.0, target_modules=targets, use_rslora=True, **on_experts
+    )
     assert (spec.optimizer.lr, spec.schedule.name) == (2e-3, "cosine")
     assert (spec.max_steps, spec.epochs, spec.max_seq_len) == (12, None, 64)
     assert (spec.service.max_slowdown, spec.service.gpus) == (2.5, 2)

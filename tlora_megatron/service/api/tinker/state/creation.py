@@ -20,6 +20,8 @@ ALPHA = 32.0
 SETTINGS = (
     "lora.alpha",
     "lora.dropout",
+    "lora.expert_rank",
+    "lora.expert_sharing",
     "lora.target_modules",
     "lora.use_rslora",
     "service.gpus",

@@ -1,0 +1,142 @@
+"""Jobs over routed experts join, leave, come back and fail; each gets what PEFT gives it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.helpers.oracle import OracleResult
+from tests.helpers.resident_case import Command, Resident, resident
+from tests.helpers.scenario import (
+    JOBS,
+    NUM_STEPS,
+    assert_equals_oracle,
+    load_scenario,
+    losses,
+    make_scenario,
+    oracle_results,
+)
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = ["gate_proj", "up_proj", "down_proj"]
+LORA: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "mlp": {"target_modules": EXPERTS, "expert_sharing": "outer"},
+    "everything": {"target_modules": [*ATTENTION, *EXPERTS], "expert_rank": 3},
+    "outputs": {"target_modules": ["o_proj", "down_proj"], "expert_rank": 4},
+}
+"""Jobs without adapters on routed experts, with outer factors that all experts share, and with
+factors of each expert."""
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one process": ("qwen3_moe", 1, {}),
+    "EP2": ("qwen3_moe", 2, {"ep_size": 2}),
+    "TP2 SP": (
+        "qwen3_moe",
+        2,
+        {"tp_size": 2, "sequence_parallel": True, "expert_tp_size": 1},
+    ),
+    "shared, EP2": ("qwen2_moe", 2, {"ep_size": 2}),
+}
+SHARED: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "mlp": {"target_modules": ["shared_expert.up_proj", "shared_expert.down_proj"]},
+    "everything": {"target_modules": [*ATTENTION, *(f"shared_expert.{part}" for part in EXPERTS)]},
+    "outputs": {"target_modules": ["o_proj", "shared_expert.down_proj"]},
+}
+"""Beside a shared expert jobs adapt no routed one."""
+
+
+class Gang(NamedTuple):
+    """A super-model, and what PEFT gives each of its jobs alone."""
+
+    opened: Resident
+    oracle: dict[str, OracleResult]
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, OracleResult]]:
+    """Each job alone in transformers and PEFT, over a kind of base."""
+
+    @functools.cache
+    def alone(model_type: str) -> dict[str, OracleResult]:
+        path = make_scenario(tmp_path_factory.mktemp("alone"), **shape_of(model_type))
+        return oracle_results(load_scenario(path, output_dir=path.parent / "unused"))
+
+    return alone
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def gang(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    oracles: Callable[[str], dict[str, OracleResult]],
+) -> Iterator[Gang]:
+    model_type, num_ranks, parallel = LAYOUTS[request.param]
+    expected, root = oracles(model_type), tmp_path_factory.mktemp("resident")
+    with resident(root, num_ranks, parallel, **shape_of(model_type)) as opened:
+        yield Gang(opened, expected)
+
+
+def shape_of(model_type: str) -> dict[str, Any]:
+    """What `make_scenario` takes to write a base and the jobs over it."""
+    loras = SHARED if model_type == "qwen2_moe" else LORA
+    specs = [dict(job) | {"lora": {**job["lora"], **loras[job["name"]]}} for job in JOBS]
+    return {"specs": specs, "model_type": model_type}
+
+
+def test_all_get_what_they_get_alone(gang: Gang) -> None:
+    opened, oracle = gang
+    ill = opened.documents["outputs"] | {"on_nonfinite": "fail"}
+    ill["optimizer"] = ill["optimizer"] | {"lr": 1e38}
+    commands = [
+        *coming(1, "attention", opened.documents["attention"]),
+        *coming(2, "everything", opened.documents["everything"]),
+        *coming(3, "ill", ill),
+        *coming(4, "mlp", opened.documents["mlp"]),
+        leaving(2, "everything", behind_step=2, save=True),
+        *coming(4, "everything", opened.documents["everything"]),
+        *coming(5, "cancelled", opened.documents["everything"]),
+        leaving(5, "cancelled", behind_step=1, save=False),
+        *coming(6, "outputs", opened.documents["outputs"]),
+    ]
+    events = opened.run(commands)
+    last = {job: (kind, body) for kind, job, body in events if job is not None}
+    for name in LORA:
+        finished = {"status": "finished", "reason": None, "step": NUM_STEPS}
+        assert last[name] == ("ended", finished)
+        out = opened.folder / "out"
+        assert_equals_oracle(out, name, oracle[name], opened.folder / "base")
+    assert last["ill"][1]["status"] == "failed"
+    assert last["cancelled"][0] == "left"
+    expected = oracle["everything"].losses
+    lost = losses(opened.folder / "out", "cancelled")
+    assert 0 < len(lost) < NUM_STEPS
+    assert lost == pytest.approx(expected[: len(lost)], rel=1e-5)
+    (back,) = [body["step"] for kind, job, body in events if (kind, job) == ("left", "everything")]
+    assert 0 < back < NUM_STEPS, "it came back in the middle"
+
+
+def test_what_cannot_be_promised_is_refused(gang: Gang) -> None:
+    opened = gang.opened
+    attention = opened.documents["attention"]
+    portions = attention | {"portion_tokens": 100}
+    fused = attention | {"lora": attention["lora"] | {"target_modules": ["linear_fc2"]}}
+    commands = [*coming(1, "portions", portions), *coming(1, "fused", fused)]
+    told = {job: body["error"] for kind, job, body in opened.run(commands) if kind == "refused"}
+    assert told["portions"].startswith("portion_tokens of job portions must be absent over a base")
+    assert "job 'fused' must" in told["fused"]
+    assert "experts.linear_fc2" in told["fused"]
+
+
+def coming(look: int, name: str, document: dict[str, Any]) -> list[Command]:
+    """Prepares a job and lets it join at a look of the first rank into its mailbox."""
+    order = {"kind": "prepare", "job": name, "body": {"document": document}}
+    return [(look, order), (look, {"kind": "join", "job": name})]
+
+
+def leaving(look: int, name: str, *, behind_step: int, save: bool) -> Command:
+    """Takes a job out in the middle of its training."""
+    body = {"save": save}
+    return look, {"kind": "leave", "job": name, "body": body, "behind_step": behind_step}
