@@ -52,7 +52,7 @@ def coarse_load(load: JobLoad) -> JobLoad:
 def _on_experts(load: JobLoad) -> int | None:
     if not adapts_experts(load):
         return None
-    return 2 ** ((load.expert_rank or load.rank) - 1).bit_length()
+    return 1 << ((load.expert_rank or load.rank) - 1).bit_length()
 
 
 def coarse_lengths(lengths: LengthHistogram) -> LengthHistogram:
