@@ -20,7 +20,7 @@ pytestmark = [
         importlib.util.find_spec("transformer_engine") is None, reason="needs transformer_engine"
     ),
 ]
-ROWS = (80, 1, 40)
+ROWS = (40, 1, 10, 24, 30, 16)
 NUM_ROWS = 128
 
 

@@ -30,12 +30,18 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
 
 SPEC = replace(EXPERTS_SPEC, num_layers=1)
-LORAS = (*MOE_LORAS, LoraSpec(rank=2, target_modules=("q_proj",)))
+LORAS = (
+    *MOE_LORAS,
+    LoraSpec(rank=2, target_modules=("q_proj",)),
+    replace(MOE_LORAS[1], expert_rank=5, expert_sharing="none"),
+    LoraSpec(rank=9, expert_sharing="outer", target_modules=("experts.linear_fc1",)),
+    LoraSpec(rank=4, expert_sharing="outer", target_modules=("experts.down_proj",)),
+)
 _LINEARS = ("linear_fc1", "linear_fc2")
 
 
 def make_bank(dtype: torch.dtype, device: torch.device) -> AdapterBank:
-    """Adapters on experts, one with one A for gate and up, and one on attention."""
+    """Adapters on experts, with factors of their own and with shared ones, and one on attention."""
     sites = stage_sites(SPEC, ParallelLayout(), tp_rank=0, pp_rank=0)
     bank = AdapterBank(sites, LORAS, dtype=dtype, device=device)
     adapters = []
@@ -123,7 +129,7 @@ def run_packed(layer: Any, x: Tensor, dy: Tensor, rows: tuple[int, ...]) -> tupl
         rows: of each adapter; the rest is padding.
     """
     documents = [Document(slot=slot, length=count) for slot, count in enumerate(rows)]
-    view = pack_micro_batch(documents, num_slots=len(LORAS), num_tokens=len(x))
+    view = pack_micro_batch(documents, num_slots=len(rows), num_tokens=len(x))
     leaf = x.clone().requires_grad_()
     with use_micro_batch(view):
         y, _ = layer(leaf)

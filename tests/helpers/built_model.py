@@ -58,6 +58,7 @@ MOE_LORAS = (
         rank=3,
         alpha=3,
         expert_rank=2,
+        expert_sharing="outer",
         target_modules=(
             *("linear_qkv", "shared_expert.gate_proj", "shared_expert.down_proj"),
             *("experts.gate_proj", "experts.up_proj", "experts.down_proj"),

@@ -34,7 +34,7 @@ _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _EXPERTS = ["gate_proj", "up_proj", "down_proj"]
 LORA: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ["q_proj", "v_proj"]},
-    "mlp": {"target_modules": _EXPERTS},
+    "mlp": {"target_modules": _EXPERTS, "expert_sharing": "outer"},
     "everything": {"target_modules": [*_ATTENTION, *_EXPERTS], "expert_rank": 3},
     "outputs": {"target_modules": ["k_proj", "linear_fc1", "linear_fc2"], "expert_rank": 4},
 }

@@ -181,13 +181,7 @@ def settle_expert_jobs(
 
 
 def _check_job(job: JobSpec, config: RunConfig, spec: ModelSpec, args: argparse.Namespace) -> None:
-    lora = over_base(job, spec).lora
-    targets = lora.expert_targets
-    if lora.shares_outer:
-        raise ValueError(
-            f"lora.expert_sharing of job {job.name!r} must be none with {FLAG}, got outer; "
-            "train it with tlora train"
-        )
+    targets = over_base(job, spec).lora.expert_targets
     where = f"for job {job.name!r}, which adapts routed experts"
     sizes = expert_sizes(args)
     if targets and args.use_distributed_optimizer and sizes["ep_size"] > 1:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.built_experts import (
+    LORAS,
     SPEC,
     errors,
     frozen,
@@ -26,6 +27,7 @@ from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
 
 KINDS = ("SequentialMLP allgather", "SequentialMLP alltoall", "TEGroupedMLP alltoall")
+ROWS = (6, 1, 3, 4, 5, 2)
 PLACE = (torch.float32, torch.device("cpu"))
 
 
@@ -41,11 +43,26 @@ def test_output_and_all_gradients_are_those_of_our_layer(kind: str) -> None:
     like = frozen(banks[0])
     layers = like, megatrons(kind, like, banks[1])
     x, dy = torch.randn(2, 24, 1, SPEC.hidden_size)
-    expected, found = (run_packed(layer, x, dy, (13, 1, 6)) for layer in layers)
+    expected, found = (run_packed(layer, x, dy, ROWS) for layer in layers)
     found_errors = errors(found, expected, banks[1], banks[0])
     assert len(found_errors) > 10
     assert max(found_errors.values()) < 5e-6, found_errors
     assert current_call() is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("slot", [4, 5])
+def test_a_job_that_shares_a_factor_at_one_linear_alone(kind: str, slot: int) -> None:
+    banks = make_bank(*PLACE), make_bank(*PLACE)
+    like = frozen(banks[0])
+    layers = like, megatrons(kind, like, banks[1])
+    for bank in banks:
+        bank.install(bank.adapters[slot : slot + 1])
+    x, dy = torch.randn(2, 24, 1, SPEC.hidden_size)
+    expected, found = (run_packed(layer, x, dy, (20,)) for layer in layers)
+    found_errors = errors(found, expected, banks[1], banks[0])
+    assert len(found_errors) == 4
+    assert max(found_errors.values()) < 5e-6, found_errors
 
 
 @torch.no_grad()
@@ -54,10 +71,10 @@ def test_without_rows_of_jobs_megatron_s_layer_is_untouched() -> None:
     layer = megatrons("TEGroupedMLP alltoall", frozen(bank), bank)
     x = torch.randn(9, 1, SPEC.hidden_size)
     bare = layer(x)[0]  # outside of a run
-    view = pack_micro_batch([Document(slot=2, length=9)], num_slots=3, num_tokens=9)
+    view = pack_micro_batch([Document(slot=2, length=9)], num_slots=len(LORAS), num_tokens=9)
     with use_micro_batch(view):
         assert torch.equal(layer(x)[0], bare)
-    bank.install(bank.adapters[2:])
+    bank.install(bank.adapters[2:3])
     view = pack_micro_batch([Document(slot=0, length=9)], num_slots=1, num_tokens=9)
     with use_micro_batch(view):
         assert torch.equal(layer(x)[0], bare)

@@ -229,12 +229,6 @@ def test_what_excludes_adapters_on_experts_is_refused_for_the_job(
             {},
             "--expert-tensor-parallel-size must be 1 or 1 for job 'a', .*, got 2",
         ),
-        (
-            {},
-            {"lora": {"expert_sharing": "outer", "rank": 4, "target_modules": ON_EXPERTS}},
-            {},
-            "lora.expert_sharing of job 'a' must be none with --tlora-config, got outer",
-        ),
         ({}, {"portion_tokens": 64}, {}, "portion_tokens of job a must be absent over a base with"),
         (
             {},

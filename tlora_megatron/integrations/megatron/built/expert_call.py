@@ -6,8 +6,9 @@ the layer routes: from the routing map and the ends of the adapters' rows, which
 With several sources one all-gather of these numbers tells the rank what arrives, and its rows are
 put adapter by adapter before the experts and back behind them. The host waits for none of this.
 
-An `ExpertCall` is a value of one call: bound from the routing until the experts are through, in
-forward and, as the router runs again there, in recompute.
+An `ExpertCall` is a value of one call: bound from the routing until the experts are through (where
+rank columns come back with their results, until the layer is), in forward and, as the router runs
+again there, in recompute.
 
 Shapes: T rows of this rank, E experts of the layer, P sources, L = E / EP experts of this rank, S
 adapters and the null slot, Q rows that arrive.
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlora_megatron.integrations.megatron.built.expert_outer import RankColumns
 from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns
 from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.routing.segments import MicroBatchView
@@ -64,7 +66,10 @@ class ExpertCall:
     runs: ExpertRuns
     """The rows as the experts compute them: by expert, and in each by adapter."""
     factors: Mapping[str, ExpertFactors | None]
-    """By the name that sites give the linear; None = no job adapts it."""
+    """Those that every expert has for itself, by the name that sites give the linear; None = no job
+    has some."""
+    columns: RankColumns | None
+    """What travels with the rows for jobs whose experts share the outer factors; None = nothing."""
     arriving_PLS: Tensor | None
     """int64: the rows in the order in which they arrive, of each source; None = of one alone."""
 
@@ -89,8 +94,9 @@ def begin_call(
     routing_map_TE: Tensor,
     view: MicroBatchView,
     sources: Sources,
-    tp_rank: int,
+    window: slice,
     factors: Mapping[str, ExpertFactors | None],
+    columns: RankColumns | None,
 ) -> ExpertCall:
     """Returns the rows that a layer's routing sends to this rank's experts.
 
@@ -98,28 +104,33 @@ def begin_call(
 
     Args:
         routing_map_TE: bool, of this rank's rows.
-        view: of the micro-batch. Its rows, or the run of them that sequence parallelism gives.
-        tp_rank: says which run.
+        view: of the micro-batch.
+        window: the rows of it that this rank has.
     """
-    counts_ES = count_rows(routing_map_TE, view, tp_rank)
+    counts_ES = count_rows(routing_map_TE, view, window)
     own = slice(sources.experts.start, sources.experts.stop)
     if sources.count == 1:
-        return ExpertCall(ExpertRuns(counts_ES[own]), factors, None)
+        return ExpertCall(ExpertRuns(counts_ES[own]), factors, columns, None)
     gathered = gather_rows(counts_ES.to(torch.int32)[None], sources.group).wait()
     arriving_PLS = sources.in_row_order(gathered[:, own].long())
-    return ExpertCall(ExpertRuns(arriving_PLS.sum(0)), factors, arriving_PLS)
+    return ExpertCall(ExpertRuns(arriving_PLS.sum(0)), factors, columns, arriving_PLS)
 
 
-def count_rows(routing_map_TE: Tensor, view: MicroBatchView, tp_rank: int) -> Tensor:
-    """Returns int64 `[E, S]`: this rank's rows of each adapter at each expert, null slot last."""
-    num_rows, device = len(routing_map_TE), routing_map_TE.device
+def own_window(view: MicroBatchView, num_rows: int, tp_rank: int) -> slice:
+    """Returns which rows of a micro-batch a rank has: all, or those of sequence parallelism."""
     begin = num_rows * tp_rank if num_rows < view.num_tokens else 0
+    return slice(begin, begin + num_rows)
+
+
+def count_rows(routing_map_TE: Tensor, view: MicroBatchView, window: slice) -> Tensor:
+    """Returns int64 `[E, S]`: this rank's rows of each adapter at each expert, null slot last."""
+    device, begin, end = routing_map_TE.device, window.start, window.stop
 
     def build() -> Tensor:
-        ends = [min(max(end - begin, 0), num_rows) for end in (0, *view.rows.ends)]
+        ends = [min(max(last, begin), end) - begin for last in (0, *view.rows.ends)]
         return to_device(torch.tensor(ends), device)
 
-    ends = view.cached(f"expert_ends@{device}@{begin}+{num_rows}", build)
+    ends = view.cached(f"expert_ends@{device}@{begin}-{end}", build)
     before_TE = F.pad(routing_map_TE.long().cumsum(0), (0, 0, 1, 0))
     return before_TE[ends].diff(dim=0).t()
 

@@ -6,6 +6,8 @@ experts (`TEGroupedMLP`), around each expert's own linear in `SequentialMLP`. Wh
 base, its dispatcher and its collectives stay Megatron's. Between dispatch and combine there is no
 collective inside the linears, also where tensor parallelism cuts experts.
 
+Factors that experts share multiply rows outside of them (`expert_outer`).
+
 Kept for backward are each linear's input of all rows that arrived, and the rank-sized s.
 
 Shapes: Q rows of this rank's experts, K features in, N features out.
@@ -26,9 +28,11 @@ from tlora_megatron.integrations.megatron.built.expert_call import (
     begin_call,
     bind_call,
     current_call,
+    own_window,
     running,
     take_call,
 )
+from tlora_megatron.integrations.megatron.built.expert_outer import RankColumns
 from tlora_megatron.integrations.megatron.layer.mixing import built_class, mix
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import MultiAdapter
@@ -40,9 +44,12 @@ from tlora_megatron.ops.experts.branch import (
     TorchExpertOps,
 )
 from tlora_megatron.ops.experts.choice import ExpertOps, expert_ops
+from tlora_megatron.ops.experts.outer import token_runs
+from tlora_megatron.ops.experts.shared_factors import OuterFactors
 from tlora_megatron.ops.routing.segments import current_micro_batch
 
 _GROUPED, _SEQUENTIAL = "TEGroupedMLP", "SequentialMLP"
+_FIRST, _SECOND = EXPERT_LINEARS
 _TORCH = TorchExpertOps()
 
 
@@ -89,9 +96,10 @@ def expert_weight(experts: Any, linear: str) -> Tensor:
 class RoutesByAdapter:
     """A MoE layer whose routing is counted by adapter while jobs adapt its experts.
 
-    Relies on `route(hidden_states, ...)`, which returns weights and the bool map `[T, E]` and is
-    called right before the experts, and on `token_dispatcher.tp_ep_group`, `.tp_size`, in
-    megatron-core 0.16 to 0.20.
+    Relies on `route(hidden_states, ...)`, which returns weights and the bool map `[T, E]`, and on
+    `preprocess(hidden_states, ...)` and `postprocess(output, shared_expert_output)`, which are
+    called one after another with no other layer between; on a dispatcher that carries rows of any
+    width; and on its `tp_ep_group` and `tp_size`: in megatron-core 0.16 to 0.20.
     """
 
     def route(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -101,11 +109,28 @@ class RoutesByAdapter:
         bind_call(_call_of(layer, found[1]))
         return found
 
+    def preprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Prepares what the dispatcher sends: rows, with rank columns behind them if jobs ask."""
+        call = current_call()
+        if call is not None and call.columns is not None:
+            hidden_states = call.columns.widen(hidden_states)
+        return super().preprocess(hidden_states, *args, **kwargs)  # type: ignore[misc]
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """Completes the layer's output `[..., H]` from what the dispatcher has brought back."""
+        layer: Any = super()
+        call = take_call()
+        if call is None or call.columns is None:
+            found: Tensor = layer.postprocess(output, shared_expert_output)
+            return found
+        routed = call.columns.narrow(layer.postprocess(output, None))
+        return routed if shared_expert_output is None else routed + shared_expert_output
+
 
 def _call_of(layer: Any, routing_map_TE: Tensor) -> ExpertCall | None:
     view = current_micro_batch()
-    factors = layer.experts.expert_factors
-    if view is None or all(found is None for found in factors.values()):
+    factors, outer = layer.experts.expert_factors, layer.experts.outer_factors
+    if view is None or not any((*factors.values(), *outer.values())):
         return None
     dispatcher = layer.token_dispatcher
     first, count = layer.local_expert_indices[0], layer.num_local_experts
@@ -116,7 +141,12 @@ def _call_of(layer: Any, routing_map_TE: Tensor) -> ExpertCall | None:
         experts=range(first, first + count),
     )
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    return begin_call(routing_map_TE, view, sources, tp_rank, factors)
+    window = own_window(view, len(routing_map_TE), tp_rank)
+    columns = None
+    if any(outer.values()):
+        tokens = token_runs(view.rows.ends, window)
+        columns = RankColumns(first=outer[_FIRST], second=outer[_SECOND], tokens=tokens)
+    return begin_call(routing_map_TE, view, sources, window, factors, columns)
 
 
 class AdaptedExperts(MultiAdapter):
@@ -135,9 +165,15 @@ class AdaptedExperts(MultiAdapter):
 
     @property
     def expert_factors(self) -> dict[str, ExpertFactors | None]:
-        """The factors of the present adapters at each linear; None where there are none."""
+        """The present adapters' factors of every expert at each linear; None without any."""
         banks = getattr(self, "tlora_banks", {})
         return {name: bank.expert_factors.get(site.index) for name, (bank, site) in banks.items()}
+
+    @property
+    def outer_factors(self) -> dict[str, OuterFactors | None]:
+        """The factors of those whose experts share the outer ones, likewise."""
+        banks = getattr(self, "tlora_banks", {})
+        return {name: bank.outer_factors.get(site.index) for name, (bank, site) in banks.items()}
 
     def forward(
         self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor, *args: Any, **kwargs: Any
@@ -154,6 +190,8 @@ class AdaptedExperts(MultiAdapter):
             hidden, probs = (_Reorder.apply(x, order, back) for x in (hidden, probs))
         with running(call):
             out, bias = experts.forward(hidden, tokens_per_expert, probs, *args, **kwargs)
+        if call.columns is not None:
+            bind_call(call)  # for `postprocess`
         return out if order is None else _Reorder.apply(out, back, order), bias
 
 
@@ -182,19 +220,43 @@ class ExpertLinear:
     """The name that sites give the linear, and its expert; None = it is of all."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        """Returns `[Q, N]` of x `[Q, K]`, and what Megatron's linear returns beside it."""
-        y, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        """Returns `[Q, N]` of x `[Q, K]`, and what Megatron's linear returns beside it.
+
+        Rank columns of shared factors arrive behind the first linear's x and leave behind the
+        second one's result.
+        """
+        linear: Any = super()
         call, (name, expert) = current_call(), self.tlora_place
-        factors = None if call is None else call.factors.get(name)
-        if call is None or factors is None or not len(x):
+        if call is None:
+            found: tuple[Tensor, Any] = linear.forward(x, *args, **kwargs)
+            return found
+        columns, is_first = call.columns, name == _FIRST
+        if columns is not None and is_first:
+            x, u_QC = columns.split(x)
+        y, bias = linear.forward(x, *args, **kwargs)
+        factors = call.factors.get(name)
+        if factors is not None and len(x):
+            y = _with_branch(x, y, call, factors, expert)
+        if columns is None:
             return y, bias
-        if expert is None:
-            return _AddBranch.apply(x, y, call.runs, factors, expert_ops(x)), bias
-        runs = call.of_experts[expert]
-        if not runs.of_adapters:
-            return y, bias
-        # Numbers of rows are on the host: kernels that read them on the device gain nothing.
-        return _AddBranch.apply(x, y, runs, _of_expert(factors, expert), _TORCH), bias
+        runs = call.runs if expert is None else call.of_experts[expert]
+        if is_first:
+            return columns.add_to_first(u_QC, y, runs, expert), bias
+        return columns.widen_result(x, y, runs, expert), bias
+
+
+def _with_branch(
+    x: Tensor, y: Tensor, call: ExpertCall, factors: ExpertFactors, expert: int | None
+) -> Tensor:
+    if expert is None:
+        out: Tensor = _AddBranch.apply(x, y, call.runs, factors, expert_ops(x))
+        return out
+    runs = call.of_experts[expert]
+    if not runs.of_adapters:
+        return y
+    # Numbers of rows are on the host: kernels that read them on the device gain nothing.
+    out = _AddBranch.apply(x, y, runs, _of_expert(factors, expert), _TORCH)
+    return out
 
 
 def _of_expert(factors: ExpertFactors, expert: int) -> ExpertFactors:
