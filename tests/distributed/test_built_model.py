@@ -30,7 +30,7 @@ TWO_PROCESSES = (
     "rope=hybrid,pp=2,first=3,recompute=full",
     "rope=moe,tp=2,sp=1,linears=te",
     "rope=moe,tp=2,sp=1,ep=2,etp=1,rows=alltoall,linears=te",
-    "rope=moe,pp=2,rows=alltoall",
+    "rope=moe,pp=2,rows=alltoall,linears=te,recompute=moe",
     "rope=moe,ep=2,rows=alltoall",
     "rope=moe,ep=2,linears=te,recompute=moe",
     "rope=scaled,tp=2,sp=1,nano=2",

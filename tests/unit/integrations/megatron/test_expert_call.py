@@ -9,8 +9,10 @@ import torch
 
 from tlora_megatron.integrations.megatron.built.expert_call import (
     ExpertCall,
+    SentRows,
     Sources,
     count_rows,
+    own_window,
 )
 from tlora_megatron.ops.experts.branch import ExpertRuns
 from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
@@ -30,7 +32,7 @@ def test_rows_are_counted_by_expert_and_adapter(ranks: int) -> None:
         expected = torch.zeros_like(total)
         for row, expert in itertools.product(rows.tolist(), range(EXPERTS)):
             expected[expert, slots[row]] += int(routing_map[row, expert])
-        found = count_rows(routing_map[rows], view, rank)
+        found = count_rows(routing_map[rows], view, own_window(view, len(rows), rank))
         assert torch.equal(found, expected), rank
         total += found
     assert torch.equal(total.sum(1), routing_map.sum(0))
@@ -39,7 +41,7 @@ def test_rows_are_counted_by_expert_and_adapter(ranks: int) -> None:
 def test_rows_of_several_ranks_are_put_adapter_by_adapter() -> None:
     counts = torch.randint(0, 4, (3, 2, SLOTS + 1))  # sources, experts, slots
     counts[1] = 0
-    call = ExpertCall(ExpertRuns(counts.sum(0)), {}, counts)
+    call = ExpertCall(runs=ExpertRuns(counts.sum(0)), factors={}, arriving_PLS=counts)
     arriving = [
         (expert, slot, source, row)
         for expert, source, slot in itertools.product(range(2), range(3), range(SLOTS + 1))
@@ -48,7 +50,15 @@ def test_rows_of_several_ranks_are_put_adapter_by_adapter() -> None:
     order = call.order(len(arriving))
     assert order is not None
     assert [arriving[place] for place in order.tolist()] == sorted(arriving)
-    assert ExpertCall(ExpertRuns(counts[0]), {}, None).order(5) is None
+    assert ExpertCall(runs=ExpertRuns(counts[0]), factors={}).order(5) is None
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_rows_at_experts_are_found_again_from_those_that_were_sent(share: float) -> None:
+    routing_map = torch.rand(9, EXPERTS) < share
+    x = torch.randn(9, 4)
+    expected = torch.cat([x[routing_map[:, expert]] for expert in range(EXPERTS)])
+    assert torch.equal(SentRows(x, routing_map).spread(len(expected)), expected)
 
 
 def test_dispatchers_order_sources_differently() -> None:

@@ -7,9 +7,13 @@ The frozen one is held to PEFT in `layer/test_expert_adapters.py`; whole runs of
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import random
+from torch import Tensor
 
 from tests.helpers.built_experts import (
     LORAS,
@@ -63,6 +67,54 @@ def test_a_job_that_shares_a_factor_at_one_linear_alone(kind: str, slot: int) ->
     found_errors = errors(found, expected, banks[1], banks[0])
     assert len(found_errors) == 4
     assert max(found_errors.values()) < 5e-6, found_errors
+
+
+def test_rows_at_experts_are_not_kept_for_backward() -> None:
+    bank = make_bank(*PLACE)
+    bank.install(bank.adapters[:1])
+    layer = megatrons("TEGroupedMLP allgather", frozen(bank), bank)
+    given: list[Tensor] = []  # held: their memory is not another's then
+    layer.experts.linear_fc1.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    kept = set()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    x, dy = torch.randn(2, 24, 1, SPEC.hidden_size)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run_packed(layer, x, dy, (20,))
+    (rows,) = given
+    assert len(rows) == 48
+    assert kept
+    assert rows.untyped_storage().data_ptr() not in kept
+
+
+def test_recompute_of_the_activation_frees_the_second_linears_input(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Names that Megatron imports with Transformer Engine.
+    off = SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)
+    monkeypatch.setattr(random, "FP8GlobalStateManager", off, raising=False)
+    for name in ("activation_recompute_forward", "fp8_autocast"):
+        monkeypatch.setattr(random, name, lambda **_: nullcontext(), raising=False)
+    banks = make_bank(*PLACE), make_bank(*PLACE)
+    like = frozen(banks[0])
+    options = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    layer = megatrons("TEGroupedMLP alltoall", like, banks[1], moe_grouped_gemm=True, **options)
+    given: list[Tensor] = []
+    layer.experts.linear_fc2.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    sizes = []
+
+    def measure(*_: object) -> None:
+        sizes.append(given[0].untyped_storage().nbytes())
+
+    layer.register_forward_hook(measure)
+    layer.register_full_backward_hook(measure)
+    x, dy = torch.randn(2, 24, 1, SPEC.hidden_size)
+    expected, found = (run_packed(module, x, dy, ROWS) for module in (like, layer))
+    assert sizes == [0, 4 * 48 * SPEC.ffn_size]
+    assert max(errors(found, expected, banks[1], banks[0]).values()) < 5e-6
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,29 @@ class Sources:
         return parts.transpose(0, 1).flatten(0, 1)
 
 
-@dataclass(frozen=True, eq=False)
+class SentRows(NamedTuple):
+    """The rows that a layer routes, on a rank that has all of its experts.
+
+    Backward takes their copies at the experts from them once more, so that nobody keeps these.
+    """
+
+    x_TH: Tensor
+    """The layer's input, which its router keeps as well."""
+    routing_map_TE: Tensor
+    """bool."""
+
+    def spread(self, num_rows: int) -> Tensor:
+        """Returns a row for each of its experts `[Q, H]`, as `ExpertRuns` have them.
+
+        Args:
+            num_rows: Q, which the host knows.
+        """
+        is_sent_ET = self.routing_map_TE.t().flatten().to(torch.int8)
+        sent_Q = is_sent_ET.argsort(descending=True, stable=True)[:num_rows]
+        return self.x_TH.index_select(0, sent_Q % len(self.x_TH))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertCall:
     """The rows of one call, and the adapters at the two linears of its experts."""
 
@@ -68,10 +91,12 @@ class ExpertCall:
     factors: Mapping[str, ExpertFactors | None]
     """Those that every expert has for itself, by the name that sites give the linear; None = no job
     has some."""
-    columns: RankColumns | None
+    columns: RankColumns | None = None
     """What travels with the rows for jobs whose experts share the outer factors; None = nothing."""
-    arriving_PLS: Tensor | None
+    arriving_PLS: Tensor | None = None
     """int64: the rows in the order in which they arrive, of each source; None = of one alone."""
+    sent: SentRows | None = None
+    """Where the rows come from; None = from other ranks as well."""
 
     def order(self, num_rows: int) -> Tensor | None:
         """Returns the index `[Q]` that puts arriving rows adapter by adapter; None if they are."""
@@ -91,7 +116,7 @@ class ExpertCall:
 
 
 def begin_call(
-    routing_map_TE: Tensor,
+    sent: SentRows,
     view: MicroBatchView,
     sources: Sources,
     window: slice,
@@ -103,17 +128,19 @@ def begin_call(
     Collective over the sources, without a wait of the host.
 
     Args:
-        routing_map_TE: bool, of this rank's rows.
+        sent: this rank's rows.
         view: of the micro-batch.
         window: the rows of it that this rank has.
     """
-    counts_ES = count_rows(routing_map_TE, view, window)
+    counts_ES = count_rows(sent.routing_map_TE, view, window)
     own = slice(sources.experts.start, sources.experts.stop)
     if sources.count == 1:
-        return ExpertCall(ExpertRuns(counts_ES[own]), factors, columns, None)
+        runs = ExpertRuns(counts_ES[own])
+        return ExpertCall(runs=runs, factors=factors, columns=columns, sent=sent)
     gathered = gather_rows(counts_ES.to(torch.int32)[None], sources.group).wait()
     arriving_PLS = sources.in_row_order(gathered[:, own].long())
-    return ExpertCall(ExpertRuns(arriving_PLS.sum(0)), factors, columns, arriving_PLS)
+    runs = ExpertRuns(arriving_PLS.sum(0))
+    return ExpertCall(runs=runs, factors=factors, columns=columns, arriving_PLS=arriving_PLS)
 
 
 def own_window(view: MicroBatchView, num_rows: int, tp_rank: int) -> slice:

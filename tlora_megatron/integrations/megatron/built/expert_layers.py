@@ -8,7 +8,9 @@ collective inside the linears, also where tensor parallelism cuts experts.
 
 Factors that experts share multiply rows outside of them (`expert_outer`).
 
-Kept for backward are each linear's input of all rows that arrived, and the rank-sized s.
+Kept for backward are each linear's input of all rows that arrived, and the rank-sized s. Around the
+grouped GEMM, where no row comes from another rank, the first one's input is taken from the layer's
+again instead.
 
 Shapes: Q rows of this rank's experts, K features in, N features out.
 """
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.built.expert_call import (
     ExpertCall,
+    SentRows,
     Sources,
     begin_call,
     bind_call,
@@ -106,7 +109,8 @@ class RoutesByAdapter:
         """Routes as Megatron's layer does."""
         layer: Any = self
         found = super().route(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        bind_call(_call_of(layer, found[1]))
+        sent = SentRows(hidden_states.detach().flatten(0, -2), found[1])
+        bind_call(_call_of(layer, sent))
         return found
 
     def preprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +131,7 @@ class RoutesByAdapter:
         return routed if shared_expert_output is None else routed + shared_expert_output
 
 
-def _call_of(layer: Any, routing_map_TE: Tensor) -> ExpertCall | None:
+def _call_of(layer: Any, sent: SentRows) -> ExpertCall | None:
     view = current_micro_batch()
     factors, outer = layer.experts.expert_factors, layer.experts.outer_factors
     if view is None or not any((*factors.values(), *outer.values())):
@@ -141,12 +145,12 @@ def _call_of(layer: Any, routing_map_TE: Tensor) -> ExpertCall | None:
         experts=range(first, first + count),
     )
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    window = own_window(view, len(routing_map_TE), tp_rank)
+    window = own_window(view, len(sent.x_TH), tp_rank)
     columns = None
     if any(outer.values()):
         tokens = token_runs(view.rows.ends, window)
         columns = RankColumns(first=outer[_FIRST], second=outer[_SECOND], tokens=tokens)
-    return begin_call(routing_map_TE, view, sources, window, factors, columns)
+    return begin_call(sent, view, sources, window, factors, columns)
 
 
 class AdaptedExperts(MultiAdapter):
@@ -236,7 +240,7 @@ class ExpertLinear:
         y, bias = linear.forward(x, *args, **kwargs)
         factors = call.factors.get(name)
         if factors is not None and len(x):
-            y = _with_branch(x, y, call, factors, expert)
+            y = _with_branch(x, y, call, factors, self.tlora_place)
         if columns is None:
             return y, bias
         runs = call.runs if expert is None else call.of_experts[expert]
@@ -246,16 +250,18 @@ class ExpertLinear:
 
 
 def _with_branch(
-    x: Tensor, y: Tensor, call: ExpertCall, factors: ExpertFactors, expert: int | None
+    x: Tensor, y: Tensor, call: ExpertCall, factors: ExpertFactors, place: tuple[str, int | None]
 ) -> Tensor:
+    name, expert = place
     if expert is None:
-        out: Tensor = _AddBranch.apply(x, y, call.runs, factors, expert_ops(x))
+        sent = call.sent if name == _FIRST else None
+        out: Tensor = _AddBranch.apply(x, y, call.runs, factors, expert_ops(x), sent)
         return out
     runs = call.of_experts[expert]
     if not runs.of_adapters:
         return y
     # Numbers of rows are on the host: kernels that read them on the device gain nothing.
-    out = _AddBranch.apply(x, y, runs, _of_expert(factors, expert), _TORCH)
+    out = _AddBranch.apply(x, y, runs, _of_expert(factors, expert), _TORCH, None)
     return out
 
 
@@ -280,17 +286,25 @@ class _AddBranch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor, runs: ExpertRuns, factors: ExpertFactors, ops: ExpertOps
+        ctx: Any,
+        x: Tensor,
+        y: Tensor,
+        runs: ExpertRuns,
+        factors: ExpertFactors,
+        ops: ExpertOps,
+        sent: SentRows | None,
     ) -> Tensor:
         saved = ops.forward(x.contiguous(), y, runs, factors)
-        ctx.save_for_backward(x, *saved)
+        kept = (x,) if sent is None else sent
+        ctx.save_for_backward(*kept, *saved)
+        ctx.num_kept = len(kept)
         ctx.runs, ctx.factors, ctx.ops = runs, factors, ops
         return y.view(y.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, *saved = ctx.saved_tensors
-        x = x.contiguous()
+        kept, saved = ctx.saved_tensors[: ctx.num_kept], ctx.saved_tensors[ctx.num_kept :]
+        x = kept[0].contiguous() if len(kept) == 1 else SentRows(*kept).spread(len(dy))
         dx = torch.zeros_like(x)
         ctx.ops.backward(dy.contiguous(), dx, x, saved, ctx.runs, ctx.factors)
-        return dx, dy, None, None, None
+        return dx, dy, None, None, None, None
