@@ -34,7 +34,7 @@ LORAS = (
     *MOE_LORAS,
     LoraSpec(rank=2, target_modules=("q_proj",)),
     replace(MOE_LORAS[1], expert_rank=5, expert_sharing="none"),
-    LoraSpec(rank=9, expert_sharing="outer", target_modules=("experts.linear_fc1",)),
+    LoraSpec(rank=17, expert_sharing="outer", target_modules=("experts.linear_fc1",)),
     LoraSpec(rank=4, expert_sharing="outer", target_modules=("experts.down_proj",)),
 )
 _LINEARS = ("linear_fc1", "linear_fc2")
