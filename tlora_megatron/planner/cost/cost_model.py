@@ -190,10 +190,22 @@ class CostModel:
             replica_wait_s=count * slowest * parts.wait,
             gradient_sync_s=parts.sync_s,
             optimizer_s=parts.optimizer_s,
-            round_s=self.hardware.host.round_s,
+            round_s=self._round_s(plan, load),
             load=load,
             busy_share=parts.busy_share,
         )
+
+    def _round_s(self, plan: Plan, load: RoundLoad) -> float:
+        """Time to pack a round and to wait for its end.
+
+        Over routed experts it is that of the rounds in which some job steps: the host comes to the
+        others while the device still computes. Rounds of a dense base were measured one by one,
+        with a wait for each, as Megatron-LM's trainer has it.
+        """
+        whole = self.hardware.host.round_s
+        if self.spec.experts is None or plan.num_micro_batches is not None:
+            return whole
+        return whole * self._sums.any_of(load.steps)
 
     def most_tokens_per_s(self, plan: Plan) -> float:
         """The speed of a plan whose replicas never wait for each other, however it is split."""
@@ -339,7 +351,8 @@ class CostModel:
             over_replicas += self.rates.collective_s("all_gather", replicas, copies, over=over)
             moved = own * (OPTIMIZER_BYTES - _SLICED_BYTES * (1 - 1 / replicas) + _GATHERED_BYTES)
         moved_s = moved / self.hardware.copy_bytes_per_s
-        return over_replicas + over_tp, moved_s + self.hardware.host.job_step_s
+        host_s = self.rates.experts.job_step_s if on_experts.total else 0.0
+        return over_replicas + over_tp, moved_s + self.hardware.host.job_step_s + host_s
 
     def _experts_sync_s(self, plan: Plan, elements: float) -> float:
         """Time to sum gradients over the ranks that hold the same experts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 
@@ -41,6 +42,20 @@ class JobSums:
         if found is None:
             total = _dot(self._shares(sequences, bins), values)
             found = self._present[key] = total, sequences, values
+        return found[0]
+
+    def any_of(self, shares: _Row) -> float:
+        """The share of rounds in which something happens to some job.
+
+        Args:
+            shares: of rounds in which it happens to each; for jobs of the same share it happens in
+                the same rounds, as their batches begin together, for others independently.
+        """
+        key = id(shares), id(shares)
+        found = self._dots.get(key)
+        if found is None:
+            never = math.prod(1 - min(1.0, share) for share in {round(s, 3) for s in shares})
+            found = self._dots[key] = 1 - never, shares, shares
         return found[0]
 
     def _shares(self, sequences: _Row, bins: float) -> list[float]:

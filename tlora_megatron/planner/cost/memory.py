@@ -23,7 +23,10 @@ from tlora_megatron.planner.cost.adapter_sizes import (
     local_shape,
     spread_elements,
 )
-from tlora_megatron.planner.cost.experts.adapters import expert_elements
+from tlora_megatron.planner.cost.experts.adapters import (
+    copied_expert_elements,
+    expert_elements,
+)
 from tlora_megatron.planner.cost.experts.bytes import routed_bytes
 from tlora_megatron.planner.cost.experts.shared import shared_weights
 from tlora_megatron.planner.cost.experts.split import check_predictable, expert_split
@@ -200,7 +203,10 @@ class MemoryModel:
                 routed = routed_bytes(split, size, saved.experts).kept_routed
             self._layers[key] = _LayerUse(
                 slabs=sum(each),
-                copies=sum(copied_elements(spec, job, *sharding) for job in jobs) + sum(on_experts),
+                copies=sum(
+                    copied_elements(spec, job, *sharding) + copied_expert_elements(spec, job, split)
+                    for job in jobs
+                ),
                 largest_slab=max(each, default=0.0),
                 spread=sum(spread_elements(spec, job, plan.tp_size) for job in jobs),
                 kept_bytes=kept_bytes(spec, saved, plan, size),

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 
+from tlora_megatron.planner.cost.expert_times import EXPERT_TIMES, ExpertTimes
 from tlora_megatron.planner.cost.network import all_to_all_over_nodes_s, over_nodes_s
 from tlora_megatron.planner.cost.spans import Span
 from tlora_megatron.planner.hardware import CollectiveOp, GemmPoint, HardwareProfile, Link
@@ -58,10 +59,15 @@ class _GemmRates:
 
 
 class Rates:
-    """Predicts operations from one profile; caches its results."""
+    """Predicts operations from one profile; caches its results.
 
-    def __init__(self, hardware: HardwareProfile) -> None:
-        self.hardware = hardware
+    Args:
+        hardware: the profile.
+        experts: what routed experts take beside operations of the profile.
+    """
+
+    def __init__(self, hardware: HardwareProfile, experts: ExpertTimes = EXPERT_TIMES) -> None:
+        self.hardware, self.experts = hardware, experts
         self.element_bytes = 2 if hardware.dtype == "bfloat16" else 4
         self._gemms = _GemmRates(hardware.gemms)
         self._fp8_gemms = _GemmRates(hardware.fp8_gemms) if hardware.fp8_gemms else None

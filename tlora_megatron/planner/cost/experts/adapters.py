@@ -1,9 +1,8 @@
 """Sizes of adapters on routed experts in one layer on one rank, and what they keep and take.
 
-Nothing here was timed on a GPU. Coefficients are those that a profile has for adapters on dense
-linears; what is read and written of factors is counted in bytes, which bind where a layer has many
-experts: of every factor that meets a row the copy is read in both directions, and its gradient is
-read and written.
+Coefficients of products are those that a profile has for adapters on dense linears. Counted in
+bytes is what kernels read and write of rows and of factors: of every factor that meets a row the
+copy is read in both directions, and its gradient is read and written.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
 }
 """Targets on each linear of routed experts; a copy of `layers.sites`, which needs torch."""
 _FP32 = 4
+ARENA_RANKS = 8
+"""Rank columns that an adapter's are filled up to, `layers.experts.factors.RANK_ALIGNMENT`."""
 
 
 class ExpertElements(NamedTuple):
@@ -94,6 +95,30 @@ def expert_elements(spec: ModelSpec, job: JobLoad, split: ExpertSplit | None) ->
     return ExpertElements(own, replicated, shared)
 
 
+def arena_columns(spec: ModelSpec, job: JobLoad, split: ExpertSplit) -> dict[str, int]:
+    """Rank columns of a job in the arenas of each linear; none where experts share factors."""
+    columns = dict.fromkeys(EXPERT_LINEARS, 0)
+    if not job.shares_outer:
+        for target in _targets(spec, job, split):
+            columns[target.linear] += target.rank
+    return {name: -(-own // ARENA_RANKS) * ARENA_RANKS for name, own in columns.items()}
+
+
+def copied_expert_elements(spec: ModelSpec, job: JobLoad, split: ExpertSplit | None) -> int:
+    """Elements of the compute copy of an adapter on routed experts.
+
+    Factors of each expert lie in arenas: rank columns in eights, B as wide as the linear.
+    """
+    if split is None:
+        return 0
+    if job.shares_outer:
+        return expert_elements(spec, job, split).total
+    columns = arena_columns(spec, job, split)
+    first, second = (columns[name] for name in EXPERT_LINEARS)
+    hidden, inner = split.hidden_size, split.inner
+    return split.num_local * (first * (hidden + 2 * inner) + second * (inner + hidden))
+
+
 class KeptInputs(NamedTuple):
     """What a layer's experts keep for adapters on them."""
 
@@ -133,15 +158,20 @@ def kept_inputs(spec: ModelSpec, jobs: Sequence[JobLoad], split: ExpertSplit) ->
 
 
 class _JobWork(NamedTuple):
-    """One linear's adapters, by job."""
+    """What adapters on experts take, by job."""
 
-    inner_columns: tuple[float, ...]
-    """Products of a row at an expert: rank times features, of factors that each expert has."""
-    outer_columns: tuple[float, ...]
+    routed: tuple[tuple[float, ...], tuple[float, ...]]
+    """Seconds, forward and backward, of a row at an expert."""
+    own: tuple[tuple[float, ...], tuple[float, ...]]
     """Likewise of a row of the micro-batch, of factors that experts share."""
     elements: tuple[float, ...]
     """Elements of all factors on the rank."""
+    columns: int
+    """Rank columns of all jobs in the arenas of both linears."""
     calls: int
+    """Linears with adapters."""
+    outer_calls: int
+    """Those of them where experts share factors of some job."""
 
 
 class ExpertLora:
@@ -165,37 +195,83 @@ class ExpertLora:
         """
         if not self.is_any:
             return 0.0, 0.0
-        work, cost = self._work_of(split), self._rates.hardware.lora
+        work = self._work_of(split)
         filled = rows * load.filled_share
-        routed = filled * split.routed * split.fullest()
-        own = filled * split.row_share
-        products = routed * self._mean(load, work.inner_columns)
-        products += own * self._mean(load, work.outer_columns)
+        routed, own = filled * split.routed * split.fullest(), filled * split.row_share
         elements = self._sums.present(load.job_sequences, bins, work.elements)
         size, copied = self._rates.element_bytes, self._rates.hardware.copy_bytes_per_s
-        # Each product has one factor: in forward once, in backward for dS or dx and for gradients.
-        forward = work.calls * cost.forward_fixed_s + cost.forward_rank_s * products
-        backward = work.calls * cost.backward_fixed_s + 2 * cost.backward_rank_s * products
-        forward += elements * size / copied
-        backward += elements * (size + 2 * _FP32) / copied
-        hidden, inner = split.hidden_size, split.inner
-        passes = self._rates.stream_s(routed * (hidden + 3 * inner) * size)
-        return forward + passes, backward + 2 * passes
+        # Kernels are given zeros for the rank columns of all adapters of every row.
+        zeros = routed * work.columns * size
+        moved = elements * size + zeros, elements * (size + 2 * _FP32) + zeros
+        cost, outer_s = self._rates.hardware.lora, self._rates.experts.outer(routed)
+        fixed = cost.forward_fixed_s, cost.backward_fixed_s
+        forward, backward = (
+            work.calls * fixed[side]
+            + work.outer_calls * outer_s
+            + routed * self._mean(load, work.routed[side])
+            + own * self._mean(load, work.own[side])
+            + moved[side] / copied
+            for side in (0, 1)
+        )
+        return forward, backward
 
     def _mean(self, load: RoundLoad, values: tuple[float, ...]) -> float:
         return self._sums.dot(load.job_tokens, values) / max(load.tokens, 1e-9)
 
     def _work_of(self, split: ExpertSplit) -> _JobWork:
         if split not in self._work:
-            inner, outer, elements = [], [], []
-            linears = set()
-            for job in self._jobs:
-                targets = list(_targets(self._spec, job, split))
-                linears |= {target.linear for target in targets}
-                cut = sum(target.rank * target.cut for target in targets)
-                whole = sum(target.rank * target.whole for target in targets)
-                inner.append(float(cut if job.shares_outer else cut + whole))
-                outer.append(float(whole if job.shares_outer else 0))
-                elements.append(float(expert_elements(self._spec, job, split).total))
-            self._work[split] = _JobWork(tuple(inner), tuple(outer), tuple(elements), len(linears))
+            each = [self._row_seconds(job, split) for job in self._jobs]
+            held = [(j, t.linear) for j in self._jobs for t in _targets(self._spec, j, split)]
+            routed, own = (
+                tuple(tuple(one[rows][side] for one in each) for side in (0, 1)) for rows in (0, 1)
+            )
+            self._work[split] = _JobWork(
+                (routed[0], routed[1]),
+                (own[0], own[1]),
+                tuple(float(expert_elements(self._spec, j, split).total) for j in self._jobs),
+                sum(sum(arena_columns(self._spec, job, split).values()) for job in self._jobs),
+                len({linear for _, linear in held}),
+                len({linear for job, linear in held if job.shares_outer}),
+            )
         return self._work[split]
+
+    def _row_seconds(
+        self, job: JobLoad, split: ExpertSplit
+    ) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Seconds of a job's row at an expert and of one in the micro-batch, each both ways.
+
+        Each product has one factor: in forward once, in backward for dS or dx and for gradients.
+        """
+        cost, size = self._rates.hardware.lora, self._rates.element_bytes
+        targets = list(_targets(self._spec, job, split))
+        cut = sum(target.rank * target.cut for target in targets)
+        whole = sum(target.rank * target.whole for target in targets)
+        products = (cut, whole) if job.shares_outer else (cut + whole, 0)
+        seconds = []
+        for moved, product in zip(_moved(targets, split, job.shares_outer), products, strict=True):
+            forward, backward = (self._rates.stream_s(n * size) for n in moved)
+            forward += cost.forward_rank_s * product
+            seconds.append((forward, backward + 2 * cost.backward_rank_s * product))
+        return seconds[0], seconds[1]
+
+
+def _moved(
+    targets: Sequence[_Sizes], split: ExpertSplit, shares_outer: bool
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Elements that kernels read and write for a row at an expert, and for one in the micro-batch.
+
+    Each pair is forward and backward. With factors of each expert, forward reads the input of both
+    linears; backward reads gradients of the output twice, for dS and for B, and the input again,
+    which is spread once more in front of the first linear and written beside the second. Shared
+    factors leave the GEMM: what they add to is read and written.
+    """
+    linears = {target.linear for target in targets}
+    first, second = ("experts_fc1" in linears, "experts_fc2" in linears)
+    hidden, inner = split.hidden_size, split.inner
+    if not shares_outer:
+        forward = first * hidden + second * inner
+        backward = first * (4 * inner + 3 * hidden) + second * (2 * hidden + 2 * inner)
+        return (forward, backward), (0, 0)
+    routed = first * 4 * inner + second * inner, first * 4 * inner + second * 6 * inner
+    own = first * hidden + second * 2 * hidden, first * 3 * hidden + second * 2 * hidden
+    return routed, own

@@ -1,7 +1,8 @@
 """Predicts the time of a layer's router and routed experts, as `FrozenExperts` runs them.
 
-Nothing here was measured on a GPU. Rates are those of a profile's dense products, passes and
-collectives; what is assumed beside them stands at each constant.
+Rates are those of a profile's dense products, passes and collectives. What they leave out, the
+choice of experts above all, is fitted to measured rows (`expert_times`); of several GPUs that share
+experts nothing was measured.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ class RoutedWork:
         own, routed = rows * split.row_share, rows * split.routed
         products = self._products(split, routed)
         passes = self._passes(split, routed)
+        routing = self._rates.experts.routing(routed)
         exchange = self._exchange(split, plan, routed)
         late = split.fullest() - 1
         wait_s = self._wait_s(plan)
         return RoutedCost(
             gemm_s=_added(self._router(split, own), products),
-            stream_s=_added(self._scores(split, own), passes),
+            stream_s=_added(_added(self._scores(split, own), passes), routing),
             exchange_s=(
                 (1 + late) * exchange[0] + late * (products[0] + passes[0]) + wait_s,
                 (1 + late) * exchange[1] + late * (products[1] + passes[1]),
@@ -93,17 +95,16 @@ class RoutedWork:
     def _passes(self, split: ExpertSplit, rows: float) -> _Both:
         """Time of passes that spread rows, weigh and activate them, and sum them up again.
 
-        Weights multiply in fp32, and a row's experts are summed one after another in fp32.
+        Each row is read and written where it is spread, read where it is summed, and the sum of
+        all its experts' is written; backward likewise.
         """
         size, hidden, inner = self._rates.element_bytes, split.hidden_size, split.inner
-        cast = 0 if size == _FP32 else size + _FP32
-        ordered = 2 * size * hidden if split.ep_size > 1 else 0
-        moved = 2 * size * hidden + (3 * size + 2 * _FP32) * hidden + 2 * ordered
-        weigh = (2 * cast + 2 * _FP32) * inner
-        forward = moved + 3 * size * inner + weigh
-        # SwiGLU again and its gradient; the weights' gradients, multiplied and summed in fp32.
-        backward = moved + 8 * size * inner + weigh + (2 * cast + 4 * _FP32) * inner
-        return self._rates.stream_s(rows * forward), self._rates.stream_s(rows * backward)
+        ordered = 2 * 2 * hidden if split.ep_size > 1 else 0
+        moved = (2 + 1 + 1 / split.spec.top_k) * hidden + ordered
+        # SwiGLU with the weights in one kernel, and its gradients in another.
+        forward, backward = moved + 3 * inner, moved + 5 * inner
+        seconds = self._rates.stream_s(rows * forward * size)
+        return seconds, self._rates.stream_s(rows * backward * size)
 
     def _exchange(self, split: ExpertSplit, plan: Plan, rows: float) -> _Both:
         """Time of all-to-alls: counts, weights, rows there and back; then their gradients."""

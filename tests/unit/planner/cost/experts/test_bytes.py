@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -211,6 +212,7 @@ LORAS = {
     "outer, attention": LoraSpec(
         rank=8, expert_rank=16, expert_sharing="outer", target_modules=("q_proj", *EXPERT_TARGETS)
     ),
+    "small": LoraSpec(rank=16, expert_rank=3, target_modules=EXPERT_TARGETS),
 }
 
 
@@ -320,15 +322,26 @@ def test_states_of_adapters_on_experts_are_those_of_their_slabs(plan: Plan, lora
     use = memory_use(base, [load_of(lora)], planned, HARDWARE)
     assert use.adapter_gradients == 4 * slab.numel
     assert use.adapter_states == 12 * slab.numel
-    copies = sum(f.numel for f in slab.factors if f.shard.target in lora.expert_targets)
+    on_experts = sum(f.numel for f in slab.factors if f.shard.target in lora.expert_targets)
     # Ranks of dense linears are stored in whole chunks.
-    dense = (slab.numel - copies) * (2 if lora.rank == 8 else 1)
-    assert use.adapter_weights == 2 * (copies + dense)
+    dense = (slab.numel - on_experts) * (2 if lora.rank == 8 else 1)
+    assert use.adapter_weights == 2 * (_copied(sites, lora) + dense)
     split = expert_split(base, planned)
     found = expert_elements(base, load_of(lora), split)
-    assert found.total * base.num_layers / plan.pp_size == copies
+    assert found.total * base.num_layers / plan.pp_size == on_experts
     replicated = slab.experts_replicated
     assert found.replicated * base.num_layers / plan.pp_size == replicated
+
+
+def _copied(sites: Sequence[Site], lora: LoraSpec) -> int:
+    """Elements that a bank allocates for an adapter's compute copy on routed experts."""
+    bank = AdapterBank(sites, [lora], dtype=torch.float32, device=torch.device("cpu"))
+    bank.install([Adapter(name="a", lora=lora, slab=bank.new_slab(lora))])
+    arenas = [factors.arenas for factors in bank.expert_factors.values()]
+    held = [t for arena in arenas if arena is not None for t in (arena.lora_a, arena.lora_b)]
+    outer = [side for one in bank.outer_factors.values() for side in (one.shared, one.own)]
+    held += [target.weight for side in outer for of_slot in side.targets for target in of_slot]
+    return sum(tensor.numel() for tensor in held)
 
 
 def test_memory_of_the_experts_that_a_rank_holds() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers.expert_case import EXPERTS, on_attention, published
-from tests.helpers.planner_case import HARDWARE
+from tests.helpers.planner_case import HARDWARE, SPEC
 from tlora_megatron.config.job import EXPERT_TARGETS, SHARED_EXPERT_TARGETS
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
+from tlora_megatron.planner.cost.expert_times import FITTED_CHOICES, ExpertTimes
 from tlora_megatron.planner.cost.experts.adapters import ExpertLora
 from tlora_megatron.planner.cost.experts.imbalance import fullest_share
 from tlora_megatron.planner.cost.experts.split import expert_split
@@ -29,8 +31,16 @@ ROWS = 1024
 HOST = HostCost(layer_s=1e-3, round_s=0.0, job_step_s=0.0)
 
 
-def routed(plan: Plan, hardware: HardwareProfile = HARDWARE, rows: float = ROWS) -> RoutedCost:
-    return RoutedWork(EXPERTS, Rates(hardware)).cost(plan, rows)
+COUNTED_ONLY = ExpertTimes()
+
+
+def routed(
+    plan: Plan,
+    hardware: HardwareProfile = HARDWARE,
+    rows: float = ROWS,
+    times: ExpertTimes = COUNTED_ONLY,
+) -> RoutedCost:
+    return RoutedWork(EXPERTS, Rates(hardware, times)).cost(plan, rows)
 
 
 def test_products_and_passes_on_one_gpu() -> None:
@@ -41,14 +51,31 @@ def test_products_and_passes_on_one_gpu() -> None:
     products = 2 * rows * 3 * 200 * 100 / 1e9
     assert found.gemm_s == pytest.approx((router + products, 2 * (router + products)))
     scores = ROWS * 8 * (2 + 12 + 4), ROWS * 8 * (12 + 2)
-    # Rows are spread and summed; SwiGLU and weights lie between.
-    moved = 2 * 2 * 100 + (3 * 2 + 8) * 100
-    weigh = (2 * 6 + 8) * 200
-    forward = 2 * ROWS * (moved + 3 * 2 * 200 + weigh)
-    backward = 2 * ROWS * (moved + 8 * 2 * 200 + weigh + (2 * 6 + 16) * 200)
+    # Rows are spread, read again and summed; SwiGLU with weights lies between.
+    moved = (2 + 1 + 1 / 2) * 100
+    forward = 2 * ROWS * (moved + 3 * 200) * 2
+    backward = 2 * ROWS * (moved + 5 * 200) * 2
     expected = (scores[0] + forward) / 1e9, (scores[1] + backward) / 1e9
     assert found.stream_s == pytest.approx(expected)
     assert found.exchange_s == (0.0, 0.0)
+
+
+def test_the_choice_of_experts_takes_a_part_that_does_not_grow_with_rows() -> None:
+    times = ExpertTimes(routing_s=1e-3)
+    found = {
+        rows: [
+            some - none
+            for some, none in zip(
+                routed(Plan(), rows=rows, times=times).stream_s,
+                routed(Plan(), rows=rows).stream_s,
+                strict=True,
+            )
+        ]
+        for rows in (0.5, FITTED_CHOICES / 2, FITTED_CHOICES)
+    }
+    assert found[FITTED_CHOICES / 2] == pytest.approx([0.8e-3, 0.2e-3])
+    assert found[FITTED_CHOICES] == pytest.approx([1.2e-3, 0.3e-3])
+    assert found[0.5] == pytest.approx([0.4e-3, 0.1e-3], rel=1e-4)
 
 
 def test_expert_parallel_ranks_exchange_rows_and_wait_for_the_fullest() -> None:
@@ -191,7 +218,9 @@ def test_without_bf16_experts_are_products_of_their_own() -> None:
     assert rates.grouped_gemm_s(256, 8, 400, 100) == expected
 
 
-def _adapters(plan: Plan, jobs: list[JobLoad], rows: float = ROWS) -> tuple[float, float]:
+def _adapters(
+    plan: Plan, jobs: list[JobLoad], rows: float = ROWS, times: ExpertTimes = COUNTED_ONLY
+) -> tuple[float, float]:
     split = expert_split(EXPERTS, plan)
     assert split is not None
     load = RoundLoad(
@@ -201,7 +230,7 @@ def _adapters(plan: Plan, jobs: list[JobLoad], rows: float = ROWS) -> tuple[floa
         job_sequences=tuple(8.0 for _ in jobs),
         steps=tuple(1.0 for _ in jobs),
     )
-    found = ExpertLora(EXPERTS, jobs, Rates(COUNTED), JobSums())
+    found = ExpertLora(EXPERTS, jobs, Rates(COUNTED, times), JobSums())
     return found.times(split, load, rows, plan.dp_size)
 
 
@@ -210,22 +239,64 @@ def _on_experts(rank: int, **changes: object) -> JobLoad:
 
 
 _NO_PRODUCTS = {f.name: 0.0 for f in fields(LoraCost)}
-COUNTED = replace(HARDWARE, lora=LoraCost(**_NO_PRODUCTS), stream_bytes_per_s=1e30)
+COUNTED = replace(
+    HARDWARE, lora=LoraCost(**_NO_PRODUCTS), stream_bytes_per_s=1e30, copy_bytes_per_s=1e9
+)
 """A machine on which only the bytes of factors take time."""
+
+
+def _zeros(rows: float) -> float:
+    """Seconds of the zeros for rank columns: two experts a row, 8 columns of each linear."""
+    return 2 * rows * (8 + 8) * 2 / 1e9
 
 
 def test_factors_of_all_experts_are_read_twice_and_their_gradients_read_and_written() -> None:
     elements = 8 * 4 * 3 * (100 + 200)
     forward, backward = _adapters(Plan(), [_on_experts(4)])
-    assert forward == pytest.approx(elements * 2 / COUNTED.copy_bytes_per_s)
-    assert backward == pytest.approx(elements * (2 + 8) / COUNTED.copy_bytes_per_s)
-    assert _adapters(Plan(), [_on_experts(4)], rows=8 * ROWS) == pytest.approx((forward, backward))
+    assert forward - _zeros(ROWS) == pytest.approx(elements * 2 / 1e9)
+    assert backward - _zeros(ROWS) == pytest.approx(elements * (2 + 8) / 1e9)
+    more = _adapters(Plan(), [_on_experts(4)], rows=8 * ROWS)
+    assert more[0] - _zeros(8 * ROWS) == pytest.approx(forward - _zeros(ROWS))
     shared = _adapters(Plan(dp_size=4, ep_size=4), [_on_experts(4)])
-    assert shared == pytest.approx((forward / 4, backward / 4))
+    zeros = fullest_share(4, 2) * _zeros(ROWS)
+    assert shared[1] - zeros == pytest.approx(elements / 4 * (2 + 8) / 1e9)
     outer = _adapters(Plan(), [_on_experts(4, shares_outer=True)])
     own = 4 * 3 * (8 * 200 + 100)
-    assert outer[0] == pytest.approx(own * 2 / COUNTED.copy_bytes_per_s)
+    assert outer == pytest.approx((own * 2 / 1e9, own * (2 + 8) / 1e9))
     assert _adapters(Plan(), on_attention()) == (0.0, 0.0)
+
+
+def test_shared_outer_factors_have_short_kernels_at_each_linear() -> None:
+    times = ExpertTimes(outer_linear_s=1e-3)
+    outer, own = _on_experts(4, shares_outer=True), _on_experts(4)
+    for jobs, linears in (([outer], 2), ([outer, outer], 2), ([own, outer], 2), ([own], 0)):
+        slow, fast = (sum(_adapters(Plan(), jobs, times=t)) for t in (times, COUNTED_ONLY))
+        assert slow - fast == pytest.approx(linears * 1e-3 * (0.5 + 0.5 * 2 * ROWS / 65536))
+
+
+@pytest.mark.parametrize(
+    ("targets", "shares_outer", "forward", "backward"),
+    [
+        (EXPERT_TARGETS, False, 100 + 200, 4 * 200 + 3 * 100 + 2 * 100 + 2 * 200),
+        (EXPERT_TARGETS[2:], False, 200, 2 * 100 + 2 * 200),
+        # Two experts a row: what is moved for the row itself counts half for each.
+        (EXPERT_TARGETS, True, 5 * 200 + 3 * 100 / 2, 10 * 200 + 5 * 100 / 2),
+    ],
+    ids=["own", "down", "outer"],
+)
+def test_rows_are_read_where_kernels_read_them(
+    targets: tuple[str, ...], shares_outer: bool, forward: float, backward: float
+) -> None:
+    machine = replace(COUNTED, copy_bytes_per_s=1e30, stream_bytes_per_s=1e9)
+    split = expert_split(EXPERTS, Plan())
+    assert split is not None
+    load = RoundLoad(
+        micro_batches=1, rows=ROWS, job_tokens=(ROWS,), job_sequences=(8.0,), steps=(1.0,)
+    )
+    jobs = [replace(_on_experts(4), targets=targets, shares_outer=shares_outer)]
+    found = ExpertLora(EXPERTS, jobs, Rates(machine, COUNTED_ONLY), JobSums())
+    expected = [2 * ROWS * elements * 2 / 1e9 for elements in (forward, backward)]
+    assert found.times(split, load, ROWS, 1) == pytest.approx(tuple(expected))
 
 
 def test_products_of_adapters_grow_with_rows_and_with_the_fullest_rank() -> None:
@@ -236,7 +307,7 @@ def test_products_of_adapters_grow_with_rows_and_with_the_fullest_rank() -> None
     load = RoundLoad(
         micro_batches=1, rows=ROWS, job_tokens=(ROWS,), job_sequences=(8.0,), steps=(1.0,)
     )
-    found = ExpertLora(EXPERTS, [_on_experts(4)], Rates(machine), JobSums())
+    found = ExpertLora(EXPERTS, [_on_experts(4)], Rates(machine, COUNTED_ONLY), JobSums())
     forward, backward = found.times(split, load, ROWS, 4)
     # Two experts a row, three linears whose two factors have 300 features together.
     products = 2 * ROWS * fullest_share(4, 2) * 4 * 3 * 300
@@ -245,18 +316,37 @@ def test_products_of_adapters_grow_with_rows_and_with_the_fullest_rank() -> None
 
 
 def test_a_step_of_a_job_on_experts_sums_and_updates_all_of_its_elements() -> None:
-    host = replace(HARDWARE.host, job_step_s=0.0)
-    machine = replace(HARDWARE, host=host)
+    machine = replace(HARDWARE, copy_bytes_per_s=1e9)
+    rates = Rates(machine, ExpertTimes(job_step_s=2.0))
     plan = Plan(dp_size=4, micro_batch_tokens=8192)
     elements = EXPERTS.num_layers * 8 * 4 * 3 * (100 + 200)
 
     def steps(job: JobLoad, plan: Plan) -> float:
-        return CostModel(EXPERTS, [job], Rates(machine)).all_steps_s(plan)
+        return CostModel(EXPERTS, [job], rates).all_steps_s(plan)
 
     held = steps(_on_experts(4), plan)
-    rates = Rates(machine)
     summed = rates.collective_s("all_reduce", 4, elements * 4)
-    assert held == pytest.approx(summed + 52 * elements / machine.copy_bytes_per_s)
+    assert held == pytest.approx(summed + 52 * elements / 1e9 + 2.0)
     # Of shared experts every rank has a part, whose replicas are fewer.
     alone = steps(_on_experts(4), replace(plan, ep_size=4))
-    assert alone == pytest.approx(52 * elements / 4 / machine.copy_bytes_per_s)
+    assert alone == pytest.approx(52 * elements / 4 / 1e9 + 2.0)
+    attention = EXPERTS.num_layers * 16 * (4 * 100 + 100 + 20 + 20 + 100)
+    assert steps(on_attention()[0], replace(plan, dp_size=1)) == pytest.approx(52 * attention / 1e9)
+
+
+def test_a_round_is_waited_for_where_a_job_steps() -> None:
+    host = HostCost(layer_s=0.0, round_s=0.5, job_step_s=0.0)
+    plan = Plan(micro_batch_tokens=128)
+
+    def round_s(*steps: float, spec: ModelSpec = EXPERTS, **changes: Any) -> float:
+        jobs = [replace(on_attention(64)[0], name=f"job{n}") for n in range(len(steps))]
+        even = tuple(128 / len(steps) for _ in steps)
+        load = RoundLoad(1, 128, job_tokens=even, job_sequences=even, steps=steps)
+        model = CostModel(spec, jobs, Rates(replace(HARDWARE, host=host)))
+        return model.step_cost(replace(plan, **changes), load).round_s
+
+    assert round_s(1 / 8) == pytest.approx(0.5 / 8)
+    assert round_s(1 / 8, 1 / 8) == pytest.approx(0.5 / 8)  # begun together, they step together
+    assert round_s(1 / 2, 1 / 4) == pytest.approx(0.5 * (1 - 1 / 2 * 3 / 4))
+    assert round_s(1 / 2, 1.0) == 0.5
+    assert round_s(1 / 8, spec=SPEC) == 0.5
