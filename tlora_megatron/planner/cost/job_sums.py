@@ -19,6 +19,7 @@ class JobSums:
     def __init__(self) -> None:
         self._dots: dict[tuple[int, int], tuple[float, _Row, _Row]] = {}
         self._parts: dict[tuple[int, float], tuple[list[float], _Row]] = {}
+        self._any: dict[int, tuple[float, _Row]] = {}
         self._present: dict[tuple[int, float, int], tuple[float, _Row, _Row]] = {}
 
     def dot(self, load: _Row, values: _Row) -> float:
@@ -51,11 +52,10 @@ class JobSums:
             shares: of rounds in which it happens to each; for jobs of the same share it happens in
                 the same rounds, as their batches begin together, for others independently.
         """
-        key = id(shares), id(shares)
-        found = self._dots.get(key)
+        found = self._any.get(id(shares))
         if found is None:
             never = math.prod(1 - min(1.0, share) for share in {round(s, 3) for s in shares})
-            found = self._dots[key] = 1 - never, shares, shares
+            found = self._any[id(shares)] = 1 - never, shares
         return found[0]
 
     def _shares(self, sequences: _Row, bins: float) -> list[float]:
