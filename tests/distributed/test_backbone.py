@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.distributed.backbone_logits import RANDOM_SEED
 from tests.helpers.standing_world import forked, world
-from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_models import make_tiny_model, to_mxfp4
 from tlora_megatron.integrations.megatron import model as backbone
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.formats.hf_checkpoint import RandomWeights
@@ -30,6 +30,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral"},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "tied": True},
+    # Windows, sinks, biases everywhere, YaRN, and experts with a limit that values meet.
+    "gpt_oss": {"model_type": "gpt_oss"},
+    "gpt_oss_mxfp4": {"model_type": "gpt_oss", "num_hidden_layers": 2},
 }
 
 
@@ -39,6 +42,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     for name, options in MODELS.items():
         directory = make_tiny_model(root / name, vocab_size=127, **options)
+        if name.endswith("mxfp4"):
+            to_mxfp4(directory)  # transformers decodes it, too
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         batches = [reference(model, lens, seed) for seed, lens in enumerate(PACKED_LENGTHS)]
         torch.save(batches, directory / "reference.pt")

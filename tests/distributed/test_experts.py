@@ -79,6 +79,27 @@ SHARED_LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     },
 }
 
+OF_GPT_OSS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "everything": {"target_modules": _ATTENTION},
+    "outputs": {"target_modules": ["k_proj", "o_proj"]},
+}
+GPT_OSS_LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {
+        "gpt-oss, one process": (),
+        "gpt-oss, full recompute": ("run.recompute=full",),
+        "gpt-oss, selective recompute": ("run.recompute=selective", "run.micro_batch_tokens=104"),
+    },
+    2: {
+        "gpt-oss, EP2": _EP,
+        "gpt-oss, CP2xEP2": (*_EP, "parallel.cp_size=2", "run.recompute=full"),
+        "gpt-oss, TP2": (*_TP, "run.recompute=full"),
+        "gpt-oss, TP2+SP": (*_SP, "run.recompute=selective"),
+        "gpt-oss, TP2+SPxEP2": (*_SP, *_EP, "parallel.expert_tp_size=1"),
+        "gpt-oss, PP2": ("parallel.pp_size=2",),
+    },
+}
+
 
 def _jobs(loras: Mapping[str, dict[str, Any]] = LORA) -> list[dict[str, Any]]:
     chosen = [dict(job) for job in JOBS if job["name"] in loras]
@@ -103,12 +124,21 @@ def shared(scenario: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run_world(scenario: Path, shared: Path) -> World:
+def gpt_oss(scenario: Path) -> Path:
+    """The config file of a scenario over gpt-oss."""
+    path = make_scenario(scenario.parent / "gpt_oss", _jobs(OF_GPT_OSS), model_type="gpt_oss")
+    take_fingerprint(path.parent / "base")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run_world(scenario: Path, shared: Path, gpt_oss: Path) -> World:
     """Trains all layouts of a world size, once; returns the folder of their outputs."""
 
     def cases(size: int) -> dict[str, Case]:
         found = cases_of(scenario, LAYOUTS[size])
         found |= cases_of(shared, SHARED_LAYOUTS.get(size, {}))
+        found |= cases_of(gpt_oss, GPT_OSS_LAYOUTS.get(size, {}))
         if size == 1:
             found["recompute by rows"] = Case(only_job(scenario, "attention"), BY_ROWS)
             found["all by rows"] = Case(scenario, ALL_BY_ROWS)
@@ -173,6 +203,19 @@ def test_recompute_by_rows_beside_a_shared_expert(
     assert re.fullmatch(
         r"none to \d\d rows, selective to \d\d, full beyond", summary["run"]["recompute"]
     )
+
+
+@pytest.fixture(scope="module")
+def gpt_oss_oracle(gpt_oss: Path) -> dict[str, OracleResult]:
+    """Each job over gpt-oss alone."""
+    return oracle_results(load_scenario(gpt_oss, output_dir=gpt_oss.parent / "unused"))
+
+
+@pytest.mark.parametrize(("world_size", "layout"), layout_params(GPT_OSS_LAYOUTS))
+def test_over_gpt_oss_too(
+    output_dir: Path, gpt_oss_oracle: dict[str, OracleResult], gpt_oss: Path
+) -> None:
+    assert_run_equals_oracle(output_dir, OF_GPT_OSS, gpt_oss_oracle, gpt_oss.parent / "base")
 
 
 def test_goes_on_in_other_layouts(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.packed_attention import attend_spans, attend_varlen
+from tlora_megatron.ops.frozen.sight import Sight
 from tlora_megatron.ops.routing.segments import Document, MicroBatchView, pack_micro_batch
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +64,32 @@ def test_varlen_equals_spans(
     for name, expected in reference.items():
         error = (fused[name].float() - expected).abs().max() / expected.abs().max()
         assert error < tolerance, f"{name}: relative error {error.item()}"
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("has_sinks", [True, False])
+def test_windows_and_sinks(has_sinks: bool, window: int | None, cp_size: int) -> None:
+    lengths = (1, 63, 130, 2, 60)
+    documents = [Document(slot=0, length=length) for length in lengths]
+    view = pack_micro_batch(
+        documents, num_slots=1, num_tokens=256, cp_rank=cp_size - 1, cp_size=cp_size
+    )
+    tensors = inputs(view, 8, 2, torch.bfloat16)
+    weights = torch.randn(view.num_tokens, 8, 64, device="cuda")
+    sinks = 2 * torch.randn(8, device="cuda") if has_sinks else None
+    sight = Sight(window=window, sinks_N=sinks)
+    results = []
+    for attend in (attend_spans, attend_varlen):
+        used = [t.float() if attend is attend_spans else t for t in tensors]
+        used = [t.detach().requires_grad_() for t in used]
+        out = attend(*used, view, 0.125, sight)
+        grads = torch.autograd.grad((out.float() * weights).sum(), used)
+        results.append(dict(zip(("out", "query", "key", "value"), (out, *grads), strict=True)))
+    reference, fused = results
+    for name, expected in reference.items():
+        error = (fused[name].float() - expected).abs().max() / expected.abs().max()
+        assert error < 2e-2, f"{name}: relative error {error.item()}"
 
 
 def test_gradients_are_bitwise_the_same_where_torch_is_asked_for_it(

@@ -22,6 +22,7 @@ from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.data.job_data import BatchPlan, load_job_data, load_tokenizer
 from tlora_megatron.training.fingerprint.reference import make_fingerprint
 from tlora_megatron.training.formats.fingerprint_file import write_fingerprint
+from tlora_megatron.training.formats.gpt_oss_experts import weight_source
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
 from tlora_megatron.training.formats.peft.format import load_adapter
 from tlora_megatron.training.metrics import read_metrics
@@ -102,7 +103,8 @@ def make_scenario(
 def take_fingerprint(base: Path) -> None:
     """Writes a base's fingerprint beside it, as `tlora convert --fingerprint-only` does."""
     spec, cpu = read_model_spec(base / "config.json"), torch.device("cpu")
-    fingerprint = make_fingerprint(spec, HFCheckpoint(base), dtype=torch.float32, device=cpu)
+    source = weight_source(spec, HFCheckpoint(base), cpu)
+    fingerprint = make_fingerprint(spec, source, dtype=torch.float32, device=cpu)
     write_fingerprint(base, fingerprint)
 
 

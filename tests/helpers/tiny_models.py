@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -27,10 +28,11 @@ from tlora_megatron.layers.slab import factor_shape
 from tlora_megatron.model.spec import ModelSpec
 
 TinyModelType = Literal[
-    "llama", "llama3", "qwen2", "qwen3", "mistral", "qwen2_moe", "qwen3_moe", "mixtral"
+    "llama", "llama3", "qwen2", "qwen3", "mistral", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss"
 ]
 TINY_MODEL_TYPES: tuple[TinyModelType, ...] = ("llama", "llama3", "qwen2", "qwen3", "mistral")
 TINY_EXPERT_TYPES: tuple[TinyModelType, ...] = ("qwen2_moe", "qwen3_moe", "mixtral")
+"""Of transformers' usual attention."""
 
 _WEIGHT_STD = 0.15
 """Logits of attention and output spread by about 1 at hidden size 64: no softmax is flat."""
@@ -67,6 +69,25 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+
+GPT_OSS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 7,
+    "swiglu_limit": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "beta_fast": 4.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
+"""Documents are longer than the window, the limit is met, and frequencies lie between the bounds
+of YaRN."""
 
 
 def make_tiny_model(
@@ -113,6 +134,8 @@ def tiny_config(
         values["sliding_window"] = None
     if model_type == "llama3":
         values["rope_parameters"] = dict(_LLAMA3_ROPE)
+    if model_type == "gpt_oss":
+        values |= GPT_OSS
     if model_type in TINY_EXPERT_TYPES:
         values |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if model_type == "qwen2_moe":
@@ -127,6 +150,7 @@ def tiny_config(
         "qwen2_moe": Qwen2MoeConfig,
         "qwen3_moe": Qwen3MoeConfig,
         "mixtral": MixtralConfig,
+        "gpt_oss": GptOssConfig,
     }
     return classes.get(model_type, LlamaConfig)(**(values | fields))
 
@@ -138,6 +162,24 @@ def randomize(model: PreTrainedModel, *, seed: int) -> None:
         for name, weight in sorted(model.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator) * _WEIGHT_STD
             weight.copy_(noise + 1.0 if name.endswith("norm.weight") else noise)
+
+
+def to_mxfp4(directory: Path, *, seed: int = 0) -> None:
+    """Draws a gpt-oss base's experts anew as MXFP4, in the form in which it was published."""
+    generator = torch.Generator().manual_seed(seed)
+    path, config_json = directory / "model.safetensors", directory / "config.json"
+    tensors = load_file(path)
+    for name in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
+        experts, size_in, size_out = tensors.pop(name).shape
+        of_scales = (experts, size_out, size_in // 32)
+        codes = torch.randint(256, (*of_scales, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 125, of_scales, generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+    save_file(tensors, path, metadata={"format": "pt"})
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    stated = {"quant_method": "mxfp4", "modules_to_not_convert": [*kept, "lm_head"]}
+    config = json.loads(config_json.read_text()) | {"quantization_config": stated}
+    config_json.write_text(json.dumps(config))
 
 
 def _shard(directory: Path, num_shards: int) -> None:

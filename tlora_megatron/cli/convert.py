@@ -23,13 +23,14 @@ from rich.progress import (
 
 from tlora_megatron.cli import convert_adapter
 from tlora_megatron.cli.console import open_console
+from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
 if TYPE_CHECKING:
     import torch
 
     from tlora_megatron.training.formats.fingerprint_file import Fingerprint
-    from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
+    from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, WeightSource
     from tlora_megatron.training.formats.megatron_checkpoint import MegatronCheckpoint
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_fingerprint(args)
     model, out = Path(args.model), Path(args.out)
     spec = read_model_spec(model / "config.json")
+    refuse_gpt_oss(spec.model_type, "a base that is converted")
 
     import torch
 
@@ -156,7 +158,7 @@ def _write(
 
 
 def _fingerprint(
-    spec: ModelSpec, source: HFCheckpoint, dtype: torch.dtype, console: Console
+    spec: ModelSpec, source: WeightSource, dtype: torch.dtype, console: Console
 ) -> Fingerprint:
     """Scores the fingerprint's text, on a GPU if there is one."""
     import torch
@@ -181,12 +183,13 @@ def _run_fingerprint(args: argparse.Namespace) -> int:
     import torch
 
     from tlora_megatron.training.formats.fingerprint_file import FILE_NAME, write_fingerprint
+    from tlora_megatron.training.formats.gpt_oss_experts import weight_source
     from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
     from tlora_megatron.training.formats.hf_convert import check_weights
 
     if not out.is_dir():
         raise ValueError(f"OUT must be an existing directory with --fingerprint-only, got {out}")
-    source = HFCheckpoint(model)
+    source = weight_source(spec, HFCheckpoint(model), torch.device("cpu"))
     check_weights(spec, source)
     console = open_console(stderr=True)
     # Runs read the weights as they are stored, whatever type that is.

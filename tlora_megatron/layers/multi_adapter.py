@@ -132,7 +132,8 @@ class MegatronLinearMixin(MultiAdapter):
         """Returns what `forward` does, without autograd and in two dimensions, and the way back.
 
         Relies on what `ModelSpec`s are built of: outputs are not gathered, and a row-parallel
-        linear has no bias. A lane, which has gathered x or its codes, reduces y and dx.
+        linear adds its bias itself. A lane, which has gathered x or its codes, reduces y and dx;
+        there a row-parallel linear has no bias.
         """
         linear: Any = self
         base = held_base(linear, linear.weight)
@@ -150,7 +151,7 @@ def product_vjp(
     """Returns the product of a parallel linear and its adapters, and the way back.
 
     Args:
-        bias_N: of a column-parallel linear; a row-parallel one has none.
+        bias_N: of a row-parallel linear it is added behind the reduction; there is no lane then.
         adapters: with a strategy for the GEMM.
         x: `[T, K]`, gathered where there is a lane, which then also reduces y and dx.
     """
@@ -159,7 +160,8 @@ def product_vjp(
     is_row = gemm.layout.kind == "row"
     product = multi_lora_linear_vjp(x, base, None if is_row else bias_N, gemm, view, lane)
     if is_row and lane is None:
-        product = reduced(*product, gemm.layout)
+        y, vjp = reduced(*product, gemm.layout)
+        product = (y if bias_N is None else y + bias_N, vjp)
     if output is None:
         return product
     assert isinstance(x, torch.Tensor), "a branch behind the GEMM is made of x itself"

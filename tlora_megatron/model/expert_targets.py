@@ -13,6 +13,7 @@ from tlora_megatron.config.job import (
 )
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.model.gpt_oss import MODEL_TYPE
 from tlora_megatron.model.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,12 @@ def over_base(job: JobSpec, spec: Backbone) -> JobSpec:
     if experts is not None:
         targets = tuple(_OF_EXPERTS.get(target, target) for target in job.lora.target_modules)
         job = replace(job, lora=replace(job.lora, target_modules=targets))
+    if isinstance(spec, ModelSpec) and spec.gpt_oss is not None and job.lora.expert_targets:
+        raise ValueError(
+            f"lora.target_modules of job {job.name!r} must be among {', '.join(spec.peft_targets)} "
+            f"over a base of model_type {MODEL_TYPE}, whose experts carry no adapters yet, got "
+            f"{job.lora.expert_targets[0].removeprefix('experts.')}"
+        )
     _check(job)
     if job.lora.expert_targets and isinstance(spec, ModelSpec) and spec.shared_ffn_size is not None:
         raise ValueError(

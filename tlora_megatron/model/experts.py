@@ -9,10 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tlora_megatron.model import gpt_oss
+
 ExpertPart = Literal["gate_proj", "up_proj", "down_proj"]
 EXPERT_PARTS: tuple[ExpertPart, ...] = ("gate_proj", "up_proj", "down_proj")
 
 _OF_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClampedGlu:
+    """The activation of gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, both limited before."""
+
+    alpha: float
+    limit: float
+    """Most of gate, and of up and -up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,16 +41,31 @@ class ExpertsSpec:
     """These weights stay in fp32 (Mixtral); else they are rounded to the logits' dtype."""
     block: str = "mlp"
     """Name of the experts' module in a stored layer."""
+    glu: ClampedGlu | None = None
+    """gpt-oss: the experts' activation; router and experts have biases then, and the weights are a
+    softmax over the logits of a row's own experts. None: SwiGLU without biases."""
 
     @property
     def stored_router(self) -> str:
         """Name of the router's weight `[num_experts, hidden]` in a stored layer."""
-        return f"{self.block}.gate.weight"
+        return f"{self.block}.{'gate' if self.glu is None else 'router'}.weight"
 
     def stored(self, expert: int, part: ExpertPart) -> str:
-        """Name of one expert's weight in a stored layer."""
+        """Name of one expert's weight in a stored layer.
+
+        Files of gpt-oss hold all experts in one tensor; `gpt_oss_experts` reads them by these.
+        """
         name = part if self.block == "mlp" else _OF_MIXTRAL[part]
         return f"{self.block}.experts.{expert}.{name}.weight"
+
+    @property
+    def stored_router_bias(self) -> str:
+        """Name of gpt-oss' bias `[num_experts]` of the router in a stored layer."""
+        return f"{self.block}.router.bias"
+
+    def stored_bias(self, expert: int, part: ExpertPart) -> str:
+        """Name of one expert's bias, of gpt-oss; see `stored`."""
+        return f"{self.block}.experts.{expert}.{part}.bias"
 
     @property
     def stored_shared_gate(self) -> str:
@@ -105,9 +131,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "router_jitter_noise": 0.0,
     },
+    gpt_oss.MODEL_TYPE: gpt_oss.DEFAULTS,
 }
 """Values of missing keys by model type: the defaults of transformers 5.23's config classes."""
-_NUM_EXPERTS = {"qwen3_moe": 128, "qwen2_moe": 60, "mixtral": 8}
+_NUM_EXPERTS = {"qwen3_moe": 128, "qwen2_moe": 60, "mixtral": 8, "gpt_oss": 128}
 
 
 def read_experts(values: dict[str, Any]) -> ExpertsSpec | None:
@@ -119,21 +146,30 @@ def read_experts(values: dict[str, Any]) -> ExpertsSpec | None:
     kind = values["model_type"]
     if kind not in DEFAULTS:
         return None
-    is_mixtral = kind == "mixtral"
+    is_mixtral, is_gpt_oss = kind == "mixtral", kind == gpt_oss.MODEL_TYPE
     _check_unsupported(values)
     num_experts = _num_experts(values)
     top_k = _count("num_experts_per_tok", values["num_experts_per_tok"])
     if top_k > num_experts:
         raise ValueError(f"num_experts_per_tok must be at most {num_experts}, got {top_k}")
-    ffn = "intermediate_size" if is_mixtral else "moe_intermediate_size"
+    ffn = "intermediate_size" if is_mixtral or is_gpt_oss else "moe_intermediate_size"
     return ExpertsSpec(
         num_experts=num_experts,
         top_k=top_k,
         ffn_size=_count(ffn, values[ffn]),
-        normalizes=is_mixtral or bool(values["norm_topk_prob"]),
+        normalizes=is_mixtral or is_gpt_oss or bool(values["norm_topk_prob"]),
         keeps_fp32=is_mixtral,
         block="block_sparse_moe" if is_mixtral else "mlp",
+        glu=_clamped_glu(values) if is_gpt_oss else None,
     )
+
+
+def _clamped_glu(values: dict[str, Any]) -> ClampedGlu:
+    for key in ("swiglu_alpha", "swiglu_limit"):
+        value = values[key]
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise ValueError(f"{key} must be a positive number, got {value!r}")
+    return ClampedGlu(alpha=float(values["swiglu_alpha"]), limit=float(values["swiglu_limit"]))
 
 
 def _check_unsupported(values: dict[str, Any]) -> None:

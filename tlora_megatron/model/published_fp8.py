@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tlora_megatron.model.gpt_oss import MODEL_TYPE
+
 Strategy = Literal["channel", "tensor", "block"]
 BLOCK = (128, 128)
 _KEY = "quantization_config"
@@ -58,11 +60,13 @@ def _names(entries: Iterable[str], module: str) -> bool:
 def read_published_format(config_json: Path) -> PublishedFormat | None:
     """Reads the quantisation of a folder; None if its config.json states none.
 
+    Also None for gpt-oss in MXFP4, which is decoded as it is read.
+
     Raises:
         ValueError: naming a value that is not supported.
     """
     raw = _stated(config_json)
-    if raw is None:
+    if raw is None or (_is_mxfp4(raw) and _read(config_json).get("model_type") == MODEL_TYPE):
         return None
     try:
         return _parse(raw)
@@ -70,11 +74,20 @@ def read_published_format(config_json: Path) -> PublishedFormat | None:
         raise ValueError(f"{error} in {_KEY} of {config_json}") from None
 
 
-def _stated(config_json: Path) -> Any:
+def _read(config_json: Path) -> dict[str, Any]:
     try:
-        return json.loads(Path(config_json).read_text(encoding="utf-8")).get(_KEY)
-    except (OSError, ValueError, AttributeError):
-        return None  # `read_model_spec` says what is wrong with the file
+        values = json.loads(Path(config_json).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # `read_model_spec` says what is wrong with the file
+    return values if isinstance(values, dict) else {}
+
+
+def _stated(config_json: Path) -> Any:
+    return _read(config_json).get(_KEY)
+
+
+def _is_mxfp4(stated: Any) -> bool:
+    return isinstance(stated, dict) and stated.get("quant_method") == "mxfp4"
 
 
 def refuse_published(config_json: Path, where: str) -> None:

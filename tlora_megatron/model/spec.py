@@ -11,9 +11,15 @@ from typing import Any
 from tlora_megatron.config.job import EXPERT_TARGETS, HF_TARGETS, SHARED_EXPERT_TARGETS
 from tlora_megatron.model.experts import DEFAULTS as _EXPERT_DEFAULTS
 from tlora_megatron.model.experts import ExpertsSpec, read_experts
+from tlora_megatron.model.gpt_oss import (
+    MODEL_TYPE,
+    ROPE_DEFAULTS,
+    GptOssAttention,
+    read_attention,
+)
 
 DENSE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-SUPPORTED_MODEL_TYPES = (*DENSE_MODEL_TYPES, "qwen2_moe", "qwen3_moe", "mixtral")
+SUPPORTED_MODEL_TYPES = (*DENSE_MODEL_TYPES, "qwen2_moe", "qwen3_moe", "mixtral", MODEL_TYPE)
 
 _REQUIRED = (
     "num_hidden_layers",
@@ -86,6 +92,8 @@ class ModelSpec:
     sliding_window: int | None = None
     """Tokens that a query sees in some or all layers, its own included; None: all earlier ones.
     The base runs without a window, so only sequences that fit into the window may be trained."""
+    gpt_oss: GptOssAttention | None = None
+    """Windows, sinks, biases of all linears and YaRN, of a gpt-oss base alone."""
     fp8_linears: tuple[tuple[str, int], ...] = ()
     """Megatron's linears whose frozen weights are FP8 codes in this run, each with the number of
     layers in which they are."""
@@ -174,6 +182,8 @@ class ModelSpec:
     def peft_targets(self) -> tuple[str, ...]:
         """Targets that PEFT can name in this model, in its order."""
         shared = SHARED_EXPERT_TARGETS if self.shared_ffn_size is not None else ()
+        if self.gpt_oss is not None:
+            return _ATTENTION
         dense = HF_TARGETS if self.experts is None else _ATTENTION + EXPERT_TARGETS
         return dense + shared
 
@@ -227,7 +237,8 @@ def _with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
 def _parse(values: dict[str, Any]) -> ModelSpec:
     if values["hidden_act"] != "silu":
         raise _Unsupported(f"hidden_act must be silu, got {values['hidden_act']!r}")
-    for key in ("attention_bias", "mlp_bias"):
+    is_gpt_oss = values["model_type"] == MODEL_TYPE
+    for key in ("mlp_bias",) if is_gpt_oss else ("attention_bias", "mlp_bias"):
         if values[key]:
             raise _Unsupported(f"{key} must be false, got {values[key]!r}")
     layers, hidden, heads, ffn, vocab = (_count(values, key) for key in _REQUIRED)
@@ -244,6 +255,10 @@ def _parse(values: dict[str, Any]) -> ModelSpec:
     if head_dim % 2:
         raise _Unsupported(f"head_dim must be even, got {head_dim}")
     rope = _rope(values)
+    try:
+        gpt_oss = read_attention(values, rope, layers) if is_gpt_oss else None
+    except ValueError as error:
+        raise _Unsupported(str(error)) from None
     return ModelSpec(
         model_type=values["model_type"],
         num_layers=layers,
@@ -263,13 +278,14 @@ def _parse(values: dict[str, Any]) -> ModelSpec:
         shared_ffn_size=_shared_ffn_size(values),
         experts=experts,
         sliding_window=_sliding_window(values, layers),
+        gpt_oss=gpt_oss,
     )
 
 
 def _has_qkv_bias(values: dict[str, Any]) -> bool:
-    """Qwen2 always has it; Qwen2-MoE says so, and others ignore the key."""
+    """Qwen2 and gpt-oss always have it; Qwen2-MoE says so, and others ignore the key."""
     kind = values["model_type"]
-    return kind == "qwen2" or (kind == "qwen2_moe" and bool(values["qkv_bias"]))
+    return kind in ("qwen2", MODEL_TYPE) or (kind == "qwen2_moe" and bool(values["qkv_bias"]))
 
 
 def _shared_ffn_size(values: dict[str, Any]) -> int | None:
@@ -297,12 +313,16 @@ def _positive(values: dict[str, Any], key: str) -> float:
 
 def _rope(values: dict[str, Any]) -> dict[str, Any]:
     """The rotary parameters; transformers 4 wrote `rope_scaling`, and `rope_theta` beside it."""
-    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    is_gpt_oss = values["model_type"] == MODEL_TYPE
+    rope = values.get("rope_scaling") or values.get("rope_parameters")
+    rope = rope or (ROPE_DEFAULTS if is_gpt_oss else {})
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise _Unsupported(f"rope_parameters must be one set for all layers, got {rope!r}")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise _Unsupported(f"rope_type must be default or llama3, got {kind!r}")
+    kinds = ("default", "llama3", "yarn") if is_gpt_oss else ("default", "llama3")
+    if kind not in kinds:
+        *first, last = kinds
+        raise _Unsupported(f"rope_type must be {', '.join(first)} or {last}, got {kind!r}")
     partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
     if partial not in (None, 1):
         raise _Unsupported(f"partial_rotary_factor must be 1, got {partial!r}")
@@ -330,8 +350,8 @@ def _sliding_window(values: dict[str, Any], num_layers: int) -> int | None:
         raise _Unsupported(
             f"layer_types must be absent from a mistral config, got {values['layer_types']!r}"
         )
-    if values.get("sliding_window") is None or values["model_type"] == "llama":
-        return None
+    if values.get("sliding_window") is None or values["model_type"] in ("llama", MODEL_TYPE):
+        return None  # gpt-oss runs with its windows
     if values["model_type"] == "qwen3_moe" and not values["use_sliding_window"]:
         return None
     if values["model_type"] in ("qwen2", "qwen3", "qwen2_moe"):

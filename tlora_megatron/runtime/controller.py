@@ -50,7 +50,8 @@ def train_run(
     if spec.experts is None:
         check_run_without_experts(config.parallel)
     else:
-        check_run_over_experts(config)
+        unpredicted = None if spec.gpt_oss is None else spec.model_type
+        check_run_over_experts(config, unpredicted=unpredicted)
     own = own_replica(config)
     quantisation = base_quantisation(config.base_model, spec)
     check_replicas_fit(spec, quantisation, own)

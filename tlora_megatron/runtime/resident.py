@@ -27,6 +27,7 @@ from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.slab import StatePlacement
 from tlora_megatron.model.quantisation import base_quantisation
+from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -130,6 +131,7 @@ class _Opened(NamedTuple):
 def _open_base(config: RunConfig, rendezvous: Rendezvous | None) -> _Opened:
     timeline.begin_run()
     spec = read_model_spec(model_config(config))
+    refuse_gpt_oss(spec.model_type, "the base of a service")
     if spec.experts is None:
         check_run_without_experts(config.parallel)
     else:

@@ -12,6 +12,8 @@ from tlora_megatron.config.base_model import BaseModelSpec, read_base_model
 from tlora_megatron.config.jobs import plain
 from tlora_megatron.config.reader import must, read_spec
 from tlora_megatron.config.source import read_document
+from tlora_megatron.model.gpt_oss import MODEL_TYPE
+from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.service.home import Home, read_json, write_json
 
 BASES_NAME = "bases.json"
@@ -62,5 +64,17 @@ def _read_word(word: str) -> tuple[str, Mapping[str, Any]]:
         base = read_base_model(document.get("base_model", document), path.resolve().parent)
     else:
         base = read_base_model({"path": place}, Path.cwd())
+    _refuse_gpt_oss(word, base)
     section: dict[str, Any] = plain(asdict(base))
     return name, section
+
+
+def _refuse_gpt_oss(word: str, base: BaseModelSpec) -> None:
+    """Refuses a base over which a service trains and samples nothing."""
+    try:
+        kind = read_model_spec(base.config_file).model_type
+    except ValueError:
+        return  # its first job says what else is wrong with it
+    if kind == MODEL_TYPE:
+        rule = f"name a base of another model_type than {MODEL_TYPE}"
+        raise must("--base", rule, word, "train its jobs with tlora train")

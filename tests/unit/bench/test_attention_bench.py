@@ -29,12 +29,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, scale: float) -> Ten
 
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(q: Tensor, k: Tensor, v: Tensor, lengths: Any, scale: float) -> tuple[Tensor, ...]:
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, lengths: Any, scale: float, sight: Any
+    ) -> tuple[Tensor, ...]:
         out = attend(q, k, v, lengths.queries, scale)
         return q, k, v, out, torch.zeros(q.shape[1], len(q)), out, out
 
     def backward(
-        dout: Tensor, saved: Sequence[Tensor], lengths: Any, state: Any, scale: float
+        dout: Tensor, saved: Sequence[Tensor], lengths: Any, state: Any, scale: float, window: Any
     ) -> tuple[Tensor, ...]:
         used = [x.detach().requires_grad_() for x in saved[:3]]
         end = int(lengths[0][-1])

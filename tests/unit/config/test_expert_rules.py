@@ -77,6 +77,9 @@ def test_rounds_of_one_process_s_own_experts_may_differ(tmp_path: Path) -> None:
     own = config(tmp_path, run=run, job={"lora": {"target_modules": ["q_proj"]}})
     check_run_over_experts(own)
     check_run_over_experts(config(tmp_path, run=run))
+    message = "be none, selective or full over a base of model_type gpt_oss, whose memory is not"
+    with pytest.raises(ConfigError, match=message):
+        check_run_over_experts(own, unpredicted="gpt_oss")
 
 
 @pytest.mark.parametrize("key", ["ep_size", "expert_tp_size"])

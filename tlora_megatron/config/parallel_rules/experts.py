@@ -35,8 +35,11 @@ def check_expert_sizes(parallel: ParallelSpec) -> None:
         raise must("parallel.replicas", rule, short_form(parallel.replicas))
 
 
-def check_run_over_experts(config: RunConfig) -> None:
+def check_run_over_experts(config: RunConfig, *, unpredicted: str | None = None) -> None:
     """Refuses settings of a run that a base with routed experts cannot keep yet.
+
+    Args:
+        unpredicted: the base's model_type if its memory is not predicted; None = it is.
 
     Raises:
         ConfigError: naming the key, and the job where there is one.
@@ -50,6 +53,9 @@ def check_run_over_experts(config: RunConfig) -> None:
         raise must("run.nano_batches", f"be 1 {where}", run.nano_batches)
     if parallel.ep_size > 1:
         _check_alike_rounds(run)
+    if unpredicted is not None and run.recompute == "auto":
+        rule = f"be none, selective or full over a base of model_type {unpredicted}"
+        raise must("run.recompute", f"{rule}, whose memory is not predicted yet", run.recompute)
     if run.deterministic:
         raise must("run.deterministic", f"be false {where}: {_NO_BITS}", True)
     for job in config.jobs:

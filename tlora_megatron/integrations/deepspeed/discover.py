@@ -15,6 +15,7 @@ from tlora_megatron.integrations.deepspeed.experts import refused_targets
 from tlora_megatron.layers.linear_sites import rank_sites
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec
+from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.parallel.groups import ParallelGroups
 
 _IN_LAYER = re.compile(r"(?P<above>.*?)\.(?P<layer>\d+)\.(?P<below>.+)")
@@ -33,9 +34,11 @@ def model_spec(model: Any) -> LinearsSpec:
     """Describes a model whose weights are still whole, unless `zero.Init` has divided them.
 
     Raises:
-        ValueError: if it has no embedding, no plain output layer, or no layers with linears.
+        ValueError: if it has no embedding, no plain output layer, or no layers with linears, or is
+            gpt-oss, whose sinks packed attention does not pass on.
     """
     config = model.config.get_text_config()
+    refuse_gpt_oss(config.model_type, "the base of a DeepSpeed run")
     layers = _decoder_layers(model)
     by_target: dict[str, list[_Found]] = defaultdict(list)
     refused = refused_targets(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from tlora_megatron.integrations.megatron.base_weights import read_weights
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.integrations.megatron.layer.frozen_layer import freeze_layer
@@ -33,18 +34,14 @@ from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layo
 from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
-from tlora_megatron.training.formats.base_reader import read_base
-from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, RandomWeights
+from tlora_megatron.training.formats.hf_checkpoint import RandomWeights
 from tlora_megatron.training.formats.hf_convert import (
     check_layout,
-    check_weights,
     draw_base,
     hf_shapes,
 )
-from tlora_megatron.training.formats.quantised.source import QuantizedSource
 from tlora_megatron.training.formats.rank_tensors import (
     ExpertShare,
-    RankTensor,
     padded_vocab_size,
     rank_tensors,
 )
@@ -221,6 +218,9 @@ def build_backbone(
         hold_codes(model, quantisation, _stage(spec, layout).start, device)
     if pre_process and post_process and spec.tied_embeddings:
         model.output_layer.weight = model.embedding.word_embeddings.weight
+    if spec.gpt_oss is not None:
+        for decoder_layer in model.decoder.layers:
+            _add_bias(decoder_layer.self_attention.linear_proj)
     model.requires_grad_(False)
     for decoder_layer in model.decoder.layers:
         freeze_layer(decoder_layer)
@@ -278,7 +278,8 @@ def _block_spec(spec: ModelSpec, layout: ParallelLayout) -> TransformerBlockSubm
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     rotary = PackedRotaryEmbedding(spec)
-    attention.core_attention = ModuleSpec(PackedCoreAttention, params={"rotary": rotary})
+    core = {"rotary": rotary, "gpt_oss": spec.gpt_oss}
+    attention.core_attention = ModuleSpec(PackedCoreAttention, params=core)
     if spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if spec.experts is not None:
@@ -291,6 +292,15 @@ def _block_spec(spec: ModelSpec, layout: ParallelLayout) -> TransformerBlockSubm
         parts.mlp = ModuleSpec(FrozenExperts, params=params)
     layers = [layer] * len(_stage(spec, layout))
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _add_bias(linear: Any) -> None:
+    """Gives a row-parallel linear a bias that it adds itself, behind its reduction.
+
+    Megatron's `add_bias_linear` would also give one to each other linear.
+    """
+    linear.bias = nn.Parameter(linear.weight.new_empty(linear.weight.shape[0]))
+    linear.skip_bias_add = False
 
 
 def _stage(spec: ModelSpec, layout: ParallelLayout) -> range:
@@ -339,7 +349,7 @@ def load_backbone(
     named = {tensor.name for tensor in tensors}
     assert named == parameters.keys(), f"weights without a value: {parameters.keys() - named}"
     if directory is not None:
-        return _read(directory, spec, quantisation, tensors, parameters, scales)
+        return read_weights(directory, spec, quantisation, tensors, parameters, scales)
     device = next(model.parameters()).device
     drawn = RandomWeights(
         hf_shapes(spec), seed=seed, device=device, dtype=model.config.params_dtype
@@ -354,25 +364,3 @@ def _expert_share(spec: ModelSpec, layout: ParallelLayout) -> ExpertShare | None
     first = count * parallel_state.get_expert_model_parallel_rank()
     tp_rank = parallel_state.get_expert_tensor_parallel_rank()
     return ExpertShare(range(first, first + count), tp_rank, layout.expert_tp)
-
-
-def _read(
-    directory: Path,
-    spec: ModelSpec,
-    quantisation: BaseQuantisation | None,
-    tensors: Sequence[RankTensor],
-    parameters: Mapping[str, Tensor],
-    scales: Mapping[str, Tensor],
-) -> Rounding:
-    if quantisation is None or quantisation.published is None:
-        checkpoint = HFCheckpoint(directory)
-        check_weights(spec, checkpoint)
-        return read_base(checkpoint, tensors, parameters, scales)
-    source = QuantizedSource(directory, quantisation.published)
-    check_weights(spec, source)
-    source.check(spec, quantisation)
-    rounding = read_base(source, tensors, parameters, scales)
-    for tensor in tensors:
-        if tensor.name in scales:
-            source.put_scales(tensor, scales[tensor.name])
-    return rounding

@@ -32,6 +32,7 @@ from tlora_megatron.integrations.megatron_lm.same_model import (
     check_transformer_config,
 )
 from tlora_megatron.integrations.megatron_lm.unused_flags import switch_off
+from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
@@ -277,7 +278,9 @@ def _known_spec(config_json: Path, *, must: bool) -> ModelSpec | None:
         must: a file that cannot be read is an error.
     """
     try:
-        return read_model_spec(config_json)
+        spec = read_model_spec(config_json)
+        refuse_gpt_oss(spec.model_type, f"the base of a Megatron-LM script, {config_json.parent},")
+        return spec
     except ValueError:
         if must:
             raise

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from tlora_megatron.ops.frozen.exact_attention import BackwardCalls, backward_calls, classes_on
 from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
+from tlora_megatron.ops.frozen.sight import WHOLE, Sight, attend_in_sight
 from tlora_megatron.ops.frozen.varlen_attention import (
     CumulativeLengths,
     varlen_attention,
@@ -25,6 +26,7 @@ def attend_documents(
     v_KGD: torch.Tensor,
     micro_batch: MicroBatchView,
     scale: float,
+    sight: Sight = WHOLE,
 ) -> torch.Tensor:
     """Returns attention `[T, N, D]` in which every query sees its own document up to itself.
 
@@ -33,9 +35,10 @@ def attend_documents(
 
     Args:
         k_KGD: in span order, as v; the local rows without context parallelism.
+        sight: a window and sinks, if there are any.
     """
     attend = attend_varlen if runs_flash(q_TND) else attend_spans
-    return attend(q_TND, k_KGD, v_KGD, micro_batch, scale)
+    return attend(q_TND, k_KGD, v_KGD, micro_batch, scale, sight)
 
 
 def attend_documents_vjp(
@@ -44,15 +47,15 @@ def attend_documents_vjp(
     v_KGD: torch.Tensor,
     micro_batch: MicroBatchView,
     scale: float,
+    sight: Sight = WHOLE,
 ) -> tuple[torch.Tensor, Vjp]:
     """Returns `attend_documents` and its vector-Jacobian product."""
     if runs_flash(q_TND):
-        return varlen_attention_vjp(
-            q_TND, k_KGD, v_KGD, _lengths(micro_batch, q_TND, k_KGD.shape[1]), scale
-        )
+        lengths = _lengths(micro_batch, q_TND, k_KGD.shape[1])
+        return varlen_attention_vjp(q_TND, k_KGD, v_KGD, lengths, scale, sight)
 
     return vjp_by_autograd(
-        lambda q, k, v: attend_spans(q, k, v, micro_batch, scale), q_TND, k_KGD, v_KGD
+        lambda q, k, v: attend_spans(q, k, v, micro_batch, scale, sight), q_TND, k_KGD, v_KGD
     )
 
 
@@ -67,12 +70,15 @@ def attend_spans(
     v_KGD: torch.Tensor,
     micro_batch: MicroBatchView,
     scale: float,
+    sight: Sight = WHOLE,
 ) -> torch.Tensor:
     """`attend_documents`, a call a span; any device and dtype."""
     spans = micro_batch.attention
     parts = zip(
         q_TND.split(spans.q_lens), k_KGD.split(spans.k_lens), v_KGD.split(spans.k_lens), strict=True
     )
+    if sight is not WHOLE:
+        return torch.cat([attend_in_sight(q, k, v, scale, sight) for q, k, v in parts])
     return torch.cat([_attend_one_span(q, k, v, scale) for q, k, v in parts])
 
 
@@ -102,11 +108,11 @@ def attend_varlen(
     v_KGD: torch.Tensor,
     micro_batch: MicroBatchView,
     scale: float,
+    sight: Sight = WHOLE,
 ) -> torch.Tensor:
     """`attend_documents` in one flash-attention kernel."""
-    return varlen_attention(
-        q_TND, k_KGD, v_KGD, _lengths(micro_batch, q_TND, k_KGD.shape[1]), scale
-    )
+    lengths = _lengths(micro_batch, q_TND, k_KGD.shape[1])
+    return varlen_attention(q_TND, k_KGD, v_KGD, lengths, scale, sight)
 
 
 def _lengths(micro_batch: MicroBatchView, q_TND: torch.Tensor, key_heads: int) -> CumulativeLengths:

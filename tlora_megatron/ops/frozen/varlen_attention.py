@@ -15,6 +15,7 @@ import torch
 
 from tlora_megatron.ops.frozen.exact_attention import BackwardCalls, backward_in_calls
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.sight import WHOLE, Sight, with_sinks
 
 
 class CumulativeLengths(NamedTuple):
@@ -34,6 +35,7 @@ def varlen_attention(
     v_KGD: torch.Tensor,
     lengths: CumulativeLengths,
     scale: float,
+    sight: Sight = WHOLE,
 ) -> torch.Tensor:
     """Returns attention `[T, N, D]`; a span's last query sees all keys, the one before all but one.
 
@@ -42,7 +44,7 @@ def varlen_attention(
     for the same bits every time: on ragged packed rows that costs the backward 1.7x (H200,
     docs/measurements, frozen_parts).
     """
-    return _VarlenAttention.apply(q_TND, k_KGD, v_KGD, lengths, scale)
+    return _VarlenAttention.apply(q_TND, k_KGD, v_KGD, lengths, scale, sight)
 
 
 def varlen_attention_vjp(
@@ -51,10 +53,11 @@ def varlen_attention_vjp(
     v_KGD: torch.Tensor,
     lengths: CumulativeLengths,
     scale: float,
+    sight: Sight = WHOLE,
 ) -> tuple[torch.Tensor, Vjp]:
     """Returns `varlen_attention` and its vector-Jacobian product."""
-    saved = _forward(q_TND, k_KGD, v_KGD, lengths, scale)
-    return saved[3], lambda dout_TND: _backward(dout_TND, saved, lengths, scale)
+    saved = _forward(q_TND, k_KGD, v_KGD, lengths, scale, sight)
+    return saved[3], lambda dout_TND: _backward(dout_TND, saved, lengths, scale, sight)
 
 
 class _VarlenAttention(torch.autograd.Function):
@@ -68,15 +71,17 @@ class _VarlenAttention(torch.autograd.Function):
         v_KGD: torch.Tensor,
         lengths: CumulativeLengths,
         scale: float,
+        sight: Sight,
     ) -> torch.Tensor:
-        saved = _forward(q_TND, k_KGD, v_KGD, lengths, scale)
+        saved = _forward(q_TND, k_KGD, v_KGD, lengths, scale, sight)
         ctx.save_for_backward(*saved)
-        ctx.lengths, ctx.scale = lengths, scale
+        ctx.lengths, ctx.scale, ctx.sight = lengths, scale, sight
         return saved[3]
 
     @staticmethod
     def backward(ctx: Any, dout_TND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_backward(dout_TND, ctx.saved_tensors, ctx.lengths, ctx.scale), None, None
+        grads = _backward(dout_TND, ctx.saved_tensors, ctx.lengths, ctx.scale, ctx.sight)
+        return *grads, None, None, None
 
 
 def _forward(
@@ -85,11 +90,12 @@ def _forward(
     v_KGD: torch.Tensor,
     lengths: CumulativeLengths,
     scale: float,
+    sight: Sight,
 ) -> tuple[torch.Tensor, ...]:
     """Returns what backward needs; the output is the fourth.
 
     It is queries, keys, values, the output, a number a query and head, and the state of a random
-    generator that draws nothing.
+    generator that draws nothing. Output and number are those with sinks, if there are any.
     """
     out_TND, lse_NT, *random_state = torch.ops.aten._flash_attention_forward(
         q_TND,
@@ -100,8 +106,18 @@ def _forward(
         True,  # causal
         False,  # return_debug_mask
         scale=scale,
+        **_window(sight),
     )
+    if sight.sinks_N is not None:
+        out_TND, lse_NT = with_sinks(out_TND, lse_NT, sight.sinks_N)
     return q_TND, k_KGD, v_KGD, out_TND, lse_NT, *random_state[:2]
+
+
+def _window(sight: Sight) -> dict[str, int]:
+    """The kernels' arguments: keys before a query's own, and behind it."""
+    if sight.window is None:
+        return {}
+    return {"window_size_left": sight.window - 1, "window_size_right": 0}
 
 
 def _backward(
@@ -109,17 +125,19 @@ def _backward(
     saved: tuple[torch.Tensor, ...],
     lengths: CumulativeLengths,
     scale: float,
+    sight: Sight,
 ) -> tuple[torch.Tensor, ...]:
     *tensors, seed, offset = saved
     random_state, calls = (seed, offset), lengths.backward_calls
+    window = _window(sight)
     if calls is None:
-        return _backward_kernel(dout_TND, tensors, lengths[:4], random_state, scale)
+        return _backward_kernel(dout_TND, tensors, lengths[:4], random_state, scale, window)
 
     def kernel(
         dout: torch.Tensor, own: Sequence[torch.Tensor], cumulative: torch.Tensor, longest: int
     ) -> tuple[torch.Tensor, ...]:
         begins = (cumulative, cumulative, longest, longest)
-        return _backward_kernel(dout, own, begins, random_state, scale)
+        return _backward_kernel(dout, own, begins, random_state, scale, window)
 
     return backward_in_calls(dout_TND, tensors, calls, kernel)
 
@@ -130,6 +148,7 @@ def _backward_kernel(
     lengths: tuple[torch.Tensor, torch.Tensor, int, int],
     random_state: tuple[torch.Tensor, torch.Tensor],
     scale: float,
+    window: dict[str, int],
 ) -> tuple[torch.Tensor, ...]:
     return torch.ops.aten._flash_attention_backward(
         dout_TND,
@@ -139,4 +158,5 @@ def _backward_kernel(
         True,  # causal
         *random_state,
         scale=scale,
+        **window,
     )

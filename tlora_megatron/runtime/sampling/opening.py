@@ -13,6 +13,7 @@ from tlora_megatron.config.load import read_gang_config
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.model.quantisation import base_quantisation
+from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.runtime.backbone import model_config, model_dir, open_backbone, ready_process
 from tlora_megatron.runtime.own_replica import own_replica
@@ -46,6 +47,7 @@ def open_batcher(base: Mapping[str, Any], limits: SamplerLimits) -> Batcher:
     }
     config = read_gang_config(sections, Path("/"), output_dir="/")
     spec = read_model_spec(model_config(config))
+    refuse_gpt_oss(spec.model_type, "the base of a sampler")
     quantisation = base_quantisation(config.base_model, spec)
     own = own_replica(config, rank=0, world_size=1)
     ready_process(config, own.layout)

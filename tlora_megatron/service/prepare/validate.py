@@ -20,6 +20,7 @@ from tlora_megatron.config.parallel_rules.experts import check_no_portions
 from tlora_megatron.config.portions import portion_of
 from tlora_megatron.config.reader import must
 from tlora_megatron.config.rules import resolve_job_paths
+from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.planner.workload import LengthHistogram, guessed_lengths
 from tlora_megatron.service.below import UserFiles
 from tlora_megatron.service.home import JOB_NAME, Home, make_folder, write_json
@@ -80,6 +81,7 @@ def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Valid
         micro_batch_tokens=rules.micro_batch_tokens,
         budget=_BUDGET,
     )
+    refuse_gpt_oss(reader.spec.model_type, f"the base of job {job.name!r} in a service")
     if reader.spec.experts is not None:
         check_no_portions(job)
     read_job = reader.read(job)

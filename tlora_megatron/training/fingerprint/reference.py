@@ -1,7 +1,7 @@
 """Scores tokens with Hugging Face weights in fp32, with one layer in memory.
 
-The arithmetic is that of transformers' Llama, Mistral, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE and
-Mixtral, written down once more, so that it shares no code with the trainers whose models it is
+The arithmetic is that of transformers' Llama, Mistral, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE, Mixtral
+and gpt-oss, written down once more, so that it shares no code with the trainers whose models it is
 held against.
 
 Shapes: T tokens, H hidden features, N heads, G key-value heads, D head dimension, V vocabulary.
@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.model.experts import EXPERT_PARTS, ExpertPart, ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.frozen.qkv_rotary import rotate_halves
 from tlora_megatron.ops.frozen.rms_norm import rms_norm_reference
-from tlora_megatron.ops.frozen.rope import inverse_frequencies
+from tlora_megatron.ops.frozen.rope import inverse_frequencies, rotary_factor
 from tlora_megatron.training.formats.fingerprint_file import Fingerprint, fingerprint_tokens
 from tlora_megatron.training.formats.hf_checkpoint import WeightSource
 from tlora_megatron.training.formats.hf_convert import layer_shapes
@@ -99,7 +99,10 @@ def _log_probs(
     angles_TD = torch.cat([half, half], dim=-1)
     for index in range(spec.num_layers):
         layer = weights.layer(spec, index)
-        passes = [p._replace(hidden_TH=_run_layer(spec, layer, p, angles_TD)) for p in passes]
+        window = None if spec.gpt_oss is None else spec.gpt_oss.windows[index]
+        passes = [
+            p._replace(hidden_TH=_run_layer(spec, layer, p, angles_TD, window)) for p in passes
+        ]
         on_layer(index)
     norm_H = weights.rows("model.norm.weight")
     passes = [
@@ -111,7 +114,11 @@ def _log_probs(
 
 
 def _run_layer(
-    spec: ModelSpec, layer: Mapping[str, Tensor], now: _Pass, angles_TD: Tensor
+    spec: ModelSpec,
+    layer: Mapping[str, Tensor],
+    now: _Pass,
+    angles_TD: Tensor,
+    window: int | None,
 ) -> Tensor:
     """The residual stream behind a layer, `[T, H]`."""
     run, hidden_TH = now
@@ -135,9 +142,13 @@ def _run_layer(
     )
     if spec.qk_norm:
         q, k = norm(q, "self_attn.q_norm"), norm(k, "self_attn.k_norm")
-    cos_TD, sin_TD = (run(part[: len(q)]) for part in (angles_TD.cos(), angles_TD.sin()))
+    factor = rotary_factor(spec)
+    cos_TD, sin_TD = (run(part[: len(q)] * factor) for part in (angles_TD.cos(), angles_TD.sin()))
     q, k = (run(rotate_halves(x[:, None], cos_TD, sin_TD)).squeeze(1) for x in (q, k))
-    attended_TH = run(_attend(q, k, v).flatten(1))
+    if spec.gpt_oss is None:
+        attended_TH = run(_attend(q, k, v).flatten(1))
+    else:
+        attended_TH = run(_attend_beside(q, k, v, layer["self_attn.sinks"], window).flatten(1))
     hidden_TH = run(hidden_TH + linear(attended_TH, "self_attn.o_proj"))
     normed_TH = norm(hidden_TH, "post_attention_layernorm")
     if spec.experts is not None:
@@ -153,26 +164,52 @@ def _run_experts(
     spec: ExpertsSpec, layer: Mapping[str, Tensor], run: Round, x_TH: Tensor
 ) -> Tensor:
     """The weighted sum of each row's experts, `[T, H]`."""
-    scores_TE = run(x_TH @ layer[spec.stored_router].T).softmax(-1)
-    weights_TK, experts_TK = scores_TE.topk(spec.top_k, dim=-1)
+    logits_TE = run(F.linear(x_TH, layer[spec.stored_router], layer.get(spec.stored_router_bias)))
+    weights_TK, experts_TK = logits_TE.softmax(-1).topk(spec.top_k, dim=-1)
     if spec.normalizes:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
     out_TH = torch.zeros_like(x_TH)
     for expert in range(spec.num_experts):
         rows, choices = (experts_TK == expert).nonzero(as_tuple=True)
-        x = x_TH[rows]
-        gate = run(x @ layer[spec.stored(expert, "gate_proj")].T)
-        up = run(x @ layer[spec.stored(expert, "up_proj")].T)
-        down = layer[spec.stored(expert, "down_proj")]
-        y = run(run(F.silu(gate) * up) @ down.T)
+
+        def linear(x: Tensor, part: ExpertPart, number: int = expert) -> Tensor:
+            bias = layer.get(spec.stored_bias(number, part))
+            return run(F.linear(x, layer[spec.stored(number, part)], bias))
+
+        gate, up = (linear(x_TH[rows], part) for part in EXPERT_PARTS[:2])
+        y = linear(run(_activate(spec, gate, up)), "down_proj")
         out_TH[rows] += y * weights_TK[rows, choices, None]
     return run(out_TH)
+
+
+def _activate(spec: ExpertsSpec, gate: Tensor, up: Tensor) -> Tensor:
+    if spec.glu is None:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=spec.glu.limit), up.clamp(-spec.glu.limit, spec.glu.limit)
+    return (up + 1) * gate * torch.sigmoid(spec.glu.alpha * gate)
 
 
 def _attend(q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
     q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_TGD, v_TGD))
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return attended[0].transpose(0, 1)
+
+
+def _attend_beside(
+    q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, sinks_N: Tensor, window: int | None
+) -> Tensor:
+    """gpt-oss: a query sees a window, and its head's sink takes a share of the softmax."""
+    group = q_TND.shape[1] // k_TGD.shape[1]
+    q_NTD = q_TND.transpose(0, 1) * q_TND.shape[-1] ** -0.5
+    k_NTD, v_NTD = (x.transpose(0, 1).repeat_interleave(group, dim=0) for x in (k_TGD, v_TGD))
+    rows_T = torch.arange(len(q_TND), device=q_TND.device)
+    behind_TT = rows_T[:, None] - rows_T
+    seen_TT = (behind_TT >= 0) & (behind_TT < (window or len(rows_T)))
+    scores_NTT = (q_NTD @ k_NTD.mT).masked_fill(~seen_TT, -torch.inf)
+    shares_NTT = torch.exp(
+        scores_NTT - torch.logaddexp(scores_NTT.logsumexp(-1), sinks_N[:, None])[..., None]
+    )
+    return (shares_NTT @ v_NTD).transpose(0, 1)
 
 
 def _score(

@@ -87,6 +87,14 @@ class HFCheckpoint:
             raise self.not_finite(name)
         return part
 
+    def read_bytes(self, name: str, rows: slice) -> Tensor:
+        """Rows of a tensor of bytes, whatever they mean.
+
+        Raises:
+            ValueError: if there is no tensor of that name.
+        """
+        return self._slice(name)[rows].view(torch.uint8)
+
     def stored(self, name: str) -> StoredTensor:
         """Place of a tensor, for those who read it themselves.
 

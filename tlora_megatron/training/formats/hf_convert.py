@@ -24,7 +24,11 @@ from tlora_megatron.training.formats.rounding import Rounding, assemble_codes
 
 
 def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the architecture under Hugging Face's name, with its shape."""
+    """Every tensor of the architecture under Hugging Face's name, with its shape.
+
+    Of gpt-oss, whose files hold a layer's experts in one tensor, under the names that
+    `gpt_oss_experts` gives to parts of it.
+    """
     hidden = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (spec.vocab_size, hidden),
@@ -49,6 +53,9 @@ def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     shapes |= _mlp_shapes(spec)
     if spec.qkv_bias:
         shapes |= {f"self_attn.{target}.bias": spec.target_shape(target)[:1] for target in QKV}
+    if spec.gpt_oss is not None:
+        shapes |= {"self_attn.o_proj.bias": (spec.hidden_size,)}
+        shapes |= {"self_attn.sinks": (spec.num_heads,)}
     if spec.qk_norm:
         shapes |= {f"self_attn.{n}.weight": (spec.head_dim,) for n in ("q_norm", "k_norm")}
     return shapes
@@ -63,9 +70,13 @@ def _mlp_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
         return {f"mlp.{part}.weight": shape for part, shape in parts.items()}
     shapes: dict[str, tuple[int, ...]] = {}
     shapes[experts.stored_router] = (experts.num_experts, spec.hidden_size)
+    if experts.glu is not None:
+        shapes[experts.stored_router_bias] = (experts.num_experts,)
     for part, shape in parts.items():
         for number in range(experts.num_experts):
             shapes[experts.stored(number, part)] = shape
+            if experts.glu is not None:
+                shapes[experts.stored_bias(number, part)] = shape[:1]
         if spec.shared_ffn_size is not None:
             shapes[experts.stored_shared(part)] = spec.target_shape(f"shared_expert.{part}")
     if spec.shared_ffn_size is not None:

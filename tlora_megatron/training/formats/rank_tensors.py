@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
 
-from tlora_megatron.model.experts import EXPERT_PARTS
+from tlora_megatron.model.experts import EXPERT_PARTS, ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -143,6 +143,12 @@ def _attention(
         )
     proj = f"{to}self_attention.linear_proj.weight"
     yield _columns(proj, f"{attention}o_proj.weight", hidden, q)
+    if spec.gpt_oss is not None:
+        bias = f"{to}self_attention.linear_proj.bias"
+        yield _whole(bias, f"{attention}o_proj.bias", (hidden,))
+        of_rank = shard_range(spec.num_heads, tp_rank, tp_size)
+        sinks = f"{to}self_attention.core_attention.sinks"
+        yield _rows(sinks, f"{attention}sinks", of_rank)
 
 
 def _mlp(spec: ModelSpec, to: str, source: str, tp_rank: int, tp_size: int) -> Iterator[RankTensor]:
@@ -157,6 +163,8 @@ def _experts(spec: ModelSpec, to: str, source: str, share: ExpertShare) -> Itera
     assert experts is not None, "the model has none"
     router = (experts.num_experts, spec.hidden_size)
     yield _whole(f"{to}mlp.router.weight", source + experts.stored_router, router)
+    if experts.glu is not None:
+        yield _whole(f"{to}mlp.router.bias", source + experts.stored_router_bias, router[:1])
     rows, to = shard_range(spec.ffn_size, share.tp_rank, share.tp_size), f"{to}mlp.experts."
     for local, number in enumerate(share.numbers):
         gate = source + experts.stored(number, "gate_proj")
@@ -164,6 +172,26 @@ def _experts(spec: ModelSpec, to: str, source: str, share: ExpertShare) -> Itera
         down = source + experts.stored(number, "down_proj")
         yield _gate_and_up(f"{to}linear_fc1.weight{local}", spec, (gate, up), rows)
         yield _columns(f"{to}linear_fc2.weight{local}", down, spec.hidden_size, rows)
+        if experts.glu is not None:
+            yield from _expert_biases(spec, experts, to, source, local, number, rows)
+
+
+def _expert_biases(
+    spec: ModelSpec,
+    experts: ExpertsSpec,
+    to: str,
+    source: str,
+    local: int,
+    number: int,
+    rows: slice,
+) -> Iterator[RankTensor]:
+    """Those of one expert; of ranks that share it, the first one adds that of its output."""
+    gate = source + experts.stored_bias(number, "gate_proj")
+    up = source + experts.stored_bias(number, "up_proj")
+    yield _gate_and_up(f"{to}linear_fc1.bias{local}", spec, (gate, up), rows, is_bias=True)
+    down, hidden = source + experts.stored_bias(number, "down_proj"), spec.hidden_size
+    held = slice(0, hidden if rows.start == 0 else 0)
+    yield replace(_rows(f"{to}linear_fc2.bias{local}", down, held), shape=(hidden,))
 
 
 def _shared_expert(
@@ -179,17 +207,25 @@ def _shared_expert(
     yield _whole(f"{to}gate_weight", sigmoid, (1, spec.hidden_size))
 
 
-def _gate_and_up(name: str, spec: ModelSpec, sources: tuple[str, str], rows: slice) -> RankTensor:
+def _gate_and_up(
+    name: str, spec: ModelSpec, sources: tuple[str, str], rows: slice, *, is_bias: bool = False
+) -> RankTensor:
     size = rows.stop - rows.start
     return RankTensor(
         name=name,
-        shape=(2 * size, spec.hidden_size),
+        shape=(2 * size,) if is_bias else (2 * size, spec.hidden_size),
         pieces=tuple(
             Piece(source, rows, None, begin, size)
             for source, begin in zip(sources, (0, size), strict=True)
         ),
         num_rows=2 * size,
     )
+
+
+def _rows(name: str, source: str, rows: slice) -> RankTensor:
+    count = rows.stop - rows.start
+    piece = Piece(source, rows, None, 0, count)
+    return RankTensor(name=name, shape=(count,), pieces=(piece,), num_rows=count)
 
 
 def _columns(name: str, source: str, num_rows: int, cols: slice) -> RankTensor:

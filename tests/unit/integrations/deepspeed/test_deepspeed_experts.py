@@ -43,6 +43,12 @@ def test_attention_alone_may_be_adapted(model_type: TinyModelType) -> None:
             spec.target_shape(target)
 
 
+def test_gpt_oss_is_refused() -> None:
+    message = "the base of a DeepSpeed run must not be of model_type gpt_oss yet, got one; train"
+    with pytest.raises(ValueError, match=message):
+        model_spec(build("gpt_oss"))
+
+
 def test_what_a_run_cannot_keep_is_refused() -> None:
     run = RunConfig(
         base_model=BaseModelSpec(path="unread"),

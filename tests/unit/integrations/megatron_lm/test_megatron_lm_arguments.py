@@ -197,6 +197,14 @@ def test_contradictions_are_refused_by_both_names(
         launch_settings(args, tokenizer_size=100)
 
 
+def test_a_named_base_of_gpt_oss_is_refused(tmp_path: Path, spec: ModelSpec) -> None:
+    path = write_config(tmp_path, base_model={"path": "base"})
+    tiny_config("gpt_oss").save_pretrained(tmp_path / "base")
+    message = r"the base of a Megatron-LM script, .*base, must not be of model_type gpt_oss yet"
+    with pytest.raises(ValueError, match=message):
+        launch_settings(arguments(spec, tlora_config=path), tokenizer_size=100)
+
+
 def test_what_agrees_may_be_said_twice(tmp_path: Path, spec: ModelSpec) -> None:
     sections: dict[str, Any] = {
         "parallel": {"tp_size": 2, "sequence_parallel": True},

@@ -5,33 +5,47 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.model.experts import ClampedGlu, ExpertsSpec
+from tlora_megatron.ops.experts.biases import add_biases, weights_grad
 from tlora_megatron.ops.experts.branch import ExpertRuns
 from tlora_megatron.ops.experts.products import grouped_products, looped_products
 from tlora_megatron.ops.experts.router import route_reference, route_vjp
 from tlora_megatron.ops.experts.rows import RowSlots, sort_rows
+from tlora_megatron.ops.experts.weighting import weighted_glu, weighted_glu_back
 
+GLU = ClampedGlu(alpha=1.7, limit=0.9)
 QWEN = ExpertsSpec(num_experts=16, top_k=4, ffn_size=8, normalizes=True)
 SPECS = {
     "normalised": QWEN,
     "scores": ExpertsSpec(num_experts=16, top_k=4, ffn_size=8, normalizes=False),
     "mixtral": ExpertsSpec(num_experts=16, top_k=4, ffn_size=8, normalizes=True, keeps_fp32=True),
+    "gpt_oss": ExpertsSpec(num_experts=16, top_k=4, ffn_size=8, normalizes=True, glu=GLU),
 }
+BIAS = torch.linspace(-0.5, 0.5, 16)
+"""Of gpt-oss' router."""
 
 
 def transformers_router(spec: ExpertsSpec, weight: Tensor) -> torch.nn.Module:
     sizes = {"hidden_size": weight.shape[1], "num_local_experts": spec.num_experts}
     sizes["num_experts_per_tok"] = spec.top_k
-    if spec.keeps_fp32:
+    if spec.glu is not None:
+        router = GptOssTopKRouter(GptOssConfig(**sizes))
+        router.bias.data = BIAS.to(weight.dtype)
+    elif spec.keeps_fp32:
         router = MixtralTopKRouter(MixtralConfig(**sizes))
     else:
         router = Qwen3MoeTopKRouter(Qwen3MoeConfig(**sizes, norm_topk_prob=spec.normalizes))
     router.weight.data = weight
     return router
+
+
+def bias_of(spec: ExpertsSpec, dtype: torch.dtype) -> Tensor | None:
+    return None if spec.glu is None else BIAS.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -42,7 +56,7 @@ def test_choice_and_weights_are_those_of_transformers(name: str, dtype: torch.dt
     # In bfloat16 some rows have ties between the last choice and the next expert.
     x, weight = torch.randn(4096, 32).to(dtype), torch.randn(16, 32).to(dtype) / 8
     _, expected, chosen = transformers_router(spec, weight)(x)
-    routing, _ = route_vjp(x, weight, spec)
+    routing, _ = route_vjp(x, weight, spec, bias_of(spec, dtype))
     order = chosen.argsort(-1)
     assert torch.equal(routing.experts_TK, chosen.gather(-1, order))
     assert routing.weights_TK.dtype == expected.dtype
@@ -54,12 +68,52 @@ def test_the_way_back_is_autograd_s(name: str) -> None:
     spec = SPECS[name]
     torch.manual_seed(0)
     x, weight = torch.randn(63, 32), torch.randn(16, 32) / 4
-    _, back = route_vjp(x, weight, spec)
+    _, back = route_vjp(x, weight, spec, bias_of(spec, x.dtype))
     x.requires_grad_()
-    weights = route_reference(x, weight, spec).weights_TK
+    weights = route_reference(x, weight, spec, bias_of(spec, x.dtype)).weights_TK
     grad = torch.randn_like(weights)
     weights.backward(grad)
     torch.testing.assert_close(back(grad), x.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_gpt_oss_activation_is_that_of_transformers() -> None:
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        hidden_size=8,
+        intermediate_size=24,
+        num_local_experts=1,
+        swiglu_alpha=GLU.alpha,
+        swiglu_limit=GLU.limit,
+    )
+    experts = GptOssExperts(config)
+    inner, weights = torch.randn(63, 48, requires_grad=True), torch.rand(63, requires_grad=True)
+    taking_turns = torch.stack(inner.chunk(2, dim=-1), dim=-1).flatten(1)
+    expected = experts._apply_gate(taking_turns) * weights[:, None]
+    grad = torch.randn_like(expected)
+    got = weighted_glu(inner.detach(), weights.detach(), GLU)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    dinner, dweights, again = weighted_glu_back(
+        grad, inner.detach(), weights.detach(), GLU, with_result=True
+    )
+    assert again is not None
+    assert torch.equal(again, got)
+    wanted = torch.autograd.grad(expected, (inner, weights), grad)
+    assert (wanted[0] == 0).any(), "the limit must be met"
+    torch.testing.assert_close(dinner, wanted[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dweights, wanted[1], rtol=1e-5, atol=1e-5)
+
+
+def test_biases_of_experts_and_their_way_back() -> None:
+    torch.manual_seed(0)
+    counts, biases = torch.tensor([[2], [0], [3]]), torch.randn(3, 4)
+    y, weights, runs = torch.randn(5, 4), torch.rand(5, requires_grad=True), ExpertRuns(counts)
+    of_rows = biases[[0, 0, 2, 2, 2]]
+    assert torch.equal(add_biases(y.clone(), biases, runs, None), y + of_rows)
+    expected = y + of_rows * weights[:, None]
+    assert torch.equal(add_biases(y.clone(), biases, runs, weights.detach()), expected)
+    grad = torch.randn_like(y)
+    (wanted,) = torch.autograd.grad(expected, weights, grad)
+    torch.testing.assert_close(weights_grad(grad, biases, runs), wanted)
 
 
 def test_rows_lie_expert_by_expert_and_come_back() -> None:

@@ -23,6 +23,7 @@ from tlora_megatron.training.formats.fingerprint_file import (
     read_fingerprint,
     write_fingerprint,
 )
+from tlora_megatron.training.formats.gpt_oss_experts import weight_source
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, Rows
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -44,7 +45,8 @@ def take(folder: Path, **options: Any) -> Fingerprint:
     """The fingerprint of a model in a folder."""
     spec = read_model_spec(folder / "config.json")
     options = {"dtype": torch.float32, "device": CPU} | options
-    return reference.make_fingerprint(spec, options.pop("source", HFCheckpoint(folder)), **options)
+    source = weight_source(spec, options.pop("source", HFCheckpoint(folder)), CPU)
+    return reference.make_fingerprint(spec, source, **options)
 
 
 def by_transformers(folder: Path, tokens: tuple[int, ...]) -> list[float]:
@@ -55,7 +57,7 @@ def by_transformers(folder: Path, tokens: tuple[int, ...]) -> list[float]:
     return log_probs.gather(1, torch.tensor(tokens[1:])[:, None]).flatten().tolist()
 
 
-@pytest.mark.parametrize("kind", TINY_MODEL_TYPES)
+@pytest.mark.parametrize("kind", [*TINY_MODEL_TYPES, "gpt_oss"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_reference_is_transformers(
     tmp_path: Path, kind: Any, tied: bool, monkeypatch: pytest.MonkeyPatch

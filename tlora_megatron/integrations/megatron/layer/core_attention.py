@@ -14,14 +14,16 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.cp_groups import groups_by_size
 from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedding
+from tlora_megatron.model.gpt_oss import GptOssAttention
 from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.frozen.packed_attention import attend_documents, attend_documents_vjp
 from tlora_megatron.ops.frozen.qkv_rotary import unpack_qkv, unpack_qkv_vjp
 from tlora_megatron.ops.frozen.rms_norm import HeadNorms
+from tlora_megatron.ops.frozen.sight import WHOLE, Sight
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
@@ -42,7 +44,8 @@ class PackedCoreAttention(MegatronModule):
     The constructor is that of Megatron's `DotProductAttention`, and the rotary embedding, which is
     applied here: None where the caller has rotated queries and keys. No score matrix is stored on
     CUDA in bf16 and fp16 (flash attention, head dimensions in eights); all else runs
-    `scaled_dot_product_attention` a span.
+    `scaled_dot_product_attention` a span. With gpt-oss' attention, its layer's window and sinks
+    narrow it; sinks are a frozen parameter of this rank's heads.
 
     Layout in: local rows; out: the same. Forward under context parallelism: one all-gather of keys
     and values; backward: one reduce-scatter of their gradients.
@@ -59,6 +62,7 @@ class PackedCoreAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
         rotary: PackedRotaryEmbedding | None = None,
+        gpt_oss: GptOssAttention | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -67,11 +71,25 @@ class PackedCoreAttention(MegatronModule):
             raise ValueError(f"attention_dropout must be 0 in a frozen backbone, got {dropout}")
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.rotary = rotary
+        self.window: int | None = None
+        self.sinks: nn.Parameter | None = None
+        if gpt_oss is not None:
+            self.window = gpt_oss.windows[layer_number - 1]
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            place = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+            self.sinks = nn.Parameter(torch.empty(heads, **place), requires_grad=False)
         self.cp_groups: dict[int, Any] = {}
         if config.context_parallel_size > 1:
             whole = getattr(pg_collection, "cp", None)
             whole = whole or parallel_state.get_context_parallel_group()
             self.cp_groups = groups_by_size(whole, config.context_parallel_size)
+
+    @property
+    def sight(self) -> Sight:
+        """The window and the sinks."""
+        if self.window is None and self.sinks is None:
+            return WHOLE
+        return Sight(window=self.window, sinks_N=self.sinks)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -164,7 +182,7 @@ class PackedCoreAttention(MegatronModule):
         cos_TD, sin_TD = rotary.cos_sin(mixed, micro_batch)
         mixed_TGMD = mixed.view(shape[0], groups, -1, self.config.kv_channels)
         qkv, unpack_back = unpack_qkv_vjp(mixed_TGMD, cos_TD, sin_TD, norms, column)
-        out_TND, attend_back = attend_documents_vjp(*qkv, micro_batch, self.scale)
+        out_TND, attend_back = attend_documents_vjp(*qkv, micro_batch, self.scale, self.sight)
         heads = out_TND.shape
 
         def vjp(dout: Tensor) -> Tensor:
@@ -182,7 +200,7 @@ class PackedCoreAttention(MegatronModule):
         k_KGD, v_KGD = k_TGD, v_TGD
         if micro_batch.cp_size > 1:
             k_KGD, v_KGD = self._gather_keys(k_TGD, v_TGD, micro_batch)
-        out_TND = attend_documents(q_TND, k_KGD, v_KGD, micro_batch, self.scale)
+        out_TND = attend_documents(q_TND, k_KGD, v_KGD, micro_batch, self.scale, self.sight)
         return out_TND.reshape(len(q_TND), 1, -1)
 
     def _gather_keys(

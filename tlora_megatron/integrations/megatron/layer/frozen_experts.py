@@ -4,9 +4,9 @@
 
 and adapters on both linears, where jobs have some (`ops.experts.branch`, and `outer_experts` for
 factors that experts share). Weights multiply before the second linear, so that backward needs no
-expert's output. Saved are the first linear's outputs
-and what the router keeps; with adapters the experts' input, too. Where there is a shared expert
-(`shared_expert`), y is added to what it returns.
+expert's output; the biases of gpt-oss' second linears are weighed, too. Saved are the first
+linear's outputs and what the router keeps; with adapters the experts' input, too. Where there is a
+shared expert (`shared_expert`), y is added to what it returns.
 
 Layout: x is this rank's rows, or all of them as `LinearLayout` says. Where tensor parallelism cuts
 experts, they are gathered and the result reduced as around a dense MLP; forward gathers and
@@ -35,13 +35,14 @@ from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.multi_adapter import MultiAdapter, reduced
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.ops.experts.biases import add_biases, weights_grad
 from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns
 from tlora_megatron.ops.experts.choice import InputSums, expert_linear, expert_linear_dgrad
 from tlora_megatron.ops.experts.outer import token_runs
 from tlora_megatron.ops.experts.router import route_vjp
 from tlora_megatron.ops.experts.rows import ExpertRows, RowSlots, sort_rows
 from tlora_megatron.ops.experts.shared_factors import OuterFactors
-from tlora_megatron.ops.experts.weighting import weighted_swiglu, weighted_swiglu_back
+from tlora_megatron.ops.experts.weighting import weighted_glu, weighted_glu_back
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.expert_exchange import ExpertExchange, Journey
@@ -78,8 +79,9 @@ class FrozenExperts(nn.Module):
         hidden, inner = config.hidden_size, spec.ffn_size // expert_tp
         num_local = spec.num_experts // ep_size
         place = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        self.router = _Router((spec.num_experts, hidden), place)
-        self.experts = _LocalExperts(num_local, hidden, inner, place)
+        biased = spec.glu is not None
+        self.router = _Router((spec.num_experts, hidden), place, biased=biased)
+        self.experts = _LocalExperts(num_local, hidden, inner, place, biased=biased)
         cut = config.tensor_model_parallel_size > 1 and expert_tp > 1
         self.rows_in = _RowsIn(_layout("column", config, cut=cut))
         self.rows_out = _RowsOut(_layout("row", config, cut=cut))
@@ -135,7 +137,7 @@ class FrozenExperts(nn.Module):
         Args:
             view: of the rows; without one no adapter is computed.
         """
-        routing, router_back = route_vjp(x_TH, self.router.weight, self.spec)
+        routing, router_back = route_vjp(x_TH, self.router.weight, self.spec, self.router.bias)
         window = None if view is None else self._adapted_rows(view, x_TH)
         slots = None if view is None or window is None else _slots(view, window, x_TH.device)
         rows = sort_rows(routing.experts_TK, self.spec.num_experts, slots)
@@ -146,8 +148,8 @@ class FrozenExperts(nn.Module):
         x_QH = journey.there(rows.spread(x_TH))
         inner, s_1 = fc1.product(x_QH, journey.runs)
         outer_1 = outer.add_to_first(x_TH, inner)
-        hidden_QI = weighted_swiglu(inner, weights_Q)
-        y_QH, s_2 = fc2.product(hidden_QI, journey.runs)
+        hidden_QI = weighted_glu(inner, weights_Q, self.spec.glu)
+        y_QH, s_2 = fc2.product(hidden_QI, journey.runs, weights_Q)
         outer_2 = outer.sum_second(hidden_QI)
         del hidden_QI
         y_TH = rows.sum(journey.back(y_QH))
@@ -172,13 +174,18 @@ class FrozenExperts(nn.Module):
         rows, journey, weights_Q, inner, kept, s_1, s_2, outer, outer_1, outer_2 = saved
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         dy_QH = journey.there(rows.spread(dy_TH))
-        hidden = functools.partial(weighted_swiglu, inner, weights_Q)
+        hidden = functools.partial(weighted_glu, inner, weights_Q, self.spec.glu)
         dhidden, add_sums = fc2.dgrad(dy_QH, s_2, journey.runs)
+        through_biases_Q = None
+        if fc2.biases_LN is not None:
+            through_biases_Q = weights_grad(dy_QH, fc2.biases_LN, journey.runs)
         del dy_QH
         outer.second_back(dy_TH, dhidden, hidden, outer_2)
-        dinner, dweights_Q, hidden_QI = weighted_swiglu_back(
-            dhidden, inner, weights_Q, with_result=add_sums is not None
+        dinner, dweights_Q, hidden_QI = weighted_glu_back(
+            dhidden, inner, weights_Q, self.spec.glu, with_result=add_sums is not None
         )
+        if through_biases_Q is not None:
+            dweights_Q += through_biases_Q
         del dhidden
         if add_sums is not None and hidden_QI is not None:
             add_sums(hidden_QI)
@@ -239,29 +246,42 @@ class _Saved(NamedTuple):
 
 
 class _Router(nn.Module):
-    def __init__(self, shape: tuple[int, int], place: dict[str, Any]) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, shape: tuple[int, int], place: dict[str, Any], *, biased: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape, **place))
+        bias = nn.Parameter(torch.empty(shape[:1], **place)) if biased else None
+        self.register_parameter("bias", bias)
 
 
 class _LocalExperts(nn.Module):
-    def __init__(self, count: int, hidden: int, inner: int, place: dict[str, Any]) -> None:
+    def __init__(
+        self, count: int, hidden: int, inner: int, place: dict[str, Any], *, biased: bool
+    ) -> None:
         super().__init__()
-        self.linear_fc1 = _StackedWeights((count, 2 * inner, hidden), place)
-        self.linear_fc2 = _StackedWeights((count, hidden, inner), place)
+        self.linear_fc1 = _StackedWeights((count, 2 * inner, hidden), place, biased=biased)
+        self.linear_fc2 = _StackedWeights((count, hidden, inner), place, biased=biased)
 
 
 class _StackedWeights(nn.Module, MultiAdapter):
-    """One linear of all local experts: a parameter each, side by side in one tensor."""
+    """One linear of all local experts: parameters of each, side by side in one tensor."""
 
     stacked: Tensor
+    biases_LN: Tensor | None = None
+    """Where experts are cut, the second linears' are those of the first rank, zeros on others."""
     tlora_bank: tuple[AdapterBank, Site] | None = None
 
-    def __init__(self, shape: tuple[int, int, int], place: dict[str, Any]) -> None:
+    def __init__(self, shape: tuple[int, int, int], place: dict[str, Any], *, biased: bool) -> None:
         super().__init__()
-        object.__setattr__(self, "stacked", torch.empty(shape, **place))
-        for number, weight in enumerate(self.stacked.unbind()):
-            self.register_parameter(f"weight{number}", nn.Parameter(weight, requires_grad=False))
+        self._hold("stacked", "weight", torch.empty(shape, **place))
+        if biased:
+            self._hold("biases_LN", "bias", torch.empty(shape[:2], **place))
+
+    def _hold(self, attribute: str, name: str, values: Tensor) -> None:
+        object.__setattr__(self, attribute, values)
+        for number, value in enumerate(values.unbind()):
+            self.register_parameter(f"{name}{number}", nn.Parameter(value, requires_grad=False))
 
     def bind_adapters(self, bank: AdapterBank, site: Site) -> None:
         """Makes a bank's adapters at a site this linear's, in the place of those before."""
@@ -283,9 +303,18 @@ class _StackedWeights(nn.Module, MultiAdapter):
         bank, site = self.tlora_bank
         return bank.outer_factors.get(site.index)
 
-    def product(self, x_QK: Tensor, runs: ExpertRuns) -> tuple[Tensor, Sequence[Tensor]]:
-        """Returns the linear's output with the adapters', and what their backward needs."""
-        return expert_linear(x_QK, self.stacked, runs, self.factors)
+    def product(
+        self, x_QK: Tensor, runs: ExpertRuns, weights_Q: Tensor | None = None
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Returns the linear's output with the adapters', and what their backward needs.
+
+        Args:
+            weights_Q: have multiplied x, and multiply a bias; None = nothing has.
+        """
+        y_QN, saved = expert_linear(x_QK, self.stacked, runs, self.factors)
+        if self.biases_LN is not None:
+            add_biases(y_QN, self.biases_LN, runs, weights_Q)
+        return y_QN, saved
 
     def dgrad(
         self, dy_QN: Tensor, saved: Sequence[Tensor], runs: ExpertRuns

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.frozen.qkv_rotary import rotate_halves
-from tlora_megatron.ops.frozen.rope import inverse_frequencies
+from tlora_megatron.ops.frozen.rope import inverse_frequencies, rotary_factor
 from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.routing.segments import MicroBatchView
 
@@ -28,6 +28,7 @@ class PackedRotaryEmbedding:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._inv_freq = inverse_frequencies(spec)
+        self._factor = rotary_factor(spec)
 
     def __call__(self, x_T1ND: Tensor, micro_batch: MicroBatchView) -> Tensor:
         """Rotates `[T, 1, N, D]`, the rows of this context-parallel rank."""
@@ -44,7 +45,10 @@ class PackedRotaryEmbedding:
         positions_T = micro_batch.positions(like.device)
         half = positions_T[:, None].float() * to_device(self._inv_freq, like.device)
         angles_TD = torch.cat([half, half], dim=-1)
-        return angles_TD.cos().to(like.dtype), angles_TD.sin().to(like.dtype)
+        cos_TD, sin_TD = angles_TD.cos(), angles_TD.sin()
+        if self._factor != 1.0:
+            cos_TD, sin_TD = cos_TD * self._factor, sin_TD * self._factor
+        return cos_TD.to(like.dtype), sin_TD.to(like.dtype)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tlora_megatron.config.job import EXPERT_TARGETS, FUSED_EXPERT_TARGETS
 from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import ALL_LINEARS, dense_linears
@@ -60,11 +61,12 @@ def check_predictable(spec: ModelSpec, jobs: Sequence[JobLoad]) -> None:
     """Refuses what no prediction knows of a base with routed experts.
 
     Raises:
-        ValueError: for a job with a target that is neither on the attention linears nor on the
-            experts that there are.
+        ValueError: for gpt-oss, or a job with a target that is neither on the attention linears nor
+            on the experts that there are.
     """
     if spec.experts is None:
         return
+    refuse_gpt_oss(spec.model_type, "the base of a prediction")
     known = [t for names in dense_linears(spec).values() for n in names for t in ALL_LINEARS[n]]
     known += EXPERT_TARGETS + FUSED_EXPERT_TARGETS
     for job in jobs:

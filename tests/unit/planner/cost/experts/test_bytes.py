@@ -87,11 +87,11 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts without processes: what a rank sends comes back to it."""
 
     # What the kernels of a GPU allocate; on the CPU there are copies in fp32.
-    def weighted(inner: Tensor, weights: Tensor) -> Tensor:
+    def weighted(inner: Tensor, weights: Tensor, glu: None) -> Tensor:
         return inner.new_zeros(len(inner), inner.shape[1] // 2)
 
     def weighted_back(
-        grad: Tensor, inner: Tensor, weights: Tensor, *, with_result: bool
+        grad: Tensor, inner: Tensor, weights: Tensor, glu: None, *, with_result: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         dweights = inner.new_zeros(len(inner), dtype=torch.float32)
         return torch.zeros_like(inner), dweights, torch.zeros_like(grad) if with_result else None
@@ -105,8 +105,8 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
     groups = SimpleNamespace(get_expert_model_parallel_group=lambda: None)
     monkeypatch.setattr(frozen_experts, "parallel_state", groups)
-    monkeypatch.setattr(frozen_experts, "weighted_swiglu", weighted)
-    monkeypatch.setattr(frozen_experts, "weighted_swiglu_back", weighted_back)
+    monkeypatch.setattr(frozen_experts, "weighted_glu", weighted)
+    monkeypatch.setattr(frozen_experts, "weighted_glu_back", weighted_back)
     own = SimpleNamespace(get_tensor_model_parallel_group=lambda: None)
     monkeypatch.setattr(shared_expert, "parallel_state", own)
     monkeypatch.setattr(shared_expert, "ColumnParallelLinear", Linear)
