@@ -26,8 +26,8 @@ from tlora_megatron.config.parallel_rules.experts import (
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.slab import StatePlacement
-from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.gpt_oss import refuse_gpt_oss
+from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups

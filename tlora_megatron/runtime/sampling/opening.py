@@ -12,8 +12,8 @@ import torch
 from tlora_megatron.config.load import read_gang_config
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.attach import attach
-from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.gpt_oss import refuse_gpt_oss
+from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.runtime.backbone import model_config, model_dir, open_backbone, ready_process
 from tlora_megatron.runtime.own_replica import own_replica
