@@ -97,6 +97,7 @@ _PER_JOB = "it would mix the jobs' gradients"
 _DOCUMENTS = "packed documents of several jobs do not have it"
 _ARCHITECTURE = "adapters are exported for Hugging Face's Llama, Mistral and Qwen"
 _OWN_DATA = "data come from the jobs of the configuration"
+_WHOLE_ROWS = "whose rows are whose is known for whole micro-batches; recompute saves memory"
 _MIXING_ROUTERS = ("sinkhorn", "quantile_balancing")
 _NOT_TRIED = "it has not been tried"
 
@@ -136,6 +137,7 @@ RULES: tuple[_Rule, ...] = tuple(
         ("no_rope_freq", (None,), _ARCHITECTURE),
         ("mtp_num_layers", (None, 0), "its losses are not the jobs'"),
         ("heterogeneous_layers_config_path", (None,), _ARCHITECTURE),
+        ("mlp_chunks_for_training", (1, 0), _WHOLE_ROWS),
         ("iterations_to_skip", ([], None), _OWN_DATA),
         ("hybrid_context_parallel", (False,), _OWN_DATA),
         ("dynamic_context_parallel", (False,), _OWN_DATA),

@@ -155,7 +155,7 @@ NO_EFFECT: Mapping[str, tuple[str, ...]] = {
     ),
     "inference and logging": (
         *("inference_*", "use_inference_optimized_layers", "nccl_all_reduce_for_prefill"),
-        *("flash_decode", "mlp_chunks_for_*", "config_logger_dir", "timers"),
+        *("flash_decode", "mlp_chunks_for_prefill", "config_logger_dir", "timers"),
         *("barrier_with_L1_time",),
     ),
     "parts that a field of ONE_VALUE or a rule of the guard switches on": (

@@ -74,6 +74,7 @@ BAD: dict[str, Any] = {
     "no_rope_freq": 4,
     "mtp_num_layers": 1,
     "heterogeneous_layers_config_path": "layers.json",
+    "mlp_chunks_for_training": 2,
     "iterations_to_skip": [3],
     "hybrid_context_parallel": True,
     "dynamic_context_parallel": True,

@@ -51,7 +51,6 @@ LAYER: tuple[Condition, ...] = (
     Condition(
         "use_grouped_gemm_for_dense_mlp", (False,), "it is another GEMM", (0, 18), half="mlp"
     ),
-    Condition("mlp_chunks_for_training", (1, 0), "MLPs run in chunks", (0, 18), half="mlp"),
     Condition("add_bias_linear", (False,)),
     Condition("hidden_dropout", (0.0,)),
     Condition("attention_dropout", (0.0,), half="attention"),

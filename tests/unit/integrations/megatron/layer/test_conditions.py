@@ -29,7 +29,6 @@ SAYS = {
         "tp_comm_overlap is True: it overlaps inside Transformer Engine's linears",
     ),
     "activation_func": (F.gelu, "activation_func is gelu: our kernels compute something else"),
-    "mlp_chunks_for_training": (4, "mlp_chunks_for_training is 4: MLPs run in chunks"),
     "qk_l2_norm": (True, "qk_l2_norm is True: our kernels do not compute it yet"),
 }
 
