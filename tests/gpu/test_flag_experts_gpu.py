@@ -20,7 +20,9 @@ pytestmark = [
         importlib.util.find_spec("transformer_engine") is None, reason="needs transformer_engine"
     ),
 ]
-ROWS = (40, 1, 10, 24, 30, 16)
+ROWS = (34, 17, 10, 21, 26, 16)
+"""Of each job: the gradient of a job with one row has few numbers, so its rounding is a matter of
+chance. CPUs hold such a job to fp32."""
 NUM_ROWS = 128
 
 
