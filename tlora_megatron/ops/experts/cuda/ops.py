@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertArenas, ExpertFactors, ExpertRuns, PlacedRows
-from tlora_megatron.ops.experts.cuda.rows import down
 from tlora_megatron.ops.experts.cuda.sums import ExpertSums
 from tlora_megatron.ops.experts.cuda.units import Units, make_units
 from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
+from tlora_megatron.ops.experts.triton.products import down
 from tlora_megatron.ops.experts.triton.tiles import tiles_of
 from tlora_megatron.ops.lora.cuda.arguments import ExpertGemmArguments, packer
 from tlora_megatron.ops.lora.cuda.calls import device_index, launch, multiprocessors

@@ -56,17 +56,6 @@ class ExpertGemmArguments(ctypes.Structure):
     ]
 
 
-class ExpertRowsArguments(ctypes.Structure):
-    """`TloraExpertRows` of expert_rows.cu."""
-
-    _fields_ = [
-        *((name, _Pointer) for name in ("x", "rows", "tiles", "places", "widths", "scaling")),
-        *((name, _Pointer) for name in ("positions", "s", "wide")),
-        ("depth", _Long),
-        *((name, _Int) for name in ("num_tiles", "slots", "width", "wide_width", "device")),
-    ]
-
-
 class ExpertSumsArguments(ctypes.Structure):
     """`TloraExpertSums` of expert_sums.cu."""
 
@@ -172,7 +161,6 @@ def packer(struct_type: type[ctypes.Structure]) -> struct.Struct:
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "gemm": GemmArguments,
     "expert_gemm": ExpertGemmArguments,
-    "expert_rows": ExpertRowsArguments,
     "expert_sums": ExpertSumsArguments,
     "fp8_dgrad": DgradArguments,
     "fp8_gemm": Fp8GemmArguments,
