@@ -99,6 +99,7 @@ GPT_OSS_LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "gpt-oss, TP2+SPxEP2": (*_SP, *_EP, "parallel.expert_tp_size=1"),
         "gpt-oss, PP2": ("parallel.pp_size=2",),
     },
+    4: {"gpt-oss, TP2+SPxEP2, experts cut": (*_SP, *_EP)},
 }
 
 

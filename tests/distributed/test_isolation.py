@@ -136,6 +136,16 @@ def test_neighbours_of_an_incident_get_the_same_bits(
         assert_same_weights(ill, healthy, neighbour)
 
 
+def test_an_evaluation_hangs_on_no_neighbour_where_sequences_are_divided(run_world: World) -> None:
+    out = run_world(2)
+    alone, beside = (
+        records(out / f"CP2 evaluated {how}", "everything")[0]
+        for how in ("alone", "beside another")
+    )
+    assert alone["step"] == 0
+    assert alone == beside
+
+
 @pytest.mark.parametrize(("world_size", "layout", "name"), INCIDENT_RUNS)
 def test_an_incident_is_marked_step_by_step(
     world_size: int, layout: str, name: str, run_world: World

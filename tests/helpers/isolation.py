@@ -123,6 +123,15 @@ UNEVEN: Case = {
 """Micro-batches of hardly more than one long sequence; one job with epochs; no dropout, so that
 the oracle can follow."""
 
+EVALUATED: dict[str, Case] = {
+    f"evaluated {how}": {
+        "jobs": jobs,
+        "changes": {name: {"max_steps": 3, "data": {"eval": f"{name}.jsonl"}} for name in jobs},
+    }
+    for how, jobs in {"alone": ("everything",), "beside another": ("outputs", "everything")}.items()
+}
+"""Runs of which the first evaluation counts, on many rows."""
+
 CASES: dict[int, dict[str, Case]] = {
     1: {
         "together": {},
@@ -139,6 +148,7 @@ CASES: dict[int, dict[str, Case]] = {
             "together": {},
             **{name: INCIDENTS[name].case() for name in INCIDENTS_OF[layout]},
             **(NANO_RUNS if "tp_size" in parallel else {}),
+            **(EVALUATED if "cp_size" in parallel else {}),
         }.items()
     },
 }

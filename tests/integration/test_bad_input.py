@@ -33,6 +33,8 @@ class Outcome(NamedTuple):
     code: int
     err: str
     output_dir: Path
+    was_there: bool
+    """The output folder was there before."""
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -93,9 +95,10 @@ def train(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> T
         config = tmp_path / "config.json"
         config.write_text(json.dumps(document))
         out = output_dir or tmp_path / "out"
+        was_there = out.exists()
         arguments = [f"--set={override}" for override in overrides]
         code = main(["train", str(config), f"--output-dir={out}", *arguments])
-        return Outcome(code, capsys.readouterr().err, out)
+        return Outcome(code, capsys.readouterr().err, out, was_there)
 
     return run
 
@@ -107,6 +110,7 @@ def assert_refused(outcome: Outcome, *sentences: str) -> None:
     assert len(errors) == 1, outcome.err
     for sentence in sentences:
         assert sentence in errors[0]
+    assert outcome.output_dir.exists() == outcome.was_there
     assert not (outcome.output_dir / "config.json").exists()
     assert not (outcome.output_dir / "jobs").exists()
 

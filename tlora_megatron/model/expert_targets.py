@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tlora_megatron.config.job import (
@@ -38,7 +39,7 @@ def over_base(job: JobSpec, spec: Backbone) -> JobSpec:
     """
     experts = _experts_of(spec)
     if experts is not None:
-        targets = tuple(_OF_EXPERTS.get(target, target) for target in job.lora.target_modules)
+        targets = on_experts(job.lora.target_modules)
         job = replace(job, lora=replace(job.lora, target_modules=targets))
     if isinstance(spec, ModelSpec) and spec.gpt_oss is not None and job.lora.expert_targets:
         raise ValueError(
@@ -53,6 +54,11 @@ def over_base(job: JobSpec, spec: Backbone) -> JobSpec:
             f"with shared experts, where PEFT does not load them, got {job.lora.expert_targets[0]}"
         )
     return job
+
+
+def on_experts(targets: Iterable[str]) -> tuple[str, ...]:
+    """Returns targets with the names that they have where every MLP is routed experts."""
+    return tuple(_OF_EXPERTS.get(target, target) for target in targets)
 
 
 def expert_state_bytes(lora: LoraSpec, spec: Backbone) -> int:

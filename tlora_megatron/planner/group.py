@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tlora_megatron.config.job import EXPERT_TARGETS
+from tlora_megatron.model.expert_targets import on_experts
 from tlora_megatron.model.recompute import RECOMPUTES
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, job_misfit, misfit
@@ -71,10 +72,14 @@ class GroupModel:
     def estimate(self, jobs: Sequence[JobLoad], num_gpus: int) -> GroupEstimate:
         """Speed and memory of the best plan for the jobs.
 
+        Over routed experts the MLP's targets are theirs, as in a configuration.
+
         Raises:
             ValueError: if there is no job, a name occurs twice, or `num_gpus` is not positive.
         """
         check_jobs(jobs)
+        if self.spec.experts is not None:
+            jobs = [replace(job, targets=on_experts(job.targets)) for job in jobs]
         if num_gpus < 1:
             raise ValueError(f"num_gpus must be at least 1, got {num_gpus}")
         ids = [self._id(job) for job in jobs]

@@ -8,9 +8,9 @@ import os
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -200,6 +200,20 @@ class Past:
                 yield Mark("event", event.seq), _event_row(event)
 
 
+def rows_at(home: Home, job: str, steps: Iterable[int]) -> dict[int, list[Row]]:
+    """Returns what a job measured at some steps; of its file little else is read.
+
+    Args:
+        home: has its steps.
+        job: its id.
+    """
+    tail = _Tail(home.job(job) / METRICS_FILE)
+    try:
+        return {step: tail.at(step) for step in steps}
+    finally:
+        tail.close()
+
+
 class _Tail:
     """Reads a job's `metrics.jsonl` from any place on backwards.
 
@@ -235,6 +249,11 @@ class _Tail:
                 place -= len(line)
                 yield place, _row(line)
             rest, end = content[:cut], begin
+
+    def at(self, step: int) -> list[Row]:
+        """The lines of a step, the last first."""
+        lines = (row for _, row in self.rows(self.end_of(step)))
+        return list(takewhile(lambda row: row["step"] == step, lines))
 
     def end_of(self, step: float) -> int:
         """Where the lines up to a step end."""

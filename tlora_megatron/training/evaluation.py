@@ -75,18 +75,24 @@ class Evaluation:
     ) -> None:
         """Scores the rows of one round; collective over the world.
 
+        Context parallelism divides sequences by their place in a micro-batch, so there jobs go one
+        after another: no job's scores depend on who is evaluated beside it.
+
         Args:
             packer: packs the present slots.
             slots: the names of the jobs in them.
             micro_batches: at most so many of every replica; None = a round's worth of each job.
         """
-        queues = [self._queues.get(name, []) for name in slots]
+        waiting = [name for name in slots if self._queues.get(name)]
+        if packer.groups.layout.cp_size > 1:
+            waiting = waiting[:1]
+        queues = [self._queues[name] if name in waiting else [] for name in slots]
         # A round's worth of each at a time: sorting all of them every round would not pay.
         counts = packer.counts_of_a_round(queues, micro_batches)
         portions = [q[:n] for q, n in zip(queues, counts, strict=True)]
         packed = packer.pack_round(portions, first_slot=first_slot)
         for name, left, queue, count in zip(slots, packed.left, queues, counts, strict=True):
-            if name in self._queues:
+            if name in waiting:
                 self._queues[name] = left + queue[count:]
         results = scorer.predict([batch.executed for batch in packed.micro_batches])
         begins = [self._begins.get(name, 0) for name in slots]

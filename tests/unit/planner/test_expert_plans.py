@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.expert_case import EXPERTS, on_attention, published
 from tests.helpers.planner_case import HARDWARE, SPEC, job
-from tlora_megatron.config.job import EXPERT_TARGETS, SHARED_EXPERT_TARGETS
+from tlora_megatron.config.job import EXPERT_TARGETS, HF_TARGETS, SHARED_EXPERT_TARGETS
 from tlora_megatron.config.load import ParallelSpec
 from tlora_megatron.config.parallel_rules.experts import check_expert_sizes
 from tlora_megatron.model.layout import ParallelLayout
@@ -207,6 +207,13 @@ def test_groups_share_experts_where_a_base_is_too_large(repo: Path) -> None:
     assert found.plan is not None
     assert found.plan.ep_size * found.plan.expert_tp * found.plan.pp_size >= 4
     assert model.holds(on_attention(512, 8), found.plan)
+
+
+def test_a_group_takes_targets_by_their_dense_names() -> None:
+    model, own = GroupModel(EXPERTS, HARDWARE), on_attention(64, 8)
+    named = [replace(job, targets=(*job.targets, *EXPERT_TARGETS)) for job in own]
+    dense = [replace(job, targets=HF_TARGETS) for job in own]
+    assert model.estimate(dense, 2) == model.estimate(named, 2)
 
 
 def test_a_group_over_a_shared_expert() -> None:

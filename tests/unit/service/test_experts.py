@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tlora_megatron.runtime.planning.plan_inputs import base_shape
 from tlora_megatron.service.bases import declare_bases, read_bases
 from tlora_megatron.service.control.books.live import LiveJob
 from tlora_megatron.service.control.books.orders import gang_spec, plan_of, stats_of, take_stats
-from tlora_megatron.service.control.books.pricing import planned_base
+from tlora_megatron.service.control.books.pricing import Pricing, planned_base
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused, Validated
@@ -104,6 +105,30 @@ def test_costs_count_all_experts(submit: Validate, repo: Path, tmp_path: Path) -
     assert base.state_bytes(load) == 18 * (6 * (128 + 64) + 3 * (inner + shared))
     own = replace(load, shares_outer=False)
     assert base.state_bytes(own) == 18 * (6 * (128 + 64) + 3 * (inner + 4 * shared))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "mixtral"])
+def test_a_job_has_a_price_and_its_gang_a_plan(
+    submit: Validate, repo: Path, tmp_path: Path, model_type: str
+) -> None:
+    found = submit(model_type, lora={"target_modules": ["q_proj", "o_proj"]})
+    assert isinstance(found, Validated)
+    profile = load_profile(repo / "configs/hardware/h200.json")
+    pricing = Pricing(partial(planned_base, hardware=profile))
+    pricing.meet("b", {"path": str(tmp_path / "jobs/base")})
+    live = LiveJob(
+        id="j1", number=1, name="a", tenant="local", base="b", state=JobState.QUEUED, num_gpus=1
+    )
+    take_stats(live, stats_of(found.load(), tokens=found.train_tokens, num_steps=1))
+    priced = pricing.price(live, 4)
+    assert priced is not None
+    assert priced.isolated_s > 0
+    assert 0 <= pricing.speeds.residual((priced.kind,), 2) < 1
+    assert live.load is not None
+    plan = pricing.plan("b", [live.load], 2)
+    assert plan is not None
+    assert pricing.holds("b", [live.load], plan)
+    assert pricing.memory("b", [live.load], plan) is not None
 
 
 def test_a_gang_has_the_layout_of_its_plan(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.stored_jobs import finish, serve_gang, start
-from tlora_megatron.service.history import _BLOCK, History, Mark, Past, Place, Row
+from tlora_megatron.service.history import _BLOCK, History, Mark, Past, Place, Row, rows_at
 from tlora_megatron.service.home import Home, make_folder
 from tlora_megatron.service.store import NewJob, Store, open_store
 
@@ -180,6 +180,23 @@ def test_of_a_long_file_the_end_alone_is_read(
             page = [row for _, row in zip(range(20), rest, strict=False)]
             assert [words(row) for _, row in page] == expected[at + 1 : at + 21]
         assert sum(read_bytes) < 12 * _BLOCK
+
+    read_bytes.clear()
+    found_at = rows_at(home, job, [100_000, 40_001, 1, 0, 100_001])
+    assert [[words(row) for row in rows] for rows in found_at.values()] == [
+        ["evaluation 100000", "step 100000"], ["step 40001"], ["step 1"], [], [],
+    ]  # fmt: skip
+    assert sum(read_bytes) < 5 * 6 * _BLOCK
+
+
+def test_what_was_measured_at_steps(home: Home, store: Store, job: str) -> None:
+    found = rows_at(home, job, [1, 0, 7])
+    assert {step: [words(row) for row in rows] for step, rows in found.items()} == {
+        1: ["step 1"],
+        0: ["evaluation 0"],
+        7: [],
+    }
+    assert rows_at(home, "jnobody", [3]) == {3: []}
 
 
 def test_lines_longer_than_a_block(store: Store, home: Home, job: str) -> None:

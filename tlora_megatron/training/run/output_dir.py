@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +57,10 @@ def is_held(output_dir: Path) -> bool:
 
 
 def claim_output_dir(output_dir: Path, config: RunConfig) -> bool:
-    """Makes the directory if it is missing; returns True if it holds this run, to be resumed.
+    """Looks whether a run may write there; returns True if it holds this run, to be resumed.
+
+    The directory is made by `make_output_dir`, once nothing is wrong with the input: a run that is
+    refused leaves nothing behind.
 
     Raises:
         ValueError: if it holds another run, is not writable, or `run.resume` asks otherwise.
@@ -81,14 +85,30 @@ def claim_output_dir(output_dir: Path, config: RunConfig) -> bool:
             f"run.output_dir must be new or hold this run, got {output_dir} with {left[0]} but "
             f"without its {CONFIG_NAME}; put that back, or move the checkpoints away"
         )
+    there = next(path for path in (output_dir, *output_dir.parents) if os.path.lexists(path))
     try:
-        output_dir.mkdir(parents=True, exist_ok=True)
         # Not a name made from the process id: processes of other nodes may have the same.
-        with tempfile.TemporaryFile(dir=output_dir):
+        with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise ValueError(f"run.output_dir must be writable, got {output_dir}: {error}") from error
+        raise _unwritable(output_dir, error) from error
     return held.is_file()
+
+
+def make_output_dir(output_dir: Path) -> None:
+    """Makes the directory of a run that begins, where it is missing.
+
+    Raises:
+        ValueError: if it cannot be made.
+    """
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(output_dir, error) from error
+
+
+def _unwritable(output_dir: Path, error: OSError) -> ValueError:
+    return ValueError(f"run.output_dir must be writable, got {output_dir}: {error}")
 
 
 def _other_base(held: Path, ours: dict[str, Any]) -> str:

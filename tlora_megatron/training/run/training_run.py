@@ -48,7 +48,12 @@ from tlora_megatron.training.run.determinism import (
 )
 from tlora_megatron.training.run.job_admission import JobAdmission
 from tlora_megatron.training.run.nano_setup import start_nano_batches
-from tlora_megatron.training.run.output_dir import CONFIG_NAME, claim_output_dir, hold_output_dir
+from tlora_megatron.training.run.output_dir import (
+    CONFIG_NAME,
+    claim_output_dir,
+    hold_output_dir,
+    make_output_dir,
+)
 from tlora_megatron.training.run.summary import run_times, summarize, summarize_nano_batches
 from tlora_megatron.training.stopping.run_watch import RunWatch
 from tlora_megatron.training.stopping.signals import StopSignals
@@ -195,6 +200,7 @@ class TrainingRun:
         bank = self._make_bank(groups, linears, placement)
         attach(linears, bank)
         super_model = self._make_super_model(groups, bank, engine, round_shape)
+        make_output_dir(self.output_dir)
         if groups.is_writer:
             self._open.enter_context(hold_output_dir(self.output_dir))
             document = json.dumps(config_to_dict(self.config), indent=2)

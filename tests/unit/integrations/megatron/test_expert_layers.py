@@ -90,14 +90,17 @@ def test_rows_at_experts_are_not_kept_for_backward() -> None:
     assert rows.untyped_storage().data_ptr() not in kept
 
 
-def test_recompute_of_the_activation_frees_the_second_linears_input(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Names that Megatron imports with Transformer Engine.
+@pytest.fixture
+def _recompute_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for names that Megatron's `CheckpointWithoutOutput` has of Transformer Engine."""
     off = SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)
     monkeypatch.setattr(random, "FP8GlobalStateManager", off, raising=False)
     for name in ("activation_recompute_forward", "fp8_autocast"):
         monkeypatch.setattr(random, name, lambda **_: nullcontext(), raising=False)
+
+
+@pytest.mark.usefixtures("_recompute_of_outputs")
+def test_recompute_of_the_activation_frees_the_second_linears_input() -> None:
     banks = make_bank(*PLACE), make_bank(*PLACE)
     like = frozen(banks[0])
     options = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
@@ -114,6 +117,29 @@ def test_recompute_of_the_activation_frees_the_second_linears_input(
     x, dy = torch.randn(2, 24, 1, SPEC.hidden_size)
     expected, found = (run_packed(module, x, dy, ROWS) for module in (like, layer))
     assert sizes == [0, 4 * 48 * SPEC.ffn_size]
+    assert max(errors(found, expected, banks[1], banks[0]).values()) < 5e-6
+
+
+@pytest.mark.usefixtures("_recompute_of_outputs")
+def test_the_layers_input_may_be_computed_again() -> None:
+    """As `--recompute-modules layernorm` does, which frees it behind the layer."""
+    banks = make_bank(*PLACE), make_bank(*PLACE)
+    like = frozen(banks[0])
+    layer = megatrons("TEGroupedMLP allgather", like, banks[1])
+
+    def whole(x: Tensor) -> tuple[Tensor, None]:
+        return like(x.sin())
+
+    def freed(x: Tensor) -> tuple[Tensor, None]:
+        norm = random.CheckpointWithoutOutput()
+        hidden = norm.checkpoint(torch.sin, x)
+        y, bias = layer(hidden)
+        norm.discard_output_and_register_recompute(y)
+        assert hidden.untyped_storage().nbytes() == 0
+        return y, bias
+
+    x, dy = torch.randn(2, 24, 1, SPEC.hidden_size)
+    expected, found = (run_packed(module, x, dy, ROWS) for module in (whole, freed))
     assert max(errors(found, expected, banks[1], banks[0]).values()) < 5e-6
 
 

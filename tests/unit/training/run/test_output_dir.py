@@ -10,7 +10,11 @@ import pytest
 
 from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig, config_to_dict
 from tlora_megatron.config.run import RunSpec
-from tlora_megatron.training.run.output_dir import claim_output_dir, hold_output_dir
+from tlora_megatron.training.run.output_dir import (
+    claim_output_dir,
+    hold_output_dir,
+    make_output_dir,
+)
 
 
 def test_a_directory_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
@@ -38,6 +42,20 @@ def config_for(output_dir: Path) -> RunConfig:
         run=RunSpec(output_dir=str(output_dir)),
         jobs=(),
     )
+
+
+def test_a_folder_is_made_by_a_run_that_begins_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "new"
+    assert not claim_output_dir(folder, config_for(folder))
+    assert not list(tmp_path.iterdir())
+    make_output_dir(folder)
+    assert folder.is_dir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match=f"run.output_dir must be writable, got {link}: "):
+        claim_output_dir(link, config_for(link))
+    with pytest.raises(ValueError, match=f"run.output_dir must be writable, got {link}: "):
+        make_output_dir(link)
 
 
 def test_checkpoints_without_their_configuration_are_not_written_over(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlora_megatron.service.api.openai.names import checkpoint_name
-from tlora_megatron.service.history import Mark, Row, Told
+from tlora_megatron.service.history import Mark, Row
 
 _STATES: Mapping[str, str] = {
     "queued": "Files validated, the job waits for its turn",
@@ -50,28 +50,37 @@ def _prefix(job: str) -> str:
     return f"ftevent-{job}-"
 
 
-def checkpoint_objects(told: Sequence[Told], job: str, model: str) -> list[dict[str, Any]]:
-    """Checkpoints in the order in which they were written, with what was measured at them."""
-    at_step: dict[int, dict[str, Any]] = {}
-    found: dict[int, dict[str, Any]] = {}
-    for _, row in told:
+def checkpoint_object(
+    step: int, at: float, measured: Sequence[Row], job: str, model: str
+) -> dict[str, Any]:
+    """A checkpoint with what was measured at its step.
+
+    Args:
+        at: when it was written.
+        measured: steps and evaluations.
+        job: its id.
+        model: name of the adapter.
+    """
+    metrics: dict[str, Any] = {"step": step}
+    for row in measured:
         if row["kind"] == "step":
-            at_step.setdefault(row["step"], {})["train_loss"] = row.get("loss")
-        elif row["kind"] == "evaluation":
-            at_step.setdefault(row["step"], {})["full_valid_loss"] = row["eval_loss"]
-        elif row["event"] == "saved":
-            step = int(row["step"])
-            found[step] = {
-                "id": f"ftckpt-{job}-{step}",
-                "object": "fine_tuning.job.checkpoint",
-                "created_at": int(row["at"]),
-                "fine_tuned_model_checkpoint": checkpoint_name(model, step),
-                "fine_tuning_job_id": job,
-                "step_number": step,
-            }
-    return [
-        {**one, "metrics": {"step": step, **at_step.get(step, {})}} for step, one in found.items()
-    ]
+            metrics["train_loss"] = row.get("loss")
+        else:
+            metrics["full_valid_loss"] = row["eval_loss"]
+    return {
+        "id": checkpoint_id(job, step),
+        "object": "fine_tuning.job.checkpoint",
+        "created_at": int(at),
+        "fine_tuned_model_checkpoint": checkpoint_name(model, step),
+        "fine_tuning_job_id": job,
+        "step_number": step,
+        "metrics": metrics,
+    }
+
+
+def checkpoint_id(job: str, step: int) -> str:
+    """The id of a checkpoint."""
+    return f"ftckpt-{job}-{step}"
 
 
 def _event(row: Row) -> dict[str, Any] | None:

@@ -15,11 +15,16 @@ from tlora_megatron.service.api.access.gate import Caller, Reader, Submitter
 from tlora_megatron.service.api.errors import ApiError, missing
 from tlora_megatron.service.api.native.rows import own_job, shown_event
 from tlora_megatron.service.api.openai.asking import Asked
-from tlora_megatron.service.api.openai.events import checkpoint_objects, event_object, mark_of
+from tlora_megatron.service.api.openai.events import (
+    checkpoint_id,
+    checkpoint_object,
+    event_object,
+    mark_of,
+)
 from tlora_megatron.service.api.openai.objects import DOOR, job_object, model_of, page_object
 from tlora_megatron.service.api.openai.submitting import Submitting
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.history import History, Past
+from tlora_megatron.service.history import Past, rows_at
 from tlora_megatron.service.prepare.submission import ASKED
 from tlora_megatron.service.store import IllegalChange, Job, JobState, Wish
 
@@ -102,9 +107,13 @@ def router(service: Service) -> APIRouter:
     ) -> dict[str, Any]:
         """Lists the checkpoints that a job has written, the newest first."""
         found, asked = _own(service, job, caller)
-        told, _ = History(service.store, service.home, found.id).read()
-        rows = checkpoint_objects(told, found.id, model_of(found, asked))
-        return _newest_first(rows, after, limit)
+        saved, model = _saved(service, found.id), model_of(found, asked)
+        steps, has_more = _newest_first(list(saved), found.id, after, limit)
+        measured = rows_at(service.home, found.id, steps)
+        return page_object(
+            [checkpoint_object(s, saved[s], measured[s], found.id, model) for s in steps],
+            has_more=has_more,
+        )
 
     return routes
 
@@ -190,16 +199,28 @@ def _events(
             yield event
 
 
-def _newest_first(rows: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
-    """A page of a list that grows at its end."""
-    end = len(rows)
+def _saved(service: Service, job: str) -> dict[int, float]:
+    """When each checkpoint of a job was written, by step."""
+    saved: dict[int, float] = {}
+    seq = 0
+    while news := service.store.events.after(seq, job=job, kinds=["saved"], limit=_PAGE):
+        saved |= {int(event.body["step"]): event.at for event in news}
+        seq = news[-1].seq
+    return saved
+
+
+def _newest_first(
+    steps: list[int], job: str, after: str | None, limit: int
+) -> tuple[list[int], bool]:
+    """A page of the steps of checkpoints, and whether there are older ones."""
+    end = len(steps)
     if after is not None:
-        places = [index for index, row in enumerate(rows) if row["id"] == after]
+        places = [i for i, step in enumerate(steps) if checkpoint_id(job, step) == after]
         if not places:
             raise missing("after", after)
         end = places[0]
     begin = max(0, end - limit)
-    return page_object(rows[begin:end][::-1], has_more=begin > 0)
+    return steps[begin:end][::-1], begin > 0
 
 
 def _object(service: Service, job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -186,6 +186,22 @@ def test_a_job_s_life(client: OpenAI, file: str, door: Door) -> None:
     assert client.models.retrieve(BASE).object == "model"
 
 
+def test_checkpoints_have_pages(client: OpenAI, file: str, door: Door) -> None:
+    job = create(client, file, suffix="s")
+    train(door, job.id)
+    for step in (1, 3, 1):  # the last one is written again
+        door.store.events.add("saved", job=job.id, body={"step": step})
+    found = client.fine_tuning.jobs.checkpoints
+    page = found.list(job.id, limit=2)
+    assert ([one.step_number for one in page.data], page.has_more) == ([3, 1], True)
+    assert [one.metrics.train_loss for one in page.data] == [None, 2.0]
+    rest = found.list(job.id, after=page.data[1].id)
+    assert [(one.step_number, one.metrics.train_loss) for one in rest.data] == [(2, 1.25)]
+    assert not rest.has_more
+    with pytest.raises(openai.NotFoundError, match="ftckpt-x"):
+        found.list(job.id, after="ftckpt-x")
+
+
 def test_why_a_job_failed(client: OpenAI, file: str, door: Door) -> None:
     job = create(client, file)
     path = door.home.upload("ann", file)
