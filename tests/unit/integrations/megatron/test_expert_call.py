@@ -58,7 +58,7 @@ def test_rows_at_experts_are_found_again_from_those_that_were_sent(share: float)
     routing_map = torch.rand(9, EXPERTS) < share
     x = torch.randn(9, 4)
     expected = torch.cat([x[routing_map[:, expert]] for expert in range(EXPERTS)])
-    assert torch.equal(SentRows(x, routing_map).spread(len(expected)), expected)
+    assert torch.equal(SentRows(x, routing_map).placed(len(expected)).spread(), expected)
 
 
 def test_dispatchers_order_sources_differently() -> None:

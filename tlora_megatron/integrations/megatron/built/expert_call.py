@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.built.expert_outer import RankColumns
-from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns
+from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, PlacedRows
 from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.collectives import gather_rows
@@ -63,7 +63,7 @@ class Sources:
 class SentRows(NamedTuple):
     """The rows that a layer routes, on a rank that has all of its experts.
 
-    Backward takes their copies at the experts from them once more, so that nobody keeps these.
+    Backward reads their copies at the experts from them, so that nobody keeps these.
     """
 
     x_TH: Tensor
@@ -71,15 +71,15 @@ class SentRows(NamedTuple):
     routing_map_TE: Tensor
     """bool."""
 
-    def spread(self, num_rows: int) -> Tensor:
-        """Returns a row for each of its experts `[Q, H]`, as `ExpertRuns` have them.
+    def placed(self, num_rows: int) -> PlacedRows:
+        """Returns a row for each of its experts, as `ExpertRuns` have them.
 
         Args:
             num_rows: Q, which the host knows.
         """
         is_sent_ET = self.routing_map_TE.t().flatten().to(torch.int8)
         sent_Q = is_sent_ET.argsort(descending=True, stable=True)[:num_rows]
-        return self.x_TH.index_select(0, sent_Q % len(self.x_TH))
+        return PlacedRows(self.x_TH.contiguous(), sent_Q % len(self.x_TH))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

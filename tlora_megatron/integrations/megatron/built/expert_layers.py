@@ -44,6 +44,7 @@ from tlora_megatron.ops.experts.branch import (
     ExpertFactors,
     ExpertRuns,
     ExpertTarget,
+    PlacedRows,
     TorchExpertOps,
 )
 from tlora_megatron.ops.experts.choice import ExpertOps, expert_ops
@@ -294,7 +295,7 @@ class _AddBranch(torch.autograd.Function):
         ops: ExpertOps,
         sent: SentRows | None,
     ) -> Tensor:
-        saved = ops.forward(x.contiguous(), y, runs, factors)
+        saved = ops.forward(PlacedRows(x.contiguous()), y, runs, factors)
         kept = (x,) if sent is None else sent
         ctx.save_for_backward(*kept, *saved)
         ctx.num_kept = len(kept)
@@ -304,7 +305,11 @@ class _AddBranch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         kept, saved = ctx.saved_tensors[: ctx.num_kept], ctx.saved_tensors[ctx.num_kept :]
-        x = kept[0].contiguous() if len(kept) == 1 else SentRows(*kept).spread(len(dy))
-        dx = torch.zeros_like(x)
-        ctx.ops.backward(dy.contiguous(), dx, x, saved, ctx.runs, ctx.factors)
+        dy = dy.contiguous()
+        if len(kept) == 1:
+            x = PlacedRows(kept[0].contiguous())
+        else:
+            x = SentRows(*kept).placed(len(dy))
+        dx = dy.new_zeros(len(dy), x.values_TK.shape[1])
+        ctx.ops.backward(PlacedRows(dy), dx, x, saved, ctx.runs, ctx.factors)
         return dx, dy, None, None, None, None
