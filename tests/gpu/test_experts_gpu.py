@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.helpers.expert_branch import (
     CASES,
+    BranchCase,
     BranchShape,
     branch_case,
     check_close,
@@ -72,8 +73,6 @@ CUDA = cuda_problem(torch.device("cuda")) if torch.cuda.is_available() else "no 
 @pytest.mark.parametrize("name", TAKEN)
 @pytest.mark.parametrize("adapted", [True, False], ids=["adapters", "base alone"])
 def test_one_gemm_computes_base_and_adapters(name: str, adapted: bool) -> None:
-    from tlora_megatron.ops.experts.choice import expert_linear, expert_linear_dgrad
-
     shape = SHAPES[name]
     exact, case = branch_case(shape, torch.float64), branch_case(shape, torch.bfloat16, "cuda")
     weight = (torch.randn(len(shape.counts), shape.out_size, shape.in_size) / 16).bfloat16()
@@ -86,15 +85,35 @@ def test_one_gemm_computes_base_and_adapters(name: str, adapted: bool) -> None:
         expected |= gradients(exact)
     poison = torch.full((1 << 24,), torch.nan, device="cuda")
     del poison
+    check_close(run_linear(case, weight.cuda(), adapted=adapted), expected, 1e-2)
+
+
+def run_linear(case: BranchCase, weight: Tensor, *, adapted: bool = True) -> dict[str, Tensor]:
+    """Runs a linear and its adapters forward and backward; returns results by name, on the CPU."""
+    from tlora_megatron.ops.experts.choice import expert_linear, expert_linear_dgrad
+
     factors = case.factors if adapted else None
     x, dy = placed(case.x), placed(case.dy)
-    y, kept = expert_linear(case.x, weight.cuda(), case.runs, factors, x)
-    dx, add_sums = expert_linear_dgrad(case.dy, weight.cuda(), kept, case.runs, factors, dy)
+    y, kept = expert_linear(case.x, weight, case.runs, factors, x)
+    dx, add_sums = expert_linear_dgrad(case.dy, weight, kept, case.runs, factors, dy)
     assert (add_sums is not None) == adapted
     if add_sums is not None:
         add_sums(x)
-    found = {"y": y.cpu(), "dx": dx.cpu()}
-    check_close(found | (gradients(case) if adapted else {}), expected, 1e-2)
+    return {"y": y.cpu(), "dx": dx.cpu()} | (gradients(case) if adapted else {})
+
+
+@pytest.mark.skipif(CUDA is not None, reason=str(CUDA))
+def test_gradients_have_the_same_bits_alone_and_again() -> None:
+    shape = SHAPES["large"]
+    weight = (torch.randn(len(shape.counts), shape.out_size, shape.in_size) / 16).bfloat16().cuda()
+    alone, beside, again = (
+        run_linear(branch_case(shape, torch.bfloat16, "cuda", only=only), weight)
+        for only in (2, None, None)
+    )
+    for name, value in beside.items():
+        assert torch.equal(again[name], value), name
+        if name.startswith("slot 2"):
+            assert torch.equal(alone[name], value), name
 
 
 def test_kernels_repeat_their_bits() -> None:

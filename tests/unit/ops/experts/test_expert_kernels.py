@@ -161,5 +161,27 @@ def test_units_of_the_gemm_cover_every_row_once(columns_out: int) -> None:
     assert (covered[:, :tiles] == 1).all()
 
 
+@interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_of_sums_cover_every_gradient_once(name: str) -> None:
+    from tlora_megatron.ops.experts.cuda.sums import sum_entries
+    from tlora_megatron.ops.experts.rank_tables import rank_tables
+
+    case = branch_case(CASES[name], torch.float32)
+    tables = rank_tables(case.factors)
+    for rows, depth in ((tables.grad_a, case.x.shape[1]), (tables.grad_b, case.y.shape[1])):
+        covered = torch.zeros(tables.slots, tables.width + 64, depth)
+        for entry in sum_entries(rows, depth):
+            ranks = slice(entry.first, entry.first + entry.ranks)
+            covered[entry.slot, ranks, entry.column : entry.column + entry.columns] += 1
+            assert entry.filled == -(-int(tables.widths_S[entry.slot]) // 16) * 16
+            assert entry.columns in {16: (256, 512), 32: (256,), 64: (128,)}[entry.ranks]
+        assert covered.max() <= 1
+        for slot, runs in enumerate(rows.runs_S):
+            for run in runs:
+                held = covered[slot, run.begin : run.end, run.columns.start : run.columns.stop]
+                assert (held == 1).all()
+
+
 def _rows_of(case: BranchCase, slot: int) -> Tensor:
     return slots_of_rows(case) == slot
