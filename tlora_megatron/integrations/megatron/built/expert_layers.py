@@ -306,10 +306,7 @@ class _AddBranch(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         kept, saved = ctx.saved_tensors[: ctx.num_kept], ctx.saved_tensors[ctx.num_kept :]
         dy = dy.contiguous()
-        if len(kept) == 1:
-            x = PlacedRows(kept[0].contiguous())
-        else:
-            x = SentRows(*kept).placed(len(dy))
+        x = PlacedRows(kept[0].contiguous()) if len(kept) == 1 else SentRows(*kept).placed(len(dy))
         dx = dy.new_zeros(len(dy), x.values_TK.shape[1])
         ctx.ops.backward(PlacedRows(dy), dx, x, saved, ctx.runs, ctx.factors)
         return dx, dy, None, None, None, None
