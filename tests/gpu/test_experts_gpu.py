@@ -14,7 +14,9 @@ from tests.helpers.expert_branch import (
     branch_case,
     check_close,
     gradients,
+    placed,
     results,
+    run_branch,
 )
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
@@ -80,17 +82,17 @@ def test_one_gemm_computes_base_and_adapters(name: str, adapted: bool) -> None:
     dbase = looped_products(exact.dy, weight.double(), counts)
     expected = {"y": base, "dx": dbase}
     if adapted:
-        saved = TorchExpertOps().forward(exact.x, base, exact.runs, exact.factors)
-        TorchExpertOps().backward(exact.dy, dbase, exact.x, saved, exact.runs, exact.factors)
+        run_branch(TorchExpertOps(), exact._replace(y=base, dx=dbase))
         expected |= gradients(exact)
     poison = torch.full((1 << 24,), torch.nan, device="cuda")
     del poison
     factors = case.factors if adapted else None
-    y, kept = expert_linear(case.x, weight.cuda(), case.runs, factors)
-    dx, add_sums = expert_linear_dgrad(case.dy, weight.cuda(), kept, case.runs, factors)
+    x, dy = placed(case.x), placed(case.dy)
+    y, kept = expert_linear(case.x, weight.cuda(), case.runs, factors, x)
+    dx, add_sums = expert_linear_dgrad(case.dy, weight.cuda(), kept, case.runs, factors, dy)
     assert (add_sums is not None) == adapted
     if add_sums is not None:
-        add_sums(case.x)
+        add_sums(x)
     found = {"y": y.cpu(), "dx": dx.cpu()}
     check_close(found | (gradients(case) if adapted else {}), expected, 1e-2)
 
@@ -123,8 +125,7 @@ def test_a_layer_s_kernels_never_wait() -> None:
     results(ops, case)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        saved = ops.forward(case.x, case.y, case.runs, case.factors)
-        ops.backward(case.dy, case.dx, case.x, saved, case.runs, case.factors)
+        run_branch(ops, case)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -12,6 +12,7 @@ from tlora_megatron.ops.experts.branch import (
     ExpertFactors,
     ExpertRuns,
     ExpertTarget,
+    PlacedRows,
 )
 
 
@@ -122,10 +123,24 @@ def _arenas(shape: BranchShape, dtype: torch.dtype, device: str) -> tuple[Expert
     return arenas, positions[:-1]
 
 
+def run_branch(ops: Any, case: BranchCase) -> None:
+    """Runs forward and backward; x is read where it was before it was spread, dy as it lies."""
+    x = placed(case.x)
+    saved = ops.forward(x, case.y, case.runs, case.factors)
+    ops.backward(PlacedRows(case.dy), case.dx, x, saved, case.runs, case.factors)
+
+
+def placed(x_QK: Tensor) -> PlacedRows:
+    """Rows as they lie in another order, among others that nobody may read."""
+    values_TK = x_QK.new_full((len(x_QK) + 3, x_QK.shape[1]), torch.nan)
+    rows_Q = torch.arange(len(x_QK), device=x_QK.device).flip(0) + 1
+    values_TK[rows_Q] = x_QK
+    return PlacedRows(values_TK, rows_Q)
+
+
 def results(ops: Any, case: BranchCase) -> dict[str, Tensor]:
     """Runs forward and backward; returns y, dx and the factors' gradients by name, on the CPU."""
-    saved = ops.forward(case.x, case.y, case.runs, case.factors)
-    ops.backward(case.dy, case.dx, case.x, saved, case.runs, case.factors)
+    run_branch(ops, case)
     found = {"y": case.y.cpu(), "dx": case.dx.cpu()}
     return found | gradients(case)
 

@@ -59,6 +59,18 @@ class ExpertRuns:
         return tuple(runs)
 
 
+class PlacedRows(NamedTuple):
+    """Rows as experts compute them, and where they come from: kernels read them there."""
+
+    values_TK: Tensor
+    rows_Q: Tensor | None = None
+    """int64: which row of `values_TK` each is; None = they are these, in this order."""
+
+    def spread(self) -> Tensor:
+        """Returns the rows `[Q, K]`."""
+        return self.values_TK if self.rows_Q is None else self.values_TK[self.rows_Q]
+
+
 class ExpertTarget(NamedTuple):
     """One adapter's factors of one target, for all experts of a rank."""
 
@@ -108,14 +120,14 @@ class ExpertOps(ABC):
 
     @abstractmethod
     def forward(
-        self, x_QK: Tensor, y_QN: Tensor, runs: ExpertRuns, factors: ExpertFactors
+        self, x: PlacedRows, y_QN: Tensor, runs: ExpertRuns, factors: ExpertFactors
     ) -> Sequence[Tensor]:
         """Adds the adapters' outputs to y; returns what the way back needs."""
 
     @abstractmethod
     def input_backward(
         self,
-        dy_QN: Tensor,
+        dy: PlacedRows,
         dx_QK: Tensor,
         saved: Sequence[Tensor],
         runs: ExpertRuns,
@@ -125,7 +137,7 @@ class ExpertOps(ABC):
 
     @abstractmethod
     def input_sums(
-        self, ds: Sequence[Tensor], x_QK: Tensor, runs: ExpertRuns, factors: ExpertFactors
+        self, ds: Sequence[Tensor], x: PlacedRows, runs: ExpertRuns, factors: ExpertFactors
     ) -> None:
         """Does the rest of it: adds to gradients of A.
 
@@ -135,9 +147,9 @@ class ExpertOps(ABC):
 
     def backward(
         self,
-        dy_QN: Tensor,
+        dy: PlacedRows,
         dx_QK: Tensor,
-        x_QK: Tensor,
+        x: PlacedRows,
         saved: Sequence[Tensor],
         runs: ExpertRuns,
         factors: ExpertFactors,
@@ -147,19 +159,17 @@ class ExpertOps(ABC):
         Args:
             saved: from `forward`.
         """
-        self.input_sums(
-            self.input_backward(dy_QN, dx_QK, saved, runs, factors), x_QK, runs, factors
-        )
+        self.input_sums(self.input_backward(dy, dx_QK, saved, runs, factors), x, runs, factors)
 
 
 class TorchExpertOps(ExpertOps):
     """Run by run, in ascending order, on any device."""
 
     def forward(
-        self, x_QK: Tensor, y_QN: Tensor, runs: ExpertRuns, factors: ExpertFactors
+        self, x: PlacedRows, y_QN: Tensor, runs: ExpertRuns, factors: ExpertFactors
     ) -> Sequence[Tensor]:
         """Adds the adapters' outputs to y; returns s `[rows, R]` of every run and target."""
-        saved = []
+        x_QK, saved = x.spread(), []
         for run, target in _walk(runs, factors):
             rows = slice(run.begin, run.end)
             s_QR = _scaled(x_QK[rows] @ target.lora_a[run.expert].t(), run, factors)
@@ -169,14 +179,14 @@ class TorchExpertOps(ExpertOps):
 
     def input_backward(
         self,
-        dy_QN: Tensor,
+        dy: PlacedRows,
         dx_QK: Tensor,
         saved: Sequence[Tensor],
         runs: ExpertRuns,
         factors: ExpertFactors,
     ) -> Sequence[Tensor]:
         """Does what of `backward` needs no x: adds to dx and to gradients of B; returns dS."""
-        found = []
+        dy_QN, found = dy.spread(), []
         for (run, target), s_QR in zip(_walk(runs, factors), saved, strict=True):
             rows, expert = slice(run.begin, run.end), run.expert
             dy_QC = dy_QN[rows, target.columns]
@@ -187,13 +197,14 @@ class TorchExpertOps(ExpertOps):
         return found
 
     def input_sums(
-        self, ds: Sequence[Tensor], x_QK: Tensor, runs: ExpertRuns, factors: ExpertFactors
+        self, ds: Sequence[Tensor], x: PlacedRows, runs: ExpertRuns, factors: ExpertFactors
     ) -> None:
         """Does the rest of it: adds to gradients of A.
 
         Args:
             ds: from `input_backward`.
         """
+        x_QK = x.spread()
         for (run, target), ds_QR in zip(_walk(runs, factors), ds, strict=True):
             accumulate(target.grad_a[run.expert], ds_QR, x_QK[run.begin : run.end])
 

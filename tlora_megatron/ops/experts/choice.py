@@ -19,23 +19,32 @@ from tlora_megatron.ops.experts.branch import (
     ExpertFactors,
     ExpertOps,
     ExpertRuns,
+    PlacedRows,
     TorchExpertOps,
 )
 from tlora_megatron.ops.experts.products import expert_dgrads, expert_products
 from tlora_megatron.ops.lora.kernel_choice import forced_kernels, kernel_choice, runs_triton
 
-InputSums = Callable[[Tensor], None]
+InputSums = Callable[[PlacedRows], None]
 
 
 def expert_linear(
-    x_QK: Tensor, weight_LNK: Tensor, runs: ExpertRuns, factors: ExpertFactors | None
+    x_QK: Tensor,
+    weight_LNK: Tensor,
+    runs: ExpertRuns,
+    factors: ExpertFactors | None,
+    source: PlacedRows | None = None,
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Returns `x W_e^T` with the adapters' outputs `[Q, N]`, and what their backward needs."""
-    whole = _cuda_ops(x_QK, weight_LNK)
+    """Returns `x W_e^T` with the adapters' outputs `[Q, N]`, and what their backward needs.
+
+    Args:
+        source: what x was spread from, which takes adapters less time to read.
+    """
+    whole, x = _cuda_ops(x_QK, weight_LNK), _read_at(source, x_QK)
     if whole is not None:
-        return whole.product(x_QK, weight_LNK, runs, factors)
+        return whole.product(x_QK, x, weight_LNK, runs, factors)
     y_QN = expert_products(x_QK, weight_LNK, runs.counts_L)
-    return y_QN, () if factors is None else expert_ops(x_QK).forward(x_QK, y_QN, runs, factors)
+    return y_QN, () if factors is None else expert_ops(x_QK).forward(x, y_QN, runs, factors)
 
 
 def expert_linear_dgrad(
@@ -44,6 +53,7 @@ def expert_linear_dgrad(
     saved: Sequence[Tensor],
     runs: ExpertRuns,
     factors: ExpertFactors | None,
+    source: PlacedRows | None = None,
 ) -> tuple[Tensor, InputSums | None]:
     """Returns dx `[Q, K]`, and adds to gradients of B.
 
@@ -52,20 +62,21 @@ def expert_linear_dgrad(
 
     Args:
         saved: from `expert_linear`.
+        source: what dy was spread from.
     """
-    whole = _cuda_ops(dy_QN, weight_LNK)
+    whole, dy = _cuda_ops(dy_QN, weight_LNK), _read_at(source, dy_QN)
     if factors is not None and not saved:
         factors = None
     if whole is not None:
-        dx_QK, ds = whole.dgrad(dy_QN, weight_LNK, saved, runs, factors)
+        dx_QK, ds = whole.dgrad(dy_QN, dy, weight_LNK, saved, runs, factors)
     else:
         dx_QK, ds = expert_dgrads(dy_QN, weight_LNK, runs.counts_L), ()
         if factors is not None:
-            ds = expert_ops(dy_QN).input_backward(dy_QN, dx_QK, saved, runs, factors)
+            ds = expert_ops(dy_QN).input_backward(dy, dx_QK, saved, runs, factors)
     if factors is None:
         return dx_QK, None
     given, ops = factors, expert_ops(dy_QN)
-    return dx_QK, lambda x_QK: ops.input_sums(ds, x_QK, runs, given)
+    return dx_QK, lambda x: ops.input_sums(ds, x, runs, given)
 
 
 def expert_ops(x: Tensor) -> ExpertOps:
@@ -76,6 +87,11 @@ def expert_ops(x: Tensor) -> ExpertOps:
 def runs_kernels(x: Tensor) -> bool:
     """Returns True if Triton kernels compute what rows in x's dtype, on its device, ask of them."""
     return x.dtype in (torch.bfloat16, torch.float16) and runs_triton(x) and len(x) > 0
+
+
+def _read_at(source: PlacedRows | None, rows_QK: Tensor) -> PlacedRows:
+    """Where adapters read rows: torch would spread them once more."""
+    return source if source is not None and runs_kernels(rows_QK) else PlacedRows(rows_QK)
 
 
 _TORCH = TorchExpertOps()

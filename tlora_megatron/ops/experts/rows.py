@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tlora_megatron.ops.experts.branch import PlacedRows
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
 
 
@@ -34,6 +35,10 @@ class ExpertRows(NamedTuple):
         if runs_triton(x_TH) and len(self.rows_R):
             return _kernels().spread_rows(x_TH, self.rows_R)
         return x_TH[self.rows_R]
+
+    def placed(self, x_TH: Tensor) -> PlacedRows:
+        """Returns the same, not copied."""
+        return PlacedRows(x_TH.contiguous(), self.rows_R)
 
     def pick(self, weights_TK: Tensor) -> Tensor:
         """Returns the value of each choice at its place, `[R]`."""

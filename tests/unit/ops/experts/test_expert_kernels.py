@@ -23,7 +23,7 @@ from tests.helpers.expert_branch import (
 )
 from tests.helpers.outer_case import outer_case
 from tlora_megatron.ops.experts import outer
-from tlora_megatron.ops.experts.branch import TorchExpertOps
+from tlora_megatron.ops.experts.branch import PlacedRows, TorchExpertOps
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -72,7 +72,7 @@ def test_kernels_fill_the_rank_columns_of_the_arenas(name: str) -> None:
     arenas = case.factors.arenas
     assert arenas is not None
     wide = torch.zeros(len(case.x), arenas.lora_a.shape[1])
-    s = down(case.x, tables.lora_a, tables, tiles, wide)
+    s = down(PlacedRows(case.x), tables.lora_a, tables, tiles, wide)
     slots = slots_of_rows(case)
     expected = torch.zeros_like(wide)
     for slot, targets in enumerate(case.factors.targets):

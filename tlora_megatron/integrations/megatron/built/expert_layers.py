@@ -37,6 +37,7 @@ from tlora_megatron.ops.experts.branch import (
     ExpertFactors,
     ExpertRuns,
     ExpertTarget,
+    PlacedRows,
     TorchExpertOps,
 )
 from tlora_megatron.ops.experts.choice import ExpertOps, expert_ops
@@ -220,7 +221,7 @@ class _AddBranch(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor, runs: ExpertRuns, factors: ExpertFactors, ops: ExpertOps
     ) -> Tensor:
-        saved = ops.forward(x.contiguous(), y, runs, factors)
+        saved = ops.forward(PlacedRows(x.contiguous()), y, runs, factors)
         ctx.save_for_backward(x, *saved)
         ctx.runs, ctx.factors, ctx.ops = runs, factors, ops
         return y.view(y.shape)
@@ -228,7 +229,7 @@ class _AddBranch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *saved = ctx.saved_tensors
-        x = x.contiguous()
-        dx = torch.zeros_like(x)
-        ctx.ops.backward(dy.contiguous(), dx, x, saved, ctx.runs, ctx.factors)
+        x, dy_rows = PlacedRows(x.contiguous()), PlacedRows(dy.contiguous())
+        dx = torch.zeros_like(x.values_TK)
+        ctx.ops.backward(dy_rows, dx, x, saved, ctx.runs, ctx.factors)
         return dx, dy, None, None, None

@@ -35,7 +35,7 @@ from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.multi_adapter import MultiAdapter, reduced
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.model.experts import ExpertsSpec
-from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns
+from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, PlacedRows
 from tlora_megatron.ops.experts.choice import InputSums, expert_linear, expert_linear_dgrad
 from tlora_megatron.ops.experts.outer import token_runs
 from tlora_megatron.ops.experts.router import route_vjp
@@ -144,7 +144,8 @@ class FrozenExperts(nn.Module):
         weights_Q = journey.there(rows.pick(routing.weights_TK))
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         x_QH = journey.there(rows.spread(x_TH))
-        inner, s_1 = fc1.product(x_QH, journey.runs)
+        source = _source(x_TH, x_QH, rows, journey)
+        inner, s_1 = fc1.product(x_QH, journey.runs, source)
         outer_1 = outer.add_to_first(x_TH, inner)
         hidden_QI = weighted_swiglu(inner, weights_Q)
         y_QH, s_2 = fc2.product(hidden_QI, journey.runs)
@@ -153,11 +154,9 @@ class FrozenExperts(nn.Module):
         y_TH = rows.sum(journey.back(y_QH))
         del y_QH
         outer.add_to_second(outer_2, y_TH)
-        # Rows that have come from other ranks would have to come again.
-        kept = x_TH if journey.order_Q is None else x_QH
         del x_QH
         saved = _Saved(
-            rows, journey, weights_Q, inner, kept if s_1 else None, s_1, s_2,
+            rows, journey, weights_Q, inner, source if s_1 else None, s_1, s_2,
             outer, outer_1, outer_2,
         )  # fmt: skip
 
@@ -169,24 +168,25 @@ class FrozenExperts(nn.Module):
 
     def _back(self, dy_TH: Tensor, saved: _Saved) -> tuple[Tensor, Tensor]:
         """Returns the gradients of x through the experts, and of the weights `[R]`, fp32."""
-        rows, journey, weights_Q, inner, kept, s_1, s_2, outer, outer_1, outer_2 = saved
+        rows, journey, weights_Q, inner, source, s_1, s_2, outer, outer_1, outer_2 = saved
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         dy_QH = journey.there(rows.spread(dy_TH))
         hidden = functools.partial(weighted_swiglu, inner, weights_Q)
-        dhidden, add_sums = fc2.dgrad(dy_QH, s_2, journey.runs)
-        del dy_QH
+        spread_from = _source(dy_TH, dy_QH, rows, journey)
+        dhidden, add_sums = fc2.dgrad(dy_QH, s_2, journey.runs, spread_from)
+        del dy_QH, spread_from
         outer.second_back(dy_TH, dhidden, hidden, outer_2)
         dinner, dweights_Q, hidden_QI = weighted_swiglu_back(
             dhidden, inner, weights_Q, with_result=add_sums is not None
         )
         del dhidden
         if add_sums is not None and hidden_QI is not None:
-            add_sums(hidden_QI)
+            add_sums(PlacedRows(hidden_QI))
         del hidden_QI
         dx_QH, add_sums = fc1.dgrad(dinner, s_1, journey.runs)
         if add_sums is not None:
-            assert kept is not None, "adapters keep their input"
-            add_sums(rows.spread(kept) if journey.order_Q is None else kept)
+            assert source is not None, "adapters keep their input"
+            add_sums(source)
         dx_TH = rows.sum(journey.back(dx_QH))
         outer.first_back(dinner, dx_TH, outer_1)
         return dx_TH, journey.back(dweights_Q)
@@ -221,13 +221,18 @@ def _slots(view: MicroBatchView, window: slice, device: torch.device) -> RowSlot
     return RowSlots(view.rows.row_slots(device)[window], view.num_slots)
 
 
+def _source(x_TH: Tensor, x_QH: Tensor, rows: ExpertRows, journey: Journey) -> PlacedRows:
+    """Returns where adapters read rows: those that are here are read as they were given."""
+    return rows.placed(x_TH) if journey.order_Q is None else PlacedRows(x_QH)
+
+
 class _Saved(NamedTuple):
     rows: ExpertRows
     journey: Journey
     weights_Q: Tensor
     inner: Tensor
     """Gate and up, `[Q, 2 I]`."""
-    kept: Tensor | None
+    source: PlacedRows | None
     """x, as it was given or, of several ranks, as it came; None where no adapter reads it."""
     s_1: Sequence[Tensor]
     """What adapters on the first linear keep, and on the second one."""
@@ -283,19 +288,30 @@ class _StackedWeights(nn.Module, MultiAdapter):
         bank, site = self.tlora_bank
         return bank.outer_factors.get(site.index)
 
-    def product(self, x_QK: Tensor, runs: ExpertRuns) -> tuple[Tensor, Sequence[Tensor]]:
-        """Returns the linear's output with the adapters', and what their backward needs."""
-        return expert_linear(x_QK, self.stacked, runs, self.factors)
+    def product(
+        self, x_QK: Tensor, runs: ExpertRuns, source: PlacedRows | None = None
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Returns the linear's output with the adapters', and what their backward needs.
+
+        Args:
+            source: what x was spread from.
+        """
+        return expert_linear(x_QK, self.stacked, runs, self.factors, source)
 
     def dgrad(
-        self, dy_QN: Tensor, saved: Sequence[Tensor], runs: ExpertRuns
+        self,
+        dy_QN: Tensor,
+        saved: Sequence[Tensor],
+        runs: ExpertRuns,
+        source: PlacedRows | None = None,
     ) -> tuple[Tensor, InputSums | None]:
         """Returns dx, and what is still to be given `product`'s input: None without adapters.
 
         Args:
             saved: from `product`.
+            source: what dy was spread from.
         """
-        return expert_linear_dgrad(dy_QN, self.stacked, saved, runs, self.factors)
+        return expert_linear_dgrad(dy_QN, self.stacked, saved, runs, self.factors, source)
 
 
 _WHOLE = LinearLayout(kind="row")

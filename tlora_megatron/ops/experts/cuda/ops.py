@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.experts.branch import ExpertArenas, ExpertFactors, ExpertRuns
+from tlora_megatron.ops.experts.branch import ExpertArenas, ExpertFactors, ExpertRuns, PlacedRows
 from tlora_megatron.ops.experts.cuda.units import Units, make_units
 from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
 from tlora_megatron.ops.experts.triton.products import down
@@ -40,25 +40,35 @@ class CudaExpertOps:
         return x_QK.dtype == torch.bfloat16 and not sizes % 8 and len(x_QK) > 0
 
     def product(
-        self, x_QK: Tensor, weight_LNK: Tensor, runs: ExpertRuns, factors: ExpertFactors | None
+        self,
+        x_QK: Tensor,
+        x: PlacedRows,
+        weight_LNK: Tensor,
+        runs: ExpertRuns,
+        factors: ExpertFactors | None,
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Returns `x W_e^T` with the adapters' outputs `[Q, N]`, and what backward needs."""
+        """Returns `x W_e^T` with the adapters' outputs `[Q, N]`, and what backward needs.
+
+        Args:
+            x: the same rows, as adapters read them.
+        """
         y_QN = x_QK.new_empty(len(x_QK), weight_LNK.shape[1])
         if factors is None or factors.arenas is None:
             self._gemm(x_QK, weight_LNK, y_QN, runs, None, None, None, transposed=True)
             if factors is None:
                 return y_QN, ()
-            return y_QN, self._beside.forward(x_QK, y_QN, runs, factors)
+            return y_QN, self._beside.forward(x, y_QN, runs, factors)
         tables, arenas = self._beside.tables_of(factors), factors.arenas
         wide_QR = x_QK.new_zeros(len(x_QK), arenas.lora_a.shape[1])
         tiles = tiles_of(runs, len(x_QK), x_QK.device)
-        s_QW = down(x_QK, tables.lora_a, tables, tiles, wide_QR)
+        s_QW = down(x, tables.lora_a, tables, tiles, wide_QR)
         self._gemm(x_QK, weight_LNK, y_QN, runs, wide_QR, arenas.lora_b, arenas, transposed=True)
         return y_QN, (s_QW,)
 
     def dgrad(
         self,
         dy_QN: Tensor,
+        dy: PlacedRows,
         weight_LNK: Tensor,
         saved: Sequence[Tensor],
         runs: ExpertRuns,
@@ -67,6 +77,7 @@ class CudaExpertOps:
         """Returns dx `[Q, K]` and dS, and adds to the gradients of B.
 
         Args:
+            dy: the same rows, as adapters read them.
             saved: from `product`.
         """
         dx_QK = dy_QN.new_empty(len(dy_QN), weight_LNK.shape[2])
@@ -74,12 +85,12 @@ class CudaExpertOps:
             self._gemm(dy_QN, weight_LNK, dx_QK, runs, None, None, None, transposed=False)
             if factors is None:
                 return dx_QK, ()
-            return dx_QK, self._beside.input_backward(dy_QN, dx_QK, saved, runs, factors)
+            return dx_QK, self._beside.input_backward(dy, dx_QK, saved, runs, factors)
         tables, arenas = self._beside.tables_of(factors), factors.arenas
         tiles, (s_QW,) = tiles_of(runs, len(dy_QN), dy_QN.device), saved
         wide_QR = dy_QN.new_zeros(len(dy_QN), arenas.lora_a.shape[1])
-        ds_QW = down(dy_QN, tables.lora_b, tables, tiles, wide_QR)
-        add_sums(tables.grad_b, s_QW, dy_QN, tables, tiles)
+        ds_QW = down(dy, tables.lora_b, tables, tiles, wide_QR)
+        add_sums(tables.grad_b, s_QW, dy, tables, tiles)
         self._gemm(dy_QN, weight_LNK, dx_QK, runs, wide_QR, arenas.lora_a, arenas, transposed=False)
         return dx_QK, (ds_QW,)
 

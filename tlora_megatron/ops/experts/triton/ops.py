@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertOps, ExpertRuns
+from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertOps, ExpertRuns, PlacedRows
 from tlora_megatron.ops.experts.rank_tables import RankTables, rank_tables
 from tlora_megatron.ops.experts.triton.products import down, up
 from tlora_megatron.ops.experts.triton.sums import add_sums
@@ -21,17 +21,17 @@ class TritonExpertOps(ExpertOps):
         self._tables: WeakKeyDictionary[ExpertFactors, RankTables] = WeakKeyDictionary()
 
     def forward(
-        self, x_QK: Tensor, y_QN: Tensor, runs: ExpertRuns, factors: ExpertFactors
+        self, x: PlacedRows, y_QN: Tensor, runs: ExpertRuns, factors: ExpertFactors
     ) -> Sequence[Tensor]:
         """Adds the adapters' outputs to y; returns s `[Q, W]`, where W are rank rows."""
-        tables, tiles = self.tables_of(factors), tiles_of(runs, len(x_QK), x_QK.device)
-        s_QW = down(x_QK, tables.lora_a, tables, tiles)
+        tables, tiles = self.tables_of(factors), tiles_of(runs, len(y_QN), y_QN.device)
+        s_QW = down(x, tables.lora_a, tables, tiles)
         up(y_QN, s_QW, tables.lora_b, tables, tiles)
         return (s_QW,)
 
     def input_backward(
         self,
-        dy_QN: Tensor,
+        dy: PlacedRows,
         dx_QK: Tensor,
         saved: Sequence[Tensor],
         runs: ExpertRuns,
@@ -39,18 +39,19 @@ class TritonExpertOps(ExpertOps):
     ) -> Sequence[Tensor]:
         """Does what of `backward` needs no x; returns dS `[Q, W]`."""
         (s_QW,) = saved
-        tables, tiles = self.tables_of(factors), tiles_of(runs, len(dy_QN), dy_QN.device)
-        ds_QW = down(dy_QN, tables.lora_b, tables, tiles)
+        tables, tiles = self.tables_of(factors), tiles_of(runs, len(dx_QK), dx_QK.device)
+        ds_QW = down(dy, tables.lora_b, tables, tiles)
         up(dx_QK, ds_QW, tables.lora_a, tables, tiles)
-        add_sums(tables.grad_b, s_QW, dy_QN, tables, tiles)
+        add_sums(tables.grad_b, s_QW, dy, tables, tiles)
         return (ds_QW,)
 
     def input_sums(
-        self, ds: Sequence[Tensor], x_QK: Tensor, runs: ExpertRuns, factors: ExpertFactors
+        self, ds: Sequence[Tensor], x: PlacedRows, runs: ExpertRuns, factors: ExpertFactors
     ) -> None:
         """Does the rest of it: adds to gradients of A."""
-        tables, tiles = self.tables_of(factors), tiles_of(runs, len(x_QK), x_QK.device)
-        add_sums(tables.grad_a, ds[0], x_QK, tables, tiles)
+        (ds_QW,) = ds
+        tables, tiles = self.tables_of(factors), tiles_of(runs, len(ds_QW), ds_QW.device)
+        add_sums(tables.grad_a, ds_QW, x, tables, tiles)
 
     def tables_of(self, factors: ExpertFactors) -> RankTables:
         """Returns the tables of a linear, made once."""

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.experts.branch import ExpertRuns
+from tlora_megatron.ops.experts.branch import ExpertRuns, PlacedRows
 from tlora_megatron.ops.experts.rank_tables import Placed, RankTables, rank_rows
 from tlora_megatron.ops.experts.shared_factors import OuterSide
 from tlora_megatron.ops.experts.triton.products import down, up
@@ -19,7 +19,7 @@ def shrink(x_QC: Tensor, runs: ExpertRuns, side: OuterSide, width: int) -> Tenso
     """Returns `x w^T` of each run's rows, `[Q, width]`; zeros elsewhere."""
     tables, tiles = _tables_of(side, width, x_QC.device), tiles_of(runs, len(x_QC), x_QC.device)
     out_QR = x_QC.new_zeros(len(x_QC), width)
-    return down(x_QC.contiguous(), tables.lora_a, tables, tiles, out_QW=out_QR)
+    return down(PlacedRows(x_QC.contiguous()), tables.lora_a, tables, tiles, out_QW=out_QR)
 
 
 def expand(s_QR: Tensor, y_QC: Tensor, runs: ExpertRuns, side: OuterSide) -> None:
@@ -32,7 +32,7 @@ def add_gradients(s_QR: Tensor, x_QC: Tensor, runs: ExpertRuns, side: OuterSide)
     """Adds `s^T x` of each run's rows to the gradients of its factors, in ascending order."""
     tables = _tables_of(side, s_QR.shape[1], x_QC.device)
     tiles = tiles_of(runs, len(x_QC), x_QC.device)
-    add_sums(tables.grad_a, s_QR.contiguous(), x_QC.contiguous(), tables, tiles)
+    add_sums(tables.grad_a, s_QR.contiguous(), PlacedRows(x_QC.contiguous()), tables, tiles)
 
 
 def scale(s_QR: Tensor, runs: ExpertRuns, scaling: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tlora_megatron.ops.experts.branch import PlacedRows
 from tlora_megatron.ops.experts.rank_tables import RankRows, RankTables
 from tlora_megatron.ops.experts.triton.rank_rows import (
     factor_pointers,
@@ -54,6 +55,7 @@ def chunk_of(width: int) -> int:
 def _down_rows(
     tile: tl.tensor,
     x: tl.tensor,
+    places: tl.tensor,
     table: tl.tensor,
     scaling: tl.tensor,
     positions: tl.tensor,
@@ -72,12 +74,16 @@ def _down_rows(
     FITS: tl.constexpr,
     IEEE: tl.constexpr,
     WIDE: tl.constexpr,
+    PLACED: tl.constexpr,
 ) -> None:
     expert, slot = tl.load(tile), tl.load(tile + 1)
     begin, end = tl.load(tile + 2), tl.load(tile + 3)
     local = tl.arange(0, ROWS)
     live = local < end - begin
     rows = (begin + local).to(tl.int64)
+    at_x = rows
+    if PLACED:
+        at_x = tl.load(places + rows, mask=live, other=0)
     scale = tl.load(scaling + slot)
     width = tl.multiple_of(width, 16)
     filled = (own_width + 15) // 16 * 16
@@ -89,7 +95,7 @@ def _down_rows(
             mask = live[:, None]
             if K % BLOCK != 0:
                 mask = mask & (columns < K)[None, :]
-            block = tl.load(x + rows[:, None] * K + columns[None, :], mask=mask, other=0.0)
+            block = tl.load(x + at_x[:, None] * K + columns[None, :], mask=mask, other=0.0)
             at = factor_pointers(address, columns, x.dtype.element_ty, ALIGNED)
             held = in_columns(depth, low, high, BLOCK, FITS)
             ranks = tl.load(at, mask=held, other=0.0)
@@ -109,7 +115,8 @@ def _down_rows(
 @triton.jit(do_not_specialize=["slots", "width", "wide_width"])
 def _down_kernel(
     tiles: tl.tensor,
-    x: tl.tensor,  # [Q, K]
+    x: tl.tensor,  # [Q, K], or [T, K] where PLACED
+    places: tl.tensor,  # int64 [Q], or x
     table: tl.tensor,
     widths: tl.tensor,
     scaling: tl.tensor,
@@ -129,6 +136,7 @@ def _down_kernel(
     FITS: tl.constexpr,
     IEEE: tl.constexpr,
     WIDE: tl.constexpr,
+    PLACED: tl.constexpr,
 ) -> None:
     tile = tiles + tl.program_id(0) * FIELDS
     expert, slot = tl.load(tile), tl.load(tile + 1)
@@ -139,8 +147,9 @@ def _down_kernel(
             if 2**EXPONENT <= MOST:  # noqa: SIM102 - chosen when it is compiled
                 if is_chunk_of(own_width, 2**EXPONENT, MOST):
                     _down_rows(
-                        tile, x, table, scaling, positions, s, wide, slots, width, wide_width,
-                        own_width, K, ROWS, 2**EXPONENT, BLOCK, STAGES, ALIGNED, FITS, IEEE, WIDE,
+                        tile, x, places, table, scaling, positions, s, wide, slots, width,
+                        wide_width, own_width, K, ROWS, 2**EXPONENT, BLOCK, STAGES, ALIGNED, FITS,
+                        IEEE, WIDE, PLACED,
                     )  # fmt: skip
 
 
@@ -201,7 +210,7 @@ _up = WarmKernel(_up_kernel)
 
 
 def down(
-    x_QK: Tensor,
+    x: PlacedRows,
     rows: RankRows,
     tables: RankTables,
     tiles: PairTiles,
@@ -217,17 +226,20 @@ def down(
         wide_QR: zeros; gets the same at the rank columns of the arenas.
         out_QW: what is written and returned; None = a new tensor.
     """
-    s_QW = x_QK.new_empty(len(x_QK), tables.width) if out_QW is None else out_QW
+    values_TK, rows_Q = x
+    num_rows = len(values_TK if rows_Q is None else rows_Q)
+    s_QW = values_TK.new_empty(num_rows, tables.width) if out_QW is None else out_QW
     if not len(tiles.tiles):
         return s_QW
     wide = s_QW if wide_QR is None else wide_QR
-    tensors = (tiles.tiles, x_QK, rows.places_4SW, tables.widths_S, tables.scaling_S)
+    places = values_TK if rows_Q is None else rows_Q
+    tensors = (tiles.tiles, values_TK, places, rows.places_4SW, tables.widths_S, tables.scaling_S)
     _down.launch(
         len(tiles.tiles),
         (*tensors, tables.positions, s_QW, wide),
         (tables.slots, tables.width, wide.shape[1]),
         (
-            x_QK.shape[1],
+            values_TK.shape[1],
             TILE_ROWS,
             min(blocks.ranks, triton.next_power_of_2(max(tables.width, 16))),
             blocks.depth,
@@ -235,8 +247,9 @@ def down(
             TILE_FIELDS,
             int(rows.aligned),
             int(rows.span % blocks.depth == 0),
-            int(x_QK.dtype == torch.float32),
+            int(values_TK.dtype == torch.float32),
             int(wide_QR is not None),
+            int(rows_Q is not None),
         ),
         num_warps=blocks.warps,
     )

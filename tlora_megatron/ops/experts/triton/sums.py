@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tlora_megatron.ops.experts.branch import PlacedRows
 from tlora_megatron.ops.experts.rank_tables import RankRows, RankTables
 from tlora_megatron.ops.experts.triton.rank_rows import (
     factor_pointers,
@@ -35,6 +36,7 @@ class SumBlocks(NamedTuple):
     ranks: int = 64
     """Most rank rows of a program."""
     stages: int = 2
+    """Steps under way; one more where rows are found by their places."""
     warps: int = 4
 
 
@@ -42,6 +44,7 @@ class SumBlocks(NamedTuple):
 def _add_block(
     s: tl.tensor,
     values: tl.tensor,
+    places: tl.tensor,
     table: tl.tensor,
     slots: tl.tensor,
     width: tl.tensor,
@@ -60,6 +63,7 @@ def _add_block(
     ALIGNED: tl.constexpr,
     FITS: tl.constexpr,
     IEEE: tl.constexpr,
+    PLACED: tl.constexpr,
 ) -> None:
     columns = block * BLOCK + tl.arange(0, BLOCK)
     address, low, high = rank_places(table, slots, width, slot, expert, first, CHUNK)
@@ -77,6 +81,8 @@ def _add_block(
         mask = live[:, None]
         if K % BLOCK != 0:
             mask = mask & (columns < K)[None, :]
+        if PLACED:
+            rows = tl.load(places + rows, mask=live, other=0)
         block_values = tl.load(values + rows[:, None] * K + columns[None, :], mask=mask, other=0.0)
         sums = tl.dot(
             tl.trans(ranks), block_values, sums, input_precision="ieee" if IEEE else "tf32"
@@ -88,7 +94,8 @@ def _add_block(
 def _sums_kernel(
     begins: tl.tensor,  # int32 [P + 1]
     s: tl.tensor,  # [Q, W]
-    values: tl.tensor,  # [Q, K]
+    values: tl.tensor,  # [Q, K], or [T, K] where PLACED
+    places: tl.tensor,  # int64 [Q], or values
     table: tl.tensor,
     widths: tl.tensor,
     slots: tl.tensor,
@@ -102,6 +109,7 @@ def _sums_kernel(
     ALIGNED: tl.constexpr,
     FITS: tl.constexpr,
     IEEE: tl.constexpr,
+    PLACED: tl.constexpr,
 ) -> None:
     blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
@@ -117,9 +125,10 @@ def _sums_kernel(
                 if 2**EXPONENT <= MOST:  # noqa: SIM102 - chosen when it is compiled
                     if is_chunk_of(own_width, 2**EXPONENT, MOST):
                         _add_block(
-                            s, values, table, slots, width, own_width, slot,
+                            s, values, places, table, slots, width, own_width, slot,
                             pair // (slots + 1), begin, end, first, program % blocks, K,
                             2**EXPONENT, BLOCK, STEP, STAGES, ALIGNED, FITS, IEEE,
+                            PLACED,
                         )  # fmt: skip
 
 
@@ -129,7 +138,7 @@ _sums = WarmKernel(_sums_kernel)
 def add_sums(
     rows: RankRows,
     s_QW: Tensor,
-    values_QK: Tensor,
+    values: PlacedRows,
     tables: RankTables,
     tiles: PairTiles,
     blocks: SumBlocks = SumBlocks(),  # noqa: B008 - frozen
@@ -139,7 +148,8 @@ def add_sums(
     Args:
         rows: of the gradients.
     """
-    depth = values_QK.shape[1]
+    values_TK, rows_Q = values
+    depth = values_TK.shape[1]
     most = min(blocks.ranks, triton.next_power_of_2(max(tables.width, 16)))
     chunks, pairs = triton.cdiv(tables.width, most), len(tiles.begins) - 1
     _sums.launch(
@@ -147,7 +157,8 @@ def add_sums(
         (
             tiles.begins,
             s_QW,
-            values_QK,
+            values_TK,
+            values_TK if rows_Q is None else rows_Q,
             rows.places_4SW,
             tables.widths_S,
         ),
@@ -158,10 +169,11 @@ def add_sums(
             chunks,
             blocks.columns,
             blocks.step,
-            blocks.stages,
+            blocks.stages + (rows_Q is not None),
             int(rows.aligned),
             int(rows.span % blocks.columns == 0),
-            int(values_QK.dtype == torch.float32),
+            int(values_TK.dtype == torch.float32),
+            int(rows_Q is not None),
         ),
         num_warps=blocks.warps,
     )
