@@ -75,7 +75,7 @@ def expert_linear_dgrad(
             ds = expert_ops(dy_QN).input_backward(dy, dx_QK, saved, runs, factors)
     if factors is None:
         return dx_QK, None
-    given, ops = factors, expert_ops(dy_QN)
+    given, ops = factors, expert_ops(dy_QN) if whole is None else whole
     return dx_QK, lambda x: ops.input_sums(ds, x, runs, given)
 
 

@@ -24,6 +24,14 @@ CHUNK = 16
 """Rank rows that tensor cores take at once; W is a multiple of it."""
 
 
+class RankRun(NamedTuple):
+    """Rank rows of a slot that have the same columns: those of one target."""
+
+    begin: int
+    end: int
+    columns: range
+
+
 class RankRows(NamedTuple):
     """One factor of all adapters, row by row of the rank."""
 
@@ -34,6 +42,8 @@ class RankRows(NamedTuple):
     """True if all addresses are multiples of 16."""
     span: int
     """What the first columns of all rows and their ends are multiples of."""
+    runs_S: tuple[tuple[RankRun, ...], ...]
+    """The same on the host, slot by slot."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -104,7 +114,9 @@ def rank_rows(slots: Sequence[Sequence[Placed]], width: int, device: torch.devic
         width: W.
     """
     places = torch.zeros(4, len(slots), width, dtype=torch.int64)
+    runs: list[tuple[RankRun, ...]] = []
     for slot, of_slot in enumerate(slots):
+        found = []
         for row, column, factor_LRN in of_slot:
             assert factor_LRN.stride(2) == 1, "a rank row lies in one piece"
             size, (_, rank, columns) = factor_LRN.element_size(), factor_LRN.shape
@@ -115,5 +127,8 @@ def rank_rows(slots: Sequence[Sequence[Placed]], width: int, device: torch.devic
             places[1, slot, rows] = factor_LRN.stride(0) * size
             places[2, slot, rows] = column
             places[3, slot, rows] = column + columns
+            found.append(RankRun(row, row + rank, range(column, column + columns)))
+        runs.append(tuple(found))
     aligned = not bool((places[:2] % 16).any())
-    return RankRows(places.to(device), aligned, math.gcd(*places[2:].flatten().tolist()))
+    span = math.gcd(*places[2:].flatten().tolist())
+    return RankRows(places.to(device), aligned, span, tuple(runs))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertArenas, ExpertFactors, ExpertRuns, PlacedRows
+from tlora_megatron.ops.experts.cuda.sums import ExpertSums
 from tlora_megatron.ops.experts.cuda.units import Units, make_units
 from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
 from tlora_megatron.ops.experts.triton.products import down
-from tlora_megatron.ops.experts.triton.sums import add_sums
 from tlora_megatron.ops.experts.triton.tiles import tiles_of
 from tlora_megatron.ops.lora.cuda.arguments import ExpertGemmArguments, packer
 from tlora_megatron.ops.lora.cuda.calls import device_index, launch, multiprocessors
@@ -29,6 +29,7 @@ class CudaExpertOps:
 
     def __init__(self, beside: TritonExpertOps) -> None:
         self._beside = beside
+        self._sums = ExpertSums()
         self._units: WeakKeyDictionary[ExpertRuns, dict[tuple[int, int], Units]] = (
             WeakKeyDictionary()
         )
@@ -90,9 +91,21 @@ class CudaExpertOps:
         tiles, (s_QW,) = tiles_of(runs, len(dy_QN), dy_QN.device), saved
         wide_QR = dy_QN.new_zeros(len(dy_QN), arenas.lora_a.shape[1])
         ds_QW = down(dy, tables.lora_b, tables, tiles, wide_QR)
-        add_sums(tables.grad_b, s_QW, dy, tables, tiles)
+        self._sums.add(tables.grad_b, s_QW, dy, tables, tiles)
         self._gemm(dy_QN, weight_LNK, dx_QK, runs, wide_QR, arenas.lora_a, arenas, transposed=False)
         return dx_QK, (ds_QW,)
+
+    def input_sums(
+        self, ds: Sequence[Tensor], x: PlacedRows, runs: ExpertRuns, factors: ExpertFactors
+    ) -> None:
+        """Adds to the gradients of A.
+
+        Args:
+            ds: from `dgrad`.
+        """
+        (ds_QW,), tables = ds, self._beside.tables_of(factors)
+        tiles = tiles_of(runs, len(ds_QW), ds_QW.device)
+        self._sums.add(tables.grad_a, ds_QW, x, tables, tiles)
 
     def _gemm(
         self,

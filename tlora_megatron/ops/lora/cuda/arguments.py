@@ -56,6 +56,17 @@ class ExpertGemmArguments(ctypes.Structure):
     ]
 
 
+class ExpertSumsArguments(ctypes.Structure):
+    """`TloraExpertSums` of expert_sums.cu."""
+
+    _fields_ = [
+        *((name, _Pointer) for name in ("values", "s", "rows")),
+        *((name, _Pointer) for name in ("begins", "entries", "widths", "places")),
+        ("depth", _Long),
+        *((name, _Int) for name in ("num_entries", "experts", "columns", "width", "device")),
+    ]
+
+
 class DgradArguments(ctypes.Structure):
     """`TloraFp8Dgrad` of fp8_dgrad.cu."""
 
@@ -150,6 +161,7 @@ def packer(struct_type: type[ctypes.Structure]) -> struct.Struct:
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "gemm": GemmArguments,
     "expert_gemm": ExpertGemmArguments,
+    "expert_sums": ExpertSumsArguments,
     "fp8_dgrad": DgradArguments,
     "fp8_gemm": Fp8GemmArguments,
     "rows": RowsArguments,
