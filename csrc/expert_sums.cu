@@ -1,6 +1,6 @@
 // Gradients of adapters on routed experts: grad += s^T values over the rows of each (expert, adapter), in one launch.
 //
-// A block takes one entry of an expert: 16, 32 or 64 rank rows of one adapter by 512, 256 or 128 columns. It goes
+// A block takes one entry of an expert: 16, 32 or 64 rank rows of one adapter by 512 to 128 columns. It goes
 // through the adapter's rows there from the first to the last, onto what the gradient holds: a gradient's bits depend
 // on nothing but the job's own rows, and each element has one block. A row of s may name another row of `values` than
 // its own: rows of a micro-batch that lie there once, and meet several experts, stay in the L2 cache.
@@ -16,7 +16,7 @@
 struct TloraExpertSums {
   const void *values, *s;
   const int64_t* rows;  // of `values`, for each row of s; null: the same row
-  const int *begins, *entries, *widths;
+  const int *begins, *entries;
   const int64_t* places;
   int64_t depth;
   int num_entries, experts, columns, width, device;
@@ -26,24 +26,29 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kBlocks = 4;      // of a multiprocessor
-constexpr int kEntryFields = 4;  // slot, first rank row, first column, number of 16 rank rows
 
-// Of blocks with 16 `kTiles` rank rows.
-template <int kTiles>
+// One of `entries`.
+struct alignas(16) Entry {
+  int slot, first, column;  // its first rank row and column
+  int filled;               // rank rows of the slot for which s has values or zeros
+  int ranks, columns, unused[2];
+};
+
+// Of blocks of 16 `kTiles` rank rows by `kColumns`.
+template <int kTiles, int kColumns>
 struct Shape {
   static constexpr int ranks = 16 * kTiles;
-  static constexpr int warp_columns = 128 / kTiles;
-  static constexpr int columns = 4 * warp_columns;
+  static constexpr int columns = kColumns;
+  static constexpr int warp_columns = columns / 4;
   static constexpr int step = kTiles == 4 ? 32 : 16;  // rows of a stage
-  static constexpr int stages = kTiles == 1 ? 3 : 4;
+  static constexpr int stages = columns == 512 ? 3 : 4;
   static constexpr int value_bytes = step * columns * 2;
   static constexpr int rank_bytes = step * ranks * 2;
   static constexpr int stage_bytes = value_bytes + rank_bytes;
 };
 
-constexpr int kRingBytes = Shape<1>::stages * Shape<1>::stage_bytes;
-static_assert(kRingBytes >= Shape<2>::stages * Shape<2>::stage_bytes, "stages must fit");
-static_assert(kRingBytes >= Shape<4>::stages * Shape<4>::stage_bytes, "stages must fit");
+using Widest = Shape<1, 512>;
+constexpr int kRingBytes = Widest::stages * Widest::stage_bytes;
 
 struct RankRow {
   int64_t address;  // of column 0 of the gradient
@@ -91,33 +96,39 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&a)[4]
 }
 
 struct Work {
-  int begin, end;     // rows
-  int first, filled;  // rank rows: the block's first one, and how many of the slot s has values or zeros for
-  int column;
+  int begin, end;  // rows
+  Entry entry;
 };
 
-template <int kTiles>
+template <typename S>
 __device__ void fill(const TloraExpertSums& p, const Work& work, Shared& shared, int number) {
-  using S = Shape<kTiles>;
   const uint32_t stage = shared_address(shared.ring) + number % S::stages * S::stage_bytes;
   const int row = work.begin + number * S::step;
+  // A thread's rows are 8 apart and its pieces 16, so that all of its places are one and a constant.
   constexpr int pieces = S::columns / 8;
+  const int own_row = threadIdx.x / 16, own_piece = threadIdx.x % 16;
+  const uint32_t to = stage + swizzled<pieces>(own_row, own_piece);
+  const auto* values = static_cast<const __nv_bfloat16*>(p.values) + work.entry.column + own_piece * 8;
+  const int columns = static_cast<int>(p.depth) - work.entry.column - own_piece * 8;
 #pragma unroll
-  for (int i = threadIdx.x; i < S::step * pieces; i += kThreads) {
-    const int local = i / pieces, piece = i % pieces;
-    const bool exists = row + local < work.end && work.column + piece * 8 < p.depth;
-    const int from = shared.rows[number % (S::stages + 1) * S::step + local];
-    const auto* at = static_cast<const __nv_bfloat16*>(p.values);
-    if (exists) at += from * p.depth + work.column + piece * 8;
-    copy16(stage + swizzled<pieces>(local, piece), at, exists);
+  for (int i = 0; i < S::step; i += 8) {
+    const bool live = row + own_row + i < work.end;
+    const int64_t from = live ? shared.rows[number % (S::stages + 1) * S::step + own_row + i] : 0;
+    const auto* at = values + from * p.depth;
+#pragma unroll
+    for (int j = 0; j < pieces; j += 16) {
+      const bool exists = live && j * 8 < columns;
+      copy16(to + (i * pieces + j) * 16, exists ? at + j * 8 : values, exists);
+    }
   }
   constexpr int rank_pieces = S::ranks / 8;
 #pragma unroll
-  for (int i = threadIdx.x; i < S::step * rank_pieces; i += kThreads) {
-    const int local = i / rank_pieces, piece = i % rank_pieces;
-    const bool exists = row + local < work.end && work.first + piece * 8 < work.filled;
+  for (int i = 0; i < S::step * rank_pieces; i += kThreads) {
+    const int local = (i + threadIdx.x) / rank_pieces, piece = (i + threadIdx.x) % rank_pieces;
+    if (local >= S::step) break;
+    const bool exists = row + local < work.end && work.entry.first + piece * 8 < work.entry.filled;
     const auto* at = static_cast<const __nv_bfloat16*>(p.s);
-    if (exists) at += static_cast<int64_t>(row + local) * p.width + work.first + piece * 8;
+    if (exists) at += static_cast<int64_t>(row + local) * p.width + work.entry.first + piece * 8;
     copy16(stage + S::value_bytes + swizzled<rank_pieces>(local, piece), at, exists);
   }
 }
@@ -127,73 +138,85 @@ __device__ __forceinline__ int source_row(const TloraExpertSums& p, const Work& 
   return p.rows == nullptr || row >= work.end ? row : static_cast<int>(p.rows[row]);
 }
 
-// Where a thread's pair of columns lies in a row of the gradient, and which of them there are.
-__device__ __forceinline__ float* place(const RankRow& rank, int column, bool& both, bool& second) {
-  second = column + 1 >= rank.begin && column + 1 < rank.end;
-  const bool first = column >= rank.begin && column < rank.end;
-  both = first && second;
-  return first || second ? reinterpret_cast<float*>(rank.address) + column : nullptr;
+// Calls `touch` with each pair of a thread's sums and where it lies in the gradient, or null where it has no place, and
+// `part`: 0 both lie there, 1 the first alone, 2 the second alone.
+template <typename S, int kTiles, int kTilesWide, typename Touch>
+__device__ __forceinline__ void for_gradient(const Shared& shared, int first_column, bool whole,
+                                             float (&sums)[kTiles][kTilesWide][4], Touch touch) {
+  const int lane = threadIdx.x % 32;
+  const int column = first_column + threadIdx.x / 32 * S::warp_columns + lane % 4 * 2;
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RankRow& rank = shared.ranks[m * 16 + half * 8 + lane / 4];
+      float* row = reinterpret_cast<float*>(rank.address) + column;
+      if (whole) {
+        if (rank.address != 0) {
+#pragma unroll
+          for (int n = 0; n < kTilesWide; ++n) touch(row + n * 8, 0, sums[m][n][2 * half], sums[m][n][2 * half + 1]);
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < kTilesWide; ++n) {
+          const int at = column + n * 8;
+          const bool first = at >= rank.begin && at < rank.end, second = at + 1 >= rank.begin && at + 1 < rank.end;
+          if (first || second)
+            touch(row + n * 8, first ? second ? 0 : 1 : 2, sums[m][n][2 * half], sums[m][n][2 * half + 1]);
+        }
+      }
+    }
 }
 
-template <int kTiles>
-__device__ void add_block(const TloraExpertSums& p, const Work& work, Shared& shared, int slot, int expert) {
-  using S = Shape<kTiles>;
+template <int kTiles, int kColumns>
+__device__ void add_block(const TloraExpertSums& p, const Work& work, Shared& shared, int expert) {
+  using S = Shape<kTiles, kColumns>;
   const int thread = threadIdx.x, lane = thread % 32;
+  const Entry& entry = work.entry;
   const int num_steps = (work.end - work.begin + S::step - 1) / S::step;
+  bool fits = true;
   if (thread < S::ranks) {
-    const int rank = work.first + thread, plane = (p.columns - 1) * p.width;
+    const int rank = entry.first + thread, plane = (p.columns - 1) * p.width;
     RankRow found{};
     if (rank < p.width) {
-      const int64_t* at = p.places + slot * p.width + rank;
+      const int64_t* at = p.places + entry.slot * p.width + rank;
       found = {at[0] + expert * at[plane], static_cast<int>(at[2 * plane]), static_cast<int>(at[3 * plane])};
     }
+    const int column = entry.column, end = entry.column + S::columns;
+    if (found.begin >= end || found.end <= column) found.address = 0;
+    fits = found.address == 0 || (found.begin <= column && found.end >= end);
     shared.ranks[thread] = found;
   }
   if (thread < S::stages * S::step) shared.rows[thread] = source_row(p, work, work.begin + thread);
-  __syncthreads();
+  const bool whole = __syncthreads_and(fits);
 #pragma unroll
   for (int number = 0; number < S::stages - 1; ++number) {
-    if (number < num_steps) fill<kTiles>(p, work, shared, number);
+    if (number < num_steps) fill<S>(p, work, shared, number);
     commit_copies();
   }
-  const int warp_column = thread / 32 * S::warp_columns;
   constexpr int tiles = S::warp_columns / 8;
-  float sums[kTiles][tiles][4];
-  const auto for_gradient = [&](auto touch) {
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const RankRow rank = shared.ranks[m * 16 + half * 8 + lane / 4];
-#pragma unroll
-        for (int n = 0; n < tiles; ++n) {
-          bool both, second;
-          float* at = place(rank, work.column + warp_column + n * 8 + lane % 4 * 2, both, second);
-          touch(at, both, second, sums[m][n][2 * half], sums[m][n][2 * half + 1]);
-        }
-      }
-  };
-  for_gradient([](const float* at, bool both, bool second, float& a, float& b) {
-    a = b = 0.f;
-    if (both) {
-      const float2 old = __ldcg(reinterpret_cast<const float2*>(at));
+  float sums[kTiles][tiles][4] = {};
+  for_gradient<S>(shared, entry.column, whole, sums, [](const float* at, int part, float& a, float& b) {
+    if (part == 0) {
+      const float2 old = __ldcs(reinterpret_cast<const float2*>(at));
       a = old.x;
       b = old.y;
-    } else if (at != nullptr) {
-      (second ? b : a) = __ldcg(at + second);
+    } else {
+      (part == 1 ? a : b) = __ldcs(at + part - 1);
     }
   });
   // Of the operands: the row of 8x8 matrices that this lane names, and their columns.
   const int rank_row = lane / 16 * 8 + lane % 8, rank_column = lane / 8 % 2;
-  const int value_row = lane / 8 % 2 * 8 + lane % 8, value_column = lane / 16;
+  const int value_row = lane / 8 % 2 * 8 + lane % 8, value_column = thread / 32 * tiles + lane / 16;
   for (int number = 0; number < num_steps; ++number) {
     wait_copies<S::stages - 2>();
     __syncthreads();
     const int ahead = number + S::stages;
-    if (ahead - 1 < num_steps) fill<kTiles>(p, work, shared, ahead - 1);
+    if (ahead - 1 < num_steps) fill<S>(p, work, shared, ahead - 1);
     commit_copies();
     int next = 0;
-    if (thread < S::step) next = source_row(p, work, work.begin + ahead * S::step + thread);
+    const bool goes_on = ahead < num_steps && thread < S::step;
+    if (goes_on) next = source_row(p, work, work.begin + ahead * S::step + thread);
     const uint32_t stage = shared_address(shared.ring) + number % S::stages * S::stage_bytes;
 #pragma unroll
     for (int k = 0; k < S::step; k += 16) {
@@ -204,7 +227,7 @@ __device__ void add_block(const TloraExpertSums& p, const Work& work, Shared& sh
 #pragma unroll
       for (int n = 0; n < tiles; n += 2) {
         uint32_t b[4];
-        load_transposed(b, stage + swizzled<S::columns / 8>(k + value_row, warp_column / 8 + n + value_column));
+        load_transposed(b, stage + swizzled<S::columns / 8>(k + value_row, n + value_column));
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
           multiply(sums[m][n], a[m], b[0], b[1]);
@@ -213,14 +236,13 @@ __device__ void add_block(const TloraExpertSums& p, const Work& work, Shared& sh
       }
     }
     // Read by `fill` behind the next barrier.
-    if (thread < S::step) shared.rows[ahead % (S::stages + 1) * S::step + thread] = next;
+    if (goes_on) shared.rows[ahead % (S::stages + 1) * S::step + thread] = next;
   }
-  for_gradient([](float* at, bool both, bool second, float& a, float& b) {
-    if (both) {
-      __stcg(reinterpret_cast<float2*>(at), make_float2(a, b));
-    } else if (at != nullptr) {
-      __stcg(at + second, second ? b : a);
-    }
+  for_gradient<S>(shared, entry.column, whole, sums, [](float* at, int part, float& a, float& b) {
+    if (part == 0)
+      __stcs(reinterpret_cast<float2*>(at), make_float2(a, b));
+    else
+      __stcs(at + part - 1, part == 1 ? a : b);
   });
 }
 
@@ -230,15 +252,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks) expert_sums(const __grid_co
   wait_for_previous();
   let_next_start();
   const int expert = blockIdx.x / p.num_entries;
-  const int* entry = p.entries + blockIdx.x % p.num_entries * kEntryFields;
-  const int slot = entry[0], pair = expert * p.columns + slot;
-  const int filled = (p.widths[slot] + 15) / 16 * 16;
-  const Work work{p.begins[pair], p.begins[pair + 1], entry[1], filled, entry[2]};
+  Work work;
+  work.entry = reinterpret_cast<const Entry*>(p.entries)[blockIdx.x % p.num_entries];
+  const int pair = expert * p.columns + work.entry.slot;
+  work.begin = p.begins[pair];
+  work.end = p.begins[pair + 1];
   if (work.begin >= work.end) return;
-  switch (entry[3]) {
-    case 1: add_block<1>(p, work, shared, slot, expert); break;
-    case 2: add_block<2>(p, work, shared, slot, expert); break;
-    default: add_block<4>(p, work, shared, slot, expert);
+  switch (work.entry.ranks) {
+    case 16:
+      if (work.entry.columns == 512)
+        add_block<1, 512>(p, work, shared, expert);
+      else
+        add_block<1, 256>(p, work, shared, expert);
+      break;
+    case 32: add_block<2, 256>(p, work, shared, expert); break;
+    default: add_block<4, 128>(p, work, shared, expert);
   }
 }
 

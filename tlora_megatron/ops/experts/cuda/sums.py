@@ -7,6 +7,7 @@ the widest slot.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,12 +21,25 @@ from tlora_megatron.ops.lora.cuda.arguments import ExpertSumsArguments, packer
 from tlora_megatron.ops.lora.cuda.calls import device_index, launch
 
 _SUMS = packer(ExpertSumsArguments)
-_TILE = 16
-"""Rank rows that tensor cores take at once."""
-_TILES = (1, 2, 4)
-"""How many of them a block takes: the fewer, the more columns."""
+_MOST_RANKS = 64
+"""Rank rows of a block."""
 _ELEMENTS = 1 << 13
-"""Gradient elements of a block."""
+"""Gradient elements of a block: the fewer rank rows, the more columns."""
+
+
+class SumEntry(NamedTuple):
+    """A block's part of an expert's gradients: `Entry` of expert_sums.cu."""
+
+    slot: int
+    first: int
+    """Its first rank row."""
+    column: int
+    filled: int
+    """Rank rows of the slot, up to a multiple of 16: where s has values or zeros."""
+    ranks: int
+    """16, 32 or 64."""
+    columns: int
+    unused: tuple[int, int] = (0, 0)
 
 
 class ExpertSums:
@@ -60,7 +74,6 @@ class ExpertSums:
             0 if rows_Q is None else rows_Q.data_ptr(),
             tiles.begins.data_ptr(),
             entries.data_ptr(),
-            tables.widths_S.data_ptr(),
             rows.places_4SW.data_ptr(),
             depth,
             len(entries),
@@ -76,25 +89,24 @@ class ExpertSums:
         key = id(rows)
         if key not in known:
             device = rows.places_4SW.device
-            found = list(sum_entries(rows, tables, depth))
-            known[key] = torch.tensor(found, dtype=torch.int32).view(-1, 4).to(device)
+            found = [(*entry[:-1], *entry.unused) for entry in sum_entries(rows, depth)]
+            known[key] = torch.tensor(found, dtype=torch.int32).view(-1, 8).to(device)
         return known[key]
 
 
-def sum_entries(
-    rows: RankRows, tables: RankTables, depth: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """The blocks of an expert: slot, first rank row, first column, rank rows in sixteens.
-
-    Blocks in which the slot has no gradient are left out.
-    """
+def sum_entries(rows: RankRows, depth: int) -> Iterator[SumEntry]:
+    """Lists the blocks of an expert; those in which a slot has no gradient are left out."""
     for slot, runs in enumerate(rows.runs_S):
         width, first = max((run.end for run in runs), default=0), 0
+        filled = -(-width // 16) * 16
         while first < width:
-            tiles = next((t for t in _TILES if t * _TILE >= width - first), _TILES[-1])
-            end, block = first + tiles * _TILE, _ELEMENTS // (tiles * _TILE)
+            ranks = next((r for r in (16, 32) if r >= width - first), _MOST_RANKS)
+            columns = _ELEMENTS // ranks
+            if ranks == 16 and rows.span % columns:
+                columns //= 2  # so that more of them lie in a target's columns as a whole
+            end = first + ranks
             held = [run.columns for run in runs if run.begin < end and run.end > first]
-            for column in range(0, depth, block):
-                if any(r.start < column + block and r.stop > column for r in held):
-                    yield slot, first, column, tiles
+            for column in range(0, depth, columns):
+                if any(r.start < column + columns and r.stop > column for r in held):
+                    yield SumEntry(slot, first, column, filled, ranks, columns)
             first = end

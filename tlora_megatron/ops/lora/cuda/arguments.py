@@ -61,7 +61,7 @@ class ExpertSumsArguments(ctypes.Structure):
 
     _fields_ = [
         *((name, _Pointer) for name in ("values", "s", "rows")),
-        *((name, _Pointer) for name in ("begins", "entries", "widths", "places")),
+        *((name, _Pointer) for name in ("begins", "entries", "places")),
         ("depth", _Long),
         *((name, _Int) for name in ("num_entries", "experts", "columns", "width", "device")),
     ]
