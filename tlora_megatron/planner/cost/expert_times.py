@@ -1,7 +1,7 @@
 """Times around routed experts that no operation of a hardware profile has, fitted to measured rows.
 
 `python -m scripts.bench.experts.predicted --fit` fits them to scripts/bench/results/experts.csv:
-one H200, six layers of Qwen3-30B-A3B, 8,192 rows a micro-batch.
+one H200, six layers of Qwen3-30B-A3B and four of Mixtral 8x7B, 8,192 rows a micro-batch.
 """
 
 from __future__ import annotations
@@ -43,5 +43,5 @@ def _grown(choices: float) -> float:
     return FIXED + (1 - FIXED) * choices / FITTED_CHOICES
 
 
-EXPERT_TIMES = ExpertTimes(routing_s=633e-6, outer_linear_s=357e-6, job_step_s=1.28e-3)
+EXPERT_TIMES = ExpertTimes(routing_s=429e-6, outer_linear_s=297e-6, job_step_s=128e-6)
 """Those of the kernels and the host that were measured."""
