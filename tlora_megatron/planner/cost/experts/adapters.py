@@ -262,16 +262,19 @@ def _moved(
 
     Each pair is forward and backward. With factors of each expert, forward reads the input of both
     linears; backward reads gradients of the output twice, for dS and for B, and the input again,
-    which is spread once more in front of the first linear and written beside the second. Shared
-    factors leave the GEMM: what they add to is read and written.
+    which is written beside the second linear. Rows that were spread are read where they were
+    before, and then the cache holds them for all of their experts but the first, unless they came
+    from other ranks. Shared factors leave the GEMM: what they add to is read and written.
     """
     linears = {target.linear for target in targets}
     first, second = ("experts_fc1" in linears, "experts_fc2" in linears)
     hidden, inner = split.hidden_size, split.inner
     if not shares_outer:
-        forward = first * hidden + second * inner
-        backward = first * (4 * inner + 3 * hidden) + second * (2 * hidden + 2 * inner)
-        return (forward, backward), (0, 0)
+        spread = first * hidden, (first + 2 * second) * hidden
+        routed = second * inner, (4 * first + 2 * second) * inner
+        if split.ep_size == 1:
+            return routed, spread
+        return (routed[0] + spread[0], routed[1] + spread[1]), (0, 0)
     routed = first * 4 * inner + second * inner, first * 4 * inner + second * 6 * inner
     own = first * hidden + second * 2 * hidden, first * 3 * hidden + second * 2 * hidden
     return routed, own

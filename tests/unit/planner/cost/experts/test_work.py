@@ -275,27 +275,30 @@ def test_shared_outer_factors_have_short_kernels_at_each_linear() -> None:
 
 
 @pytest.mark.parametrize(
-    ("targets", "shares_outer", "forward", "backward"),
+    ("targets", "shares_outer", "ep_size", "forward", "backward"),
     [
-        (EXPERT_TARGETS, False, 100 + 200, 4 * 200 + 3 * 100 + 2 * 100 + 2 * 200),
-        (EXPERT_TARGETS[2:], False, 200, 2 * 100 + 2 * 200),
         # Two experts a row: what is moved for the row itself counts half for each.
-        (EXPERT_TARGETS, True, 5 * 200 + 3 * 100 / 2, 10 * 200 + 5 * 100 / 2),
+        (EXPERT_TARGETS, False, 1, 200 + 100 / 2, 6 * 200 + 3 * 100 / 2),
+        (EXPERT_TARGETS[2:], False, 1, 200, 2 * 200 + 2 * 100 / 2),
+        (EXPERT_TARGETS, True, 1, 5 * 200 + 3 * 100 / 2, 10 * 200 + 5 * 100 / 2),
+        # Rows that came from other ranks lie there for each expert.
+        (EXPERT_TARGETS, False, 2, 200 + 100, 6 * 200 + 3 * 100),
     ],
-    ids=["own", "down", "outer"],
+    ids=["own", "down", "outer", "own, EP2"],
 )
 def test_rows_are_read_where_kernels_read_them(
-    targets: tuple[str, ...], shares_outer: bool, forward: float, backward: float
+    targets: tuple[str, ...], shares_outer: bool, ep_size: int, forward: float, backward: float
 ) -> None:
     machine = replace(COUNTED, copy_bytes_per_s=1e30, stream_bytes_per_s=1e9)
-    split = expert_split(EXPERTS, Plan())
+    split = expert_split(EXPERTS, Plan(dp_size=ep_size, ep_size=ep_size))
     assert split is not None
     load = RoundLoad(
         micro_batches=1, rows=ROWS, job_tokens=(ROWS,), job_sequences=(8.0,), steps=(1.0,)
     )
     jobs = [replace(_on_experts(4), targets=targets, shares_outer=shares_outer)]
     found = ExpertLora(EXPERTS, jobs, Rates(machine, COUNTED_ONLY), JobSums())
-    expected = [2 * ROWS * elements * 2 / 1e9 for elements in (forward, backward)]
+    rows = 2 * ROWS * split.fullest()
+    expected = [rows * elements * 2 / 1e9 for elements in (forward, backward)]
     assert found.times(split, load, ROWS, 1) == pytest.approx(tuple(expected))
 
 
