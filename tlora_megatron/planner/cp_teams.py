@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from tlora_megatron.model.cp_dispatch import CpRates, share_among_teams
-from tlora_megatron.model.dispatch import assign, cut, predicted_ends_ps, share_out
+from tlora_megatron.model.replicas.cp_dispatch import CpRates, share_among_teams
+from tlora_megatron.model.replicas.dispatch import assign, cut, predicted_ends_ps, share_out
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import DEPTHS, Plan, RoundDepth
 from tlora_megatron.planner.cost.replica_rate import replica_rate

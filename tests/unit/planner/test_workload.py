@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.planner_case import job
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
-from tlora_megatron.model.replica_rate import ReplicaRate
+from tlora_megatron.model.replicas.replica_rate import ReplicaRate
 from tlora_megatron.planner.rounds.bins import part_of
 from tlora_megatron.planner.rounds.load import ExpectedRounds
 from tlora_megatron.planner.rounds.model import RoundModel

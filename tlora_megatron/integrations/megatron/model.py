@@ -22,16 +22,16 @@ from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.base_weights import read_weights
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
-from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
+from tlora_megatron.integrations.megatron.layer.experts.frozen_experts import FrozenExperts
 from tlora_megatron.integrations.megatron.layer.frozen_layer import freeze_layer
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedding
 from tlora_megatron.integrations.megatron.quantised_model import OnMeta, hold_codes, scales_of
 from tlora_megatron.integrations.megatron.replica_groups import lay_out_replicas
-from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
 from tlora_megatron.model.recompute import Recompute
+from tlora_megatron.model.replicas.deployment import Deployment
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.training.formats.hf_checkpoint import RandomWeights

@@ -16,7 +16,7 @@ import megatron.core
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from tlora_megatron.model.deployment import Deployment, ReplicaLayout
+from tlora_megatron.model.replicas.deployment import Deployment, ReplicaLayout
 
 _GENERATOR = "RankGenerator"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tlora_megatron.model.replica_rate import ReplicaRate
+from tlora_megatron.model.replicas.replica_rate import ReplicaRate
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel

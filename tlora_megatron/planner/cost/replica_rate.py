@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tlora_megatron.model.recompute import RecomputeTable
-from tlora_megatron.model.replica_rate import ReplicaRate
+from tlora_megatron.model.replicas.replica_rate import ReplicaRate
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel

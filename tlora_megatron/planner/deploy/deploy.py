@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.experts import refuse_experts
+from tlora_megatron.model.replicas.deployment import Deployment
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.deploy.counts import Counts, Problem, best_counts
 from tlora_megatron.planner.deploy.kinds import (

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tlora_megatron.model.deployment import ReplicaLayout
-from tlora_megatron.model.dispatch import cut
 from tlora_megatron.model.recompute import RECOMPUTES
-from tlora_megatron.model.replica_rate import ReplicaRate
+from tlora_megatron.model.replicas.deployment import ReplicaLayout
+from tlora_megatron.model.replicas.dispatch import cut
+from tlora_megatron.model.replicas.replica_rate import ReplicaRate
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, chunk_multiple, job_misfit, misfit
 from tlora_megatron.planner.cost.memory import MemoryModel

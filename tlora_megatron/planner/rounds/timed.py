@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from tlora_megatron.model.dispatch import admit, share_out, turns
-from tlora_megatron.model.replica_rate import ReplicaRate
+from tlora_megatron.model.replicas.dispatch import admit, share_out, turns
+from tlora_megatron.model.replicas.replica_rate import ReplicaRate
 from tlora_megatron.planner.rounds.load import RoundLoad, round_up
 from tlora_megatron.planner.rounds.spread import Part, ReplicaSpread, spread_of
 from tlora_megatron.planner.workload import JobLoad

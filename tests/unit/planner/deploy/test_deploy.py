@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tlora_megatron.model.deployment import Deployment
+from tlora_megatron.model.replicas.deployment import Deployment
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel

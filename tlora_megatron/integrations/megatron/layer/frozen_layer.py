@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.built_parts import head_norm_modules
-from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
+from tlora_megatron.integrations.megatron.layer.experts.frozen_experts import FrozenExperts
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import (
     FrozenSublayer,
     Inner,

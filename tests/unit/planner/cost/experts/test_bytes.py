@@ -21,8 +21,8 @@ from tlora_megatron.config.job import (
     SHARED_EXPERT_TARGETS,
     LoraSpec,
 )
-from tlora_megatron.integrations.megatron.layer import frozen_experts, shared_expert
-from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
+from tlora_megatron.integrations.megatron.layer.experts import frozen_experts, shared_expert
+from tlora_megatron.integrations.megatron.layer.experts.frozen_experts import FrozenExperts
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tlora_megatron.model.replica_rate import ReplicaRate
+from tlora_megatron.model.replicas.replica_rate import ReplicaRate
 
 _ONE = 1 << 24
 """Fixed-point 1 of prices and steps."""
