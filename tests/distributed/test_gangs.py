@@ -71,7 +71,7 @@ def test_gang_outlives_its_controller(undisturbed: dict[str, Any], tmp_path: Pat
     assert result["deaths"] == []
 
 
-def test_gang_that_wakes_up_past_its_lease_writes_nothing(tmp_path: Path) -> None:
+def test_gang_that_wakes_up_past_its_lease_changes_no_file_that_is_read(tmp_path: Path) -> None:
     result = drive("zombie", tmp_path / "service")
     assert result["last"] == "died"
     assert "nothing was heard of a controller" in result["reason"]

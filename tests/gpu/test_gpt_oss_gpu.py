@@ -25,7 +25,6 @@ SPEC = ExpertsSpec(
 
 def results(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Output and dx of a block whose values bfloat16 holds."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
     draw = torch.Generator().manual_seed(0)
     config = SimpleNamespace(
         hidden_size=HIDDEN,
@@ -33,7 +32,10 @@ def results(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype) ->
         tensor_model_parallel_size=1,
         sequence_parallel=False,
     )
-    experts = FrozenExperts(config, spec=SPEC, ep_size=1, expert_tp=1)
+    with monkeypatch.context() as patch:  # parameters are made where the process has its device
+        if device == "cpu":
+            patch.setattr(torch.cuda, "current_device", lambda: device)
+        experts = FrozenExperts(config, spec=SPEC, ep_size=1, expert_tp=1)
     for parameter in experts.parameters():
         parameter.data.copy_((torch.randn(parameter.shape, generator=draw) / 8).bfloat16())
     x, dy = (

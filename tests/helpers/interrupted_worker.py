@@ -174,7 +174,7 @@ def _arm(moment: str, count: int) -> Callable[[], None]:
         atomic_directory._flush = _before(tick, atomic_directory._flush)
     elif moment == "export":
         flush = _before(tick, atomic_directory._flush), atomic_directory._flush
-        atomic_directory._flush = lambda path: flush[".adapter.incoming" not in str(path)](path)
+        atomic_directory._flush = lambda path: flush["/.adapter." not in str(path)](path)
     else:
         remove = checkpoint.remove_directory
         checkpoint.remove_directory = _before(lambda path: (_remove_half(path), tick()), remove)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -131,6 +132,8 @@ class _TELinear(nn.Module):
         self.te_return_bias = skip_bias_add and bias
         self.is_first_microbatch = True
         self.workspace: Tensor | None = None
+        self.activation_dtype = config.params_dtype
+        self._fp8_workspaces: dict[str, Any] = {}
         self.num_quantisations = 0
         if parallel_mode == "column":
             output_size //= self.tp_size
@@ -155,6 +158,16 @@ class _TELinear(nn.Module):
     def norm(self, x: Tensor) -> Tensor:
         """None here."""
         return x * 1
+
+    def prepare_forward(self, x: Tensor) -> Tensor:
+        """Begins an FP8 product that somebody else computes."""
+        return x
+
+    def end_forward(self) -> None:
+        """Ends it."""
+
+    def _get_quantizers(self, *_: bool) -> list[Quantizer]:
+        return [Quantizer() for _ in range(6)]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns two values always, like the wrappers."""
@@ -262,3 +275,81 @@ class TERowParallelGroupedLinear(_GroupedLinear):
 
     def __init__(self, num_gemms: int, input_size: int, output_size: int, **options: Any) -> None:
         super().__init__(num_gemms, input_size, output_size, cut=1, **options)
+
+
+class Engine:
+    """Transformer Engine's functions as far as `layers.transformer_engine.fp8` calls them.
+
+    Quantised values are the values; counts what is quantised.
+    """
+
+    def __init__(self, *, delayed: bool = False) -> None:
+        self.weights_quantised = self.steps_ended = 0
+        self.on = True
+        self.recipe = SimpleNamespace(delayed=lambda: delayed)
+        self.state = self
+        self.general_gemm = _gemm
+        self._is_first = True
+
+    def is_fp8_enabled(self) -> bool:
+        return self.on
+
+    def get_fp8_recipe(self) -> Any:
+        return self.recipe
+
+    def get_autocast_state(self) -> bool:
+        return self.on
+
+    def set_autocast_state(self, on: bool) -> None:
+        self.on = on
+
+    def is_first_module(self) -> bool:
+        is_first, self._is_first = self._is_first, False
+        return is_first
+
+    def reduce_and_update_fp8_tensors(self, *, forward: bool) -> None:
+        assert not forward
+        self.steps_ended += 1
+
+    def quantize_weight(self, *, tensor: Tensor, workspace: Any, **given: Any) -> Any:
+        if workspace is None or given["update_workspace"]:
+            self.weights_quantised += 1
+        if workspace is None:
+            workspace = Quantised(tensor)
+            return workspace, workspace
+        workspace.values = tensor
+        return workspace, None
+
+
+class Quantised:
+    """A tensor in FP8."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def update_usage(self, **_: bool) -> None:
+        pass
+
+
+class Quantizer:
+    """A quantiser that asks other ranks for their maximum."""
+
+    with_amax_reduction = True
+
+    def copy(self) -> Quantizer:
+        return Quantizer()
+
+    def set_usage(self, *, rowwise: bool, columnwise: bool) -> None:
+        assert rowwise
+
+    def __call__(self, x: Tensor) -> Quantised:
+        assert not self.with_amax_reduction, "all ranks have the same rows"
+        return Quantised(x)
+
+
+def _gemm(
+    weight: Quantised, x: Quantised, *, out: Tensor | None, accumulate: bool, layout: str, **_: Any
+) -> tuple[Tensor]:
+    product = x.values @ (weight.values if layout == "NN" else weight.values.t())
+    assert accumulate == (out is not None)
+    return (product if out is None else out.add_(product),)

@@ -164,6 +164,16 @@ def randomize(model: PreTrainedModel, *, seed: int) -> None:
             weight.copy_(noise + 1.0 if name.endswith("norm.weight") else noise)
 
 
+def heed_swiglu_limit(model: PreTrainedModel) -> None:
+    """Makes gpt-oss of transformers compute with the limit of its configuration.
+
+    Some releases (5.17 for one, not 5.24) take 7 whatever it says.
+    """
+    for module in model.modules():
+        if hasattr(module, "limit") and hasattr(module, "alpha"):
+            module.limit = model.config.swiglu_limit
+
+
 def to_mxfp4(directory: Path, *, seed: int = 0) -> None:
     """Draws a gpt-oss base's experts anew as MXFP4, in the form in which it was published."""
     generator = torch.Generator().manual_seed(seed)

@@ -268,7 +268,7 @@ def _keep_quantised_weight(module: Any) -> None:
         return
     if not module.training or not hasattr(module, "is_first_microbatch"):
         return
-    if "tlora_quantised" in module.__dict__:
+    if "tlora_trained_once" in module.__dict__:
         module.is_first_microbatch = False
     else:
-        object.__setattr__(module, "tlora_quantised", True)
+        object.__setattr__(module, "tlora_trained_once", True)

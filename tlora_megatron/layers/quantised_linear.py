@@ -19,7 +19,7 @@ from tlora_megatron.ops.lora.linear_ops import Base
 from tlora_megatron.ops.quantised.rows import GROUP
 from tlora_megatron.ops.quantised.weight import Kind, QuantWeight
 
-_HELD = "tlora_quantised"
+_HELD = "tlora_codes"
 _SCALE = "weight_scale"
 
 

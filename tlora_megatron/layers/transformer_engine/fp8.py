@@ -33,6 +33,8 @@ _CLASSES = {
 RECIPES = tuple(_CLASSES)
 _PROBE = (256, 384, 512)
 """Rows, features in and out of the linear that is run both ways."""
+_VERSION = "tlora_quantised_version"
+"""On a linear: which values of its weight Transformer Engine has quantised."""
 
 
 class _TransformerEngine(NamedTuple):
@@ -168,13 +170,13 @@ def _quantized_weight(linear: Any, quantizer: Any, recipe: Any) -> Any:
         tensor=weight,
         quantizer=quantizer,
         workspace=cache.get("weight"),
-        update_workspace=moves or linear.__dict__.get("tlora_quantised") != version,
+        update_workspace=moves or linear.__dict__.get(_VERSION) != version,
         workspace_dtype=linear.activation_dtype,
         cache=True,
     )
     if created is not None:
         cache["weight"] = created
-    object.__setattr__(linear, "tlora_quantised", version)
+    object.__setattr__(linear, _VERSION, version)
     linear.is_first_microbatch = False
     quantized.update_usage(rowwise_usage=True)
     return quantized

@@ -7,7 +7,9 @@ stays. Files that are not ours are never touched.
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +17,8 @@ from pathlib import Path
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_TOKEN = 8
+"""Hexadecimal digits that tell one writer's sibling from another's."""
 
 
 Permit = Callable[[], None]
@@ -41,7 +45,8 @@ def replace_directory(
     there after a crash between the two renames. What a crash leaves behind is removed by the next
     write. An exception inside the block, a full disk included, leaves `directory` untouched.
 
-    One writer at a time.
+    One writer at a time. A process that stood still while another took its place may find that out
+    late: what it still writes lies in a sibling of its own, and `permit` keeps it from the name.
 
     Args:
         names: the files that are ours, last the one without which nobody reads the directory.
@@ -54,15 +59,16 @@ def replace_directory(
         OSError: if the file system refuses, or `permit`.
     """
     directory = _not_followed(directory)
-    incoming, previous = _incoming(directory), _previous(directory)
+    incoming = directory.with_name(f".{directory.name}.{secrets.token_hex(_TOKEN // 2)}.incoming")
+    previous = _previous(directory)
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"{directory} must be a directory, got a file")
     permit()
     directory.parent.mkdir(parents=True, exist_ok=True)
     if _is_folder(previous) and not os.path.lexists(directory):
         previous.rename(directory)
-    _remove(incoming, names, directory)
-    _remove(previous, names, directory)
+    for left in [*_leftovers(directory.parent, glob.escape(directory.name)), previous]:
+        _remove(left, names, directory)
     incoming.mkdir()
     try:
         yield incoming
@@ -103,8 +109,8 @@ def remove_directory(directory: Path, names: Sequence[str]) -> None:
 
 def remove_leftovers(parent: Path, pattern: str, names: Sequence[str]) -> None:
     """Removes what a crash left behind of writes to directories that match a pattern."""
-    for incoming in list(parent.glob(f".{pattern}.incoming")):
-        remove_directory(incoming, names)
+    for left in _leftovers(parent, pattern):
+        remove_directory(left, names)
 
 
 def _not_followed(directory: Path) -> Path:
@@ -113,8 +119,9 @@ def _not_followed(directory: Path) -> Path:
     return directory.parent.resolve() / directory.name
 
 
-def _incoming(directory: Path) -> Path:
-    return directory.with_name(f".{directory.name}.incoming")
+def _leftovers(parent: Path, pattern: str) -> list[Path]:
+    """The siblings that writes to directories of a pattern have left, whoever wrote them."""
+    return list(parent.glob(f".{pattern}.{'[0-9a-f]' * _TOKEN}.incoming"))
 
 
 def _previous(directory: Path) -> Path:

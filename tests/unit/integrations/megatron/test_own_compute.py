@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
+from tests.helpers import te_stand_in
 from tests.helpers.built_model import (
     LORAS,
     PACKINGS,
@@ -50,6 +51,7 @@ from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.layer.module_hooks import foreign_hook
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.transformer_engine import fp8
 from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
@@ -155,6 +157,22 @@ def test_kernels_compute_what_modules_do(
         "head": "own",
         "reasons": [],
     }
+
+
+def test_products_that_are_transformer_engine_s(
+    groups: ParallelGroups, num_run: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A base that Transformer Engine quantises has no codes that a norm could prepare; its FP8 is a
+    stand-in whose values are exact, so it cannot show anything about rounding."""
+    case = Case(groups, te=True, add_qkv_bias=True)
+    expected, engine = case.results(), te_stand_in.Engine()
+    monkeypatch.setattr(fp8, "_engine", lambda: engine)
+    monkeypatch.setattr(case.model.config, "fp8", "hybrid")
+    monkeypatch.setattr(case.model.config, "fp8_recipe", "tensorwise")
+    num_run.clear()
+    assert_same(case.results(), expected)
+    assert len(num_run) == NUM_LAYERS * len(PACKINGS)
+    assert engine.weights_quantised == 4 * NUM_LAYERS, "once each"
 
 
 def test_a_base_that_is_scored_before_it_has_adapters(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.linear_case import WORKLOADS, Case, error
+from tests.helpers.te_stand_in import Engine, Quantizer
 from tlora_megatron.layers.linear import multi_lora_linear_vjp
 from tlora_megatron.layers.transformer_engine import fp8
 from tlora_megatron.layers.transformer_engine.fp8 import Fp8Base, te_base, why_not_fp8
@@ -51,81 +52,6 @@ def test_a_base_that_computes_is_as_good_as_its_weight(linear: str, workload: st
     assert by_weight.keys() == by_base.keys()
     for name, value in by_weight.items():
         assert error(by_base[name], value) < 2e-6, name
-
-
-class Engine:
-    """Transformer Engine's functions as far as `fp8` calls them; counts what is quantised."""
-
-    def __init__(self, *, delayed: bool = False) -> None:
-        self.weights_quantised = self.steps_ended = 0
-        self.on = True
-        self.recipe = SimpleNamespace(delayed=lambda: delayed)
-        self.state = self
-        self.general_gemm = _gemm
-        self._is_first = True
-
-    def is_fp8_enabled(self) -> bool:
-        return self.on
-
-    def get_fp8_recipe(self) -> Any:
-        return self.recipe
-
-    def get_autocast_state(self) -> bool:
-        return self.on
-
-    def set_autocast_state(self, on: bool) -> None:
-        self.on = on
-
-    def is_first_module(self) -> bool:
-        is_first, self._is_first = self._is_first, False
-        return is_first
-
-    def reduce_and_update_fp8_tensors(self, *, forward: bool) -> None:
-        assert not forward
-        self.steps_ended += 1
-
-    def quantize_weight(self, *, tensor: Tensor, workspace: Any, **given: Any) -> Any:
-        if workspace is None or given["update_workspace"]:
-            self.weights_quantised += 1
-        if workspace is None:
-            workspace = Quantised(tensor)
-            return workspace, workspace
-        workspace.values = tensor
-        return workspace, None
-
-
-class Quantised:
-    """A tensor in FP8."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-    def update_usage(self, **_: bool) -> None:
-        pass
-
-
-class Quantizer:
-    """A quantiser that asks other ranks for their maximum."""
-
-    with_amax_reduction = True
-
-    def copy(self) -> Quantizer:
-        return Quantizer()
-
-    def set_usage(self, *, rowwise: bool, columnwise: bool) -> None:
-        assert rowwise
-
-    def __call__(self, x: Tensor) -> Quantised:
-        assert not self.with_amax_reduction, "all ranks have the same rows"
-        return Quantised(x)
-
-
-def _gemm(
-    weight: Quantised, x: Quantised, *, out: Tensor | None, accumulate: bool, layout: str, **_: Any
-) -> tuple[Tensor]:
-    product = x.values @ (weight.values if layout == "NN" else weight.values.t())
-    assert accumulate == (out is not None)
-    return (product if out is None else out.add_(product),)
 
 
 class Linear(nn.Module):

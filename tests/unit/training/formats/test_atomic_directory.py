@@ -171,7 +171,7 @@ def test_killed_beside_a_users_files(shared: Path, swap: str) -> None:
 
 def test_a_users_file_in_what_a_crash_left_comes_home(tmp_path: Path, swap: str) -> None:
     """It came into the old directory between the last look and the exchange."""
-    old = tmp_path / ".adapter.incoming"
+    old = tmp_path / ".adapter.0123abcd.incoming"
     old.mkdir()
     (old / "first").write_text("old")
     (old / "README.md").write_text("mine")
@@ -182,7 +182,7 @@ def test_a_users_file_in_what_a_crash_left_comes_home(tmp_path: Path, swap: str)
 
 
 @pytest.mark.parametrize("names", [(), NAMES])
-@pytest.mark.parametrize("link", ["adapter", ".adapter.incoming", ".adapter.previous"])
+@pytest.mark.parametrize("link", ["adapter", ".adapter.0123abcd.incoming", ".adapter.previous"])
 def test_links_are_never_followed(
     tmp_path: Path, swap: str, link: str, names: tuple[str, ...]
 ) -> None:
@@ -213,11 +213,11 @@ def test_a_file_in_the_place_of_the_directory_stays(tmp_path: Path) -> None:
 
 
 def test_removing_takes_what_is_ours_and_no_link(tmp_path: Path) -> None:
-    for name in ("ours", "shared", "target", ".step_1.incoming"):
+    for name in ("ours", "shared", "target", ".step_1.0123abcd.incoming"):
         write(tmp_path / name, "text")
     (tmp_path / "shared" / "notes").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    (tmp_path / ".step_2.incoming").symlink_to(tmp_path / "target")
+    (tmp_path / ".step_2.0123abcd.incoming").symlink_to(tmp_path / "target")
     for name in ("ours", "shared", "link"):
         remove_directory(tmp_path / name, NAMES)
     remove_leftovers(tmp_path, "step_*", NAMES)
@@ -240,3 +240,28 @@ def test_who_may_not_write_leaves_the_old_one(tmp_path: Path) -> None:
         (folder / "file").write_text("new")
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
     assert (home / "file").read_text() == "old"
+
+
+def test_who_wakes_up_late_spoils_nothing(tmp_path: Path) -> None:
+    """A process stands still in the middle of a write, and another writes the same meanwhile."""
+    home, is_owner = tmp_path / "home", [True]
+
+    def permit() -> None:
+        if not is_owner[0]:
+            raise NotPermitted("another owns it")
+
+    def late() -> None:
+        with replace_directory(home, permit=permit) as folder:
+            (folder / "first").write_text("late")
+            is_owner[0] = False
+            with replace_directory(home) as other:
+                (other / "first").write_text("new")
+                with pytest.raises(FileNotFoundError):
+                    (folder / "second").write_text("late")
+                (other / "second").write_text("new")
+            permit()
+
+    with pytest.raises(NotPermitted):
+        late()
+    assert read(home) == ("new", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
