@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types and the tests; every stage runs even if an earlier one failed.
 #
-# usage: scripts/test.sh [quick|all] [pytest arguments]
+# usage: scripts/test.sh [quick|all|gpu] [pytest arguments]
 #   quick    lint, types and tests/unit without the slow ones
 #   all      also further combinations of what is tested one by one, and what wants four cores
+#   gpu      what needs one GPU, and nothing else; writes tests/gpu/last_run.json, which CI reads. Uses the
+#            packages of python3 (or $TLORA_BASE_PYTHON) and wheels in .whl or ../shared/wheels; needs no network
 #   -k NAME  and the like go to pytest; a stage in which they select nothing is passed over
 #   TLORA_TEST_WORKERS   tests at a time; default: one a core and one for waits, at most 8
 #   TLORA_TEST_PATIENCE  factor on the limits that end what hangs; no test says anything about speed
 #   TLORA_TEST_SEED      what tests draw their inputs by; default 0; "fresh" draws them anew and says how
-# About 15 minutes on two idle cores, quick about one. Tests of GPUs run where there are GPUs.
+# About 15 minutes on two idle cores, quick about one, gpu five on a Hopper GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 quick=""
@@ -16,6 +18,20 @@ case ${1:-} in
   quick) quick=yes; shift ;;
   all) export TLORA_ALL_TESTS=1; shift ;;
 esac
+
+gpu_tests() {  # runs in this shell's place
+  local python=${TLORA_BASE_PYTHON:-python3} packages=$PWD/build/gpu_packages wheels
+  for wheels in .whl ../shared/wheels; do
+    if compgen -G "$wheels/*.whl" >/dev/null && [[ ! -d $packages ]]; then
+      "$python" -m pip install -q --no-index --no-deps --target "$packages" "$wheels"/*.whl || exit 1
+    fi
+  done
+  export PYTHONPATH=$PWD:$packages${PYTHONPATH:+:$PYTHONPATH}
+  export OMP_NUM_THREADS=2 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+  exec "$python" -m scripts.gpu_tests ${TLORA_COMMIT:+--commit "$TLORA_COMMIT"} -- "$@"
+}
+if [[ ${1:-} == gpu ]]; then gpu_tests "${@:2}"; fi
+
 select=("$@")
 [[ -n $quick ]] && select+=(-m "not slow")
 
@@ -76,9 +92,9 @@ if [[ -n $quick ]]; then
   tests "tests/unit" "${spread[@]}" tests/unit
 else
   tests "tests" "${spread[@]}" tests/unit tests/distributed tests/integration
-  if command -v nvidia-smi >/dev/null 2>&1; then tests "tests/gpu" tests/gpu; fi
 fi
 stage "mypy" checked_types
+stage "record of the GPU tests" "$python" -m scripts.gpu_tests --status
 
 printf '\n'
 if ((${#failed[@]})); then
