@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.distributed.backbone_logits import RANDOM_SEED
 from tests.helpers.standing_world import forked, world
-from tests.helpers.tiny_models import heed_swiglu_limit, make_tiny_model, to_mxfp4
+from tests.helpers.tiny_models import load_peer, make_tiny_model, to_mxfp4
 from tlora_megatron.integrations.megatron import model as backbone
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.formats.hf_checkpoint import RandomWeights
@@ -44,8 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         directory = make_tiny_model(root / name, vocab_size=127, **options)
         if name.endswith("mxfp4"):
             to_mxfp4(directory)  # transformers decodes it, too
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        heed_swiglu_limit(model)
+        model = load_peer(directory)
         batches = [reference(model, lens, seed) for seed, lens in enumerate(PACKED_LENGTHS)]
         torch.save(batches, directory / "reference.pt")
     draw_weights(root / "drawn")

@@ -164,14 +164,19 @@ def randomize(model: PreTrainedModel, *, seed: int) -> None:
             weight.copy_(noise + 1.0 if name.endswith("norm.weight") else noise)
 
 
-def heed_swiglu_limit(model: PreTrainedModel) -> None:
-    """Makes gpt-oss of transformers compute with the limit of its configuration.
+def load_peer(directory: Path) -> PreTrainedModel:
+    """The model of transformers in fp32, computing what its files say in every release.
 
-    Some releases (5.17 for one, not 5.24) take 7 whatever it says.
+    Some (5.17 for one, not 5.24) take gpt-oss's limit to be 7 whatever `swiglu_limit` says, and
+    read all of a folder in MXFP4 as bf16 beside a GPU, which rounds what is no code.
     """
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).float()
     for module in model.modules():
         if hasattr(module, "limit") and hasattr(module, "alpha"):
             module.limit = model.config.swiglu_limit
+    for path in directory.glob("*.safetensors"):
+        model.load_state_dict(load_file(path), strict=False)
+    return model
 
 
 def to_mxfp4(directory: Path, *, seed: int = 0) -> None:
