@@ -17,7 +17,12 @@ PEFT (bf16, sdpa, no recompute, fused AdamW) at 8 x 1024 and 1 x 512 tokens, wit
 and, as PEFT does by default, in fp32; it needs `--tp 1`.
 
 With `--precisions` a base of each is on the GPU, and their rounds and floors take turns, block by
-block. The rows are other ones then (`precision_rows`), of those modes and PEFT's fastest.
+block. The rows are other ones then (`precision_rows`), of those modes and PEFT's fastest. Further
+modes are `hf_compile`, PEFT's model compiled by torch, and `hf_liger`, PEFT with Liger's kernels
+(extra `bench`); with mixes such as `"512 a step"` all train steps of so many tokens:
+
+    python -m scripts.bench.step --precisions bf16 fp8 --modes together hf_peft hf_compile \\
+        hf_liger --mixes "512 a step" "1024 a step" "2048 a step" "4096 a step" "8192 a step"
 
 Weights and tokens are random. `mfu` and `tflops_per_gpu` count the GEMMs of forward and input
 gradients for real tokens, adapters, attention and recompute left out; `mfu` is over the rate of an
@@ -46,15 +51,18 @@ from scripts.bench.harness.rows import append_rows, gpu_name, versions
 from scripts.bench.harness.world import is_main, say
 from scripts.bench.step.in_turns import PrecisionBench
 from scripts.bench.step.jobs import (
+    EQUAL_STEPS,
     FULL,
     LONGEST,
     MIXES,
     Mix,
+    equal_steps,
     full_micro_batch,
     make_mixes,
     mean_length,
+    step_shape,
 )
-from scripts.bench.step.peft import build_peft, run_peft
+from scripts.bench.step.peft import Stack, build_peft, run_peft
 from scripts.bench.step.precision_rows import verdicts as verdicts_of_precisions
 from scripts.bench.step.precisions import Precision
 from scripts.bench.step.project import Effort, Project, run_sequential, run_together
@@ -65,6 +73,8 @@ from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
 TOGETHER = ("floor", "adapters", "together")
 MODES = (*TOGETHER, "sequential", "hf_peft")
+STACKS: tuple[Stack, ...] = ("hf_peft", "hf_compile", "hf_liger")
+"""Single jobs of others; Liger's last, since its kernels stay."""
 PEFT_RANK = 16
 PEFT_SHAPES = ((8, 1024), (1, 512))
 
@@ -100,11 +110,15 @@ class Bench:
         layout = ParallelLayout(tp_size=args.tp, sequence_parallel=args.sequence_parallel)
         bench = PrecisionBench(args, self.spec, layout)
         bench.run(self._mixes())
-        if "hf_peft" in args.modes:
-            bench.release()
-            _release()
-            for jobs, timing in self._time_peft(PEFT_SHAPES[:1], fp32_factors=False):
-                bench.add("hf_peft", "bf16", jobs, timing)
+        bench.release()
+        _release()
+        steps = [EQUAL_STEPS[name] for name in args.mixes if name in EQUAL_STEPS]
+        shapes = [step_shape(tokens) for tokens in steps] or PEFT_SHAPES[:1]
+        for stack in STACKS:
+            if stack in args.modes:
+                for jobs, timing in self._time_peft(shapes, fp32_factors=False, stack=stack):
+                    bench.add(stack, "bf16", jobs, timing)
+                _release()
         self.sentences = list(verdicts_of_precisions(bench.rows))
 
     def _run_project(self) -> None:
@@ -136,18 +150,25 @@ class Bench:
             longest=min(LONGEST, args.tokens),
         )
         mixes.append(full_micro_batch(args.tokens, vocab_size=vocab_size, dropout=args.dropout))
+        for name in EQUAL_STEPS:
+            mixes.append(equal_steps(name, vocab_size=vocab_size, dropout=args.dropout))
         chosen = [mix for mix in mixes if mix.name in args.mixes]
         for mix in chosen:
             say(f"{mix.name}: sequences of {mean_length(mix):.0f} tokens in the mean")
         return chosen
 
     def _time_peft(
-        self, shapes: Sequence[tuple[int, int]], *, fp32_factors: bool
+        self, shapes: Sequence[tuple[int, int]], *, fp32_factors: bool, stack: Stack = "hf_peft"
     ) -> Iterator[tuple[str, Timing]]:
         """Yields the jobs' name and the timing of each shape that fits."""
         args = self.args
         model = build_peft(
-            args.model, args.layers, PEFT_RANK, args.dropout, fp32_factors=fp32_factors
+            args.model,
+            args.layers,
+            PEFT_RANK,
+            args.dropout,
+            fp32_factors=fp32_factors,
+            stack=stack,
         )
         detail = ", fp32 factors" if fp32_factors else ""
         for batch, length in shapes:
@@ -157,7 +178,7 @@ class Bench:
                 timing = run_peft(model, batch, length, self.spec.vocab_size, repeats)
                 if timing is not None or batch == 1:
                     break
-                print(f"hf_peft {batch} x {length}: out of memory")
+                print(f"{stack} {batch} x {length}: out of memory")
                 batch //= 2
             if timing is not None:
                 yield f"1 ({batch} x {length}{detail})", timing
@@ -260,10 +281,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, default=Path("configs/models/llama-3.1-8b.json"))
     add("--layers", type=int, help="fewer layers than the model has, to try out")
-    add("--modes", nargs="+", choices=MODES, help="all; floor, adapters, together under TP")
+    add(
+        "--modes",
+        nargs="+",
+        choices=(*MODES, *STACKS[1:]),
+        help="all; floor, adapters, together under TP",
+    )
     add("--precisions", nargs="+", choices=get_args(Precision), help="bases that take turns")
     add("--turns", type=int, default=2, help="how often each precision has its turn")
-    add("--mixes", nargs="+", default=list(MIXES), choices=(*MIXES, FULL))
+    add("--mixes", nargs="+", default=list(MIXES), choices=(*MIXES, FULL, *EQUAL_STEPS))
     add("--tp", type=int, default=1, help="tensor-parallel size: the number of processes")
     add("--sequence-parallel", action="store_true")
     add("--recompute", default="none", choices=["none", "selective", "full"])
@@ -289,8 +315,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--modes must name together, and not sequential, with --precisions")
     if args.kernels and not args.precisions:
         parser.error("--kernels must come with --precisions; --profile prints those of one")
-    if args.tp > 1 and "hf_peft" in args.modes:
-        parser.error("--modes must not name hf_peft with --tp above 1")
+    if args.tp > 1 and set(STACKS) & set(args.modes):
+        parser.error("--modes must not name other stacks with --tp above 1")
+    if set(STACKS[1:]) & set(args.modes) and not args.precisions:
+        parser.error("--modes must name hf_compile and hf_liger with --precisions alone")
     return args
 
 

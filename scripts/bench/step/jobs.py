@@ -20,6 +20,8 @@ MIXES = {"batch 1-8": (1, 8, 2, 4, 8, 1, 4, 2), "batch 1-4": (1, 4, 2, 2, 2, 2, 
 """Sequences an optimizer step of each job: the mix of the headline, and one of small batches."""
 FULL = "full micro-batch"
 """A third mix: one global batch of each job; together they fill one micro-batch exactly."""
+EQUAL_STEPS = {f"{tokens} a step": tokens for tokens in (512, 1024, 2048, 4096, 8192)}
+"""Further mixes: tokens of an optimizer step of each job, in sequences of at most 1,024."""
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _SEQUENCES_PER_JOB = 64
 
@@ -90,6 +92,23 @@ def full_micro_batch(tokens: int, *, vocab_size: int, dropout: float) -> Mix:
             spec = replace(spec, lora=replace(spec.lora, target_modules=_ATTENTION))
         specs.append(spec)
     return Mix(name=FULL, specs=tuple(specs), data=tuple(data), target_share=0.5)
+
+
+def equal_steps(name: str, *, vocab_size: int, dropout: float) -> Mix:
+    """Eight jobs whose optimizer steps all have as many tokens as a mix of `EQUAL_STEPS` says."""
+    batch, length = step_shape(EQUAL_STEPS[name])
+    draw = np.random.default_rng(0)
+    data = tuple(
+        tuple(_sequence(draw, length, vocab_size, 1.0) for _ in range(2 * batch)) for _ in RANKS
+    )
+    specs = tuple(_spec(index, batch, dropout) for index in range(len(RANKS)))
+    return Mix(name=name, specs=specs, data=data, target_share=1.0)
+
+
+def step_shape(tokens: int) -> tuple[int, int]:
+    """Sequences and their length in a step of so many tokens."""
+    length = min(tokens, 1024)
+    return tokens // length, length
 
 
 def _spec(index: int, batch_size: int, dropout: float) -> JobSpec:

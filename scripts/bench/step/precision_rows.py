@@ -24,7 +24,7 @@ class PrecisionRow:
     jobs: str
     """Number and mix of the jobs: `8 (batch 1-8)`, `1 (8 x 1024)`."""
     mode: str
-    """`floor`, `adapters`, `together` or `hf_peft`."""
+    """`floor`, `adapters`, `together`, or the stack of a single job (`peft.Stack`)."""
     precision: str
     step_ms: float
     """Mean time of a round, or of a job's optimizer step."""

@@ -16,7 +16,7 @@ import pytest
 from scripts.bench.step import __main__ as step
 from scripts.bench.step import jobs, precision_rows
 from scripts.bench.step.precision_rows import PrecisionRow
-from scripts.bench.step.precision_table import precision_tables
+from scripts.bench.step.precision_table import gain_table, precision_tables
 from scripts.bench.step.rows import Row, verdicts
 from tests.helpers.standing_world import forked, world
 
@@ -205,6 +205,35 @@ def test_bases_of_two_precisions_take_turns(tiny: Path, tmp_path: Path) -> None:
     assert lines[0].startswith("| tiny, cpu | tokens/s | ms |")
     begins = [line.split(" | ")[0] for line in lines[2:]]
     assert begins == ["| bf16: 8 (batch 1-4)", "| fp8: 8 (batch 1-4)", "| PEFT: 1 (8 x 512)"]
+
+
+@pytest.mark.slow
+def test_steps_of_equal_size_beside_other_stacks(tiny: Path, tmp_path: Path) -> None:
+    modes = ("together", "hf_peft", "hf_compile")
+    options = [*_options(tiny, tmp_path / "rows.csv"), "--mixes", "512 a step", "--modes", *modes]
+    forked("-m", "scripts.bench.step", *options, "--precisions", "bf16", "fp8")
+    rows = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
+    assert [(row["precision"], row["mode"], row["jobs"]) for row in rows] == [
+        ("bf16", "together", "8 (512 a step)"),
+        ("fp8", "together", "8 (512 a step)"),
+        ("bf16", "hf_peft", "1 (1 x 512)"),
+        ("bf16", "hf_compile", "1 (1 x 512)"),
+    ]
+    assert {row["tokens"] for row in rows} == {"512"}
+    for row, rate in zip(rows, (17_000, 24_000, 5_000, 8_000), strict=True):
+        row["tokens_per_s"] = str(rate)
+    assert gain_table(rows).splitlines()[2:] == [
+        "| 512 | 8,000 (PEFT, torch.compile) | 17,000 (2.12x) | 24,000 (3.00x) |"
+    ]
+
+
+@pytest.mark.parametrize("name", jobs.EQUAL_STEPS)
+def test_steps_have_as_many_tokens_as_they_say(name: str) -> None:
+    mix = jobs.equal_steps(name, vocab_size=96, dropout=0.0)
+    for spec, data in zip(mix.specs, mix.data, strict=True):
+        lengths = [len(sequence.tokens) - 1 for sequence in data[: spec.batch_size]]
+        assert sum(lengths) == jobs.EQUAL_STEPS[name]
+        assert max(lengths) <= 1024
 
 
 def test_verdicts_on_fp8() -> None:
