@@ -68,6 +68,8 @@ def _check_together(args: argparse.Namespace) -> None:
     }
     without = "without --http" if args.http is None else ""
     for name, value in given.items():
+        if not without and name == "sampler_address" and args.sampler != "vllm":
+            raise must("--sampler-address", "be given with --sampler vllm", value)
         if args.sampler == "off" and name == "sampler_gpu":
             without = "with --sampler off"
         if args.sampler_address is not None and name == "sampler_gpu":

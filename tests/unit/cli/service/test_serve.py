@@ -22,6 +22,7 @@ from tlora_megatron.service.front import Place, listen
         (["--sampler", "vllm"], "--sampler must be left out without --http, got 'vllm'"),
         (["--sampler-gpu", "1"], "--sampler-gpu must be left out without --http, got '1'"),
         (["--keep-sessions", "3"], "--keep-sessions must be left out without --http, got 3"),
+        (["--http", "0", "--sampler-address", "u"], "--sampler-address must be given with"),
         (
             ["--http", "0", "--sampler", "off", "--sampler-gpu", "1"],
             "--sampler-gpu must be left out with --sampler off, got '1'",
