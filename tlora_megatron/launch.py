@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tlora_megatron.cli.console import global_rank, open_console
-from tlora_megatron.cli.main import configure_logging, show_error
+from tlora_megatron.cli.main import configure_logging, show_error, tell_of_misspelt_variables
 from tlora_megatron.cli.tables import print_run
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.ops.kernel_build import build_early
@@ -73,6 +73,7 @@ def install() -> None:
     _log_once()
     launcher = Launcher()
     if hooks.flag_on_command_line():
+        tell_of_misspelt_variables()
         build_early()
         _meet_alone()
         set_queues(overlaps=hooks.overlaps_by_command_line())

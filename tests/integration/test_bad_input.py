@@ -224,6 +224,13 @@ class TestJobs:
             said = "batch_size 9 is above its 4 training sequences (steps: 2, epochs: 4.5)"
             assert f"job job0: {said}" in outcome.err
 
+    def test_warm_up_beyond_the_epochs(self, train: Train) -> None:
+        schedule = {"warmup_steps": 9}
+        outcome = train({"max_steps": None, "epochs": 1, "schedule": schedule})
+        assert_refused(
+            outcome, "schedule.warmup_steps of job 'job0' must be below its", "steps, got 9"
+        )
+
     def test_unknown_target(self, train: Train) -> None:
         outcome = train({"lora": {"target_modules": ["q_proj", "w_proj"]}})
         assert_refused(

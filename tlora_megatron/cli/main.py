@@ -18,6 +18,7 @@ from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.plan import command as plan
 from tlora_megatron.cli.service import adapters, jobs, logs, serve, submit, tokens, wishes
 from tlora_megatron.config.load import ConfigError
+from tlora_megatron.config.reader import nearest
 from tlora_megatron.runtime.launcher import describe_failure
 
 _OTHER_RANKS_WAIT_S = 5.0
@@ -32,6 +33,14 @@ examples:
 `tlora COMMAND --help` shows the options and examples of a command.
 """
 
+_PREFIX = "TLORA_"
+VARIABLES = (
+    *("BEGIN_S", "CACHE_DIR", "DEBUG", "FLAG_COMPUTE", "GANG_HOST", "KERNELS", "SERVICE", "TOKEN"),
+)
+"""Variables of the environment that the package reads, each behind the prefix."""
+
+logger = logging.getLogger(__name__)
+
 _ON_RUNS = (train, inspect, convert, plan, profile, simulate)
 _ON_SERVICES = (serve, submit, jobs, logs, wishes, adapters, tokens)
 
@@ -45,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = build_parser().parse_args(argv)
     configure_logging(logging.WARNING if global_rank() == 0 else logging.ERROR)
+    tell_of_misspelt_variables()
     try:
         code = int(args.command(args))
         sys.stdout.flush()
@@ -121,3 +131,13 @@ def configure_logging(level: int) -> None:
         handler = _StderrHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
         logger.addHandler(handler)
+
+
+def tell_of_misspelt_variables() -> None:
+    """Warns of variables that are like one of ours; others with our prefix are of scripts."""
+    for name in os.environ:
+        is_ours = name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in VARIABLES
+        meant = nearest(name.removeprefix(_PREFIX), VARIABLES, likeness=0.8) if is_ours else ""
+        if meant:
+            told = meant.replace("mean ", f"mean {_PREFIX}")
+            logger.warning("the environment's %s has no effect; %s", name, told)

@@ -181,7 +181,9 @@ class ScheduleSpec:
     name: Literal["constant", "linear", "cosine"] = rule(
         "shape of the learning rate after warm-up", default="constant"
     )
-    warmup_steps: int = rule("optimizer steps of linear warm-up from 0", default=0, ge=0)
+    warmup_steps: int = rule(
+        "optimizer steps of linear warm-up from 0, fewer than the job's", default=0, ge=0
+    )
     warmup_ratio: float = rule(
         "warm-up as a share of the job's steps, rounded up, in the place of warmup_steps",
         default=0.0,

@@ -237,6 +237,10 @@ def _with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
 def _parse(values: dict[str, Any]) -> ModelSpec:
     if values["hidden_act"] != "silu":
         raise _Unsupported(f"hidden_act must be silu, got {values['hidden_act']!r}")
+    if not values.get("is_causal", True):
+        raise _Unsupported(
+            f"is_causal must be true (a token sees none behind it), got {values['is_causal']!r}"
+        )
     is_gpt_oss = values["model_type"] == MODEL_TYPE
     for key in ("mlp_bias",) if is_gpt_oss else ("attention_bias", "mlp_bias"):
         if values[key]:

@@ -98,6 +98,11 @@ def prepare_job(
         _warn_of_other_codes(job, adapter.quantisation, quantisation)
         imported = fit_to_job(adapter, job)
     plan = OpenPlan() if job.driven else BatchPlan.for_job(job, len(data.train))
+    if not job.driven and job.schedule.warmup_steps >= plan.num_steps:
+        raise ValueError(
+            f"schedule.warmup_steps of job {job.name!r} must be below its {plan.num_steps} steps, "
+            f"got {job.schedule.warmup_steps}: the rate would never reach optimizer.lr"
+        )
     if not job.driven and job.batch_size > len(data.train):
         logger.warning(
             "job %s: batch_size %d is above its %d training sequences (steps: %d, epochs: %.3g)",

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 import tlora_megatron
 from tests.helpers.launch import HANG_S
 from tlora_megatron.cli import train
-from tlora_megatron.cli.main import build_parser, main
+from tlora_megatron.cli.main import VARIABLES, build_parser, main
 from tlora_megatron.cli.progress import RichProgress
 
 JOB_RESULT = {
@@ -584,6 +584,26 @@ class TestProgress:
         out = io.StringIO()
         RichProgress(Console(file=out)).on_finish()
         assert out.getvalue() == ""
+
+
+def test_a_variable_that_is_misspelt_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TLORA_KERNELS", "torch")
+    monkeypatch.setenv("TLORA_VENV", "of the scripts")
+    monkeypatch.setenv("TLORA_KERNEL", "torch")
+    main(["train", "nowhere.yaml"])
+    told = "the environment's TLORA_KERNEL has no effect; did you mean TLORA_KERNELS?"
+    assert [line for line in capsys.readouterr().err.splitlines() if "TLORA_" in line] == [
+        f"WARNING: {told}"
+    ]
+
+
+def test_every_variable_that_the_package_reads_is_known() -> None:
+    package = Path(tlora_megatron.__file__).parent
+    texts = (file.read_text() for file in package.rglob("*.py"))
+    read = {name for text in texts for name in re.findall(r'"TLORA_([A-Z_]+)"', text) if name}
+    assert read == set(VARIABLES)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

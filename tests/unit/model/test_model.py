@@ -153,6 +153,7 @@ def test_target_shapes(tmp_path: Path) -> None:
         ("llama", {"hidden_act": "gelu"}, r"hidden_act must be silu, got 'gelu'"),
         ("llama", {"attention_bias": True}, r"attention_bias must be false, got True"),
         ("llama", {"mlp_bias": True}, r"mlp_bias must be false, got True"),
+        ("qwen2", {"is_causal": False}, r"is_causal must be true .*, got False in .*config\.json"),
         ("llama", {"hidden_size": "64"}, r"hidden_size must be an integer of at least 1, got '64'"),
         ("llama", {"vocab_size": True}, r"vocab_size must be an integer of at least 1, got True"),
         ("llama", {"num_hidden_layers": 0}, r"num_hidden_layers must be .* at least 1, got 0"),

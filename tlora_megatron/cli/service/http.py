@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from tlora_megatron.config.reader import must
 from tlora_megatron.service.bases import check_bases, declare_bases
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.keeping import (
@@ -47,12 +48,34 @@ def check_http(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: for an address, a base or a number of days that cannot be, or a port in use.
     """
+    _check_together(args)
     check_bases(args.bases)
     keep_sessions_s(args)
     if args.http is not None:
         from tlora_megatron.service.front import Place, listen
 
         listen(Place.read(args.http)).close()  # it is taken when all else is ready
+
+
+def _check_together(args: argparse.Namespace) -> None:
+    """Refuses options that others leave without an effect."""
+    parser = argparse.ArgumentParser()
+    add_sampler_arguments(parser)
+    add_keeping_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    given = {
+        name: value for name, value in vars(args).items() if value != defaults.get(name, value)
+    }
+    without = "without --http" if args.http is None else ""
+    for name, value in given.items():
+        if not without and name == "sampler_address" and args.sampler != "vllm":
+            raise must("--sampler-address", "be given with --sampler vllm", value)
+        if args.sampler == "off" and name == "sampler_gpu":
+            without = "with --sampler off"
+        if args.sampler_address is not None and name == "sampler_gpu":
+            without = "with --sampler-address, whose server has its own GPU"
+        if without:
+            raise must(f"--{name.replace('_', '-')}", f"be left out {without}", value)
 
 
 @contextmanager

@@ -38,6 +38,15 @@ _OWNED = {
         "DeepSpeed's engine makes no steps here; every job has metrics of its own",
     ),
     **dict.fromkeys(
+        (
+            *("prescale_gradients", "gradient_predivide_factor", "communication_data_type"),
+            *("gradient_allreduce_op", "managed_gradient_accumulation"),
+        ),
+        "this package adds adapters' gradients up, in fp32",
+    ),
+    **dict.fromkeys(("compression_training", "weight_quantization"), "the base is frozen as it is"),
+    "dataloader_drop_last": "every job has data of its own",
+    **dict.fromkeys(
         ("progressive_layer_drop", "curriculum_learning", "data_efficiency"),
         "DeepSpeed's engine makes no steps here; every job has data of its own",
     ),
@@ -72,6 +81,7 @@ _REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
         ("zero_optimization", "mics_shard_size"),
         "DeepSpeed leaves it out without an optimizer; zero_hpz_partition_size gathers in a node",
     ),
+    (("hybrid_engine", "enabled"), "it generates with its own kernels, which see no adapters"),
     (("pipeline",), "pipelines need PipelineModule; use tlora train with parallel.pp_size"),
     (("tensor_parallel", "tp_overlap_comm"), "it computes gradients of frozen weights"),
     (("compile", "deepcompile"), "compiled graphs do not see the micro-batch's routing"),
@@ -150,6 +160,8 @@ def load_deepspeed_config(
     config, changed = _without_nano_batches(config)
     zero, offloads = _zero_section(document)
     stage, tp_size = zero.get("stage", 0), _tp_size(document)
+    if stage != 3 and (zero.get("offload_param") or {}).get("device", "none") != "none":
+        changed.append("zero_optimization.offload_param has no effect below stage 3")
     if stage == 3 and config.run.round_depth != 1:
         config = replace(config, run=replace(config.run, round_depth=1))
         changed.append(

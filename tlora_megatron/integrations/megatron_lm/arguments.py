@@ -8,6 +8,7 @@ must say the same.
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,14 @@ from typing import Any
 import torch
 
 from tlora_megatron.config.base_model import refuse_quantization
-from tlora_megatron.config.load import BaseModelSpec, ConfigError, RunConfig, read_config
+from tlora_megatron.config.load import (
+    BaseModelSpec,
+    ConfigError,
+    RunConfig,
+    RunSpec,
+    ignored_settings,
+    read_config,
+)
 from tlora_megatron.config.parallel_rules.replicas import refuse_replicas
 from tlora_megatron.config.reader import read_spec, show
 from tlora_megatron.config.rules import resolve
@@ -35,6 +43,8 @@ from tlora_megatron.integrations.megatron_lm.unused_flags import switch_off
 from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
+
+logger = logging.getLogger(__name__)
 
 _ORIGINAL_POSITIONS = 8192
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR = 1.0, 4.0
@@ -114,6 +124,8 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
         check_described(spec, known, config_json, padded_vocab_size=args.padded_vocab_size)
         check_transformer_config(args, known, config_json)
     config, adapts_experts = settle_expert_jobs(config, known or spec, args)
+    for sentence in (*_ignored(config), *ignored_settings(config)):
+        logger.warning("%s", sentence)
     return LaunchSettings(
         config=config,
         spec=known or spec,
@@ -123,6 +135,24 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
         config_json=None if known is None else config_json,
         adapts_experts=adapts_experts,
     )
+
+
+def _ignored(config: RunConfig) -> list[str]:
+    """One sentence for each setting in whose place the trainer has a flag of its own."""
+    base, run = config.base_model, config.run
+    stages = config.parallel.first_stage_layers, config.parallel.last_stage_layers
+    default = RunSpec(output_dir=run.output_dir)
+    found = {
+        "parallel.first_stage_layers": (stages[0], "--decoder-first-pipeline-num-layers"),
+        "parallel.last_stage_layers": (stages[1], "--decoder-last-pipeline-num-layers"),
+        "run.stop_timeout_s": (run.stop_timeout_s != default.stop_timeout_s, "torchrun"),
+        "base_model.seed": (base.random_init and base.seed, "--seed"),
+    }
+    return [
+        f"{name} has no effect with {FLAG}: {who} decides"
+        for name, (given, who) in found.items()
+        if given
+    ]
 
 
 def spec_from_arguments(args: argparse.Namespace, *, vocab_size: int) -> ModelSpec:
@@ -281,7 +311,9 @@ def _known_spec(config_json: Path, *, must: bool) -> ModelSpec | None:
         spec = read_model_spec(config_json)
         refuse_gpt_oss(spec.model_type, f"the base of a Megatron-LM script, {config_json.parent},")
         return spec
-    except ValueError:
+    except ValueError as error:
         if must:
             raise
-        return None  # the arguments alone describe the base
+        if config_json.is_file():
+            logger.warning("the arguments alone describe the base: %s", error)
+        return None

@@ -97,6 +97,7 @@ _PER_JOB = "it would mix the jobs' gradients"
 _DOCUMENTS = "packed documents of several jobs do not have it"
 _ARCHITECTURE = "adapters are exported for Hugging Face's Llama, Mistral and Qwen"
 _OWN_DATA = "data come from the jobs of the configuration"
+_NO_TEACHER = "jobs learn from their own data alone"
 _WHOLE_ROWS = "whose rows are whose is known for whole micro-batches; recompute saves memory"
 _MIXING_ROUTERS = ("sinkhorn", "quantile_balancing")
 _NOT_TRIED = "it has not been tried"
@@ -144,6 +145,9 @@ RULES: tuple[_Rule, ...] = tuple(
         ("phase_transition_iterations", (None, []), _OWN_DATA),
         ("perform_rl_step", (False,), _OWN_DATA),
         ("vision_pretraining", (False,), _OWN_DATA),
+        ("logits_load_dir", (None,), _NO_TEACHER),
+        ("logits_save_dir", (None,), _NO_TEACHER),
+        ("export_kd_teacher_load", (None,), _NO_TEACHER),
         ("rerun_mode", ("validate_results", "disabled"), "a rerun would add gradients twice"),
         ("skip_train", (False,), "there is nothing to do without training"),
         ("freeze_all_layers", (False,), "the hooks freeze the base and leave adapters trainable"),

@@ -32,8 +32,13 @@ UNUSED = (
             *("--optimizer-cpu-offload", "--optimizer-offload-fraction"),
             *("--use-torch-optimizer-for-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"),
             *("--use-precision-aware-optimizer", "--main-grads-dtype", "--main-params-dtype"),
-            *("--exp-avg-dtype", "--exp-avg-sq-dtype"),
+            *("--exp-avg-dtype", "--exp-avg-sq-dtype", "--no-weight-decay-cond-type"),
+            *("--apply-wd-to-qk-layernorm", "--head-lr-mult"),
         ),
+    ),
+    _Unused(
+        why="adapters' gradients are summed in fp32",
+        flags=("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"),
     ),
     _Unused(
         why="each job names its own data",
@@ -43,11 +48,15 @@ UNUSED = (
             *("--mock-data", "--sft", "--sft-tokenizer-prompt-format", "--dataloader-type"),
             *("--num-workers", "--no-create-attention-mask-in-dataloader", "--eod-mask-loss"),
             *("--reset-position-ids", "--reset-attention-mask", "--fim-data"),
+            *("--fim-rate", "--fim-spm-rate", "--dataloader-inter-document-masking"),
         ),
     ),
     _Unused(
         why="jobs are evaluated on their own data.eval",
-        flags=("--eval-iters", "--eval-interval", "--full-validation"),
+        flags=(
+            *("--eval-iters", "--eval-interval", "--full-validation", "--start-eval-at-iter"),
+            *("--eval-global-batch-size", "--eval-micro-batch-size", "--multiple-validation-sets"),
+        ),
     ),
     _Unused(
         why="jobs are saved by this package, and the base never",

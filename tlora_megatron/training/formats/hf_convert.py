@@ -6,6 +6,7 @@ Only the rows and columns that a rank holds are read; `rank_tensors` says where 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -22,6 +23,12 @@ from tlora_megatron.training.formats.rank_tensors import (
 )
 from tlora_megatron.training.formats.rounding import Rounding, assemble_codes
 
+logger = logging.getLogger(__name__)
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_TIED_ROWS = 8192
+"""Rows of the two that are compared at a time."""
+
 
 def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor of the architecture under Hugging Face's name, with its shape.
@@ -31,11 +38,11 @@ def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """
     hidden = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        _EMBEDDING: (spec.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     if not spec.tied_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+        shapes[_HEAD] = (spec.vocab_size, hidden)
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
         shapes |= {prefix + name: shape for name, shape in layer_shapes(spec).items()}
@@ -109,15 +116,49 @@ def check_layout(spec: ModelSpec, layout: ParallelLayout) -> None:
 
 
 def check_weights(spec: ModelSpec, source: WeightSource) -> None:
-    """Checks name and shape of every tensor of the architecture, reading none.
+    """Checks name and shape of every tensor of the architecture; tells of those that it lacks.
 
     Raises:
-        ValueError: naming the first tensor that is missing or has another shape.
+        ValueError: naming the first tensor that is missing or has another shape, or an output
+            layer of its own where config.json ties it to the embedding.
     """
-    for name, expected in hf_shapes(spec).items():
+    shapes = hf_shapes(spec)
+    for name, expected in shapes.items():
         shape = source.shape(name)
         if shape != expected:
             raise ValueError(f"{name} must have shape {list(expected)}, got {list(shape)}")
+    _check_tied(spec, source)
+    if others := [name for name in source.keys() if name not in shapes and _is_unread(name, spec)]:  # noqa: SIM118
+        logger.warning(
+            "the base's files hold %d tensors that a %s of %d layers does not have, and which have "
+            "no effect: %s",
+            len(others), spec.model_type, spec.num_layers, ", ".join(others[:3]),
+        )  # fmt: skip
+
+
+def _is_unread(name: str, spec: ModelSpec) -> bool:
+    """False for what belongs to tensors that are read (scales of FP8), or follows from others."""
+    last = name.rpartition(".")[2]
+    is_read = "scale" in last or (spec.gpt_oss is not None and ".experts." in name)
+    return not (is_read or last == "inv_freq" or name == _HEAD)
+
+
+def _check_tied(spec: ModelSpec, source: WeightSource) -> None:
+    """Refuses an output layer that differs from the embedding to which config.json ties it.
+
+    transformers then leaves them apart, others tie them.
+    """
+    if not spec.tied_embeddings or _HEAD not in source.keys():  # noqa: SIM118
+        return
+    size = source.shape(_HEAD)
+    parts = (slice(begin, begin + _TIED_ROWS) for begin in range(0, size[0], _TIED_ROWS))
+    if size != source.shape(_EMBEDDING) or not all(
+        torch.equal(source.read(_HEAD, rows), source.read(_EMBEDDING, rows)) for rows in parts
+    ):
+        raise ValueError(
+            f"{_HEAD} must equal {_EMBEDDING} where tie_word_embeddings is true, got another; set "
+            "tie_word_embeddings to false in config.json, or take the tensor out of the files"
+        )
 
 
 def megatron_tensors(

@@ -8,12 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 from tlora_megatron.config.job import JobSpec
+from tlora_megatron.training.formats.checkpoint import Checkpoint
 from tlora_megatron.training.preparation import PreparedJob
 
 logger = logging.getLogger(__name__)
 
 _SECTIONS = ("optimizer", "schedule")
-_OWN = ("max_steps", "epochs", "portion_tokens")
+_OWN = ("max_steps", "epochs", "portion_tokens", "on_nonfinite")
 
 
 def check_resumption(job: PreparedJob) -> None:
@@ -35,6 +36,7 @@ def check_resumption(job: PreparedJob) -> None:
             f"{done} steps that its checkpoint {checkpoint.path} has done, got {asked}; to train "
             f"it anew give another run.output_dir and no resume_from"
         )
+    _tell_of_other_starts(checkpoint, spec)
     if changes := changed_settings(checkpoint.state["job"], spec):
         what = (
             "goes on from step %d with other settings"
@@ -42,6 +44,19 @@ def check_resumption(job: PreparedJob) -> None:
             else "has done its %d steps; other settings than theirs have no effect"
         )
         logger.warning(f"job %s {what}: %s", spec.name, done, ", ".join(changes))
+
+
+def _tell_of_other_starts(checkpoint: Checkpoint, job: JobSpec) -> None:
+    """Tells of a start that the job's own checkpoint overrules, and that it did not begin with."""
+    for key in ("init_from", "resume_from"):
+        given = getattr(job, key)
+        is_source = key == "resume_from" and given and checkpoint.path.is_relative_to(given)
+        if given and not is_source and given != checkpoint.state["job"].get(key):
+            logger.warning(
+                "%s %s of job %s has no effect: it goes on from its checkpoint %s; to begin with "
+                "it give another run.output_dir",
+                key, given, job.name, checkpoint.path,
+            )  # fmt: skip
 
 
 def changed_settings(saved: Mapping[str, Any], job: JobSpec) -> list[str]:

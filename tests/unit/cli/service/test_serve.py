@@ -19,6 +19,18 @@ from tlora_megatron.service.front import Place, listen
         (["--hardware", "abacus"], "abacus"),
         (["--http", "0", "--keep-sessions", "0.5"], "--keep-sessions must be at least 1 day, got"),
         (["--http", "0", "--keep-sessions", "nan"], "--keep-sessions must be at least 1 day, got"),
+        (["--sampler", "vllm"], "--sampler must be left out without --http, got 'vllm'"),
+        (["--sampler-gpu", "1"], "--sampler-gpu must be left out without --http, got '1'"),
+        (["--keep-sessions", "3"], "--keep-sessions must be left out without --http, got 3"),
+        (["--http", "0", "--sampler-address", "u"], "--sampler-address must be given with"),
+        (
+            ["--http", "0", "--sampler", "off", "--sampler-gpu", "1"],
+            "--sampler-gpu must be left out with --sampler off, got '1'",
+        ),
+        (
+            ["--http", "0", "--sampler", "vllm", "--sampler-address", "u", "--sampler-gpu", "1"],
+            "--sampler-gpu must be left out with --sampler-address, whose server",
+        ),
     ],
 )
 def test_wrong_options_leave_nothing_behind(

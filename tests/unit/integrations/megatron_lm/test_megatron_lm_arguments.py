@@ -150,7 +150,7 @@ def test_without_a_base_model_the_tokenizer_s_folder_stands_for_it(
 
 @pytest.mark.parametrize("folder", ["tokenizer alone", "another architecture", "random weights"])
 def test_arguments_alone_describe_a_base_without_a_file(
-    tmp_path: Path, spec: ModelSpec, folder: str
+    tmp_path: Path, spec: ModelSpec, folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     section = {"random_init": True} if folder == "random weights" else None
     path, base = write_config(tmp_path, base_model=section), tmp_path / "base"
@@ -162,6 +162,31 @@ def test_arguments_alone_describe_a_base_without_a_file(
     settings = launch_settings(args, tokenizer_size=100)
     assert settings.spec.norm_eps == 0.5
     assert settings.config_json is None
+    is_told = "the arguments alone describe the base: " in caplog.text
+    assert is_told == (folder == "another architecture")
+
+
+def test_settings_without_effect_are_told(
+    tmp_path: Path, spec: ModelSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    quiet = write_config(tmp_path)
+    launch_settings(arguments(spec, tlora_config=quiet), tokenizer_size=100)
+    assert not caplog.records
+    path = write_config(
+        tmp_path,
+        base_model={"path": "base", "seed": 3},
+        parallel={"pp_size": 2, "first_stage_layers": 3},
+        run={"stop_timeout_s": 3.0, "gpu_memory_gb": 4.0, "correct_speeds": True},
+        defaults={"eval_every_steps": 2, "service": {"gpus": 2}},
+    )
+    pipeline = {"pipeline_model_parallel_size": 2, "data_parallel_size": 2}
+    launch_settings(arguments(spec, tlora_config=path, **pipeline), tokenizer_size=100)
+    for key in (
+        *("base_model.seed", "parallel.first_stage_layers"),
+        *("run.stop_timeout_s", "run.gpu_memory_gb", "run.correct_speeds"),
+        *("eval_every_steps of job a", "service of job a"),
+    ):
+        assert any(record.getMessage().startswith(key) for record in caplog.records), key
 
 
 @pytest.mark.parametrize(

@@ -264,3 +264,34 @@ def test_layouts_that_do_not_divide_are_refused(
 def test_an_odd_vocabulary_and_hidden_size_divide() -> None:
     spec = replace(SMALL, hidden_size=7, vocab_size=11)
     check_layout(spec, ParallelLayout(tp_size=2, pp_size=2, cp_size=3))
+
+
+def with_tensors(directory: Path, tensors: dict[str, Tensor], **fields: object) -> WeightSource:
+    """The folder with further tensors, and other fields in config.json."""
+    save_file(load_file(directory / WHOLE) | tensors, directory / WHOLE)
+    config = directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    return HFCheckpoint(directory)
+
+
+def test_a_head_of_its_own_is_not_tied_without_a_word(directory: Path) -> None:
+    source = with_tensors(directory, {}, tie_word_embeddings=True)
+    spec = read_model_spec(directory / "config.json")
+    with pytest.raises(ValueError, match=r"lm_head.weight must equal model.embed_tokens.weight"):
+        check_weights(spec, source)
+    equal = source.read("model.embed_tokens.weight")
+    check_weights(spec, with_tensors(directory, {HEAD: equal}))
+    with pytest.raises(ValueError, match=r"lm_head.weight must equal"):
+        check_weights(spec, with_tensors(directory, {HEAD: equal[:-1].clone()}))
+
+
+def test_tensors_that_the_architecture_lacks_are_told(
+    directory: Path, spec: ModelSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = {"model.rotary_emb.inv_freq": torch.ones(4), "model.layers.0.k_scale": torch.ones(1)}
+    check_weights(spec, with_tensors(directory, known))
+    assert not caplog.records
+    check_weights(spec, with_tensors(directory, {Q_PROJ.replace("weight", "bias"): torch.ones(64)}))
+    (record,) = caplog.records
+    assert "hold 1 tensors that a llama of 4 layers does not have" in record.getMessage()
+    assert "no effect: model.layers.1.self_attn.q_proj.bias" in record.getMessage()

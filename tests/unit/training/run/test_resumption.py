@@ -75,3 +75,27 @@ def test_an_end_behind_which_the_job_already_is_is_refused() -> None:
         ValueError, match=r"epochs of job 'a' must .*, got epochs 1, which are 4 st"
     ):
         check_resumption(resumed(epochs))
+
+
+@pytest.mark.parametrize(
+    ("was", "given", "named"),
+    [
+        ({}, {"init_from": "/x"}, ["init_from /x"]),
+        ({"init_from": "/x"}, {"init_from": "/y"}, ["init_from /y"]),
+        ({"init_from": "/x"}, {"init_from": "/x"}, []),
+        ({"init_from": "/x"}, {}, []),
+        ({}, {"resume_from": "/other"}, ["resume_from /other"]),
+        ({}, {"resume_from": "/run"}, []),
+        ({}, {"resume_from": "/run", "init_from": "/x"}, ["init_from /x"]),
+    ],
+)
+def test_a_start_that_the_checkpoint_overrules_is_told(
+    caplog: pytest.LogCaptureFixture, was: dict[str, str], given: dict[str, str], named: list[str]
+) -> None:
+    job = resumed(replace(SPEC, **given))  # type: ignore[arg-type]
+    assert job.checkpoint is not None
+    job.checkpoint.state["job"].update(was)
+    check_resumption(replace(job, checkpoint=replace(job.checkpoint, path=Path("/run/c"))))
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" of job")[0] for text in told] == named
+    assert all("has no effect: it goes on from its checkpoint /run/c" in text for text in told)

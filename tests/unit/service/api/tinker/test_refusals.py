@@ -120,6 +120,10 @@ def test_ids_that_nobody_gave_are_refused(
             {"lora_config": {"rank": 4, "train_mlp": False, "train_attn": False}},
             "train_attn or train_mlp must be true",
         ),
+        (
+            {"lora_config": {"rank": 4, "new": None, "alpha": 16.0}},
+            "lora_config.alpha must be left out: this service has it not, got 16.0",
+        ),
         ({"user_metadata": {"tlora.data": "x"}}, "user_metadata must set tlora.lora.alpha"),
     ],
 )

@@ -86,6 +86,7 @@ async def _create_once(
 
 def _draft(desk: Desk, model_id: ModelId, body: bodies.CreateModel) -> tuple[Model, dict[str, Any]]:
     base, lora = desk.base(body.base_model), body.lora_config
+    lora.check_rest("lora_config")
     model = creation.new_model(
         id=str(model_id),
         base=body.base_model,

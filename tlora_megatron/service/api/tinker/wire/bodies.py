@@ -1,4 +1,8 @@
-"""Bodies of Tinker's requests in JSON. Fields that a newer SDK adds are passed over."""
+"""Bodies of Tinker's requests in JSON.
+
+Fields that a newer SDK adds are passed over, but for settings of adapters and of sampling: there
+one that asks for something is refused.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from tlora_megatron.service.api.tinker.refusals import Refused
 
 _Text = Annotated[str, Field(max_length=256)]
 _Count = Annotated[int, Field(ge=0, lt=10**9)]
@@ -15,6 +21,25 @@ _Metadata = Annotated[Mapping[_Text, Any], Field(max_length=64)]
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class _Settings(_Body):
+    model_config = ConfigDict(extra="allow")
+
+    def check_rest(self, name: str) -> None:
+        """Refuses settings that this service does not have.
+
+        Args:
+            name: of the settings.
+
+        Raises:
+            Refused: naming the first one that is set.
+        """
+        for key, value in (self.model_extra or {}).items():
+            if value:
+                raise Refused(
+                    f"{name}.{key:.80} must be left out: this service has it not, got {value!r:.80}"
+                )
 
 
 class ClientConfig(_Body):
@@ -38,7 +63,7 @@ class OfSession(_Body):
     session_id: _Text
 
 
-class LoraConfig(_Body):
+class LoraConfig(_Settings):
     """The adapter of a new model."""
 
     rank: Annotated[int, Field(ge=1, le=4096)]
@@ -156,7 +181,7 @@ class ModelInput(_Body):
     chunks: Annotated[list[Chunk], Field(max_length=10_000)]
 
 
-class SamplingParams(_Body):
+class SamplingParams(_Settings):
     """How tokens are drawn."""
 
     max_tokens: Annotated[int, Field(ge=0)] | None = None

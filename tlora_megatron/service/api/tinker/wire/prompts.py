@@ -14,6 +14,7 @@ def check_sample(body: Sample) -> None:
     Raises:
         Refused: naming the field.
     """
+    body.sampling_params.check_rest("sampling_params")
     unknown = {
         "target_prompt_logprobs": body.target_prompt_logprobs is not None,
         "prompt_alt_tokens_k": body.prompt_alt_tokens_k > 0,
