@@ -68,7 +68,7 @@ class MegatronLmEngine:
     """`training.evaluation.Scorer` over the model that the user's script built.
 
     The trainer runs the training rounds: it calls `forward_step` for each micro-batch, and
-    `take_losses` then returns their losses. Evaluation runs in a forward-only schedule of our own.
+    `take_losses` then returns their losses. Checks and evaluations run in a schedule of our own.
 
     Args:
         chunks: the trainer's model chunks, wrapped as it holds them.
@@ -122,28 +122,42 @@ class MegatronLmEngine:
         losses, self._losses = self._losses, []
         return losses
 
+    def forward_backward(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Runs batches as the trainer's rounds do, before it trains; see `take_losses`."""
+        self._run(batches, self.forward_step, forward_only=False)
+        return self.take_losses()
+
     def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
         """Scores the batches without gradients; see `Scorer`."""
+        with torch.no_grad():
+            outs = self._run(batches, self._predict_step, forward_only=True)
+        return [(out["losses"], out["right"]) for out in outs]
+
+    def _run(
+        self, batches: Sequence[PackedBatch], step: Callable[..., Any], *, forward_only: bool
+    ) -> list[dict[str, Tensor]]:
+        """Runs Megatron's schedule, without what the trainer would add for its own parameters."""
         if self._parts is not None:
             self._parts.begin()
             self._parts.end()
         iterators = [iter(batches) for _ in self.chunks]
         config = self._models[0].config
-        timers, config.timers = config.timers, None
+        given = {name: getattr(config, name) for name in ("timers", "finalize_model_grads_func")}
+        for name in given:
+            setattr(config, name, None)
         try:
-            with torch.no_grad():
-                outs = get_forward_backward_func()(
-                    forward_step_func=self._predict_step,
-                    data_iterator=iterators if len(iterators) > 1 else iterators[0],
-                    model=self.chunks,
-                    num_microbatches=len(batches),
-                    seq_length=self.seq_length,
-                    micro_batch_size=1,
-                    forward_only=True,
-                )
+            return get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks,
+                num_microbatches=len(batches),
+                seq_length=self.seq_length,
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
         finally:
-            config.timers = timers
-        return [(out["losses"], out["right"]) for out in outs]
+            for name, value in given.items():
+                setattr(config, name, value)
 
     def _targets(self, batch: PackedBatch, *, scores: bool) -> Targets | None:
         """Returns the head's work; None where the model's own head computes all rows."""

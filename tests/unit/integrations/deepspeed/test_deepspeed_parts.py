@@ -195,7 +195,7 @@ def test_attention_across_documents_is_refused(
         return out[0].transpose(0, 1)
 
     monkeypatch.setattr(attention, "attend_documents", leak)
-    with pytest.raises(ValueError, match="LlamaForCausalLM must score packed documents"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM must keep the documents of a micro-batch"):
         prepared(build(LlamaConfig(**TINY)), groups)
 
 

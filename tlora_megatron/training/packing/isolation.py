@@ -1,0 +1,225 @@
+"""Finds out before a run whether a model that is not ours keeps packed documents apart, exactly.
+
+Documents of one micro-batch take turns: the odd ones get other tokens while the losses of the even
+ones are compared, then the reverse. Shapes stay, so a model that keeps documents apart gives the
+same bits on any device, in any layout and dtype; what leaks moves some bit, however small its
+weights are. That finds convolutions, states and scans that run on across a border, in either
+direction, masks with a hole, and scales or statistics of whole micro-batches.
+
+Gradients are looked at for themselves: those of some documents' losses are zero at the others'
+rows. They are sums over products with zeros there, which no kernel rounds, in whatever order it
+adds. That finds what leaks in backward alone, and would add one job's gradient to another's
+adapter.
+
+Routed experts round by the number of their rows, which other tokens change, and rounding may give
+single tokens other experts. So there losses of most tokens may move by as much, while gradients
+have to be zero as everywhere. The other tokens are one token again and again, all for the same
+experts, so that a limit of rows an expert drops as many as it can.
+
+What stays unseen: a path that is closed by weights of zero. It passes nothing on while the base is
+frozen, unless an adapter lies on the very linear of zeros. And positions that do not restart at a
+document's begin, which depend on lengths, not on tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.packing.packing import Item, PackedBatch, Placed, pack, round_up
+
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""By dtype: relative, of losses. Rounding of another order of sums stays a tenth below."""
+
+_LENGTHS = (9, 22, 70, 5, 40, 13)
+"""Rows of the documents: borders in several places, one document longer than chunks of 64."""
+NUM_ROWS = 160
+"""Rows that hold all of them, a multiple of 32."""
+
+
+class _Found(NamedTuple):
+    """What one process has seen, or the largest of all processes."""
+
+    moved: float
+    """Largest move of a loss."""
+    usual: float
+    """`usual_difference` of the losses."""
+    foreign: float
+    """Largest gradient at another document's rows, padding included."""
+    own: float
+    """Largest gradient at rows of the document itself."""
+
+
+def check_isolation(
+    run: Callable[[Sequence[PackedBatch]], list[Tensor]],
+    embeddings: Sequence[nn.Module],
+    groups: ParallelGroups,
+    *,
+    name: str,
+    vocab_size: int,
+    num_rows: int = NUM_ROWS,
+    longest: int = max(_LENGTHS),
+    rounding: float = 0.0,
+) -> None:
+    """Refuses a model in which a document's losses or gradients depend on another's tokens.
+
+    Collective over the world, and all processes raise alike. Call it before adapters are attached.
+
+    Args:
+        run: forward and backward of micro-batches as in training; returns weighted losses of this
+            process's rows, nothing where it computes none (`training.super_model.Engine`).
+        embeddings: of this process, which require grad; none on later pipeline stages.
+        name: of the model's class, for the sentence.
+        num_rows: of a micro-batch over its context-parallel ranks.
+        longest: the most tokens of a document that the model takes.
+        rounding: the `usual_difference` that routed experts may make; 0 = the model has none.
+
+    Raises:
+        ValueError: with the number that is not zero.
+    """
+    probes = _probes(_documents(vocab_size, num_rows, longest), num_rows, groups)
+    # Interleaved schedules take as many micro-batches as there are stages, or a multiple.
+    count = round_up(len(probes), groups.most_stages)
+    with _row_gradients(embeddings) as heard:
+        losses = run(list(itertools.islice(itertools.cycle(probes), count)))
+    found = _largest_of_all(_seen(probes, losses, heard, groups), groups)
+    must = f"the model {name} must keep the documents of a micro-batch apart, got"
+    if (found.usual if rounding else found.moved) > rounding:
+        raise ValueError(
+            f"{must} losses of one document that move by {found.moved:.1e} when another's tokens "
+            "change (convolutions and states that run on from one document into the next do that): "
+            "it is not supported"
+        )
+    if found.foreign > 0:
+        raise ValueError(
+            f"{must} gradients of one document's losses at another's tokens, "
+            f"{found.foreign / found.own:.1e} of those at its own: it is not supported"
+        )
+    if found.own == 0:
+        raise ValueError(f"{must} no gradient at its embedding, by which that is seen")
+
+
+def usual_difference(found_N: Tensor, expected_N: Tensor) -> float:
+    """Returns how far the losses of most tokens are apart, relative to the size of all.
+
+    Rounding gives single tokens other experts, and with them another loss; a model that packs
+    wrongly moves more than half of them.
+    """
+    return float((found_N - expected_N).abs().median() / expected_N.square().mean().sqrt())
+
+
+def _documents(vocab_size: int, num_rows: int, longest: int) -> list[np.ndarray]:
+    """Random tokens of the documents, each one more than its rows; at least two documents."""
+    lengths = [min(length, longest) for length in _LENGTHS]
+    ends = itertools.accumulate(lengths)
+    lengths = [n for n, end in zip(lengths, ends, strict=True) if end <= num_rows]
+    if len(lengths) < 2:
+        lengths = [num_rows - num_rows // 2, num_rows // 2]
+    draws = np.random.default_rng(0)
+    return [draws.integers(vocab_size, size=length + 1) for length in lengths]
+
+
+def _probes(
+    documents: Sequence[np.ndarray], num_rows: int, groups: ParallelGroups
+) -> list[PackedBatch]:
+    """Pairs of micro-batches: losses of the same documents, the others as drawn and changed."""
+    probes = []
+    for kept, changes in itertools.product((0, 1), (False, True)):
+        placed = []
+        for index, tokens in enumerate(documents):
+            is_kept = index % 2 == kept
+            if changes and not is_kept:
+                tokens = np.full_like(tokens, documents[kept][0])
+            sequence = TokenSequence(tokens, np.ones(len(tokens), dtype=bool))
+            placed.append(Placed(0, Item(sequence, index, 0, float(is_kept))))
+        probes.append(_pack(placed, num_rows, groups))
+    return probes
+
+
+def _pack(placed: Sequence[Placed], num_rows: int, groups: ParallelGroups) -> PackedBatch:
+    return pack(
+        placed,
+        num_tokens=num_rows,
+        num_slots=1,
+        dropout_keys=(),
+        cp_rank=groups.cp_rank,
+        cp_size=groups.layout.cp_size,
+        device=groups.device,
+    )
+
+
+class _Heard(NamedTuple):
+    """Gradients at the rows that an embedding has given."""
+
+    view: MicroBatchView
+    largest_n: Tensor
+    """The largest of every row, absolute."""
+
+
+@contextmanager
+def _row_gradients(embeddings: Sequence[nn.Module]) -> Iterator[list[_Heard]]:
+    """Yields a list that gets the gradients at every output of the embeddings."""
+    heard: list[_Heard] = []
+
+    def listen(module: nn.Module, args: Any, output: Tensor) -> None:
+        view = current_micro_batch()
+        assert view is not None, "micro-batches are bound around the model"
+
+        def hear(gradient: Tensor) -> None:
+            heard.append(_Heard(view, gradient.detach().abs().amax(dim=-1).flatten()))
+
+        if output.requires_grad:
+            output.register_hook(hear)
+
+    hooks = [embedding.register_forward_hook(listen) for embedding in embeddings]
+    try:
+        yield heard
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _seen(
+    probes: Sequence[PackedBatch],
+    losses: Sequence[Tensor],
+    heard: Sequence[_Heard],
+    groups: ParallelGroups,
+) -> _Found:
+    """Returns what the probes have shown to this process."""
+    moved, usual, foreign, own = [0.0], [0.0], [0.0], [0.0]
+    for batch, drawn_T, changed_T in zip(probes[::2], losses[::2], losses[1::2], strict=False):
+        drawn_N, changed_N = drawn_T[batch.target_rows], changed_T[batch.target_rows]
+        if len(drawn_N):
+            moved.append(float((changed_N - drawn_N).abs().max()))
+            usual.append(usual_difference(changed_N, drawn_N))
+    weights = {id(batch.view): batch.weights for batch in probes}
+    for view, largest_n in heard:
+        weights_n = weights[id(view)]
+        if len(largest_n) < len(weights_n):  # sequence parallelism
+            weights_n = weights_n.view(-1, len(largest_n))[groups.tp_rank]
+        is_own_n = weights_n > 0
+        foreign.append(float(largest_n.masked_fill(is_own_n, 0).max()))
+        own.append(float(largest_n.masked_fill(~is_own_n, 0).max()))
+    return _Found(*(max(map(_or_infinity, values)) for values in (moved, usual, foreign, own)))
+
+
+def _or_infinity(value: float) -> float:
+    """What compares as NaN should: a reduction may lose NaN."""
+    return math.inf if math.isnan(value) else value
+
+
+def _largest_of_all(found: _Found, groups: ParallelGroups) -> _Found:
+    values = torch.tensor(found, dtype=torch.float32, device=groups.device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return _Found(*values.tolist())
