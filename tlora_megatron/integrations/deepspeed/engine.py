@@ -86,9 +86,10 @@ def check_packing(model: Any, spec: LinearsSpec, groups: ParallelGroups, plain: 
         [model.get_input_embeddings()],
         groups,
         name=type(model).__name__,
+        dtype=dtype,
+        has_experts=has_experts(model),
         vocab_size=spec.vocab_size,
         longest=spec.max_positions,
-        rounding=ROUNDING[dtype] if has_experts(model) else 0.0,
     )
     error = _packing_error(engine, spec, plain)
     if not error <= ROUNDING[dtype]:

@@ -20,11 +20,14 @@ from tlora_megatron.integrations.megatron.built.head import (
     use_targets,
 )
 from tlora_megatron.integrations.megatron.built.model import language_models
+from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
+from tlora_megatron.integrations.megatron_lm.fingerprint import without_quantization
 from tlora_megatron.layers.vocabulary_head import VocabularyShard, vocab_parallel_argmax
 from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.nano.switch import NanoSettings
+from tlora_megatron.training.packing.isolation import check_isolation
 from tlora_megatron.training.packing.packing import PackedBatch
 
 
@@ -214,6 +217,31 @@ class MegatronLmEngine:
         valid = max(0, min(columns, self.vocab_size - self.groups.tp_rank * columns))
         if valid < columns:
             logits[..., valid:].fill_(torch.finfo(logits.dtype).min)
+
+
+def check_engine_isolation(engine: MegatronLmEngine) -> None:
+    """Refuses a model of the script that does not keep packed documents apart.
+
+    Collective over the world; call it before adapters are attached. Micro-batches have the
+    trainer's own size, for which a model may have been built. FP8 of activations is off, whose
+    scales may look at whole micro-batches; `OwnCompute` tells of that.
+
+    Raises:
+        ValueError: see `check_isolation`.
+    """
+    models = language_models(engine.chunks)
+    config = models[0].config
+    with without_quantization(engine.chunks):
+        check_isolation(
+            engine.forward_backward,
+            [model.embedding for model in models if hasattr(model, "embedding")],
+            engine.groups,
+            name=built_class(models[0]).__name__,
+            dtype=config.params_dtype,
+            has_experts=config.num_moe_experts is not None,
+            vocab_size=engine.vocab_size,
+            num_rows=engine.seq_length,
+        )
 
 
 def _scored(batch: PackedBatch, scores: Tensor) -> tuple[Any, ...]:

@@ -28,9 +28,12 @@ from tlora_megatron.integrations.megatron.built.model import (
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.engine import current_groups
-from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron_lm.arguments import LaunchSettings
-from tlora_megatron.integrations.megatron_lm.engine import MegatronLmEngine, MicroBatchFeed
+from tlora_megatron.integrations.megatron_lm.engine import (
+    MegatronLmEngine,
+    MicroBatchFeed,
+    check_engine_isolation,
+)
 from tlora_megatron.integrations.megatron_lm.fingerprint import (
     checkpoint_of_convert,
     precision_of,
@@ -46,7 +49,6 @@ from tlora_megatron.training.formats.fingerprint_file import read_fingerprint
 from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.loop import TrainingLoop
 from tlora_megatron.training.metrics import write_atomic
-from tlora_megatron.training.packing.isolation import ROUNDING, check_isolation
 from tlora_megatron.training.packing.packing import PackedBatch, RoundShape
 from tlora_megatron.training.run.environment import set_environment
 from tlora_megatron.training.run.nano_setup import nano_settings
@@ -152,7 +154,8 @@ class Session:
             parts=self._compute.parts,
         )
         self._check_base(chunks, groups)
-        self._check_isolation(chunks, groups)
+        with timeline.phase("base"):
+            check_engine_isolation(self._engine)
         if groups.is_writer and config.run.round_depth != 1:
             logger.warning(
                 "run.round_depth has no effect here: the trainer fixes the number of micro-batches "
@@ -179,26 +182,6 @@ class Session:
                 precision=precision_of(self._args),
                 micro_batch_tokens=self._args.seq_length,
                 fills_budget=True,
-            )
-
-    def _check_isolation(self, chunks: Sequence[nn.Module], groups: ParallelGroups) -> None:
-        """Refuses a model of the script that does not keep packed documents apart.
-
-        In micro-batches of the trainer's own size, for which a model may have been built. Without
-        FP8 of activations, whose scales may look at whole micro-batches (a line tells of that).
-        """
-        models = language_models(chunks)
-        config = models[0].config
-        has_experts = config.num_moe_experts is not None
-        with timeline.phase("base"), without_quantization(chunks):
-            check_isolation(
-                self._engine.forward_backward,
-                [model.embedding for model in models if hasattr(model, "embedding")],
-                groups,
-                name=built_class(models[0]).__name__,
-                vocab_size=self._settings.spec.vocab_size,
-                num_rows=self._args.seq_length,
-                rounding=ROUNDING[config.params_dtype] if has_experts else 0.0,
             )
 
     def reader(self) -> Iterator[PackedBatch]:
