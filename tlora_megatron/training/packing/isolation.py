@@ -128,14 +128,14 @@ def _refuse(found: _Found, rounding: float, rule: str) -> None:
             "tokens change (convolutions and states that run on from one document into the next "
             "do that): it is not supported"
         )
+    if found.own == 0:
+        raise ValueError(f"{rule}, got no gradient at its embedding, where that is seen")
     if found.foreign > 0:
         raise ValueError(
             f"{rule}, got gradients of one document's losses at another's tokens, "
             f"{found.foreign / found.own:.1e} of those at its own (convolutions and states that "
             "run on from one document into the next do that): it is not supported"
         )
-    if found.own == 0:
-        raise ValueError(f"{rule}, got no gradient at its embedding, where that is seen")
 
 
 def usual_difference(found_N: Tensor, expected_N: Tensor) -> float:
