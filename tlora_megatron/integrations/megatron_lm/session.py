@@ -153,9 +153,9 @@ class Session:
             head=self._compute.head,
             parts=self._compute.parts,
         )
-        self._check_base(chunks, groups)
         with timeline.phase("base"):
             check_engine_isolation(self._engine)
+        self._check_base(chunks, groups)
         if groups.is_writer and config.run.round_depth != 1:
             logger.warning(
                 "run.round_depth has no effect here: the trainer fixes the number of micro-batches "
