@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig
 
 from tests.helpers.oracle import OracleResult
 from tests.helpers.oracle_cache import cached_train_alone
@@ -101,3 +101,88 @@ def write_family_config(root: Path, name: str, deepspeed: dict[str, Any], sectio
     path = root / f"{name}.json"
     path.write_text(json.dumps({**deepspeed, "tlora": section}))
     return path
+
+
+_MOE: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+_LFM2 = {"layer_types": ["conv", "full_attention", "conv"]}
+APART: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "gemma3_text": {},
+    "glm4_moe": {**_MOE, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {
+        **_MOE,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_group": 2,
+        "topk_group": 1,
+    },
+}
+"""transformers' families whose layers keep documents apart, and fields of a small one."""
+MIXED: dict[str, dict[str, Any]] = {
+    "lfm2": _LFM2,
+    "lfm2_moe": {**_LFM2, "num_experts": 4, "moe_intermediate_size": 32, "num_dense_layers": 1},
+}
+"""Those with short convolutions over all rows."""
+DELTA_NETS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_5_text": {},
+}
+"""Those with gated delta nets."""
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+def untrained(family: str, dtype: torch.dtype) -> Any:
+    """A small model as transformers draws it, of a family of `APART`, `MIXED` or `DELTA_NETS`."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    fields |= _DELTA if family in DELTA_NETS else {}
+    config = AutoConfig.for_model(family, **fields | (APART | MIXED | DELTA_NETS)[family])
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def write_untrained(root: Path, family: str, dtype: str) -> dict[str, Any]:
+    """Writes such a model and a job's data; returns a `tlora` section over them."""
+    base = root / family / dtype
+    untrained(family, getattr(torch, dtype)).save_pretrained(base)
+    save_tiny_tokenizer(base)
+    write_rows(base / "job.jsonl", 4, seed=0)
+    job = {"name": "job", "data": {"train": str(base / "job.jsonl")}, "max_steps": 1}
+    job |= {"max_seq_len": 80, "lora": {"rank": 2, "target_modules": ["o_proj"]}}
+    if family in MIXED:
+        job["lora"] = {"rank": 2, "target_modules": ["w1"]}
+    run = {"output_dir": str(base / "out"), "micro_batch_tokens": 256, "tensorboard": False}
+    return {"base_model": {"path": str(base), "dtype": dtype}, "run": run, "jobs": [job]}

@@ -600,7 +600,7 @@ sys.path.insert(0, {checkout!r})
 import pretrain_gpt
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
-
+{changes}
 if __name__ == "__main__":
     {call}
 """
@@ -620,14 +620,41 @@ CALLS = {
 """How scripts of a version, and of those behind it, call the trainer."""
 
 
-def test_a_script_of_the_user_s_own_with_one_import(root: Path, tmp_path: Path) -> None:
+CONVOLVED = """
+from megatron.core.models.gpt import gpt_layer_specs
+
+class Convolved(gpt_layer_specs.SelfAttention):
+    def forward(self, hidden_states, *args, **options):
+        return super().forward(hidden_states + 1e-4 * hidden_states.roll(1, 0), *args, **options)
+
+gpt_layer_specs.SelfAttention = Convolved
+"""
+
+
+def own_script(folder: Path, changes: str = "") -> Path:
+    """A script that calls the trainer by itself."""
     text = (checkout() / "pretrain_gpt.py").read_text()
     version = "0.19" if "gpt_config_from_args" in text else "0.18"
     call = CALLS[version if "pretrain_cfg_container_from_args" in text else "0.16"]
-    script = tmp_path / "train.py"
-    script.write_text(OWN_SCRIPT.format(checkout=str(checkout()), call=call))
-    run(script, arguments(root, tmp_path / "out"), plain=True)
+    script = folder / "train.py"
+    script.write_text(OWN_SCRIPT.format(checkout=str(checkout()), call=call, changes=changes))
+    return script
+
+
+def test_a_script_of_the_user_s_own_with_one_import(root: Path, tmp_path: Path) -> None:
+    run(own_script(tmp_path), arguments(root, tmp_path / "out"), plain=True)
     assert_equals_oracle(tmp_path / "out", root)
+
+
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", LAYOUTS["VPP2"]])
+def test_layers_that_mix_documents_are_refused(layout: str, root: Path, tmp_path: Path) -> None:
+    args = [*arguments(root, tmp_path / "out"), *words(layout)]
+    script = own_script(tmp_path, CONVOLVED)
+    code, output = finish(start(script, args, nproc=2, plain=True))
+    assert code != 0
+    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "the model GPTModel must keep the documents of a micro-batch apart, got losses" in error
+    assert not (tmp_path / "out" / "jobs" / "mlp" / "metrics.jsonl").exists()
 
 
 def test_hybrid_model(root: Path, tmp_path: Path) -> None:

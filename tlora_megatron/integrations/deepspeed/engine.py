@@ -9,17 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from tlora_megatron.integrations.deepspeed import attention
-from tlora_megatron.integrations.deepspeed.experts import has_experts, usual_difference
+from tlora_megatron.integrations.deepspeed.experts import has_experts
 from tlora_megatron.integrations.deepspeed.scoring import score
 from tlora_megatron.model.backbone import LinearsSpec
 from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.nano.switch import NanoSwitch
+from tlora_megatron.training.packing.isolation import ROUNDING, check_isolation, usual_difference
 from tlora_megatron.training.packing.packing import Item, PackedBatch, Placed, pack
 
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Relative, of losses: rounding of another order of sums stays a tenth below."""
 _PROBE_LENGTHS = (9, 22)
 
 
@@ -69,17 +68,40 @@ class DeepSpeedEngine:
 
 
 def check_packing(model: Any, spec: LinearsSpec, groups: ParallelGroups, plain: str) -> None:
-    """Refuses a model whose losses of packed documents differ from those of each alone.
+    """Refuses a model that mixes packed documents, or scores them otherwise than each alone.
 
-    That happens if positions or masks do not restart, or logits are scaled behind the output layer.
-    Collective like any forward.
+    The first is exact (`check_isolation`). The second is found if positions do not restart, or
+    logits are scaled behind the output layer, but not below rounding, which another shape brings.
+    Collective over the world; call it before adapters are attached.
 
     Args:
         plain: name of the attention implementation that the model came with.
 
     Raises:
-        ValueError: if losses differ by more than rounding.
+        ValueError: with the number that is off.
     """
+    engine, dtype = DeepSpeedEngine(model, groups), next(model.parameters()).dtype
+    check_isolation(
+        engine.forward_backward,
+        [model.get_input_embeddings()],
+        groups,
+        name=type(model).__name__,
+        dtype=dtype,
+        has_experts=has_experts(model),
+        vocab_size=spec.vocab_size,
+        longest=spec.max_positions,
+    )
+    error = _packing_error(engine, spec, plain)
+    if not error <= ROUNDING[dtype]:
+        raise ValueError(
+            f"{type(model).__name__} must score packed documents as it does each alone, got losses "
+            f"that differ by {error:.1e} of their size: it is not supported"
+        )
+
+
+def _packing_error(engine: DeepSpeedEngine, spec: LinearsSpec, plain: str) -> float:
+    """Returns how far losses of packed documents are from those of each alone, relative."""
+    model, device = engine.model, engine.groups.device
     documents = [(torch.arange(n) * 7 + n) % spec.vocab_size for n in _PROBE_LENGTHS]
     placed = [
         Placed(0, Item(TokenSequence(d.numpy(), (d >= 0).numpy()), i, 0, 1.0))
@@ -87,24 +109,18 @@ def check_packing(model: Any, spec: LinearsSpec, groups: ParallelGroups, plain: 
     ]
     batch = pack(
         placed, num_tokens=32, num_slots=1, dropout_keys=(), cp_rank=0, cp_size=1,
-        device=groups.device,
+        device=device,
     )  # fmt: skip
-    losses_T, _ = DeepSpeedEngine(model, groups).predict([batch])[0]
+    losses_T, _ = engine.predict([batch])[0]
     model.set_attn_implementation(plain)
     try:
-        expected = torch.cat([_losses_alone(model, d.to(groups.device)) for d in documents])
+        expected = torch.cat([_losses_alone(model, d.to(device)) for d in documents])
     finally:
         model.set_attn_implementation(attention.NAME)
     found = losses_T[batch.target_rows]
-    error = float((found - expected).norm() / expected.norm())
     if has_experts(model):
-        error = usual_difference(found, expected)
-    dtype = next(model.parameters()).dtype
-    if not error <= _TOLERANCE[dtype]:
-        raise ValueError(
-            f"{type(model).__name__} must score packed documents as it does each alone, got losses "
-            f"that differ by {error:.1e} of their size: it is not supported"
-        )
+        return usual_difference(found, expected)
+    return float((found - expected).norm() / expected.norm())
 
 
 def _losses_alone(model: Any, tokens: torch.Tensor) -> torch.Tensor:

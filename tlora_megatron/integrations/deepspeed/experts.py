@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 
 _NO_EXPERTS = "routed experts carry no adapters"
@@ -45,12 +43,3 @@ def check_run_over_experts(model: Any, config: DeepSpeedConfig) -> None:
             "run.deterministic must be false over a base with routed experts: an expert's rows "
             "come in any number, which moves the last bits, got True"
         )
-
-
-def usual_difference(found_N: Tensor, expected_N: Tensor) -> float:
-    """Returns how far the losses of most tokens are apart, relative to the size of all.
-
-    Rounding gives single tokens other experts, and with them another loss; a model that packs
-    wrongly moves more than half of them.
-    """
-    return float((found_N - expected_N).abs().median() / expected_N.square().mean().sqrt())

@@ -20,11 +20,14 @@ from tlora_megatron.integrations.megatron.built.head import (
     use_targets,
 )
 from tlora_megatron.integrations.megatron.built.model import language_models
+from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
+from tlora_megatron.integrations.megatron_lm.fingerprint import without_quantization
 from tlora_megatron.layers.vocabulary_head import VocabularyShard, vocab_parallel_argmax
 from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.nano.switch import NanoSettings
+from tlora_megatron.training.packing.isolation import check_isolation
 from tlora_megatron.training.packing.packing import PackedBatch
 
 
@@ -68,7 +71,7 @@ class MegatronLmEngine:
     """`training.evaluation.Scorer` over the model that the user's script built.
 
     The trainer runs the training rounds: it calls `forward_step` for each micro-batch, and
-    `take_losses` then returns their losses. Evaluation runs in a forward-only schedule of our own.
+    `take_losses` then returns their losses. Checks and evaluations run in a schedule of our own.
 
     Args:
         chunks: the trainer's model chunks, wrapped as it holds them.
@@ -122,28 +125,42 @@ class MegatronLmEngine:
         losses, self._losses = self._losses, []
         return losses
 
+    def forward_backward(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Runs batches as the trainer's rounds do, before it trains; see `take_losses`."""
+        self._run(batches, self.forward_step, forward_only=False)
+        return self.take_losses()
+
     def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
         """Scores the batches without gradients; see `Scorer`."""
+        with torch.no_grad():
+            outs = self._run(batches, self._predict_step, forward_only=True)
+        return [(out["losses"], out["right"]) for out in outs]
+
+    def _run(
+        self, batches: Sequence[PackedBatch], step: Callable[..., Any], *, forward_only: bool
+    ) -> list[dict[str, Tensor]]:
+        """Runs Megatron's schedule, without what the trainer would add for its own parameters."""
         if self._parts is not None:
             self._parts.begin()
             self._parts.end()
         iterators = [iter(batches) for _ in self.chunks]
         config = self._models[0].config
-        timers, config.timers = config.timers, None
+        given = {name: getattr(config, name) for name in ("timers", "finalize_model_grads_func")}
+        for name in given:
+            setattr(config, name, None)
         try:
-            with torch.no_grad():
-                outs = get_forward_backward_func()(
-                    forward_step_func=self._predict_step,
-                    data_iterator=iterators if len(iterators) > 1 else iterators[0],
-                    model=self.chunks,
-                    num_microbatches=len(batches),
-                    seq_length=self.seq_length,
-                    micro_batch_size=1,
-                    forward_only=True,
-                )
+            return get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks,
+                num_microbatches=len(batches),
+                seq_length=self.seq_length,
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
         finally:
-            config.timers = timers
-        return [(out["losses"], out["right"]) for out in outs]
+            for name, value in given.items():
+                setattr(config, name, value)
 
     def _targets(self, batch: PackedBatch, *, scores: bool) -> Targets | None:
         """Returns the head's work; None where the model's own head computes all rows."""
@@ -200,6 +217,31 @@ class MegatronLmEngine:
         valid = max(0, min(columns, self.vocab_size - self.groups.tp_rank * columns))
         if valid < columns:
             logits[..., valid:].fill_(torch.finfo(logits.dtype).min)
+
+
+def check_engine_isolation(engine: MegatronLmEngine) -> None:
+    """Refuses a model of the script that does not keep packed documents apart.
+
+    Collective over the world; call it before adapters are attached. Micro-batches have the
+    trainer's own size, for which a model may have been built. FP8 of activations is off, whose
+    scales may look at whole micro-batches; `OwnCompute` tells of that.
+
+    Raises:
+        ValueError: see `check_isolation`.
+    """
+    models = language_models(engine.chunks)
+    config = models[0].config
+    with without_quantization(engine.chunks):
+        check_isolation(
+            engine.forward_backward,
+            [model.embedding for model in models if hasattr(model, "embedding")],
+            engine.groups,
+            name=built_class(models[0]).__name__,
+            dtype=config.params_dtype,
+            has_experts=config.num_moe_experts is not None,
+            vocab_size=engine.vocab_size,
+            num_rows=engine.seq_length,
+        )
 
 
 def _scored(batch: PackedBatch, scores: Tensor) -> tuple[Any, ...]:

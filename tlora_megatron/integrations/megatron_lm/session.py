@@ -29,7 +29,11 @@ from tlora_megatron.integrations.megatron.built.own_compute import use_own_compu
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron_lm.arguments import LaunchSettings
-from tlora_megatron.integrations.megatron_lm.engine import MegatronLmEngine, MicroBatchFeed
+from tlora_megatron.integrations.megatron_lm.engine import (
+    MegatronLmEngine,
+    MicroBatchFeed,
+    check_engine_isolation,
+)
 from tlora_megatron.integrations.megatron_lm.fingerprint import (
     checkpoint_of_convert,
     precision_of,
@@ -149,6 +153,8 @@ class Session:
             head=self._compute.head,
             parts=self._compute.parts,
         )
+        with timeline.phase("base"):
+            check_engine_isolation(self._engine)
         self._check_base(chunks, groups)
         if groups.is_writer and config.run.round_depth != 1:
             logger.warning(

@@ -22,6 +22,7 @@ from transformers import (
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
+from tests.helpers.deepspeed_models import DELTA_NETS, MIXED, untrained
 from tests.helpers.tiny_models import randomize, tiny_config
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
 from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
@@ -34,6 +35,7 @@ from tlora_megatron.integrations.deepspeed.linears import prepare_linear
 from tlora_megatron.integrations.deepspeed.model import (
     check_finite,
     refuse_adapters,
+    require_grad_from_embedding,
     turn_dropout_off,
     use_packed_attention,
 )
@@ -195,14 +197,29 @@ def test_attention_across_documents_is_refused(
         return out[0].transpose(0, 1)
 
     monkeypatch.setattr(attention, "attend_documents", leak)
-    with pytest.raises(ValueError, match="LlamaForCausalLM must score packed documents"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM must keep the documents of"):
         prepared(build(LlamaConfig(**TINY)), groups)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", [*MIXED, *DELTA_NETS])
+def test_layers_that_run_on_across_documents_are_refused(
+    family: str, dtype: torch.dtype, groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their weights are untrained, by which losses move less than by bf16's rounding."""
+    model = untrained(family, dtype)
+    # Without it some are refused for their attention.
+    monkeypatch.setattr(type(model), "_supports_attention_backend", True)
+    with pytest.raises(ValueError, match=rf"{type(model).__name__} must keep the documents of a"):
+        prepared(model, groups)
 
 
 def prepared(model: Any, groups: ParallelGroups) -> None:
     """Packed attention, a scoring output layer, and the check."""
     spec = model_spec(model)
     plain = model.config._attn_implementation
+    model.requires_grad_(False)
+    require_grad_from_embedding(model)
     use_packed_attention(model)
     prepare_output_layer(model, spec.vocab_size, groups)
     check_packing(model, spec, groups, plain)

@@ -103,7 +103,12 @@ def test_a_target_that_some_layer_lacks_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("hidden_dropout", 0.1), ("gated_linear_unit", False), ("mtp_num_layers", 1)],
+    [
+        ("hidden_dropout", 0.1),
+        ("gated_linear_unit", False),
+        ("mtp_num_layers", 1),
+        ("moe_expert_capacity_factor", 1.0),
+    ],
 )
 def test_settings_that_adapters_do_not_work_with_are_refused(
     chunk: Any, groups: ParallelGroups, field: str, value: Any

@@ -51,6 +51,8 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "mtp_num_layers": (None, 0),
     "use_transformer_engine_op_fuser": (False,),
     "moe_shared_expert_overlap": (False,),
+    "moe_expert_capacity_factor": (None,),
+    "moe_expert_rank_capacity_factor": (None,),
 }
 """Fields of TransformerConfig and the values that adapters work with; a version may lack some."""
 

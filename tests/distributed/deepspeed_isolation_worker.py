@@ -1,0 +1,39 @@
+"""Worker: opens a run over each base, and writes what it was refused for: `WORKER CASES.json OUT`.
+
+CASES has DeepSpeed's JSONs by name. Every rank writes a file `OUT/RANK.json`, with nothing for a
+base that was taken.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import tlora_megatron.deepspeed
+
+
+def main() -> None:
+    """Runs all cases."""
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    refused = {name: refusal(config) for name, config in cases.items()}
+    (Path(sys.argv[2]) / f"{dist.get_rank()}.json").write_text(json.dumps(refused))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def refusal(config: dict[str, Any]) -> str:
+    """Why a base is refused; empty if it is taken."""
+    try:
+        engine = tlora_megatron.deepspeed.initialize(config=config)
+    except ValueError as error:
+        return str(error)
+    engine.base.deepspeed.destroy()
+    return ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Worker: holds models that a Megatron-LM script could build to isolation of documents.
+
+`isolation_worker.py FOLDER CASE...`; a CASE is `KEY=VALUE,...` of tp, pp, vp, cp, sp, rope, ddp and
+recompute as in `built_model_worker`, dtype, and leak: `conv` before self-attention, of which each
+row sees the one before it, or `back`, whose gradients alone do that. Every rank writes what each
+case was refused for, nothing if it was taken, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+
+from tests.distributed import built_model_worker as built
+from tests.helpers import user_models
+from tlora_megatron.integrations.megatron import recompute
+from tlora_megatron.integrations.megatron.built.discover import discover, record_stages
+from tlora_megatron.integrations.megatron.built.model import freeze
+from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
+from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
+from tlora_megatron.integrations.megatron.engine import current_groups
+from tlora_megatron.integrations.megatron.model import initialize_parallel
+from tlora_megatron.integrations.megatron_lm.engine import MegatronLmEngine, check_engine_isolation
+
+SEQ_LENGTH = 96
+
+
+class ConvolvedAttention(SelfAttention):
+    """Self-attention behind a short convolution over all rows."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Adds a little of the row before to each row."""
+        before = torch.cat([hidden_states[:1], hidden_states[:-1]])
+        return super().forward(hidden_states + 1e-4 * before, *args, **kwargs)
+
+
+class _LeaksBack(torch.autograd.Function):
+    """The identity, whose gradients go to the row before as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        behind = torch.cat([gradient[1:], torch.zeros_like(gradient[:1])])
+        return gradient + 1e-4 * behind
+
+
+class BackwardsAttention(SelfAttention):
+    """Self-attention that leaks in backward alone."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Self-attention's."""
+        return super().forward(_LeaksBack.apply(hidden_states), *args, **kwargs)
+
+
+LEAKS: dict[str, type[SelfAttention]] = {"conv": ConvolvedAttention, "back": BackwardsAttention}
+
+
+def main() -> None:
+    """Runs all cases."""
+    refused = {}
+    for case in sys.argv[2:]:
+        refused[case] = refusal(dict(item.split("=") for item in case.split(",")))
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+    (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(refused))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def refusal(options: dict[str, str]) -> str:
+    """Why a model is refused; empty if it is taken."""
+    layout = built.layout_of(options)
+    initialize_parallel(layout)
+    if "vp" in options:
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(int(options["vp"]))
+    recompute.install()
+    dtype = getattr(torch, options.get("dtype", "float32"))
+    fields = built.config_options(options, layout) | {"params_dtype": dtype}
+    fields |= {"pipeline_dtype": dtype, "bf16": dtype is torch.bfloat16}
+    kind = options.get("rope", "plain")
+    with leaking(options.get("leak")):
+        if kind == "hybrid":
+            chunks = user_models.build_user_hybrid(**fields)
+        else:
+            chunks = user_models.build_user_gpt(kind, **fields)
+    freeze(chunks)
+    install_packed_attention(chunks)
+    spec, _ = built.adapted(kind)
+    groups = current_groups(layout, with_experts=kind == "moe")
+    linears = discover(chunks, spec, groups)
+    groups = record_stages(groups, linears)
+    compute = use_own_compute(chunks, linears, groups, spec.vocab_size)
+    engine = MegatronLmEngine(
+        chunks,
+        groups,
+        vocab_size=spec.vocab_size,
+        seq_length=SEQ_LENGTH,
+        head=compute.head,
+        parts=compute.parts,
+    )
+    try:
+        check_engine_isolation(engine)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def leaking(leak: str | None) -> Iterator[None]:
+    """Has the spec of layers name a self-attention that leaks."""
+    given = user_models.get_gpt_layer_local_spec
+
+    def spec(**options: Any) -> Any:
+        layer = given(**options)
+        if leak is not None:
+            layer.submodules.self_attention.module = LEAKS[leak]
+        return layer
+
+    user_models.get_gpt_layer_local_spec = spec
+    try:
+        yield
+    finally:
+        user_models.get_gpt_layer_local_spec = given
+
+
+if __name__ == "__main__":
+    main()
