@@ -53,8 +53,8 @@ A line of a data file is one of these:
   them, JSON of objects.
 - `text` is learnt as a whole, with the special tokens of the tokenizer's own. No end-of-sequence
   token is appended: write it where a text should end.
-- A key that is none of these is an error with its line, as is everything in a chat that the template
-  passes over: training would not see it. Keys that are null count as absent.
+- A key that is none of these is an error with its line, as is everything in a chat that the
+  template passes over: training would not see it. Keys that are null count as absent.
 """
 
 _SECTIONS: tuple[tuple[str, type, str], ...] = (
