@@ -45,9 +45,16 @@ A line of a data file is one of these:
   such as a beginning of text. The tokenizer's end-of-sequence token is appended to every completion
   and learnt with it, so completions do not hold it. The prompt is not learnt.
 - `messages` are written by the tokenizer's chat template; what the assistant says is learnt, with
-  the end of turn that the template puts behind it. Nothing is appended.
+  the end of turn that the template puts behind it. Nothing is appended, so a warning tells when the
+  template ends an answer with no token that stops generation. Answers with `"weight": 0` are read
+  and not learnt. A message may also have `name`, `tool_calls`, `tool_call_id` and
+  `reasoning_content` (`thinking`, `reasoning`). Beside `messages` a line may have `tools` and
+  `chat_template_kwargs`, which the template gets. Arguments of calls are objects or, as OpenAI has
+  them, JSON of objects.
 - `text` is learnt as a whole, with the special tokens of the tokenizer's own. No end-of-sequence
   token is appended: write it where a text should end.
+- A key that is none of these is an error with its line, as is everything in a chat that the
+  template passes over: training would not see it. Keys that are null count as absent.
 """
 
 _SECTIONS: tuple[tuple[str, type, str], ...] = (

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.chat_templates import ENDLESS_TEMPLATE
 from tests.helpers.scenario import make_scenario
 from tlora_megatron.config.jobs import read_job
 from tlora_megatron.config.load import load_config
+from tlora_megatron.service.api.openai.lines import LineCheck
 from tlora_megatron.service.home import Home, read_json
 from tlora_megatron.service.prepare.outcome import PrepareRules, Refused, Validated
 from tlora_megatron.service.prepare.submission import Submission, read_submissions
@@ -74,6 +76,42 @@ def test_a_job_is_measured_and_its_tokens_kept(scenario: Path, rules: PrepareRul
         "base_model": submission.base_model,
         "job": found.document,
     }
+
+
+def test_chats_have_the_tokens_and_warnings_of_tlora_train(
+    scenario: Path, rules: PrepareRules, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tools, weights and null contents, taken by the `openai` door's check, too."""
+    shutil.copytree(scenario.parent, tmp_path / "run")
+    base, config = tmp_path / "run" / "base", tmp_path / "run" / scenario.name
+    (base / "chat_template.jinja").write_text(ENDLESS_TEMPLATE)
+    called = {"name": "get_weather", "arguments": '{"city": "SF"}'}
+    messages = [
+        {"role": "user", "content": "Warm?"},
+        {"role": "assistant", "content": "Maybe.", "weight": 0},
+        {"role": "user", "content": "Look!"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": called}]},
+        {"role": "tool", "tool_call_id": "c", "content": "20C"},
+        {"role": "assistant", "content": "Yes.", "weight": 1},
+    ]
+    tools = [{"function": {"name": "get_weather"}}]
+    line = json.dumps({"messages": messages, "tools": tools}).encode() + b"\n"
+    check = LineCheck("file")
+    check.feed(line * 9)
+    check.end()
+    (tmp_path / "run" / "chats.jsonl").write_bytes(line * 9)
+    chats = ("jobs[0].data.train=chats.jsonl", "jobs[0].max_seq_len=256")
+    found = _valid(validate("j1", read_submissions(config, chats).submissions[0], rules))
+    caplog.clear()
+    data = load_job_data(load_config(config, chats).jobs[0], load_tokenizer(base), 264)
+    assert found.digest == data.fingerprint
+    assert data.train[0].is_target.sum() == len(
+        '{"name": "get_weather", "arguments": {"city": "SF"}}Yes.'
+    )
+    told = [record.getMessage() for record in caplog.records if "no token" in record.getMessage()]
+    assert len(told) == 1
+    assert "ends 18 answers with no token that stops generation" in told[0]
+    assert told[0] in found.notes
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ from tlora_megatron.runtime.planning.length_cuts import find_cuts
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2
-"""Version of the cached files' format."""
+_FORMAT = 3
+"""Version of the cached files' format, and of how rows are read."""
 
 
 def plan_model(config: RunConfig) -> ModelSpec:

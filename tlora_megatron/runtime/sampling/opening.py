@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tlora_megatron.runtime.own_replica import own_replica
 from tlora_megatron.runtime.sampling.adapters import AdapterShelf
 from tlora_megatron.runtime.sampling.batcher import Batcher, Words
 from tlora_megatron.runtime.sampling.limits import SamplerLimits
-from tlora_megatron.training.data.job_data import load_tokenizer
+from tlora_megatron.training.data.tokenize import load_tokenizer, stop_tokens
 from tlora_megatron.training.run.training_run import DTYPES
 
 _CPU_TOKENS, _GPU_TOKENS = 2048, 8192
@@ -77,30 +76,15 @@ def read_words(folder: Path, spec: ModelSpec) -> Words:
         ValueError: if there is no tokenizer.
     """
     tokenizer = load_tokenizer(folder)
-    named = (_read(folder / name) for name in ("generation_config.json", "config.json"))
-    values = [content.get("eos_token_id") for content in named]
     positions = spec.max_positions
     if spec.sliding_window is not None:  # the base runs without a window
         positions = min(positions, spec.sliding_window)
     return Words(
         tokenizer=tokenizer,
-        eos=end_tokens(*values, tokenizer.eos_token_id),
+        eos=stop_tokens(tokenizer),
         vocab_size=spec.vocab_size,
         max_positions=positions,
     )
-
-
-def end_tokens(*values: Iterable[int] | int | None) -> frozenset[int]:
-    """The end-of-sequence tokens that files of a base name; each names one, several or none."""
-    found: set[int] = set()
-    for value in values:
-        if value is not None:
-            found.update([value] if isinstance(value, int) else value)
-    return frozenset(found)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _cache_bytes(limits: SamplerLimits) -> int:

@@ -26,7 +26,7 @@ from tlora_megatron.runtime.sampling.tracks import Request
 from tlora_megatron.runtime.sampling.values import Piece
 from tlora_megatron.service.sampling.sockets import serve
 from tlora_megatron.service.sampling.wire import piece_to_json, prompt_from_json, to_line
-from tlora_megatron.training.data.prompts import encode_prompt
+from tlora_megatron.training.data.tokenize import encode_prompt
 
 logger = logging.getLogger(__name__)
 

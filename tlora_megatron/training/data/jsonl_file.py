@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,21 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.config.job import JobSpec
+from tlora_megatron.training.data.rows import Row, parse_row
 from tlora_megatron.training.data.tokenize import (
-    ROLES,
-    Row,
-    RowKind,
     TokenSequence,
+    count_endless,
+    stop_tokens,
     tokenize_rows,
 )
 
 logger = logging.getLogger(__name__)
 
-_KEYS: dict[RowKind, tuple[str, ...]] = {
-    "completion": ("prompt", "completion"),
-    "messages": ("messages",),
-    "text": ("text",),
-}
 _ROWS_PER_CALL = 1024
 """Lines tokenized at once: enough to feed the tokenizer's threads, few enough to bound memory."""
 
@@ -38,6 +32,8 @@ class LoadedFile:
     """Sequences that were cut to max_seq_len and kept."""
     num_dropped: int
     """Sequences left out because the cut left no target."""
+    num_endless: int = 0
+    """Answers of chats that no token ends which stops generation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +51,8 @@ class JsonlFile:
         return f"job {self.job.name!r}, {self.path}"
 
     def load(self, tokenizer: Any, vocab_size: int) -> LoadedFile:
-        """Reads and tokenizes the file; a warning tells how much of it was cut.
+        """Reads and tokenizes the file; warnings tell how much of it was cut, and what
+        never ends.
 
         Args:
             tokenizer: the base model's Hugging Face tokenizer.
@@ -96,11 +93,14 @@ class JsonlFile:
         if not rows:
             raise ValueError(f"{self.key} must hold at least one line, got none: {self.where}")
         kept: list[TokenSequence] = []
-        num_truncated = 0
+        num_truncated = num_endless = 0
+        stops = stop_tokens(tokenizer)
         for begin in range(0, len(rows), _ROWS_PER_CALL):
             chunk = rows[begin : begin + _ROWS_PER_CALL]
             for row, whole in zip(chunk, tokenize_rows(chunk, tokenizer), strict=True):
                 _check_sequence(whole, vocab_size, row.where)
+                if row.kind == "messages":
+                    num_endless += count_endless(whole, tokenizer, stops)
                 sequence = self._fit(whole, row.where)
                 if sequence is not None:
                     kept.append(sequence)
@@ -114,10 +114,18 @@ class JsonlFile:
             sequences=tuple(kept),
             num_truncated=num_truncated,
             num_dropped=len(rows) - len(kept),
+            num_endless=num_endless,
         )
 
     def warn(self, loaded: LoadedFile) -> None:
-        """Tells in the log how many sequences were cut or left out."""
+        """Tells in the log how many sequences were cut or left out, and what never ends."""
+        if loaded.num_endless:
+            logger.warning(
+                "%s: the base's chat template ends %d answers with no token that stops generation; "
+                "a model that learns them does not stop: let the template write the end of an "
+                "answer, or name its token as eos_token_id in generation_config.json",
+                self.where, loaded.num_endless,
+            )  # fmt: skip
         if loaded.num_truncated or loaded.num_dropped:
             logger.warning(
                 "%s: %d of %d sequences cut to max_seq_len %d, %d more dropped with no target left",
@@ -167,60 +175,3 @@ def _check_sequence(sequence: TokenSequence, vocab_size: int, where: str) -> Non
             f"a line must give at least one token to learn after its first, "
             f"got {len(sequence.tokens)} tokens and no target: {where}"
         )
-
-
-def parse_row(line: bytes, where: str) -> Row:
-    """Reads and checks one line that is not empty.
-
-    Args:
-        line: its bytes.
-        where: file and line number, for errors.
-
-    Raises:
-        ValueError: if it is none of the three formats.
-    """
-    try:
-        fields = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"a line must be UTF-8, got {error}: {where}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"a line must be JSON, got {error}: {where}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"a line must be a JSON object, got {type(fields).__name__}: {where}")
-    kinds = [kind for kind, keys in _KEYS.items() if any(key in fields for key in keys)]
-    if len(kinds) != 1 or any(key not in fields for key in _KEYS[kinds[0]]):
-        raise ValueError(
-            f"a line must hold prompt and completion, or messages, or text, "
-            f"got the keys {sorted(fields)}: {where}"
-        )
-    kind = kinds[0]
-    if kind == "messages":
-        _check_messages(fields["messages"], where)
-    else:
-        for key in _KEYS[kind]:
-            _check_text(fields[key], key, where)
-    return Row(kind, fields, where)
-
-
-def _check_messages(messages: Any, where: str) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages must be a non-empty list, got {messages!r:.80}: {where}")
-    for index, message in enumerate(messages):
-        name = f"messages[{index}]"
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"{name} must hold role and content, got {message!r:.80}: {where}")
-        if message["role"] not in ROLES:
-            raise ValueError(
-                f"{name}.role must be one of {', '.join(ROLES)}, "
-                f"got {message['role']!r:.80}: {where}"
-            )
-        _check_text(message["content"], f"{name}.content", where)
-
-
-def _check_text(value: Any, name: str, where: str) -> None:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be a string, got {value!r:.80}: {where}")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} must be Unicode text, got {error}: {where}") from error

@@ -125,6 +125,7 @@ def map_tokens(path: Path) -> KeptFile:
             sequences=sequences,
             num_truncated=int(counted["num_truncated"]),
             num_dropped=int(counted["num_dropped"]),
+            num_endless=int(counted["num_endless"]),
         )
         return KeptFile(loaded, str(counted["fingerprint"]))
     except (ValueError, KeyError, TypeError) as error:
@@ -147,6 +148,7 @@ def _header(parts: dict[str, np.ndarray], loaded: LoadedFile, digest: str) -> by
             "fingerprint": fingerprint(loaded.sequences),
             "num_truncated": str(loaded.num_truncated),
             "num_dropped": str(loaded.num_dropped),
+            "num_endless": str(loaded.num_endless),
         }
     }
     offset = 0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.training.data import jsonl_file, tokenize
+from tlora_megatron.training.data import chats, jsonl_file, rows, tokenize
 from tlora_megatron.training.data.job_data import JobData, load_tokenizer
 from tlora_megatron.training.data.jsonl_file import JsonlFile, files_of
 from tlora_megatron.training.data.mapped_tokens import (
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 ENTRY_NAME = "tokens.safetensors"
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
-_CODE = (tokenize, jsonl_file)
+_CODE = (tokenize, chats, rows, jsonl_file)
 """Modules whose own rules shape the tokens."""
 _IDLE_S = 30 * 86400.0
 """Entries that no job has asked for in so long are removed."""

@@ -1,4 +1,4 @@
-"""Rows of a job's JSONL file to tokens and targets: the three formats, with the base's tokenizer.
+"""Rows of a job's JSONL file to tokens and targets, and prompts to the same tokens.
 
 A batch of rows is tokenized by one call; everything that can go wrong in a row names its line.
 """
@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-RowKind = Literal["completion", "messages", "text"]
-ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
-"""Closed, because a chat template may pass over a misspelt role without a word."""
+from tlora_megatron.training.data.chats import ChatWriter, Span, Written
+from tlora_megatron.training.data.rows import Row, RowKind, read_messages
 
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 _KNOWN_CLASSES = {
@@ -29,19 +26,7 @@ _KNOWN_CLASSES = {
     ("qwen3", "Qwen2TokenizerFast"): "Qwen2Tokenizer",
 }
 """(model type, tokenizer class as the folder says) -> class that `AutoTokenizer` then takes."""
-_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-Span = tuple[int, int]
-"""Half-open range of characters."""
-
-
-class Row(NamedTuple):
-    """One checked line of a JSONL file."""
-
-    kind: RowKind
-    fields: dict[str, Any]
-    where: str
-    """Job, file and line number, for errors."""
+_END_FILES = ("generation_config.json", "config.json")
 
 
 class TokenSequence(NamedTuple):
@@ -141,10 +126,13 @@ def _text_sequences(rows: Sequence[Row], tokenizer: Any) -> Iterable[TokenSequen
 
 
 def _messages_sequences(rows: Sequence[Row], tokenizer: Any) -> Iterable[TokenSequence]:
-    template = _chat_template(tokenizer, rows[0].where)
-    has_generation_blocks = bool(_GENERATION_BLOCK.search(template))
-    find = _generation_spans if has_generation_blocks else _prefix_spans
-    chats = [find(row, tokenizer, template) for row in rows]
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            f"messages must come with a tokenizer that reports offsets (tokenizer.json), "
+            f"got {type(tokenizer).__name__}: {rows[0].where}"
+        )
+    writer = ChatWriter(tokenizer)
+    chats = [_write(writer, row) for row in rows]
     encoded = tokenizer(
         [text for text, _ in chats],
         add_special_tokens=False,  # the template writes them
@@ -162,11 +150,67 @@ def _messages_sequences(rows: Sequence[Row], tokenizer: Any) -> Iterable[TokenSe
         yield sequence
 
 
+def _write(writer: ChatWriter, row: Row) -> Written:
+    try:
+        return writer.write(row.fields)
+    except ValueError as error:
+        raise ValueError(f"{error}: {row.where}") from error
+
+
 _TOKENIZE: dict[RowKind, Callable[[Sequence[Row], Any], Iterable[TokenSequence]]] = {
     "completion": _completion_sequences,
     "messages": _messages_sequences,
     "text": _text_sequences,
 }
+
+
+def encode_prompt(tokenizer: Any, text: str | Sequence[Mapping[str, Any]]) -> list[int]:
+    """Returns the tokens of a text, or of messages whose next one is the assistant's.
+
+    Raises:
+        ValueError: if it is neither, or the chat template is missing, refuses the
+            messages, or passes over a part of them.
+    """
+    if isinstance(text, str):
+        ids = list(tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"])
+        return ids[:-1] if appends_eos(tokenizer) else ids
+    rendered = ChatWriter(tokenizer).ask(read_messages(text))
+    ids = tokenizer(rendered, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    return list(ids["input_ids"])
+
+
+def stop_tokens(tokenizer: Any) -> frozenset[int]:
+    """Tokens that end what is generated: those that the tokenizer and its folder's files name.
+
+    Raises:
+        ValueError: if such a file cannot be read.
+    """
+    values = [tokenizer.eos_token_id]
+    for name in _END_FILES if tokenizer.name_or_path else ():
+        path = Path(tokenizer.name_or_path) / name
+        if path.is_file():
+            try:
+                values.append(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+            except (ValueError, AttributeError) as error:
+                raise ValueError(f"{path} must be JSON of an object, got {error}") from error
+    named = [value if isinstance(value, list) else [value] for value in values]
+    return frozenset(token for tokens in named for token in tokens if token is not None)
+
+
+def count_endless(sequence: TokenSequence, tokenizer: Any, stops: frozenset[int]) -> int:
+    """How many of a chat's answers end, but for white space, in a token that stops nothing."""
+
+    def is_blank(index: int) -> bool:
+        return not tokenizer.decode([int(sequence.tokens[index])]).strip()
+
+    edges = np.flatnonzero(np.diff(sequence.is_target.astype(np.int8), prepend=0, append=0))
+    count = 0
+    for begin, end in edges.reshape(-1, 2).tolist():
+        last = end - 1
+        while last > begin and int(sequence.tokens[last]) not in stops and is_blank(last):
+            last -= 1
+        count += int(sequence.tokens[last]) not in stops
+    return count
 
 
 def appends_eos(tokenizer: Any) -> bool:
@@ -206,92 +250,3 @@ def _token_starts(offsets: Sequence[Span]) -> np.ndarray:
     begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
     before = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]]) if len(ends) else ends
     return np.where(begins < ends, begins, before)
-
-
-def _chat_template(tokenizer: Any, where: str) -> str:
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            f"messages must come with a tokenizer that reports offsets (tokenizer.json), "
-            f"got {type(tokenizer).__name__}: {where}"
-        )
-    try:
-        return tokenizer.get_chat_template()
-    except ValueError as error:
-        raise ValueError(
-            f"messages must come with a tokenizer that has a chat template, got none: {where}"
-        ) from error
-
-
-@contextmanager
-def _template_errors(where: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # a template is a program and may raise anything
-        raise ValueError(
-            f"messages must suit the chat template, got {type(error).__name__}: {error}: {where}"
-        ) from error
-
-
-def _render(row: Row, tokenizer: Any, messages: list[Any], **options: Any) -> str:
-    with _template_errors(row.where):
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-
-
-def _generation_spans(row: Row, tokenizer: Any, template: str) -> tuple[str, list[Span]]:
-    """The conversation as text and what its template marks by `{% generation %}` blocks.
-
-    `apply_chat_template(..., return_assistant_tokens_mask=True)` maps the same spans to tokens, but
-    loses turns, or marks all that follows, where a span begins or ends with trimmed white space.
-    """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    # As in apply_chat_template: a template would write out a key that is null.
-    chat = [{k: v for k, v in m.items() if v is not None} for m in row.fields["messages"]]
-    with _template_errors(row.where):
-        (text,), (spans,) = render_jinja_template(
-            [chat],
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-        )
-    return text, list(spans)
-
-
-def _prefix_spans(row: Row, tokenizer: Any, template: str) -> tuple[str, list[Span]]:
-    """The conversation as text and its assistant turns, each found between two shorter renderings.
-
-    Turn k begins where the template asks for generation after the messages before it and ends
-    where the rendering of the first k + 1 messages ends, so its end-of-turn token belongs to it.
-    """
-    messages = row.fields["messages"]
-    text = _render(row, tokenizer, messages)
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        asked = _render(row, tokenizer, messages[:index], add_generation_prompt=True)
-        answered = _render(row, tokenizer, messages[: index + 1])
-        length = _turn_length(text, asked, answered, message["content"].strip())
-        if length is None:
-            raise ValueError(
-                f"the chat template must extend the messages before an assistant turn when it adds "
-                f"the turn, got another beginning at messages[{index}] (a template with generation "
-                f"blocks marks the turns itself): {row.where}"
-            )
-        spans.append((len(asked), len(asked) + length))
-    return text, spans
-
-
-def _turn_length(text: str, asked: str, answered: str, content: str) -> int | None:
-    """Characters of the turn that starts after `asked` in `text`; None if that is not certain."""
-    if not (text.startswith(asked) and answered.startswith(asked)):
-        return None
-    if text.startswith(answered):
-        return len(answered) - len(asked)
-    # Qwen3 writes an empty think block into the last turn only: look for content and end of turn.
-    at = answered.find(content, len(asked)) if content else -1
-    while at >= 0:
-        if text.startswith(answered[at:], len(asked)):
-            return len(answered) - at
-        at = answered.find(content, at + 1)
-    return None

@@ -144,6 +144,8 @@ def test_refusals(tmp_path: Path, address: str) -> None:
                 await sampler.generate("other", [Prompt(tokens=(1,))])
             with pytest.raises(SamplingRefused, match="adapter must be a folder with"):
                 await sampler.generate("base", [Prompt(tokens=(1,), adapter="/nowhere")])
+            with pytest.raises(SamplingRefused, match=r"messages\[0\]'s keys must be"):
+                await sampler.encode("base", [{"role": "user", "content": "x", "nmae": "bob"}])
         async with opened(tmp_path, "http://127.0.0.1:9") as sampler:
             with pytest.raises(SamplerUnavailable, match="vLLM does not answer for base"):
                 await sampler.generate("base", [Prompt(tokens=(1,))])

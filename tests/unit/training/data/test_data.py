@@ -205,10 +205,10 @@ class TestText:
 
 
 class TestFile:
-    def test_kinds_mix_in_order_and_other_keys_are_ignored(self, tmp_path):
+    def test_kinds_mix_in_order_and_other_keys_are_null(self, tmp_path):
         rows = [
-            {"text": "a", "id": 1},
-            {"prompt": "b", "completion": "c", "source": None},
+            {"text": "a"},
+            {"prompt": "b", "completion": "c", "source": None, "label": None},
             chat(("user", "d"), ("assistant", "e")),
             {"text": "f"},
         ]
@@ -295,8 +295,8 @@ BAD_LINES = {
         {"messages": [{"role": "user", "content": ["a"]}]},
         r"messages\[0\].content must be a string, got \['a'\]",
     ),
-    "no assistant": (chat(("user", "a")), NO_TARGET),
-    "assistant first": (chat(("assistant", "a")), "messages must suit the chat template, got"),
+    "no assistant": (chat(("user", "a")), "a chat must have an answer of weight 1"),
+    "assistant first": (chat(("assistant", "a")), r"messages\[0\] must not be an answer"),
     "too long": ({"text": "a" * 30}, "must have at most max_seq_len 20 tokens, got 31"),
 }
 
@@ -393,7 +393,11 @@ def test_a_template_that_raises_is_refused(tmp_path, blocks):
     with pytest.raises(
         ValueError, match=r"chat template, got .*roles must alternate.*train.jsonl line 1"
     ):
-        load(tmp_path, [chat(("user", "a"))], tiny_tokenizer(chat_template=template))
+        load(
+            tmp_path,
+            [chat(("user", "a"), ("assistant", "b"))],
+            tiny_tokenizer(chat_template=template),
+        )
 
 
 class TestLoadTokenizer:
@@ -426,15 +430,10 @@ class TestLoadTokenizer:
 @pytest.mark.skipif(
     not (SHARED_TEXT / "gsm8k.jsonl").exists(), reason=f"no gsm8k.jsonl in {SHARED_TEXT}"
 )
-def test_real_data_loads_whole():
-    spec = JobSpec(
-        name="gsm8k",
-        data=DataSpec(train=str(SHARED_TEXT / "gsm8k.jsonl"), overlong="error"),
-        max_seq_len=8192,
-        max_steps=1,
-    )
-    data = load_job_data(spec, TOKENIZER, VOCAB_SIZE)
-    rows = [json.loads(line) for line in (SHARED_TEXT / "gsm8k.jsonl").open(encoding="utf-8")]
+def test_real_data_loads_whole(tmp_path):
+    lines = (SHARED_TEXT / "gsm8k.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [{key: json.loads(line)[key] for key in ("prompt", "completion")} for line in lines]
+    data = load(tmp_path, rows, overlong="error", max_seq_len=8192)
     assert len(data.train) == len(rows)
     for row, sequence in zip(rows, data.train, strict=True):
         whole = [BOS_ID, *byte_ids(row["prompt"] + row["completion"]), EOS_ID]

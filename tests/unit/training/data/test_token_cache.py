@@ -138,6 +138,17 @@ def test_a_damaged_entry_is_made_again(
     assert path.read_bytes() == whole
 
 
+def test_answers_that_never_end_are_told_by_the_cache_too(
+    cache: TokenCache, job: JobSpec, source: TokenizerFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages = [{"role": role, "content": role[0]} for role in ("user", "assistant")]
+    Path(job.data.train).write_text(json.dumps({"messages": messages}) + "\n")
+    keys = cache.load(job, source, VOCAB_SIZE).keys
+    cache.load(job, TokenizerFolder(Path("nowhere")), VOCAB_SIZE, keys)
+    told = [r.getMessage() for r in caplog.records if "ends 1 answers with no" in r.getMessage()]
+    assert len(told) == 2
+
+
 def test_a_known_key_is_of_one_file_alone(
     cache: TokenCache, job: JobSpec, source: TokenizerFolder
 ) -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any
-
-from tlora_megatron.training.data.jsonl_file import parse_row
+from tlora_megatron.training.data.rows import parse_row
 
 LONGEST_LINE = 4 * 2**20
 """Bytes; a line is held in memory."""
-_UNUSED = ("tools", "functions", "parallel_tool_calls", "function_call")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -56,10 +51,7 @@ class LineCheck:
             self._too_long(self._number)
         if not line.strip():
             return
-        where = f"{self._name} line {self._number}"
-        row = parse_row(line, where)
-        if row.kind == "messages":
-            _check_chat(row.fields, where)
+        row = parse_row(line, f"{self._name} line {self._number}")
         self.rows += 1
         self.kinds[row.kind] = self.kinds.get(row.kind, 0) + 1
 
@@ -67,26 +59,3 @@ class LineCheck:
         raise ValueError(
             f"a line must have at most {LONGEST_LINE:,} bytes, got more: {self._name} line {number}"
         )
-
-
-def _check_chat(fields: Mapping[str, Any], where: str) -> None:
-    """Refuses what chats of the API may hold and training would pass over."""
-    for key in _UNUSED:
-        if fields.get(key):
-            raise ValueError(f"{key} must be left out, got {_short(fields[key])}: {where}")
-    has_answer = False
-    for index, message in enumerate(fields["messages"]):
-        name = f"messages[{index}]"
-        if message.get("weight", 1) != 1:
-            rule = "be 1 or left out: all answers of a chat are learnt"
-            raise ValueError(f"{name}.weight must {rule}, got {_short(message['weight'])}: {where}")
-        for key in ("tool_calls", "function_call"):
-            if message.get(key):
-                raise ValueError(f"{name}.{key} must be left out, got one: {where}")
-        has_answer |= message["role"] == "assistant"
-    if not has_answer:
-        raise ValueError(f"messages must hold one of role assistant, got none: {where}")
-
-
-def _short(value: Any) -> str:
-    return json.dumps(value)[:80]

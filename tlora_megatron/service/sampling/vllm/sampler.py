@@ -26,6 +26,7 @@ from tlora_megatron.service.sampling.vllm.server import (
     start_server,
 )
 from tlora_megatron.service.sampling.vllm.wire import pieces_of, to_request
+from tlora_megatron.training.data.rows import read_messages
 
 _CONNECT_S = 5.0
 
@@ -85,7 +86,14 @@ class VllmSampler(StreamingSampler):
 
     async def encode(self, base: str, text: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the tokens of a text, or of messages by the base's chat template."""
-        body = {"prompt": text} if isinstance(text, str) else {"messages": list(text)}
+        if isinstance(text, str):
+            body: dict[str, Any] = {"prompt": text}
+        else:
+            try:
+                read_messages(text)  # vLLM passes over keys that it does not know
+            except ValueError as error:
+                raise SamplingRefused(str(error)) from error
+            body = {"messages": list(text)}
         answer = await self._post(base, "/tokenize", {"model": base, **body})
         return [int(token) for token in answer["tokens"]]
 

@@ -60,14 +60,14 @@ def test_other_tenants_see_nothing(client_of: Callable[..., OpenAI], file: str) 
         (b'{"prompt": "x"}', "a line must hold prompt and completion, or messages, or text"),
         (b'{"text": "\xff"}', "a line must be UTF-8"),
         (b'{"messages": [{"role": "usr", "content": ""}]}', r"messages\[0\].role must be one of"),
-        (b'{"messages": [{"role": "user", "content": ""}]}', "must hold one of role assistant"),
+        (b'{"messages": [{"role": "user", "content": ""}]}', "must have an answer of weight 1"),
         (
-            b'{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}',
-            r"messages\[0\].weight must be 1 or left out",
+            b'{"messages": [{"role": "assistant", "content": "a", "weight": 2}]}',
+            r"messages\[0\].weight must be 0 or 1, got 2",
         ),
         (
             b'{"messages": [{"role": "assistant", "content": "a"}], "tools": [1]}',
-            "tools must be left out",
+            r"tools\[0\] must be an object whose function has a name, got 1: file line 1",
         ),
         (b"[" * 100_000, "a line must be JSON"),
     ],
