@@ -1,7 +1,7 @@
 """Writing a whole directory so that a crash at any moment leaves the old one or the new one.
 
 A symbolic link in the place of a directory of ours is never followed: it goes, what it leads to
-stays. Files that are not ours are never touched.
+stays. Files that are not ours are never touched. `replace_link` makes a link that is ours.
 """
 
 from __future__ import annotations
@@ -79,6 +79,29 @@ def replace_directory(
     _flush(directory.parent)
     _remove(incoming, names, directory)
     _remove(previous, names, directory)
+
+
+def replace_link(link: Path, target: str, permit: Permit = always) -> None:
+    """Lets a symbolic link lead to `target` in one step; a folder of ours in its place goes.
+
+    Args:
+        permit: asked before anything is changed.
+
+    Raises:
+        OSError: if the file system refuses, or `permit`.
+    """
+    link = _not_followed(link)
+    incoming, previous = _incoming(link), _previous(link)
+    permit()
+    _remove(incoming, (), link)
+    incoming.symlink_to(target)
+    if _is_folder(link):
+        _swap(incoming, link)
+    else:
+        os.replace(incoming, link)
+    _flush(link.parent)
+    _remove(incoming, (), link)
+    _remove(previous, (), link)
 
 
 def readable_directory(directory: Path) -> Path:
