@@ -32,20 +32,23 @@ class InUse:
     @contextmanager
     def held(self, folder: Path | None) -> Iterator[None]:
         """Keeps a folder; None = the base alone."""
+        if folder is None:
+            yield
+            return
         with self._lock:
-            self._held.update([folder] if folder else [])
+            self._held[folder] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._held.subtract([folder] if folder else [])
+                self._held[folder] -= 1
+                self._held += Counter()  # without those that nobody keeps
 
     def remove(self, folder: Path) -> None:
         """Deletes a folder, unless somebody keeps it."""
         with self._lock:
-            if not self._held[folder]:
+            if folder not in self._held:
                 remove_folder(folder)
-            self._held += Counter()  # without those that nobody keeps
 
 
 class Sampler(Protocol):

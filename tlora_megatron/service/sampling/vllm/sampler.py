@@ -28,6 +28,8 @@ from tlora_megatron.service.sampling.vllm.server import (
 from tlora_megatron.service.sampling.vllm.wire import pieces_of, to_request
 
 _CONNECT_S = 5.0
+_LOADED = "has already been loaded"
+"""In what vLLM answers to a name that it knows."""
 
 
 class VllmSampler(StreamingSampler):
@@ -162,7 +164,12 @@ class VllmSampler(StreamingSampler):
                 names.remove(name)
             else:
                 body = {"lora_name": name, "lora_path": folder}
-                await self._post(base, "/v1/load_lora_adapter", body, server)
+                try:
+                    await self._post(base, "/v1/load_lora_adapter", body, server)
+                except SamplingRefused as error:
+                    # By a process before this one: the name stands for these very files.
+                    if _LOADED not in str(error):
+                        raise
             names.append(name)
             if len(names) > self._settings.adapters:
                 gone = names.pop(0)
