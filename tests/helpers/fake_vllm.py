@@ -16,7 +16,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +97,17 @@ class Adapters:
 
 
 def make_app(
-    base: str, key: str | None, log: list[Any] | None = None, max_loras: int = 8
+    base: str,
+    key: str | None,
+    log: list[Any] | None = None,
+    max_loras: int = 8,
+    told: Mapping[str, Any] | None = None,
 ) -> FastAPI:
-    """The server's app; `log` gets what is asked."""
+    """The server's app; `log` gets what is asked.
+
+    Args:
+        told: of `model_config` in `/server_info`, which only a server in dev mode has.
+    """
     app, adapters, asked = FastAPI(), Adapters(max_loras), [] if log is None else log
 
     @app.middleware("http")
@@ -108,6 +116,12 @@ def make_app(
         if request.url.path != "/health" and request.headers.get("authorization") != wanted:
             return JSONResponse({"error": "Unauthorized"}, 401)
         return await call(request)
+
+    @app.get("/server_info")
+    async def info(config_format: str = "text") -> Any:
+        if told is None or config_format != "json":
+            return JSONResponse({"detail": "Not Found"}, 404)
+        return {"vllm_config": {"model_config": told}}
 
     @app.get("/health")
     async def health() -> None: ...
