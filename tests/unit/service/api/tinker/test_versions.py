@@ -17,6 +17,7 @@ from tests.helpers.http_service import BASE, Door, listening
 from tests.helpers.played_models import PlayedModels
 from tests.unit.service.api.tinker.conftest import Played
 from tests.unit.service.api.tinker.test_refusals import model, post, session
+from tlora_megatron.service.api.submitting.references import References
 from tlora_megatron.service.api.tinker.reaper import Reaper
 from tlora_megatron.service.api.tinker.state.sessions import Sessions
 from tlora_megatron.service.api.tinker.state.sweep import KEPT_FOR_SAMPLERS
@@ -172,6 +173,14 @@ def test_versions_that_were_used_last_stay(loop: Loop) -> None:
 def folder_of(loop: Loop, number: int) -> Path:
     (job,) = loop.door.store.jobs.page()
     return loop.door.home.job(job.id) / "sampler" / ".versions" / f"{number:08d}"
+
+
+def test_a_job_may_begin_at_a_published_name(loop: Loop) -> None:
+    loop.publish()
+    (job,) = loop.door.store.jobs.page()
+    known = References(loop.door.home, loop.door.store, {}, tenant="ann")
+    found = known.folder(f"jobs/{job.id}/sampler/latest", "init_from")
+    assert found == str(folder_of(loop, 1))
 
 
 def test_a_version_that_has_no_name_yet_stays(loop: Loop) -> None:
