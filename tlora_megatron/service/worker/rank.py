@@ -153,7 +153,7 @@ class RankProcess:
 
     def _score_base(self, live: LiveLoop, config: RunConfig, store: Store) -> None:
         """Leaves word of what the base says of a few tokens, unless somebody has; collective."""
-        from tlora_megatron.training.driven.base_scores import score_base
+        from tlora_megatron.training.resident.base_scores import score_base
 
         home, base = Home(Path(self._spec.root)), self._spec.base_model
         if self._rank == 0:

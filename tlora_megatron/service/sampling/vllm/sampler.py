@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -20,7 +20,6 @@ from tlora_megatron.service.sampling.sampler import (
     SamplingRefused,
     StreamingSampler,
 )
-from tlora_megatron.service.sampling.vllm.probe import Probe, ProbeSettings
 from tlora_megatron.service.sampling.vllm.server import (
     Server,
     VllmSettings,
@@ -28,6 +27,9 @@ from tlora_megatron.service.sampling.vllm.server import (
     start_server,
 )
 from tlora_megatron.service.sampling.vllm.wire import pieces_of, to_request
+
+if TYPE_CHECKING:
+    from tlora_megatron.service.sampling.vllm.probe import Probe, ProbeSettings
 
 _CONNECT_S = 5.0
 _LOADED = "has already been loaded"
@@ -59,8 +61,11 @@ class VllmSampler(StreamingSampler):
         self._servers: dict[str, Server] = {}
         self._loaded: dict[tuple[str, str], list[str]] = {}
         """Address and key -> names of the adapters there, the least lately used first."""
-        self._probe = None
+        self._probe: Probe | None = None
         if probe is not None:
+            # Not at the top: it needs numpy.
+            from tlora_megatron.service.sampling.vllm.probe import Probe
+
             self._probe = Probe(probe, self._generate_one, self._encode, self._get)
         self._lock = asyncio.Lock()
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_S))
