@@ -16,6 +16,7 @@ import torch
 from tests.helpers.driven_client import batch
 from tests.helpers.driven_worker import ADAM, BETA, CLIP, LOSSES, sampled
 from tests.helpers.gang_driver import quickstart_base
+from tests.helpers.sampling_case import Reference
 from tests.helpers.standing_world import forked
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import save_tiny_tokenizer
@@ -109,6 +110,15 @@ def test_loop_has_the_losses_of_peft(tmp_path: Path) -> None:
     for row, own in zip(found["rows"], expected, strict=True):
         np.testing.assert_allclose(row, own, rtol=1e-5, atol=1e-5)
     assert found["ended"] == {"status": "finished", "reason": None, "step": steps}
+    check_scores(found["scores"])
+
+
+def check_scores(scores: dict[str, Any]) -> None:
+    """What a gang says of its base is what transformers says."""
+    base = quickstart_base()["path"]
+    own = Reference(Path(base), None).logprobs(scores["tokens"])
+    assert len(scores["tokens"]) == 64
+    np.testing.assert_allclose(scores["logprobs"], own.numpy(), rtol=1e-5, atol=1e-5)
 
 
 def test_loop_over_shared_experts_has_the_losses_of_peft(tmp_path: Path) -> None:
@@ -153,6 +163,7 @@ def test_neighbours_and_errors_change_no_bit(layout: str, run: Runs) -> None:
     assert good == [None, None]
     assert found["ordinary_beside"] == found["ordinary_alone"]
     assert found["digests"]["j2"] == found["digests"]["j5"]
+    check_scores(found["scores"])
 
 
 def test_layouts_agree(run: Runs) -> None:
@@ -168,4 +179,6 @@ def test_killed_ranks_change_no_bit(tmp_path: Path) -> None:
     assert found["deaths"] == 2
     assert found["rows"] == quiet["rows"]
     assert found["digests"] == quiet["digests"]
+    assert found["versions"] == quiet["versions"]
+    assert len(found["versions"]) == 2 * (6 + 1)
     assert found["kept"] == quiet["kept"] == []

@@ -5,6 +5,7 @@ forked("-m", "tests.helpers.driven_worker", CASE, ROOT, ...)    prints a line of
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -132,7 +133,13 @@ def oracle(root: Path, steps: str) -> dict[str, Any]:
     client.good(client.ask("leave"))
     driver.run_to_end()
     driver.stop()
-    return {"rows": rows, "ended": driver.jobs["j1"].ended}
+    return {"rows": rows, "ended": driver.jobs["j1"].ended, "scores": base_scores(root)}
+
+
+def base_scores(root: Path) -> dict[str, list[float]]:
+    """What the first gang has left of its base."""
+    (file,) = (root / "cache" / "base_scores").iterdir()
+    return dict(json.loads(file.read_text()))
 
 
 def over_experts(root: Path, steps: str, base: str, ranks: str, parallel: str) -> dict[str, Any]:
@@ -199,6 +206,7 @@ def layout(root: Path, ranks: str, parallel: str, more: str = "{}") -> dict[str,
     if neighbour is not None:
         found["ordinary_beside"] = sorted(neighbour.losses.items())
     found["digests"] = driver.adapter_digests()
+    found["scores"] = base_scores(root)
     driver.stop()
     return found
 
@@ -237,6 +245,7 @@ def killed(root: Path, kills: str) -> dict[str, Any]:
     clients = [Client(driver, job) for job in ("j1", "j2")]
     rows, moments = [], json.loads(kills)
     for number in range(6):
+        saves = [client.ask("save_for_sampler", name="latest") for client in clients]
         if number in moments:
             clients[1].ask("forward", batch(3, (250, 250, 250)))
             clients[0].ask("forward", batch(3))
@@ -245,6 +254,8 @@ def killed(root: Path, kills: str) -> dict[str, Any]:
             for client in clients:
                 client.good(client.ask("forward", batch(3)))
         rows.append([step(client, number) for client in clients])
+        for client, save in zip(clients, saves, strict=True):
+            client.good(save)
         if -number in moments:
             os.kill(pids(driver)[1], signal.SIGKILL)
     for client in clients:
@@ -256,7 +267,19 @@ def killed(root: Path, kills: str) -> dict[str, Any]:
         "rows": rows,
         "deaths": len(driver.deaths),
         "digests": driver.adapter_digests(),
+        "versions": published(root),
         "kept": kept,
+    }
+
+
+def published(root: Path) -> dict[str, str]:
+    """Digests of all versions, and where names lead."""
+    found = {}
+    for file in sorted(root.glob("jobs/*/sampler/.versions/*/adapter_model.safetensors")):
+        place = str(file.parent.relative_to(root))
+        found[place] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return found | {
+        str(p.relative_to(root)): os.readlink(p) for p in root.glob("jobs/*/sampler/[!.]*")
     }
 
 

@@ -2,6 +2,10 @@
 
     python -m tests.helpers.fake_vllm BASE --served-model-name NAME --port N ...
 
+An adapter counts in steps of as many as its file of weights has bytes. As vLLM does, the server
+keeps few adapters in memory and reads one that had to go again from its folder, when it is asked
+for; it takes no name twice; and if that folder is gone it dies, for all who ask it.
+
 A base whose folder is called `broken` cannot be started. Fields that vLLM does not document are
 refused, which vLLM itself does not do.
 """
@@ -12,7 +16,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -68,9 +73,42 @@ class Detokenize(_Strict):
     tokens: list[int]
 
 
-def make_app(base: str, key: str | None, log: list[Any] | None = None) -> FastAPI:
-    """The server's app; `log` gets what is asked."""
-    app, adapters, asked = FastAPI(), {}, [] if log is None else log
+class Adapters:
+    """The adapters that a server knows by name, of which it holds the last few."""
+
+    def __init__(self, most: int) -> None:
+        self.folders: dict[str, str] = {}
+        self.is_dead = False
+        self._most = most
+        self._steps: dict[str, int] = {}
+        """The least lately used first."""
+
+    def step(self, name: str) -> int:
+        """The step of an adapter, which is read if it is not held; 1 = the base's."""
+        if name not in self.folders:
+            return 1
+        if name not in self._steps:
+            weights = Path(self.folders[name]) / "adapter_model.safetensors"
+            self._steps[name] = len(weights.read_bytes())
+        self._steps[name] = self._steps.pop(name)
+        for old in list(self._steps)[: -self._most]:
+            del self._steps[old]
+        return self._steps[name]
+
+
+def make_app(
+    base: str,
+    key: str | None,
+    log: list[Any] | None = None,
+    max_loras: int = 8,
+    told: Mapping[str, Any] | None = None,
+) -> FastAPI:
+    """The server's app; `log` gets what is asked.
+
+    Args:
+        told: of `model_config` in `/server_info`, which only a server in dev mode has.
+    """
+    app, adapters, asked = FastAPI(), Adapters(max_loras), [] if log is None else log
 
     @app.middleware("http")
     async def check_key(request: Request, call: Any) -> Any:
@@ -78,6 +116,12 @@ def make_app(base: str, key: str | None, log: list[Any] | None = None) -> FastAP
         if request.url.path != "/health" and request.headers.get("authorization") != wanted:
             return JSONResponse({"error": "Unauthorized"}, 401)
         return await call(request)
+
+    @app.get("/server_info")
+    async def info(config_format: str = "text") -> Any:
+        if told is None or config_format != "json":
+            return JSONResponse({"detail": "Not Found"}, 404)
+        return {"vllm_config": {"model_config": told}}
 
     @app.get("/health")
     async def health() -> None: ...
@@ -87,12 +131,18 @@ def make_app(base: str, key: str | None, log: list[Any] | None = None) -> FastAP
         asked.append(("load", adapter.lora_path))
         if not os.path.isfile(f"{adapter.lora_path}/adapter_config.json"):
             return _error(404, "Loading lora failed: No adapter found")
-        adapters[adapter.lora_name] = adapter.lora_path
+        if adapter.lora_name in adapters.folders:
+            told = f"The lora adapter '{adapter.lora_name}' has already been loaded."
+            return _error(400, told)
+        adapters.folders[adapter.lora_name] = str(adapter.lora_path)
+        adapters.step(adapter.lora_name)
         return f"Success: LoRA adapter '{adapter.lora_name}' added successfully."
 
     @app.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
     async def unload(adapter: Adapter) -> Any:
-        asked.append(("unload", adapters.pop(adapter.lora_name)))
+        if adapter.lora_name not in adapters.folders:
+            return _error(404, f"The lora adapter '{adapter.lora_name}' cannot be found.")
+        asked.append(("unload", adapters.folders.pop(adapter.lora_name)))
         return f"Success: LoRA adapter '{adapter.lora_name}' removed successfully."
 
     @app.post("/tokenize")
@@ -106,16 +156,22 @@ def make_app(base: str, key: str | None, log: list[Any] | None = None) -> FastAP
 
     @app.post("/v1/completions")
     async def complete(body: Completion) -> Any:
-        asked.append(("complete", adapters.get(body.model, body.model)))
-        if body.model != base and body.model not in adapters:
+        asked.append(("complete", adapters.folders.get(body.model, body.model)))
+        if body.model != base and body.model not in adapters.folders:
             return _error(404, f"The model `{body.model}` does not exist.")
+        try:
+            step = adapters.step(body.model)
+        except FileNotFoundError:
+            adapters.is_dead = True
+        if adapters.is_dead:
+            return _error(500, "EngineCore encountered an issue.")
         if 255 in body.prompt:
             return _error(400, "Token id 255 is out of vocabulary")
         if body.stream and body.prompt_logprobs is not None:
             return _error(400, "`prompt_logprobs` are not available when `stream=True`.")
         if body.stream:
-            return StreamingResponse(_events(body), media_type="text/event-stream")
-        choices = [_choice(body, i, range(body.max_tokens or 4)) for i in range(body.n)]
+            return StreamingResponse(_events(body, step), media_type="text/event-stream")
+        choices = [_choice(body, i, range(body.max_tokens or 4), step) for i in range(body.n)]
         return {"id": "cmpl-1", "object": "text_completion", "choices": choices}
 
     return app
@@ -125,16 +181,16 @@ def _error(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "type": "x", "code": status}}, status)
 
 
-def _events(body: Completion) -> Iterator[str]:
+def _events(body: Completion, step: int) -> Iterator[str]:
     for place in range(body.max_tokens or 4):
         for index in range(body.n):
-            choice = _choice(body, index, range(place, place + 1))
+            choice = _choice(body, index, range(place, place + 1), step)
             yield f"data: {json.dumps({'choices': [choice]})}\n\n"
     yield "data: [DONE]\n\n"
 
 
-def _choice(body: Completion, index: int, places: range) -> dict[str, Any]:
-    tokens = [body.prompt[-1] + 1 + place + index for place in places]
+def _choice(body: Completion, index: int, places: range, step: int) -> dict[str, Any]:
+    tokens = [body.prompt[-1] + step * (1 + place) + index for place in places]
     is_last = places.stop == (body.max_tokens or 4)
     top = {f"token_id:{t}": -0.5 for t in (7, 8, 9)[: body.logprobs or 0]}
     return {
@@ -167,7 +223,8 @@ def main() -> None:
     if args.base.endswith("broken"):
         sys.exit("ValueError: the engine core has failed")
     assert os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
-    app = make_app(args.served_model_name, os.environ["VLLM_API_KEY"])
+    slots = int(args.max_loras)
+    app = make_app(args.served_model_name, os.environ["VLLM_API_KEY"], max_loras=slots)
     uvicorn.run(app, host=args.host, port=int(args.port), log_level="warning")
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 from sqlalchemy import update
 
+from tlora_megatron.runtime.sampling.adapter_key import PEFT_FILES
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.journal.files import Journal
 from tlora_megatron.service.store import JobState, Store
 from tlora_megatron.service.store.sql import tables
 from tlora_megatron.training.driven.requests import Answer, Request
+from tlora_megatron.training.saving.versions import FOLDER, publish
 
 
 def set_state(store: Store, job: str, state: JobState, error: str | None = None) -> None:
@@ -35,6 +37,8 @@ class PlayedModels:
         self._store = store
         self.done: list[tuple[str, Request]] = []
         """Requests that were carried out, by the jobs' ids, in order."""
+        self.weights: str | None = None
+        """What adapters hold that are saved from now on; None: no file of an adapter."""
 
     def step(self) -> None:
         """Lets all jobs start, and carries out what their journals hold."""
@@ -47,7 +51,7 @@ class PlayedModels:
                 number += 1
             while journal.state(number) == "waiting":
                 request = journal.read_request(number)
-                answer = self._answer(job.id, request)
+                answer = self._answer(job.id, number, request)
                 self.done.append((job.id, request))  # before a client can know
                 journal.write_answer(number, answer)
                 number += 1
@@ -56,24 +60,37 @@ class PlayedModels:
         """Names of what was carried out."""
         return [request.op for _, request in self.done]
 
-    def _answer(self, job: str, request: Request) -> Answer:
+    def _answer(self, job: str, number: int, request: Request) -> Answer:
         if request.has_sequences:
             logprobs = -0.1 * request.arrays["targets"].astype(np.float32)
             return Answer(logprobs=logprobs, metrics={"loss:sum": float(-logprobs.sum())})
         if request.op == "optim_step":
             return Answer(metrics={"grad_norm": 0.5}, values={"step": 1})
         if request.op in ("save_state", "save_for_sampler"):
-            kind = "states" if request.op == "save_state" else "sampler"
-            return self._save(job, f"jobs/{job}/{kind}/{request.params['name']}")
+            return self._save(job, number, request)
         if request.op == "leave":
             set_state(self._store, job, JobState.FINISHED)
         return Answer(values={"step": 1})
 
-    def _save(self, job: str, place: str) -> Answer:
+    def _save(self, job: str, number: int, request: Request) -> Answer:
+        kind = "states" if request.op == "save_state" else FOLDER
+        place = f"jobs/{job}/{kind}/{request.params['name']}"
         document: Mapping[str, object] = self._store.jobs.document(job)["document"]
-        folder = Path(self._home.root, place)
-        folder.mkdir(parents=True)
-        (folder / "state.json").write_text(json.dumps({"job": document}))
+
+        def write(folder: Path) -> int:
+            folder.mkdir(parents=True)
+            if kind != FOLDER or self.weights is None:
+                (folder / "state.json").write_text(json.dumps({"job": document}))
+                return 0
+            for file in PEFT_FILES:
+                (folder / file).write_text(self.weights)
+            return 0
+
+        name = Path(self._home.root, place)
+        if kind == FOLDER:
+            publish(name, number, write, lambda: None)
+        else:
+            write(name)
         return Answer(values={"path": place})
 
 

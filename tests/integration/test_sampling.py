@@ -115,6 +115,8 @@ def test_chat_is_the_completion_of_the_template(served: Served, name: str) -> No
     assert chat.choices[0].message.content == text.choices[0].text
     assert chat.choices[0].message.role == "assistant"
     assert chat.model == model
+    assert chat.system_fingerprint == text.system_fingerprint
+    assert str(chat.system_fingerprint).startswith(f"{served.mirror}@step-")
     assert chat.usage == text.usage
     assert chat.usage is not None
     assert chat.usage.prompt_tokens == len(QUESTION) + 2

@@ -20,6 +20,8 @@ from tests.helpers.launch import HANG_S, REPO
 from tests.helpers.served_http import ServedHttp, serving_quickstart
 from tests.helpers.tinker import client_loop
 from tests.helpers.tinker.clients import closing_clients
+from tlora_megatron.service.sampling.base_scores import read_scores
+from tlora_megatron.service.sampling.bases import base_section
 
 QUICKSTART = REPO / "configs" / "quickstart"
 STEPS = 6
@@ -163,6 +165,15 @@ def test_what_was_learnt_can_be_sampled(served: ServedHttp, rows: Path) -> None:
         assert len(sequence.logprobs) == len(sequence.tokens) <= 8
     tokenizer = model.get_tokenizer()
     assert tokenizer.decode(tokenizer.encode("tea", add_special_tokens=False)) == "tea"
+
+
+def test_the_gang_s_scores_of_the_base_are_the_sampler_s(served: ServedHttp) -> None:
+    scores = read_scores(served.home, base_section(served.home, "base"))
+    assert scores is not None
+    client = tinker.ServiceClient(base_url=served.address, api_key=served.token("hugo"))
+    sampler = client.create_sampling_client(base_model="base").result()
+    told = sampler.compute_logprobs(types.ModelInput.from_ints(list(scores.tokens))).result()
+    assert max(scores.gap(tuple(told))) < 1e-4
 
 
 @pytest.mark.old_tinker

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -162,6 +163,17 @@ def make_folder(folder: Path) -> Path:
         if not folder.is_dir():
             raise NotADirectoryError(f"{folder} is no folder")
     return folder
+
+
+def remove_folder(folder: Path) -> None:
+    """Deletes a folder and all that is in it; nobody sees a half of it.
+
+    Raises:
+        OSError: if it cannot be moved out of sight.
+    """
+    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}")
+    os.rename(folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -29,7 +29,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     home = Home.open(args.folder)
     listener = listen(Place.read(args.http)) if args.fd is None else socket.socket(fileno=args.fd)
     with open_store(store_place(home)) as store:
-        sampler = open_sampler(args, home)
+
+        def say(message: str) -> None:
+            store.events.add("said", body={"what": "sampler", "message": message})
+
+        sampler = open_sampler(args, home, say)
         service = Service.of(home, store, sampler=sampler, keep_sessions_s=keep_sessions_s(args))
         if sampler is not None:
             service.closers.append(sampler.close)

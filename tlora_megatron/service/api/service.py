@@ -18,6 +18,7 @@ from tlora_megatron.service.bases import read_bases
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.keeping import KEEP_SESSIONS_S
 from tlora_megatron.service.prepare.submission import base_key
+from tlora_megatron.service.sampling.sampler import InUse
 from tlora_megatron.service.store import Store
 
 P = ParamSpec("P")
@@ -43,6 +44,7 @@ class Service:
     """Called in turn when the app starts."""
     closers: list[Closer] = field(default_factory=list)
     """Called in turn, the last one first, when the app ends."""
+    in_use: InUse = field(default_factory=InUse)
     quota: Quota = field(init=False)
     _served: tuple[float, bool] = (float("-inf"), False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from functools import partial
 
 from tlora_megatron.config.reader import must
@@ -13,6 +14,7 @@ from tlora_megatron.service.sampling.own import OwnSampler, OwnSettings
 from tlora_megatron.service.sampling.sampler import Sampler
 
 KINDS = ("own", "vllm", "off")
+MAY_DIFFER = "--sampler-may-differ"
 
 
 def add_sampler_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,35 +38,52 @@ def add_sampler_arguments(parser: argparse.ArgumentParser) -> None:
         help="vLLM server that runs already and serves each base under its name; its key is read "
         "from VLLM_API_KEY (default: vllm serve is started for each base)",
     )
+    parser.add_argument(
+        MAY_DIFFER,
+        action="store_true",
+        help="sample also where the server at --sampler-address holds a base in another dtype or "
+        "quantisation than it is trained in (default: that is refused)",
+    )
 
 
 def sampler_words(args: argparse.Namespace) -> list[str]:
     """The same words again, for a process that is started."""
     given = {"--sampler-gpu": args.sampler_gpu, "--sampler-address": args.sampler_address}
     more = [word for name, value in given.items() if value is not None for word in (name, value)]
+    if args.sampler_may_differ:
+        more.append(MAY_DIFFER)
     return ["--sampler", args.sampler, *more]
 
 
-def open_sampler(args: argparse.Namespace, home: Home) -> Sampler | None:
+def open_sampler(
+    args: argparse.Namespace, home: Home, say: Callable[[str], None] = lambda _: None
+) -> Sampler | None:
     """The sampler that was chosen; nothing is started before somebody asks it.
 
     Its `close` must be called at the end.
+
+    Args:
+        say: is told, on a thread, how like the bases that train a server's are.
 
     Raises:
         ConfigError: for words that do not go together.
     """
     if args.sampler_address is not None and args.sampler != "vllm":
         raise must("--sampler-address", "be given with --sampler vllm", args.sampler_address)
+    if args.sampler_may_differ and args.sampler_address is None:
+        raise must(MAY_DIFFER, "be given with --sampler-address", True)
     if args.sampler == "off":
         return None
     folder, base_of = home.root / "sampler", partial(base_section, home)
     if args.sampler == "own":
         return OwnSampler(folder, base_of, OwnSettings(gpu=args.sampler_gpu))
     # Not at the top: our own sampler needs no httpx.
+    from tlora_megatron.service.sampling.vllm.probe import ProbeSettings
     from tlora_megatron.service.sampling.vllm.sampler import VllmSampler
     from tlora_megatron.service.sampling.vllm.server import Server, VllmSettings
 
-    running = None
+    running = probe = None
     if args.sampler_address is not None:
         running = Server(args.sampler_address.rstrip("/"), os.environ.get("VLLM_API_KEY"))
-    return VllmSampler(folder, base_of, VllmSettings(gpu=args.sampler_gpu), running)
+        probe = ProbeSettings(home=home, may_differ=args.sampler_may_differ, say=say)
+    return VllmSampler(folder, base_of, VllmSettings(gpu=args.sampler_gpu), running, probe)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from tlora_megatron.runtime.sampling.answers import gather
 from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt
+from tlora_megatron.service.home import remove_folder
 
 
 class SamplingRefused(ValueError):
@@ -15,6 +20,35 @@ class SamplingRefused(ValueError):
 
 class SamplerUnavailable(RuntimeError):
     """The sampler cannot be started, or has ended twice during a request."""
+
+
+class InUse:
+    """Folders of adapters that are sampled with now: they stay until that is over."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: Counter[Path] = Counter()
+
+    @contextmanager
+    def held(self, folder: Path | None) -> Iterator[None]:
+        """Keeps a folder; None = the base alone."""
+        if folder is None:
+            yield
+            return
+        with self._lock:
+            self._held[folder] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held[folder] -= 1
+                self._held += Counter()  # without those that nobody keeps
+
+    def remove(self, folder: Path) -> None:
+        """Deletes a folder, unless somebody keeps it."""
+        with self._lock:
+            if folder not in self._held:
+                remove_folder(folder)
 
 
 class Sampler(Protocol):

@@ -15,21 +15,36 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ending import leave
 from tlora_megatron.runtime.launcher import describe_failure, is_lost_connection
 from tlora_megatron.service.engines.rank_process import HOST_VARIABLE
+from tlora_megatron.service.home import Home
 from tlora_megatron.service.mail.folder import GangFolder
 from tlora_megatron.service.mail.mailbox import FolderMailbox, Mailbox
 from tlora_megatron.service.messages import EventKind, GangSpec
 from tlora_megatron.service.processes import identity_of
+from tlora_megatron.service.sampling.base_scores import (
+    MOST_TOKENS,
+    TEXT,
+    BaseScores,
+    read_scores,
+    write_scores,
+)
 from tlora_megatron.service.worker.lifeline import lifeline
 from tlora_megatron.service.worker.meeting import leave_together, meet, own_address
 from tlora_megatron.service.worker.telling import Hearing, Teller
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from tlora_megatron.config.load import RunConfig
+    from tlora_megatron.training.resident.live_loop import LiveLoop
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +134,7 @@ class RankProcess:
                 clients=Journals(Path(self._spec.root), self._may_write),
             ) as loop,
         ):
+            self._score_base(loop.live, config, store)
             if mailbox is not None:
                 # Not before: a large base may take longer to load than the lease lasts.
                 self.hearing = Hearing(self._spec, mailbox)
@@ -134,6 +150,22 @@ class RankProcess:
             loop.serve(self.hearing)
         leave_together(store, self._rank)
         return LEASE_OVER if self._lease_is_over else 0
+
+    def _score_base(self, live: LiveLoop, config: RunConfig, store: Store) -> None:
+        """Leaves word of what the base says of a few tokens, unless somebody has; collective."""
+        from tlora_megatron.training.resident.base_scores import score_base
+
+        home, base = Home(Path(self._spec.root)), self._spec.base_model
+        if self._rank == 0:
+            store.set("to_score", json.dumps(_tokens_to_score(home, base, config)))
+        tokens = json.loads(store.get("to_score"))[: live.backbone.max_positions]
+        # Some folders have a tokenizer with more tokens than the base.
+        if len(tokens) < 2 or max(tokens) >= live.backbone.vocab_size:
+            return
+        logprobs = score_base(live.super_model, live.backbone, tokens).tolist()
+        if self._rank == 0:
+            with suppress(OSError):  # nobody is told less than before
+                write_scores(home, base, BaseScores(tokens=tuple(tokens), logprobs=tuple(logprobs)))
 
     def fail(self, error: BaseException) -> int:
         """Says why this process ends; returns its exit code."""
@@ -218,6 +250,21 @@ def gang_config(spec: GangSpec) -> Any:
 
     sections = {"base_model": spec.base_model, "parallel": spec.parallel, "run": spec.run}
     return read_gang_config(sections, Path(spec.root), output_dir=spec.root)
+
+
+def _tokens_to_score(home: Home, base: Mapping[str, Any], config: RunConfig) -> list[int]:
+    """Tokens that a base is to score; none if it has, or if nobody can make tokens for it."""
+    from tlora_megatron.runtime.backbone import model_dir
+    from tlora_megatron.training.data.job_data import load_tokenizer
+
+    try:
+        if read_scores(home, base) is not None:
+            return []
+        tokens = load_tokenizer(model_dir(config)).encode(TEXT, add_special_tokens=False)
+    except (OSError, ValueError):
+        return []
+    most = min(MOST_TOKENS, config.longest_sequence)
+    return [int(token) for token in tokens[:most]]
 
 
 def _start_early(spec: GangSpec, rank: int) -> None:

@@ -1,7 +1,7 @@
 """Writing a whole directory so that a crash at any moment leaves the old one or the new one.
 
 A symbolic link in the place of a directory of ours is never followed: it goes, what it leads to
-stays. Files that are not ours are never touched.
+stays. Files that are not ours are never touched. `replace_link` makes a link that is ours.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ def replace_directory(
         OSError: if the file system refuses, or `permit`.
     """
     directory = _not_followed(directory)
-    incoming = directory.with_name(f".{directory.name}.{secrets.token_hex(_TOKEN // 2)}.incoming")
-    previous = _previous(directory)
+    incoming, previous = _incoming(directory), _previous(directory)
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"{directory} must be a directory, got a file")
     permit()
@@ -85,6 +84,30 @@ def replace_directory(
     _flush(directory.parent)
     _remove(incoming, names, directory)
     _remove(previous, names, directory)
+
+
+def replace_link(link: Path, target: str, permit: Permit = always) -> None:
+    """Lets a symbolic link lead to `target` in one step; a folder of ours in its place goes.
+
+    Args:
+        permit: asked before anything is changed.
+
+    Raises:
+        OSError: if the file system refuses, or `permit`.
+    """
+    link = _not_followed(link)
+    incoming, previous = _incoming(link), _previous(link)
+    permit()
+    for left in _leftovers(link.parent, glob.escape(link.name)):
+        _remove(left, (), link)
+    incoming.symlink_to(target)
+    if _is_folder(link):
+        _swap(incoming, link)
+    else:
+        os.replace(incoming, link)
+    _flush(link.parent)
+    _remove(incoming, (), link)
+    _remove(previous, (), link)
 
 
 def readable_directory(directory: Path) -> Path:
@@ -119,8 +142,13 @@ def _not_followed(directory: Path) -> Path:
     return directory.parent.resolve() / directory.name
 
 
+def _incoming(directory: Path) -> Path:
+    """A sibling of this writer's own."""
+    return directory.with_name(f".{directory.name}.{secrets.token_hex(_TOKEN // 2)}.incoming")
+
+
 def _leftovers(parent: Path, pattern: str) -> list[Path]:
-    """The siblings that writes to directories of a pattern have left, whoever wrote them."""
+    """What writes to directories of a pattern have left, whoever wrote."""
     return list(parent.glob(f".{pattern}.{'[0-9a-f]' * _TOKEN}.incoming"))
 
 

@@ -12,9 +12,11 @@ from tlora_megatron.training.driven.requests import Answer, Category, Request
 from tlora_megatron.training.driven.state import DrivenState
 from tlora_megatron.training.resident.live_loop import LiveLoop
 from tlora_megatron.training.resident.state_load import StateLoad
+from tlora_megatron.training.saving.snapshot import Snapshot
 from tlora_megatron.training.saving.targets import Target
+from tlora_megatron.training.saving.versions import FOLDER, publish
 
-_STATES, _SAMPLER = "states", "sampler"
+_STATES = "states"
 
 
 class StateFiles:
@@ -49,10 +51,18 @@ class StateFiles:
         return self._save(job, number, target, folder)
 
     def save_for_sampler(self, job: DrivenState, number: int, request: Request) -> bool:
-        """Writes the adapter for PEFT; False if it must wait for the disk."""
-        folder = self._folder(job, _SAMPLER, request)
-        target = self._live.files.adapter(job, self._failed(job, number), folder)
-        return self._save(job, number, target, folder)
+        """Publishes the adapter, for PEFT, by a name; False if it must wait for the disk."""
+        name, files = self._folder(job, FOLDER, request), self._live.files
+        failed, permit = self._failed(job, number), partial(files.permit, job.name)
+
+        def write(snapshot: Snapshot) -> int:
+            def write_folder(folder: Path) -> int:
+                return files.adapter(job, failed, folder).write(snapshot)
+
+            return publish(name, number, write_folder, permit)
+
+        target = files.adapter(job, failed, name)._replace(write=write)
+        return self._save(job, number, target, name)
 
     def load_state(self, job: DrivenState, number: int, request: Request) -> bool:
         """Begins to read a state on a thread; the job waits for it, and nobody else."""

@@ -89,6 +89,7 @@ def test_harmless_fields_are_passed_over(door: Door, sampler: Scripted) -> None:
     }
     answer = door.client().post("/v1/completions", json=wish(9, **fields))
     assert answer.json()["choices"][0]["text"] == "AB"
+    assert answer.json()["system_fingerprint"].startswith("base-")
     assert answer.json()["usage"]["completion_tokens"] == 2
     (prompt,) = sampler.asked
     assert (prompt.params.max_tokens, prompt.params.top_k, prompt.adapter) == (16, None, None)
@@ -119,6 +120,7 @@ def test_stream_that_breaks_off_says_so(door: Door) -> None:
     answer = door.client().post("/v1/completions", json=wish(3, stream=True))
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert json.loads(events[0])["choices"][0]["text"] == "A"
+    assert json.loads(events[0])["system_fingerprint"].startswith("base-")
     assert json.loads(events[1])["error"]["type"] == "server_error"
     assert events[2:] == ["[DONE]"]
 
@@ -157,6 +159,10 @@ def test_client_that_hangs_up_takes_its_request_back(
         ([], OwnSampler),
         (["--sampler", "own", "--sampler-gpu", "3"], OwnSampler),
         (["--sampler", "vllm", "--sampler-address", "http://127.0.0.1:1/"], VllmSampler),
+        (
+            ["--sampler=vllm", "--sampler-address=http://127.0.0.1:1", "--sampler-may-differ"],
+            VllmSampler,
+        ),
         (["--sampler", "off"], None),
     ],
 )
@@ -174,4 +180,7 @@ def test_address_is_vllm_s(tmp_path: Path) -> None:
     add_sampler_arguments(parser)
     args = parser.parse_args(["--sampler-address", "http://x"])
     with pytest.raises(ConfigError, match="--sampler-address must be given with --sampler vllm"):
+        open_sampler(args, Home.open(tmp_path))
+    args = parser.parse_args(["--sampler=vllm", "--sampler-may-differ"])
+    with pytest.raises(ConfigError, match="may-differ must be given with --sampler-address"):
         open_sampler(args, Home.open(tmp_path))

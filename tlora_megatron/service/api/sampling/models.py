@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tlora_megatron.config.jobs import plain
 from tlora_megatron.service.api.access.gate import Caller
 from tlora_megatron.service.api.errors import ApiError, missing, refused
 from tlora_megatron.service.api.native.rows import own_job
 from tlora_megatron.service.api.openai.names import split_model
 from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.prepare.submission import base_key
 from tlora_megatron.service.sampling.bases import base_of_job
 from tlora_megatron.service.store import Job
 
@@ -26,6 +28,8 @@ class Model:
     """The name by which the sampler knows the base."""
     adapter: Path | None
     """None: the base alone."""
+    version: str
+    """Tells these weights from all others: `JOB@step-N`, or the base's key."""
 
 
 def find_model(service: Service, caller: Caller, name: str) -> Model:
@@ -36,15 +40,18 @@ def find_model(service: Service, caller: Caller, name: str) -> Model:
     Raises:
         ApiError: 404 if the caller has none, 400 if it has no adapter yet.
     """
-    if name in service.bases():
-        return Model(name=name, base=name, adapter=None)
+    if (base := service.bases().get(name)) is not None:
+        key = base_key(plain(asdict(base)))
+        return Model(name=name, base=name, adapter=None, version=key)
     asked = split_model(name)
     try:
         job = own_job(service, asked.job or name, caller.tenant)
     except ApiError:
         raise missing("model", name) from None
     folder = _adapter(service, job) if asked.step is None else _saved(service, job, asked.step)
-    return Model(name=name, base=base_of_job(service.home, job.id), adapter=folder)
+    step = job.step if asked.step is None else asked.step
+    base_name, version = base_of_job(service.home, job.id), f"{job.id}@step-{step}"
+    return Model(name=name, base=base_name, adapter=folder, version=version)
 
 
 def _saved(service: Service, job: Job, step: int) -> Path:

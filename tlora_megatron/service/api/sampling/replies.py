@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt
+from tlora_megatron.service.api.sampling.models import Model
 from tlora_megatron.service.api.sampling.token_names import Scored, TokenNames
 
 
@@ -45,7 +46,7 @@ class _Form:
     _objects: tuple[str, str]
     """whole and chunk"""
 
-    def __init__(self, model: str, names: TokenNames, wants_logprobs: bool) -> None:
+    def __init__(self, model: Model, names: TokenNames, wants_logprobs: bool) -> None:
         self._model = model
         self._names = names
         self._wants_logprobs = wants_logprobs
@@ -58,7 +59,8 @@ class _Form:
             "id": self._id,
             "object": self._objects[is_chunk],
             "created": self._created,
-            "model": self._model,
+            "model": self._model.name,
+            "system_fingerprint": self._model.version,
             "choices": list(choices),
         }
 
@@ -76,7 +78,7 @@ class CompletionForm(_Form):
 
     def __init__(
         self,
-        model: str,
+        model: Model,
         names: TokenNames,
         wants_logprobs: bool,
         prompts: Sequence[Prompt],

@@ -89,7 +89,7 @@ class _Asked:
                     for prompt in wish.prompts
                 ]
             wants = wish.logprobs is not None
-            form = CompletionForm(self._model.name, self._names, wants, prompts, echoes)
+            form = CompletionForm(self._model, self._names, wants, prompts, echoes)
             return await self._reply(wish, prompts, form)
 
     async def chat(self, wish: ChatWish) -> Any:
@@ -97,7 +97,7 @@ class _Asked:
         with _Sentences(self._model):
             tokens = await self._sampler.encode(self._model.base, wish.conversation)
             prompts = [self._prompt(wish, tokens, wish.chosen)]
-            form = ChatForm(self._model.name, self._names, bool(wish.logprobs))
+            form = ChatForm(self._model, self._names, bool(wish.logprobs))
             return await self._reply(wish, prompts, form)
 
     def _prompt(self, wish: Wish, tokens: Sequence[int], params: Any) -> Prompt:

@@ -13,6 +13,7 @@ from tlora_megatron.config.reader import must
 from tlora_megatron.service.below import UserFiles
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.store import NotFound, Store
+from tlora_megatron.training.saving.versions import FOLDER, published_folder
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _UPLOAD = re.compile(r"file-[0-9a-f]{24}")
@@ -94,7 +95,10 @@ class References:
             job = None
         if job is None or job.tenant != self._tenant:
             raise must(what, "be in the folder of one of your jobs, as jobs/ID/adapter", value)
-        return self._home.job(job.id).joinpath(*match[2].split("/")[1:]), UserFiles(self._home.jobs)
+        path = self._home.job(job.id).joinpath(*match[2].split("/")[1:])
+        # Links are followed nowhere; a published name, which is one of ours, stands for its folder.
+        is_name = path.parent == self._home.job(job.id) / FOLDER
+        return published_folder(path) if is_name else path, UserFiles(self._home.jobs)
 
     @property
     def _files(self) -> UserFiles:

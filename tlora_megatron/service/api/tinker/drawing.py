@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from pathlib import Path
 from typing import Any
 
 from tlora_megatron.service.api.tinker.desk import Desk
@@ -12,9 +13,11 @@ from tlora_megatron.service.api.tinker.refusals import Gone, UnknownId
 from tlora_megatron.service.api.tinker.state.futures import Content, Waiting
 from tlora_megatron.service.api.tinker.state.names import RequestId, SamplerId
 from tlora_megatron.service.api.tinker.state.samples import SampleFiles
+from tlora_megatron.service.api.tinker.state.sessions import SampledFrom
 from tlora_megatron.service.api.tinker.wire.bodies import Sample
 from tlora_megatron.service.api.tinker.wire.encoding import encode_sample
 from tlora_megatron.service.api.tinker.wire.prompts import as_prompt
+from tlora_megatron.training.saving.versions import AdapterVersion
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +98,12 @@ async def _draw(desk: Desk, request: RequestId) -> None:
     try:
         body = Sample.model_validate(asked["body"])
         sampler = await read(desk.sessions.sampler, str(request.of))
-        adapter = await read(_adapter, desk, sampler.model_path)
-        prompt = as_prompt(body, adapter, asked["seed"])
-        answers = await desk.service.sampler.generate(sampler.base, [prompt])
+        folder = await read(_folder, desk, sampler)
+        with desk.service.in_use.held(folder):
+            if folder is not None and not folder.is_dir():
+                raise UnknownId(_not_kept(sampler))
+            prompt = as_prompt(body, None if folder is None else str(folder), asked["seed"])
+            answers = await desk.service.sampler.generate(sampler.base, [prompt])
         content = encode_sample(answers[0], body.prompt_logprobs_last_n)
     except (SamplingRefused, UnknownId) as error:
         told = desk.service.outward(str(error), desk.tenant)
@@ -115,8 +121,20 @@ async def _draw(desk: Desk, request: RequestId) -> None:
         await read(files.answer, content)
 
 
-def _adapter(desk: Desk, model_path: str | None) -> str | None:
-    return None if model_path is None else str(desk.checkpoints.find(model_path).folder)
+def _folder(desk: Desk, sampler: SampledFrom) -> Path | None:
+    """The weights that a sampler samples from: those that it has had from its start."""
+    if sampler.model_path is None:
+        return None
+    if sampler.version is None:
+        return desk.checkpoints.find(sampler.model_path).folder
+    return desk.checkpoints.folder(AdapterVersion.parse(sampler.version))
+
+
+def _not_kept(sampler: SampledFrom) -> str:
+    return (
+        f"{sampler.model_path} must still be there as it was when this sampling client was made "
+        f"(version {sampler.version}), got none: make a new client of a checkpoint that is there"
+    )
 
 
 def _key(desk: Desk, request: RequestId) -> str:

@@ -12,6 +12,7 @@ from tlora_megatron.service.api.tinker.desk import Desk
 from tlora_megatron.service.api.tinker.endings import end_session, forget_session, leave
 from tlora_megatron.service.api.tinker.state.samples import sweep_samples
 from tlora_megatron.service.api.tinker.state.sessions import SILENCE_S, Model, Session
+from tlora_megatron.service.api.tinker.state.sweep import KEPT_FOR_SAMPLERS, sweep
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +20,6 @@ LOOK_S = 15.0
 """So often it looks."""
 SAMPLES_S = 3600.0
 """Answers of samplers are kept so long."""
-KEPT_FOR_SAMPLERS = 8
-"""Weights that a model saved for samplers alone: so many of the newest are kept."""
 
 
 class Reaper:
@@ -87,6 +86,8 @@ def _sweep(desk: Desk, session: Session) -> list[Model]:
     models = desk.sessions.models(session.id)
     for model in models:
         if model.job:
-            desk.checkpoints.sweep(model, 0 if session.ended else KEPT_FOR_SAMPLERS)
+            is_over = desk.service.store.jobs.get(model.job).state.is_over
+            keep = 0 if session.ended else KEPT_FOR_SAMPLERS
+            sweep(desk.checkpoints, model, desk.service.in_use, keep=keep, is_over=is_over)
     sweep_samples(desk.sessions.all_samples(session.id), time.time() - SAMPLES_S)
     return [model for model in models if session.ended is not None and model.left is None]

@@ -7,12 +7,13 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from tlora_megatron.runtime.sampling.adapter_key import AdapterKey
-from tlora_megatron.runtime.sampling.values import Piece, Prompt
+from tlora_megatron.runtime.sampling.answers import gather
+from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt
 from tlora_megatron.service.sampling.own import BaseOf
 from tlora_megatron.service.sampling.sampler import (
     SamplerUnavailable,
@@ -28,7 +29,12 @@ from tlora_megatron.service.sampling.vllm.server import (
 from tlora_megatron.service.sampling.vllm.wire import pieces_of, to_request
 from tlora_megatron.training.data.rows import read_messages
 
+if TYPE_CHECKING:
+    from tlora_megatron.service.sampling.vllm.probe import Probe, ProbeSettings
+
 _CONNECT_S = 5.0
+_LOADED = "has already been loaded"
+"""In what vLLM answers to a name that it knows."""
 
 
 class VllmSampler(StreamingSampler):
@@ -38,6 +44,7 @@ class VllmSampler(StreamingSampler):
         folder: for logs.
         base_of: finds a base by its name.
         running: a server that serves the bases under their names; None = servers are started.
+        probe: how its bases are compared with those that train; None = they are not.
     """
 
     def __init__(
@@ -46,6 +53,7 @@ class VllmSampler(StreamingSampler):
         base_of: BaseOf,
         settings: VllmSettings = VllmSettings(),  # noqa: B008 - frozen
         running: Server | None = None,
+        probe: ProbeSettings | None = None,
     ) -> None:
         self._folder = folder
         self._base_of = base_of
@@ -54,11 +62,23 @@ class VllmSampler(StreamingSampler):
         self._servers: dict[str, Server] = {}
         self._loaded: dict[tuple[str, str], list[str]] = {}
         """Address and key -> names of the adapters there, the least lately used first."""
+        self._probe: Probe | None = None
+        if probe is not None:
+            # Not at the top: it needs numpy.
+            from tlora_megatron.service.sampling.vllm.probe import Probe
+
+            self._probe = Probe(probe, self._generate_one, self._encode, self._get)
         self._lock = asyncio.Lock()
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_S))
 
     async def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
         """Yields pieces as tokens come."""
+        if self._probe is not None:
+            await self._probe.check(base, self._section(base))
+        async for piece in self._stream(base, prompts):
+            yield piece
+
+    async def _stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
         told: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
 
         async def ask(number: int, prompt: Prompt) -> None:
@@ -143,14 +163,35 @@ class VllmSampler(StreamingSampler):
         async with self._lock:  # all that ask at once wait for the same start
             found = self._servers.get(base)
             if found is None or found.is_over:
-                try:
-                    section = self._base_of(base)
-                except KeyError:
-                    rule = f"base must be one of the service's, got {base!r:.80}"
-                    raise SamplingRefused(rule) from None
+                section = self._section(base)
                 found = await start_server(self._folder, base, section, self._settings)
                 self._servers[base] = found
             return found
+
+    def _section(self, base: str) -> Mapping[str, Any]:
+        try:
+            return self._base_of(base)
+        except KeyError:
+            rule = f"base must be one of the service's, got {base!r:.80}"
+            raise SamplingRefused(rule) from None
+
+    async def _generate_one(self, base: str, prompt: Prompt) -> Answer:
+        return gather([prompt], [piece async for piece in self._stream(base, [prompt])])[0]
+
+    async def _encode(self, base: str, text: str) -> list[int]:
+        return await self.encode(base, text)
+
+    async def _get(self, path: str) -> Mapping[str, Any]:
+        """What a server that runs already tells of itself; nothing where it does not."""
+        assert self._running is not None, "ours have nothing to tell"
+        try:
+            answer = await self._client.get(
+                self._running.address + path, headers=self._running.headers
+            )
+            found = answer.json() if answer.is_success else None
+        except (httpx.HTTPError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     async def _load(self, base: str, server: Server, folder: str) -> str:
         """Makes sure that a server has an adapter; returns the adapter's name there."""
@@ -170,7 +211,12 @@ class VllmSampler(StreamingSampler):
                 names.remove(name)
             else:
                 body = {"lora_name": name, "lora_path": folder}
-                await self._post(base, "/v1/load_lora_adapter", body, server)
+                try:
+                    await self._post(base, "/v1/load_lora_adapter", body, server)
+                except SamplingRefused as error:
+                    # By a process before this one: the name stands for these very files.
+                    if _LOADED not in str(error):
+                        raise
             names.append(name)
             if len(names) > self._settings.adapters:
                 gone = names.pop(0)

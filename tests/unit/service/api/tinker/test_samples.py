@@ -79,7 +79,7 @@ def test_a_base_and_what_was_learnt_are_sampled(played: Played, sampler: PlayedS
     named = model.save_weights_for_sampler("ours").result().path
     draw(service.create_sampling_client(model_path=named).result(), 1, stop=[])
     folders = [None if p.adapter is None else Path(p.adapter).name for _, p in sampler.asked]
-    assert folders == [None, "session-1", "ours"]
+    assert folders == [None, "00000001", "00000002"]
     params = sampler.asked[1][1].params
     assert (params.temperature, params.top_k, params.top_p, params.stop) == (0, 5, 0.5, ("x", "y"))
     assert [p.params.ignore_eos for _, p in sampler.asked] == [False, False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -17,6 +18,7 @@ from tlora_megatron.service.api.tinker.state.names import RequestId, SamplerId
 from tlora_megatron.service.api.tinker.state.sessions import SampledFrom
 from tlora_megatron.service.api.tinker.wire import bodies
 from tlora_megatron.service.api.tinker.wire.prompts import check_sample
+from tlora_megatron.training.saving.versions import AdapterVersion
 
 
 def router(service: Service, drawing: Drawing) -> APIRouter:
@@ -43,6 +45,7 @@ def router(service: Service, drawing: Drawing) -> APIRouter:
             "sampler_id": sampler.id,
             "base_model": sampler.base,
             "model_path": sampler.model_path,
+            "version": sampler.version,
         }
 
     @routes.post("/asample")
@@ -73,13 +76,27 @@ def _create(desk: Desk, body: bodies.CreateSampler) -> SampledFrom:
     if body.model_path is not None:
         base = desk.sessions.model(str(_sampleable(desk, body.model_path).path.model)).base
     desk.base(str(base))
-    sampler = SampledFrom(
-        id=str(SamplerId(body.session_id, body.sampling_session_seq_id)),
-        base=str(base),
-        model_path=body.model_path,
-    )
-    desk.sessions.add_sampler(sampler)
-    return sampler
+    id = str(SamplerId(body.session_id, body.sampling_session_seq_id))
+    known = desk.sessions.find_sampler(id)
+    if known is not None and (known.base, known.model_path) == (base, body.model_path):
+        return known  # a retry must not move it to weights that were published since
+    return _pinned(desk, SampledFrom(id=id, base=str(base), model_path=body.model_path))
+
+
+def _pinned(desk: Desk, sampler: SampledFrom) -> SampledFrom:
+    """Remembers a sampler of the weights to which its path leads now."""
+    version = _version(desk, sampler)
+    while True:
+        pinned = replace(sampler, version=None if version is None else str(version))
+        desk.sessions.add_sampler(pinned)
+        before, version = version, _version(desk, sampler)
+        if version == before:  # its name led there when it was noted, so nobody has deleted it
+            return pinned
+
+
+def _version(desk: Desk, sampler: SampledFrom) -> AdapterVersion | None:
+    path = sampler.model_path
+    return None if path is None else _sampleable(desk, path).version
 
 
 def _sampleable(desk: Desk, path: str) -> Saved:
@@ -95,6 +112,7 @@ def _request(desk: Desk, body: bodies.Sample) -> RequestId:
         raise Refused("sampling_session_id and seq_id must be given: create_sampling_session first")
     sampler = desk.sessions.sampler(body.sampling_session_id)
     desk.open_session(SamplerId.parse(sampler.id).session)
+    desk.sessions.note_use(sampler.id)
     return RequestId(SamplerId.parse(sampler.id), body.seq_id, "sample")
 
 

@@ -35,6 +35,7 @@ from tlora_megatron.service.api.tinker.turns import turn_of
 from tlora_megatron.service.api.tinker.wire import bodies
 from tlora_megatron.service.home import read_json
 from tlora_megatron.training.driven.requests import Request
+from tlora_megatron.training.saving.versions import AdapterVersion
 
 _STATE = "state.json"
 _SAVES: dict[Kind, str] = {
@@ -117,8 +118,13 @@ def _save_for_session(desk: Desk, body: bodies.SaveWeights) -> dict[str, Any]:
     model = desk.open_model(body.model_id)
     name = f"{EPHEMERAL}{body.sampling_session_seq_id}"
     path = TinkerPath(model.model_id, "sampler_weights", name)
-    sampler = SamplerId(model.model_id.session, body.sampling_session_seq_id)
-    desk.sessions.add_sampler(SampledFrom(id=str(sampler), base=model.base, model_path=str(path)))
+    sampler = SampledFrom(
+        id=str(SamplerId(model.model_id.session, body.sampling_session_seq_id)),
+        base=model.base,
+        model_path=str(path),
+        version=str(AdapterVersion(model.job, model.number(body.seq_id))),
+    )
+    desk.sessions.add_sampler(sampler)
     request = Request(op="save_for_sampler", params={"name": name, "overwrite": True})
     return submit(desk, body.model_id, body.seq_id, SAVE_FOR_SESSION, request)
 

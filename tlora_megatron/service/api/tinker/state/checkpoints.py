@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,12 +11,18 @@ from pathlib import Path
 from tlora_megatron.service.api.tinker.refusals import Refused, UnknownId
 from tlora_megatron.service.api.tinker.state.names import Kind, ModelId, TinkerPath
 from tlora_megatron.service.api.tinker.state.sessions import Model, Record, Sessions
-from tlora_megatron.service.home import Home
+from tlora_megatron.service.home import Home, remove_folder
+from tlora_megatron.training.saving.versions import (
+    FOLDER,
+    AdapterVersion,
+    published_folder,
+    versions_of,
+)
 
 FOLDERS: Mapping[Kind, str] = {
     "weights": "states",
-    "sampler_weights": "sampler",
-    "external_weights": "sampler",
+    "sampler_weights": FOLDER,
+    "external_weights": FOLDER,
 }
 """Kind of a checkpoint -> its folder in the job's."""
 EXTERNAL = "external-"
@@ -37,14 +41,27 @@ class Facts(Record):
     user_metadata: Mapping[str, str] | None = None
     expires_at: float | None = None
 
+    @property
+    def has_expired(self) -> bool:
+        """True once its time is over."""
+        return self.expires_at is not None and self.expires_at <= time.time()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
     """A checkpoint that is on the disk."""
 
     path: TinkerPath
+    place: Path
+    """Its name in the job's folder: a folder, or a link to a version."""
     folder: Path
+    """Where that led when it was found."""
     facts: Facts
+
+    @property
+    def version(self) -> AdapterVersion | None:
+        """The version that the name led to; None for a state."""
+        return AdapterVersion.of(self.folder)
 
     def size_bytes(self) -> int:
         """Bytes of its files."""
@@ -98,8 +115,8 @@ class Checkpoints:
         return sorted(there, key=lambda saved: saved.facts.created_at)
 
     def has_any(self, model: Model) -> bool:
-        """True if a model has a checkpoint, also for one sampler alone."""
-        return bool(self._paths(model))
+        """True if a model has a checkpoint, also for one sampler alone, or by no name any more."""
+        return bool(self._paths(model) or self.versions(model))
 
     def set_ttl(self, text: str, ttl_seconds: int | None) -> None:
         """Lets a checkpoint expire; None = never.
@@ -121,40 +138,40 @@ class Checkpoints:
         self.remove(self.find(text))
 
     def remove(self, saved: Saved) -> None:
-        """Deletes what was found; nobody sees a half of it."""
-        aside = saved.folder.with_name(f".{saved.folder.name}.{secrets.token_hex(6)}")
-        os.rename(saved.folder, aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        """Deletes what was found; nobody sees a half of it. A version has its time for itself."""
+        if saved.place.is_symlink():
+            saved.place.unlink(missing_ok=True)
+        else:
+            remove_folder(saved.place)
         self._facts_file(saved.path).unlink(missing_ok=True)
 
-    def sweep(self, model: Model, keep: int) -> None:
-        """Deletes what has expired, and weights for samplers but the newest `keep` of them."""
-        now, ephemeral = time.time(), []
-        for path in self._paths(model):
-            folder = self._folder(model, path)
-            saved = Saved(path=path, folder=folder, facts=self._facts(path, folder))
-            if saved.facts.expires_at is not None and saved.facts.expires_at <= now:
-                self.remove(saved)
-            elif path.name.startswith(EPHEMERAL):
-                ephemeral.append(saved)
-        ephemeral.sort(key=lambda saved: saved.facts.created_at)
-        for saved in ephemeral[: max(0, len(ephemeral) - keep)]:
-            self.remove(saved)
+    def names(self, model: Model) -> list[Saved]:
+        """All that a model has saved by name, also what has expired."""
+        return [found for path in self._paths(model) if (found := self._look(path, model))]
+
+    def versions(self, model: Model) -> list[AdapterVersion]:
+        """All versions of a model's weights for samplers that are on the disk, oldest first."""
+        return versions_of(self._home.job(model.job))
+
+    def versions_in_use(self) -> dict[AdapterVersion, float]:
+        """See `Sessions`."""
+        return self._sessions.versions_in_use()
+
+    def folder(self, version: AdapterVersion) -> Path:
+        """The folder of a version."""
+        return version.folder(self._home.jobs)
 
     def _saved(self, path: TinkerPath, model: Model) -> Saved | None:
-        folder = self._folder(model, path)
+        found = self._look(path, model)
+        return None if found is None or found.facts.has_expired else found
+
+    def _look(self, path: TinkerPath, model: Model) -> Saved | None:
+        place = self._home.job(model.job) / FOLDERS[path.kind] / folder_name(path.kind, path.name)
+        folder = published_folder(place)
         if not folder.is_dir():
             return None
-        facts = self._facts(path, folder)
-        if facts.expires_at is not None and facts.expires_at <= time.time():
-            return None
-        return Saved(path=path, folder=folder, facts=facts)
-
-    def _facts(self, path: TinkerPath, folder: Path) -> Facts:
-        return Facts.read(self._facts_file(path)) or Facts(created_at=folder.stat().st_mtime)
-
-    def _folder(self, model: Model, path: TinkerPath) -> Path:
-        return self._home.job(model.job) / FOLDERS[path.kind] / folder_name(path.kind, path.name)
+        facts = Facts.read(self._facts_file(path)) or Facts(created_at=folder.stat().st_mtime)
+        return Saved(path=path, place=place, folder=folder, facts=facts)
 
     def _paths(self, model: Model) -> list[TinkerPath]:
         """Paths of all folders with checkpoints of a model."""

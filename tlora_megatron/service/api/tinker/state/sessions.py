@@ -25,6 +25,7 @@ from tlora_megatron.service.api.tinker.state.names import (
     new_session,
 )
 from tlora_megatron.service.home import make_folder, read_json, write_json
+from tlora_megatron.training.saving.versions import AdapterVersion
 
 SILENCE_S = 300.0
 """Seconds without a heartbeat after which a client counts as gone; the SDK sends one every 10 s."""
@@ -102,6 +103,9 @@ class SampledFrom(Record):
     base: str
     model_path: str | None = None
     """A `tinker://` path; None = the base alone."""
+    version: str | None = None
+    """The `AdapterVersion` to which that path led when the client was made: it stays at this one.
+    None = the base alone, or weights from before there were versions."""
     clients: int = field(default=0)
     """Copies of the client that have joined, beside the first."""
 
@@ -225,13 +229,17 @@ class Sessions:
         """Remembers what a sampler samples from."""
         sampler.write(self._sampler_file(SamplerId.parse(sampler.id)))
 
+    def find_sampler(self, sampler_id: str) -> SampledFrom | None:
+        """The sampler of an id; None if it was not made."""
+        return SampledFrom.read(self._sampler_file(SamplerId.parse(sampler_id)))
+
     def sampler(self, sampler_id: str) -> SampledFrom:
         """The sampler of an id.
 
         Raises:
             UnknownId: if the tenant has none.
         """
-        found = SampledFrom.read(self._sampler_file(SamplerId.parse(sampler_id)))
+        found = self.find_sampler(sampler_id)
         if found is None:
             raise UnknownId(f"sampling_session_id must be one of the tenant's, got {sampler_id!r}")
         return found
@@ -242,6 +250,21 @@ class Sessions:
         sampler = replace(sampler, clients=sampler.clients + 1)
         self.add_sampler(sampler)
         return sampler.clients
+
+    def note_use(self, sampler_id: str) -> None:
+        """Notes that a sampler is asked something."""
+        os.utime(self._sampler_file(SamplerId.parse(sampler_id)))
+
+    def versions_in_use(self) -> dict[AdapterVersion, float]:
+        """Versions that samplers of open sessions sample from, and when they last did."""
+        found: dict[AdapterVersion, float] = {}
+        for session in self.all():
+            for file in self._files(session.id, "samplers") if session.ended is None else ():
+                sampler = SampledFrom.read(file)
+                if sampler is not None and sampler.version is not None:
+                    version, used_s = AdapterVersion.parse(sampler.version), file.stat().st_mtime
+                    found[version] = max(used_s, found.get(version, 0.0))
+        return found
 
     def samplers(self, session_id: str) -> list[str]:
         """Ids of a session's samplers."""
