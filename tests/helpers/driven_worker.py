@@ -137,9 +137,10 @@ def oracle(root: Path, steps: str) -> dict[str, Any]:
 
 
 def base_scores(root: Path) -> dict[str, list[float]]:
-    """What the first gang has left of its base."""
-    (file,) = (root / "cache" / "base_scores").iterdir()
-    return dict(json.loads(file.read_text()))
+    """What the first gang has left of its base; nothing of one without a tokenizer."""
+    files = list((root / "cache" / "base_scores").glob("*"))
+    assert len(files) <= 1, "gangs of one base score it once"
+    return dict(json.loads(files[0].read_text())) if files else {}
 
 
 def over_experts(root: Path, steps: str, base: str, ranks: str, parallel: str) -> dict[str, Any]:
