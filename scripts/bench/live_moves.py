@@ -35,6 +35,7 @@ from scripts.bench.harness.moves import Move, fused, moves, stays
 from scripts.bench.harness.rows import append_rows, gpu_name
 from tests.helpers import elastic_worker
 from tests.helpers.gang_driver import quickstart_base
+from tests.helpers.live_service import FloorCost
 from tests.helpers.ruled_service import RuledService
 from tlora_megatron.ops.kernel_build import build, built_library
 from tlora_megatron.service.control.books.hardware import pricing_of
@@ -75,7 +76,7 @@ def served(args: Any, root: Path, base: Mapping[str, Any]) -> tuple[list[Move], 
     settings = Settings(dwell_s=0.0, regroups_per_min=1000)
     engine = LocalEngine(root, args.gpus, seats=None if args.gpus else 2)
     if args.size == "quickstart":
-        pricing = elastic_worker.slow_prices()
+        pricing = elastic_worker.slow_prices(FloorCost)
     else:
         pricing = pricing_of(engine.nodes(), settings)
     with RuledService(root, engine, pricing, base, settings) as service:
