@@ -29,10 +29,10 @@ class Rows:
     """Where the row of the baseline differs; None = the value has no baseline."""
 
     def read(self, file: Path) -> tuple[float, float | None]:
-        """Returns the value and its baseline; of several rows that fit, the last one's.
+        """Returns the value and its baseline.
 
         Raises:
-            LookupError: if the file has no such row.
+            LookupError: if the file has not exactly one such row.
         """
         value = self._find(file, self.row)
         return value, None if self.over is None else self._find(file, {**self.row, **self.over})
@@ -40,9 +40,9 @@ class Rows:
     def _find(self, file: Path, wanted: Mapping[str, str]) -> float:
         with file.open(newline="", encoding="utf-8") as opened:
             rows = [row for row in csv.DictReader(opened) if wanted.items() <= row.items()]
-        if not rows:
-            raise LookupError(f"{file.name} must have a row with {dict(wanted)}, got none")
-        return float(rows[-1][self.column])
+        if len(rows) != 1:
+            raise LookupError(f"{file.name} must have one row with {dict(wanted)}, got {len(rows)}")
+        return float(rows[0][self.column])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +163,7 @@ def _steps() -> Iterable[Figure]:
         source="fp8.csv",
         stated=Rows(
             column="step_ms",
-            row=fp8 | {"commit": "c6ca12a", "jobs": "8 (batch 1-8)"},
+            row=fp8 | {"commit": "c6ca12a", "jobs": "8 (batch 1-8)", "gpu": "NVIDIA H200"},
             over={"mode": "floor"},
         ),
     )

@@ -18,7 +18,8 @@ from scripts.bench.harness.arguments import REPO
 from scripts.bench.harness.turn import TURN
 
 _GRACE_S = 15.0
-_BATCHES = ("--mixes", "batch 1-8")
+_STEP = "--precisions bf16 fp8 --modes floor together"
+_MIX = ("--mixes", "batch 1-8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,28 +114,26 @@ def run_parts(
 
 
 def parts_on_gpu(checkout: Path, layers: int | None) -> list[Part]:
-    """The parts on a GPU, with the fewest repetitions whose medians are within about 1 %.
+    """The parts on a GPU, with few repetitions.
 
-    The gang's job runs in front of the command: kernels of its shapes are built then.
+    The gang's jobs run in front of the command: kernels of its shapes are built then.
 
     Args:
         checkout: Megatron-LM's.
         layers: fewer than 8B's, for a GPU with less memory; None = all.
     """
     cut = () if layers is None else ("--layers", str(layers))
-    steps = "--precisions bf16 fp8 --modes floor together --turns 2 --rounds 6 --warmup 2"
-    flag = ("scripts.bench.flag_speed", "--megatron-lm", str(checkout), *cut)
-    bf16 = "--precision bf16 --modes own --turns 1 --rounds 5".split()
-    fp8 = "--precision fp8 --modes own floor --turns 2 --rounds 3".split()
-    engine = ("--impl", "transformer_engine")
-    gang = "--gpus 1 --start-only --size"
+    flag = ("--megatron-lm", str(checkout), *cut)
+    bf16 = "--precision bf16 --modes own --turns 1 --rounds 5"
+    fp8 = "--precision fp8 --modes own floor --turns 2 --rounds 3"
+    engine = "flag_speed --impl transformer_engine"
     return [
-        Part(name="step", words=("scripts.bench.step", *steps.split(), *_BATCHES, *cut)),
-        Part(name="flag local", words=(*flag, "--impl", "local", *bf16), starts_ahead=True),
-        Part(name="flag te bf16", words=(*flag, *engine, *bf16), starts_ahead=True),
-        Part(name="flag te fp8", words=(*flag, *engine, *fp8), starts_ahead=True),
-        Part(name="submit", words=("scripts.bench.live_gang", *gang.split(), "six layers")),
-        _train("six layers"),
+        _part("step", f"step {_STEP} --turns 2 --rounds 6 --warmup 2", *_MIX, *cut),
+        _part("flag local", f"flag_speed --impl local {bf16}", *flag, ahead=True),
+        _part("flag te bf16", f"{engine} {bf16}", *flag, ahead=True),
+        _part("flag te fp8", f"{engine} {fp8}", *flag, ahead=True),
+        _part("submit", "live_gang --start-only --gpus 1 --size", "six layers"),
+        _part("train", "around_training --users-caches --cases", "six layers"),
     ]
 
 
@@ -142,25 +141,19 @@ def toy_parts(checkout: Path | None, work: Path) -> list[Part]:
     """The parts on a CPU, over models of two layers; under the flag the local spec alone."""
     model = work / "toy.json"
     model.write_text(json.dumps(shapes()["toy"].config))
-    small = "--precisions bf16 fp8 --modes floor together --turns 1 --rounds 1 --warmup 1"
-    gang = "--gpus 0 --size toy --dtype float32 --tokens 2048 --start-only"
-    step = ("scripts.bench.step", *small.split(), "--tokens", "512", "--model", str(model))
-    found = [Part(name="step", words=(*step, *_BATCHES))]
+    step = f"step {_STEP} --turns 1 --rounds 1 --warmup 1 --tokens 512"
+    flag = "flag_speed --model toy --tokens 256 --turns 1 --rounds 1 --modes own"
+    gang = "live_gang --start-only --gpus 0 --size toy --dtype float32 --tokens 2048"
+    parts = [_part("step", step, "--model", str(model), *_MIX)]
     if checkout is not None:
-        words = "--model toy --tokens 256 --turns 1 --rounds 1 --modes own".split()
-        flag = ("scripts.bench.flag_speed", "--megatron-lm", str(checkout), *words)
-        found.append(Part(name="flag local", words=flag, starts_ahead=True))
-    return [
-        *found,
-        Part(name="submit", words=("scripts.bench.live_gang", *gang.split())),
-        _train("toy"),
-    ]
+        parts.append(_part("flag local", flag, "--megatron-lm", str(checkout), ahead=True))
+    train = _part("train", "around_training --users-caches --cases toy")
+    return [*parts, _part("submit", gang), train]
 
 
-def _train(case: str) -> Part:
-    return Part(
-        name="train", words=("scripts.bench.around_training", "--users-caches", "--cases", case)
-    )
+def _part(name: str, command: str, *more: str, ahead: bool = False) -> Part:
+    words = (*f"scripts.bench.{command}".split(), *more)
+    return Part(name=name, words=words, starts_ahead=ahead)
 
 
 def skipped_on_cpu(checkout: Path | None) -> Mapping[str, str]:
