@@ -30,7 +30,7 @@ from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.smoke.figures import Measured, figures, show
 from scripts.bench.smoke.parts import Part, parts_on_gpu, run_parts, skipped_on_cpu, toy_parts
 
-_TOLD = 40
+_TOLD = 80
 """Lines of a failed part that are printed: torchrun says much behind the error."""
 _WHOLE_BYTES = 100 << 30
 """An 8B step beside a second base takes 85 GiB."""
@@ -99,7 +99,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, required=True, help="write what was found here")
     parser.add_argument("--megatron-lm", type=Path, default=checkout and Path(checkout))
     parser.add_argument("--size", choices=["8b", "toy"], default="8b")
-    parser.add_argument("--timeout", type=float, default=150.0, help="seconds of a part")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a part")
     return parser.parse_args(argv)
 
 

@@ -77,7 +77,7 @@ class Running:
             code = None
             self.end()
         output = self._log.read_text(errors="replace")
-        why = {0: "", None: f"took over {timeout_s:.0f} s"}.get(code, f"exit status {code}")
+        why = {0: "", None: f"took over {timeout_s:g} s"}.get(code, f"exit status {code}")
         if why:
             lines = [line.strip() for line in output.splitlines() if line.strip()]
             errors = [line for line in lines if "Error" in line or "error:" in line]
