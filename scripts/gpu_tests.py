@@ -1,6 +1,7 @@
 """Runs the tests that need one GPU and keeps what came of it, for `scripts/test.sh gpu`.
 
     python -m scripts.gpu_tests            # runs them and writes tests/gpu/last_run.json
+    python -m scripts.gpu_tests --no-smoke # without measuring the smoke figures
     python -m scripts.gpu_tests --status   # one line about that record; 1 if it says "failed"
 
 CI has no GPU, so the record in the tree is what says that the paths on GPUs work. It names the
@@ -9,6 +10,9 @@ commit and digests of the folders that only a GPU shows; `--status` says what ha
 A test that is skipped because a package or a checkout is missing counts as failed: what the README
 and the docs sell is run. Skipped without harm are those that need several GPUs, and combinations
 that a kernel does not take, whose reason is printed with their number.
+
+Behind the tests `scripts.bench.smoke` measures the figures that the README is known for. One that
+is more than 5 % short is printed and kept in the record; one that cannot be measured is a failure.
 """
 
 from __future__ import annotations
@@ -110,12 +114,15 @@ def status(record: Path = RECORD, repo: Path = REPO) -> tuple[str, bool]:
         return f"GPU tests FAILED at {commit[:9]}: run ./scripts/test.sh gpu again", False
     now = digests(repo)
     trees = [tree for tree in TREES if kept["trees"].get(tree) != now[tree]]
-    if not trees:
-        return f"GPU tests last passed at {commit[:9]}; nothing that they cover has changed", True
-    count = _num_changed(repo, commit, trees)
-    what = "files" if count is None else f"{count} files"
-    since = f"since then {what} that they cover have changed, in {', '.join(trees)}"
-    return f"GPU tests last passed at {commit[:9]}; {since}", True
+    if trees:
+        count = _num_changed(repo, commit, trees)
+        what = "files" if count is None else f"{count} files"
+        since = f"since then {what} that they cover have changed, in {', '.join(trees)}"
+    else:
+        since = "nothing that they cover has changed"
+    short = sum(figure["short"] for figure in kept.get("smoke", {}).get("figures", ()))
+    smoke = f"; {short} smoke figure{'s' * (short > 1)} short" if short else ""
+    return f"GPU tests last passed at {commit[:9]}; {since}{smoke}", True
 
 
 def _num_changed(repo: Path, commit: str, trees: Sequence[str]) -> int | None:
@@ -146,22 +153,46 @@ def run(workers: int, words: Sequence[str]) -> tuple[Outcome, float]:
     return outcome, time.monotonic() - begin_s
 
 
-def write_record(outcome: Outcome, seconds: float, commit: str, path: Path = RECORD) -> None:
-    """Writes the record; what it says of speed, if it has anything, stays."""
+def measure_smoke(commit: str) -> dict[str, Any]:
+    """Measures the smoke figures, which prints them; returns what goes into the record."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "smoke.json"
+        command = (sys.executable, "-m", "scripts.bench.smoke", "--commit", commit)
+        code = subprocess.run((*command, "--json", str(file)), cwd=REPO, check=False).returncode
+        if file.is_file():
+            return json.loads(file.read_text(encoding="utf-8"))
+    return {"commit": commit, "figures": [], "failures": [f"exit status {code}, no figures"]}
+
+
+def write_record(
+    outcome: Outcome,
+    seconds: float,
+    commit: str,
+    smoke: dict[str, Any] | None = None,
+    path: Path = RECORD,
+) -> bool:
+    """Writes the record; returns whether it says "passed".
+
+    Args:
+        smoke: what `measure_smoke` returned; None = what the record has of it stays.
+    """
     import torch
 
-    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if smoke is None and path.is_file():
+        smoke = json.loads(path.read_text(encoding="utf-8")).get("smoke")
     on_gpu = torch.cuda.is_available()
+    passed = outcome.is_green and not (smoke or {}).get("failures")
     record = {
-        "passed": outcome.is_green,
+        "passed": passed,
         "commit": commit,
         "trees": digests(),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "versions": {"python": sys.version.split()[0]} | _versions(),
         "tests": asdict(outcome) | {"missing": sum(outcome.missing.values())},
         "seconds": round(seconds),
-    } | {key: kept[key] for key in ("smoke",) if key in kept}
+    } | ({} if smoke is None else {"smoke": smoke})
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return passed
 
 
 def _versions() -> dict[str, str]:
@@ -188,13 +219,16 @@ def show(outcome: Outcome, seconds: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 if anything failed, or what is sold was not run."""
+    """Returns 1 if anything failed, or what is sold was not run or not measured."""
     first_line = str(__doc__).partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_tests", description=first_line)
     parser.add_argument("--status", action="store_true", help="say what the record says")
     parser.add_argument("--commit", help="what is tested, where git cannot say")
     parser.add_argument("--workers", type=int, default=min(8, max(1, (os.cpu_count() or 2) // 2)))
-    parser.add_argument("words", nargs="*", help="words for pytest; no record is written then")
+    parser.add_argument("--no-smoke", action="store_true", help="leave out the smoke figures")
+    parser.add_argument(
+        "words", nargs="*", help="words for pytest; nothing is measured or recorded then"
+    )
     options = parser.parse_args(argv)
     if options.status:
         line, is_good = status()
@@ -202,9 +236,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if is_good else 1
     outcome, seconds = run(options.workers, options.words)
     print(show(outcome, seconds))
-    if not options.words:
-        write_record(outcome, seconds, options.commit or checkout_commit())
-    return 0 if outcome.is_green else 1
+    if options.words:
+        return 0 if outcome.is_green else 1
+    commit = options.commit or checkout_commit()
+    smoke = None if options.no_smoke else measure_smoke(commit)
+    return 0 if write_record(outcome, seconds, commit, smoke) else 1
 
 
 if __name__ == "__main__":

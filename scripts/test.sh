@@ -5,12 +5,13 @@
 #   quick    lint, types and tests/unit without the slow ones
 #   all      also further combinations of what is tested one by one, and what wants four cores
 #   gpu      what needs one GPU, and nothing else; writes tests/gpu/last_run.json, which CI reads. Uses the
-#            packages of python3 (or $TLORA_BASE_PYTHON) and wheels in .whl or ../shared/wheels; needs no network
+#            packages of python3 (or $TLORA_BASE_PYTHON) and wheels in .whl or ../shared/wheels; needs no network.
+#            Behind the tests the smoke figures are measured, unless its first argument is --no-smoke
 #   -k NAME  and the like go to pytest; a stage in which they select nothing is passed over
 #   TLORA_TEST_WORKERS   tests at a time; default: one a core and one for waits, at most 8
 #   TLORA_TEST_PATIENCE  factor on the limits that end what hangs; no test says anything about speed
 #   TLORA_TEST_SEED      what tests draw their inputs by; default 0; "fresh" draws them anew and says how
-# About 15 minutes on two idle cores, quick about one, gpu five on a Hopper GPU.
+# About 15 minutes on two idle cores, quick about one, gpu seven on an H200.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 quick=""
@@ -20,7 +21,8 @@ case ${1:-} in
 esac
 
 gpu_tests() {  # runs in this shell's place
-  local python=${TLORA_BASE_PYTHON:-python3} packages=$PWD/build/gpu_packages wheels
+  local python=${TLORA_BASE_PYTHON:-python3} packages=$PWD/build/gpu_packages wheels own=()
+  if [[ ${1:-} == --no-smoke ]]; then own=(--no-smoke); shift; fi
   for wheels in .whl ../shared/wheels; do
     if compgen -G "$wheels/*.whl" >/dev/null && [[ ! -d $packages ]]; then
       "$python" -m pip install -q --no-index --no-deps --target "$packages" "$wheels"/*.whl || exit 1
@@ -28,7 +30,7 @@ gpu_tests() {  # runs in this shell's place
   done
   export PYTHONPATH=$PWD:$packages${PYTHONPATH:+:$PYTHONPATH}
   export OMP_NUM_THREADS=2 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-  exec "$python" -m scripts.gpu_tests ${TLORA_COMMIT:+--commit "$TLORA_COMMIT"} -- "$@"
+  exec "$python" -m scripts.gpu_tests ${TLORA_COMMIT:+--commit "$TLORA_COMMIT"} ${own[@]+"${own[@]}"} -- "$@"
 }
 if [[ ${1:-} == gpu ]]; then gpu_tests "${@:2}"; fi
 

@@ -87,8 +87,8 @@ def _run(args: argparse.Namespace, case: Case, commit: str, tree: Path, work: Pa
     output_dir, config = work / "out", work / "run.yaml"
     shutil.rmtree(output_dir, ignore_errors=True)
     write_jobs(case, base, args.texts, output_dir, config)
-    caches = work / "caches" / commit
-    if case.cold:
+    caches = None if args.users_caches else work / "caches" / commit
+    if case.cold and caches is not None:
         shutil.rmtree(caches, ignore_errors=True)
     watched = watch(tree, config, output_dir, caches=caches, log=work / "log.txt", nproc=args.nproc)
     written = folder_bytes(output_dir)
@@ -148,6 +148,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--work", type=Path, help="keep bases and caches in this folder")
     parser.add_argument("--nproc", type=int, help="processes of a command")
+    parser.add_argument(
+        "--users-caches",
+        action="store_true",
+        help="of kernels, instead of folders of this benchmark's that are empty at first",
+    )
     return parser
 
 

@@ -34,12 +34,18 @@ class Watched:
 
 
 def watch(
-    tree: Path, config: Path, output_dir: Path, *, caches: Path, log: Path, nproc: int | None
+    tree: Path,
+    config: Path,
+    output_dir: Path,
+    *,
+    caches: Path | None,
+    log: Path,
+    nproc: int | None,
 ) -> Watched:
     """Trains with the package that lies in `tree` and reads its metrics while they are written.
 
     Args:
-        caches: folder of built kernels.
+        caches: folder of built kernels; None = the user's.
 
     Raises:
         RuntimeError: with its last lines, if the command fails.
@@ -47,10 +53,11 @@ def watch(
     command = [sys.executable, "-m", "tlora_megatron.cli", "train", str(config)]
     command += [] if nproc is None else ["--nproc", str(nproc)]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]),
-        "TLORA_CACHE_DIR": str(caches / "cuda"),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
     }
+    if caches is not None:
+        environment["TLORA_CACHE_DIR"] = str(caches / "cuda")
+        environment["TRITON_CACHE_DIR"] = str(caches / "triton")
     with log.open("w") as file:
         begin_s = time.monotonic()
         # From its own folder: Python would find the package in the present one first.

@@ -10,7 +10,8 @@ that all see the same clock:
 
 - `flag`: iterations of the trainer, the base by our kernels where it is plain.
 - `flag_modules`: the same iterations, the base by Megatron's modules (`TLORA_FLAG_COMPUTE`).
-- `own`: rounds of our own trainer: a second base of the same shape, the same jobs and data.
+- `own`: rounds of our own trainer: a second base of the same shape, the same jobs and data. With
+  `--precision fp8` it is quantised as `base_model.quantization: fp8` has it.
 - `floor`: forward and input gradients of Megatron's modules without any adapter, over the
   micro-batches that the trainer ran.
 - `stock_peft`: one adapter of rank 16 trained on those micro-batches as Megatron-Bridge does, by
@@ -118,7 +119,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--megatron-lm", type=Path, default=checkout and Path(checkout))
     add("--impl", nargs="+", choices=list(IMPLS), help="all that are installed")
-    add("--precision", choices=list(PRECISIONS), default="bf16")
+    add(
+        "--precision",
+        choices=list(PRECISIONS),
+        default="bf16",
+        help="on a CPU fp32, and with fp8 our own trainer's base alone is quantised",
+    )
     add(
         "--modes",
         nargs="+",
@@ -158,7 +164,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.impl is None:
         on_gpu = torch.cuda.is_available()
         options.impl = ["local", "transformer_engine"] if on_gpu else ["local_unfused"]
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and options.precision != "fp8":
         options.precision = "fp32"
     if options.kernels:
         options.kernels.unlink(missing_ok=True)

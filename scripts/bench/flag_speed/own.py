@@ -7,10 +7,12 @@ from typing import Any
 
 from scripts.bench.flag_speed.cases import Case
 from scripts.bench.harness.training_jobs import fresh_job
+from tlora_megatron.config.base_model import EMBEDDING, HEAD
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.quantisation import quantised_on_reading
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import PackedBatch, RoundShape
@@ -20,6 +22,9 @@ from tlora_megatron.training.super_model import SuperModel
 
 class OwnTrainer:
     """A second base of the same shape, with the same jobs, data, layout and nano-batches.
+
+    Beside a trainer whose linears Transformer Engine runs in FP8, this base is quantised as
+    `base_model.quantization: fp8` has it.
 
     Args:
         session: of the trainer under Megatron-LM's flag.
@@ -33,7 +38,9 @@ class OwnTrainer:
             sequence_parallel=case.sequence_parallel,
             lora_sharding=groups.layout.lora_sharding,
         )
-        run = SyntheticRun(spec, layout, dtype=dtype)
+        is_fp8 = case.precision.startswith("fp8")
+        quantisation = quantised_on_reading(spec, (EMBEDDING, HEAD)) if is_fp8 else None
+        run = SyntheticRun(spec, layout, dtype=dtype, quantisation=quantisation)
         loras = [job.spec.lora for job in theirs.jobs]
         bank = AdapterBank(run.sites, loras, dtype=dtype, device=groups.device)
         attach(run.linears, bank)

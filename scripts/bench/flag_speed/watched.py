@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from scripts.bench.harness.turn import wait_for_turn
 from tlora_megatron import launch
 
 Iteration = Callable[[Any, Callable[[], Any]], Any]
@@ -26,6 +27,7 @@ def launch_watched(argv: Sequence[str], begin: Callable[[], Iteration]) -> None:
     def install_watched() -> None:
         install()
         _put_between(begin())
+        wait_for_turn()
 
     launch.install = install_watched
     launch.main(list(argv))

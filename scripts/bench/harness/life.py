@@ -22,12 +22,17 @@ class Life(NamedTuple):
 def live(command: Sequence[str], env: Mapping[str, str], log: Path, timeout_s: float) -> Life:
     """Runs a command whose output goes to a file; behind the timeout it is killed.
 
-    Of torchrun the agent is killed, and the ranks end with it.
+    Of torchrun the agent is killed, and the ranks end with it. If this process is interrupted
+    meanwhile, it prints the end of the output.
     """
     begin = time.monotonic()
     code: int | None = None
-    with log.open("w") as sink, contextlib.suppress(subprocess.TimeoutExpired):
-        code = subprocess.run(
-            command, env=env, stdout=sink, stderr=subprocess.STDOUT, timeout=timeout_s
-        ).returncode
+    try:
+        with log.open("w") as sink, contextlib.suppress(subprocess.TimeoutExpired):
+            code = subprocess.run(
+                command, env=env, stdout=sink, stderr=subprocess.STDOUT, timeout=timeout_s
+            ).returncode
+    except KeyboardInterrupt:
+        print(log.read_text(errors="replace")[-4000:], flush=True)
+        raise
     return Life(code, time.monotonic() - begin, log.read_text(errors="replace"))

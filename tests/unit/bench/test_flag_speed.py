@@ -160,14 +160,16 @@ def test_kinds_of_kernels(name: str, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.megatron_lm
-def test_a_life_over_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+def test_a_life_over_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     file = tmp_path / "rows.csv"
     size = ("--model", "toy", "--tokens", 256, "--rounds", 1, "--turns", 1)
-    options = ("--megatron-lm", os.environ["MEGATRON_LM_PATH"], "--csv", file)
+    checkout = os.environ["MEGATRON_LM_PATH"]
+    options = ("--megatron-lm", checkout, "--precision", precision, "--csv", file)
     output = python("-m", "scripts.bench.flag_speed", *size, *options)
     assert "base: 2 of 2 layers by our kernels, head by ours" in output
     with file.open() as rows:
-        assert [row["mode"] for row in csv.DictReader(rows)] == [
-            "flag", "flag_modules", "own", "floor",
-        ]  # fmt: skip
+        found = [(row["mode"], row["precision"]) for row in csv.DictReader(rows)]
+    modes = ("flag", "flag_modules", "own", "floor")
+    assert found == [(mode, precision) for mode in modes]

@@ -126,3 +126,22 @@ import tests.conftest, tests.distributed.conftest, tests.integration.conftest, t
 sys.exit("torch" in sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], cwd=repo, check=True, timeout=HANG_S)
+
+
+@pytest.mark.parametrize(
+    ("words", "passed_on"),
+    [
+        ((), "-m scripts.gpu_tests --"),
+        (("--no-smoke",), "-m scripts.gpu_tests --no-smoke --"),
+        (("-k", "fp8"), "-m scripts.gpu_tests -- -k fp8"),
+    ],
+)
+def test_gpu_alone_runs_what_needs_one(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], passed_on: str
+) -> None:
+    monkeypatch.setenv("TLORA_BASE_PYTHON", str(checkout / "interpreter"))
+    monkeypatch.delenv("TLORA_COMMIT", raising=False)
+    process = start(checkout, "gpu", *words)
+    output, _ = process.communicate(timeout=HANG_S)
+    assert process.returncode == 0, output
+    assert (checkout / "commands").read_text().splitlines() == [passed_on]
