@@ -64,6 +64,11 @@ def test_killed_ranks_change_no_bit(undisturbed: dict[str, Any], tmp_path: Path)
     assert left <= 0
 
 
+def test_a_job_younger_than_the_interval_of_checkpoints_does_not_start_over(tmp_path: Path) -> None:
+    result = drive("young", tmp_path / "service")
+    assert result["from_step"] == result["saved"] > 0
+
+
 def test_gang_outlives_its_controller(undisturbed: dict[str, Any], tmp_path: Path) -> None:
     result = drive("adopted", tmp_path / "service")
     assert result["digests"] == undisturbed["digests"]

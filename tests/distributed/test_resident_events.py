@@ -52,6 +52,22 @@ def test_jobs_are_saved_by_time(gang: Resident) -> None:
     assert len(steps) > 1
 
 
+def test_steps_are_told_and_written_before_the_checkpoint_that_holds_them(gang: Resident) -> None:
+    """Others train on, so that steps wait for the next round where nothing else asks for them."""
+    orders = [prepare(gang, name, checkpoint_every_steps=2) for name in ("first", "second")]
+    joins = [{"kind": "join", "job": name} for name in ("first", "second")]
+    events = gang.run([(1, order) for order in orders] + [(1, join) for join in joins])
+    for name in ("first", "second"):
+        steps = [
+            (kind, body["step"]) for kind, job, body in events if job == name and "step" in body
+        ]
+        assert [step for kind, step in steps if kind == "stepped"] == [1, 2, 3]
+        for step in (2, 3):
+            assert steps.index(("stepped", step)) < steps.index(("saved", step))
+        rows = read_metrics(gang.job_dir(name) / "metrics.jsonl")
+        assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
+
+
 def test_a_checkpoint_that_is_not_finite_is_refused(gang: Resident) -> None:
     order = prepare(gang, "damaged")
     gang.run([(1, order), (1, {"kind": "join", "job": "damaged"})])

@@ -122,6 +122,23 @@ def zombie(root: Path) -> dict[str, Any]:
     }
 
 
+def young(root: Path) -> dict[str, Any]:
+    """A rank is killed once a job was saved once, long before a save is due."""
+    driver = make_driver(root)
+    document = documents()[1] | {"max_steps": 100_000}
+    job = driver.submit("j9", document, checkpoint_every_s=3600.0)
+    driver.start()
+    driver.run_until(lambda: "saved" in job.heard_s)
+    os.kill(pids(driver)[1], signal.SIGKILL)
+
+    def told(kind: str, epoch: int) -> list[dict[str, Any]]:
+        said = (e for e in driver.events if (e.kind, e.job, e.epoch) == (kind, "j9", epoch))
+        return [dict(event.body) for event in said]
+
+    driver.run_until(lambda: bool(told("joined", 2)))
+    return {"saved": told("saved", 1)[-1]["step"], "from_step": told("joined", 2)[0]["from_step"]}
+
+
 def hung(root: Path) -> dict[str, Any]:
     """A rank is stopped in the middle and never goes on; before that the gang idles for long."""
     driver = make_driver(root, run=RUN | {"hang_timeout_s": 15.0})
@@ -191,6 +208,7 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "adopted": adopted,
     "zombie": zombie,
     "hung": hung,
+    "young": young,
 }
 
 

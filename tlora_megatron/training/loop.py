@@ -289,12 +289,14 @@ class TrainingLoop:
             self.files.close_all()
 
     def _log(self, report: StepReport) -> None:
-        job, outcome = report.job, report.outcome
         self.tokens += report.tokens
-        self.files.log_step(report)
-        self.listener.on_step(job.name, job.step, outcome.loss, report.lr)
-        if not outcome.applied:
+        self._write_step(report)
+        if not report.outcome.applied:
             self._nonfinite(report)
+
+    def _write_step(self, report: StepReport) -> None:
+        self.files.log_step(report)
+        self.listener.on_step(report.job.name, report.job.step, report.outcome.loss, report.lr)
 
     def _nonfinite(self, report: StepReport) -> None:
         """Applies the job's own policy to a NaN or inf; other jobs are not touched."""

@@ -33,6 +33,10 @@ _MANY_REQUESTS = 256
 """Requests that change no weight, after which a checkpoint is due all the same: it lets them go.
 """
 
+_FIRST_SAVE_S = 3.0
+"""A job without a checkpoint is saved by time so soon after it has joined: a rank's death then
+costs it seconds of work, not all of it."""
+
 Tell = Callable[[str, str | None, Mapping[str, Any]], None]
 """Is told what happens: the kind of event, the name of the job if it is one's, and values."""
 
@@ -43,11 +47,16 @@ class _Saves:
 
     every_s: float
     every_steps: int
+    has_checkpoint: bool
     saved_s: float = field(default_factory=time.monotonic)
+    """Until the first save, when the job joined."""
 
     def late_s(self, now_s: float) -> float:
         """Seconds since a save was due; negative before."""
-        return now_s - self.saved_s - self.every_s if self.every_s > 0 else -math.inf
+        if self.every_s <= 0:
+            return -math.inf
+        wait_s = self.every_s if self.has_checkpoint else min(self.every_s, _FIRST_SAVE_S)
+        return now_s - self.saved_s - wait_s
 
 
 class _Notes(SilentListener):
@@ -104,6 +113,9 @@ class LiveLoop(TrainingLoop):
         """The evaluation of the first of them, under way."""
         self._newcomers: dict[str, None] = {}
         """Jobs that have not been through a whole round yet."""
+        self._unwritten: list[StepReport] = []
+        """Steps that are written and told while the device runs the next round."""
+        super_model.while_running = self.write_steps
         self._keeps_memory = False
         """Jobs have left since memory was last given back to the device."""
         self.on_counted: Callable[[str, int], None] = lambda *_: None
@@ -132,7 +144,9 @@ class LiveLoop(TrainingLoop):
     def join(self, staged: StagedJob) -> None:
         """Lets a prepared job take part from the next round on, or from its evaluation on."""
         job = staged.state
-        self._saves[job.name] = _Saves(staged.checkpoint_every_s, staged.checkpoint_every_steps)
+        self._saves[job.name] = _Saves(
+            staged.checkpoint_every_s, staged.checkpoint_every_steps, has_checkpoint=job.step > 0
+        )
         self._newcomers[job.name] = None
         self.admit(job, staged.metrics)
         if job.is_done:
@@ -153,6 +167,7 @@ class LiveLoop(TrainingLoop):
         Returns:
             False if no job of that name trains.
         """
+        self.write_steps()
         job = self.release(name, save=save)
         if job is None:
             return False
@@ -166,12 +181,18 @@ class LiveLoop(TrainingLoop):
 
     def drain(self) -> tuple[str, ...]:
         """Waits for the disk as the loop does; where all jobs have left, others get the memory."""
+        self.write_steps()
         if self._keeps_memory and not self.super_model.jobs:
             self._keeps_memory = False
             if self.super_model.groups.device.type == "cuda":
                 torch.cuda.synchronize()  # copies of who has left may still be under way
                 torch.cuda.empty_cache()
         return super().drain()
+
+    def close(self) -> None:
+        """Writes what is left and closes the files; a second call does nothing."""
+        self.write_steps()
+        super().close()
 
     def wait_to_save(self, name: str) -> None:
         """Waits on the writer until a job that trains can be saved without a wait."""
@@ -200,6 +221,15 @@ class LiveLoop(TrainingLoop):
     def note_step(self, report: StepReport) -> None:
         """Takes note of a step that was made between rounds."""
         self._log(report)
+        self.write_steps()
+
+    def write_steps(self) -> None:
+        """Writes and tells the steps that have been made since the last call."""
+        reports, self._unwritten = self._unwritten, []
+        for report in reports:
+            super()._write_step(report)
+            values = {"loss": report.outcome.loss, "lr": report.lr, "tokens": report.tokens}
+            self._tell("stepped", report.job.name, {"step": report.job.step, **values})
 
     def end(self, job: JobState) -> None:
         """Ends a job that is done, with its last checkpoint and its adapter."""
@@ -222,12 +252,20 @@ class LiveLoop(TrainingLoop):
         return [name for name in due if self.saver.can_take(by_name[name])][-1:]
 
     def run_round(self) -> None:
-        """Runs a round, if some job takes part, and what is due behind it."""
-        if self.has_round:
-            trains = [job.name for job in self.super_model.jobs if not job.is_idle]
-            self.step()
-            for name in trains:
-                self._newcomers.pop(name, None)
+        """Runs a round, if some job takes part, and what is due behind it.
+
+        Steps are written behind the next round's launches, where they cost nothing. Only those of
+        newcomers, whom somebody waits for, are written at once, and all where no round follows.
+        """
+        if not self.has_round:
+            self.write_steps()
+            return
+        trains = [job.name for job in self.super_model.jobs if not job.is_idle]
+        self.step()
+        if any(name in self._newcomers for name in trains) or not self.has_round:
+            self.write_steps()
+        for name in trains:
+            self._newcomers.pop(name, None)
 
     def evaluate_part(self) -> None:
         """Scores one micro-batch of the job whose evaluation is first, if there is one."""
@@ -256,21 +294,30 @@ class LiveLoop(TrainingLoop):
                 self._to_evaluate.append(job)
 
     def _note_evaluation(self, job: JobState, result: EvalResult) -> None:
+        self.write_steps()
         super()._note_evaluation(job, result)
         scores = {"loss": result.loss, "exact_match": result.exact_match}
         self._tell("evaluated", job.name, {"step": job.step, **scores})
 
-    def _log(self, report: StepReport) -> None:
-        super()._log(report)
-        values = {"loss": report.outcome.loss, "lr": report.lr, "tokens": report.tokens}
-        self._tell("stepped", report.job.name, {"step": report.job.step, **values})
+    def _write_step(self, report: StepReport) -> None:
+        self._unwritten.append(report)
+
+    def _event(self, job: JobState, message: str) -> None:
+        self.write_steps()
+        super()._event(job, message)
+
+    def _save(self, jobs: Sequence[JobState]) -> None:
+        if jobs:
+            self.write_steps()  # a checkpoint's steps are never missing in the metrics
+        super()._save(jobs)
 
     def _checkpoint_due(self, job: JobState) -> bool:
         every = self._saves[job.name].every_steps
         return every > 0 and job.step % every == 0
 
     def _checkpoint(self, job: JobState) -> Target:
-        self._saves[job.name].saved_s = time.monotonic()
+        saves = self._saves[job.name]
+        saves.saved_s, saves.has_checkpoint = time.monotonic(), True
         counted = None
         if isinstance(job, DrivenState):
             counted = job.saved_count = job.counted
@@ -303,6 +350,7 @@ class LiveLoop(TrainingLoop):
             if job.is_held or (not job.is_done and (job.is_active or is_shared))
         ]
         if over or len(staying) < len(present):
+            self.write_steps()
             self._set_jobs([job if job.is_active else job.placeholder() for job in staying])
         for job in over.values():
             self._forget(job)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from typing import Any
 
@@ -36,6 +37,9 @@ _BUSY_S = 0.02
 _MORE_S = 0.5
 """It waits so long for mail that is announced: who joins behind the first round's begin waits for
 its end, which takes seconds in a new process."""
+_OWNED_S = 0.5
+"""A busy loop looks so often whether it still may write its jobs' files, a read for each job.
+Nothing is written without a look of its own."""
 _LOOK_S, _LOOKED_AT = 0.005, 16
 """An idle loop looks so often for requests of so many driven jobs; of more, less often."""
 
@@ -77,6 +81,7 @@ class ResidentLoop:
         self._waiting: dict[str, None] = {}
         """Jobs that join as soon as they are prepared."""
         self._rates = _Rates(round_every_s)
+        self._looked_s = -math.inf
         self._has_stopped = False
 
     def serve(self, mailbox: Mailbox | None) -> None:
@@ -128,10 +133,18 @@ class ResidentLoop:
             mail += mailbox.take()
         return {
             "mail": mail,
-            "lost": [name for name in self.live.names() if not self._may_write(name)],
+            "lost": self._lost(),
             "save": self.live.due_by_time(),
             "asked": self.desk.news(),
         }
+
+    def _lost(self) -> list[str]:
+        """Jobs whose files are somebody else's by now, if it is time to look."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _OWNED_S:
+            return []
+        self._looked_s = now_s
+        return [name for name in self.live.names() if not self._may_write(name)]
 
     def _rest(self, mailbox: Mailbox) -> None:
         """Waits for mail or for a request; tells what has been written meanwhile."""
