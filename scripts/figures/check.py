@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 from scripts.figures.pages import NUMBER, Section, figure_spans, sections
-from scripts.figures.rows import rounds_to, table, value_of
+from scripts.figures.rows import rounds_to, selector, table, value_of
 
 ADDRESSES = "docs/figures.yaml"
-_NO_ROW = "no row:"
+_NO_ROW = "no row;"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Checker:
         where = addresses.get("where", {})
         place = Place(page, section.heading, section.text)
         entries = [e if isinstance(e, dict) else {"says": e} for e in addresses.get("text", [])]
-        sentences = [(entry["says"], {**where, **entry}) for entry in entries]
+        sentences = [(entry["says"], selector(where, entry)) for entry in entries]
         self.text(place, sentences)
         tables = addresses.get("tables", [])
         if len(tables) > len(section.tables):
@@ -106,7 +106,7 @@ class _Checker:
             return
         rows = rows or [(label, {}) for label in labels]
         for (label, row), texts in zip(rows, cells[1:], strict=True):
-            own = {**where, **table.get("where", {}), **(row or {})}
+            own = selector(selector(where, table.get("where", {})), row or {})
             addresses = own.pop("cells", table.get("columns", []))
             for column, text in enumerate(texts[1:]):
                 cell = Place(place.page, place.section, text, f"{label} | {cells[0][column + 1]}")

@@ -15,6 +15,8 @@ _FUNCTIONS = {
     "mean": np.mean,
     "min": np.min,
     "max": np.max,
+    "std": np.std,
+    "abs": np.abs,
     "round": np.round,
     "geometric_mean": lambda values: np.exp(np.mean(np.log(values))),
     "GiB": 2**30,
@@ -32,6 +34,11 @@ def table(repo: Path, name: str) -> list[dict[str, str]]:
     raise ValueError(f"csv must name a file in {' or '.join(FOLDERS)}, got {name}")
 
 
+def selector(outer: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+    """A selector within another one; it begins anew where it names a file."""
+    return dict(inner) if "csv" in inner else {**outer, **inner}
+
+
 class Rows:
     """The rows of one file whose columns have the wanted values; an attribute is a column."""
 
@@ -40,8 +47,7 @@ class Rows:
 
     def at(self, **where: Any) -> Rows:
         """The rows where some columns have other values; a column that is None may have any."""
-        whole = where if "csv" in where else {**self._where, **where}
-        return Rows(self._repo, whole, self._used)
+        return Rows(self._repo, selector(self._where, where), self._used)
 
     def __getattr__(self, column: str) -> Any:
         where = {key: value for key, value in self._where.items() if value is not None}
@@ -58,14 +64,22 @@ class Rows:
 
 
 class _Names(dict[str, Any]):
-    """What an expression may name: a few functions, `at(...)`, and columns of its rows."""
+    """What an expression may name: functions, `at` and `of`, and columns of its rows."""
 
     def __init__(self, rows: Rows) -> None:
-        super().__init__(_FUNCTIONS, at=rows.at)
+        super().__init__(_FUNCTIONS, at=rows.at, of=self.of)
         self._rows = rows
 
     def __missing__(self, name: str) -> Any:
         return getattr(self._rows, name)
+
+    def of(self, expression: str, **where: Any) -> Any:
+        """The value of an expression where some columns have other values."""
+        return _evaluated(expression, self._rows.at(**where))
+
+
+def _evaluated(expression: str, rows: Rows) -> Any:
+    return eval(expression, {"__builtins__": {}}, _Names(rows))
 
 
 def _is(cell: str, wanted: Any) -> bool:
@@ -82,8 +96,7 @@ def value_of(
 ) -> tuple[float, tuple[tuple[str, str], ...]]:
     """The value of an expression, and the file and commit of every row that it comes from."""
     used: set[tuple[str, str]] = set()
-    names = _Names(Rows(repo, where, used))
-    value = np.asarray(eval(address, {"__builtins__": {}}, names))
+    value = np.asarray(_evaluated(address, Rows(repo, where, used)))
     if value.size != 1:
         raise ValueError(f"an address must give one value (or take a median), got {value.size}")
     return float(value.item()), tuple(sorted(used))
