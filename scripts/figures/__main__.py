@@ -31,18 +31,18 @@ def _json(report: Report) -> str:
     return json.dumps({"problems": report.problems, "figures": figures}, indent=1)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, repo: Path = REPO) -> int:
     """Prints what was asked for; 1 if any figure disagrees."""
     parser = argparse.ArgumentParser(prog="python -m scripts.figures", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--stale", action="store_true", help="figures of rows older than the code")
     parser.add_argument("--json", action="store_true", help="all figures, for programs")
     asked = parser.parse_args(arguments)
-    report = checked(REPO)
+    report = checked(repo)
     if asked.json:
         print(_json(report))
     elif asked.stale:
-        print("\n".join(stale_lines(REPO, report)) or "no figure is stale")
+        print("\n".join(stale_lines(repo, report)) or "no figure is stale")
     else:
         print("\n".join(report.problems))
         print(f"{len(report.figures)} figures, {len(report.problems)} problems")

@@ -147,7 +147,7 @@ class _Checker:
             return
         try:
             value, rows = value_of(self.repo, address, where)
-        except (ValueError, TypeError, SyntaxError) as error:
+        except (ValueError, TypeError, IndexError, SyntaxError) as error:
             self.problem(place, f"{text} = {address}: {error}")
             return
         self.report.figures.append(Figure(place, text, address, value, rows))
@@ -163,8 +163,9 @@ class _Checker:
             order = dict.fromkeys(row.get("commit") for row in table(self.repo, name))
             names = [commit for commit in order if commit and commit in commits]
             said = f", commit{'s' * (len(names) > 1)} {_listed(names)}" if names else ""
-            link = rf"\[{name}\.csv\]\([^)]*\){_words(said).pattern}(?![\w+]|, commit|,? and \w+)"
-            if not re.search(link, section.text):
+            link = rf"\[{name}\.csv\]\([^)]*\){_words(said).pattern}"
+            more = r"\w|\+|, commit|,?\s+(?:and\s+)?[0-9a-f]{7}"
+            if not re.search(f"{link}(?!{more})", section.text):
                 self.problem(place, f"must say [{name}.csv](...){said}")
 
     def finished(self) -> Report:
@@ -173,6 +174,9 @@ class _Checker:
         for name in sorted({name for figure in self.report.figures for name, _ in figure.rows}):
             if name not in self.report.measures:
                 self.problem(ADDRESSES, f"measures must name the folders that {name} measures")
+        for name, folders in self.report.measures.items():
+            for gone in [folder for folder in folders if not (self.repo / folder).exists()]:
+                self.problem(ADDRESSES, f"what {name} measures must exist, got {gone}")
         return self.report
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 NUMBER = re.compile(
     r"(?<![\w.,])(?<!\w[-/])(?:(?<![^\s(])[-+])?"
-    r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?=x?(?!\w))(?!\.\d|,\d{3})"
+    r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?(?=x?(?!\w))(?!\.\d|,\d{3})"
 )
 _UNIT = re.compile(r"[ -]?\s?(?:tokens/s\b|ms\b|s\b|us\b|[GM]i?B\b|%|times\b|points\b|x\b)")
 _ALSO = re.compile(r"(?:,| and| to| or|, and| /)\s+")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 from scripts.figures.check import Figure, Report
@@ -19,14 +18,13 @@ def stale_lines(repo: Path, report: Report) -> Iterator[str]:
             figures[row].append(figure)
     for (name, commit), own in sorted(figures.items()):
         folders = report.measures.get(name, [])
-        why = _why_stale(repo, commit, tuple(folders))
+        why = _why_stale(repo, commit, folders)
         if why:
             yield f"{name}.csv  {commit or '-'}  {len(own)} figures  {why}"
             yield from _by_section(own)
 
 
-@cache
-def _why_stale(repo: Path, commit: str, folders: tuple[str, ...]) -> str:
+def _why_stale(repo: Path, commit: str, folders: list[str]) -> str:
     """What makes rows of a commit stale, in a few words; empty if nothing does."""
     if not commit:
         return "the rows name no commit"
