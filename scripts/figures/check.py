@@ -65,6 +65,8 @@ def checked(repo: Path) -> Report:
 
 
 class _Checker:
+    """Collects the figures and problems of one page after the other."""
+
     def __init__(self, repo: Path, measures: dict[str, list[str]], phrases: list[str]) -> None:
         self.repo = repo
         self.report = Report(measures)
