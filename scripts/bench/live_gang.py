@@ -25,6 +25,7 @@ from scripts.bench.around_training.base import base_in
 from scripts.bench.around_training.cases import RANKS, TEXTS
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.rows import append_rows, gpu_name
+from scripts.bench.harness.turn import wait_for_turn
 from tests.helpers.gang_driver import DrivenJob, GangDriver, quickstart_base
 from tlora_megatron.ops.kernel_build import build, built_library
 from tlora_megatron.service.engines.local.engine import LocalEngine
@@ -306,6 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stacks", type=Path, help="folder for what ranks' threads are busy with")
     parser.add_argument("--scratch", type=Path, help="folder for base and service")
     args = parser.parse_args(argv)
+    wait_for_turn()
     with tempfile.TemporaryDirectory(dir=args.scratch, ignore_cleanup_errors=True) as folder:
         missed = measure(args, Path(folder))
     for case in missed:

@@ -35,6 +35,7 @@ from scripts.bench.around_training.command import Watched, beside_saves, watch
 from scripts.bench.around_training.disk import folder_bytes, write_s
 from scripts.bench.harness.arguments import REPO, bench_parser
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
+from scripts.bench.harness.turn import wait_for_turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +67,7 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; the exit code is 0 unless a command fails."""
     args = _parser().parse_args(argv)
+    wait_for_turn()
     trees = {args.commit: REPO}
     if args.before is not None:
         trees = {args.before_commit: args.before.resolve(), **trees}

@@ -116,24 +116,25 @@ def run_parts(
 def parts_on_gpu(checkout: Path, layers: int | None) -> list[Part]:
     """The parts on a GPU, with few repetitions.
 
-    The gang's jobs run in front of the command: kernels of its shapes are built then.
+    The gang's jobs run in front of the command: kernels of its shapes are built then. Under the
+    flag, half of 8B's layers have the ratio of all.
 
     Args:
         checkout: Megatron-LM's.
         layers: fewer than 8B's, for a GPU with less memory; None = all.
     """
     cut = () if layers is None else ("--layers", str(layers))
-    flag = ("--megatron-lm", str(checkout), *cut)
-    bf16 = "--precision bf16 --modes own --turns 1 --rounds 5"
+    flag = ("--megatron-lm", str(checkout), "--layers", "16")
+    bf16 = "--precision bf16 --modes own --turns 1 --rounds 6"
     fp8 = "--precision fp8 --modes own floor --turns 2 --rounds 3"
     engine = "flag_speed --impl transformer_engine"
     return [
-        _part("step", f"step {_STEP} --turns 2 --rounds 6 --warmup 2", *_MIX, *cut),
+        _part("step", f"step {_STEP} --turns 2 --rounds 3 --warmup 2", *_MIX, *cut),
         _part("flag local", f"flag_speed --impl local {bf16}", *flag, ahead=True),
         _part("flag te bf16", f"{engine} {bf16}", *flag, ahead=True),
         _part("flag te fp8", f"{engine} {fp8}", *flag, ahead=True),
-        _part("submit", "live_gang --start-only --gpus 1 --size", "six layers"),
-        _part("train", "around_training --users-caches --cases", "six layers"),
+        _part("submit", "live_gang --start-only --gpus 1 --size", "six layers", ahead=True),
+        _part("train", "around_training --users-caches --cases", "six layers", ahead=True),
     ]
 
 
