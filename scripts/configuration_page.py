@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tlora_megatron.config.job import HF_TARGETS, JobSpec
-from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunSpec
+from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunSpec
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 

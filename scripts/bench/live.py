@@ -45,7 +45,7 @@ from scripts.bench.harness.rows import append_rows, gpu_name
 from scripts.bench.harness.world import is_main, say
 from scripts.bench.planner.cases import model_spec
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
-from tlora_megatron.config.run import RunSpec
+from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank, BankShape
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.model.layout import ParallelLayout

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.isolation import DROPOUT
-from tlora_megatron.config.load import RunConfig, load_config
+from tlora_megatron.config.load import load_config
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import make_multi_adapter
 from tlora_megatron.layers.multi_adapter import BlackBoxMixin

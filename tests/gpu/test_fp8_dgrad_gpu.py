@@ -22,7 +22,8 @@ from tlora_megatron.ops.quantised.codes import decode, encode
 from tlora_megatron.ops.quantised.cuda_dgrad import dgrad_with_ranks, fp8_dgrad
 from tlora_megatron.ops.quantised.definition import input_gradient
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
-from tlora_megatron.ops.quantised.weight import Kind, QuantWeight, encode_weight
+from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
+from tlora_megatron.ops.quantised.weight_codes import Kind
 from tlora_megatron.ops.routing.row_groups import RowGroups
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from tlora_megatron.ops.quantised import cuda_products
 from tlora_megatron.ops.quantised.codes import encode
 from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
-from tlora_megatron.ops.quantised.weight import Kind, QuantWeight, encode_weight
+from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
+from tlora_megatron.ops.quantised.weight_codes import Kind
 from tlora_megatron.ops.routing.row_groups import RowGroups
 
 pytestmark = pytest.mark.gpu
@@ -284,7 +285,7 @@ def test_codes_handed_with_a_tensor_are_taken(monkeypatch: pytest.MonkeyPatch) -
         calls.append(encode_rows(x, **options))  # type: ignore[arg-type]
         return calls[-1]
 
-    monkeypatch.setattr("tlora_megatron.ops.quantised.weight.encode_rows", counted)
+    monkeypatch.setattr("tlora_megatron.ops.quantised.weight_codes.encode_rows", counted)
     y, _ = bound.forward(x, weight, case.bias_N)
     assert torch.equal(y, expected["y"])
     assert len(calls) == 1

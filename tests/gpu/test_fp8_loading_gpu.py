@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.helpers.fp8_folders import make_fp8_folder
 from tests.helpers.one_process import one_process_groups
 from tests.helpers.tiny_models import make_tiny_model
-from tlora_megatron.config.base_model import BaseModelSpec
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.megatron import model as backbone
 from tlora_megatron.layers.quantised_linear import quantised_linears
 from tlora_megatron.model.layout import ParallelLayout

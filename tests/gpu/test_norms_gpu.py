@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.ops.frozen.test_frozen_kernels import KINDS, head_norms, wide_norms
+from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.frozen.qkv_rotary import (
     rotate_halves,
     unpack_qkv,
@@ -16,7 +17,6 @@ from tlora_megatron.ops.frozen.qkv_rotary import (
     unpack_qkv_vjp,
 )
 from tlora_megatron.ops.frozen.rms_norm import (
-    NormWeight,
     add_rms_norm_vjp,
     norm_into,
     rms_norm,

@@ -171,10 +171,10 @@ def _arm(moment: str, count: int) -> Callable[[], None]:
     if moment == "write":
         checkpoint.write_tensors = _before(tick, checkpoint.write_tensors)
     elif moment == "flush":
-        atomic_directory._flush = _before(tick, atomic_directory._flush)
+        atomic_directory.flush = _before(tick, atomic_directory.flush)
     elif moment == "export":
-        flush = _before(tick, atomic_directory._flush), atomic_directory._flush
-        atomic_directory._flush = lambda path: flush["/.adapter." not in str(path)](path)
+        flush = _before(tick, atomic_directory.flush), atomic_directory.flush
+        atomic_directory.flush = lambda path: flush["/.adapter." not in str(path)](path)
     else:
         remove = checkpoint.remove_directory
         checkpoint.remove_directory = _before(lambda path: (_remove_half(path), tick()), remove)

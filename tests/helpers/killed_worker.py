@@ -166,7 +166,7 @@ def _arm(chance: random.Random) -> None:
     places: dict[str, list[tuple[Any, str]]] = {
         "snapshot": [(SnapshotTaker, "_copy")],
         "write": [(os, "pwrite")],
-        "flush": [(atomic_directory, "_flush")],
+        "flush": [(atomic_directory, "flush")],
         "exchange": [(atomic_directory, "_swap"), (os, "rename")],
         "delete": [(os, "unlink"), (os, "rmdir")],
     }

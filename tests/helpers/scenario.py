@@ -15,7 +15,8 @@ from tests.helpers.oracle import OracleResult, assert_equals_alone
 from tests.helpers.oracle_cache import cached_train_alone
 from tests.helpers.tiny_models import TinyModelType, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
-from tlora_megatron.config.load import RunConfig, load_config
+from tlora_megatron.config.load import load_config
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.slab import initial_factors
 from tlora_megatron.model.expert_targets import over_base
 from tlora_megatron.model.spec import read_model_spec

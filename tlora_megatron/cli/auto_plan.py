@@ -6,8 +6,8 @@ import argparse
 import os
 
 from tlora_megatron.cli.console import global_rank, open_console
-from tlora_megatron.config.load import RunConfig
 from tlora_megatron.config.reader import must
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.runtime.planning.plan_files import overrides_of
 from tlora_megatron.runtime.planning.plan_inputs import parse_lengths, plan_model, run_hardware
 

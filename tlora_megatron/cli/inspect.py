@@ -15,6 +15,7 @@ from tlora_megatron.cli.tables import print_adapter, print_config, print_run
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config.load import config_to_dict, load_config
 from tlora_megatron.config.reader import must
+from tlora_megatron.files import read_object
 from tlora_megatron.model.quantisation import ADAPTER_METADATA
 
 _EPILOG = """\
@@ -109,7 +110,7 @@ def _show_adapter(path: Path, *, as_json: bool) -> int:
 
 
 def _show_run(path: Path, *, as_json: bool) -> int:
-    summary = _read_json(path / "summary.json")
+    summary = _object_in(path / "summary.json")
     if "jobs" not in summary:  # of one job of a service, in the job's own folder
         summary = {"run": {}, "jobs": {path.name: summary}}
     if as_json:
@@ -140,7 +141,7 @@ def read_adapter(path: Path) -> dict[str, Any]:
     # Not at the top: safetensors belongs to the extra [train], and configs can be shown without it.
     from safetensors import SafetensorError, safe_open
 
-    config = _read_json(path / ADAPTER_CONFIG)
+    config = _object_in(path / ADAPTER_CONFIG)
     weights = path / ADAPTER_WEIGHTS
     try:
         with safe_open(weights, framework="numpy") as file:
@@ -169,14 +170,11 @@ def read_adapter(path: Path) -> dict[str, Any]:
     }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} must be readable JSON, got {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, got a {type(content).__name__}")
-    return content
+def _object_in(path: Path) -> dict[str, Any]:
+    found = read_object(path)
+    if found is None:
+        raise ValueError(f"{path} must be there, got no such file")
+    return found
 
 
 def _print_json(content: dict[str, Any]) -> None:

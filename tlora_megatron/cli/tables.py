@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlora_megatron.config.job import JobSpec, LoraSpec
-from tlora_megatron.config.load import ParallelSpec, RunConfig
+from tlora_megatron.config.schema import ParallelSpec, RunConfig
 from tlora_megatron.model.published_fp8 import read_published_format
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.replicas.deployment import Deployment

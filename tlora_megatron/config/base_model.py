@@ -4,64 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from tlora_megatron.config.job import HF_TARGETS, rule
+from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.config.reader import ConfigError, must, nearest, read_spec
 from tlora_megatron.config.rules import existing_file, resolve
+from tlora_megatron.config.schema import EMBEDDING, HEAD, BaseModelSpec
 
-EMBEDDING, HEAD = "embed_tokens", "lm_head"
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears that are one GEMM."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BaseModelSpec:
-    """The frozen base model: a Hugging Face directory, or a config.json with random weights."""
-
-    path: str | None = rule(
-        "Hugging Face model directory, relative to the configuration file",
-        default=None,
-        nonempty=True,
-    )
-    config: str | None = rule(
-        "Hugging Face config.json of a model with random weights; needs random_init",
-        default=None,
-        nonempty=True,
-    )
-    random_init: bool = rule("draw the weights at random instead of reading them", default=False)
-    seed: int = rule("seed of the random weights", default=0, ge=0)
-    dtype: Literal["float32", "bfloat16"] = rule(
-        "dtype of the base model's weights and activations; adapters keep fp32 master weights",
-        default="bfloat16",
-    )
-    quantization: Literal["fp8"] | None = rule(
-        "fp8: the layers' linears are held and multiplied in FP8 (e4m3); other weights are "
-        "quantised while they are read (see fp8.md). null: as the folder is, which may be FP8 as "
-        "published",
-        default=None,
-    )
-    unquantised: tuple[str, ...] = rule(
-        "what quantization: fp8 leaves in dtype: embed_tokens and lm_head always; linears of all "
-        "layers (down_proj), of one (layers.0.down_proj), or a layer (layers.0)",
-        default=(EMBEDDING, HEAD),
-    )
-    allow_change: bool = rule(
-        "let jobs go on over a base that is quantised otherwise than the one they began on",
-        default=False,
-    )
-
-    @property
-    def config_file(self) -> Path:
-        """The Hugging Face config.json."""
-        return Path(self.path) / "config.json" if self.path is not None else Path(str(self.config))
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the tokenizer and, unless they are drawn, the weights."""
-        return self.config_file.parent
 
 
 def read_base_model(raw: Any, folder: Path) -> BaseModelSpec:

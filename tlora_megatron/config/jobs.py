@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config.driven import KEY, filled, is_driven, without_fillings
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.reader import ConfigError, check_partial, must, read_spec
 from tlora_megatron.config.rules import (
     KNOWN_TARGETS,
     check_job,
+    fill_driven,
     is_usable_name,
     resolve_job_paths,
+    without_filled,
 )
+from tlora_megatron.config.schema import JobError
 from tlora_megatron.config.source import merge
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobError:
-    """The reason why a job was left out; `name` is `jobs[i]` if the job has no usable name."""
-
-    name: str
-    message: str
 
 
 def read_job(
@@ -54,7 +48,9 @@ def read_job(
     if not isinstance(entry, dict):
         raise must(path, "be a mapping", entry)
     whole = merge(dict(defaults or {}), entry)
-    job = read_spec(JobSpec, filled(whole, path) if is_driven(whole) else whole, path)
+    job = read_spec(
+        JobSpec, fill_driven(whole, path) if whole.get("driven") is True else whole, path
+    )
     check_job(job, path, targets)
     if folder is None:
         return job
@@ -64,7 +60,7 @@ def read_job(
 def job_to_dict(job: JobSpec) -> dict[str, Any]:
     """Plain values from which `read_job` reads the same job."""
     document: dict[str, Any] = plain(asdict(job))
-    return without_fillings(document) if job.driven else document
+    return without_filled(document) if job.driven else document
 
 
 def read_jobs(
@@ -125,7 +121,7 @@ def read_jobs(
 
 def as_job_list(document: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a document with `jobs`, also for one that is a single job beside its `base_model`."""
-    if "jobs" in document or not {"name", "data", KEY} & document.keys():
+    if "jobs" in document or not {"name", "data", "driven"} & document.keys():
         return dict(document)
     entry = {key: value for key, value in document.items() if key != "base_model"}
     rest = {key: value for key, value in document.items() if key == "base_model"}

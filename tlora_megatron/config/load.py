@@ -1,145 +1,31 @@
-"""Loads the configuration of a run and defines its sections.
-
-The fields of a job are in `job.py`, those of the sections `base_model` and `run` in files of their
-names.
-"""
+"""Loads the configuration of a run: reads its sections, applies all rules, fills in defaults."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from tlora_megatron.config.base_model import (
-    BaseModelSpec,
-    ignored_base_settings,
-    read_base_model,
+from tlora_megatron.config.base_model import ignored_base_settings, read_base_model
+from tlora_megatron.config.job import JobSpec, ServiceSpec
+from tlora_megatron.config.jobs import ignored_job_settings, plain, read_jobs
+from tlora_megatron.config.parallel_rules import (
+    check_cp_by_micro_batch,
+    check_expert_sizes,
+    check_replicas,
+    check_stages,
+    settle_deterministic,
+    settle_replicas,
 )
-from tlora_megatron.config.deterministic import settle_deterministic
-from tlora_megatron.config.driven import refuse_driven
-from tlora_megatron.config.job import JobSpec, ServiceSpec, rule
-from tlora_megatron.config.jobs import JobError, ignored_job_settings, plain, read_jobs
-from tlora_megatron.config.parallel_rules.cp import check_cp_by_micro_batch
-from tlora_megatron.config.parallel_rules.experts import check_expert_sizes
-from tlora_megatron.config.parallel_rules.replicas import check_replicas, settle_replicas
-from tlora_megatron.config.reader import ConfigError, must, read_spec, unknown
-from tlora_megatron.config.replicas import ReplicaSpec, expand_short_form, short_form
-from tlora_megatron.config.rules import KNOWN_TARGETS, check_stages, resolve
-from tlora_megatron.config.run import RunSpec, ignored_memory, ignored_overlap
+from tlora_megatron.config.reader import must, read_spec, unknown
+from tlora_megatron.config.replicas import expand_short_form, short_form
+from tlora_megatron.config.rules import KNOWN_TARGETS, refuse_driven, resolve
+from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.config.source import apply_override, read_document
 
-__all__ = [
-    "BaseModelSpec",
-    "ConfigError",
-    "JobError",
-    "ParallelSpec",
-    "RunConfig",
-    "RunSpec",
-    "check_jobs_may_change",
-    "config_to_dict",
-    "fit_job",
-    "ignored_settings",
-    "load_config",
-    "read_config",
-    "read_gang_config",
-]
-
 SECTIONS = ("base_model", "parallel", "run", "defaults", "jobs")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelSpec:
-    """The way in which processes share the model; processes left over are data-parallel."""
-
-    tp_size: int = rule("processes that share each layer (tensor parallelism)", default=1, ge=1)
-    pp_size: int = rule(
-        "pipeline stages: groups of layers, each on its own processes", default=1, ge=1
-    )
-    first_stage_layers: int | None = rule(
-        "layers of the first pipeline stage (126 layers: 16 stages with 7 in the first and 7 in "
-        "the last); null: as many as each middle stage has",
-        default=None,
-        ge=1,
-    )
-    last_stage_layers: int | None = rule(
-        "layers of the last pipeline stage, likewise", default=None, ge=1
-    )
-    cp_size: int = rule("processes that share each sequence (context parallelism)", default=1, ge=1)
-    cp_by_micro_batch: bool = rule(
-        "let long sequences alone be shared by all `cp_size` processes, and short ones by fewer or "
-        "one each, whichever is predicted to end first (see rounds.md)",
-        default=False,
-    )
-    sequence_parallel: bool = rule(
-        "also split activations between layers by token, which saves memory", default=False
-    )
-    ep_size: int = rule(
-        "processes that share the routed experts of each layer, each with some of them whole or "
-        "as expert_tp_size cuts them (expert parallelism, Megatron's "
-        "--expert-model-parallel-size); they are data-parallel, context-parallel or, with "
-        "expert_tp_size 1, tensor-parallel processes as well",
-        default=1,
-        ge=1,
-    )
-    expert_tp_size: int | None = rule(
-        "tensor-parallel processes that share each routed expert (Megatron's "
-        "--expert-tensor-parallel-size): tp_size, or 1 with sequence_parallel; null: tp_size",
-        default=None,
-        ge=1,
-    )
-    lora_sharding: Literal["auto", "fold", "rank_exchange", "s_lora"] = rule(
-        "how tensor-parallel processes share standard adapters (see lora_sharding.md); auto: the "
-        "one predicted to be fastest. All give the same losses and checkpoints",
-        default="auto",
-    )
-    shard_optimizer: bool = rule(
-        "divide every adapter's fp32 weights and Adam moments over data- and context-parallel "
-        "processes, as ZeRO-1 and Megatron's distributed optimizer do: the same bits in less "
-        "memory, for one more exchange an optimizer step",
-        default=False,
-    )
-    replicas: tuple[ReplicaSpec, ...] | None = rule(
-        "replicas of unlike layouts, instead of the sizes above (see replicas.md): a list of "
-        "{count, tp_size, pp_size, cp_size, sequence_parallel, micro_batch_tokens, recompute}, or "
-        "the short form `1xCP8@65536 + 2xTP2+SP@12288/selective`. null: all are alike",
-        default=None,
-        nonempty=True,
-    )
-
-    @property
-    def is_unlike(self) -> bool:
-        """True if replicas have layouts, budgets or recompute of their own."""
-        return self.replicas is not None and len(self.replicas) > 1
-
-    @property
-    def any_sequence_parallel(self) -> bool:
-        """True if some replica has sequence parallelism."""
-        return any(spec.sequence_parallel for spec in self.replicas or (self,))
-
-    @property
-    def most_tp(self) -> int:
-        """Tensor-parallel ranks of the replica that has most."""
-        return max((spec.tp_size for spec in self.replicas or ()), default=self.tp_size)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
-    """A checked configuration: paths are absolute, all defaults are filled in."""
-
-    base_model: BaseModelSpec
-    parallel: ParallelSpec
-    run: RunSpec
-    jobs: tuple[JobSpec, ...]
-    job_errors: tuple[JobError, ...] = ()
-    """Jobs left out under `run.on_job_error: skip`."""
-
-    @property
-    def longest_sequence(self) -> int:
-        """Rows of the longest sequence that some replica's micro-batch holds."""
-        own = (spec.micro_batch_tokens for spec in self.parallel.replicas or ())
-        return max((tokens for tokens in own if tokens), default=self.run.micro_batch_tokens)
 
 
 def load_config(
@@ -314,8 +200,8 @@ def ignored_settings(config: RunConfig) -> tuple[str, ...]:
     if config.run.correct_speeds and (config.run.deterministic or not config.parallel.replicas):
         why = "with deterministic" if config.run.deterministic else "without parallel.replicas"
         found.append(f"run.correct_speeds has no effect {why}")
-    found += ignored_overlap(config.run, tp_size)
-    found += ignored_memory(config.run)
+    found += _ignored_overlap(config.run, tp_size)
+    found += _ignored_memory(config.run)
     found += ignored_base_settings(config.base_model)
     for job in config.jobs:
         found += ignored_job_settings(job)
@@ -354,3 +240,25 @@ def _with_portions(run: RunSpec, job: JobSpec, path: str) -> JobSpec:
     """Gives a job the run's portions unless it has its own."""
     _check_portion(job.portion_tokens, run, path)
     return replace(job, portion_tokens=job.portion_tokens or run.portion_tokens)
+
+
+def _ignored_memory(run: RunSpec) -> list[str]:
+    """One sentence if a budget of memory is given that nothing asks for."""
+    if run.gpu_memory_gb is None or run.recompute == "auto":
+        return []
+    return [f"run.gpu_memory_gb has no effect with recompute {run.recompute}"]
+
+
+def _ignored_overlap(run: RunSpec, tp_size: int) -> list[str]:
+    """One sentence for each setting of nano-batches that has no effect."""
+    default = RunSpec(output_dir=run.output_dir)
+    names = ("nano_batches", "nano_controller", "tensor_collectives")
+    given = [name for name in names if getattr(run, name) != getattr(default, name)]
+    if tp_size == 1:
+        return [f"run.{name} has no effect with tp_size 1" for name in given]
+    found = []
+    if "nano_controller" in given and run.nano_batches != "auto":
+        found.append("run.nano_controller has no effect without nano_batches: auto")
+    if "tensor_collectives" in given and run.nano_batches == 1:
+        found.append("run.tensor_collectives has no effect with nano_batches 1")
+    return found

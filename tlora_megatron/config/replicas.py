@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from tlora_megatron.config.job import rule
 from tlora_megatron.config.reader import ConfigError, must, nearest
-
-Recompute = Literal["none", "selective", "full"]
-"""Activations to recompute in backward."""
+from tlora_megatron.config.schema import Recompute, ReplicaSpec
 
 _EXAMPLE = "write 1xCP8@65536 + 2xTP2+SP@12288/selective + 4xTP1@6144"
 _PART = re.compile(
@@ -23,23 +19,6 @@ _PART = re.compile(
     r"(?:@(?P<tokens>\d+))?(?:/(?P<recompute>\w+))?"
 )
 _SIZES = {"TP": "tp_size", "PP": "pp_size", "CP": "cp_size"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaSpec:
-    """Replicas of one layout, each with the whole model on its own processes."""
-
-    count: int = rule("number of replicas of this layout", default=1, ge=1)
-    tp_size: int = rule("as parallel.tp_size", default=1, ge=1)
-    pp_size: int = rule("as parallel.pp_size", default=1, ge=1)
-    cp_size: int = rule("as parallel.cp_size", default=1, ge=1)
-    sequence_parallel: bool = rule("as parallel.sequence_parallel", default=False)
-    micro_batch_tokens: int | None = rule(
-        "tokens of one of its packed micro-batches; null: run.micro_batch_tokens",
-        default=None,
-        ge=1,
-    )
-    recompute: Recompute | None = rule("as run.recompute; null: run.recompute", default=None)
 
 
 def expand_short_form(raw: Any, path: str) -> Any:

@@ -1,15 +1,15 @@
-"""Checks the rules of a configuration that concern several fields, and resolves its paths."""
+"""Rules of one job that concern several of its fields, and the paths and portions it is given."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
-from tlora_megatron.config.block_rules import check_blocks
 from tlora_megatron.config.job import (
     EXPERT_TARGETS,
     FUSED_EXPERT_TARGETS,
@@ -17,16 +17,13 @@ from tlora_megatron.config.job import (
     MEGATRON_TARGETS,
     SHARED_EXPERT_TARGETS,
     JobSpec,
+    LoraSpec,
 )
 from tlora_megatron.config.reader import ConfigError, must, nearest
-
-if TYPE_CHECKING:
-    from tlora_megatron.config.load import ParallelSpec
 
 KNOWN_TARGETS = (
     HF_TARGETS + SHARED_EXPERT_TARGETS + MEGATRON_TARGETS + EXPERT_TARGETS + FUSED_EXPERT_TARGETS
 )
-
 _BASE_LINEAR = {
     "q_proj": "linear_qkv",
     "k_proj": "linear_qkv",
@@ -39,6 +36,22 @@ _BASE_LINEAR = {
     "experts.up_proj": "experts.linear_fc1",
     "experts.down_proj": "experts.linear_fc2",
 }
+_FUSED = {"linear_qkv": "q_proj, k_proj and v_proj", "linear_fc1": "gate_proj and up_proj"}
+"""Fused targets and the single modules to name instead; a block belongs to one module."""
+NO_DATA = "(none: a client sends it)"
+"""The value of `data.train` of a job that has no data."""
+_LEFT_OUT_IF_DRIVEN = (
+    "data",
+    "max_steps",
+    "epochs",
+    "optimizer",
+    "schedule",
+    "eval_every_steps",
+    "on_nonfinite",
+)
+"""Keys whose values come with a client's requests, or that have no meaning."""
+PORTION_STEP_TOKENS = 1024
+"""Portions are multiples of it, so that jobs of like load get the same and share rounds well."""
 
 
 def is_usable_name(name: Any) -> TypeGuard[str]:
@@ -89,23 +102,6 @@ def _check_steps(job: JobSpec, path: str) -> None:
         )
 
 
-def check_stages(parallel: ParallelSpec) -> None:
-    """Refuses sizes of pipeline stages where there is no pipeline, or more than one.
-
-    Raises:
-        ConfigError: naming the key.
-    """
-    for key in ("first_stage_layers", "last_stage_layers"):
-        given = getattr(parallel, key)
-        if given is None:
-            continue
-        if parallel.is_unlike:
-            rule = "be absent beside unlike parallel.replicas, whose stages are even"
-            raise must(f"parallel.{key}", rule, given)
-        if parallel.pp_size == 1:
-            raise must(f"parallel.{key}", "be absent where parallel.pp_size is 1", given)
-
-
 def _check_targets(job: JobSpec, path: str, known: Sequence[str] | None) -> None:
     targets = job.lora.target_modules
     path = f"{path}.lora.target_modules"
@@ -122,6 +118,107 @@ def _check_targets(job: JobSpec, path: str, known: Sequence[str] | None) -> None
             raise ConfigError(
                 f"{path} must name each base linear once, got {target} and {fused}, which holds it"
             )
+
+
+def check_blocks(lora: LoraSpec, path: str) -> None:
+    """Refuses a parametrisation that contradicts itself, for any model.
+
+    Args:
+        lora: the adapter's settings.
+        path: place of these settings in the configuration, such as `jobs[0].lora`.
+
+    Raises:
+        ConfigError: naming the field and the nearest valid values.
+    """
+    blocks, rank = lora.num_blocks, lora.rank
+    if not lora.is_block_diagonal:
+        if blocks != 1:
+            raise ConfigError(
+                f"{path}.num_blocks must be 1 with parametrization standard, got {blocks}; set "
+                f"parametrization: block_diagonal"
+            )
+        return
+    if blocks < 2:
+        raise ConfigError(
+            f"{path}.num_blocks must be at least 2 with parametrization block_diagonal, got "
+            f"{blocks}; give the tp_size that the adapter is to be trained and served with"
+        )
+    if rank % blocks:
+        ranks = either_of(r for r in (rank // blocks * blocks, -(-rank // blocks) * blocks) if r)
+        divisors = either_of(
+            nearest_options(blocks, (n for n in range(2, rank + 1) if rank % n == 0))
+        )
+        others = f", or num_blocks {divisors}" if divisors else ""
+        raise ConfigError(
+            f"{path}.rank must be a multiple of num_blocks = {blocks}, got {rank}; the nearest "
+            f"are {ranks}{others}"
+        )
+    for target in lora.target_modules:
+        if target in _FUSED:
+            raise ConfigError(
+                f"{path}.target_modules must name single modules with parametrization "
+                f"block_diagonal, got {target}; name {_FUSED[target]}"
+            )
+
+
+def nearest_options(value: int, options: Iterable[int]) -> list[int]:
+    """The nearest option below `value` and the nearest above it, where they exist."""
+    options = list(options)
+    below = [n for n in options if n < value][-1:]
+    return below + [n for n in options if n > value][:1]
+
+
+def either_of(numbers: Iterable[int]) -> str:
+    """The numbers as text: `4 or 8`."""
+    return " or ".join(str(n) for n in dict.fromkeys(numbers))
+
+
+def fill_driven(entry: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Returns a driven job's entry with a value where every other job has its data.
+
+    Raises:
+        ConfigError: naming the first key that such a job must leave out.
+    """
+    for key in _LEFT_OUT_IF_DRIVEN:
+        if entry.get(key) is not None:
+            why = "a client sends what it is to be"
+            raise must(f"{path}.{key}", "be left out of a driven job", entry[key], why)
+    return {**entry, "data": {"train": NO_DATA}}
+
+
+def without_filled(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entry of a driven job from all of its values: what `fill_driven` takes."""
+    return {key: value for key, value in document.items() if key not in _LEFT_OUT_IF_DRIVEN}
+
+
+def refuse_driven(name: str) -> ConfigError:
+    """The error for a driven job where there is no client."""
+    return ConfigError(
+        f"driven of job {name!r} must be false here: its client asks a service, `tlora serve`"
+    )
+
+
+def portion_of(
+    lengths: Iterable[tuple[int, float]], batch_size: int, micro_batch_tokens: int
+) -> int:
+    """Returns the `portion_tokens` of a job that has none: a whole batch, if there is room.
+
+    The least multiple of 1,024 that covers nearly all batches (two standard deviations above the
+    mean), but at most half a micro-batch, so that two jobs always fit into one. It depends on the
+    job and the service's micro-batch alone, never on a gang or a neighbour: fixed at acceptance,
+    it keeps the job's bits wherever the job goes.
+
+    Args:
+        lengths: pairs of rows and share of sequences, whose shares add up to 1.
+        micro_batch_tokens: rows of a micro-batch.
+    """
+    pairs = tuple(lengths)
+    mean = sum(rows * share for rows, share in pairs)
+    variance = max(0.0, sum(rows * rows * share for rows, share in pairs) - mean * mean)
+    batch = batch_size * mean + 2 * math.sqrt(batch_size * variance)
+    # The shares' rounding must not add a step to what is an exact multiple.
+    steps = max(1, math.ceil(batch / PORTION_STEP_TOKENS - 1e-6))
+    return max(1, min(steps * PORTION_STEP_TOKENS, micro_batch_tokens // 2))
 
 
 def resolve_job_paths(

@@ -17,7 +17,8 @@ from tlora_megatron.layers.linear import frozen_linear
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.ops.lora.linear_ops import Base
 from tlora_megatron.ops.quantised.rows import GROUP
-from tlora_megatron.ops.quantised.weight import Kind, QuantWeight
+from tlora_megatron.ops.quantised.weight import QuantWeight
+from tlora_megatron.ops.quantised.weight_codes import Kind
 
 _HELD = "tlora_codes"
 _SCALE = "weight_scale"

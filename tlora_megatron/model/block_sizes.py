@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tlora_megatron.config.block_rules import either_of, nearest_options
 from tlora_megatron.config.job import HF_TARGETS, SHARED_EXPERT_TARGETS, LoraSpec
+from tlora_megatron.config.rules import either_of, nearest_options
 from tlora_megatron.model.backbone import Backbone, LinearsSpec
 
 _KNOWN = (*HF_TARGETS, *SHARED_EXPERT_TARGETS, "linear_proj", "linear_fc2")

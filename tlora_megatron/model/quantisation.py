@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tlora_megatron.config.base_model import EMBEDDING, HEAD, BaseModelSpec, is_unquantised
+from tlora_megatron.config.base_model import is_unquantised
+from tlora_megatron.config.schema import EMBEDDING, HEAD, BaseModelSpec
 from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.published_fp8 import BLOCK, PublishedFormat, read_published_format

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import get_args
 
-from tlora_megatron.config.replicas import Recompute
+from tlora_megatron.config.schema import Recompute
 
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 """All of them, the one that computes least again first."""

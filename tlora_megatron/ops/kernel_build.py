@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tlora_megatron.config.shipped import shipped_folder
+from tlora_megatron.files import shipped_folder
 
 logger = logging.getLogger(__name__)
 

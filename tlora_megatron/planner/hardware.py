@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from tlora_megatron.config.job import rule
 from tlora_megatron.config.reader import ConfigError, must, read_spec
-from tlora_megatron.config.shipped import shipped_folder
 from tlora_megatron.config.source import read_document
+from tlora_megatron.files import shipped_folder
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tlora_megatron.config.deterministic import MOST_TP, exact_shardings
+from tlora_megatron.config.parallel_rules import MOST_TP, exact_shardings
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.planner.candidate import Plan, Runner

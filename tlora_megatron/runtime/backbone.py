@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from tlora_megatron import timeline
-from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tlora_megatron import timeline
-from tlora_megatron.config.load import RunConfig
-from tlora_megatron.config.parallel_rules.experts import (
-    check_run_over_experts,
-    check_run_without_experts,
-)
+from tlora_megatron.config.parallel_rules import check_run_over_experts, check_run_without_experts
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.runtime.backbone import (

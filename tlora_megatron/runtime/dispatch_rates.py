@@ -10,8 +10,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.config.load import RunConfig
-from tlora_megatron.config.run import built_recompute
+from tlora_megatron.config.schema import RunConfig, built_recompute
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.recompute import RecomputeTable
 from tlora_megatron.model.replicas.cp_dispatch import CpRates

@@ -11,20 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.config.jobs import read_job
-from tlora_megatron.config.load import (
-    RunConfig,
-    check_jobs_may_change,
-    config_to_dict,
-    fit_job,
-)
-from tlora_megatron.config.parallel_rules.experts import check_job_over_experts
+from tlora_megatron.config.load import check_jobs_may_change, config_to_dict, fit_job
+from tlora_megatron.config.parallel_rules import check_job_over_experts
+from tlora_megatron.config.schema import RunConfig
+from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.data.token_cache import TokenCache, TokenizerFolder
 from tlora_megatron.training.live.changes import LiveChanges
 from tlora_megatron.training.live.live_jobs import LiveJobs
 from tlora_megatron.training.live.mailbox import TOKENS, RunMailbox
 from tlora_megatron.training.loop import TrainingLoop
-from tlora_megatron.training.metrics import write_atomic
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.resident.staging import Stager
 from tlora_megatron.training.run.determinism import keep_fingerprints
@@ -152,7 +148,7 @@ class _Record:
         try:
             self._changes.write(output_dir)
             text = json.dumps(config_to_dict(self._config), indent=2)
-            write_atomic(output_dir / CONFIG_NAME, text)
+            write_atomic(output_dir / CONFIG_NAME, text, mode=BY_UMASK)
             if begun:
                 keep_fingerprints(self._run.facts.get("deterministic"), output_dir, begun)
         except OSError as error:

@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron import timeline
-from tlora_megatron.config.deterministic import exact_shardings
 from tlora_megatron.config.job import EXPERT_TARGETS, FUSED_EXPERT_TARGETS, LoraSpec
 from tlora_megatron.config.jobs import read_job
-from tlora_megatron.config.load import RunConfig, fit_job
-from tlora_megatron.config.parallel_rules.experts import (
+from tlora_megatron.config.load import fit_job
+from tlora_megatron.config.parallel_rules import (
     check_job_over_experts,
     check_run_over_experts,
     check_run_without_experts,
+    exact_shardings,
 )
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.slab import StatePlacement

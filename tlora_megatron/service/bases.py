@@ -8,13 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config.base_model import BaseModelSpec, read_base_model
+from tlora_megatron.config.base_model import read_base_model
 from tlora_megatron.config.jobs import plain
 from tlora_megatron.config.reader import must, read_spec
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.config.source import read_document
+from tlora_megatron.files import read_json, write_json
 from tlora_megatron.model.gpt_oss import MODEL_TYPE
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.service.home import Home, read_json, write_json
+from tlora_megatron.service.home import Home
 
 BASES_NAME = "bases.json"
 """In the service's folder: name -> section `base_model` with absolute paths."""

@@ -19,7 +19,8 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from tlora_megatron.config.reader import must
-from tlora_megatron.service.home import Home, write_bytes
+from tlora_megatron.files import write_atomic
+from tlora_megatron.service.home import Home
 from tlora_megatron.service.store import LOCAL, SCOPES, Store
 
 TOKEN_NAME = "http_token"
@@ -71,7 +72,7 @@ def own_token(home: Home, store: Store) -> str:
         if found is not None and "admin" in found.scopes:
             return secret
     secret = store.tokens.make(LOCAL, SCOPES).secret
-    write_bytes(path, f"{secret}\n".encode())
+    write_atomic(path, f"{secret}\n".encode())
     return secret
 
 

@@ -5,7 +5,6 @@ Everything below it belongs to the service's user alone: folders are 0700, files
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -14,7 +13,8 @@ import stat
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from tlora_megatron.files import read_json, write_json
 
 VARIABLE = "TLORA_SERVICE"
 """Environment variable that names the folder where `--service` is not given."""
@@ -176,51 +176,6 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replaces a file by a value in JSON; a kill or a full disk leaves the old file whole.
-
-    Raises:
-        OSError: if the disk refuses.
-        ValueError: if the value holds NaN or an infinity, which JSON does not know.
-    """
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replaces a file, of mode 0600, atomically; several writers at once do not mix.
-
-    Raises:
-        OSError: if the disk refuses.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with open(os.open(temporary, flags, 0o600), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    flush_folder(path.parent)
-
-
-def read_json(path: Path) -> Any:
-    """The value that `write_json` wrote; None if there is no file.
-
-    Raises:
-        ValueError: naming the file, if it holds something else.
-    """
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise ValueError(f"{path} must hold JSON, got {error}") from error
-
-
 def write_lease(job_folder: Path, lease: Lease) -> None:
     """Gives a job's folder to a gang; from now on no other may write there."""
     write_json(job_folder / LEASE_NAME, asdict(lease))
@@ -239,12 +194,3 @@ def _checked(value: str, pattern: re.Pattern[str], what: str) -> str:
     if not pattern.fullmatch(value):
         raise ValueError(f"the {what} must match {pattern.pattern}, got {value!r:.80}")
     return value
-
-
-def flush_folder(folder: Path) -> None:
-    """Lets the new name survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

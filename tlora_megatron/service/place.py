@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tlora_megatron.config.reader import must
-from tlora_megatron.service.home import Home, read_json, write_json
+from tlora_megatron.files import read_json, write_json
+from tlora_megatron.service.home import Home
 
 DATABASE = "database.json"
 """Address of a store that is not a file in the service's folder."""

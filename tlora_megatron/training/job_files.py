@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tlora_megatron.config.run import RunSpec
+from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.training.formats.atomic_directory import NotPermitted
 from tlora_megatron.training.formats.checkpoint import remove_old_checkpoints
 from tlora_megatron.training.formats.quantised.card import QuantisationCard

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tlora_megatron import timeline
-from tlora_megatron.config.run import RunSpec
+from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.formats.quantised.card import QuantisationCard
 from tlora_megatron.training.job_files import JobFiles

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tlora_megatron.files import BY_UMASK, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -195,17 +196,17 @@ def truncate_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     if last_step == 0:
-        write_atomic(path, "")
+        write_atomic(path, "", mode=BY_UMASK)
         return []
     kept = [record for record in read_metrics(path) if record["step"] <= last_step]
     text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
     if text.encode() != path.read_bytes():
-        write_atomic(path, text)
+        write_atomic(path, text, mode=BY_UMASK)
     return kept
 
 
 def write_summary(
-    folder: Path, summary: dict[str, Any], permit: Callable[[], None] = lambda: None
+    folder: Path, summary: dict[str, Any], permit: Callable[[], None] | None = None
 ) -> Path:
     """Writes `summary.json` into a folder atomically, NaN and inf as null, and returns its path.
 
@@ -216,27 +217,8 @@ def write_summary(
     """
     path = Path(folder) / "summary.json"
     text = json.dumps(without_nonfinite(summary), indent=2, allow_nan=False) + "\n"
-    write_atomic(path, text, permit)
+    write_atomic(path, text, mode=BY_UMASK, permit=permit)
     return path
-
-
-def write_atomic(path: Path, text: str, permit: Callable[[], None] = lambda: None) -> None:
-    """Replaces `path` by UTF-8 `text`: a kill or a full disk leaves the old file whole.
-
-    Args:
-        permit: called right before the text takes its name; raises if it must not any more.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # a link would be written through
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        permit()
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def without_nonfinite(value: Any) -> Any:
@@ -300,7 +282,7 @@ def _open_wandb(folder: Path, job_name: str, project: str, resume_step: int) -> 
         dir=str(folder),
         reinit="create_new",
     )
-    write_atomic(id_file, run.id)
+    write_atomic(id_file, run.id, mode=BY_UMASK)
     # W&B's own counter refuses to go back, which a resumed job has to.
     run.define_metric("*", step_metric="step")
     return run

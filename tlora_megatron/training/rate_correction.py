@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.model.replicas.replica_rate import ReplicaRate
 from tlora_megatron.ops.routing.host_copy import to_device
-from tlora_megatron.training.metrics import write_atomic
 from tlora_megatron.training.packing.packing import Round
 from tlora_megatron.training.packing.timed_rounds import round_ends_ps
 
@@ -142,7 +142,7 @@ def read_correction(correction: RateCorrection, output_dir: Path) -> None:
 def write_correction(state: str, output_dir: Path) -> None:
     """Keeps the corrections; a disk that refuses costs a warning."""
     try:
-        write_atomic(output_dir / CORRECTION_FILE, state)
+        write_atomic(output_dir / CORRECTION_FILE, state, mode=BY_UMASK)
     except OSError as error:
         logger.warning("%s could not be written: %s", CORRECTION_FILE, error)
 

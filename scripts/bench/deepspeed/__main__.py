@@ -29,7 +29,7 @@ from scripts.bench.harness.rows import append_rows, gpu_name, versions
 from scripts.bench.harness.training_jobs import fresh_job
 from scripts.bench.harness.world import is_main
 from scripts.bench.step.jobs import Mix, make_mixes
-from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
+from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.frozen_base import FrozenBase, build_base
 from tlora_megatron.integrations.deepspeed.guard import check_deepspeed

@@ -21,10 +21,11 @@ from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.adamw.step import AdamUpdate, fused_adamw
 from tlora_megatron.ops.exactness import Exactness
+from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.frozen.packed_attention import attend_documents_vjp
 from tlora_megatron.ops.frozen.products import frozen_dgrad, frozen_product
 from tlora_megatron.ops.frozen.qkv_rotary import unpack_qkv_vjp
-from tlora_megatron.ops.frozen.rms_norm import NormWeight, add_rms_norm_vjp
+from tlora_megatron.ops.frozen.rms_norm import add_rms_norm_vjp
 from tlora_megatron.ops.frozen.swiglu import swiglu_vjp
 from tlora_megatron.ops.lora.columns import OutputColumns
 from tlora_megatron.ops.lora.kernel_choice import choose_ops

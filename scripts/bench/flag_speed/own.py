@@ -7,7 +7,7 @@ from typing import Any
 
 from scripts.bench.flag_speed.cases import Case
 from scripts.bench.harness.training_jobs import fresh_job
-from tlora_megatron.config.base_model import EMBEDDING, HEAD
+from tlora_megatron.config.schema import EMBEDDING, HEAD
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach

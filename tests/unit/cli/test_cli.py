@@ -311,7 +311,7 @@ class TestInspect:
     ) -> None:
         (run_dir / "summary.json").write_text("{")
         assert main(["inspect", str(run_dir)]) == 2
-        assert "summary.json must be readable JSON, got" in capsys.readouterr().err
+        assert "summary.json must hold a JSON object, got" in capsys.readouterr().err
 
     def test_directory_that_is_neither(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

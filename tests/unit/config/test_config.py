@@ -12,13 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tlora_megatron.config.load import (
-    ConfigError,
-    RunConfig,
-    config_to_dict,
-    ignored_settings,
-    load_config,
-)
+from tlora_megatron.config.load import config_to_dict, ignored_settings, load_config
+from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.config.source import merge
 
 

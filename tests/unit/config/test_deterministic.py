@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tlora_megatron.config.deterministic import settle_deterministic
 from tlora_megatron.config.job import DataSpec, JobSpec
-from tlora_megatron.config.load import BaseModelSpec, ConfigError, ParallelSpec, RunConfig
-from tlora_megatron.config.run import RunSpec
+from tlora_megatron.config.parallel_rules import settle_deterministic
+from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 
 
 def settled(*jobs: dict[str, Any], parallel: dict[str, Any] | None = None, **run: Any) -> RunConfig:

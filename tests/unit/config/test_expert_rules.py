@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from tlora_megatron.config.load import RunConfig, read_config
-from tlora_megatron.config.parallel_rules.experts import (
-    check_run_over_experts,
-    check_run_without_experts,
-)
+from tlora_megatron.config.load import read_config
+from tlora_megatron.config.parallel_rules import check_run_over_experts, check_run_without_experts
 from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.config.schema import RunConfig
 
 
 def config(tmp_path: Path, **sections: dict[str, Any]) -> RunConfig:

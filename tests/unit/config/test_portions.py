@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tlora_megatron.config.portions import portion_of
+from tlora_megatron.config.rules import portion_of
 
 
 @pytest.mark.parametrize(

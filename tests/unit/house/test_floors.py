@@ -20,7 +20,7 @@ import pytest
 from tests.helpers.launch import HANG_S
 
 PACKAGE = "tlora_megatron"
-GROUND = ("timeline", "config", "model", "page")
+GROUND = ("timeline", "files", "config", "model", "page")
 CONTROL = ("planner", "scheduler", "sim")
 COMPUTE = ("ops", "parallel", "layers", "training", "integrations")
 ROOF = ("client", "runtime", "profiling", "service", "cli", "deepspeed", "launch", "autohook")
@@ -57,8 +57,6 @@ class Import:
     line: int
     at_import: bool
     """Runs when `source` is imported: not in a function, not under TYPE_CHECKING."""
-    runs: bool = True
-    """Runs at some time: not under TYPE_CHECKING."""
 
     def __str__(self) -> str:
         return f"{self.source}:{self.line} imports {self.target}"
@@ -97,7 +95,7 @@ def imports_of(root: Path) -> list[Import]:
     for name, path in modules.items():
         is_package = path.name == "__init__.py"
         tree = ast.parse(path.read_text(), filename=str(path))
-        for node, at_import, runs in _statements(tree):
+        for node, at_import in _statements(tree):
             for target in _targets(node, name, is_package=is_package, modules=modules):
                 found.append(
                     Import(
@@ -105,24 +103,21 @@ def imports_of(root: Path) -> list[Import]:
                         target=target,
                         line=node.lineno,
                         at_import=at_import,
-                        runs=runs,
                     )
                 )
     return found
 
 
 def _statements(
-    node: ast.AST, *, at_import: bool = True, runs: bool = True
-) -> Iterator[tuple[ast.stmt | ast.expr, bool, bool]]:
-    """Yields imports and calls, with `Import.at_import` and `Import.runs`."""
+    node: ast.AST, *, at_import: bool = True
+) -> Iterator[tuple[ast.stmt | ast.expr, bool]]:
+    """Yields imports and calls, with `Import.at_import`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom | ast.Call):
-            yield child, at_import, runs
+            yield child, at_import
         lazy = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-        yield from _statements(
-            child, at_import=at_import and not (lazy or typing), runs=runs and not typing
-        )
+        yield from _statements(child, at_import=at_import and not (lazy or typing))
 
 
 def _targets(
@@ -197,7 +192,7 @@ def heavy(imports: list[Import]) -> list[str]:
 
 
 def cycle(imports: list[Import]) -> list[str]:
-    """The modules of one import cycle, or nothing; lazy imports count."""
+    """The modules of one import cycle, or nothing; lazy imports and those of types count."""
     return _cycle_of((entry.source, entry.target) for entry in imports if _is_inner(entry))
 
 
@@ -219,7 +214,7 @@ def circles(imports: list[Import]) -> dict[str, list[str]]:
 
 
 def _is_inner(entry: Import) -> bool:
-    return entry.runs and is_within(entry.target, PACKAGE) and entry.target != entry.source
+    return is_within(entry.target, PACKAGE) and entry.target != entry.source
 
 
 def _cycle_of(edges: Iterable[tuple[str, str]]) -> list[str]:
@@ -357,11 +352,11 @@ LAZILY = "def f():\n    from {package} import {name}"
 FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from {package} import {name}"
 
 
-def test_a_cycle_of_lazy_imports_is_found_but_not_one_for_types(tmp_path: Path) -> None:
+def test_a_cycle_of_lazy_imports_or_types_is_found(tmp_path: Path) -> None:
     package = f"{PACKAGE}.ops"
-    for text, size in ((LAZILY, 2), (FOR_TYPES, 0)):
+    for text in (LAZILY, FOR_TYPES):
         files = {"ops/a.py": "from . import b", "ops/b.py": text.format(package=package, name="a")}
-        assert len(set(cycle(_tree(tmp_path, files)))) == size
+        assert len(set(cycle(_tree(tmp_path, files)))) == 2
 
 
 @pytest.mark.parametrize(

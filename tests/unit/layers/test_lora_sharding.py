@@ -24,8 +24,9 @@ from tests.unit.integrations.megatron_lm.test_megatron_lm_arguments import (
     write_config,
 )
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
-from tlora_megatron.config.load import ConfigError, ParallelSpec, ignored_settings, load_config
-from tlora_megatron.config.reader import read_spec
+from tlora_megatron.config.load import ignored_settings, load_config
+from tlora_megatron.config.reader import ConfigError, read_spec
+from tlora_megatron.config.schema import ParallelSpec
 from tlora_megatron.integrations.megatron_lm.arguments import launch_settings
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach

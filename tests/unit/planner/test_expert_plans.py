@@ -12,8 +12,8 @@ import pytest
 from tests.helpers.expert_case import EXPERTS, on_attention, published
 from tests.helpers.planner_case import HARDWARE, SPEC, job
 from tlora_megatron.config.job import EXPERT_TARGETS, HF_TARGETS, SHARED_EXPERT_TARGETS
-from tlora_megatron.config.load import ParallelSpec
-from tlora_megatron.config.parallel_rules.experts import check_expert_sizes
+from tlora_megatron.config.parallel_rules import check_expert_sizes
+from tlora_megatron.config.schema import ParallelSpec
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.planner.candidate import Plan, job_misfit, misfit, runners
 from tlora_megatron.planner.cost.cost_model import step_cost

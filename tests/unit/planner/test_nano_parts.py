@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.helpers.planner_case import HARDWARE, SPEC, job
 from tlora_megatron.cli.main import main
-from tlora_megatron.config.load import RunConfig, load_config
+from tlora_megatron.config.load import load_config
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import step_cost
 from tlora_megatron.planner.cost.nano_parts import exposed_share, fastest_split

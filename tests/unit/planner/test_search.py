@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.helpers.planner_case import HARDWARE, LARGE, SPEC, job
 from tlora_megatron.config.job import HF_TARGETS
-from tlora_megatron.config.load import BaseModelSpec, ConfigError, ParallelSpec, RunConfig
-from tlora_megatron.config.run import RunSpec
+from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.advice.advise import advise

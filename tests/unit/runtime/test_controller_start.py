@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig
-from tlora_megatron.config.run import RunSpec
+from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.runtime import backbone, controller
 from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.run.environment import ENVIRONMENT

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tlora_megatron.files import read_json, write_json
 from tlora_megatron.service import home as home_module
-from tlora_megatron.service.home import Home, Lease, read_json, read_lease, write_json, write_lease
+from tlora_megatron.service.home import Home, Lease, read_lease, write_lease
 
 
 def _mode(path: Path) -> int:
@@ -57,23 +58,6 @@ def test_only_ids_of_the_store_name_folders(name: str) -> None:
     assert home.gang("g-1", 3) == Path("/r/gangs/g-1-3")
     with pytest.raises(ValueError, match="must match"):
         home.job(name)
-
-
-def test_a_write_that_fails_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "x.json"
-    write_json(path, [1])
-    with pytest.raises(ValueError, match="JSON"):
-        write_json(path, float("nan"))
-
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(home_module.os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_json(path, [2])
-    assert (read_json(path), os.listdir(tmp_path)) == ([1], ["x.json"])
 
 
 def test_a_lease_is_read_back_and_a_damaged_one_is_nobodys(tmp_path: Path) -> None:

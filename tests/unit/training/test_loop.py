@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tlora_megatron.config.run import RunSpec
+from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.loop import TrainingLoop
 from tlora_megatron.training.stopping.run_watch import RunWatch

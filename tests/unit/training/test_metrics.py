@@ -14,12 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tlora_megatron.training import metrics
-from tlora_megatron.training.metrics import (
-    JobMetrics,
-    read_metrics,
-    write_atomic,
-    write_summary,
-)
+from tlora_megatron.training.metrics import JobMetrics, read_metrics, write_summary
 
 INF, NAN = float("inf"), float("nan")
 
@@ -274,14 +269,6 @@ def test_summary_is_strict_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
         write_summary(tmp_path, {"run": {}})
     assert json.loads(path.read_text()) == first
     assert os.listdir(tmp_path) == ["summary.json"]
-
-
-def test_write_atomic_replaces(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    for text in ("a", "ü"):
-        write_atomic(path, text)
-        assert path.read_text(encoding="utf-8") == text
-    assert os.listdir(tmp_path) == ["x.json"]
 
 
 def test_reading_metrics_needs_no_torch() -> None:

@@ -29,9 +29,10 @@ from tlora_megatron.cli.plan.space_options import (
     search_space,
 )
 from tlora_megatron.cli.train import add_config_arguments
-from tlora_megatron.config.deterministic import COST
-from tlora_megatron.config.load import RunConfig, load_config
+from tlora_megatron.config.load import load_config
+from tlora_megatron.config.parallel_rules import DETERMINISM_COST
 from tlora_megatron.config.reader import must
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.advice.advise import Advice, advise
 from tlora_megatron.planner.candidate import is_ours_alone
@@ -281,7 +282,7 @@ def _show(
         notes = open_console(stderr=args.json)
         notes.print(
             f"run.deterministic: plans keep a job's bits. Its cost is in neither their times "
-            f"nor their memory: {COST} (docs/determinism.md)"
+            f"nor their memory: {DETERMINISM_COST} (docs/determinism.md)"
         )
 
 

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tlora_megatron.config.load import ConfigError, RunConfig
-from tlora_megatron.config.reader import must
+from tlora_megatron.config.reader import ConfigError, must
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.planner.candidate import SHARDINGS, Runner
 from tlora_megatron.planner.search import NothingAllowed
 from tlora_megatron.planner.space import SearchSpace

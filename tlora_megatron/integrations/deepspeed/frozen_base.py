@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tlora_megatron.config.load import BaseModelSpec
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.deepspeed import discover, processes
 from tlora_megatron.integrations.deepspeed import model as models
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig

@@ -14,7 +14,7 @@ from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tlora_megatron.config.load import BaseModelSpec
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.deepspeed import attention
 from tlora_megatron.model.published_fp8 import refuse_published
 from tlora_megatron.training.formats.hf_checkpoint import all_finite

@@ -16,9 +16,8 @@ import megatron.core
 import torch
 
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.config.jobs import JobError
-from tlora_megatron.config.load import RunConfig
-from tlora_megatron.config.parallel_rules.experts import check_job_over_experts
+from tlora_megatron.config.parallel_rules import check_job_over_experts
+from tlora_megatron.config.schema import JobError, RunConfig
 from tlora_megatron.integrations.megatron_lm.guard import FLAG
 from tlora_megatron.model.expert_targets import over_base
 from tlora_megatron.model.experts import ExpertsSpec

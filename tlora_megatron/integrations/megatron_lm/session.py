@@ -18,6 +18,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import Tensor, nn
 
 from tlora_megatron import timeline
+from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.integrations.megatron import recompute
 from tlora_megatron.integrations.megatron.built.discover import discover, record_stages
 from tlora_megatron.integrations.megatron.built.model import (
@@ -48,7 +49,6 @@ from tlora_megatron.training.fingerprint.check import check_base
 from tlora_megatron.training.formats.fingerprint_file import read_fingerprint
 from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.loop import TrainingLoop
-from tlora_megatron.training.metrics import write_atomic
 from tlora_megatron.training.packing.packing import PackedBatch, RoundShape
 from tlora_megatron.training.run.environment import set_environment
 from tlora_megatron.training.run.nano_setup import nano_settings
@@ -240,7 +240,7 @@ class Session:
 
     def _write_iteration(self, state: str) -> None:
         try:
-            write_atomic(self.loop.output_dir / ITERATION_FILE, state)
+            write_atomic(self.loop.output_dir / ITERATION_FILE, state, mode=BY_UMASK)
         except OSError as error:
             logger.warning("%s could not be written: %s", ITERATION_FILE, error)
 

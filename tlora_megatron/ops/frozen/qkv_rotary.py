@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
-from tlora_megatron.ops.frozen.rms_norm import HeadNorms, norm_reference
+from tlora_megatron.ops.frozen.norm_weight import HeadNorms
+from tlora_megatron.ops.frozen.rms_norm import norm_reference
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
 from tlora_megatron.ops.quantised.weight import QuantWeight
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
+from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
 from tlora_megatron.ops.quantised.rows import GROUP
 from tlora_megatron.ops.quantised.weight import QuantWeight
@@ -29,24 +30,6 @@ from tlora_megatron.ops.quantised.weight import QuantWeight
 def rms_norm_reference(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
     """The definition, differentiable."""
     return F.rms_norm(x, (x.shape[-1],), eps=eps) * weight_H
-
-
-class NormWeight(NamedTuple):
-    """The frozen weight of a norm, and how the norm rounds."""
-
-    weight_H: torch.Tensor
-    eps: float
-    zero_centered: bool = False
-    """The weight is held less 1; such a norm rounds once."""
-    rounds_once: bool = True
-    """Behind the weight, and not before it too."""
-
-
-class HeadNorms(NamedTuple):
-    """Norms of single heads of queries and keys, which are equal but for the weights `[D]`."""
-
-    query: NormWeight
-    key: NormWeight
 
 
 def rms_norm_once_reference(x: torch.Tensor, weight: NormWeight) -> torch.Tensor:

@@ -7,23 +7,19 @@ Shapes: T rows, K features in, N features out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from tlora_megatron.ops.lora.cuda.arguments import DgradArguments, packer
 from tlora_megatron.ops.lora.cuda.calls import GemmTile, RankPart, gemm_arguments, launch
 from tlora_megatron.ops.quantised.handed_rows import handed_rows
 from tlora_megatron.ops.quantised.rows import QuantRows
-
-if TYPE_CHECKING:
-    from tlora_megatron.ops.quantised.weight import QuantWeight
+from tlora_megatron.ops.quantised.weight_codes import WeightCodes
 
 _ARGUMENTS = packer(DgradArguments)
 
 
 def dgrad_with_ranks(
-    dy_TN: torch.Tensor, weight: QuantWeight, rank: RankPart | None
+    dy_TN: torch.Tensor, weight: WeightCodes, rank: RankPart | None
 ) -> torch.Tensor:
     """Returns `dy W + mask(rank part)`, with dy's codes from who made dy or made here.
 
@@ -47,7 +43,7 @@ def dgrad_with_ranks(
 
 def fp8_dgrad(
     dy_rows: QuantRows,
-    weight: QuantWeight,
+    weight: WeightCodes,
     dx_TK: torch.Tensor,
     *,
     rank: RankPart | None = None,

@@ -9,7 +9,6 @@ Shapes: T rows, K features in, N features out.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,9 +25,7 @@ from tlora_megatron.ops.lora.cuda.operands import fit_gemm, gemm_tile
 from tlora_megatron.ops.lora.kernel_choice import kernel_choice
 from tlora_megatron.ops.quantised.handed_rows import handed_rows
 from tlora_megatron.ops.quantised.rows import QuantRows
-
-if TYPE_CHECKING:
-    from tlora_megatron.ops.quantised.weight import QuantWeight
+from tlora_megatron.ops.quantised.weight_codes import WeightCodes
 
 _SPEEDS = ((256, 1.0), (192, 0.99), (128, 0.88))
 """Widths of tiles and the share of the widest's speed that each reaches on an H200."""
@@ -37,7 +34,7 @@ _BLOCK_SPEEDS = tuple(pair for pair in _SPEEDS if pair[0] != 192)
 _GEMM = packer(Fp8GemmArguments)
 
 
-def takes(x: Tensor, weight: QuantWeight) -> bool:
+def takes(x: Tensor, weight: WeightCodes) -> bool:
     """True if our kernels compute the products of x, or of a gradient, with a weight."""
     return (
         x.is_cuda
@@ -49,7 +46,7 @@ def takes(x: Tensor, weight: QuantWeight) -> bool:
 
 
 def product(
-    x_TK: Tensor, weight: QuantWeight, bias_N: Tensor | None, rank: RankPart | None
+    x_TK: Tensor, weight: WeightCodes, bias_N: Tensor | None, rank: RankPart | None
 ) -> Tensor:
     """Returns `x W^T + b + rank part`, with x's codes from who made x or made here.
 
@@ -64,7 +61,7 @@ def product(
 
 def product_of(
     rows: QuantRows,
-    weight: QuantWeight,
+    weight: WeightCodes,
     dtype: torch.dtype,
     bias_N: Tensor | None,
     rank: RankPart | None,
@@ -94,7 +91,7 @@ def product_of(
 
 def fp8_gemm(
     rows: QuantRows,
-    weight: QuantWeight,
+    weight: WeightCodes,
     out_TN: Tensor,
     tile: GemmTile,
     *,
@@ -118,7 +115,7 @@ def fp8_gemm(
     launch("fp8_gemm", _GEMM.pack(plain, *addresses, weight.kind == "block"), out_TN)
 
 
-def tile_of(out_TN: Tensor, weight: QuantWeight) -> GemmTile:
+def tile_of(out_TN: Tensor, weight: WeightCodes) -> GemmTile:
     """Returns how the GEMM of an output is divided; its bits do not depend on it."""
     speeds = _SPEEDS if weight.kind == "channel" else _BLOCK_SPEEDS
     return gemm_tile(

@@ -10,15 +10,14 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config.base_model import BaseModelSpec
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.config.load import RunConfig
 from tlora_megatron.config.reader import must
+from tlora_megatron.config.schema import BaseModelSpec, RunConfig
+from tlora_megatron.files import read_object, write_atomic
 from tlora_megatron.model.block_sizes import check_block_sizes
 from tlora_megatron.model.expert_targets import over_base
 from tlora_megatron.model.quantisation import base_quantisation
@@ -218,20 +217,15 @@ def _cache_file(job: JobSpec, tokenizer_dir: Path) -> Path:
 
 def _read_cache(path: Path) -> dict[str, Any] | None:
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
+        known = read_object(path)
     except (OSError, ValueError):
         return None
-    return (
-        known if isinstance(known, dict) and {"lengths", "target_share"} <= known.keys() else None
-    )
+    return known if known and {"lengths", "target_share"} <= known.keys() else None
 
 
 def _write_cache(path: Path, known: dict[str, Any]) -> None:
-    """Writes the file in one step, since other processes may write the same one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(known, file)
-        os.replace(file.name, path)
+        write_atomic(path, json.dumps(known), durable=False)
     except OSError as error:
         logger.debug("lengths are not kept: %s", error)

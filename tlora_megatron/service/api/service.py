@@ -9,8 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from fastapi.concurrency import run_in_threadpool
 
-from tlora_megatron.config.base_model import BaseModelSpec
 from tlora_megatron.config.jobs import plain
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.service.api.access.gate import Gate
 from tlora_megatron.service.api.changes import Changes
 from tlora_megatron.service.api.quota import Quota

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from tlora_megatron.service.home import make_folder, read_json, read_lease, write_bytes, write_json
+from tlora_megatron.files import read_json, write_atomic, write_json
+from tlora_megatron.service.home import make_folder, read_lease
 from tlora_megatron.service.messages import Command, EventKind, GangEvent, GangSpec
 
 ADAPTER = "adapter/adapter.txt"
@@ -364,4 +365,4 @@ class FakeGang:
         if self._world.writes and self._may_write(job, own):
             path = self._folder(job) / ADAPTER
             make_folder(path.parent)
-            write_bytes(path, own.digest.encode())
+            write_atomic(path, own.digest.encode())

@@ -23,13 +23,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from tlora_megatron.service.home import (
-    flush_folder,
-    make_folder,
-    read_json,
-    write_bytes,
-    write_json,
-)
+from tlora_megatron.files import flush, read_json, write_atomic, write_json
+from tlora_megatron.service.home import make_folder
 from tlora_megatron.training.driven.requests import Answer, Request, RequestError, check_request
 
 State = Literal["unknown", "waiting", "answered", "gone"]
@@ -129,7 +124,7 @@ class Journal:
         arrays = {} if answer.logprobs is None else {"logprobs": answer.logprobs}
         if answer.logprobs is not None and self.has_request(number):
             arrays["lengths"] = _unpacked(self._request(number), ("lengths",))[1]["lengths"]
-        write_bytes(self._answer(number), _packed(arrays, metadata))
+        write_atomic(self._answer(number), _packed(arrays, metadata))
 
     def has_answer(self, number: int) -> bool:
         """True if a request was answered and nobody has taken the answer."""
@@ -228,14 +223,14 @@ def _unpacked(
 def _write_once(path: Path, content: bytes) -> bool:
     """Writes a file unless there is one of that name; returns if it did."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    write_bytes(aside, content)
+    write_atomic(aside, content)
     try:
         os.link(aside, path)
     except FileExistsError:
         return False
     finally:
         aside.unlink(missing_ok=True)
-    flush_folder(path.parent)
+    flush(path.parent)
     return True
 
 

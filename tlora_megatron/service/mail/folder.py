@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from tlora_megatron.service.home import Home, make_folder, read_json, write_bytes
+from tlora_megatron.files import read_json, write_atomic
+from tlora_megatron.service.home import Home, make_folder
 from tlora_megatron.service.mail.lines import LineReader, LineWriter, last_line, offset_behind
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec
 
@@ -93,7 +94,7 @@ class GangFolder:
 
     def write(self, name: str, text: str) -> None:
         """Writes a whole file or nothing."""
-        write_bytes(self.path / name, text.encode())
+        write_atomic(self.path / name, text.encode())
 
     def read_json(self, name: str) -> Any:
         """The value of a JSON file that `write` wrote; None while there is none."""

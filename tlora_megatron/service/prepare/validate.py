@@ -13,17 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tlora_megatron.config.base_model import BaseModelSpec, read_base_model
+from tlora_megatron.config.base_model import read_base_model
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.jobs import job_to_dict
-from tlora_megatron.config.parallel_rules.experts import check_no_portions
-from tlora_megatron.config.portions import portion_of
+from tlora_megatron.config.parallel_rules import check_no_portions
 from tlora_megatron.config.reader import must
-from tlora_megatron.config.rules import resolve_job_paths
+from tlora_megatron.config.rules import portion_of, resolve_job_paths
+from tlora_megatron.config.schema import BaseModelSpec
+from tlora_megatron.files import write_json
 from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.planner.workload import LengthHistogram, guessed_lengths
 from tlora_megatron.service.below import UserFiles
-from tlora_megatron.service.home import JOB_NAME, Home, make_folder, write_json
+from tlora_megatron.service.home import JOB_NAME, Home, make_folder
 from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused, Validated
 from tlora_megatron.service.prepare.start_files import take_start_files
 from tlora_megatron.service.prepare.submission import Submission

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.service.home import Home, make_folder, read_json, write_json
+from tlora_megatron.files import read_json, write_json
+from tlora_megatron.service.home import Home, make_folder
 
 TEXT = (
     "In 1687 Newton published three laws of motion. The first says that a body stays at rest, or "

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from tlora_megatron.config.jobs import plain
+from tlora_megatron.files import read_json
 from tlora_megatron.service.bases import read_bases
-from tlora_megatron.service.home import JOB_NAME, Home, read_json
+from tlora_megatron.service.home import JOB_NAME, Home
 
 _OF_JOB = "job:"
 """No declared name has a colon."""

@@ -43,7 +43,7 @@ from tlora_megatron.service.worker.telling import Hearing, Teller
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from tlora_megatron.config.load import RunConfig
+    from tlora_megatron.config.schema import RunConfig
     from tlora_megatron.training.resident.live_loop import LiveLoop
 
 logger = logging.getLogger(__name__)

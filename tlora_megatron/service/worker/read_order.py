@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.config.jobs import read_job
-from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.service.below import UserFiles
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import JobOrder

@@ -10,13 +10,13 @@ import hashlib
 import json
 import mmap
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 
+from tlora_megatron.files import replacing
 from tlora_megatron.training.data.jsonl_file import LoadedFile
 from tlora_megatron.training.data.tokenize import TokenSequence, fingerprint
 
@@ -91,18 +91,10 @@ def write_tokens(path: Path, loaded: LoadedFile) -> None:
         digest.update(part.data)
     header = _header(parts, loaded, digest.hexdigest())
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent)  # of mode 0600
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(header)
-            for part in parts.values():
-                file.write(part.data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(header)
+        for part in parts.values():
+            file.write(part.data)
 
 
 def map_tokens(path: Path) -> KeptFile:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tlora_megatron.files import flush
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _TOKEN = 8
@@ -72,7 +74,7 @@ def replace_directory(
     try:
         yield incoming
         for path in [*sorted(incoming.rglob("*")), incoming]:
-            _flush(path)
+            flush(path)
         permit()
     except BaseException:
         shutil.rmtree(incoming, ignore_errors=True)
@@ -81,7 +83,7 @@ def replace_directory(
         _put_into(incoming, directory, names)
     else:
         _swap(incoming, directory)
-    _flush(directory.parent)
+    flush(directory.parent)
     _remove(incoming, names, directory)
     _remove(previous, names, directory)
 
@@ -105,7 +107,7 @@ def replace_link(link: Path, target: str, permit: Permit = always) -> None:
         _swap(incoming, link)
     else:
         os.replace(incoming, link)
-    _flush(link.parent)
+    flush(link.parent)
     _remove(incoming, (), link)
     _remove(previous, (), link)
 
@@ -179,10 +181,10 @@ def _put_into(incoming: Path, directory: Path, names: Sequence[str]) -> None:
     old, new = directory / mark, incoming / mark
     if not (old.is_file() and old.read_bytes() == new.read_bytes()):
         old.unlink(missing_ok=True)
-        _flush(directory)
+        flush(directory)
     for name in names:
         os.rename(incoming / name, directory / name)
-    _flush(directory)
+    flush(directory)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -192,15 +194,6 @@ def _exchange(first: Path, second: Path) -> bool:
         return False
     names = os.fsencode(first), os.fsencode(second)
     return renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
-
-
-def _flush(path: Path) -> None:
-    """Waits until a file's bytes, or a directory's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path, names: Sequence[str], home: Path) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.jobs import job_to_dict, read_job
-from tlora_megatron.config.load import RunConfig, fit_job
+from tlora_megatron.config.load import fit_job
 from tlora_megatron.config.reader import ConfigError
-from tlora_megatron.training.metrics import write_atomic
+from tlora_megatron.config.schema import RunConfig
+from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.training.run.output_dir import CONFIG_NAME
 
 FILE_NAME = "live_changes.json"
@@ -57,7 +58,7 @@ class LiveChanges:
             OSError: if the disk refuses.
         """
         document = {"added": list(self.added.values()), "cancelled": self.cancelled}
-        write_atomic(output_dir / FILE_NAME, json.dumps(document, indent=2))
+        write_atomic(output_dir / FILE_NAME, json.dumps(document, indent=2), mode=BY_UMASK)
 
     def add(self, job: JobSpec) -> None:
         """Notes that a job has joined."""

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tlora_megatron.training.metrics import write_atomic
+from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.training.run.output_dir import is_held
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class RunMailbox:
         if number in self._open:
             self._open.remove(number)
             with suppress(OSError):
-                write_atomic(self.folder / _ANSWERS / number, json.dumps(body))
+                write_atomic(self.folder / _ANSWERS / number, json.dumps(body), mode=BY_UMASK)
 
     def close(self) -> None:
         """Removes the folder: nobody listens any more. A second call does nothing."""
@@ -129,7 +129,7 @@ class LiveRun:
         number = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
         ended = RuntimeError(f"the run in {self.output_dir} has ended before it answered")
         try:
-            write_atomic(self._folder / _REQUESTS / number, json.dumps(body))
+            write_atomic(self._folder / _REQUESTS / number, json.dumps(body), mode=BY_UMASK)
         except OSError as error:
             raise ended from error
         looked_s = time.monotonic()

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from tlora_megatron.training.metrics import write_atomic
+from tlora_megatron.files import BY_UMASK, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class NanoTrace:
     def begin(self) -> None:
         """Empties the file."""
         try:
-            write_atomic(self.path, "")
+            write_atomic(self.path, "", mode=BY_UMASK)
         except OSError as error:
             self._warn_of_disk("emptied", error)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,20 +54,6 @@ class ReportJob:
     def color(self) -> str:
         """The CSS colour of this job, the same in every part of the page."""
         return css_color(self.index)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file does not exist.
-
-    Raises:
-        ValueError: if the file holds anything else.
-    """
-    if not path.exists():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} must hold a JSON object, got {error}") from error
 
 
 def read_jobs(output_dir: Path, config: dict[str, Any], summary: dict[str, Any]) -> list[ReportJob]:

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from tlora_megatron.files import BY_UMASK, read_object, write_atomic
 from tlora_megatron.page.document import document, facts, panels, swatch, table, tiles
 from tlora_megatron.page.svg import compact
 from tlora_megatron.timeline import time_line
-from tlora_megatron.training.metrics import write_atomic
 from tlora_megatron.training.report.curves import (
     SMOOTH_ABOVE,
     PanelStyle,
@@ -24,7 +24,7 @@ from tlora_megatron.training.report.curves import (
     overview,
     panel,
 )
-from tlora_megatron.training.report.jobs import ReportJob, read_jobs, read_json
+from tlora_megatron.training.report.jobs import ReportJob, read_jobs
 from tlora_megatron.training.report.nano import nano_section
 
 _TITLES = {
@@ -75,7 +75,7 @@ class Report:
         if self._thread is not None:
             self._thread.join()
         path = self._output_dir / "report.html"
-        write_atomic(path, self._page())
+        write_atomic(path, self._page(), mode=BY_UMASK)
         return path
 
     def _draw(self) -> None:
@@ -85,7 +85,8 @@ class Report:
 
     def _page(self) -> str:
         folder = self._output_dir
-        config, summary = (read_json(folder / f"{name}.json") for name in ("config", "summary"))
+        files = (read_object(folder / f"{name}.json") for name in ("config", "summary"))
+        config, summary = (found or {} for found in files)
         jobs = read_jobs(folder, config, summary)
         run = summary.get("run", {})
         title = folder.resolve().name

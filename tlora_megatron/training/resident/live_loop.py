@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tlora_megatron.config.run import RunSpec
+from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.driven.state import DrivenState
 from tlora_megatron.training.evaluation import Evaluation

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.training.data.tokenize import fingerprint
 from tlora_megatron.training.preparation import PreparedJob
 

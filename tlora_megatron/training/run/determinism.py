@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tlora_megatron.config.deterministic import COST
-from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.parallel_rules import DETERMINISM_COST
+from tlora_megatron.config.schema import RunConfig
+from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.kernel_build import built_library
 from tlora_megatron.ops.lora.cuda.operands import why_not_sizes
@@ -24,7 +25,6 @@ from tlora_megatron.ops.lora.kernel_choice import kernel_choice
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.evaluation import Scorer
 from tlora_megatron.training.formats.quantised.card import QuantisationCard
-from tlora_megatron.training.metrics import write_atomic
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.run.environment import ENVIRONMENT
 from tlora_megatron.training.run.summary import versions
@@ -155,7 +155,7 @@ def keep_fingerprints(
         logger.info(
             "run.deterministic: a job's losses and adapter have the same bits in every run with "
             "this fingerprint. It does not cover other devices, layouts or versions. It costs %s "
-            "(docs/determinism.md): %s", COST, json.dumps(fingerprint),
+            "(docs/determinism.md): %s", DETERMINISM_COST, json.dumps(fingerprint),
         )  # fmt: skip
     for job in jobs:
         if job.is_done:
@@ -166,7 +166,7 @@ def keep_fingerprints(
             continue
         kept = _with_earlier({**fingerprint, "portion_tokens": job.spec.portion_tokens}, job)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(kept, indent=2))
+        write_atomic(path, json.dumps(kept, indent=2), mode=BY_UMASK)
 
 
 def _forget(path: Path, name: str) -> None:

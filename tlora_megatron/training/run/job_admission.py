@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.config.load import JobError, RunConfig
+from tlora_megatron.config.schema import JobError, RunConfig
 from tlora_megatron.layers.attach import check_blocks_fit
 from tlora_megatron.layers.sites import Site, check_targets
 from tlora_megatron.model.backbone import Backbone

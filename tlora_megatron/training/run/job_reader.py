@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tlora_megatron.config.base_model import BaseModelSpec
 from tlora_megatron.config.job import JobSpec
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.model.block_sizes import check_block_sizes
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import read_model_spec

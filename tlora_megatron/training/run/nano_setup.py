@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.config.run import RunSpec
+from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.transport.tensor_collectives import DEFAULT_MAX_BYTES

@@ -12,8 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config.load import BaseModelSpec, RunConfig, config_to_dict
+from tlora_megatron.config.load import config_to_dict
 from tlora_megatron.config.reader import show
+from tlora_megatron.config.schema import BaseModelSpec, RunConfig
 
 CONFIG_NAME = "config.json"
 """The resolved configuration: a directory with one holds a run."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron import timeline
-from tlora_megatron.config.load import JobError
+from tlora_megatron.config.schema import JobError
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import TrainingLoop

@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 from tlora_megatron import timeline
-from tlora_megatron.config.load import RunConfig, config_to_dict
+from tlora_megatron.config.load import config_to_dict
+from tlora_megatron.config.schema import RunConfig
+from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import Site
@@ -33,7 +35,7 @@ from tlora_megatron.training.evaluation import Scorer
 from tlora_megatron.training.formats.quantised.card import QuantisationCard
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.loop import TrainingLoop
-from tlora_megatron.training.metrics import write_atomic, write_summary
+from tlora_megatron.training.metrics import write_summary
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob, start_job
@@ -204,7 +206,7 @@ class TrainingRun:
         if groups.is_writer:
             self._open.enter_context(hold_output_dir(self.output_dir))
             document = json.dumps(config_to_dict(self.config), indent=2)
-            write_atomic(self.output_dir / CONFIG_NAME, document)
+            write_atomic(self.output_dir / CONFIG_NAME, document, mode=BY_UMASK)
             keep_fingerprints(fingerprint, self.output_dir, self._jobs.prepared)
         allow_open_files(len(self._jobs.prepared))
         watch = RunWatch.open(self._signals, self.config.run.hang_timeout_s)

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_json import load, section
-from tlora_megatron.config.load import BaseModelSpec
 from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.deepspeed.config import load_deepspeed_config
 from tlora_megatron.integrations.deepspeed.guard import check_version
 

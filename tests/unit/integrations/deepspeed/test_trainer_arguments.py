@@ -15,9 +15,8 @@ from transformers import TrainingArguments
 from tests.helpers.deepspeed_files import FILES
 from tests.helpers.deepspeed_json import load, section
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.config.load import BaseModelSpec
 from tlora_megatron.config.reader import ConfigError
-from tlora_megatron.config.run import RunSpec
+from tlora_megatron.config.schema import BaseModelSpec, RunSpec
 from tlora_megatron.deepspeed.arguments import trainer_values, without_effect
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 

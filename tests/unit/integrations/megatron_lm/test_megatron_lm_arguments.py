@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.tiny_models import TINY_MODEL_TYPES, tiny_config
-from tlora_megatron.config.load import ConfigError
+from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.integrations.megatron_lm.arguments import (
     add_flag,
     launch_settings,

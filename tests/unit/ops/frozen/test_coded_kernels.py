@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.unit.ops.frozen.test_frozen_kernels import DEVICE, INTERPRETED, RUNS, draw, head_norms
 from tlora_megatron.ops.frozen import qkv_rotary, rms_norm, swiglu
+from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.quantised.handed_rows import handed_rows
 from tlora_megatron.ops.quantised.rows import GROUP, encode_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight
@@ -90,7 +91,7 @@ def test_rms_norm(rows: int, width: int, has_residual: bool, kind: str, dtype: t
     skip_fp32_on_gpus(dtype)
     x, residual = (draw(rows, width, dtype=dtype, scale=3.0).roll(i, 0) for i in range(2))
     x[1, 3] = torch.inf
-    norm = rms_norm.NormWeight(1 + draw(width, dtype=dtype, scale=0.2), 1e-5)
+    norm = NormWeight(1 + draw(width, dtype=dtype, scale=0.2), 1e-5)
     given = residual if has_residual else None
     beside = rms_norm.Beside(weight_of(kind, 24, width), weight_of(kind, width, 24))
     assert beside.column is not None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.ops.frozen import cross_entropy, qkv_rotary, rms_norm, swiglu
+from tlora_megatron.ops.frozen.norm_weight import HeadNorms, NormWeight
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -107,7 +108,7 @@ def test_rms_norm_that_rounds_once(
     x, residual = (draw(*shape, dtype=dtype, scale=3.0).roll(i, 0) for i in range(2))
     given = residual if has_residual else None
     weight_H = draw(shape[-1], dtype=dtype, scale=0.2) + (0 if zero_centered else 1)
-    weight = rms_norm.NormWeight(weight_H, 1e-5, zero_centered)
+    weight = NormWeight(weight_H, 1e-5, zero_centered)
     fused(True)
     total, normed, back = rms_norm.add_rms_norm_vjp(x, given, weight)
     grads = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype).flip(0)
@@ -134,7 +135,7 @@ def test_rms_norm_of_an_fp32_stream(
     stream = draw(*shape, dtype=torch.float32, scale=3.0)
     x = draw(*shape, dtype=low).flip(0) if has_residual else stream
     weight_H = 1 + draw(shape[-1], dtype=low, scale=0.2)
-    weight = rms_norm.NormWeight(weight_H, 1e-5, rounds_once=rounds_once)
+    weight = NormWeight(weight_H, 1e-5, rounds_once=rounds_once)
     grads = draw(*shape, dtype=torch.float32), draw(*shape, dtype=low).flip(0)
     summed = x + stream if has_residual else stream
     leaf = summed.double().requires_grad_()
@@ -222,18 +223,18 @@ KINDS = {"twice": (False, False), "once": (False, True), "zero-centred": (True, 
 """A norm's `zero_centered` and `rounds_once`."""
 
 
-def head_norms(kind: str, dim: int, dtype: torch.dtype, eps: float = 1e-5) -> rms_norm.HeadNorms:
+def head_norms(kind: str, dim: int, dtype: torch.dtype, eps: float = 1e-5) -> HeadNorms:
     """Weights far from 1, one of them zero."""
     zero_centered, rounds_once = KINDS[kind]
     weight = draw(2, dim, dtype=dtype, scale=0.5) + (0 if zero_centered else 1)
     weight[0, 0] = -1 if zero_centered else 0
-    query, key = (rms_norm.NormWeight(row, eps, zero_centered, rounds_once) for row in weight)
-    return rms_norm.HeadNorms(query, key)
+    query, key = (NormWeight(row, eps, zero_centered, rounds_once) for row in weight)
+    return HeadNorms(query, key)
 
 
-def wide_norms(norms: rms_norm.HeadNorms, dtype: torch.dtype) -> rms_norm.HeadNorms:
+def wide_norms(norms: HeadNorms, dtype: torch.dtype) -> HeadNorms:
     """The same values in another dtype."""
-    return rms_norm.HeadNorms(*(norm._replace(weight_H=norm.weight_H.to(dtype)) for norm in norms))
+    return HeadNorms(*(norm._replace(weight_H=norm.weight_H.to(dtype)) for norm in norms))
 
 
 @RUNS
@@ -280,7 +281,7 @@ def test_gradients_of_normed_heads_by_differences(kind: str) -> None:
     mixed = torch.randn(3, 2, 4, 6, generator=generator, dtype=torch.float64)
     angles = torch.randn(3, 3, generator=generator, dtype=torch.float64).repeat(1, 2)
     norms = head_norms(kind, 6, torch.float64)
-    norms = rms_norm.HeadNorms(*(norm._replace(weight_H=norm.weight_H.cpu()) for norm in norms))
+    norms = HeadNorms(*(norm._replace(weight_H=norm.weight_H.cpu()) for norm in norms))
     rest = angles.cos(), angles.sin(), norms
     if not norms.query.zero_centered:  # that form computes in fp32
         leaf = mixed.clone().requires_grad_()

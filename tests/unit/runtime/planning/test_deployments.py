@@ -13,8 +13,9 @@ from tlora_megatron.cli.auto_plan import planned_overrides
 from tlora_megatron.cli.main import main
 from tlora_megatron.cli.plan.deployments import deployments_document
 from tlora_megatron.cli.profile import profile_json
-from tlora_megatron.config.load import RunConfig, load_config
+from tlora_megatron.config.load import load_config
 from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.model.replicas.deployment import Deployment, ReplicaLayout
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.deploy.deploy import DeploymentResult, RankedDeployment, deploy

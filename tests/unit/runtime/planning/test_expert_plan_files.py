@@ -14,7 +14,7 @@ import yaml
 from tlora_megatron.cli.auto_plan import planned_overrides
 from tlora_megatron.cli.main import main
 from tlora_megatron.config.load import load_config
-from tlora_megatron.config.parallel_rules.experts import check_run_over_experts
+from tlora_megatron.config.parallel_rules import check_run_over_experts
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of
 from tlora_megatron.runtime.planning.plan_inputs import plan_hardware

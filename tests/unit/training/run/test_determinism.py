@@ -20,8 +20,7 @@ from torch import nn
 from scripts.bench.determinism.cases import SIZES
 from tests.helpers.launch import HANG_S
 from tlora_megatron.config.job import DataSpec, JobSpec
-from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig
-from tlora_megatron.config.run import RunSpec
+from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.training.formats.quantised.card import QuantisationCard

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig, config_to_dict
-from tlora_megatron.config.run import RunSpec
+from tlora_megatron.config.load import config_to_dict
+from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.training.run.output_dir import (
     claim_output_dir,
     hold_output_dir,

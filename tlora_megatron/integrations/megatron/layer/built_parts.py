@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
-from tlora_megatron.ops.frozen.rms_norm import Beside, HeadNorms, NormWeight, add_rms_norm_vjp
+from tlora_megatron.ops.frozen.norm_weight import HeadNorms, NormWeight
+from tlora_megatron.ops.frozen.rms_norm import Beside, add_rms_norm_vjp
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
 from tlora_megatron.ops.routing.segments import MicroBatchView
 

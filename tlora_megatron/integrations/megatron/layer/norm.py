@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.frozen.rms_norm import (
     Beside,
-    NormWeight,
     add_rms_norm,
     add_rms_norm_vjp,
     fork_rms_norm,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
+from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.frozen.triton.rms_norm import norm_gradients, norm_rows, row_block
 from tlora_megatron.ops.quantised.handed_rows import hand_rows
 from tlora_megatron.ops.quantised.rows import QuantRows
@@ -15,9 +14,6 @@ from tlora_megatron.ops.quantised.triton_codes import rounds_by_hand, store_code
 from tlora_megatron.ops.quantised.triton_rows import empty_codes
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.warm_kernel import WarmKernel
-
-if TYPE_CHECKING:
-    from tlora_megatron.ops.frozen.rms_norm import NormWeight
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -5,12 +5,11 @@ A block takes all heads of a row: they share one scale.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
+from tlora_megatron.ops.frozen.norm_weight import HeadNorms
 from tlora_megatron.ops.frozen.triton.rotary import load_weight, norm_back, pairs
 from tlora_megatron.ops.quantised.handed_rows import hand_rows
 from tlora_megatron.ops.quantised.rows import QuantRows
@@ -18,9 +17,6 @@ from tlora_megatron.ops.quantised.triton_codes import abs_bits, encode, rounds_b
 from tlora_megatron.ops.quantised.triton_rows import empty_codes, power_of_2
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.warm_kernel import WarmKernel
-
-if TYPE_CHECKING:
-    from tlora_megatron.ops.frozen.rms_norm import HeadNorms
 
 MOST_VALUES = 32768
 """Values of a row, with those that powers of two add, that fit a block's registers."""

@@ -4,16 +4,13 @@ of their own; queries and keys are normed, if the model norms them, and turn on 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
+from tlora_megatron.ops.frozen.norm_weight import HeadNorms
 from tlora_megatron.ops.warm_kernel import WarmKernel
-
-if TYPE_CHECKING:
-    from tlora_megatron.ops.frozen.rms_norm import HeadNorms
 
 _ROWS = 32
 """Rows of a thread block, which takes one head of each: 4,096 elements at head dimension 128."""

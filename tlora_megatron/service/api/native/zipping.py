@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import stat
 import zipfile
@@ -13,6 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tlora_megatron.files import replacing
 from tlora_megatron.service.home import make_folder
 
 _STEP = re.compile(r"step_(\d{8,})")
@@ -81,19 +81,17 @@ def _open_all(folder: int) -> list[tuple[str, BinaryIO]]:
 
 def _write(path: Path, files: dict[str, BinaryIO], outward: Callable[[str], str]) -> None:
     """Writes the archive aside and gives it its name when it is whole."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    try:
-        with zipfile.ZipFile(partial, "x", zipfile.ZIP_STORED) as archive:
-            for name, file in files.items():
-                entry = zipfile.ZipInfo(name)
-                if name.endswith(".json"):
-                    archive.writestr(entry, outward(file.read().decode()))
-                    continue
-                with archive.open(entry, "w", force_zip64=True) as target:
-                    shutil.copyfileobj(file, target, _BLOCK)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with (
+        replacing(path, durable=False) as whole,
+        zipfile.ZipFile(whole, "w", zipfile.ZIP_STORED) as archive,
+    ):
+        for name, file in files.items():
+            entry = zipfile.ZipInfo(name)
+            if name.endswith(".json"):
+                archive.writestr(entry, outward(file.read().decode()))
+                continue
+            with archive.open(entry, "w", force_zip64=True) as target:
+                shutil.copyfileobj(file, target, _BLOCK)
 
 
 def _asked_at(path: Path) -> float:

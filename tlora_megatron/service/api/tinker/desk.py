@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tlora_megatron.config.base_model import BaseModelSpec
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker.refusals import Gone, Refused
 from tlora_megatron.service.api.tinker.state.checkpoints import Checkpoints

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-from tlora_megatron.config.base_model import BaseModelSpec
 from tlora_megatron.config.reader import read_spec
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.group import GroupModel

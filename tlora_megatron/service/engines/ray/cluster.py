@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tlora_megatron.files import read_json, write_atomic, write_json
 from tlora_megatron.service.engines.rank_process import inherited_environment
-from tlora_megatron.service.home import make_folder, read_json, write_bytes, write_json
+from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.processes import Life, identity_of
 
 AUTH = "RAY_AUTH_MODE"
@@ -126,7 +127,7 @@ def own_cluster(folder: Path, *, cpus: int, gpus: int) -> Cluster:
         leader = Life.known_as(known["leader"])
         if not leader.is_over:
             return Cluster(address=known["address"], environment=environment, leader=leader)
-    write_bytes(folder / "token", secrets.token_hex(32).encode())
+    write_atomic(folder / "token", secrets.token_hex(32).encode())
     temp = _temp_folder(folder)
     process = start_ray(folder, temp, environment, cpus=cpus, gpus=gpus)
     life = Life.of(process.pid)

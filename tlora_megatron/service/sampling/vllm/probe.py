@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tlora_megatron.files import read_json
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, SamplingParams
-from tlora_megatron.service.home import Home, read_json
+from tlora_megatron.service.home import Home
 from tlora_megatron.service.sampling.base_scores import (
     MOST_TOKENS,
     TEXT,

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tlora_megatron.config.base_model import BaseModelSpec
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.model.quantisation import ADAPTER_METADATA, PARTS, BaseQuantisation
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.quantised.rows import encode_rows

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.fp8_folders import FILE, make_fp8_folder
 from tests.helpers.tiny_models import make_tiny_model
-from tlora_megatron.config.base_model import BaseModelSpec
 from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.layers.slab import initial_factors
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import read_model_spec

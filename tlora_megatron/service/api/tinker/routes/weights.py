@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from tlora_megatron.files import read_json
 from tlora_megatron.service.api.access.gate import Caller, Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker.desk import Desk
@@ -33,7 +34,6 @@ from tlora_megatron.service.api.tinker.state.names import (
 from tlora_megatron.service.api.tinker.state.sessions import Model, SampledFrom
 from tlora_megatron.service.api.tinker.turns import turn_of
 from tlora_megatron.service.api.tinker.wire import bodies
-from tlora_megatron.service.home import read_json
 from tlora_megatron.training.driven.requests import Request
 from tlora_megatron.training.saving.versions import AdapterVersion
 

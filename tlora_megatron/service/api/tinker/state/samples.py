@@ -3,18 +3,19 @@
 SESSION/samples/N/SEQ.json    what was asked, with its seed: asked again, it gives the same
 SESSION/samples/N/SEQ.pb      the answer in protobuf
 SESSION/samples/N/SEQ.error   why there is none, in JSON
+
+None is flushed to the disk, since a sample that is lost is drawn again.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tlora_megatron.files import write_atomic
 from tlora_megatron.service.home import make_folder
 
 
@@ -36,7 +37,7 @@ class SampleFiles:
         if self.asked_file.exists():
             return False
         make_folder(self.asked_file.parent)
-        _write(self.asked_file, json.dumps(dict(body)).encode())
+        write_atomic(self.asked_file, json.dumps(dict(body)), durable=False)
         return True
 
     def asked(self) -> Mapping[str, Any] | None:
@@ -49,11 +50,12 @@ class SampleFiles:
 
     def answer(self, content: bytes) -> None:
         """Writes the answer."""
-        _write(self._answer_file, content)
+        write_atomic(self._answer_file, content, durable=False)
 
     def fail(self, error: str, category: str) -> None:
         """Writes why there is no answer."""
-        _write(self._error_file, json.dumps({"error": error, "category": category}).encode())
+        text = json.dumps({"error": error, "category": category})
+        write_atomic(self._error_file, text, durable=False)
 
     def result(self) -> bytes | Mapping[str, Any] | None:
         """The answer, or why there is none; None = not yet."""
@@ -74,11 +76,3 @@ def sweep_samples(folder: Path, before: float) -> None:
         with suppress(FileNotFoundError):  # one that is being written gets another name
             if file.stat().st_mtime < before:
                 file.unlink()
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replaces a file; not flushed, since a sample that is lost is drawn again."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    aside.write_bytes(content)
-    aside.chmod(0o600)
-    os.replace(aside, path)

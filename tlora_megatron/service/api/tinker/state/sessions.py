@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Self
 
+from tlora_megatron.files import read_json, write_json
 from tlora_megatron.service.api.tinker.refusals import UnknownId
 from tlora_megatron.service.api.tinker.state.names import (
     ModelId,
@@ -24,7 +25,7 @@ from tlora_megatron.service.api.tinker.state.names import (
     check_session,
     new_session,
 )
-from tlora_megatron.service.home import make_folder, read_json, write_json
+from tlora_megatron.service.home import make_folder
 from tlora_megatron.training.saving.versions import AdapterVersion
 
 SILENCE_S = 300.0

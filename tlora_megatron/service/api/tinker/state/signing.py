@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from tlora_megatron.files import write_atomic
 from tlora_megatron.service.api.tinker.refusals import NotSigned
-from tlora_megatron.service.home import Home, write_bytes
+from tlora_megatron.service.home import Home
 
 LIVES_S = 3600.0
 _KEY_NAME = "signing_key"
@@ -78,7 +79,7 @@ class Signer:
             key = self._file.read_bytes()
         except FileNotFoundError:
             key = secrets.token_bytes(_KEY_BYTES)
-            write_bytes(self._file, key)
+            write_atomic(self._file, key)
         return key
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config.base_model import BaseModelSpec
+from tlora_megatron.config.schema import BaseModelSpec
 
 
 def config_of(base: BaseModelSpec) -> dict[str, Any]:

@@ -1,1 +1,0 @@
-"""Rules of the section `parallel` that concern several fields."""

@@ -1,0 +1,301 @@
+"""The sections of a run's configuration as values: what each key is called, means and defaults to.
+
+The fields of a job are in `job.py`. Rules that concern several fields are in `rules.py` and
+`parallel_rules.py`; `load.py` reads the sections and applies them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tlora_megatron.config.job import JobSpec, rule
+
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+
+
+Recompute = Literal["none", "selective", "full"]
+"""Activations to recompute in backward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseModelSpec:
+    """The frozen base model: a Hugging Face directory, or a config.json with random weights."""
+
+    path: str | None = rule(
+        "Hugging Face model directory, relative to the configuration file",
+        default=None,
+        nonempty=True,
+    )
+    config: str | None = rule(
+        "Hugging Face config.json of a model with random weights; needs random_init",
+        default=None,
+        nonempty=True,
+    )
+    random_init: bool = rule("draw the weights at random instead of reading them", default=False)
+    seed: int = rule("seed of the random weights", default=0, ge=0)
+    dtype: Literal["float32", "bfloat16"] = rule(
+        "dtype of the base model's weights and activations; adapters keep fp32 master weights",
+        default="bfloat16",
+    )
+    quantization: Literal["fp8"] | None = rule(
+        "fp8: the layers' linears are held and multiplied in FP8 (e4m3); other weights are "
+        "quantised while they are read (see fp8.md). null: as the folder is, which may be FP8 as "
+        "published",
+        default=None,
+    )
+    unquantised: tuple[str, ...] = rule(
+        "what quantization: fp8 leaves in dtype: embed_tokens and lm_head always; linears of all "
+        "layers (down_proj), of one (layers.0.down_proj), or a layer (layers.0)",
+        default=(EMBEDDING, HEAD),
+    )
+    allow_change: bool = rule(
+        "let jobs go on over a base that is quantised otherwise than the one they began on",
+        default=False,
+    )
+
+    @property
+    def config_file(self) -> Path:
+        """The Hugging Face config.json."""
+        return Path(self.path) / "config.json" if self.path is not None else Path(str(self.config))
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the tokenizer and, unless they are drawn, the weights."""
+        return self.config_file.parent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaSpec:
+    """Replicas of one layout, each with the whole model on its own processes."""
+
+    count: int = rule("number of replicas of this layout", default=1, ge=1)
+    tp_size: int = rule("as parallel.tp_size", default=1, ge=1)
+    pp_size: int = rule("as parallel.pp_size", default=1, ge=1)
+    cp_size: int = rule("as parallel.cp_size", default=1, ge=1)
+    sequence_parallel: bool = rule("as parallel.sequence_parallel", default=False)
+    micro_batch_tokens: int | None = rule(
+        "tokens of one of its packed micro-batches; null: run.micro_batch_tokens",
+        default=None,
+        ge=1,
+    )
+    recompute: Recompute | None = rule("as run.recompute; null: run.recompute", default=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSpec:
+    """The way in which processes share the model; processes left over are data-parallel."""
+
+    tp_size: int = rule("processes that share each layer (tensor parallelism)", default=1, ge=1)
+    pp_size: int = rule(
+        "pipeline stages: groups of layers, each on its own processes", default=1, ge=1
+    )
+    first_stage_layers: int | None = rule(
+        "layers of the first pipeline stage (126 layers: 16 stages with 7 in the first and 7 in "
+        "the last); null: as many as each middle stage has",
+        default=None,
+        ge=1,
+    )
+    last_stage_layers: int | None = rule(
+        "layers of the last pipeline stage, likewise", default=None, ge=1
+    )
+    cp_size: int = rule("processes that share each sequence (context parallelism)", default=1, ge=1)
+    cp_by_micro_batch: bool = rule(
+        "let long sequences alone be shared by all `cp_size` processes, and short ones by fewer or "
+        "one each, whichever is predicted to end first (see rounds.md)",
+        default=False,
+    )
+    sequence_parallel: bool = rule(
+        "also split activations between layers by token, which saves memory", default=False
+    )
+    ep_size: int = rule(
+        "processes that share the routed experts of each layer, each with some of them whole or "
+        "as expert_tp_size cuts them (expert parallelism, Megatron's "
+        "--expert-model-parallel-size); they are data-parallel, context-parallel or, with "
+        "expert_tp_size 1, tensor-parallel processes as well",
+        default=1,
+        ge=1,
+    )
+    expert_tp_size: int | None = rule(
+        "tensor-parallel processes that share each routed expert (Megatron's "
+        "--expert-tensor-parallel-size): tp_size, or 1 with sequence_parallel; null: tp_size",
+        default=None,
+        ge=1,
+    )
+    lora_sharding: Literal["auto", "fold", "rank_exchange", "s_lora"] = rule(
+        "how tensor-parallel processes share standard adapters (see lora_sharding.md); auto: the "
+        "one predicted to be fastest. All give the same losses and checkpoints",
+        default="auto",
+    )
+    shard_optimizer: bool = rule(
+        "divide every adapter's fp32 weights and Adam moments over data- and context-parallel "
+        "processes, as ZeRO-1 and Megatron's distributed optimizer do: the same bits in less "
+        "memory, for one more exchange an optimizer step",
+        default=False,
+    )
+    replicas: tuple[ReplicaSpec, ...] | None = rule(
+        "replicas of unlike layouts, instead of the sizes above (see replicas.md): a list of "
+        "{count, tp_size, pp_size, cp_size, sequence_parallel, micro_batch_tokens, recompute}, or "
+        "the short form `1xCP8@65536 + 2xTP2+SP@12288/selective`. null: all are alike",
+        default=None,
+        nonempty=True,
+    )
+
+    @property
+    def is_unlike(self) -> bool:
+        """True if replicas have layouts, budgets or recompute of their own."""
+        return self.replicas is not None and len(self.replicas) > 1
+
+    @property
+    def any_sequence_parallel(self) -> bool:
+        """True if some replica has sequence parallelism."""
+        return any(spec.sequence_parallel for spec in self.replicas or (self,))
+
+    @property
+    def most_tp(self) -> int:
+        """Tensor-parallel ranks of the replica that has most."""
+        return max((spec.tp_size for spec in self.replicas or ()), default=self.tp_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpec:
+    """Settings of a run, for all its jobs together."""
+
+    output_dir: str = rule(
+        "directory for the run's files, relative to the working directory", nonempty=True
+    )
+    micro_batch_tokens: int = rule(
+        "tokens of one packed micro-batch; more need more memory", default=4096, ge=1
+    )
+    portion_tokens: int | None = rule(
+        "portion_tokens of all jobs that do not set it. Each job's batch is split into portions of "
+        "at most this many tokens per data-parallel rank, by its own sequences only. Its results "
+        "are then the same bits whatever jobs train beside it, except with context parallelism, "
+        "or sequence parallelism without s_lora. null: jobs share the micro-batch fairly",
+        default=None,
+        ge=1,
+    )
+    deterministic: bool = rule(
+        "the same bits of a job's losses and adapter in every run of one fingerprint (kind of "
+        "device, layout, versions), whoever trains beside it and however often it is stopped: "
+        "fills in portion_tokens and lora_sharding, and refuses what cannot keep it (see "
+        "determinism.md)",
+        default=False,
+    )
+    round_depth: Literal[1, 2, 4, "auto"] = rule(
+        "micro-batches that a data-parallel replica gets in a round. 1: one, balanced by tokens. "
+        "2, 4: so many, shared out by predicted time, so that a long sequence on one replica does "
+        "not make the others wait; jobs with small batches step less often (see rounds.md). auto: "
+        "by predicted time, and 1, 2 or 4 as the jobs' lengths ask for: deeper only where all jobs "
+        "together gain 5 %, or the smallest loses no more",
+        default=1,
+    )
+    correct_speeds: bool = rule(
+        "corrects the predicted speeds of unlike replicas by measured times whenever jobs are "
+        "saved; which replica runs a sequence, and so the last bits, then depend on those times",
+        default=False,
+    )
+    recompute: Literal["none", "selective", "full", "auto"] = rule(
+        "activations to recompute in backward; saves memory and costs time. auto: each micro-batch "
+        "the least that its rows and the GPUs' memory allow; long sequences then run apart from "
+        "short ones (see rounds.md)",
+        default="none",
+    )
+    gpu_memory_gb: float | None = rule(
+        "memory of each GPU, in GB, that recompute: auto may count on, with what drivers and "
+        "libraries take. null: all that no other process has at the start",
+        default=None,
+        gt=0,
+    )
+    checkpoint_every_steps: int = rule(
+        "optimizer steps of a job between its checkpoints; 0: only at its end", default=50, ge=0
+    )
+    save_memory_gb: float | None = rule(
+        "host memory, in GB, where saved jobs wait until they are on the disk; a job that finds "
+        "none free makes the round wait. There is always room for the largest job. null: for all "
+        "jobs, but at most a quarter of the free memory",
+        default=None,
+        gt=0,
+    )
+    resume: Literal["auto", "never", "always"] = rule(
+        "auto continues if output_dir holds this run, and starts otherwise; never refuses an "
+        "output_dir that holds a run; always refuses one that holds none",
+        default="auto",
+    )
+    seed: int = rule(
+        "added to every job's seed, to repeat a run with other random numbers",
+        default=0,
+        ge=0,
+    )
+    on_job_error: Literal["skip", "stop"] = rule(
+        "a job that cannot start: leave it out, or stop the run", default="stop"
+    )
+    tensorboard: bool = rule("write TensorBoard events for each job", default=True)
+    wandb_project: str | None = rule(
+        "Weights & Biases project to log to; null: none", default=None, nonempty=True
+    )
+    max_nonfinite_steps: int = rule(
+        "consecutive skipped updates after which a job fails", default=10, ge=1
+    )
+    stop_timeout_s: float = rule(
+        "seconds that `tlora train --nproc` gives its processes to save and end after a signal",
+        default=120.0,
+        gt=0,
+    )
+    hang_timeout_s: float = rule(
+        "seconds without any progress after which a run of several processes ends and names those "
+        "that do not answer; the first rounds, which compile, have at least 600. 0: it waits",
+        default=600.0,
+        ge=0,
+    )
+    nano_batches: int | Literal["auto"] = rule(
+        "number of parts of a micro-batch that hide each other's tensor-parallel communication, at "
+        "most its number of sequences; auto: chosen while training, from step times. Only a fixed "
+        "number makes runs repeatable to the bit, because each number sums gradients in its own "
+        "order",
+        default=1,
+        ge=1,
+        le=16,  # each takes room for what it communicates
+    )
+    nano_controller: Literal["best", "aimd"] = rule(
+        "how nano_batches: auto chooses. best: the fastest number so far, with hysteresis; aimd: "
+        "the rule of tLoRA (arXiv 2602.07263), for comparison",
+        default="best",
+    )
+    tensor_collectives: Literal["auto", "nccl", "copy_engine"] = rule(
+        "how GPUs exchange tensor-parallel results between nano-batches; auto: copy_engine if they "
+        "can reach each other's memory, otherwise nccl",
+        default="auto",
+    )
+
+
+def built_recompute(run: RunSpec) -> Literal["none", "selective", "full"]:
+    """Returns what layers are built to compute again; with auto, their micro-batches say it."""
+    return "none" if run.recompute == "auto" else run.recompute
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobError:
+    """The reason why a job was left out; `name` is `jobs[i]` if the job has no usable name."""
+
+    name: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """A checked configuration: paths are absolute, all defaults are filled in."""
+
+    base_model: BaseModelSpec
+    parallel: ParallelSpec
+    run: RunSpec
+    jobs: tuple[JobSpec, ...]
+    job_errors: tuple[JobError, ...] = ()
+    """Jobs left out under `run.on_job_error: skip`."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """Rows of the longest sequence that some replica's micro-batch holds."""
+        own = (spec.micro_batch_tokens for spec in self.parallel.replicas or ())
+        return max((tokens for tokens in own if tokens), default=self.run.micro_batch_tokens)
