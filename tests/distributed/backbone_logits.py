@@ -30,7 +30,7 @@ from tlora_megatron.integrations.megatron.model import (
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.ops.routing.segments import (
+from tlora_megatron.ops.routing import (
     Document,
     MicroBatchView,
     pack_micro_batch,

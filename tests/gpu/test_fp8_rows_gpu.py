@@ -17,10 +17,9 @@ from tests.unit.ops.quantised.test_quant_kernels import (
     odd_rows,
     row_error,
 )
-from tlora_megatron.ops.frozen.qkv_rotary import unpack_qkv_vjp
 from tlora_megatron.ops.frozen.rms_norm import Beside, NormWeight, add_rms_norm_vjp
+from tlora_megatron.ops.frozen.rotary import unpack_qkv_vjp
 from tlora_megatron.ops.frozen.swiglu import swiglu_vjp
-from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
 from tlora_megatron.ops.quantised.triton_products import (
     launch_forward,
@@ -28,7 +27,7 @@ from tlora_megatron.ops.quantised.triton_products import (
     transposed,
 )
 from tlora_megatron.ops.quantised.triton_rows import launch_encode
-from tlora_megatron.ops.quantised.weight import QuantWeight
+from tlora_megatron.ops.quantised.weight import QuantWeight, forward_product, input_gradient
 
 pytestmark = pytest.mark.gpu
 

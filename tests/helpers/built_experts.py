@@ -27,7 +27,7 @@ from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
 
 SPEC = replace(EXPERTS_SPEC, num_layers=1)
 LORAS = (

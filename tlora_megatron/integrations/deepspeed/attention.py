@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from tlora_megatron.ops.frozen.packed_attention import attend_documents
-from tlora_megatron.ops.routing.segments import current_micro_batch
+from tlora_megatron.ops.routing import current_micro_batch
 
 NAME = "tlora_packed"
 

@@ -12,7 +12,7 @@ from tlora_megatron.integrations.deepspeed import attention
 from tlora_megatron.integrations.deepspeed.experts import has_experts
 from tlora_megatron.integrations.deepspeed.scoring import score
 from tlora_megatron.model.backbone import LinearsSpec
-from tlora_megatron.ops.routing.segments import use_micro_batch
+from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.nano.switch import NanoSwitch

@@ -20,7 +20,7 @@ from tlora_megatron.layers.linear import computes_base, multi_lora_linear
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.multi_adapter import MultiAdapter
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.ops.routing.segments import current_micro_batch
+from tlora_megatron.ops.routing import current_micro_batch
 
 
 class _LinearMixin(MultiAdapter):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.ops.cpu_products import keep_rows_apart
+from tlora_megatron.ops.exactness import keep_rows_apart
 from tlora_megatron.parallel.groups import ParallelGroups
 
 

@@ -188,7 +188,7 @@ def build_backbone(
     Args:
         recompute: of micro-batches whose view names none: `selective` recomputes every MLP in
             backward, `full` every layer. Both need the micro-batch bound again in recompute:
-            `ops.routing.segments.bind_current`.
+            `ops.routing.bind_current`.
         quantisation: of the base; its linears then have codes, and never had other weights.
 
     Raises:

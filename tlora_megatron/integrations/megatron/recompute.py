@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.tensor_parallel import random
 
-from tlora_megatron.ops.routing.segments import bind_current
+from tlora_megatron.ops.routing import bind_current
 
 _MARK = "_tlora_captures_routing"
 

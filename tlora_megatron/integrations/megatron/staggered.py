@@ -24,7 +24,7 @@ from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransf
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import FrozenSublayer, run_in_lane
 from tlora_megatron.integrations.megatron.layer.mixing import mix
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
-from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch, use_micro_batch
+from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch, use_micro_batch
 from tlora_megatron.parallel.nano.lane_tape import AutogradTape, VjpTape
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
 from tlora_megatron.parallel.nano.overlap import Overlap

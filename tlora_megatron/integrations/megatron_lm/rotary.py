@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.frozen.rope import inverse_frequencies
+from tlora_megatron.ops.frozen.rotary import inverse_frequencies
 
 logger = logging.getLogger(__name__)
 

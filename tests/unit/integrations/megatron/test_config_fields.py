@@ -34,7 +34,7 @@ from tlora_megatron.integrations.megatron_lm.guard import RULES
 from tlora_megatron.integrations.megatron_lm.same_model import NO_EFFECT
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

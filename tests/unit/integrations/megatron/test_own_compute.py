@@ -52,7 +52,7 @@ from tlora_megatron.integrations.megatron.layer.module_hooks import foreign_hook
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.transformer_engine import fp8
-from tlora_megatron.ops.routing.segments import use_micro_batch
+from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tlora_megatron.integrations.megatron import recompute
-from tlora_megatron.ops.routing.segments import (
+from tlora_megatron.ops.routing import (
     Document,
     current_micro_batch,
     pack_micro_batch,

@@ -25,7 +25,7 @@ from tlora_megatron.integrations.megatron_lm.same_model import (
     is_judged,
 )
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.ops.frozen.rope import inverse_frequencies
+from tlora_megatron.ops.frozen.rotary import inverse_frequencies
 
 BUILDER_ARGUMENTS = {
     "compared": {

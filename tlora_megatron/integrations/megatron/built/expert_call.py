@@ -29,8 +29,8 @@ from torch import Tensor
 
 from tlora_megatron.integrations.megatron.built.expert_outer import RankColumns
 from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, PlacedRows
-from tlora_megatron.ops.routing.host_copy import to_device
-from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.ops.routing import MicroBatchView
 from tlora_megatron.parallel.collectives import gather_rows
 
 

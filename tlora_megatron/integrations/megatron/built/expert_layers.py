@@ -48,9 +48,9 @@ from tlora_megatron.ops.experts.branch import (
     TorchExpertOps,
 )
 from tlora_megatron.ops.experts.choice import ExpertOps, expert_ops
+from tlora_megatron.ops.experts.factors import OuterFactors
 from tlora_megatron.ops.experts.outer import token_runs
-from tlora_megatron.ops.experts.shared_factors import OuterFactors
-from tlora_megatron.ops.routing.segments import current_micro_batch
+from tlora_megatron.ops.routing import current_micro_batch
 
 _GROUPED, _SEQUENTIAL = "TEGroupedMLP", "SequentialMLP"
 _FIRST, _SECOND = EXPERT_LINEARS

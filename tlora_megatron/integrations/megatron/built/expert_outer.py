@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertRuns
+from tlora_megatron.ops.experts.factors import OuterFactors, OuterSide
 from tlora_megatron.ops.experts.outer import add_gradients, expand, scale, shrink
-from tlora_megatron.ops.experts.shared_factors import OuterFactors, OuterSide
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

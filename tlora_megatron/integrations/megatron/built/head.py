@@ -27,7 +27,7 @@ from tlora_megatron.integrations.megatron.layer.module_hooks import (
     what_hangs_on,
 )
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
-from tlora_megatron.ops.routing.segments import current_micro_batch
+from tlora_megatron.ops.routing import current_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from tlora_megatron.integrations.megatron.generation.growing_view import GrowingView
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention, Rotary
 from tlora_megatron.integrations.megatron.layer.mixing import mix
-from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.frozen.rms_norm import HeadNorms
 from tlora_megatron.ops.quantised.weight import QuantWeight
-from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.ops.routing import MicroBatchView
 
 
 class CachedCoreAttention(PackedCoreAttention):

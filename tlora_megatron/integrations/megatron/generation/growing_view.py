@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.generation.key_cache import KeyCache
-from tlora_megatron.ops.routing.host_copy import to_device
-from tlora_megatron.ops.routing.segments import (
+from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.ops.routing import (
     AttentionSpans,
     Document,
     MicroBatchView,

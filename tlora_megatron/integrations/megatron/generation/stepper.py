@@ -12,8 +12,8 @@ from tlora_megatron.integrations.megatron.generation.cached_attention import cac
 from tlora_megatron.integrations.megatron.generation.growing_view import Growth, growing_view
 from tlora_megatron.integrations.megatron.generation.key_cache import CacheShape, KeyCache
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing.host_copy import to_device
-from tlora_megatron.ops.routing.segments import use_micro_batch
+from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.ops.routing import use_micro_batch
 
 
 class Stepper:

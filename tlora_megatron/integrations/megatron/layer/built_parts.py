@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
-from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.frozen.rms_norm import Beside, HeadNorms, NormWeight, add_rms_norm_vjp
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
-from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.ops.routing import MicroBatchView
 
 _MAKERS = ("torch", "transformer_engine")
 """Packages with a class RMSNorm that rounds once."""

@@ -33,10 +33,10 @@ from tlora_megatron.integrations.megatron.layer.frozen_sublayer import (
 from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.layers.quantised_linear import held_codes
-from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.frozen.rms_norm import HeadNorms
 from tlora_megatron.ops.frozen.swiglu import swiglu, swiglu_vjp
-from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
+from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
 
 

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
-from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.frozen.rms_norm import (
     Beside,
     NormWeight,

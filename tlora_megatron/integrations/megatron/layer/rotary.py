@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.frozen.qkv_rotary import rotate_halves
-from tlora_megatron.ops.frozen.rope import inverse_frequencies, rotary_factor
-from tlora_megatron.ops.routing.host_copy import to_device
-from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.ops.frozen.rotary import inverse_frequencies, rotary_factor, rotate_halves
+from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.ops.routing import MicroBatchView
 
 
 class PackedRotaryEmbedding:

@@ -29,7 +29,7 @@ from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
 

@@ -20,7 +20,7 @@ from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.model.quantisation import quantised_on_reading
 from tlora_megatron.model.recompute import RECOMPUTES, Recompute
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing.segments import (
+from tlora_megatron.ops.routing import (
     Document,
     MicroBatchView,
     join_nano_batches,

@@ -30,7 +30,7 @@ from tlora_megatron.layers.sites import Site, stage_sites
 from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch
 from tlora_megatron.parallel import expert_exchange
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.experts.adapters import expert_elements, kept_inputs

@@ -34,14 +34,18 @@ from tlora_megatron.integrations.megatron.layer.frozen_sublayer import Inner
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.multi_adapter import reduced
 from tlora_megatron.model.experts import ExpertsSpec
-from tlora_megatron.ops.experts.biases import weights_grad
-from tlora_megatron.ops.experts.branch import PlacedRows
+from tlora_megatron.ops.experts.branch import PlacedRows, weights_grad
 from tlora_megatron.ops.experts.outer import token_runs
-from tlora_megatron.ops.experts.router import route_vjp
-from tlora_megatron.ops.experts.rows import ExpertRows, RowSlots, sort_rows
-from tlora_megatron.ops.experts.weighting import weighted_glu, weighted_glu_back
-from tlora_megatron.ops.frozen.frozen_parts import Vjp
-from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
+from tlora_megatron.ops.experts.rows import (
+    ExpertRows,
+    RowSlots,
+    route_vjp,
+    sort_rows,
+    weighted_glu,
+    weighted_glu_back,
+)
+from tlora_megatron.ops.frozen.parts import Vjp
+from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.expert_exchange import ExpertExchange, Journey
 from tlora_megatron.parallel.nano.lanes import Lane
 

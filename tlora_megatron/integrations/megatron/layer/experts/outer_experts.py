@@ -19,9 +19,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertRuns
+from tlora_megatron.ops.experts.factors import OuterFactors
 from tlora_megatron.ops.experts.outer import add_gradients, expand, scale, shrink
 from tlora_megatron.ops.experts.rows import ExpertRows
-from tlora_megatron.ops.experts.shared_factors import OuterFactors
 from tlora_megatron.parallel.expert_exchange import Journey
 
 

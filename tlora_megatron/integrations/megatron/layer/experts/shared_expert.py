@@ -18,9 +18,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.frozen.swiglu import swiglu, swiglu_vjp
-from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.ops.routing import MicroBatchView
 
 
 class SharedExpert(nn.Module):

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import MultiAdapter
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.ops.experts.biases import add_biases
-from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, PlacedRows
+from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, PlacedRows, add_biases
 from tlora_megatron.ops.experts.choice import InputSums, expert_linear, expert_linear_dgrad
-from tlora_megatron.ops.experts.shared_factors import OuterFactors
+from tlora_megatron.ops.experts.factors import OuterFactors
 
 
 class Router(nn.Module):
