@@ -21,7 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from tlora_megatron.integrations.megatron import recompute
+from tlora_megatron.integrations.megatron import engine as recompute
 from tlora_megatron.integrations.megatron.model import (
     build_backbone,
     initialize_parallel,

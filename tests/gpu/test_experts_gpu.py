@@ -20,7 +20,7 @@ from tests.helpers.expert_branch import (
     run_branch,
 )
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.integrations.megatron.layer.experts.frozen_experts import FrozenExperts
+from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.experts import ExpertsSpec

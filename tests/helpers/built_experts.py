@@ -21,8 +21,8 @@ from tests.helpers.user_models import EXPERTS_SPEC, user_config
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron import cpu
 from tlora_megatron.integrations.megatron.built.expert_layers import adapt_experts
-from tlora_megatron.integrations.megatron.layer.experts.frozen_experts import FrozenExperts
-from tlora_megatron.integrations.megatron.layer.mixing import built_class
+from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
+from tlora_megatron.integrations.megatron.layer.modules import built_class
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import stage_sites

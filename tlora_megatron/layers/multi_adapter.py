@@ -2,7 +2,7 @@
 
 `layers.attach` makes a linear an instance of one, which takes its host's calls as they come. Those
 of Megatron's own linears also give their product without autograd (`product_vjp`). DeepSpeed's are
-in `integrations.deepspeed.linears`.
+in `integrations.deepspeed.discover`.
 """
 
 from __future__ import annotations

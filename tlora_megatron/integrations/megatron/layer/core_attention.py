@@ -16,8 +16,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from tlora_megatron.integrations.megatron.cp_groups import groups_by_size
-from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedding
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import PackedRotaryEmbedding
+from tlora_megatron.integrations.megatron.process_groups import groups_by_size
 from tlora_megatron.model.gpt_oss import GptOssAttention
 from tlora_megatron.ops.frozen.packed_attention import attend_documents, attend_documents_vjp
 from tlora_megatron.ops.frozen.parts import Vjp, vjp_by_autograd

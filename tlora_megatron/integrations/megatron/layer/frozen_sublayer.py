@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tlora_megatron.integrations.megatron.layer.module_hooks import (
+from tlora_megatron.integrations.megatron.layer.modules import (
     hangs_on,
     hangs_on_all,
     packs_saved_tensors,

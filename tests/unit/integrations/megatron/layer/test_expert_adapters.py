@@ -22,7 +22,7 @@ from tests.helpers.oracle_experts import (
 )
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron import cpu
-from tlora_megatron.integrations.megatron.layer.experts.frozen_experts import FrozenExperts
+from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import Site, stage_sites
 from tlora_megatron.layers.slab import factor_names, factor_shape

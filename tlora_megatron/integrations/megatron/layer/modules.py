@@ -1,7 +1,11 @@
-"""Finds hooks on modules and on saved tensors; code that calls no module's forward asks first."""
+"""Modules of somebody else's: given a class of our own in place, and searched for hooks.
+
+Parameters, names, hooks and `isinstance` answers stay.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +13,24 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registry
 
-from tlora_megatron.integrations.megatron.layer.mixing import built_class
+
+def mix(mixin: Any, module: Any) -> None:
+    """Makes a module an instance of the mixin too; one that is stays as it is."""
+    if not isinstance(module, mixin):
+        base: Any = type(module)
+        module.__class__ = _mixed(mixin, base)
+
+
+@functools.cache
+def _mixed(mixin: Any, base: Any) -> Any:
+    return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {"__module__": mixin.__module__})
+
+
+def built_class(module: Any) -> type:
+    """Returns the class that a module was built as, before this package mixed anything in."""
+    package = __name__.split(".")[0] + "."
+    return next(c for c in type(module).__mro__ if not c.__module__.startswith(package))
+
 
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _PACKAGE = __name__.partition(".")[0]

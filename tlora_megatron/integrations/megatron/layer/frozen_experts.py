@@ -15,6 +15,7 @@ from where they are. Expert parallelism is one all-to-all to the experts and one
 
 Shapes: T rows, H hidden features, E experts, L of them here, I features inside one here, R = T K
 rows to all experts, Q rows that meet those of this rank.
+
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from tlora_megatron.integrations.megatron.layer.experts.outer_experts import FirstSaved, OuterCall
-from tlora_megatron.integrations.megatron.layer.experts.shared_expert import SharedExpert
-from tlora_megatron.integrations.megatron.layer.experts.weights import LocalExperts, Router
+from tlora_megatron.integrations.megatron.layer.expert_parts import (
+    FirstSaved,
+    LocalExperts,
+    OuterCall,
+    Router,
+    SharedExpert,
+)
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import Inner
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.multi_adapter import reduced

@@ -1,4 +1,7 @@
-"""Lays Megatron's process groups out over replicas of unlike layouts.
+"""Megatron's process groups over replicas of unlike layouts, and smaller context-parallel groups.
+
+A micro-batch names how many ranks share it (`MicroBatchView.cp_size`). Megatron makes groups of one
+size; attention takes those of the others from here.
 
 `parallel_state` takes the ranks of all groups from rank generators, each one grid over the world.
 While `initialize_model_parallel` runs, a generator takes their place that joins the groups of as
@@ -16,7 +19,47 @@ import megatron.core
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.replicas.deployment import Deployment, ReplicaLayout
+
+_whole: Any = None
+"""Megatron's context-parallel group that the narrower ones divide; None = there are none."""
+_narrower: dict[int, Any] = {}
+"""This process's group of 2, 4, ... ranks, below all of them."""
+
+
+def make_narrower_groups(layout: ParallelLayout) -> None:
+    """Makes groups of 2, 4, ... of each replica's context-parallel ranks; collective.
+
+    A second call for the same Megatron groups does nothing. One rank alone needs no group.
+    """
+    global _whole, _narrower
+    whole = parallel_state.get_context_parallel_group()
+    if _whole is whole:
+        return
+    _whole, _narrower = whole, {}
+    size = 2
+    while size < layout.cp_size:
+        own, _ = dist.new_subgroups_by_enumeration(_neighbours(layout, size))
+        _narrower[size] = own
+        size *= 2
+
+
+def _neighbours(layout: ParallelLayout, size: int) -> list[list[int]]:
+    """Ranks of all groups of one size: Megatron counts TP ranks fastest, CP ranks next."""
+    span, step = layout.tp_size * layout.cp_size, layout.tp_size
+    return [
+        [first + tp_rank + step * (begin + rank) for rank in range(size)]
+        for first in range(0, layout.world_size, span)
+        for tp_rank in range(step)
+        for begin in range(0, layout.cp_size, size)
+    ]
+
+
+def groups_by_size(whole: Any, cp_size: int) -> dict[int, Any]:
+    """Returns this process's groups by their number of context-parallel ranks, above 1."""
+    return {cp_size: whole} | (_narrower if whole is _whole else {})
+
 
 _GENERATOR = "RankGenerator"
 
