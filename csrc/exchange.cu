@@ -15,13 +15,13 @@ constexpr int kSumThreads = 512;
 enum Kind { kCopy, kExchange, kSum };
 enum Base { kNowhere = -3, kX = -2, kOut = -1 };  // else: the area of that rank
 
-// `ExchangeStep` of ops/lora/cuda/arguments.py, field by field.
+// `ExchangeStep` of ops/lora/cuda_arguments.py, field by field.
 struct TloraStep {
   int kind, phase, sources, from_base, to_base, also_base;
   int64_t from, to, also, bytes;
 };
 
-// `ExchangeArguments` of ops/lora/cuda/arguments.py, field by field.
+// `ExchangeArguments` of ops/lora/cuda_arguments.py, field by field.
 struct TloraExchange {
   void *x, *out;
   char* areas[kMaxRanks];      // the lane's staging memory on each rank, as this process sees it

@@ -1,4 +1,4 @@
-// The host's side of expert_gemm.cuh: makes the tensor maps and chooses a kernel. ops/experts/cuda/calls.py calls it.
+// The host's side of expert_gemm.cuh: makes the tensor maps and chooses a kernel. ops/lora/cuda_calls.py calls it.
 #include "expert_gemm.cuh"
 
 namespace {
@@ -9,7 +9,7 @@ constexpr int kColumns = 256;
 
 }  // namespace
 
-// What the caller passes: `ExpertGemmArguments` of ops/experts/cuda/arguments.py, field by field.
+// What the caller passes: `ExpertGemmArguments` of ops/lora/cuda_arguments.py, field by field.
 struct TloraExpertGemm {
   const void *x, *weight, *s, *factors;
   void* out;

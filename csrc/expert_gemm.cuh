@@ -7,7 +7,7 @@
 // adapters may share a unit. Sums are fp32, over K in ascending order and then the rank columns: a row's result depends on
 // nothing else.
 //
-// How many rows an expert has is known on the device alone. ops/experts/cuda/units.py writes the list of units there: 256
+// How many rows an expert has is known on the device alone. ops/experts/cuda.py writes the list of units there: 256
 // rows of one expert by BN columns, or, where at most 128 rows are left, 128 rows by 2 BN columns. A cluster of two blocks
 // computes a unit; its blocks share W and F in the first form, and x and s in the second.
 #pragma once
@@ -15,7 +15,7 @@
 
 namespace gemm {
 
-constexpr int kUnitFields = 8;  // UNIT_FIELDS of ops/experts/cuda/units.py
+constexpr int kUnitFields = 8;  // UNIT_FIELDS of ops/experts/cuda.py
 
 struct ExpertProblem : Problem {
   CUtensorMap s;

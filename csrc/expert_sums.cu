@@ -12,7 +12,7 @@
 #include "hopper.cuh"
 #include "host.cuh"
 
-// What the caller passes: `ExpertSumsArguments` of ops/lora/cuda/arguments.py, field by field.
+// What the caller passes: `ExpertSumsArguments` of ops/lora/cuda_arguments.py, field by field.
 struct TloraExpertSums {
   const void *values, *s;
   const int64_t* rows;  // of `values`, for each row of s; null: the same row

@@ -1,9 +1,9 @@
-// The host's side of fp8_dgrad.cuh. ops/quantised/cuda_dgrad.py calls it.
+// The host's side of fp8_dgrad.cuh. ops/quantised/cuda.py calls it.
 #include "fp8_dgrad.cuh"
 
 #include "gemm_host.cuh"
 
-// What the caller passes: `DgradArguments` of ops/lora/cuda/arguments.py, field by field.
+// What the caller passes: `DgradArguments` of ops/lora/cuda_arguments.py, field by field.
 struct TloraFp8Dgrad {
   TloraGemm gemm;  // x are the codes of dy, and W is [depth, columns_out]; tile_columns 256
   const float *row_scales, *block_scales;

@@ -1,4 +1,4 @@
-// The host's side of fp8_gemm.cuh: makes the tensor maps and chooses a kernel. ops/quantised/cuda_products.py calls it.
+// The host's side of fp8_gemm.cuh: makes the tensor maps and chooses a kernel. ops/quantised/cuda.py calls it.
 #include "fp8_gemm.cuh"
 
 #include "gemm_host.cuh"
@@ -7,7 +7,7 @@ extern template int fp8::launch_width<128>(const Fp8Problem&, bool, int, cudaStr
 extern template int fp8::launch_width<192>(const Fp8Problem&, bool, int, cudaStream_t);
 extern template int fp8::launch_width<256>(const Fp8Problem&, bool, int, cudaStream_t);
 
-// What the caller passes: `Fp8GemmArguments` of ops/lora/cuda/arguments.py, field by field.
+// What the caller passes: `Fp8GemmArguments` of ops/lora/cuda_arguments.py, field by field.
 struct TloraFp8Gemm {
   TloraGemm gemm;  // x and W are codes; W is [columns_out, depth]
   const float *row_scales, *scales;

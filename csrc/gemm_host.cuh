@@ -2,7 +2,7 @@
 #pragma once
 #include "gemm_tiles.cuh"
 
-// What the caller passes: `GemmArguments` of ops/lora/cuda/arguments.py, field by field.
+// What the caller passes: `GemmArguments` of ops/lora/cuda_arguments.py, field by field.
 struct TloraGemm {
   const void *x, *weight, *bias, *ext;
   void* out;

@@ -11,11 +11,11 @@ constexpr int kDepth = 64;        // elements of a swizzled row of 128 bytes
 constexpr int kPanel = 64 * 128;  // bytes of 64 such rows
 constexpr int kMaxTargets = 4;
 
-struct Columns {  // of one target: OutputColumns of ops/lora/columns.py
+struct Columns {  // of one target: OutputColumns of ops/lora/linear_ops.py
   int groups, stride, begin, width;
 };
 
-struct Factors {  // arenas [rows, width] as the caller passes them: `Factors` of ops/lora/cuda/arguments.py
+struct Factors {  // arenas [rows, width] as the caller passes them: `Factors` of ops/lora/cuda_arguments.py
   const void* at[kMaxTargets];
   int64_t rows[kMaxTargets], width[kMaxTargets];
   Columns columns[kMaxTargets];  // a target's; all zeros: one arena over all columns, whatever the target
@@ -34,7 +34,7 @@ __device__ __forceinline__ int output_column(const Columns& c, int place) {
   return place / c.width * c.stride + c.begin + place % c.width;
 }
 
-// The mask of ops/dropout/masks.py. In a block of 32 columns, seed q serves the pairs 8 i + 2 q: what thread q of four holds
+// The mask of ops/dropout.py. In a block of 32 columns, seed q serves the pairs 8 i + 2 q: what thread q of four holds
 // of a tensor core's result. A column's 16 bits stand at place 0xFC00 - bits, modulo 2^16; the first places are dropped.
 constexpr int kSeedColumns = 32;
 constexpr uint32_t kSeedStep = 0x9E3779B9u;

@@ -1,4 +1,4 @@
-// The host's side of lora_gemm.cuh: makes the tensor maps and chooses a kernel. ops/lora/cuda/calls.py calls it.
+// The host's side of lora_gemm.cuh: makes the tensor maps and chooses a kernel. ops/lora/cuda_calls.py calls it.
 #include "lora_gemm.cuh"
 
 #include "gemm_host.cuh"

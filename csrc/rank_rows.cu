@@ -203,7 +203,7 @@ int launch(const Problem& problem, int items, int parts, cudaStream_t stream) {
 
 }  // namespace
 
-// What the caller passes: `RowsArguments` of ops/lora/cuda/arguments.py, field by field.
+// What the caller passes: `RowsArguments` of ops/lora/cuda_arguments.py, field by field.
 struct TloraRows {
   const void* in;
   void *ext, *rows;

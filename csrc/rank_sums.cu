@@ -23,7 +23,7 @@ constexpr int kGradRows = 32;           // rows of a gradient in a stage
 constexpr int kGradStride = 132 * 4;    // bytes of 128 features and some: neighbours lie in different banks
 constexpr int kGradAddresses = kGradRows * kGradStride;  // where a stage holds the rows' addresses
 
-enum Kind { kDown, kUp, kKinds };  // DOWN and UP of ops/lora/cuda/work_items.py: dA from x and dS, dB from dy and s
+enum Kind { kDown, kUp, kKinds };  // DOWN and UP of ops/lora/cuda_work_items.py: dA from x and dS, dB from dy and s
 
 struct Problem {
   CUtensorMap in[kKinds], rows[kKinds];
@@ -300,7 +300,7 @@ int launch(const Problem& problem, int blocks, cudaStream_t stream) {
 
 }  // namespace
 
-// What the caller passes: `SumsArguments` of ops/lora/cuda/arguments.py, field by field.
+// What the caller passes: `SumsArguments` of ops/lora/cuda_arguments.py, field by field.
 struct TloraSums {
   const void *x, *ds, *dy, *s;
   const int *items, *borders;

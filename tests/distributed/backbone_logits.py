@@ -21,7 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from tlora_megatron.integrations.megatron import recompute
+from tlora_megatron.integrations.megatron import engine as recompute
 from tlora_megatron.integrations.megatron.model import (
     build_backbone,
     initialize_parallel,
@@ -30,7 +30,7 @@ from tlora_megatron.integrations.megatron.model import (
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.ops.routing.segments import (
+from tlora_megatron.ops.routing import (
     Document,
     MicroBatchView,
     pack_micro_batch,

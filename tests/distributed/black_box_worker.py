@@ -34,8 +34,8 @@ from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import fc1_row_order, make_site, qkv_row_order
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.ops.dropout.masks import dropout_reference, mix_ints
-from tlora_megatron.ops.routing.segments import (
+from tlora_megatron.ops.dropout import dropout_reference, mix_ints
+from tlora_megatron.ops.routing import (
     Document,
     MicroBatchView,
     pack_micro_batch,

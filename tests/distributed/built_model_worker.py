@@ -44,9 +44,8 @@ from tests.helpers.built_model import (
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import EXPERTS_SPEC, SPEC, build_user_gpt, build_user_hybrid
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.integrations.megatron import recompute, staggered
-from tlora_megatron.integrations.megatron.built.discover import discover, record_stages
-from tlora_megatron.integrations.megatron.built.model import freeze
+from tlora_megatron.integrations.megatron import engine, staggered
+from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
 from tlora_megatron.integrations.megatron.built.own_compute import OwnCompute, use_own_compute
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.engine import current_groups
@@ -143,7 +142,7 @@ def build(options: dict[str, str], layout: ParallelLayout) -> Built:
     initialize_parallel(layout)
     if "vp" in options:
         parallel_state.set_virtual_pipeline_model_parallel_world_size(int(options["vp"]))
-    recompute.install()
+    engine.install()
     kind, linear_kind = options.get("rope", "plain"), options.get("linears", "local")
     fields = config_options(options, layout)
     if kind == "hybrid":

@@ -22,7 +22,7 @@ from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing.segments import (
+from tlora_megatron.ops.routing import (
     Document,
     MicroBatchView,
     pack_micro_batch,

@@ -21,7 +21,7 @@ from tests.helpers.wrong_base import WRONG, Wrong, build
 from tlora_megatron.integrations.megatron import model as own
 from tlora_megatron.integrations.megatron.engine import MegatronEngine, current_groups
 from tlora_megatron.integrations.megatron_lm.engine import MegatronLmEngine
-from tlora_megatron.integrations.megatron_lm.fingerprint import without_quantization
+from tlora_megatron.integrations.megatron_lm.same_model import without_quantization
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.training.fingerprint import check

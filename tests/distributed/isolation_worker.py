@@ -23,9 +23,8 @@ from torch import Tensor
 
 from tests.distributed import built_model_worker as built
 from tests.helpers import user_models
-from tlora_megatron.integrations.megatron import recompute
-from tlora_megatron.integrations.megatron.built.discover import discover, record_stages
-from tlora_megatron.integrations.megatron.built.model import freeze
+from tlora_megatron.integrations.megatron import engine as recompute
+from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.engine import current_groups

@@ -35,7 +35,7 @@ from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import make_site
 from tlora_megatron.model.layout import LoraSharding
-from tlora_megatron.ops.routing.segments import use_micro_batch
+from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.adam_case import AdamCase
-from tlora_megatron.ops.adamw.step import fused_adamw
+from tlora_megatron.ops.adamw import fused_adamw
 from tlora_megatron.ops.lora.kernel_choice import triton_problem
 
 pytestmark = pytest.mark.gpu

@@ -20,16 +20,15 @@ from tests.helpers.expert_branch import (
     run_branch,
 )
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.integrations.megatron.layer.experts.frozen_experts import FrozenExperts
+from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.experts.branch import TorchExpertOps
-from tlora_megatron.ops.experts.products import looped_products
+from tlora_megatron.ops.experts.branch import TorchExpertOps, looped_products
 from tlora_megatron.ops.lora.kernel_choice import cuda_problem
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +54,7 @@ SHAPES = {**CASES, "large": _large()}
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_kernels_are_the_definition(name: str) -> None:
-    from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
+    from tlora_megatron.ops.experts.triton_products import TritonExpertOps
 
     poison = torch.full((1 << 24,), torch.nan, device="cuda")
     del poison
@@ -117,7 +116,7 @@ def test_gradients_have_the_same_bits_alone_and_again() -> None:
 
 
 def test_kernels_repeat_their_bits() -> None:
-    from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
+    from tlora_megatron.ops.experts.triton_products import TritonExpertOps
 
     first, second = (
         results(TritonExpertOps(), branch_case(SHAPES["large"], torch.bfloat16, "cuda"))
@@ -128,7 +127,7 @@ def test_kernels_repeat_their_bits() -> None:
 
 
 def test_a_job_has_the_same_bits_alone() -> None:
-    from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
+    from tlora_megatron.ops.experts.triton_products import TritonExpertOps
 
     alone = results(TritonExpertOps(), branch_case(SHAPES["large"], torch.bfloat16, "cuda", only=2))
     beside = results(TritonExpertOps(), branch_case(SHAPES["large"], torch.bfloat16, "cuda"))
@@ -138,7 +137,7 @@ def test_a_job_has_the_same_bits_alone() -> None:
 
 
 def test_a_layer_s_kernels_never_wait() -> None:
-    from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
+    from tlora_megatron.ops.experts.triton_products import TritonExpertOps
 
     ops, case = TritonExpertOps(), branch_case(SHAPES["large"], torch.bfloat16, "cuda")
     results(ops, case)

@@ -14,20 +14,18 @@ from torch import Tensor
 from tests.gpu.test_kernels_gpu import CASES, DROPOUT, WORKLOADS, K, draw
 from tests.helpers.kernel_case import KernelCase, make_case, make_rows, poisoned_memory, reference
 from tests.helpers.linear_case import error
-from tlora_megatron.ops.dropout.masks import dropout_reference
-from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda.calls import RankPart
+from tlora_megatron.ops.dropout import dropout_reference
+from tlora_megatron.ops.lora.cuda_calls import RankPart
 from tlora_megatron.ops.lora.kernel_choice import problem_of
-from tlora_megatron.ops.quantised.codes import decode, encode
-from tlora_megatron.ops.quantised.cuda_dgrad import dgrad_with_ranks, fp8_dgrad
-from tlora_megatron.ops.quantised.definition import input_gradient
-from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
-from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
+from tlora_megatron.ops.lora.linear_ops import OutputColumns
+from tlora_megatron.ops.quantised.cuda import dgrad_with_ranks, fp8_dgrad
+from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, decode, encode, encode_rows
+from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight, input_gradient
 from tlora_megatron.ops.quantised.weight_codes import Kind
-from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.row_groups import RowGroups
 
 if TYPE_CHECKING:
-    from tlora_megatron.ops.lora.cuda.ops import CudaLinear
+    from tlora_megatron.ops.lora.cuda_ops import CudaLinear
 
 pytestmark = pytest.mark.gpu
 
@@ -161,8 +159,8 @@ def test_long_sums_of_one_sign_are_promoted() -> None:
 
 
 def bind(case: KernelCase, rows: RowGroups) -> CudaLinear:
-    from tlora_megatron.ops.lora.cuda.ops import CudaLinear, CudaOps
-    from tlora_megatron.ops.lora.triton.ops import TritonOps
+    from tlora_megatron.ops.lora.cuda_ops import CudaLinear, CudaOps
+    from tlora_megatron.ops.lora.triton_ops import TritonOps
 
     bound = CudaOps(TritonOps()).bind(case.factors, rows)
     assert isinstance(bound, CudaLinear)

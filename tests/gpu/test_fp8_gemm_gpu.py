@@ -17,17 +17,19 @@ from tests.helpers.kernel_case import (
     reference,
 )
 from tests.helpers.linear_case import error
-from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda.calls import GemmTile
+from tlora_megatron.ops.lora.cuda_calls import GemmTile
 from tlora_megatron.ops.lora.kernel_choice import problem_of
-from tlora_megatron.ops.lora.linear_ops import BoundLinear, LinearOps
-from tlora_megatron.ops.quantised import cuda_products
-from tlora_megatron.ops.quantised.codes import encode
-from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
-from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
-from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
+from tlora_megatron.ops.lora.linear_ops import BoundLinear, LinearOps, OutputColumns
+from tlora_megatron.ops.quantised import cuda
+from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode, encode_rows
+from tlora_megatron.ops.quantised.weight import (
+    QuantWeight,
+    encode_weight,
+    forward_product,
+    input_gradient,
+)
 from tlora_megatron.ops.quantised.weight_codes import Kind
-from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.row_groups import RowGroups
 
 pytestmark = pytest.mark.gpu
 
@@ -75,7 +77,7 @@ KINDS = ("channel 128", "channel 192", "channel 256", "block 128", "block 256")
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kind:
     """The kind of scales; every GEMM has tiles of so many columns."""
     kind, columns = request.param.split(" ")
-    monkeypatch.setattr(cuda_products, "tile_of", lambda *_: GemmTile(int(columns)))
+    monkeypatch.setattr(cuda, "tile_of", lambda *_: GemmTile(int(columns)))
     return "block" if kind == "block" else "channel"
 
 
@@ -110,8 +112,8 @@ def test_products_without_adapters(sizes: tuple[int, int, int], kind: Kind) -> N
     bias = draw(n, seed=4).to(BF16)
     expected = forward_product(rows, weight.codes_NK, weight.scales, BF16)
     with poisoned_memory():
-        y = cuda_products.product(x, weight, None, None)
-        with_bias = cuda_products.product(x, weight, bias, None)
+        y = cuda.product(x, weight, None, None)
+        with_bias = cuda.product(x, weight, bias, None)
     assert row_error(y, expected) < MOST
     assert row_error(with_bias, expected + bias) < MOST
     if n % 16:
@@ -154,8 +156,8 @@ def compare(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 
 def cuda_ops() -> LinearOps:
-    from tlora_megatron.ops.lora.cuda.ops import CudaOps
-    from tlora_megatron.ops.lora.triton.ops import TritonOps
+    from tlora_megatron.ops.lora.cuda_ops import CudaOps
+    from tlora_megatron.ops.lora.triton_ops import TritonOps
 
     return CudaOps(TritonOps())
 
@@ -211,7 +213,7 @@ def test_bits_are_those_of_the_job_in_other_company_whatever_the_tiles(
     companies = ((5, 1300, 700, 333), (711, 1300, 3, 600), (0, 1300, 0, 0), (711, 1300, 3, 600))
     for number, lengths in enumerate(companies):
         columns = (128, 192, 256, 256)[number]
-        monkeypatch.setattr(cuda_products, "tile_of", lambda *_, c=columns: GemmTile(c))
+        monkeypatch.setattr(cuda, "tile_of", lambda *_, c=columns: GemmTile(c))
         rows = make_rows(lengths, padding=4000 - sum(lengths))
         x, dy = operands(case, 4000, seed=20 + number)
         own = slice(rows.ends[0], rows.ends[1])
@@ -253,7 +255,7 @@ def test_long_sums_of_equal_signs_do_not_lose_what_tensor_cores_cut_off() -> Non
 
 def gemm(rows: QuantRows, weight: QuantWeight, width: int) -> torch.Tensor:
     out = torch.full((len(rows.codes_TK), weight.num_columns), torch.nan, device="cuda", dtype=BF16)
-    cuda_products.fp8_gemm(rows, weight, out, GemmTile(width))
+    cuda.fp8_gemm(rows, weight, out, GemmTile(width))
     return out
 
 

@@ -18,10 +18,9 @@ from tests.unit.ops.quantised.test_quant_kernels import (
     row_error,
 )
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
-from tlora_megatron.ops.frozen.qkv_rotary import unpack_qkv_vjp
 from tlora_megatron.ops.frozen.rms_norm import Beside, add_rms_norm_vjp
+from tlora_megatron.ops.frozen.rotary import unpack_qkv_vjp
 from tlora_megatron.ops.frozen.swiglu import swiglu_vjp
-from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
 from tlora_megatron.ops.quantised.triton_products import (
     launch_forward,
@@ -29,7 +28,7 @@ from tlora_megatron.ops.quantised.triton_products import (
     transposed,
 )
 from tlora_megatron.ops.quantised.triton_rows import launch_encode
-from tlora_megatron.ops.quantised.weight import QuantWeight
+from tlora_megatron.ops.quantised.weight import QuantWeight, forward_product, input_gradient
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.ops.lora.kernel_choice import Kernels, forced_kernels, problem_of
-from tlora_megatron.ops.routing.segments import MicroBatchView, use_micro_batch
+from tlora_megatron.ops.routing import MicroBatchView, use_micro_batch
 
 pytestmark = pytest.mark.gpu
 __all__ = ["process_group"]  # a fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlora_megatron.integrations.megatron.layer.experts.frozen_experts import FrozenExperts
+from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.model.experts import ClampedGlu, ExpertsSpec
 
 pytestmark = pytest.mark.gpu

@@ -20,10 +20,10 @@ from tests.helpers.kernel_case import (
     run,
 )
 from tests.helpers.linear_case import error
-from tlora_megatron.ops.dropout.masks import dropout_reference
-from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda.calls import GemmTile
+from tlora_megatron.ops.dropout import dropout_reference
+from tlora_megatron.ops.lora.cuda_calls import GemmTile
 from tlora_megatron.ops.lora.kernel_choice import problem_of
+from tlora_megatron.ops.lora.linear_ops import OutputColumns
 
 pytestmark = pytest.mark.gpu
 
@@ -70,8 +70,8 @@ def make_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     dtype = request.node.callspec.params.get("dtype", torch.bfloat16)
     if problem := problem_of(name, torch.device("cuda"), dtype):
         pytest.skip(problem)
-    from tlora_megatron.ops.lora.cuda import ops as cuda_ops
-    from tlora_megatron.ops.lora.triton.ops import TritonOps  # needs triton
+    from tlora_megatron.ops.lora import cuda_ops
+    from tlora_megatron.ops.lora.triton_ops import TritonOps  # needs triton
 
     if name == "triton":
         return TritonOps

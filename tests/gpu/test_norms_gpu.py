@@ -10,17 +10,17 @@ from torch import Tensor
 
 from tests.unit.ops.frozen.test_frozen_kernels import KINDS, head_norms, wide_norms
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
-from tlora_megatron.ops.frozen.qkv_rotary import (
-    rotate_halves,
-    unpack_qkv,
-    unpack_qkv_reference,
-    unpack_qkv_vjp,
-)
 from tlora_megatron.ops.frozen.rms_norm import (
     add_rms_norm_vjp,
     norm_into,
     rms_norm,
     rms_norm_once_reference,
+)
+from tlora_megatron.ops.frozen.rotary import (
+    rotate_halves,
+    unpack_qkv,
+    unpack_qkv_reference,
+    unpack_qkv_vjp,
 )
 
 pytestmark = pytest.mark.gpu

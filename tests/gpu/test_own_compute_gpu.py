@@ -14,7 +14,7 @@ import torch
 
 from tests.helpers.te_models import MODES, Subject, build, install_adapters, small_spec
 from tests.helpers.te_steps import Batch, make_batch, run
-from tlora_megatron.integrations.megatron.layer import residual_stream
+from tlora_megatron.integrations.megatron.layer import conditions
 from tlora_megatron.parallel.groups import ParallelGroups
 
 pytestmark = pytest.mark.gpu
@@ -100,7 +100,7 @@ def test_one_half_by_modules(
 def test_an_fp32_residual_stream(
     weights: Any, groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(residual_stream, "_sums_in_fp32", lambda: True)  # whatever is installed
+    monkeypatch.setattr(conditions, "_sums_in_fp32", lambda: True)  # whatever is installed
     monkeypatch.setitem(MODES, "wide", MODES["te-own"]._replace(fp32_stream=True))
     own, wide = measure("te-own", weights, groups), measure("wide", weights, groups)
     print(own, wide)

@@ -12,7 +12,7 @@ from tests.helpers.kernel_case import KernelCase, make_case, make_rows, referenc
 from tests.helpers.linear_case import TOLERANCE, error
 from tlora_megatron.ops.lora.kernel_choice import Kernels, choose_ops, problem_of
 from tlora_megatron.ops.lora.linear_ops import LinearOps
-from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.row_groups import RowGroups
 
 pytestmark = pytest.mark.gpu
 

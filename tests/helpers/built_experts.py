@@ -21,13 +21,13 @@ from tests.helpers.user_models import EXPERTS_SPEC, user_config
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron import cpu
 from tlora_megatron.integrations.megatron.built.expert_layers import adapt_experts
-from tlora_megatron.integrations.megatron.layer.experts.frozen_experts import FrozenExperts
-from tlora_megatron.integrations.megatron.layer.mixing import built_class
+from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
+from tlora_megatron.integrations.megatron.layer.modules import built_class
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
 
 SPEC = replace(EXPERTS_SPEC, num_layers=1)
 LORAS = (

@@ -27,7 +27,7 @@ from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import AdapterSlab, whole_tensors
 from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing.segments import (
+from tlora_megatron.ops.routing import (
     Document,
     join_nano_batches,
     pack_micro_batch,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from tests.helpers.kernel_case import KernelCase
-from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda.work_items import rank_columns
+from tlora_megatron.ops.lora.cuda_work_items import rank_columns
+from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.lora.plan_tensors import PlanTensors
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE, rank_chunks
-from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.row_groups import RowGroups
 
 WHOLE = (OutputColumns(groups=1, stride=200, begin=0, width=200),)
 QKV = tuple(

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
 
 # The norm behind the last layer, which no spec names.
 hybrid_block.TENorm = RMSNorm

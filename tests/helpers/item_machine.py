@@ -1,6 +1,6 @@
 """The CUDA kernels on the CPU: what work items, chunk tables and arena rows tell them to do.
 
-Stands in for the functions of `ops.lora.cuda.calls`, block by block: reads in boxes of 64 columns
+Stands in for the functions of `ops.lora.cuda_calls`, block by block: reads in boxes of 64 columns
 with zeros outside a tensor, passes over at most 128 rank rows of which those not asked for hold
 anything, zeros for rows of other adapters, parts of sums through the workspace in any order of
 arrival. Buffers come poisoned with NaN; what is written twice is refused.
@@ -30,11 +30,15 @@ from tests.helpers.item_parts import (
     targets_of,
     write_once,
 )
-from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda.calls import Arenas, Dropout, GemmTile, RankPart, SumOperands
-from tlora_megatron.ops.lora.cuda.rank_form import RankForm
-from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.kernel_linear import SiteTables
+from tlora_megatron.ops.lora.cuda_calls import (
+    Arenas,
+    Dropout,
+    GemmTile,
+    RankForm,
+    RankPart,
+    SumOperands,
+)
+from tlora_megatron.ops.lora.linear_ops import OutputColumns, SiteFactors, SiteTables
 from tlora_megatron.ops.lora.plan_tensors import WorkItems
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tlora_megatron.ops.dropout.masks import dropout_reference
-from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda.calls import Dropout, RankPart
+from tlora_megatron.ops.dropout import dropout_reference
+from tlora_megatron.ops.lora.cuda_calls import Dropout, RankPart
+from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.lora.plan_tensors import ITEM_FIELDS
 
 BLOCK_ROWS = 128

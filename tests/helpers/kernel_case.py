@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tlora_megatron.ops.dropout.masks import SEED_COLUMNS, dropout_reference, mix_ints
-from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import LinearOps
+from tlora_megatron.ops.dropout import SEED_COLUMNS, dropout_reference, mix_ints
+from tlora_megatron.ops.lora.linear_ops import LinearOps, OutputColumns, SiteFactors
 from tlora_megatron.ops.lora.tiling import RankLayout
-from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.row_groups import RowGroups
 
 WHOLE = (OutputColumns(groups=1, stride=48, begin=0, width=48),)
 QKV = tuple(

@@ -13,10 +13,10 @@ from tlora_megatron.layers.linear import multi_lora_linear
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.sites import Site, make_site
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.dropout.masks import dropout_reference, mix_ints
+from tlora_megatron.ops.dropout import dropout_reference, mix_ints
 from tlora_megatron.ops.lora.linear_ops import LinearOps
-from tlora_megatron.ops.lora.reference import Factors, multi_lora_linear_reference
-from tlora_megatron.ops.routing.segments import Document, MicroBatchView, pack_micro_batch
+from tlora_megatron.ops.lora.torch_ops import Factors, multi_lora_linear_reference
+from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
 
 SPEC = ModelSpec(
     model_type="llama",

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlora_megatron.integrations.megatron.layer.experts.outer_experts import OuterCall
+from tlora_megatron.integrations.megatron.layer.expert_parts import OuterCall
+from tlora_megatron.ops.experts.factors import OuterFactors, OuterSide, OuterTarget
 from tlora_megatron.ops.experts.outer import token_runs
 from tlora_megatron.ops.experts.rows import RowSlots, sort_rows
-from tlora_megatron.ops.experts.shared_factors import OuterFactors, OuterSide, OuterTarget
 from tlora_megatron.parallel.expert_exchange import ExpertExchange
 
 EXPERTS, CHOICES, HIDDEN, INNER = 5, 2, 40, 24

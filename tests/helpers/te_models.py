@@ -20,11 +20,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.integrations.megatron.built.discover import discover, record_stages
-from tlora_megatron.integrations.megatron.built.model import freeze
+from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
-from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.slab import initial_factor

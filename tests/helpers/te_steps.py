@@ -17,8 +17,8 @@ from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import whole_tensors
 from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.dropout.masks import mix_ints
-from tlora_megatron.ops.routing.segments import (
+from tlora_megatron.ops.dropout import mix_ints
+from tlora_megatron.ops.routing import (
     Document,
     MicroBatchView,
     pack_micro_batch,

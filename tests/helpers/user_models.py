@@ -30,7 +30,7 @@ from torch import Tensor
 from tests.helpers import te_stand_in
 from tlora_megatron.integrations.megatron import cpu
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
-from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_block import (
 from tlora_megatron.integrations.megatron.built.model import freeze
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
-from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
 from tlora_megatron.integrations.megatron.model import load_backbone, transformer_config
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec

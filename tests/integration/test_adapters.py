@@ -25,7 +25,7 @@ from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.config.load import load_config
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.ops.routing.segments import use_micro_batch
+from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.runtime.backbone import open_backbone
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.own_replica import own_replica

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from tlora_megatron.config.reader import ConfigError, must
-from tlora_megatron.integrations.deepspeed.trainer_values import TrainerValue, TrainerValues
+from tlora_megatron.integrations.deepspeed.job_defaults import TrainerValue, TrainerValues
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 _SCHEDULES = {

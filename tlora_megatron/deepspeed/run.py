@@ -28,7 +28,7 @@ from tlora_megatron.training.super_model import StepReport
 if TYPE_CHECKING:
     from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
     from tlora_megatron.integrations.deepspeed.frozen_base import FrozenBase
-    from tlora_megatron.integrations.deepspeed.trainer_values import TrainerValues
+    from tlora_megatron.integrations.deepspeed.job_defaults import TrainerValues
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +114,7 @@ def open_run(
     """Puts a base under DeepSpeed and the settings' jobs on it; every process must call it."""
     set_environment(settings.run.run.deterministic)
     with timeline.phase("imports"):
-        from tlora_megatron.integrations.deepspeed.frozen_base import build_base
-        from tlora_megatron.integrations.deepspeed.processes import join_processes
+        from tlora_megatron.integrations.deepspeed.frozen_base import build_base, join_processes
 
     join_processes()
     with timeline.phase("base"):

@@ -11,8 +11,8 @@ import torch
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.sites import Site, TargetShard
 from tlora_megatron.layers.slab import AdapterSlab
-from tlora_megatron.ops.dropout.masks import mix_ints
-from tlora_megatron.ops.lora.factors import Gradients, SiteFactors
+from tlora_megatron.ops.dropout import mix_ints
+from tlora_megatron.ops.lora.linear_ops import Gradients, SiteFactors
 from tlora_megatron.ops.lora.tiling import RankLayout
 
 

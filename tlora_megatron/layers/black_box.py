@@ -29,12 +29,11 @@ from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.linear import Computed, with_vjp
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
+from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.frozen.rms_norm import rms_norm_once_reference
-from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import BoundLinear
-from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.ops.lora.linear_ops import BoundLinear, SiteFactors
+from tlora_megatron.ops.routing import MicroBatchView
 from tlora_megatron.parallel.collectives import Pending, all_reduce
 
 

@@ -24,11 +24,9 @@ from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.linear import CodedInput, Computed, OwnS
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear
-from tlora_megatron.ops.quantised.known_rows import KnownRows
-from tlora_megatron.ops.quantised.weight import QuantWeight
-from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear, SiteFactors
+from tlora_megatron.ops.quantised.weight import KnownRows, QuantWeight
+from tlora_megatron.ops.routing import MicroBatchView
 from tlora_megatron.parallel.collectives import Pending, all_reduce
 from tlora_megatron.parallel.nano.lanes import Lane
 

@@ -29,14 +29,11 @@ import torch
 
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.ops.exactness import Exactness
-from tlora_megatron.ops.frozen.frozen_parts import Vjp
-from tlora_megatron.ops.frozen.products import frozen_dgrad, frozen_product
-from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import Base
-from tlora_megatron.ops.quantised.known_rows import KnownRows
+from tlora_megatron.ops.frozen.parts import Vjp, frozen_dgrad, frozen_product
+from tlora_megatron.ops.lora.linear_ops import Base, SiteFactors
 from tlora_megatron.ops.quantised.rows import QuantRows
-from tlora_megatron.ops.quantised.weight import QuantWeight
-from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.ops.quantised.weight import KnownRows, QuantWeight
+from tlora_megatron.ops.routing import MicroBatchView
 from tlora_megatron.parallel.collectives import Pending
 from tlora_megatron.parallel.nano.lanes import Lane
 

@@ -14,7 +14,7 @@ import torch
 from tlora_megatron.layers.sites import LINEAR_TARGETS, Site, TargetShard, stage_sites
 from tlora_megatron.model.backbone import Backbone, LinearsSpec
 from tlora_megatron.model.layout import ExpertPlace, ParallelLayout
-from tlora_megatron.ops.lora.columns import OutputColumns
+from tlora_megatron.ops.lora.linear_ops import OutputColumns
 
 _FUSED = {target: index for index, held in enumerate(LINEAR_TARGETS.values()) for target in held}
 """Place of the Megatron linear that holds a target."""

@@ -2,7 +2,7 @@
 
 `layers.attach` makes a linear an instance of one, which takes its host's calls as they come. Those
 of Megatron's own linears also give their product without autograd (`product_vjp`). DeepSpeed's are
-in `integrations.deepspeed.linears`.
+in `integrations.deepspeed.discover`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.quantised_linear import held_base
 from tlora_megatron.layers.s_lora import SLoraStrategy
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.lora.linear_ops import Base
-from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
+from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
 

@@ -26,11 +26,10 @@ from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.linear import CodedInput, Computed, OwnS
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear
+from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear, SiteFactors
 from tlora_megatron.ops.lora.rank_places import RankPlaces
-from tlora_megatron.ops.routing.row_groups import RowGroups
-from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.ops.routing import MicroBatchView
+from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.parallel.collectives import (
     all_gather_rows,
     all_reduce,

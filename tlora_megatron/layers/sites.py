@@ -21,7 +21,7 @@ import torch
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.layout import ExpertPlace, LoraSharding, ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.lora.columns import OutputColumns
+from tlora_megatron.ops.lora.linear_ops import OutputColumns
 
 LINEAR_TARGETS: dict[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "linear_qkv"),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tlora_megatron.ops.exactness import Exactness
-from tlora_megatron.ops.frozen.cross_entropy import (
+from tlora_megatron.ops.frozen.losses import (
     cross_entropy_,
     merge_statistics,
     row_statistics,

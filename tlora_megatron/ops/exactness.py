@@ -1,11 +1,12 @@
-"""Constants that make a row's bits depend on the row, its document and its job's portion alone.
+"""Constants and products that make a row's bits depend on the row, its document and its job alone.
 
-The value travels with the micro-batch, as the routing does (`ops.routing.segments`); where there is
-none, every op takes its fastest path. docs/determinism.md lists what each constant is for.
+The `Exactness` value travels with the micro-batch, as the routing does (`ops.routing`); where there
+is none, every op takes its fastest path. docs/determinism.md lists what each constant is for.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 
@@ -32,3 +33,13 @@ class Exactness:
 def exactness_of(deterministic: bool) -> Exactness | None:
     """Returns the value for a run; None where nothing is promised and nothing is paid."""
     return Exactness() if deterministic else None
+
+
+def keep_rows_apart() -> None:
+    """Has oneDNN leave AMX alone; call it before the first matrix product of a process.
+
+    On CPUs with AMX, products of 16-bit types over an odd inner size read one value of the next row
+    and multiply it by 0 (torch 2.13): a NaN of one job's row reaches another job's. What the user
+    has set stays.
+    """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")

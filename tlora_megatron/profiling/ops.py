@@ -16,7 +16,7 @@ from tlora_megatron.layers.sites import Site
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.frozen.varlen_attention import CumulativeLengths, varlen_attention
-from tlora_megatron.ops.routing.segments import (
+from tlora_megatron.ops.routing import (
     Document,
     MicroBatchView,
     pack_micro_batch,

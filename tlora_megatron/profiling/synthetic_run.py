@@ -52,8 +52,8 @@ class SyntheticRun:
         recompute: Recompute = "none",
         quantisation: BaseQuantisation | None = None,
     ) -> None:
+        from tlora_megatron.integrations.megatron import engine as routing
         from tlora_megatron.integrations.megatron import model as backbone
-        from tlora_megatron.integrations.megatron import recompute as routing
         from tlora_megatron.integrations.megatron.engine import (
             MegatronEngine,
             current_groups,

@@ -81,8 +81,7 @@ def import_backbone() -> None:
         from tlora_megatron.integrations.megatron.lazy_compile import lazy_compile
 
         with timeline.phase("imports"), lazy_compile():
-            import tlora_megatron.integrations.megatron.engine
-            import tlora_megatron.integrations.megatron.recompute  # noqa: F401
+            import tlora_megatron.integrations.megatron.engine  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -108,8 +107,9 @@ def open_backbone(
         ValueError: if the base cannot be used in this layout.
     """
     import_backbone()
-    from tlora_megatron.integrations.megatron import cp_groups, recompute
+    from tlora_megatron.integrations.megatron import engine as recompute
     from tlora_megatron.integrations.megatron import model as backbone
+    from tlora_megatron.integrations.megatron import process_groups
     from tlora_megatron.integrations.megatron.engine import (
         MegatronEngine,
         current_groups,
@@ -121,7 +121,7 @@ def open_backbone(
         backbone.join_process_group(*rendezvous)
     backbone.initialize_parallel(layout, overlaps=_overlaps(config, layout), deployment=deployment)
     if config.parallel.cp_by_micro_batch and layout.cp_size > 1:
-        cp_groups.make_narrower_groups(layout)
+        process_groups.make_narrower_groups(layout)
     with_experts = spec.experts is not None
     groups = current_groups(
         layout, deployment, num_layers=spec.num_layers, with_experts=with_experts

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.ops.routing.host_copy import to_device
-from tlora_megatron.ops.routing.segment_sums import segment_sums
+from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.ops.row_groups import segment_sums
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.nano.switch import NanoSwitch
 from tlora_megatron.training.packing.packing import Item, MicroBatch, PackedBatch, Placed

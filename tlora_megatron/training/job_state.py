@@ -9,7 +9,7 @@ import torch
 
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.layers.adapter_bank import Adapter
-from tlora_megatron.ops.dropout.masks import mix_ints
+from tlora_megatron.ops.dropout import mix_ints
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
 from tlora_megatron.training.packing.packing import Item, batch_items
 from tlora_megatron.training.schedule import learning_rate

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.model.replicas.replica_rate import ReplicaRate
-from tlora_megatron.ops.routing.host_copy import to_device
+from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.training.packing.packing import Round
 from tlora_megatron.training.packing.timed_rounds import round_ends_ps
 

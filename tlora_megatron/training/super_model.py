@@ -11,8 +11,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.ops.routing.host_copy import to_device
-from tlora_megatron.ops.routing.segment_sums import segment_sums
+from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.ops.row_groups import segment_sums
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import CutDocuments, cut_by_length
 from tlora_megatron.training.driven.log_probabilities import collect

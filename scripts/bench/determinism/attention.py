@@ -28,7 +28,7 @@ from scripts.bench.harness.clock import wait_for_device
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
 from tlora_megatron.ops.frozen.exact_attention import run_beside_each_other
 from tlora_megatron.ops.frozen.packed_attention import attend_spans
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch
 
 HEADS = {"32/8": (32, 8), "16/4": (16, 4)}
 HEAD_DIM = 128

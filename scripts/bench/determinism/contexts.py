@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tlora_megatron.ops.dropout.masks import mix_ints
+from tlora_megatron.ops.dropout import mix_ints
 from tlora_megatron.ops.exactness import Exactness
-from tlora_megatron.ops.routing.segments import Document, MicroBatchView, pack_micro_batch
+from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
 
 TILE = 128 if torch.cuda.is_available() else 16
 """Rows of a micro-batch come in multiples of it, as in a run."""

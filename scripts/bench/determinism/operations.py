@@ -19,17 +19,17 @@ from scripts.bench.determinism.contexts import Context
 from tests.helpers.kernel_case import KernelCase, gradients, make_case
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.ops.adamw.step import AdamUpdate, fused_adamw
+from tlora_megatron.ops.adamw import AdamUpdate, fused_adamw
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.frozen.packed_attention import attend_documents_vjp
-from tlora_megatron.ops.frozen.products import frozen_dgrad, frozen_product
-from tlora_megatron.ops.frozen.qkv_rotary import unpack_qkv_vjp
+from tlora_megatron.ops.frozen.parts import frozen_dgrad, frozen_product
 from tlora_megatron.ops.frozen.rms_norm import add_rms_norm_vjp
+from tlora_megatron.ops.frozen.rotary import unpack_qkv_vjp
 from tlora_megatron.ops.frozen.swiglu import swiglu_vjp
-from tlora_megatron.ops.lora.columns import OutputColumns
 from tlora_megatron.ops.lora.kernel_choice import choose_ops
-from tlora_megatron.ops.routing.segment_sums import segment_sums
+from tlora_megatron.ops.lora.linear_ops import OutputColumns
+from tlora_megatron.ops.row_groups import segment_sums
 from tlora_megatron.parallel.groups import ParallelGroups
 
 Run = Callable[[Context, Exactness | None], dict[str, Tensor]]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from tlora_megatron.ops.routing.segments import pack_micro_batch
+from tlora_megatron.ops.routing import pack_micro_batch
 from tlora_megatron.training.packing.packing import PackedBatch, round_up
 
 

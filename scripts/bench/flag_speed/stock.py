@@ -38,7 +38,7 @@ from tlora_megatron.integrations.megatron.built.model import language_models
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing.segments import use_micro_batch
+from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.training.packing.packing import PackedBatch
 
 _CHECKED = 3

@@ -20,13 +20,12 @@ from scripts.bench.harness.rows import append_rows, gpu_name
 from scripts.bench.linear.fused import build_factors, row_groups, with_dropout
 from scripts.bench.linear.shapes import LINEARS, SHAPES, adapter_mix
 from scripts.bench.linear.workload import Workload, make_workload
-from tlora_megatron.ops.lora.cuda.calls import RankPart
-from tlora_megatron.ops.lora.cuda.ops import CudaLinear, CudaOps
+from tlora_megatron.ops.lora.cuda_calls import RankPart
+from tlora_megatron.ops.lora.cuda_ops import CudaLinear, CudaOps
 from tlora_megatron.ops.lora.torch_ops import TorchOps
-from tlora_megatron.ops.quantised.cuda_dgrad import fp8_dgrad
-from tlora_megatron.ops.quantised.definition import input_gradient
+from tlora_megatron.ops.quantised.cuda import fp8_dgrad
 from tlora_megatron.ops.quantised.rows import QuantRows, encode_rows
-from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
+from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight, input_gradient
 
 Call = Callable[[], Tensor]
 ROUNDS = 10

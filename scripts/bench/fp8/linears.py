@@ -29,13 +29,17 @@ from scripts.bench.harness.rows import append_rows, gpu_name
 from scripts.bench.linear.fused import build_factors, row_groups
 from scripts.bench.linear.shapes import MEASURED, SHAPES, AdapterMix, segment_lengths
 from scripts.bench.linear.workload import Workload, make_workload
-from tlora_megatron.ops.lora.cuda.calls import GemmTile
-from tlora_megatron.ops.lora.cuda.ops import CudaLinear
+from tlora_megatron.ops.lora.cuda_calls import GemmTile
+from tlora_megatron.ops.lora.cuda_ops import CudaLinear
 from tlora_megatron.ops.lora.kernel_choice import choose_ops
-from tlora_megatron.ops.quantised import cuda_dgrad, cuda_products
-from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
+from tlora_megatron.ops.quantised import cuda
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
-from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
+from tlora_megatron.ops.quantised.weight import (
+    QuantWeight,
+    encode_weight,
+    forward_product,
+    input_gradient,
+)
 
 TOKENS = 8192
 RANK = 16
@@ -98,7 +102,7 @@ class Quantised:
         """Ours, without adapters."""
         weight = self.weights[index]
         out = torch.empty(TOKENS, weight.shape[1], dtype=torch.bfloat16, device="cuda")
-        cuda_dgrad.fp8_dgrad(self.dy[index], weight, out)
+        cuda.fp8_dgrad(self.dy[index], weight, out)
         return out
 
     def product_of_torch(self, index: int) -> torch.Tensor:
@@ -113,7 +117,7 @@ class Quantised:
 
     def _gemm(self, rows: QuantRows, weight: QuantWeight, tile: GemmTile) -> torch.Tensor:
         out = torch.empty(TOKENS, weight.num_columns, dtype=torch.bfloat16, device="cuda")
-        cuda_products.fp8_gemm(rows, weight, out, tile)
+        cuda.fp8_gemm(rows, weight, out, tile)
         return out
 
 
@@ -174,11 +178,11 @@ class Adapted:
         bound, weight = self._bound[index], self._q.weights[index]
         assert isinstance(bound, CudaLinear), "this bench is for Hopper GPUs"
         out = torch.empty(TOKENS, weight.num_columns, dtype=torch.bfloat16, device="cuda")
-        cuda_products.fp8_gemm(
+        cuda.fp8_gemm(
             self._q.x[index],
             weight,
             out,
-            tile or cuda_products.tile_of(out, weight),
+            tile or cuda.tile_of(out, weight),
             rank=bound._rank_part(self._s[index], bound._site.b, "chunk_b", None),
         )
         return out
@@ -189,7 +193,7 @@ class Adapted:
         assert isinstance(bound, CudaLinear), "this bench is for Hopper GPUs"
         out = torch.empty(TOKENS, weight.shape[1], dtype=torch.bfloat16, device="cuda")
         rank = bound._rank_part(self._ds[index], bound._site.a, "chunk_a", None)
-        cuda_dgrad.fp8_dgrad(self._q.dy[index], weight, out, rank=rank)
+        cuda.fp8_dgrad(self._q.dy[index], weight, out, rank=rank)
         return out
 
     def linear(self, index: int) -> torch.Tensor:

@@ -23,12 +23,11 @@ from scripts.bench.linear.workload import (
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.ops.dropout.masks import dropout_reference, mix_ints
-from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import Base, LinearOps
+from tlora_megatron.ops.dropout import dropout_reference, mix_ints
+from tlora_megatron.ops.lora.linear_ops import Base, LinearOps, SiteFactors
 from tlora_megatron.ops.lora.torch_ops import TorchOps
-from tlora_megatron.ops.routing.row_groups import RowGroups
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch
+from tlora_megatron.ops.row_groups import RowGroups
 
 
 def build_factors(workload: Workload, mix: AdapterMix) -> tuple[SiteFactors, ...]:

@@ -26,9 +26,8 @@ from scripts.bench.linear.quantised import (
 from scripts.bench.linear.results import Row, ratio
 from scripts.bench.linear.shapes import AdapterMix
 from scripts.bench.linear.workload import Backward, Forward, Frozen, Provider, Workload
-from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.kernel_choice import VARIABLE, choose_ops
-from tlora_megatron.ops.lora.linear_ops import LinearOps
+from tlora_megatron.ops.lora.linear_ops import LinearOps, SiteFactors
 from tlora_megatron.ops.quantised.weight import QuantWeight
 
 

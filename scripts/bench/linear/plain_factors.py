@@ -21,7 +21,7 @@ from scripts.bench.linear.workload import (
     TargetWeights,
     Workload,
 )
-from tlora_megatron.ops.lora.columns import OutputColumns
+from tlora_megatron.ops.lora.linear_ops import OutputColumns
 
 
 class PlainFactors(NamedTuple):

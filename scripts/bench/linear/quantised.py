@@ -9,10 +9,13 @@ import torch
 from scripts.bench.linear.check import FrozenRows
 from scripts.bench.linear.fused import FusedLinear
 from scripts.bench.linear.workload import Backward, BufferSet, Forward, Frozen, Workload
-from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
-from tlora_megatron.ops.quantised.handed_rows import hand_rows
-from tlora_megatron.ops.quantised.rows import encode_rows
-from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
+from tlora_megatron.ops.quantised.rows import encode_rows, hand_rows
+from tlora_megatron.ops.quantised.weight import (
+    QuantWeight,
+    encode_weight,
+    forward_product,
+    input_gradient,
+)
 
 FP8 = ("frozen_fp8", "tlora_fp8", "tlora_fp8_given")
 """Providers over an FP8 base. The times of the first two hold what they quantise; the last is given

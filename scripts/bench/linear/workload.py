@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from scripts.bench.linear.shapes import LinearShape
-from tlora_megatron.ops.lora.columns import OutputColumns
+from tlora_megatron.ops.lora.linear_ops import OutputColumns
 
 MAX_SETS = 4
 

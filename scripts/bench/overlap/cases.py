@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing.segments import use_micro_batch
+from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.parallel import collectives
 from tlora_megatron.parallel.nano.overlap import Overlap
 from tlora_megatron.parallel.transport.tensor_collectives import TensorCollectives

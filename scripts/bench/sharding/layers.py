@@ -18,7 +18,7 @@ from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import factor_shape
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing.segments import (
+from tlora_megatron.ops.routing import (
     Document,
     MicroBatchView,
     pack_micro_batch,

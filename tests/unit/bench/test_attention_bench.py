@@ -17,7 +17,7 @@ from scripts.bench.determinism import attention
 from scripts.bench.determinism.attention_variants import DEFAULT, PLAN, VARIANTS
 from tlora_megatron.ops.frozen import varlen_attention
 from tlora_megatron.ops.frozen.packed_attention import attend_spans
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, scale: float) -> Tensor:

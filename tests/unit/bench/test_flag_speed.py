@@ -17,7 +17,7 @@ from scripts.bench.flag_speed.cut import cut_by_job
 from scripts.bench.flag_speed.rows import make_row, verdicts
 from scripts.bench.harness.kernel_table import kind_of
 from tests.helpers.launch import python
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch
 from tlora_megatron.training.packing.packing import PackedBatch
 
 COLUMNS = (

@@ -11,7 +11,7 @@ import torch
 from tests.helpers.layout_sites import SPEC, sites_of_ranks
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank, BankShape
-from tlora_megatron.ops.lora.factors import SiteFactors
+from tlora_megatron.ops.lora.linear_ops import SiteFactors
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 CPU = torch.device("cpu")

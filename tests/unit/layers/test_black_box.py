@@ -22,7 +22,7 @@ from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.black_box import InputNorm
 from tlora_megatron.layers.multi_adapter import BlackBoxMixin, MegatronLinearMixin
 from tlora_megatron.layers.sites import Site, make_site
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")

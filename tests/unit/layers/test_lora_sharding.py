@@ -190,7 +190,7 @@ def all_ops() -> LinearOps:
         return TorchOps()
     from tests.helpers.interpreter import ready_interpreter
     from tests.unit.ops.lora.triton.test_triton_kernels import SMALL
-    from tlora_megatron.ops.lora.triton.ops import TritonOps
+    from tlora_megatron.ops.lora.triton_ops import TritonOps
 
     ready_interpreter()
     return TritonOps(config=SMALL)

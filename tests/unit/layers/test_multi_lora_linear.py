@@ -12,10 +12,10 @@ import torch
 from tests.helpers.linear_case import JOBS, TOLERANCE, WORKLOADS, Case, error
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.linear import computes_base, multi_lora_linear
-from tlora_megatron.ops.dropout.masks import dropout
+from tlora_megatron.ops.dropout import dropout
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.lora.torch_ops import TorchLinear
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -20,7 +20,7 @@ from tlora_megatron.model.gpt_oss import MODEL_TYPE
 from tlora_megatron.model.parameters import count_parameters
 from tlora_megatron.model.published_fp8 import read_published_format
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.ops.frozen.rope import inverse_frequencies, rotary_factor
+from tlora_megatron.ops.frozen.rotary import inverse_frequencies, rotary_factor
 from tlora_megatron.planner.cost.experts.split import check_predictable
 
 SIZES = {

@@ -7,7 +7,7 @@ from tests.helpers.launch import python
 _PRODUCTS = """
 import os
 os.environ.pop("ONEDNN_MAX_CPU_ISA", None)
-from tlora_megatron.ops.cpu_products import keep_rows_apart
+from tlora_megatron.ops.exactness import keep_rows_apart
 keep_rows_apart()
 import torch
 for dtype in (torch.bfloat16, torch.float16):

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.ops import extension, kernel_build
-from tlora_megatron.ops.extension import ExtensionUnavailable
-from tlora_megatron.ops.lora.cuda.arguments import STRUCTS
+from tlora_megatron.ops import kernel_build
+from tlora_megatron.ops.kernel_build import ExtensionUnavailable
+from tlora_megatron.ops.lora.cuda_arguments import STRUCTS
 
 needs_compiler = pytest.mark.skipif(
     kernel_build.find_compiler() is None, reason="needs nvcc, the CUDA compiler"
@@ -27,9 +27,9 @@ needs_compiler = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TLORA_CACHE_DIR", str(tmp_path))
-    extension.load_extension.cache_clear()
+    kernel_build.load_extension.cache_clear()
     yield tmp_path
-    extension.load_extension.cache_clear()
+    kernel_build.load_extension.cache_clear()
 
 
 def fake_compiler(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +70,8 @@ exit 1"""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TLORA_CACHE_DIR", str(cache))
         fake_compiler(folder, script, patch)
-        extension.load_extension.cache_clear()
-        library = extension.load_extension().path
+        kernel_build.load_extension.cache_clear()
+        library = kernel_build.load_extension().path
     return Built(cache, library, said)
 
 
@@ -82,7 +82,7 @@ def test_sources_compile_once_and_load(
 ) -> None:
     monkeypatch.setenv("TLORA_CACHE_DIR", str(built.cache))
     fake_compiler(tmp_path, "exit 1", monkeypatch)
-    library = extension.load_extension()
+    library = kernel_build.load_extension()
     assert library.path == built.library
     assert library.path.parent == built.cache
     for name, struct in STRUCTS.items():
@@ -95,7 +95,7 @@ def test_an_installation_without_sources_says_so(
 ) -> None:
     monkeypatch.setattr(kernel_build, "SOURCES", tmp_path / "csrc")
     with pytest.raises(ExtensionUnavailable, match=r"csrc, which does not exist: install tlora"):
-        extension.load_extension()
+        kernel_build.load_extension()
 
 
 def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.M
 def test_no_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_build, "find_compiler", lambda: None)
     with pytest.raises(ExtensionUnavailable, match="nvcc was not found; install the CUDA toolkit"):
-        extension.load_extension()
+        kernel_build.load_extension()
 
 
 def test_failed_build_shows_the_compilers_words_and_leaves_nothing(
@@ -119,7 +119,7 @@ def test_failed_build_shows_the_compilers_words_and_leaves_nothing(
 ) -> None:
     fake_compiler(tmp_path, "echo 'error: no such architecture' >&2; exit 3", monkeypatch)
     with pytest.raises(ExtensionUnavailable, match="nvcc failed: error: no such architecture"):
-        extension.load_extension()
+        kernel_build.load_extension()
     assert sorted(p.name for p in cache.iterdir()) == ["cuda", "kernels.lock"]
 
 
@@ -129,14 +129,14 @@ def test_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     fake_compiler(tmp_path, "exit 0", monkeypatch)
     monkeypatch.setenv("TLORA_CACHE_DIR", str(blocked / "inside"))
     with pytest.raises(ExtensionUnavailable, match=r"cannot build into .*inside"):
-        extension.load_extension()
+        kernel_build.load_extension()
 
 
 def test_a_library_that_does_not_load_is_named(cache: Path) -> None:
     path = kernel_build.built_library()
     path.write_bytes(b"not a library")
     with pytest.raises(ExtensionUnavailable, match=f"{path.name} cannot be loaded"):
-        extension.load_extension()
+        kernel_build.load_extension()
 
 
 def test_cuda_home_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

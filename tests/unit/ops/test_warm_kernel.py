@@ -121,11 +121,11 @@ INTEGERS = ("num_rows", "first_row", "end_row", "dropout_key", "first_column", "
 @pytest.mark.parametrize(
     "module",
     [
-        "frozen.triton.rms_norm",
-        "frozen.triton.swiglu",
-        "frozen.triton.rotary",
-        "lora.triton.up",
-        "lora.triton.gather",
+        "frozen.rms_norm_triton",
+        "frozen.swiglu_triton",
+        "frozen.rotary_triton",
+        "lora.triton_up",
+        "lora.triton_parts",
     ],
 )
 def test_no_value_of_an_integer_is_compiled_for(module: str) -> None:

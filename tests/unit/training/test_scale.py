@@ -21,8 +21,8 @@ from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig,
 from tlora_megatron.layers.arenas import ArenaRoom
 from tlora_megatron.layers.linear import multi_lora_linear
 from tlora_megatron.layers.slab import initial_factor
-from tlora_megatron.ops.dropout.masks import mix32, mix_ints
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
+from tlora_megatron.ops.dropout import mix32, mix_ints
+from tlora_megatron.ops.routing import Document, pack_micro_batch
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
 from tlora_megatron.training.optimizer import square_sum
 from tlora_megatron.training.preparation import PreparedJob

@@ -16,14 +16,14 @@ from tlora_megatron.config.reader import ConfigError, must, nearest, read_spec
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.schema import BaseModelSpec, RunConfig, RunSpec
 from tlora_megatron.config.source import apply_override, merge, read_document
-from tlora_megatron.integrations.deepspeed.job_defaults import take_job_defaults
-from tlora_megatron.integrations.deepspeed.known_keys import check_keys
-from tlora_megatron.integrations.deepspeed.trainer_values import (
+from tlora_megatron.integrations.deepspeed.job_defaults import (
     AUTO,
     TrainerValues,
     hand_over,
     refuse_autos,
+    take_job_defaults,
 )
+from tlora_megatron.integrations.deepspeed.known_keys import check_keys
 
 _OWNED = {
     "gradient_accumulation_steps": "a job's batch_size may span any number of micro-batches",

@@ -1,11 +1,259 @@
-"""Turns DeepSpeed's top-level optimizer, scheduler and clipping into defaults of the jobs."""
+"""Defaults of jobs: DeepSpeed's optimizer, scheduler and clipping, and a trainer's arguments.
+
+For each value the first of these that has one decides: the job, `tlora.defaults`, DeepSpeed's keys
+around the section, the trainer's argument, this package. An argument that nobody has set counts
+where "auto" asks for it, in DeepSpeed's keys or in the section. A set one that DeepSpeed's keys
+contradict is refused.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tlora_megatron.config.reader import ConfigError, must
-from tlora_megatron.integrations.deepspeed.trainer_values import AUTO
+from tlora_megatron.config.reader import ConfigError, must, show
+
+_ALTERNATIVES = (("max_steps", "epochs"), ("schedule.warmup_steps", "schedule.warmup_ratio"))
+"""Keys of which a job has one; the other then comes from nowhere."""
+AUTO = "auto"
+"""The word in place of a value that the trainer's arguments decide."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerValue:
+    """A value for a key of the job file, from one argument of a trainer."""
+
+    argument: str
+    value: Any
+    is_set: bool
+    """False for the argument's own default, which counts only where "auto" asks for it."""
+    fills: bool = False
+    """True if it counts wherever a job says nothing, since this package has no default."""
+    needs: str = ""
+    """The job's key without which it would mean nothing."""
+    problem: str = ""
+    """Why no job can have it; refused only if one would."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerValues:
+    """A trainer's arguments by the dotted keys of the job file that they mean."""
+
+    job: Mapping[str, TrainerValue]
+    """Keys of a job, such as `optimizer.lr`."""
+    run: Mapping[str, TrainerValue]
+    """Keys of the section `run`."""
+    bf16: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class _Origins:
+    """Which job has taken a value from where; becomes one sentence."""
+
+    taken: dict[str, str] = field(default_factory=dict)
+    own: dict[str, list[str]] = field(default_factory=dict)
+    from_json: list[str] = field(default_factory=list)
+    ours: list[str] = field(default_factory=list)
+
+    def sentence(self) -> str:
+        """Says where the jobs' values come from; empty if nothing is worth saying."""
+        parts = []
+        if self.taken:
+            said = (self._with_exceptions(name, text) for name, text in self.taken.items())
+            parts.append(f"from TrainingArguments {', '.join(said)}")
+        if self.from_json:
+            parts.append(f"from DeepSpeed's keys {', '.join(self.from_json)}")
+        if self.ours:
+            remark = '"auto" would take TrainingArguments\''
+            parts.append(f"this package's own {', '.join(self.ours)} ({remark})")
+        return f"what jobs do not say: {'; '.join(parts)}" if parts else ""
+
+    def _with_exceptions(self, name: str, text: str) -> str:
+        jobs = self.own.get(name)
+        return f"{text} (not {', '.join(jobs)})" if jobs else text
+
+
+def hand_over(
+    section: dict[str, Any],
+    from_json: Mapping[str, Any],
+    asked: Iterable[str],
+    values: TrainerValues,
+) -> list[str]:
+    """Writes the arguments' values into the section's jobs and `run`, where they count.
+
+    Args:
+        section: the `tlora` section; changed in place.
+        from_json: job fields that DeepSpeed's own keys set, nested like a job.
+        asked: dotted job keys that DeepSpeed's own keys leave to the trainer by "auto".
+
+    Returns:
+        A sentence that says which value came from where.
+
+    Raises:
+        ConfigError: for an argument that contradicts DeepSpeed's keys, or that no job can have.
+    """
+    asked_of_all = {*asked, *_take_autos(section, "defaults", values.job)}
+    defaults = section.get("defaults", {})
+    origins = _Origins()
+    for key, value in values.job.items():
+        _check_agreement(key, value, _find(from_json, key))
+    for entry in _jobs(section):
+        asked_here = _take_autos({"job": entry}, "job", values.job)
+        for key, value in values.job.items():
+            if value.needs and not (_has(entry, [value.needs]) or _has(defaults, [value.needs])):
+                continue
+            keys = _alternatives(key)
+            is_asked = not asked_here.isdisjoint(keys)
+            if not is_asked and (_has(entry, keys) or _has(defaults, keys)):
+                if value.is_set:
+                    origins.own.setdefault(value.argument, []).append(_name(entry))
+            elif not is_asked and _has(from_json, keys):
+                _note(origins.from_json, key)
+            elif is_asked or value.is_set or value.fills or not asked_of_all.isdisjoint(keys):
+                _take(entry, key, value, origins)
+            else:
+                _note(origins.ours, key)
+    _fill_run(section, values.run, origins)
+    told = origins.sentence()
+    return [told] if told else []
+
+
+def refuse_autos(section: dict[str, Any]) -> None:
+    """Refuses an "auto" that only a trainer could fill in.
+
+    Raises:
+        ConfigError: naming its path.
+    """
+    places = [("defaults", section.get("defaults"))]
+    places += [(f"jobs.{_name(entry)}", entry) for entry in _jobs(section)]
+    for place, content in places:
+        for path in _paths_of_auto(content, place):
+            remedy = '"auto" means TrainingArguments, which MultiLoRATrainer alone has'
+            raise must(path, "be a value", AUTO, remedy)
+
+
+def _take(entry: dict[str, Any], key: str, value: TrainerValue, origins: _Origins) -> None:
+    if value.problem:
+        raise ConfigError(
+            f"{value.problem}: job {_name(entry)} would take it, having no {key} of its own"
+        )
+    _set(entry, key, value.value)
+    origins.taken[value.argument] = f"{value.argument} {show(value.value)}"
+
+
+def _fill_run(
+    section: dict[str, Any], values: Mapping[str, TrainerValue], origins: _Origins
+) -> None:
+    asked = _take_autos(section, "run", values)
+    run = section.setdefault("run", {})
+    if not isinstance(run, dict):
+        return  # the reader refuses it
+    for key, value in values.items():
+        if key in asked or (value.is_set and key not in run):
+            if value.problem:
+                raise ConfigError(f"{value.problem}: run.{key} is not given")
+            run[key] = value.value
+            origins.taken[key] = f"{value.argument} (run.{key} {show(value.value)})"
+
+
+def _check_agreement(key: str, value: TrainerValue, said: Any) -> None:
+    if value.is_set and said is not None and said != value.value:
+        remedy = 'give it once, and "auto" in the other place'
+        raise must(
+            f"TrainingArguments.{value.argument}",
+            f"agree with DeepSpeed's keys, where {key} is {show(said)}",
+            value.value,
+            remedy,
+        )
+
+
+def _jobs(section: dict[str, Any]) -> list[dict[str, Any]]:
+    """The job entries that are mappings; the reader refuses others."""
+    entries = section.get("jobs")
+    return [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("name", "without a name"))
+
+
+def _note(noted: list[str], key: str) -> None:
+    if key not in noted:
+        noted.append(key)
+
+
+def _alternatives(key: str) -> tuple[str, ...]:
+    return next((group for group in _ALTERNATIVES if key in group), (key,))
+
+
+def _take_autos(
+    holder: dict[str, Any], name: str, values: Mapping[str, TrainerValue]
+) -> frozenset[str]:
+    """Removes each "auto" below `holder[name]` that stands for one of the values.
+
+    Returns:
+        Dotted keys of the values it stood for.
+    """
+    content = holder.get(name)
+    if content == AUTO:
+        holder[name] = {}
+        return frozenset(values)
+    if not isinstance(content, dict):
+        return frozenset()
+    taken: set[str] = set()
+    for path in _paths_of_auto(content, ""):
+        meant = {k for k in values for a in _alternatives(k) if f"{a}.".startswith(f"{path}.")}
+        if meant:
+            _remove(content, path)
+            taken |= meant
+    return frozenset(taken)
+
+
+def _paths_of_auto(content: Any, path: str) -> list[str]:
+    """Dotted keys below a value whose value is "auto"."""
+    if content == AUTO:
+        return [path]
+    if not isinstance(content, dict):
+        return []
+    below = ((f"{path}.{key}" if path else str(key), value) for key, value in content.items())
+    return [found for key, value in below for found in _paths_of_auto(value, key)]
+
+
+def _find(content: Any, key: str) -> Any:
+    for part in key.split("."):
+        content = content.get(part) if isinstance(content, Mapping) else None
+    return content
+
+
+def _has(content: Any, keys: Iterable[str]) -> bool:
+    """True if one of the keys is given; null is a value but for the two ends of a job."""
+    for key in keys:
+        group, _, last = key.rpartition(".")
+        inner = _find(content, group) if group else content
+        if isinstance(inner, Mapping) and last in inner:
+            is_no_end = inner[last] is None and key in _ALTERNATIVES[0]
+            if not is_no_end:
+                return True
+    return False
+
+
+def _set(content: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for part in parents:
+        inner = content.setdefault(part, {})
+        if not isinstance(inner, dict):
+            return  # the reader refuses it
+        content = inner
+    content[last] = value
+
+
+def _remove(content: dict[str, Any], key: str) -> None:
+    *parents, last = key.split(".")
+    for part in parents:
+        content = content[part]
+    del content[last]
+
 
 _ADAM = ("Adam", "AdamW")
 _ADAM_KEYS = {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}

@@ -1,4 +1,8 @@
-"""Reads a Hugging Face model, freezes it and puts it under DeepSpeed."""
+"""Reads a Hugging Face model, freezes it and puts it under DeepSpeed, where it attends by document.
+
+Attention stays inside packed documents. No mask is made and none is looked at: transformers' own
+packing by position_ids is silently lost to an `attention_mask` of ones or a cache.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,62 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from tlora_megatron.config.schema import BaseModelSpec
-from tlora_megatron.integrations.deepspeed import attention
+from tlora_megatron.config.load import BaseModelSpec
 from tlora_megatron.model.published_fp8 import refuse_published
+from tlora_megatron.ops.frozen.packed_attention import attend_documents
+from tlora_megatron.ops.routing import current_micro_batch
 from tlora_megatron.training.formats.hf_checkpoint import all_finite
+
+NAME = "tlora_packed"
+
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
+"""Arguments of other attention implementations that this one does not support."""
+
+
+def register() -> None:
+    """Registers the implementation with transformers; without a mask function no mask is made."""
+    AttentionInterface.register(NAME, packed_attention)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attends within documents.
+
+    Args:
+        query: `[1, N, T, D]`, rotated.
+        key: `[1, G, T, D]`, as `value`.
+        attention_mask: None, since this implementation asks for none.
+
+    Returns:
+        `[1, T, N, D]`.
+    """
+    micro_batch = current_micro_batch()
+    if micro_batch is None:
+        raise RuntimeError(
+            "a micro-batch must be bound by use_micro_batch, got none; for anything but training "
+            'set the model back with set_attn_implementation("sdpa")'
+        )
+    if dropout:
+        raise ValueError(f"attention dropout must be 0 in a frozen backbone, got {dropout}")
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} must be None in packed attention, got {type(module).__name__}"
+            )
+    q_TND, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend_documents(q_TND, k_TGD, v_TGD, micro_batch, scale)[None], None
+
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +205,7 @@ def use_packed_attention(model: Any) -> None:
     Raises:
         ValueError: if the model's attention is not transformers' to replace.
     """
-    attention.register()
+    register()
     if not getattr(type(model), "_supports_attention_backend", False):
         raise ValueError(
             f"the model's attention must go through transformers' attention interface, "
@@ -159,7 +213,7 @@ def use_packed_attention(model: Any) -> None:
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"the model must take position_ids, got {type(model).__name__}")
-    model.set_attn_implementation(attention.NAME)
+    model.set_attn_implementation(NAME)
     model.config.use_cache = False
 
 

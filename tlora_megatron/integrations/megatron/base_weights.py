@@ -1,13 +1,17 @@
-"""Reads a rank's weights from a Hugging Face folder: plain, published in FP8, or of gpt-oss."""
+"""A rank's weights out of a Hugging Face folder, and a GPTModel whose linears hold FP8 codes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from tlora_megatron.model.quantisation import BaseQuantisation
+from tlora_megatron.layers.quantised_linear import quantise_in_place, quantised_linears
+from tlora_megatron.model.quantisation import PARTS, BaseQuantisation
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.base_reader import read_base
 from tlora_megatron.training.formats.gpt_oss_experts import weight_source
@@ -71,3 +75,49 @@ def _read_gpt_oss(
     names = {tensor.name for tensor in of_experts}
     draw_base(source, of_experts, parameters, {})
     return read_base(checkpoint, [t for t in tensors if t.name not in names], parameters)
+
+
+class OnMeta(TorchFunctionMode):
+    """Gives memory to nothing that `torch.empty` makes: Megatron's parameters name a device."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def hold_codes(
+    model: Any, quantisation: BaseQuantisation, first_layer: int, device: torch.device
+) -> None:
+    """Gives a model that was built `OnMeta` its memory: codes, scales, and what is left as it is.
+
+    Args:
+        first_layer: global index of this stage's first layer.
+    """
+    for local, layer in enumerate(model.decoder.layers):
+        modules = {name.rsplit(".", 1)[-1]: module for name, module in layer.named_modules()}
+        for linear in PARTS:
+            if (first_layer + local, linear) in quantisation.linears:
+                quantise_in_place(modules[linear], quantisation.kind, device)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                _allocate(module, name, parameter, device)
+
+
+def _allocate(module: nn.Module, name: str, parameter: nn.Parameter, device: torch.device) -> None:
+    made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+    made.__dict__.update(parameter.__dict__)
+    module._parameters[name] = made
+
+
+def scales_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the scales of every quantised weight by the weight's name."""
+    return {f"{name}.weight": held.scales for name, held in quantised_linears(model)}

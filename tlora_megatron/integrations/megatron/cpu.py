@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tlora_megatron.ops.cpu_products import keep_rows_apart
+from tlora_megatron.ops.exactness import keep_rows_apart
 
 logger = logging.getLogger(__name__)
 

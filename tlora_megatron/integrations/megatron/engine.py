@@ -1,7 +1,13 @@
-"""Runs packed micro-batches through a Megatron-core GPTModel, in Megatron's pipeline schedules."""
+"""Runs packed micro-batches through a Megatron-core GPTModel, in Megatron's pipeline schedules.
+
+A region that is recomputed runs again during some other micro-batch's turn (always so under a
+pipeline), when the bound micro-batch is another one or none. So the micro-batch is captured where
+the region is checkpointed and restored where it is recomputed.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import random
 from torch import nn
 
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
@@ -17,11 +24,54 @@ from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.model.layout import ExpertPlace, ParallelLayout
 from tlora_megatron.model.replicas.deployment import Deployment
-from tlora_megatron.ops.routing.segments import use_micro_batch
+from tlora_megatron.ops.routing import bind_current, use_micro_batch
 from tlora_megatron.parallel.cells import make_replica_cells
 from tlora_megatron.parallel.groups import ExpertGroups, ParallelGroups
 from tlora_megatron.training.nano.switch import NanoSettings
 from tlora_megatron.training.packing.packing import PackedBatch
+
+_MARK = "_tlora_captures_routing"
+
+
+def install() -> None:
+    """Wraps Megatron's two checkpointing primitives, once a process.
+
+    Covers `tensor_parallel.checkpoint` (full recompute) and `CheckpointWithoutOutput` (selective)
+    at all call sites, and Transformer Engine's checkpoint, which Megatron takes under FP8.
+    """
+    _install_in_transformer_engine()
+    if getattr(random, _MARK, False):
+        return
+    setattr(random, _MARK, True)
+    forward = random.CheckpointFunction.forward
+
+    def bound_forward(ctx: Any, run_function: Any, *args: Any) -> Any:
+        return forward(ctx, bind_current(run_function), *args)
+
+    random.CheckpointFunction.forward = staticmethod(bound_forward)
+    checkpoint = random.CheckpointWithoutOutput.checkpoint
+
+    def bound_checkpoint(self: Any, run_function: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self, bind_current(run_function), *args, **kwargs)
+
+    random.CheckpointWithoutOutput.checkpoint = bound_checkpoint
+
+
+def _install_in_transformer_engine() -> None:
+    """Wraps the function that `te_checkpoint` imports whenever it is called."""
+    try:
+        distributed: Any = importlib.import_module("transformer_engine.pytorch.distributed")
+    except ImportError:
+        return
+    if getattr(distributed, _MARK, False):
+        return
+    setattr(distributed, _MARK, True)
+    checkpoint = distributed.checkpoint
+
+    def bound_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(bind_current(function), *args, **kwargs)
+
+    distributed.checkpoint = bound_checkpoint
 
 
 def current_groups(

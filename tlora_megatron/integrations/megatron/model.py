@@ -20,14 +20,20 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from tlora_megatron.integrations.megatron.base_weights import read_weights
+from tlora_megatron.integrations.megatron.base_weights import (
+    OnMeta,
+    hold_codes,
+    read_weights,
+    scales_of,
+)
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
-from tlora_megatron.integrations.megatron.layer.experts.frozen_experts import FrozenExperts
+from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.integrations.megatron.layer.frozen_layer import freeze_layer
-from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
-from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedding
-from tlora_megatron.integrations.megatron.quantised_model import OnMeta, hold_codes, scales_of
-from tlora_megatron.integrations.megatron.replica_groups import lay_out_replicas
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
+    PackedRotaryEmbedding,
+    RMSNorm,
+)
+from tlora_megatron.integrations.megatron.process_groups import lay_out_replicas
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
 from tlora_megatron.model.recompute import Recompute
@@ -188,7 +194,7 @@ def build_backbone(
     Args:
         recompute: of micro-batches whose view names none: `selective` recomputes every MLP in
             backward, `full` every layer. Both need the micro-batch bound again in recompute:
-            `ops.routing.segments.bind_current`.
+            `ops.routing.bind_current`.
         quantisation: of the base; its linears then have codes, and never had other weights.
 
     Raises:

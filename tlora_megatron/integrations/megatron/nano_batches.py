@@ -15,9 +15,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from tlora_megatron.integrations.megatron.built.model import language_models
-from tlora_megatron.integrations.megatron.layer.built_parts import built_norm
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import gives_product
-from tlora_megatron.integrations.megatron.layer.mixing import built_class
+from tlora_megatron.integrations.megatron.layer.modules import built_class
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import built_norm
 from tlora_megatron.integrations.megatron.staggered import stagger
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
 from tlora_megatron.parallel.groups import ParallelGroups

@@ -19,12 +19,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.built.agreed_parts import norm_runs
-from tlora_megatron.integrations.megatron.layer.built_parts import built_norm
 from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import FrozenSublayer, run_in_lane
-from tlora_megatron.integrations.megatron.layer.mixing import mix
+from tlora_megatron.integrations.megatron.layer.modules import mix
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import built_norm
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
-from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch, use_micro_batch
+from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch, use_micro_batch
 from tlora_megatron.parallel.nano.lane_tape import AutogradTape, VjpTape
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
 from tlora_megatron.parallel.nano.overlap import Overlap

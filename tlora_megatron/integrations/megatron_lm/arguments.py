@@ -29,11 +29,11 @@ from tlora_megatron.integrations.megatron_lm.experts import (
     settle_expert_jobs,
 )
 from tlora_megatron.integrations.megatron_lm.guard import FLAG
+from tlora_megatron.integrations.megatron_lm.refusals import switch_off
 from tlora_megatron.integrations.megatron_lm.same_model import (
     check_described,
     check_transformer_config,
 )
-from tlora_megatron.integrations.megatron_lm.unused_flags import switch_off
 from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec

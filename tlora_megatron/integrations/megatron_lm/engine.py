@@ -20,11 +20,11 @@ from tlora_megatron.integrations.megatron.built.head import (
     use_targets,
 )
 from tlora_megatron.integrations.megatron.built.model import language_models
-from tlora_megatron.integrations.megatron.layer.mixing import built_class
+from tlora_megatron.integrations.megatron.layer.modules import built_class
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
-from tlora_megatron.integrations.megatron_lm.fingerprint import without_quantization
+from tlora_megatron.integrations.megatron_lm.same_model import without_quantization
 from tlora_megatron.layers.vocabulary_head import VocabularyShard, vocab_parallel_argmax
-from tlora_megatron.ops.routing.segments import use_micro_batch
+from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.nano.switch import NanoSettings
 from tlora_megatron.training.packing.isolation import check_isolation

@@ -183,10 +183,10 @@ class _Hooks:
             with shown_in_order() if asks_for_nano_batches(parsed.tlora_config) else nullcontext():
                 result = _validated(original, *args, **kwargs)
             check_arguments(parsed)
-        from tlora_megatron.integrations.megatron_lm import local_parts
+        from tlora_megatron.integrations.megatron_lm import model_fixes
 
         # Before the script makes its specs of layers.
-        local_parts.install(
+        model_fixes.install(
             context_parallel=parsed.context_parallel_size > 1,
             sequence_parallel=parsed.sequence_parallel,
         )
@@ -320,8 +320,11 @@ def settle(parsed: Any, words: Sequence[str]) -> None:
         words: the command line, whose flags without effect are logged in one line.
     """
     from tlora_megatron.integrations.megatron_lm.arguments import resolve_arguments
-    from tlora_megatron.integrations.megatron_lm.refusals import check_parsed, detect_format
-    from tlora_megatron.integrations.megatron_lm.unused_flags import describe_unused
+    from tlora_megatron.integrations.megatron_lm.refusals import (
+        check_parsed,
+        describe_unused,
+        detect_format,
+    )
 
     check_parsed(parsed)
     resolve_arguments(parsed)

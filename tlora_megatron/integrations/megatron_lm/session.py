@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from tlora_megatron import timeline
 from tlora_megatron.files import BY_UMASK, write_atomic
-from tlora_megatron.integrations.megatron import recompute
-from tlora_megatron.integrations.megatron.built.discover import discover, record_stages
+from tlora_megatron.integrations.megatron import engine
 from tlora_megatron.integrations.megatron.built.model import (
+    discover,
     freeze,
     language_models,
+    record_stages,
     require_whole_weights,
 )
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
@@ -35,15 +36,14 @@ from tlora_megatron.integrations.megatron_lm.engine import (
     MicroBatchFeed,
     check_engine_isolation,
 )
-from tlora_megatron.integrations.megatron_lm.fingerprint import (
+from tlora_megatron.integrations.megatron_lm.job_optimizer import IntervalLosses, JobOptimizer
+from tlora_megatron.integrations.megatron_lm.model_fixes import set_rotary_frequencies
+from tlora_megatron.integrations.megatron_lm.same_model import (
+    check_transformer_config,
     checkpoint_of_convert,
     precision_of,
     without_quantization,
 )
-from tlora_megatron.integrations.megatron_lm.interval_losses import IntervalLosses
-from tlora_megatron.integrations.megatron_lm.job_optimizer import JobOptimizer
-from tlora_megatron.integrations.megatron_lm.rotary import set_rotary_frequencies
-from tlora_megatron.integrations.megatron_lm.same_model import check_transformer_config
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.fingerprint.check import check_base
 from tlora_megatron.training.formats.fingerprint_file import read_fingerprint
@@ -86,7 +86,7 @@ class Session:
         self._interval = IntervalLosses()
         self._watched = ExitStack()
         """Watches for hangs from the start to the end, between the iterations too."""
-        recompute.install()
+        engine.install()
         set_environment(settings.config.run.deterministic)
         self._run = TrainingRun(
             settings.config,

@@ -38,6 +38,6 @@ def expert_caster(slab: AdapterSlab, views: Sequence[Tensor]) -> Caster | None:
     if not pairs or pairs[0][1].dtype not in half or not runs_triton(pairs[0][1]):
         return None
     # Not at the top: triton is only there on machines with a GPU.
-    from tlora_megatron.ops.experts.triton.cast import CastFactor, FactorCaster
+    from tlora_megatron.ops.experts.triton_sums import CastFactor, FactorCaster
 
     return FactorCaster([CastFactor(*pair) for pair in pairs])

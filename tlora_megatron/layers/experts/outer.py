@@ -10,8 +10,7 @@ from torch import Tensor
 from tlora_megatron.layers.sites import Site, TargetShard
 from tlora_megatron.layers.slab import AdapterSlab
 from tlora_megatron.layers.slab.layout import SlabLayout
-from tlora_megatron.ops.experts.rank_tables import CHUNK
-from tlora_megatron.ops.experts.shared_factors import OuterFactors, OuterSide, OuterTarget
+from tlora_megatron.ops.experts.factors import CHUNK, OuterFactors, OuterSide, OuterTarget
 
 OuterCopy = Mapping[str, Tensor]
 """One adapter's factors on routed experts in the compute dtype, by canonical name; empty for an

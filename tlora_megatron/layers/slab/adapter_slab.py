@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tlora_megatron.layers.slab.cells import SlabCells
 from tlora_megatron.layers.slab.layout import Factor, SlabLayout
-from tlora_megatron.ops.lora.factors import are_aligned
+from tlora_megatron.ops.lora.linear_ops import are_aligned
 from tlora_megatron.parallel.collectives import all_gather_rows
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.host_threads import host_threads

@@ -22,8 +22,8 @@ from tlora_megatron.layers.multi_adapter import (
 )
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.transformer_engine.fp8 import is_plain, te_base
-from tlora_megatron.ops.frozen.frozen_parts import Vjp
-from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.ops.frozen.parts import Vjp
+from tlora_megatron.ops.routing import MicroBatchView
 from tlora_megatron.parallel.nano.lanes import Lane
 
 _PACKAGE = __name__.partition(".")[0]

@@ -1,4 +1,7 @@
-"""What adapters add to a linear of routed experts, and how it goes back: the definition in torch.
+"""The linears of routed experts and what adapters add to them, both ways: the definition in torch.
+
+On GPUs in bfloat16 all experts are one `torch.nn.functional.grouped_mm`, which reads their numbers
+of rows on the device. Elsewhere they are a loop, which reads them on the host.
 
     y += scaling_s * (x A_es^T) B_es        for the rows of adapter s at expert e
     dS = scaling_s * dy B_es^T;  dx += dS A_es;  dA_es += dS^T x;  dB_es += s^T dy
@@ -7,7 +10,8 @@ Every expert has factors of its own for every adapter. Rows lie expert by expert
 adapter by adapter, so each (expert, adapter) pair is one run of rows. The loop over runs waits for
 the device once, for their ends. Sums over rows are fp32.
 
-Shapes: L experts, Q rows, K features in, N features out, R rank, S adapters and the null slot.
+Shapes: E or L experts, Q rows that lie expert by expert (R in the products), K features in, N
+features out, R rank, S adapters and the null slot.
 """
 
 from __future__ import annotations
@@ -19,9 +23,52 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tlora_megatron.ops.lora.torch_ops import accumulate
+
+
+def expert_products(x_RK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
+    """Returns `x W_e^T` `[R, N]`, each row by its own expert's weight.
+
+    Args:
+        counts_E: int64, rows of each expert; their sum is R.
+    """
+    if runs_grouped(x_RK):
+        return grouped_products(x_RK, weight_ENK.transpose(1, 2), counts_E)
+    return looped_products(x_RK, weight_ENK.transpose(1, 2), counts_E)
+
+
+def expert_dgrads(dy_RN: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
+    """Returns `dy W_e` `[R, K]`; see `expert_products`."""
+    if runs_grouped(dy_RN):
+        return grouped_products(dy_RN, weight_ENK, counts_E)
+    return looped_products(dy_RN, weight_ENK, counts_E)
+
+
+def runs_grouped(x: Tensor) -> bool:
+    """True if all experts are one launch."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0
+
+
+def looped_products(x_RK: Tensor, weight_EKN: Tensor, counts_E: Tensor) -> Tensor:
+    """The definition: one product an expert; waits for the device."""
+    out_RN = x_RK.new_empty(len(x_RK), weight_EKN.shape[2])
+    begin = 0
+    for expert, count in enumerate(counts_E.tolist()):
+        rows = slice(begin, begin + count)
+        if count:
+            torch.mm(x_RK[rows], weight_EKN[expert], out=out_RN[rows])
+        begin += count
+    return out_RN
+
+
+def grouped_products(x_RK: Tensor, weight_EKN: Tensor, counts_E: Tensor) -> Tensor:
+    """The same products in one call, without waiting."""
+    ends_E = counts_E.cumsum(0).to(torch.int32)
+    return F.grouped_mm(x_RK.contiguous(), weight_EKN, offs=ends_E)
 
 
 class ExpertRun(NamedTuple):
@@ -218,3 +265,26 @@ def _walk(runs: ExpertRuns, factors: ExpertFactors) -> Iterator[tuple[ExpertRun,
 def _scaled(s_QR: Tensor, run: ExpertRun, factors: ExpertFactors) -> Tensor:
     # By a tensor in fp32: a number would be rounded to the dtype of s.
     return s_QR.mul_(factors.scaling[run.slot : run.slot + 1])
+
+
+def add_biases(
+    y_QN: Tensor, biases_LN: Tensor, runs: ExpertRuns, weights_Q: Tensor | None
+) -> Tensor:
+    """Adds each row's bias to a linear's output, in place; returns it.
+
+    Args:
+        weights_Q: have multiplied the linear's input, and multiply its bias; None = nothing has.
+    """
+    bias_QN = _of_rows(biases_LN, runs, len(y_QN))
+    if weights_Q is not None:
+        bias_QN = (bias_QN * weights_Q[:, None]).to(y_QN.dtype)
+    return y_QN.add_(bias_QN)
+
+
+def weights_grad(dy_QN: Tensor, biases_LN: Tensor, runs: ExpertRuns) -> Tensor:
+    """Returns the gradient of the weights through the biases that they multiply, fp32 `[Q]`."""
+    return (dy_QN.float() * _of_rows(biases_LN, runs, len(dy_QN))).sum(-1)
+
+
+def _of_rows(biases_LN: Tensor, runs: ExpertRuns, num_rows: int) -> Tensor:
+    return biases_LN.repeat_interleave(runs.counts_L, dim=0, output_size=num_rows)

@@ -1,7 +1,7 @@
 """Linears of routed experts, computed by what is fastest here.
 
 On Hopper in bfloat16 one GEMM of our own computes base and adapters. Elsewhere the base's products
-are `ops.experts.products`, with the adapters' added by Triton kernels on GPUs, by torch on others.
+are `ops.experts.branch`, with the adapters' added by Triton kernels on GPUs, by torch on others.
 
 Shapes: L experts, Q rows, K features in, N features out.
 """
@@ -21,8 +21,9 @@ from tlora_megatron.ops.experts.branch import (
     ExpertRuns,
     PlacedRows,
     TorchExpertOps,
+    expert_dgrads,
+    expert_products,
 )
-from tlora_megatron.ops.experts.products import expert_dgrads, expert_products
 from tlora_megatron.ops.lora.kernel_choice import forced_kernels, kernel_choice, runs_triton
 
 InputSums = Callable[[PlacedRows], None]
@@ -100,7 +101,7 @@ _TORCH = TorchExpertOps()
 @functools.cache
 def _triton_ops() -> Any:
     # Not at the top: triton is only there on machines with a GPU.
-    from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
+    from tlora_megatron.ops.experts.triton_products import TritonExpertOps
 
     return TritonExpertOps()
 
@@ -120,6 +121,6 @@ def _has_cuda_kernels(device: torch.device, dtype: torch.dtype, forced: str | No
 
 @functools.cache
 def _made_cuda_ops() -> Any:
-    from tlora_megatron.ops.experts.cuda.ops import CudaExpertOps
+    from tlora_megatron.ops.experts.cuda import CudaExpertOps
 
     return CudaExpertOps(_triton_ops())

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertRun, ExpertRuns
 from tlora_megatron.ops.experts.choice import runs_kernels
-from tlora_megatron.ops.experts.shared_factors import OuterFactors, OuterSide, OuterTarget
+from tlora_megatron.ops.experts.factors import OuterFactors, OuterSide, OuterTarget
 from tlora_megatron.ops.lora.torch_ops import accumulate
 
 
@@ -89,9 +89,9 @@ def token_runs(ends: tuple[int, ...], window: slice) -> ExpertRuns:
 
 def _kernels() -> Any:
     # Not at the top: triton is only there on machines with a GPU.
-    from tlora_megatron.ops.experts.triton import outer
+    from tlora_megatron.ops.experts import triton_rows
 
-    return outer
+    return triton_rows
 
 
 def _walk(runs: ExpertRuns, side: OuterSide) -> Iterator[tuple[ExpertRun, OuterTarget]]:

@@ -23,7 +23,7 @@ from tlora_megatron.ops.frozen.attention_plan import (
     document_runs,
     rows_of_none,
 )
-from tlora_megatron.ops.routing.host_copy import to_device
+from tlora_megatron.ops.host_copy import to_device
 
 Kernel = Callable[..., tuple[torch.Tensor, ...]]
 """`kernel(dout, saved, cumulative, longest)` returns dq, dk and dv of as many rows as it gets."""

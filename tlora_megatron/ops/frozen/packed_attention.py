@@ -9,15 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from tlora_megatron.ops.frozen.exact_attention import BackwardCalls, backward_calls, classes_on
-from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
-from tlora_megatron.ops.frozen.sight import WHOLE, Sight, attend_in_sight
+from tlora_megatron.ops.frozen.parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.frozen.varlen_attention import (
+    WHOLE,
     CumulativeLengths,
+    Sight,
+    attend_in_sight,
     varlen_attention,
     varlen_attention_vjp,
 )
-from tlora_megatron.ops.routing.host_copy import to_device
-from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.ops.routing import MicroBatchView
 
 
 def attend_documents(

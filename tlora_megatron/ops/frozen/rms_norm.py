@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
+from tlora_megatron.ops.frozen.parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
 from tlora_megatron.ops.quantised.rows import GROUP
 from tlora_megatron.ops.quantised.weight import QuantWeight
@@ -118,7 +118,7 @@ def norm_into(out: torch.Tensor, x: torch.Tensor, weight: NormWeight) -> None:
     if not runs_triton(x):
         out.copy_(norm_reference(x, weight))
         return
-    from tlora_megatron.ops.frozen.triton.rms_norm import launch_forward
+    from tlora_megatron.ops.frozen.rms_norm_triton import launch_forward
 
     weight_H, eps, zero_centered, rounds_once = weight
     launch_forward(
@@ -138,7 +138,7 @@ def _add_vjp_by_autograd(
 def _add_vjp_by_triton(
     x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight, beside: Beside
 ) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
-    from tlora_megatron.ops.frozen.triton.rms_norm import launch_backward, launch_forward
+    from tlora_megatron.ops.frozen.rms_norm_triton import launch_backward, launch_forward
 
     weight_H, eps, zero_centered, rounds_once = weight
     x = x.contiguous()
@@ -151,18 +151,18 @@ def _add_vjp_by_triton(
             rounds_once=rounds_once, zero_centered=zero_centered, out=out,
         )  # fmt: skip
     else:
-        from tlora_megatron.ops.frozen.coded.rms_norm import forward
+        from tlora_megatron.ops.frozen.rms_norm_triton import forward_with_codes
 
-        total, rstd = forward(x, residual, weight, beside.column, out)
+        total, rstd = forward_with_codes(x, residual, weight, beside.column, out)
 
     def back(dtotal: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor:
         dtotal = None if dtotal is None else dtotal.contiguous()
         saved = dy.contiguous(), dtotal, total, weight_H, rstd
         if beside.row is None:
             return launch_backward(*saved, zero_centered=zero_centered)
-        from tlora_megatron.ops.frozen.coded.rms_norm import backward
+        from tlora_megatron.ops.frozen.rms_norm_triton import backward_with_codes
 
-        return backward(*saved, beside.row, zero_centered=zero_centered)
+        return backward_with_codes(*saved, beside.row, zero_centered=zero_centered)
 
     return total, out, back
 
@@ -179,7 +179,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Not at the top: triton is only there on machines with a GPU.
-        from tlora_megatron.ops.frozen.triton.rms_norm import launch_forward
+        from tlora_megatron.ops.frozen.rms_norm_triton import launch_forward
 
         ctx.set_materialize_grads(False)
         residual = None if residual is None else residual.contiguous()
@@ -191,7 +191,7 @@ class _FusedRMSNorm(torch.autograd.Function):
     def backward(
         ctx: Any, dtotal: torch.Tensor | None, dy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        from tlora_megatron.ops.frozen.triton.rms_norm import launch_backward
+        from tlora_megatron.ops.frozen.rms_norm_triton import launch_backward
 
         total, weight_H, rstd = ctx.saved_tensors
         dx = dtotal

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
+from tlora_megatron.ops.frozen.parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
 from tlora_megatron.ops.quantised.weight import QuantWeight
 
@@ -39,18 +39,22 @@ def swiglu_vjp(
     """
     if not runs_triton(x):
         return vjp_by_autograd(swiglu_reference, x)
-    from tlora_megatron.ops.frozen.triton.swiglu import launch_backward, launch_forward
+    from tlora_megatron.ops.frozen.swiglu_triton import launch_backward, launch_forward
 
     x = x.contiguous()
     if row is None and column is None:
         return launch_forward(x), lambda dy: launch_backward(dy.contiguous(), x)
-    from tlora_megatron.ops.frozen.coded import swiglu as coded
+    from tlora_megatron.ops.frozen import swiglu_triton as coded
 
     width = x.shape[-1] // 2
-    y = coded.forward(x, row) if row and width <= coded.FORWARD_COLUMNS else launch_forward(x)
+    y = (
+        coded.forward_with_codes(x, row)
+        if row and width <= coded.FORWARD_COLUMNS
+        else launch_forward(x)
+    )
     if column is None or width > coded.BACKWARD_COLUMNS:
         return y, lambda dy: launch_backward(dy.contiguous(), x)
-    return y, lambda dy: coded.backward(dy.contiguous(), x, column)
+    return y, lambda dy: coded.backward_with_codes(dy.contiguous(), x, column)
 
 
 class _FusedSwiGLU(torch.autograd.Function):
@@ -59,7 +63,7 @@ class _FusedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         # Not at the top: triton is only there on machines with a GPU.
-        from tlora_megatron.ops.frozen.triton.swiglu import launch_forward
+        from tlora_megatron.ops.frozen.swiglu_triton import launch_forward
 
         x = x.contiguous()
         ctx.save_for_backward(x)
@@ -67,6 +71,6 @@ class _FusedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        from tlora_megatron.ops.frozen.triton.swiglu import launch_backward
+        from tlora_megatron.ops.frozen.swiglu_triton import launch_backward
 
         return launch_backward(dy.contiguous(), *ctx.saved_tensors)

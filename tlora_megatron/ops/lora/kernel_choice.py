@@ -171,7 +171,7 @@ def _triton_installation_problem() -> str | None:
 
 @functools.cache
 def _extension_problem() -> str | None:
-    from tlora_megatron.ops.extension import ExtensionUnavailable, load_extension
+    from tlora_megatron.ops.kernel_build import ExtensionUnavailable, load_extension
 
     try:
         load_extension()
@@ -188,11 +188,11 @@ def _warn_once(message: str) -> None:
 @functools.cache
 def _make(name: Kernels) -> LinearOps:
     if name == "cuda":
-        from tlora_megatron.ops.lora.cuda.ops import CudaOps
+        from tlora_megatron.ops.lora.cuda_ops import CudaOps
 
         return CudaOps(fallback=_make("triton"))
     if name == "triton":
-        from tlora_megatron.ops.lora.triton.ops import TritonOps
+        from tlora_megatron.ops.lora.triton_ops import TritonOps
 
         return TritonOps()
     from tlora_megatron.ops.lora.torch_ops import TorchOps

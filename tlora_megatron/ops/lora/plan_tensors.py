@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from tlora_megatron.ops.lora.fixed_tables import Array, FixedTables
+from tlora_megatron.ops.host_copy import Array, FixedTables
 from tlora_megatron.ops.lora.tiling import (
     RANK_CHUNK,
     ROW_TILE,
@@ -26,7 +26,7 @@ from tlora_megatron.ops.lora.tiling import (
     rank_chunks,
     tile_plan,
 )
-from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.row_groups import RowGroups
 
 T = TypeVar("T")
 ITEM_FIELDS = 20

@@ -18,11 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tlora_megatron.ops.lora.fixed_tables import Array
+from tlora_megatron.ops.host_copy import Array, to_device
 from tlora_megatron.ops.lora.plan_tensors import PlanTensors, spread
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE, RankLayout, rank_chunks
-from tlora_megatron.ops.routing.host_copy import to_device
-from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.row_groups import RowGroups
 
 Gather = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`gather_or_zero`, or a kernel of the same."""

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tlora_megatron.ops.lora.fixed_tables import Array
+from tlora_megatron.ops.host_copy import Array
 
 ROW_TILE = 256
 """Rows of a tile: two thread blocks of 128, a cluster of the Hopper GEMM."""

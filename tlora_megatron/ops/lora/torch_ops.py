@@ -1,25 +1,60 @@
-"""The multi-adapter linear in plain torch, on any device and in any dtype.
+"""The multi-adapter linear in torch: its definition, and one for any device and dtype.
+
+Semantics: `y[t] = W x[t] + b + scaling[s] * B[s] (A[s] drop(x[t]))` with `s` the slot of row t.
+Rows of the null slot get the base output only. Runs in any dtype, fp64 in tests, on plain autograd.
+A quantised base has other products `W x` and `dy W` (`ops.quantised.weight`), and this branch.
 
 A slot's products run over its own rows and its own rank alone, one GEMM a portion and factor, so
 their bits do not depend on the neighbours. `s` and `dS` are flat: for every portion of a slot, a
 contiguous block `[rows, R]`, R its rank chunks over all targets.
 
-Shapes: T rows, K features in, N features out, R as above.
+Shapes: T rows, K features in, N features out, R rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from tlora_megatron.ops.dropout.masks import dropout
-from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import BoundLinear
+from tlora_megatron.ops.dropout import dropout
+from tlora_megatron.ops.lora.linear_ops import BoundLinear, SiteFactors
 from tlora_megatron.ops.lora.rank_places import Elements, RankPlaces, cached_places, row_form
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK, RankLayout, rank_chunks
-from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.row_groups import RowGroups
+
+
+class Factors(NamedTuple):
+    """One adapter's pair at one linear: `lora_a` `[rank, K]`, `lora_b` `[N, rank]`."""
+
+    lora_a_RK: torch.Tensor
+    lora_b_NR: torch.Tensor
+    scaling: float
+
+
+def multi_lora_linear_reference(
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    factors: Mapping[int, Factors],
+    rows: RowGroups,
+    keep_TK: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns `[T, N]`; `keep_TK` multiplies the branch's input (mask over `1 - p`)."""
+    base_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
+    branch_TK = x_TK if keep_TK is None else x_TK * keep_TK
+    runs = []
+    begin = 0
+    for slot, end in enumerate(rows.ends):
+        run_TK, base_run_TN = branch_TK[begin:end], base_TN[begin:end]
+        begin = end
+        if slot in factors:
+            a_RK, b_NR, scaling = factors[slot]
+            base_run_TN = base_run_TN + scaling * (run_TK @ a_RK.t() @ b_NR.t())
+        runs.append(base_run_TN)
+    return torch.cat(runs)
 
 
 class _Part(NamedTuple):

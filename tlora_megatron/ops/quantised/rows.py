@@ -1,22 +1,52 @@
-"""The dynamic quantiser: every row, or every 128 columns of it, gets a scale from itself alone.
+"""The quantiser of rows: FP8 codes, a scale for every row or 128 columns of it, and rows handed on.
+
+Bytes are uint8 everywhere, because many of torch's functions know no FP8 types, and
+`module.bfloat16()` would convert these.
 
 To the bit, all in fp32: `amax` keeps NaN; `scale = max(amax / 448, 2**-100)`;
 `code = e4m3(clamp(x * (1 / scale)))`. Where amax is NaN or infinite, scale is NaN, so that products
 with the row are NaN and no other row changes. docs/fp8.md has the reasons.
 
 Shapes: T rows, K features.
+
+Codes that a kernel made together with a tensor hang on the tensor object itself, so no signature
+between that kernel and the linear knows of them. They are a memo: a linear that finds none
+quantises by itself, and gets the same codes. Taking them drops them, so that they do not outlive
+the product where the tensor is kept for the backward pass.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
-from tlora_megatron.ops.quantised.codes import LARGEST, decode, encode
+
+LARGEST = 448.0
+"""The largest value that has a code."""
+NAN_CODE = 0x7F
+"""The code of every NaN, whatever its sign."""
+
+
+def encode(values: Tensor) -> Tensor:
+    """Returns the uint8 codes of fp32 values, rounded to nearest even.
+
+    Values beyond the largest get its code; a NaN gets `NAN_CODE`.
+    """
+    assert values.dtype == torch.float32, f"values must be fp32, got {values.dtype}"
+    clamped = values.clamp(-LARGEST, LARGEST)
+    codes = clamped.to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.masked_fill_(values.isnan(), NAN_CODE)
+
+
+def decode(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the values of uint8 codes, which all dtypes of 16 bits or more hold exactly."""
+    return codes.view(torch.float8_e4m3fn).to(dtype)
+
 
 GROUP = 128
 """Columns that share a scale, with a base that has scales for blocks; the last may be fewer."""
@@ -85,3 +115,42 @@ def _scales(values: Tensor) -> tuple[Tensor, Tensor]:
     scales = (amax / largest).clamp(min=SMALLEST_SCALE)
     scales = scales.masked_fill_(amax.isinf(), torch.nan)
     return scales, scales.reciprocal()
+
+
+_NAME = "tlora_quant_rows"
+
+
+class _Handed(NamedTuple):
+    rows: QuantRows
+    fold: Tensor | None
+    version: int
+    address: int
+
+
+def hand_rows(x: Tensor, rows: QuantRows, fold: Tensor | None = None) -> None:
+    """Leaves the codes of x on it.
+
+    Whoever then writes into x by a kernel that torch does not know of must take them off.
+
+    Args:
+        fold: that values were multiplied with, as `encode_rows` takes it.
+    """
+    if not x.is_inference():  # which has no count of writes
+        setattr(x, _NAME, _Handed(rows, fold, x._version, x.data_ptr()))
+
+
+def pass_rows(x: Tensor, view: Tensor) -> Tensor:
+    """Returns a view of all of x, with the codes that lay on x."""
+    handed = x.__dict__.pop(_NAME, None)
+    if handed is not None:
+        setattr(view, _NAME, handed)
+    return view
+
+
+def handed_rows(x: Tensor, group: int | None, fold: Tensor | None = None) -> QuantRows | None:
+    """Takes the codes of x off it; None if there are none of this kind, or x has changed since."""
+    handed: Any = x.__dict__.pop(_NAME, None)
+    if handed is None or handed.fold is not fold or handed.rows.group != group:
+        return None
+    unchanged = handed.version == x._version and handed.address == x.data_ptr()
+    return handed.rows if unchanged else None

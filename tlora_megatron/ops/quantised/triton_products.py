@@ -1,4 +1,4 @@
-"""Kernels of `ops.quantised.definition`: products of FP8 codes on any GPU with tensor cores.
+"""Kernels of `ops.quantised.weight`: products of FP8 codes on any GPU with tensor cores.
 
 Tensor cores add products of FP8 in fewer bits than fp32 has, so each 128 of the contraction are a
 product of their own, and those are added in fp32. Tiles do not depend on the number of rows, so
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows
-from tlora_megatron.ops.quantised.triton_codes import decode, decodes_by_hand
+from tlora_megatron.ops.quantised.triton_rows import decode, decodes_by_hand
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
 _BLOCK_ROWS = 128

@@ -11,9 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.quantised.codes import decode
-from tlora_megatron.ops.quantised.handed_rows import handed_rows
-from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
+from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, decode, encode_rows, handed_rows
 
 Kind = Literal["channel", "block"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing.segments import Document
+from tlora_megatron.ops.routing import Document
 
 TOLERANCE = 0.1
 """By how much the largest part may exceed the least possible one to end where a job ends, or to do

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tlora_megatron.ops.routing.segments import Document
+from tlora_megatron.ops.routing import Document
 from tlora_megatron.parallel.nano.balance import balanced_cuts
 
 CutDocuments = Callable[[Sequence[Document], int], tuple[int, ...]]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge
 
-from tlora_megatron.ops.frozen.frozen_parts import End, Vjp, run_backward
+from tlora_megatron.ops.frozen.parts import End, Vjp, run_backward
 
 Module = Callable[[torch.Tensor], Any]
 Transport = Callable[[torch.Tensor], torch.Tensor]

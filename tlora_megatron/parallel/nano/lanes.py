@@ -25,7 +25,7 @@ import greenlet
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from tlora_megatron.ops.routing.segments import (
+from tlora_megatron.ops.routing import (
     MicroBatchView,
     bind_micro_batch,
     current_micro_batch,

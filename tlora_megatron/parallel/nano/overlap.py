@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.ops.routing import MicroBatchView
 from tlora_megatron.parallel.nano.lanes import Lane
 from tlora_megatron.parallel.nano.side_stream import SideStream, make_side_stream
 from tlora_megatron.parallel.transport.tensor_collectives import TensorCollectives

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.ops.extension import load_extension
-from tlora_megatron.ops.lora.cuda.arguments import ExchangeArguments, ExchangeStep
-from tlora_megatron.ops.lora.cuda.calls import multiprocessors
+from tlora_megatron.ops.kernel_build import load_extension
+from tlora_megatron.ops.lora.cuda_arguments import ExchangeArguments, ExchangeStep
+from tlora_megatron.ops.lora.cuda_calls import multiprocessors
 from tlora_megatron.parallel.transport.exchange import (
     Copy,
     Exchange,

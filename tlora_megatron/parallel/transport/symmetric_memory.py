@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.ops.extension import ExtensionUnavailable, load_extension
-from tlora_megatron.ops.lora.cuda.arguments import MAX_RANKS
+from tlora_megatron.ops.kernel_build import ExtensionUnavailable, load_extension
+from tlora_megatron.ops.lora.cuda_arguments import MAX_RANKS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

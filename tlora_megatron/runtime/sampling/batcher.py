@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tlora_megatron.integrations.megatron.generation.growing_view import Growth
-from tlora_megatron.integrations.megatron.generation.key_cache import KeyCache
+from tlora_megatron.integrations.megatron.key_cache import Growth, KeyCache
 from tlora_megatron.runtime.sampling.adapter_key import AdapterKey
 from tlora_megatron.runtime.sampling.adapters import AdapterShelf
 from tlora_megatron.runtime.sampling.choice import Draws, choose, log_probabilities, top_of
@@ -27,7 +26,7 @@ _OPEN_END_SHARE = 8
 
 
 class Steps(Protocol):
-    """The model with its cache (`integrations.megatron.generation.stepper`)."""
+    """The model with its cache (`integrations.megatron.stepper`)."""
 
     cache: KeyCache
     step_tokens: int

@@ -60,7 +60,7 @@ def open_batcher(base: Mapping[str, Any], limits: SamplerLimits) -> Batcher:
     )
     attach(opened.linears, bank)
     # Not at the top: what needs no model needs no Megatron-core.
-    from tlora_megatron.integrations.megatron.generation.stepper import Stepper
+    from tlora_megatron.integrations.megatron.stepper import Stepper
 
     engine: Any = opened.engine
     stepper = Stepper(engine.model, spec, cache_bytes=_cache_bytes(limits), step_tokens=step_tokens)

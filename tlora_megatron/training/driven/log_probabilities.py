@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.ops.routing.host_copy import to_device
+from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.training.driven.state import DrivenState
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.packing.packing import MicroBatch, Placed

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tlora_megatron.ops.dropout.masks import mix_ints
-from tlora_megatron.ops.frozen.token_losses import KINDS
+from tlora_megatron.ops.dropout import mix_ints
+from tlora_megatron.ops.frozen.losses import KINDS
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
 from tlora_megatron.training.driven.requests import Request
 from tlora_megatron.training.job_state import JobState

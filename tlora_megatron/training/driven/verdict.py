@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tlora_megatron.ops.frozen.token_losses import KINDS, TokenInputs, token_losses
+from tlora_megatron.ops.frozen.losses import KINDS, TokenInputs, token_losses
 from tlora_megatron.training.driven.requests import Request
 from tlora_megatron.training.driven.state import loss_inputs
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from tlora_megatron.model.experts import EXPERT_PARTS, ExpertPart, ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.frozen.qkv_rotary import rotate_halves
 from tlora_megatron.ops.frozen.rms_norm import rms_norm_reference
-from tlora_megatron.ops.frozen.rope import inverse_frequencies, rotary_factor
+from tlora_megatron.ops.frozen.rotary import inverse_frequencies, rotary_factor, rotate_halves
 from tlora_megatron.training.formats.fingerprint_file import Fingerprint, fingerprint_tokens
 from tlora_megatron.training.formats.hf_checkpoint import WeightSource
 from tlora_megatron.training.formats.hf_convert import layer_shapes

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing.host_copy import to_device
+from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.parallel.nano.balance import RowCosts
 from tlora_megatron.parallel.nano.cuts import CutDocuments, cut_by_length
 from tlora_megatron.parallel.nano.lane_room import LaneRoom

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
+from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.packing.packing import Item, PackedBatch, Placed, pack, round_up

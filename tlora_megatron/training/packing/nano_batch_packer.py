@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from tlora_megatron.ops.exactness import Exactness
-from tlora_megatron.ops.routing.host_copy import to_device
-from tlora_megatron.ops.routing.segments import Document, join_nano_batches, pack_micro_batch
+from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.ops.routing import Document, join_nano_batches, pack_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import (
     CutDocuments,

@@ -21,8 +21,8 @@ import torch
 from tlora_megatron.model.recompute import RecomputeTable
 from tlora_megatron.model.replicas.cp_dispatch import CpTeam
 from tlora_megatron.ops.exactness import Exactness
-from tlora_megatron.ops.routing.host_copy import to_device
-from tlora_megatron.ops.routing.segments import Document, MicroBatchView, pack_micro_batch
+from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.packing.row_arrays import RowArrays, SentBatch, SentTokens
 

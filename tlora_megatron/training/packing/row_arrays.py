@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tlora_megatron.ops.frozen.token_losses import KINDS, TokenInputs, scaled_losses
-from tlora_megatron.ops.routing.host_copy import to_device
+from tlora_megatron.ops.frozen.losses import KINDS, TokenInputs, scaled_losses
+from tlora_megatron.ops.host_copy import to_device
 
 
 class SentTokens(NamedTuple):
@@ -23,7 +23,7 @@ class SentTokens(NamedTuple):
     weights: np.ndarray
     """fp32, of the rows' cross entropy; where this is 0 there is a log-probability all the same."""
     kind: int = KINDS["cross_entropy"]
-    """Number of the loss (`ops.frozen.token_losses`)."""
+    """Number of the loss (`ops.frozen.losses`)."""
     inputs: np.ndarray | None = None
     """fp32 `[4, T]`, the further fields of `TokenInputs`; None for cross entropy."""
 

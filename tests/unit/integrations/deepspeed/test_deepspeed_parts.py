@@ -25,13 +25,12 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 from tests.helpers.deepspeed_models import DELTA_NETS, MIXED, untrained
 from tests.helpers.tiny_models import randomize, tiny_config
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
-from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
-from tlora_megatron.integrations.deepspeed import attention
+from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
+from tlora_megatron.integrations.deepspeed import model as attention
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
-from tlora_megatron.integrations.deepspeed.discover import model_spec
-from tlora_megatron.integrations.deepspeed.engine import check_packing
+from tlora_megatron.integrations.deepspeed.discover import model_spec, prepare_linear
+from tlora_megatron.integrations.deepspeed.engine import check_packing, prepare_output_layer
 from tlora_megatron.integrations.deepspeed.frozen_base import build_base
-from tlora_megatron.integrations.deepspeed.linears import prepare_linear
 from tlora_megatron.integrations.deepspeed.model import (
     check_finite,
     refuse_adapters,
@@ -39,7 +38,6 @@ from tlora_megatron.integrations.deepspeed.model import (
     turn_dropout_off,
     use_packed_attention,
 )
-from tlora_megatron.integrations.deepspeed.scoring import prepare_output_layer
 from tlora_megatron.layers.linear_sites import rank_sites
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab.layout import slab_layout

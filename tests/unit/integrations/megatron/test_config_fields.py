@@ -25,8 +25,7 @@ from tests.helpers.tiny_models import (
     make_tiny_model,
 )
 from tests.helpers.user_models import SPEC, build_user_gpt, user_config
-from tlora_megatron.integrations.megatron.built.discover import discover
-from tlora_megatron.integrations.megatron.built.model import freeze
+from tlora_megatron.integrations.megatron.built.model import discover, freeze
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.model import build_backbone, load_backbone
@@ -34,7 +33,7 @@ from tlora_megatron.integrations.megatron_lm.guard import RULES
 from tlora_megatron.integrations.megatron_lm.same_model import NO_EFFECT
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -18,11 +18,12 @@ from tests.helpers.one_process import one_process_groups
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import EXPERTS_SPEC, MOE_SPEC, SPEC, build_user_gpt
 from tlora_megatron.config.job import SHARED_EXPERT_TARGETS, LoraSpec
-from tlora_megatron.integrations.megatron.built.discover import discover, record_stages
 from tlora_megatron.integrations.megatron.built.expert_layers import AdaptedExperts
 from tlora_megatron.integrations.megatron.built.model import (
+    discover,
     freeze,
     language_models,
+    record_stages,
     require_whole_weights,
 )
 from tlora_megatron.integrations.megatron.built.packed_attention import (

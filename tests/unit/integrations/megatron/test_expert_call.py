@@ -15,7 +15,7 @@ from tlora_megatron.integrations.megatron.built.expert_call import (
     own_window,
 )
 from tlora_megatron.ops.experts.branch import ExpertRuns
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch
 
 EXPERTS, SLOTS = 5, 3
 

@@ -26,7 +26,7 @@ from tests.helpers.built_experts import (
 )
 from tests.helpers.one_process import one_process_groups
 from tlora_megatron.integrations.megatron.built.expert_call import current_call
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
 

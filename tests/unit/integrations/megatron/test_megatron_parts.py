@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tlora_megatron.integrations.megatron import cpu
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
-from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
+from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
 

@@ -25,10 +25,10 @@ from tests.helpers.built_model import (
 )
 from tests.helpers.one_process import one_process_groups
 from tests.helpers.user_models import SPEC, build_user_gpt
-from tlora_megatron.integrations.megatron import nano_batches, recompute
-from tlora_megatron.integrations.megatron.built.discover import discover
+from tlora_megatron.integrations.megatron import engine as recompute
+from tlora_megatron.integrations.megatron import nano_batches
 from tlora_megatron.integrations.megatron.built.head import Targets, use_targets
-from tlora_megatron.integrations.megatron.built.model import freeze
+from tlora_megatron.integrations.megatron.built.model import discover, freeze
 from tlora_megatron.integrations.megatron.built.own_compute import (
     OwnCompute,
     _agreed_choice,
@@ -36,23 +36,18 @@ from tlora_megatron.integrations.megatron.built.own_compute import (
     use_own_compute,
 )
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
-from tlora_megatron.integrations.megatron.layer import (
-    frozen_sublayer,
-    module_hooks,
-    plain_layer,
-    residual_stream,
-)
-from tlora_megatron.integrations.megatron.layer.built_parts import (
+from tlora_megatron.integrations.megatron.layer import conditions, frozen_sublayer, plain_layer
+from tlora_megatron.integrations.megatron.layer import modules as module_hooks
+from tlora_megatron.integrations.megatron.layer.modules import built_class, foreign_hook
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
     built_head_norms,
     built_norm,
     why_not_head_norms,
 )
-from tlora_megatron.integrations.megatron.layer.mixing import built_class
-from tlora_megatron.integrations.megatron.layer.module_hooks import foreign_hook
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.transformer_engine import fp8
-from tlora_megatron.ops.routing.segments import use_micro_batch
+from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
@@ -253,7 +248,7 @@ def test_an_fp32_residual_stream(
 
     exact = Case(groups, change=change, te=True).results()
     # The installed release rounds it; ours go the newer ones' way.
-    monkeypatch.setattr(residual_stream, "_sums_in_fp32", lambda: True)
+    monkeypatch.setattr(conditions, "_sums_in_fp32", lambda: True)
     half: Any = {"params_dtype": torch.bfloat16, "bf16": True, "fp32_residual_connection": True}
     for own in (True, False):
         num_run.clear()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tlora_megatron.integrations.megatron import recompute
-from tlora_megatron.ops.routing.segments import (
+from tlora_megatron.integrations.megatron import engine
+from tlora_megatron.ops.routing import (
     Document,
     current_micro_batch,
     pack_micro_batch,
@@ -31,8 +31,8 @@ def test_transformer_engine_s_checkpoint_is_covered(monkeypatch: pytest.MonkeyPa
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, distributed.__name__, distributed)
-    recompute._install_in_transformer_engine()
-    recompute._install_in_transformer_engine()
+    engine._install_in_transformer_engine()
+    engine._install_in_transformer_engine()
     first, second = (
         pack_micro_batch([Document(slot=0, length=n)], num_slots=1, num_tokens=4) for n in (3, 4)
     )
@@ -50,4 +50,4 @@ def test_without_transformer_engine_there_is_nothing_to_cover(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)  # its import fails
-    recompute._install_in_transformer_engine()
+    engine._install_in_transformer_engine()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tlora_megatron.integrations.megatron_lm.fingerprint import (
+from tlora_megatron.integrations.megatron_lm.same_model import (
     checkpoint_of_convert,
     precision_of,
     without_quantization,

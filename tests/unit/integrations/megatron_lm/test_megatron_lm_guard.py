@@ -336,11 +336,11 @@ def test_validation_is_shown_one_queue_where_nano_batches_need_more(
     nano_batches: str,
     seen: str,
 ) -> None:
-    from tlora_megatron.integrations.megatron_lm import local_parts
+    from tlora_megatron.integrations.megatron_lm import model_fixes
 
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.setenv(name, "32")
-    monkeypatch.setattr(local_parts, "install", lambda **_: None)
+    monkeypatch.setattr(model_fixes, "install", lambda **_: None)
     arguments: Any = trainer["megatron.training.arguments"]
     arguments.validate_args = lambda args: os.environ[name]
     jobs = tmp_path / "jobs.yaml"

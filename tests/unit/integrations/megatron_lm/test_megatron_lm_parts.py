@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlora_megatron.integrations.megatron_lm import local_parts
+from tlora_megatron.integrations.megatron_lm import model_fixes
 from tlora_megatron.integrations.megatron_lm.engine import MicroBatchFeed
-from tlora_megatron.integrations.megatron_lm.interval_losses import IntervalLosses
-from tlora_megatron.integrations.megatron_lm.job_optimizer import JobOptimizer, NoSchedule
+from tlora_megatron.integrations.megatron_lm.job_optimizer import (
+    IntervalLosses,
+    JobOptimizer,
+    NoSchedule,
+)
 
 
 class _Named(NamedTuple):
@@ -136,11 +139,11 @@ def test_torch_s_norm_stands_where_megatron_found_apex(
     from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    for module, name in local_parts._NORMS:
+    for module, name in model_fixes._NORMS:
         monkeypatch.setattr(module, name, FusedLayerNorm)
     with caplog.at_level(logging.INFO):
-        local_parts._leave_apex_norm()
-        local_parts._leave_apex_norm()
-    assert {getattr(module, name) for module, name in local_parts._NORMS} == {WrappedTorchNorm}
+        model_fixes._leave_apex_norm()
+        model_fixes._leave_apex_norm()
+    assert {getattr(module, name) for module, name in model_fixes._NORMS} == {WrappedTorchNorm}
     (record,) = caplog.records
     assert "is torch's" in record.getMessage()

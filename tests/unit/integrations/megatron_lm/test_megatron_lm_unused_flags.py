@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tlora_megatron.integrations.megatron_lm import hooks
-from tlora_megatron.integrations.megatron_lm.unused_flags import (
+from tlora_megatron.integrations.megatron_lm.refusals import (
     UNUSED,
     describe_unused,
     switch_off,

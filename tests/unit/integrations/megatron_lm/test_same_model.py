@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.helpers.tiny_models import tiny_config
 from tlora_megatron.integrations.megatron_lm.guard import RULES
-from tlora_megatron.integrations.megatron_lm.rotary import set_rotary_frequencies
+from tlora_megatron.integrations.megatron_lm.model_fixes import set_rotary_frequencies
 from tlora_megatron.integrations.megatron_lm.same_model import (
     COMPARED,
     ONE_VALUE,
@@ -25,7 +25,7 @@ from tlora_megatron.integrations.megatron_lm.same_model import (
     is_judged,
 )
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.ops.frozen.rope import inverse_frequencies
+from tlora_megatron.ops.frozen.rotary import inverse_frequencies
 
 BUILDER_ARGUMENTS = {
     "compared": {

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.adam_case import HYPERS, SIZES, AdamCase
-from tlora_megatron.ops.adamw.step import AdamUpdate, fused_adamw
+from tlora_megatron.ops.adamw import AdamUpdate, fused_adamw
 
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -26,7 +26,7 @@ def step(request: pytest.FixtureRequest) -> Step:
     """The way to apply updates in this process."""
     if request.param == "torch":
         return fused_adamw
-    from tlora_megatron.ops.adamw.triton import launch_adamw
+    from tlora_megatron.ops.adamw_triton import launch_adamw
 
     return launch_adamw
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from tlora_megatron.ops.dropout.masks import dropout_reference, dropped_places, mix32, mix_ints
+from tlora_megatron.ops.dropout import dropout_reference, dropped_places, mix32, mix_ints
 
 ROWS, COLUMNS = 512, 2048
 LAYER = mix_ints(3)

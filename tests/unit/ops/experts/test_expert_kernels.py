@@ -37,7 +37,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's inter
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_kernels_are_the_definition(name: str, dtype: torch.dtype) -> None:
-    from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
+    from tlora_megatron.ops.experts.triton_products import TritonExpertOps
 
     case = branch_case(CASES[name], dtype)
     expected = results(TorchExpertOps(), branch_case(CASES[name], torch.float64))
@@ -47,7 +47,7 @@ def test_kernels_are_the_definition(name: str, dtype: torch.dtype) -> None:
 
 @interpreted
 def test_kernels_give_a_job_the_same_bits_beside_others() -> None:
-    from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
+    from tlora_megatron.ops.experts.triton_products import TritonExpertOps
 
     alone = branch_case(CASES["uneven"], torch.float16, only=1)
     beside = branch_case(CASES["uneven"], torch.float16)
@@ -62,9 +62,8 @@ def test_kernels_give_a_job_the_same_bits_beside_others() -> None:
 @interpreted
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_fill_the_rank_columns_of_the_arenas(name: str) -> None:
-    from tlora_megatron.ops.experts.triton.ops import TritonExpertOps
-    from tlora_megatron.ops.experts.triton.products import down
-    from tlora_megatron.ops.experts.triton.tiles import tiles_of
+    from tlora_megatron.ops.experts.triton_products import TritonExpertOps, down
+    from tlora_megatron.ops.experts.triton_tiles import tiles_of
 
     case, ops = branch_case(CASES[name], torch.float32), TritonExpertOps()
     tables = ops.tables_of(case.factors)
@@ -86,7 +85,7 @@ def test_kernels_fill_the_rank_columns_of_the_arenas(name: str) -> None:
 @interpreted
 @pytest.mark.parametrize("num_rows", [1, 130])
 def test_kernels_compute_factors_that_experts_share(num_rows: int) -> None:
-    from tlora_megatron.ops.experts.triton import outer as kernels
+    from tlora_megatron.ops.experts import triton_rows as kernels
 
     case, twin = (outer_case(num_rows, torch.float32) for _ in range(2))
     first, other = case.call.first, twin.call.first
@@ -117,7 +116,7 @@ def test_kernels_compute_factors_that_experts_share(num_rows: int) -> None:
 
 @interpreted
 def test_master_weights_are_cast_into_the_arenas() -> None:
-    from tlora_megatron.ops.experts.triton.cast import CastFactor, FactorCaster
+    from tlora_megatron.ops.experts.triton_sums import CastFactor, FactorCaster
 
     arena = torch.zeros(3, 24, 1100, dtype=torch.float16)
     views = [arena[:, :5], arena[:, 8:10, 40:1100], arena[:, 16:17, :7]]
@@ -141,8 +140,8 @@ def test_master_weights_are_cast_into_the_arenas() -> None:
 @interpreted
 @pytest.mark.parametrize("columns_out", [40, 256, 700])
 def test_units_of_the_gemm_cover_every_row_once(columns_out: int) -> None:
-    from tlora_megatron.ops.experts.cuda.units import make_units
-    from tlora_megatron.ops.experts.triton.tiles import pair_tiles
+    from tlora_megatron.ops.experts.cuda import make_units
+    from tlora_megatron.ops.experts.triton_tiles import pair_tiles
 
     counts = torch.randint(0, 90, (7, 6))
     counts[2] = 0
@@ -164,8 +163,8 @@ def test_units_of_the_gemm_cover_every_row_once(columns_out: int) -> None:
 @interpreted
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_of_sums_cover_every_gradient_once(name: str) -> None:
-    from tlora_megatron.ops.experts.cuda.sums import sum_entries
-    from tlora_megatron.ops.experts.rank_tables import rank_tables
+    from tlora_megatron.ops.experts.cuda import sum_entries
+    from tlora_megatron.ops.experts.factors import rank_tables
 
     case = branch_case(CASES[name], torch.float32)
     tables = rank_tables(case.factors)

@@ -11,12 +11,21 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tlora_megatron.model.experts import ClampedGlu, ExpertsSpec
-from tlora_megatron.ops.experts.biases import add_biases, weights_grad
-from tlora_megatron.ops.experts.branch import ExpertRuns
-from tlora_megatron.ops.experts.products import grouped_products, looped_products
-from tlora_megatron.ops.experts.router import route_reference, route_vjp
-from tlora_megatron.ops.experts.rows import RowSlots, sort_rows
-from tlora_megatron.ops.experts.weighting import weighted_glu, weighted_glu_back
+from tlora_megatron.ops.experts.branch import (
+    ExpertRuns,
+    add_biases,
+    grouped_products,
+    looped_products,
+    weights_grad,
+)
+from tlora_megatron.ops.experts.rows import (
+    RowSlots,
+    route_reference,
+    route_vjp,
+    sort_rows,
+    weighted_glu,
+    weighted_glu_back,
+)
 
 GLU = ClampedGlu(alpha=1.7, limit=0.9)
 QWEN = ExpertsSpec(num_experts=16, top_k=4, ffn_size=8, normalizes=True)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.unit.ops.frozen.test_frozen_kernels import DEVICE, INTERPRETED, RUNS, draw, head_norms
-from tlora_megatron.ops.frozen import qkv_rotary, rms_norm, swiglu
+from tlora_megatron.ops.frozen import rms_norm, rotary, swiglu
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
-from tlora_megatron.ops.quantised.handed_rows import handed_rows
-from tlora_megatron.ops.quantised.rows import GROUP, encode_rows
+from tlora_megatron.ops.quantised.rows import GROUP, encode_rows, handed_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -29,7 +28,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
         from tests.helpers.interpreter import ready_interpreter
 
         ready_interpreter()
-        for module in (qkv_rotary, rms_norm, swiglu):
+        for module in (rotary, rms_norm, swiglu):
             monkeypatch.setattr(module, "runs_triton", lambda x: True)
 
 
@@ -128,8 +127,8 @@ def test_gradient_of_the_fused_projection(
     norms = head_norms("zero-centred", dim, dtype) if normed else None
     rest = angles.cos(), angles.sin(), norms
     column = weight_of(kind, mixed[0].numel(), 24)
-    outs, plain_back = qkv_rotary.unpack_qkv_vjp(mixed, *rest)
-    _, back = qkv_rotary.unpack_qkv_vjp(mixed, *rest, column)
+    outs, plain_back = rotary.unpack_qkv_vjp(mixed, *rest)
+    _, back = rotary.unpack_qkv_vjp(mixed, *rest, column)
     grads = [draw(*out.shape, dtype=dtype) for out in outs]
     grads[2][0, 0, 1] = torch.nan
     expected, found = plain_back(*grads).view(rows, -1), back(*grads)
@@ -144,7 +143,7 @@ def test_the_way_back_through_the_rotation_keeps_no_projection(quantised: bool) 
     angles = draw(5, 8, dtype=torch.float32).repeat(1, 2)
     column = weight_of("channel", mixed[0].numel(), 24) if quantised else None
     kept = weakref.ref(mixed)
-    _, back = qkv_rotary.unpack_qkv_vjp(mixed, angles.cos(), angles.sin(), None, column)
+    _, back = rotary.unpack_qkv_vjp(mixed, angles.cos(), angles.sin(), None, column)
     del mixed
     assert kept() is None
     del back

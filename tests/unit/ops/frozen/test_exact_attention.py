@@ -22,7 +22,7 @@ from tlora_megatron.ops.frozen.exact_attention import (
     run_beside_each_other,
 )
 from tlora_megatron.ops.frozen.packed_attention import attend_spans
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch
 
 SHORT, LONG = 16, 20
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.frozen import cross_entropy, qkv_rotary, rms_norm, swiglu
+from tlora_megatron.ops.frozen import losses as cross_entropy
+from tlora_megatron.ops.frozen import rms_norm, rotary, swiglu
 from tlora_megatron.ops.frozen.norm_weight import HeadNorms, NormWeight
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -42,7 +43,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Turns the kernels on, or off."""
 
     def switch(on: bool) -> None:
-        for module in (cross_entropy, qkv_rotary, rms_norm, swiglu):
+        for module in (cross_entropy, rotary, rms_norm, swiglu):
             monkeypatch.setattr(module, "runs_triton", lambda x: on)
 
     return switch
@@ -212,10 +213,10 @@ def test_unpack_qkv(
     results = []
     for on in (True, False):
         fused(on)
-        results.append(run(qkv_rotary.unpack_qkv, tensors, *cos_sin))
+        results.append(run(rotary.unpack_qkv, tensors, *cos_sin))
     assert_equal(*results)
     fused(True)  # the kernel takes the rotation in fp32 too
-    wide = run(qkv_rotary.unpack_qkv, tensors, angles.cos(), angles.sin())
+    wide = run(rotary.unpack_qkv, tensors, angles.cos(), angles.sin())
     assert_equal(wide, results[1])
 
 
@@ -257,10 +258,10 @@ def test_unpack_qkv_of_normed_heads(
     norms = head_norms(kind, dim, dtype)
     angles = draw(rows, turned // 2, dtype=torch.float32, scale=3.0).repeat(1, 2)
     fused(True)
-    actual = run(qkv_rotary.unpack_qkv, tensors, angles.cos(), angles.sin(), norms)
+    actual = run(rotary.unpack_qkv, tensors, angles.cos(), angles.sin(), norms)
     fused(False)  # in fp32: in half precision the reference itself is an ulp off
     wide = run(
-        qkv_rotary.unpack_qkv,
+        rotary.unpack_qkv,
         {"mixed": tensors["mixed"].float()},
         angles.cos(),
         angles.sin(),
@@ -268,7 +269,7 @@ def test_unpack_qkv_of_normed_heads(
     )
     assert_equal(actual, {name: value.to(dtype) for name, value in wide.items()})
     fused(True)
-    outs, back = qkv_rotary.unpack_qkv_vjp(tensors["mixed"], angles.cos(), angles.sin(), norms)
+    outs, back = rotary.unpack_qkv_vjp(tensors["mixed"], angles.cos(), angles.sin(), norms)
     grads = [draw(*out.shape, dtype=dtype) for out in outs]
     assert torch.equal(back(*grads), actual["dmixed"])
     assert all(torch.equal(out, actual[f"output {i}"]) for i, out in enumerate(outs))
@@ -285,17 +286,17 @@ def test_gradients_of_normed_heads_by_differences(kind: str) -> None:
     rest = angles.cos(), angles.sin(), norms
     if not norms.query.zero_centered:  # that form computes in fp32
         leaf = mixed.clone().requires_grad_()
-        assert torch.autograd.gradcheck(lambda x: qkv_rotary.unpack_qkv(x, *rest), leaf)
-    outs, back = qkv_rotary.unpack_qkv_vjp(mixed, *rest)
+        assert torch.autograd.gradcheck(lambda x: rotary.unpack_qkv(x, *rest), leaf)
+    outs, back = rotary.unpack_qkv_vjp(mixed, *rest)
     leaf = mixed.clone().requires_grad_()
-    by_autograd = qkv_rotary.unpack_qkv(leaf, *rest)
+    by_autograd = rotary.unpack_qkv(leaf, *rest)
     grads = [torch.randn(out.shape, generator=generator, dtype=out.dtype) for out in outs]
     torch.autograd.backward(by_autograd, grads)
     assert torch.equal(back(*grads), leaf.grad)
     query = mixed[:, :, :2].reshape(3, 1, 4, 6)
     gamma = norms.query.weight_H + norms.query.zero_centered
     normed = query / (query.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gamma
-    turned = qkv_rotary.rotate_halves(normed, *rest[:2])
+    turned = rotary.rotate_halves(normed, *rest[:2])
     torch.testing.assert_close(outs[0], turned.squeeze(1), rtol=1e-6, atol=1e-6)
 
 
@@ -395,7 +396,7 @@ def test_compiles_for_hopper(
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     function = getattr(
-        importlib.import_module(f"tlora_megatron.ops.frozen.triton.{module}"), kernel
+        importlib.import_module(f"tlora_megatron.ops.frozen.{module}_triton"), kernel
     )
     names = function.arg_names
     source = compiler.ASTSource(

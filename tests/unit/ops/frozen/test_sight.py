@@ -12,9 +12,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from tlora_megatron.ops.frozen import varlen_attention
 from tlora_megatron.ops.frozen.packed_attention import attend_documents_vjp, attend_spans
-from tlora_megatron.ops.frozen.sight import WHOLE, Sight
-from tlora_megatron.ops.frozen.varlen_attention import CumulativeLengths
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
+from tlora_megatron.ops.frozen.varlen_attention import WHOLE, CumulativeLengths, Sight
+from tlora_megatron.ops.routing import Document, pack_micro_batch
 
 HEADS, GROUPS, DIM, SCALE = 6, 2, 8, 0.4
 LENGTHS = (1, 9, 30, 7)

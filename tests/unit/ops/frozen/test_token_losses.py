@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.frozen.token_losses import (
+from tlora_megatron.ops.frozen.losses import (
     KINDS,
     TokenInputs,
     scaled_losses,

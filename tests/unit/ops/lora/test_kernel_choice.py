@@ -21,7 +21,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class ExtensionUnavailable(RuntimeError):
-    """The same as in `ops.extension`."""
+    """The same as in `ops.kernel_build`."""
 
 
 @dataclass
@@ -259,7 +259,7 @@ def test_one_object_of_the_chosen_class(machine: Machine, monkeypatch: pytest.Mo
 
 
 def test_importing_loads_no_kernels() -> None:
-    heavy = "{'triton', 'tlora_megatron.ops.extension', 'tlora_megatron.ops.lora.torch_ops'}"
+    heavy = "{'triton', 'tlora_megatron.ops.kernel_build', 'tlora_megatron.ops.lora.torch_ops'}"
     code = f"import sys, tlora_megatron.ops.lora.kernel_choice; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tlora_megatron.ops.lora.cuda import calls
-from tlora_megatron.ops.lora.cuda.arguments import DgradArguments
-from tlora_megatron.ops.lora.cuda.calls import Arenas, Dropout, RankPart
-from tlora_megatron.ops.lora.cuda.rank_form import RankForm
-from tlora_megatron.ops.quantised import cuda_dgrad
+from tlora_megatron.ops.lora import cuda_calls
+from tlora_megatron.ops.lora.cuda_arguments import DgradArguments
+from tlora_megatron.ops.lora.cuda_calls import Arenas, Dropout, RankForm, RankPart
+from tlora_megatron.ops.quantised import cuda
 from tlora_megatron.ops.quantised.rows import QuantRows
 from tlora_megatron.ops.quantised.weight import QuantWeight
 
@@ -34,9 +33,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         named |= {"lora_a": gemm.factors.at[0] or 0, "row_scales": fields.row_scales}
         found.append(named | {"block_scales": fields.block_scales or 0})
 
-    monkeypatch.setattr(cuda_dgrad, "launch", launch)
-    monkeypatch.setattr(calls, "device_index", lambda x: 3)
-    monkeypatch.setattr(calls, "multiprocessors", lambda device: 133)
+    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(cuda_calls, "device_index", lambda x: 3)
+    monkeypatch.setattr(cuda_calls, "multiprocessors", lambda device: 133)
     return found
 
 
@@ -50,7 +49,7 @@ def expect(actual: dict[str, Any], **expected: Any) -> None:
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_without_adapters(launched: list[dict[str, Any]], kind: str) -> None:
     scales = torch.ones(N) if kind == "channel" else torch.ones(1, 1)
-    cuda_dgrad.fp8_dgrad(DY, QuantWeight(CODES, scales), DX)
+    cuda.fp8_dgrad(DY, QuantWeight(CODES, scales), DX)
     given = {} if kind == "channel" else {"block_scales": scales}
     expect(launched[0], x=DY.codes_TK, weight=CODES, row_scales=DY.scales, out=DX, **given)
 
@@ -61,7 +60,7 @@ def test_with_adapters_and_dropout(launched: list[dict[str, Any]]) -> None:
     chunks, tiles, keys, slots = (torch.empty(n, dtype=torch.int32) for n in (1, 3, 6, 6))
     mask = Dropout(torch.empty(2), keys, slots, key=77, first_column=96)
     rank = RankPart(flat, form, Arenas((lora_a,), ()), 2, tiles, chunks, mask)
-    cuda_dgrad.fp8_dgrad(
+    cuda.fp8_dgrad(
         DY, QuantWeight(CODES, torch.ones(N)), DX, rank=rank, overlaps_previous_kernel=True
     )
     expect(

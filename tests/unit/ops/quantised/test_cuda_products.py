@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.helpers.kernel_case import make_case, make_rows
-from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda import calls
-from tlora_megatron.ops.lora.cuda.arguments import STRUCTS
-from tlora_megatron.ops.lora.cuda.calls import GemmTile, RankPart
-from tlora_megatron.ops.lora.cuda.ops import CudaOps, RankedBase
+from tlora_megatron.ops.lora import cuda_calls
+from tlora_megatron.ops.lora.cuda_arguments import STRUCTS
+from tlora_megatron.ops.lora.cuda_calls import GemmTile, RankPart
+from tlora_megatron.ops.lora.cuda_ops import CudaOps, RankedBase
+from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.lora.torch_ops import TorchOps
-from tlora_megatron.ops.quantised import cuda_products
+from tlora_megatron.ops.quantised import cuda
 from tlora_megatron.ops.quantised.rows import GROUP, encode_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
 
@@ -34,9 +34,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         def call(self, name: str, arguments: bytes, stream: int) -> None:
             found.append(STRUCTS[name].from_buffer_copy(arguments))
 
-    monkeypatch.setattr(calls, "load_extension", Library)
-    monkeypatch.setattr(calls, "device_index", lambda x: 3)
-    for module in (calls, cuda_products):
+    monkeypatch.setattr(cuda_calls, "load_extension", Library)
+    monkeypatch.setattr(cuda_calls, "device_index", lambda x: 3)
+    for module in (cuda_calls, cuda):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 40 + i, raising=False)
     return found
@@ -45,7 +45,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize("weight", [CHANNELS, BLOCKS], ids=["channel", "block"])
 def test_forward(launched: list[Any], weight: QuantWeight) -> None:
     out, rows = X.new_empty(T, N), encode_rows(X, group=weight.group)
-    cuda_products.fp8_gemm(rows, weight, out, GemmTile(256))
+    cuda.fp8_gemm(rows, weight, out, GemmTile(256))
     (fields,) = launched
     gemm = fields.gemm
     assert (gemm.x, gemm.weight) == (rows.codes_TK.data_ptr(), weight.codes_NK.data_ptr())
@@ -56,7 +56,7 @@ def test_forward(launched: list[Any], weight: QuantWeight) -> None:
 
 
 def test_a_product_of_no_rows_has_none(launched: list[Any]) -> None:
-    assert cuda_products.product(X[:0], CHANNELS, None, None).shape == (0, N)
+    assert cuda.product(X[:0], CHANNELS, None, None).shape == (0, N)
 
 
 @pytest.mark.parametrize("is_handed", [True, False])
@@ -68,7 +68,7 @@ def test_a_product_overlaps_the_kernel_before_only_with_codes_that_are_older(
         CHANNELS.prepare(x)
     form = SimpleNamespace(chunk_rows=16)
     rank = RankPart(X, form, SimpleNamespace(argument=b""), 1, X, X, None)  # type: ignore[arg-type]
-    cuda_products.product(x, CHANNELS, None, rank)
+    cuda.product(x, CHANNELS, None, rank)
     assert launched[0].gemm.overlaps_previous_kernel == is_handed
     assert not x.__dict__, "codes must not outlive the product"
 
@@ -117,11 +117,11 @@ def test_a_linear_asks_a_base_that_takes_ranks(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_only_bf16_of_whole_16s_on_our_gpus_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_products, "_kernels_are_ours", lambda *_: True)
+    monkeypatch.setattr(cuda, "_kernels_are_ours", lambda *_: True)
     on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=None)
-    assert cuda_products.takes(on_gpu, CHANNELS)  # type: ignore[arg-type]
+    assert cuda.takes(on_gpu, CHANNELS)  # type: ignore[arg-type]
     odd = encode_weight(torch.zeros(N, K + 8))
-    assert not cuda_products.takes(on_gpu, odd)  # type: ignore[arg-type]
+    assert not cuda.takes(on_gpu, odd)  # type: ignore[arg-type]
     on_gpu.dtype = torch.float16
-    assert not cuda_products.takes(on_gpu, CHANNELS)  # type: ignore[arg-type]
+    assert not cuda.takes(on_gpu, CHANNELS)  # type: ignore[arg-type]
     assert GROUP == 128, "kCodes of fp8_gemm.cuh"

@@ -15,10 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.quantised.codes import encode
-from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
-from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
-from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
+from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode, encode_rows
+from tlora_megatron.ops.quantised.weight import (
+    QuantWeight,
+    encode_weight,
+    forward_product,
+    input_gradient,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,9 +11,15 @@ import torch
 from tests.helpers.linear_case import JOBS, SPEC, Case, error
 from tlora_megatron.layers.linear import multi_lora_linear_vjp
 from tlora_megatron.ops.exactness import Exactness
-from tlora_megatron.ops.frozen.products import frozen_dgrad, frozen_product
-from tlora_megatron.ops.quantised.handed_rows import hand_rows, handed_rows, pass_rows
-from tlora_megatron.ops.quantised.rows import GROUP, decode_rows, encode_rows
+from tlora_megatron.ops.frozen.parts import frozen_dgrad, frozen_product
+from tlora_megatron.ops.quantised.rows import (
+    GROUP,
+    decode_rows,
+    encode_rows,
+    hand_rows,
+    handed_rows,
+    pass_rows,
+)
 from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
 
 

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from tlora_megatron.ops.quantised.codes import NAN_CODE, decode, encode
-from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, decode_rows, encode_rows
+from tlora_megatron.ops.quantised.rows import (
+    GROUP,
+    NAN_CODE,
+    QuantRows,
+    decode,
+    decode_rows,
+    encode,
+    encode_rows,
+)
 
 
 def _value(code: int) -> float:

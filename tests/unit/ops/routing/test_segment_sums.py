@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 )
 @pytest.mark.parametrize("first", [0, 1, 333])
 def test_the_kernel_adds_a_run_in_an_order_of_its_own(first: int) -> None:
-    module = importlib.import_module("tlora_megatron.ops.routing.triton_segment_sums")
+    module = importlib.import_module("tlora_megatron.ops.segment_sums_triton")
     generator = torch.Generator().manual_seed(0)
     own = torch.rand(2500, generator=generator)
     values = torch.cat([torch.rand(first, generator=generator), own, torch.tensor([torch.nan])])

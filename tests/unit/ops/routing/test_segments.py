@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlora_megatron.ops.routing.segments import (
+from tlora_megatron.ops.routing import (
     Document,
     MicroBatchView,
     bind_current,

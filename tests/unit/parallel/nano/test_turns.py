@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
+from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
 from tlora_megatron.parallel.nano.side_stream import SideStream
 from tlora_megatron.parallel.nano.turns import take_turns

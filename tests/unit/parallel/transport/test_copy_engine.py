@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tlora_megatron.ops.lora.cuda.arguments import ExchangeArguments
+from tlora_megatron.ops.lora.cuda_arguments import ExchangeArguments
 from tlora_megatron.parallel.transport import copy_engine
 from tlora_megatron.parallel.transport.copy_engine import CopyEngineCollectives
 from tlora_megatron.parallel.transport.exchange import Copy, Exchange, Lane, Sum

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
-from tlora_megatron.ops.lora.cuda.arguments import MAX_RANKS as MAX_RANKS_OF_KERNEL
+from tlora_megatron.ops.lora.cuda_arguments import MAX_RANKS as MAX_RANKS_OF_KERNEL
 from tlora_megatron.parallel.transport import tensor_collectives
 from tlora_megatron.parallel.transport.copy_engine import encoded
 from tlora_megatron.parallel.transport.exchange import MAX_RANKS, Copy, Exchange, Place, Sum

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, tiny_tokenizer
-from tlora_megatron.integrations.megatron.generation.growing_view import Growth
-from tlora_megatron.integrations.megatron.generation.key_cache import CacheShape, KeyCache
+from tlora_megatron.integrations.megatron.key_cache import CacheShape, Growth, KeyCache
 from tlora_megatron.runtime.sampling.adapter_key import AdapterKey
 from tlora_megatron.runtime.sampling.batcher import Batcher, Words
 from tlora_megatron.runtime.sampling.tracks import Request

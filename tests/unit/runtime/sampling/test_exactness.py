@@ -13,7 +13,7 @@ import torch
 from tests.helpers.sampling_case import Reference, greedy, opened, sample, write_adapters
 from tests.helpers.tiny_models import TINY_EXPERT_TYPES, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
-from tlora_megatron.integrations.megatron.generation.growing_view import Growth
+from tlora_megatron.integrations.megatron.key_cache import Growth
 from tlora_megatron.runtime.sampling.batcher import Batcher
 from tlora_megatron.runtime.sampling.values import Prompt, SamplingParams
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlora_megatron.ops.routing.segments import current_micro_batch, use_micro_batch
+from tlora_megatron.ops.routing import current_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.packing.isolation import check_isolation, usual_difference
 from tlora_megatron.training.packing.packing import PackedBatch

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.ops.routing.segments import Document, join_nano_batches, pack_micro_batch
+from tlora_megatron.ops.routing import Document, join_nano_batches, pack_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import (
     cut_by_length,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tlora_megatron.ops.frozen.token_losses import KINDS
+from tlora_megatron.ops.frozen.losses import KINDS
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.driven.requests import Request
 from tlora_megatron.training.driven.state import items_of

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.integrations.megatron.built.head import BuiltHead
-from tlora_megatron.integrations.megatron.layer.halves import HALVES, Half
-from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
+from tlora_megatron.integrations.megatron.layer.conditions import HALVES, Half
+from tlora_megatron.integrations.megatron.layer.modules import does_more
 from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
 from tlora_megatron.parallel.groups import ParallelGroups
 

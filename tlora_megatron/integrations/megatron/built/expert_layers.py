@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.built.expert_call import (
     ExpertCall,
+    RankColumns,
     SentRows,
     Sources,
     begin_call,
@@ -35,8 +36,7 @@ from tlora_megatron.integrations.megatron.built.expert_call import (
     running,
     take_call,
 )
-from tlora_megatron.integrations.megatron.built.expert_outer import RankColumns
-from tlora_megatron.integrations.megatron.layer.mixing import built_class, mix
+from tlora_megatron.integrations.megatron.layer.modules import built_class, mix
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import MultiAdapter
 from tlora_megatron.layers.sites import EXPERT_LINEARS, Site
@@ -48,9 +48,9 @@ from tlora_megatron.ops.experts.branch import (
     TorchExpertOps,
 )
 from tlora_megatron.ops.experts.choice import ExpertOps, expert_ops
+from tlora_megatron.ops.experts.factors import OuterFactors
 from tlora_megatron.ops.experts.outer import token_runs
-from tlora_megatron.ops.experts.shared_factors import OuterFactors
-from tlora_megatron.ops.routing.segments import current_micro_batch
+from tlora_megatron.ops.routing import current_micro_batch
 
 _GROUPED, _SEQUENTIAL = "TEGroupedMLP", "SequentialMLP"
 _FIRST, _SECOND = EXPERT_LINEARS

@@ -20,14 +20,15 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.layer.conditions import HEAD, why_not_config
-from tlora_megatron.integrations.megatron.layer.mixing import built_class, mix
-from tlora_megatron.integrations.megatron.layer.module_hooks import (
+from tlora_megatron.integrations.megatron.layer.modules import (
+    built_class,
     does_more,
     hangs_on_all,
+    mix,
     what_hangs_on,
 )
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
-from tlora_megatron.ops.routing.segments import current_micro_batch
+from tlora_megatron.ops.routing import current_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
 

@@ -1,13 +1,37 @@
-"""Finds and freezes the parts of a model that someone else built, whatever wraps them."""
+"""Finds and freezes the parts of a model that someone else built, its linears and their stages.
+
+Nothing is assumed of how layers are dealt out: virtual pipeline chunks, uneven stages and
+HybridModel, whose attention and MLP are layers of their own, are read off the built modules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from tlora_megatron.integrations.megatron.built.expert_layers import adapt_experts, expert_weight
+from tlora_megatron.layers.sites import (
+    ALL_LINEARS,
+    EXPERT_LINEARS,
+    Site,
+    make_expert_site,
+    make_site,
+)
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.hf_checkpoint import all_finite
 
 _BULK_OVERLAPS = ("ub_bulk_wgrad", "ub_bulk_dgrad")
@@ -88,3 +112,184 @@ def _check_loaded(module: nn.Module, keys: Any) -> None:
 
 def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     return output.requires_grad_(torch.is_grad_enabled())
+
+
+_LINEAR_CLASSES = {
+    "column": ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear"),
+    "row": ("TERowParallelLinear",),
+}
+"""Transformer Engine's, by name: it may not be installed."""
+
+_FUSED_MLPS = ("TEFusedMLP", "FusedSharedExpertMLP")
+"""They hold linears and compute without calling them."""
+
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "hidden_dropout": (0.0,),
+    "gated_linear_unit": (True,),
+    "multi_latent_attention": (False,),
+    "attention_output_gate": (False,),
+    "experimental_attention_variant": (None,),
+    "mtp_num_layers": (None, 0),
+    "use_transformer_engine_op_fuser": (False,),
+    "moe_shared_expert_overlap": (False,),
+    "moe_expert_capacity_factor": (None,),
+    "moe_expert_rank_capacity_factor": (None,),
+}
+"""Fields of TransformerConfig and the values that adapters work with; a version may lack some."""
+
+
+def discover(
+    chunks: Sequence[nn.Module], spec: ModelSpec, groups: ParallelGroups
+) -> list[tuple[Site, nn.Module]]:
+    """Returns this rank's linears that may carry adapters, in ascending order of (layer, linear).
+
+    Those of routed experts come behind all others, if `groups` knows who holds them: then their
+    modules are made able to carry adapters (`expert_layers`), and found under both linears.
+
+    Args:
+        chunks: this rank's model: one, or as many as it has virtual pipeline stages.
+        spec: of the whole model; layers are numbered as in Hugging Face.
+
+    Raises:
+        ValueError: naming what in the model adapters do not work with, or differs from `spec`.
+    """
+    found: dict[tuple[int, str], nn.Module] = {}
+    of_experts: dict[int, nn.Module] = {}
+    for model in language_models(chunks):
+        check_config(model.config, _REQUIRED)
+        _check_groups(model.config, groups)
+        for layer in model.decoder.layers:
+            index = _layer_index(model, layer)
+            found |= {(index, linear): module for linear, module in _linears(layer, spec)}
+            if groups.experts is not None and isinstance(layer.mlp, BaseMoELayer):
+                of_experts[index] = adapt_experts(layer.mlp)
+    order = list(ALL_LINEARS)
+    pairs = sorted(found, key=lambda pair: (pair[0], order.index(pair[1])))
+    tp_size = groups.layout.tp_size
+    sites = [make_site(spec, *pair, groups.tp_rank, tp_size) for pair in pairs]
+    linears = [(site, found[pair]) for site, pair in zip(sites, pairs, strict=True)]
+    for site, module in linears:
+        _check_linear(site, module, spec)
+    return linears + _expert_linears(of_experts, spec, groups)
+
+
+def _expert_linears(
+    of_experts: dict[int, nn.Module], spec: ModelSpec, groups: ParallelGroups
+) -> list[tuple[Site, nn.Module]]:
+    linears = []
+    for index, linear in itertools.product(sorted(of_experts), EXPERT_LINEARS):
+        site = make_expert_site(spec, index, linear, groups.layout, groups.expert_place)
+        module = of_experts[index]
+        _check_shape(f"layers.{index}.{linear}", site, expert_weight(module, linear), spec)
+        linears.append((site, module))
+    return linears
+
+
+def record_stages(
+    groups: ParallelGroups, linears: Sequence[tuple[Site, nn.Module]]
+) -> ParallelGroups:
+    """Returns groups whose layout knows which stage holds which linears; collective over PP."""
+    held = tuple((site.layer, site.linear) for site, _ in linears)
+    stages: list[Any] = [None] * groups.layout.pp_size
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+    dist.all_gather_object(stages, held, group=pp_group)
+    return replace(groups, layout=replace(groups.layout, stage_linears=tuple(stages)))
+
+
+def check_config(config: Any, required: dict[str, tuple[Any, ...]]) -> None:
+    """Refuses values of a TransformerConfig; fields that this version lacks are ignored.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    for name, allowed in required.items():
+        value = getattr(config, name, allowed[0])
+        if value not in allowed:
+            raise ValueError(f"{name} must be {allowed[0]} to train adapters, got {value!r}")
+
+
+def _check_groups(config: Any, groups: ParallelGroups) -> None:
+    tp_size = groups.layout.tp_size
+    if config.num_query_groups % tp_size:
+        raise ValueError(
+            f"num_query_groups must be a multiple of tensor_model_parallel_size={tp_size}, got "
+            f"{config.num_query_groups}"
+        )
+
+
+def _layer_index(model: Any, layer: nn.Module) -> int:
+    """Returns Hugging Face's number of the transformer layer that a decoder layer is (part of).
+
+    HybridModel's must alternate, attention first: an attention is followed by its MLP.
+    """
+    if not isinstance(layer, TransformerLayer):
+        raise ValueError(
+            f"decoder layers must be attention or MLP (a state crosses the documents of a packed "
+            f"row), got {type(layer).__name__}"
+        )
+    number = int(layer.layer_number) - 1
+    pattern = getattr(model, "hybrid_layer_pattern", None) or getattr(
+        model, "hybrid_override_pattern", None
+    )
+    if pattern is None:
+        return number
+    main = pattern.split("/")[0].replace("|", "")
+    if len(main) % 2 or set(main[::2]) != {"*"} or not set(main[1::2]) <= {"-", "E"}:
+        raise ValueError(
+            f"hybrid_layer_pattern must repeat '*-' or '*E' (attention, then its MLP) to have the "
+            f"layer numbers of PEFT's names, got {pattern!r}"
+        )
+    return number // 2
+
+
+def _linears(layer: Any, spec: ModelSpec) -> Iterator[tuple[str, nn.Module]]:
+    """Yields name and module of a layer's linears; not those of routed experts."""
+    where = f"layer {layer.layer_number - 1}"
+    attention, mlp = layer.self_attention, layer.mlp
+    if not isinstance(getattr(layer, "cross_attention", None), IdentityOp | None):
+        raise ValueError(f"{where} must have no cross-attention")
+    if isinstance(attention, SelfAttention):
+        yield "linear_qkv", attention.linear_qkv
+        yield "linear_proj", attention.linear_proj
+    elif not isinstance(attention, IdentityOp):
+        raise ValueError(f"{where} must have SelfAttention, got {type(attention).__name__}")
+    if isinstance(mlp, MLP):
+        _check_calls_linears(mlp, where)
+        yield "linear_fc1", mlp.linear_fc1
+        yield "linear_fc2", mlp.linear_fc2
+    elif isinstance(mlp, BaseMoELayer):
+        if mlp.shared_experts is not None and spec.shared_ffn_size is not None:
+            _check_calls_linears(mlp.shared_experts, where)
+            yield "shared_fc1", mlp.shared_experts.linear_fc1
+            yield "shared_fc2", mlp.shared_experts.linear_fc2
+    elif not isinstance(mlp, IdentityOp):
+        raise ValueError(f"{where} must have an MLP or experts, got {type(mlp).__name__}")
+
+
+def _check_calls_linears(mlp: nn.Module, where: str) -> None:
+    names = {c.__name__ for c in type(mlp).__mro__}
+    if not names.isdisjoint(_FUSED_MLPS):
+        raise ValueError(
+            f"{where} must have an MLP whose linears are called (no --use-transformer-engine-op-"
+            f"fuser), got {type(mlp).__name__}"
+        )
+
+
+def _check_linear(site: Site, module: nn.Module, spec: ModelSpec) -> None:
+    name = f"layers.{site.layer}.{site.linear}"
+    own = ColumnParallelLinear if site.kind == "column" else RowParallelLinear
+    classes = {c.__name__ for c in type(module).__mro__}
+    if not isinstance(module, own) and classes.isdisjoint(_LINEAR_CLASSES[site.kind]):
+        allowed = ", ".join((own.__name__, *_LINEAR_CLASSES[site.kind]))
+        raise ValueError(f"{name} must be one of {allowed}, got {type(module).__name__}")
+    linear: Any = module
+    _check_shape(name, site, linear.weight, spec)
+
+
+def _check_shape(name: str, site: Site, weight: Any, spec: ModelSpec) -> None:
+    shape = tuple(weight.shape)
+    if shape != (site.out_size, site.in_size):
+        raise ValueError(
+            f"{name} must have a weight of [{site.out_size}, {site.in_size}] on a rank as "
+            f"{spec.model_type} of hidden size {spec.hidden_size} has, got {list(shape)}"
+        )

@@ -16,10 +16,9 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
-from tlora_megatron.integrations.megatron.built.discover import check_config
-from tlora_megatron.integrations.megatron.built.model import language_models
+from tlora_megatron.integrations.megatron.built.model import check_config, language_models
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
-from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
+from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0.0,),

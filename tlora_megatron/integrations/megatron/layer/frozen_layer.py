@@ -22,21 +22,20 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from tlora_megatron.integrations.megatron.layer.built_parts import head_norm_modules
-from tlora_megatron.integrations.megatron.layer.experts.frozen_experts import FrozenExperts
+from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import (
     FrozenSublayer,
     Inner,
     run_layer,
     runs_direct,
 )
-from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
-from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.integrations.megatron.layer.modules import does_more
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm, head_norm_modules
 from tlora_megatron.layers.quantised_linear import held_codes
-from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.frozen.norm_weight import HeadNorms
+from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.frozen.swiglu import swiglu, swiglu_vjp
-from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
+from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
 
 

@@ -20,19 +20,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tlora_megatron.integrations.megatron.layer.module_hooks import (
+from tlora_megatron.integrations.megatron.layer.modules import (
     hangs_on,
     hangs_on_all,
     packs_saved_tensors,
 )
 from tlora_megatron.layers.linear import CodedInput, gather_codes, takes_codes
 from tlora_megatron.layers.quantised_linear import held_codes
-from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
+from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.frozen.rms_norm import Beside, norm_into
-from tlora_megatron.ops.quantised.handed_rows import pass_rows
+from tlora_megatron.ops.quantised.rows import pass_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight
-from tlora_megatron.ops.routing.segments import MicroBatchView, bind_current
+from tlora_megatron.ops.routing import MicroBatchView, bind_current
 from tlora_megatron.parallel.nano.lane_tape import VjpSublayer, VjpTape
 from tlora_megatron.parallel.nano.lanes import Lane
 

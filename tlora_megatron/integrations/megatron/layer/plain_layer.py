@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from tlora_megatron.integrations.megatron.layer.built_parts import (
-    BuiltHeadNorms,
-    BuiltRotary,
-    built_head_norms,
+from tlora_megatron.integrations.megatron.layer.conditions import (
+    NAMES,
+    Half,
+    halves_of,
+    norm_and_linears,
 )
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import (
     FrozenSublayer,
@@ -26,23 +27,22 @@ from tlora_megatron.integrations.megatron.layer.frozen_sublayer import (
     run_layer,
     runs_direct,
 )
-from tlora_megatron.integrations.megatron.layer.halves import (
-    NAMES,
-    Half,
-    halves_of,
-    norm_and_linears,
-)
-from tlora_megatron.integrations.megatron.layer.mixing import mix
-from tlora_megatron.integrations.megatron.layer.module_hooks import (
+from tlora_megatron.integrations.megatron.layer.modules import (
     hangs_on_all,
+    mix,
     packs_saved_tensors,
     what_hangs_on,
 )
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
+    BuiltHeadNorms,
+    BuiltRotary,
+    built_head_norms,
+)
 from tlora_megatron.layers.quantised_linear import held_codes
 from tlora_megatron.layers.transformer_engine.fp8 import replay_autocast
-from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.frozen.swiglu import swiglu_vjp
-from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
+from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tlora_megatron.model.published_fp8 import BLOCK, PublishedFormat
 from tlora_megatron.model.quantisation import PARTS, BaseQuantisation
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.quantised.codes import NAN_CODE
+from tlora_megatron.ops.quantised.rows import NAN_CODE
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, StoredTensor
 from tlora_megatron.training.formats.hf_convert import hf_shapes
 from tlora_megatron.training.formats.rank_tensors import RankTensor

@@ -20,7 +20,7 @@ from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
     process_group,
     whole,
 )
-from tlora_megatron.ops.routing.segments import MicroBatchView, use_micro_batch
+from tlora_megatron.ops.routing import MicroBatchView, use_micro_batch
 
 __all__ = ["process_group"]
 

@@ -14,10 +14,10 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from tests.helpers.layout_sites import SPEC
-from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedding
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import PackedRotaryEmbedding
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.frozen.rope import inverse_frequencies
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
+from tlora_megatron.ops.frozen.rotary import inverse_frequencies
+from tlora_megatron.ops.routing import Document, pack_micro_batch
 
 LLAMA_31: dict[str, Any] = {
     "rope_type": "llama3",

@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda import calls as cuda_calls
-from tlora_megatron.ops.lora.cuda.arguments import STRUCTS, Factors, packer
-from tlora_megatron.ops.lora.cuda.calls import Arenas, Dropout, GemmTile, RankPart, SumOperands
-from tlora_megatron.ops.lora.cuda.rank_form import RankForm
+from tlora_megatron.ops.lora import cuda_calls
+from tlora_megatron.ops.lora.cuda_arguments import STRUCTS, Factors, packer
+from tlora_megatron.ops.lora.cuda_calls import (
+    Arenas,
+    Dropout,
+    GemmTile,
+    RankForm,
+    RankPart,
+    SumOperands,
+)
+from tlora_megatron.ops.lora.linear_ops import OutputColumns
 
 X, W, OUT = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((6, 8), (16, 8), (6, 16)))
 FORM = RankForm(chunk_rows=2, num_rows=6, row_width=64)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.cuda_cases import FUSED_AND_Q, QKV, WHOLE
-from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda.operands import gemm_tile, is_supported
+from tlora_megatron.ops.lora.cuda_operands import gemm_tile, is_supported
+from tlora_megatron.ops.lora.linear_ops import OutputColumns
 
 H100_CLUSTERS = 66
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from tests.helpers.cuda_cases import FUSED_AND_Q, GATE_UP, QKV, WHOLE
 from tests.helpers.item_parts import BLOCK_ROWS, kernel_width
 from tests.helpers.kernel_case import make_rows
-from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda import operands
-from tlora_megatron.ops.lora.cuda.rank_form import rank_form
-from tlora_megatron.ops.lora.cuda.work_items import (
+from tlora_megatron.ops.lora import cuda_operands
+from tlora_megatron.ops.lora.cuda_calls import rank_form
+from tlora_megatron.ops.lora.cuda_work_items import (
     DOWN,
     UP,
     SumInput,
@@ -29,6 +28,7 @@ from tlora_megatron.ops.lora.cuda.work_items import (
     sum_bounds,
     sum_items,
 )
+from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.lora.plan_tensors import PlanTensors, plan_tensors
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE, RankLayout, rank_chunks
 
@@ -159,8 +159,8 @@ def test_runs_do_not_follow_from_the_targets_of_neighbours() -> None:
     )
 
     def runs(*columns: OutputColumns) -> list[int]:
-        sizes = operands.SumSizes(columns, 4096, 6144)
-        inputs = operands.sum_inputs(sizes, 8192, 8192, (0, 8192), 132, (DOWN, UP))
+        sizes = cuda_operands.SumSizes(columns, 4096, 6144)
+        inputs = cuda_operands.sum_inputs(sizes, 8192, 8192, (0, 8192), 132, (DOWN, UP))
         return [each.rows_per_run for each in inputs]
 
     assert runs(query, value) == runs(key) == runs(query, key, value)

@@ -25,11 +25,11 @@ from tests.helpers.kernel_case import (
 )
 from tests.helpers.linear_case import error
 from tlora_megatron.ops.exactness import Exactness
-from tlora_megatron.ops.lora.factors import are_aligned
+from tlora_megatron.ops.lora.linear_ops import are_aligned
 from tlora_megatron.ops.lora.plan_tensors import update_plans
 from tlora_megatron.ops.lora.torch_ops import TorchLinear, TorchOps
-from tlora_megatron.ops.routing.row_groups import RowGroups
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch
+from tlora_megatron.ops.row_groups import RowGroups
 
 CPU = torch.device("cpu")
 IN_SIZE = 136
@@ -47,7 +47,7 @@ def poison() -> Iterator[None]:
 @pytest.fixture
 def cuda_ops() -> ModuleType:
     pytest.importorskip("triton")
-    from tlora_megatron.ops.lora.cuda import ops as cuda_ops
+    from tlora_megatron.ops.lora import cuda_ops
 
     return cuda_ops
 

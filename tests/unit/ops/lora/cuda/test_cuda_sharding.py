@@ -23,7 +23,7 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
-from tlora_megatron.ops.lora.cuda.operands import CudaSite
+from tlora_megatron.ops.lora.cuda_operands import CudaSite
 from tlora_megatron.ops.lora.rank_places import gather_or_zero
 from tlora_megatron.ops.lora.torch_ops import TorchOps
 
@@ -33,7 +33,7 @@ IN_SIZE = 136
 @pytest.fixture
 def cuda_ops() -> ModuleType:
     pytest.importorskip("triton")
-    from tlora_megatron.ops.lora.cuda import ops as cuda_ops
+    from tlora_megatron.ops.lora import cuda_ops
 
     return cuda_ops
 

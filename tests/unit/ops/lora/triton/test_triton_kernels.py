@@ -38,23 +38,21 @@ from tests.helpers.kernel_case import (
 )
 from tests.helpers.launch import HANG_S
 from tests.helpers.linear_case import error
-from tlora_megatron.ops.dropout.masks import dropout_reference
+from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.exactness import Exactness
-from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda import ops as cuda_ops
-from tlora_megatron.ops.lora.factors import SiteFactors, are_aligned
+from tlora_megatron.ops.lora import cuda_ops, triton_ops
+from tlora_megatron.ops.lora import triton_parts as triton_gather
+from tlora_megatron.ops.lora.linear_ops import OutputColumns, SiteFactors, are_aligned
 from tlora_megatron.ops.lora.plan_tensors import update_plans
 from tlora_megatron.ops.lora.rank_places import gather_or_zero
-from tlora_megatron.ops.lora.triton import gather as triton_gather
-from tlora_megatron.ops.lora.triton import ops as triton_ops
-from tlora_megatron.ops.lora.triton.config import (
+from tlora_megatron.ops.lora.triton_config import (
     BackwardDownConfig,
     BackwardUpConfig,
     DownConfig,
     KernelConfig,
     UpConfig,
 )
-from tlora_megatron.ops.lora.triton.ops import TritonOps
+from tlora_megatron.ops.lora.triton_ops import TritonOps
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:

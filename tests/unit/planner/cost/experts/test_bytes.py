@@ -21,8 +21,8 @@ from tlora_megatron.config.job import (
     SHARED_EXPERT_TARGETS,
     LoraSpec,
 )
-from tlora_megatron.integrations.megatron.layer.experts import frozen_experts, shared_expert
-from tlora_megatron.integrations.megatron.layer.experts.frozen_experts import FrozenExperts
+from tlora_megatron.integrations.megatron.layer import expert_parts, frozen_experts
+from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin
@@ -30,7 +30,7 @@ from tlora_megatron.layers.sites import Site, stage_sites
 from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
+from tlora_megatron.ops.routing import Document, pack_micro_batch
 from tlora_megatron.parallel import expert_exchange
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.experts.adapters import expert_elements, kept_inputs
@@ -108,10 +108,10 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen_experts, "weighted_glu", weighted)
     monkeypatch.setattr(frozen_experts, "weighted_glu_back", weighted_back)
     own = SimpleNamespace(get_tensor_model_parallel_group=lambda: None)
-    monkeypatch.setattr(shared_expert, "parallel_state", own)
-    monkeypatch.setattr(shared_expert, "ColumnParallelLinear", Linear)
-    monkeypatch.setattr(shared_expert, "RowParallelLinear", Linear)
-    monkeypatch.setattr(shared_expert, "swiglu_vjp", activated)
+    monkeypatch.setattr(expert_parts, "parallel_state", own)
+    monkeypatch.setattr(expert_parts, "ColumnParallelLinear", Linear)
+    monkeypatch.setattr(expert_parts, "RowParallelLinear", Linear)
+    monkeypatch.setattr(expert_parts, "swiglu_vjp", activated)
     monkeypatch.setattr(expert_exchange.dist, "all_to_all_single", echo)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 

@@ -1,0 +1,99 @@
+"""AdamW over many adapters at once, each with hyper-parameters of its own.
+
+Semantics of one update, as `torch.optim.AdamW` after `clip_grad_norm_`, in fp32:
+
+    g = clip * grad
+    master     -= lr * weight_decay * master
+    exp_avg     = beta1 * exp_avg + (1 - beta1) * g
+    exp_avg_sq  = beta2 * exp_avg_sq + (1 - beta2) * g^2
+    master     -= lr / (1 - beta1^step) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
+    grad        = 0
+
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from tlora_megatron.ops.adamw_update import AdamUpdate
+from tlora_megatron.ops.lora.kernel_choice import forced_kernels, triton_problem
+
+
+def fused_adamw(updates: Sequence[AdamUpdate]) -> None:
+    """Applies all updates in place and zeroes their gradients, without waiting for the device.
+
+    One launch on GPUs with Triton, whatever the number of updates; a torch call each elsewhere.
+
+    Args:
+        updates: all on one device, without shared memory between them.
+
+    Raises:
+        ValueError: if a tensor is not a flat contiguous fp32, lengths or devices differ, or a step
+            is below 1.
+    """
+    if not updates:
+        return
+    device = updates[0].master.device
+    for update in updates:
+        _check(update, device)
+    forced = forced_kernels()
+    may_launch = forced != "torch" and (device.type == "cuda" or forced == "triton")
+    if may_launch and triton_problem(device) is None:
+        # Not at the top: triton is only there on machines with a GPU.
+        from tlora_megatron.ops.adamw_triton import launch_adamw
+
+        launch_adamw(updates)
+    else:
+        for update in updates:
+            _torch_adamw(update)
+
+
+def _check(update: AdamUpdate, device: torch.device) -> None:
+    numel = update.master.numel()
+    for name in ("master", "grad", "exp_avg", "exp_avg_sq"):
+        tensor = getattr(update, name)
+        is_flat = tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype == torch.float32
+        if not is_flat or tensor.numel() != numel or tensor.device != device:
+            raise ValueError(
+                f"{name} must be contiguous fp32 [{numel}] on {device}, got {tensor.dtype} "
+                f"{list(tensor.shape)} on {tensor.device}"
+            )
+    clip = update.clip
+    if isinstance(clip, torch.Tensor) and (
+        clip.dim() or clip.dtype != torch.float32 or clip.device != device
+    ):
+        raise ValueError(
+            f"clip must be a number or fp32 [] on {device}, got {clip.dtype} {list(clip.shape)} "
+            f"on {clip.device}"
+        )
+    if update.step < 1:
+        raise ValueError(f"step must be at least 1, got {update.step}")
+
+
+def _torch_adamw(update: AdamUpdate) -> None:
+    clip, found_inf = update.clip, None
+    if isinstance(clip, torch.Tensor):
+        found_inf = (~clip.isfinite()).float()
+    elif not math.isfinite(clip):
+        update.grad.zero_()
+        return
+    torch._fused_adamw_(
+        [update.master],
+        [update.grad.mul_(clip)],
+        [update.exp_avg],
+        [update.exp_avg_sq],
+        [],
+        [torch.full((), float(update.step), device=update.master.device)],
+        amsgrad=False,
+        lr=update.lr,
+        beta1=update.beta1,
+        beta2=update.beta2,
+        weight_decay=update.weight_decay,
+        eps=update.eps,
+        maximize=False,
+        found_inf=found_inf,
+    )
+    update.grad.zero_()

@@ -1,0 +1,112 @@
+"""Parts of the frozen backbone without autograd: what is around its GEMMs, and products.
+
+Each part has two forms: one that autograd differentiates, and a `*_vjp`, which returns the result
+and its vector-Jacobian product as a function. The second costs the host no graph, node or hook. Its
+caller must call the function and then drop it, because it holds what is saved.
+
+Shapes: T rows, K features in, N features out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge
+
+from tlora_megatron.ops.exactness import Exactness
+from tlora_megatron.ops.lora.kernel_choice import kernel_choice
+from tlora_megatron.ops.lora.linear_ops import Base, base_dgrad, base_product
+
+Vjp = Callable[..., Any]
+"""From the results' gradients to those of the inputs; called once."""
+End = torch.Tensor | GradientEdge
+"""The end of a graph: a tensor whose memory is needed anyway, or its graph edge alone."""
+
+
+def vjp_by_autograd(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Any, Vjp]:
+    """Returns a function's results, and its vector-Jacobian product by a graph of its own.
+
+    For functions without kernels here. The product keeps the inputs' memory until it is called.
+    """
+    leaves = tuple(x.detach().requires_grad_() for x in inputs)
+    with torch.enable_grad():
+        results = function(*leaves)
+    is_single = isinstance(results, torch.Tensor)
+    outputs = (results,) if is_single else tuple(results)
+
+    def vjp(*grads: torch.Tensor | None) -> Any:
+        read = (pair for pair in zip(outputs, grads, strict=True) if pair[1] is not None)
+        ends, given = zip(*read, strict=True)
+        found = run_backward(ends, given, leaves)
+        return found[0] if len(found) == 1 else found
+
+    detached = tuple(x.detach() for x in outputs)
+    return detached[0] if is_single else detached, vjp
+
+
+def run_backward(
+    outputs: tuple[End, ...],
+    grads: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, ...] = (),
+) -> Any:
+    """Runs `torch.autograd.grad`, or `backward` without inputs, without their checks.
+
+    The checks took 18 of the 76 us that the graph's ends of a half layer cost the host, both ways
+    (one core of a server's CPU).
+    """
+    return Variable._execution_engine.run_backward(
+        outputs, grads, False, False, inputs, allow_unreachable=True, accumulate_grad=not inputs
+    )
+
+
+def frozen_product(
+    x_TK: torch.Tensor, base: Base, bias_N: torch.Tensor | None, exactness: Exactness | None
+) -> torch.Tensor:
+    """Returns `x W^T + b`."""
+    if exactness is None or not isinstance(base, torch.Tensor) or not has_own_gemm(x_TK, base):
+        return base_product(base, x_TK, bias_N)
+    return _own_gemm(x_TK, base, exactness, bias_N, transposed=True)
+
+
+def frozen_dgrad(dy_TN: torch.Tensor, base: Base, exactness: Exactness | None) -> torch.Tensor:
+    """Returns `dy W`."""
+    if exactness is None or not isinstance(base, torch.Tensor) or not has_own_gemm(dy_TN, base):
+        return base_dgrad(base, dy_TN)
+    return _own_gemm(dy_TN, base, exactness, None, transposed=False)
+
+
+def has_own_gemm(x: torch.Tensor, weight_NK: torch.Tensor) -> bool:
+    """True if the GEMM of the adapted linears can compute a product: cuBLAS, which computes it
+    otherwise, divides long sums by the number of rows."""
+    if not x.is_cuda or not _kernels_are_ours(x.device, x.dtype):
+        return False
+    from tlora_megatron.ops.lora.cuda_operands import fit_gemm
+
+    return fit_gemm(*weight_NK.shape)
+
+
+@functools.cache
+def _kernels_are_ours(device: torch.device, dtype: torch.dtype) -> bool:
+    return kernel_choice(device, dtype).name == "cuda"
+
+
+def _own_gemm(
+    x: torch.Tensor,
+    weight_NK: torch.Tensor,
+    exactness: Exactness,
+    bias_N: torch.Tensor | None,
+    *,
+    transposed: bool,
+) -> torch.Tensor:
+    from tlora_megatron.ops.lora.cuda_calls import gemm, multiprocessors
+    from tlora_megatron.ops.lora.cuda_operands import gemm_tile
+
+    out = x.new_empty(len(x), weight_NK.shape[0 if transposed else 1])
+    tile = gemm_tile(exactness.row_budget, out.shape[1], multiprocessors(x.device) // 2)
+    weight_NK = weight_NK.contiguous()
+    gemm(x.contiguous(), weight_NK, out, tile, transposed=transposed, bias_N=bias_N)
+    return out

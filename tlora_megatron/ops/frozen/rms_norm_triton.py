@@ -1,0 +1,368 @@
+"""Kernels of `ops.frozen.rms_norm`: one pass over the rows each way; some also quantise them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from tlora_megatron.ops.frozen.norm_weight import NormWeight
+from tlora_megatron.ops.quantised.rows import QuantRows, hand_rows
+from tlora_megatron.ops.quantised.triton_rows import (
+    empty_codes,
+    rounds_by_hand,
+    store_codes,
+    times_fold,
+)
+from tlora_megatron.ops.quantised.weight import QuantWeight
+from tlora_megatron.ops.warm_kernel import WarmKernel
+
+_TILE = 4096
+"""Elements of a thread block where rows are narrower; a wider row has a block of its own."""
+
+
+@triton.jit
+def norm_rows(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    rstd: tl.tensor,
+    rows: tl.tensor,
+    num_rows: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROUNDS_ONCE: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+) -> tl.tensor:
+    """Writes the sums and norms of a block's rows; returns the norms, `[ROWS, COLUMNS]`."""
+    columns = tl.arange(0, COLUMNS)
+    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    at = rows[:, None] * WIDTH + columns[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + eps)
+    tl.store(rstd + rows, scale, mask=rows < num_rows)
+    normed = value * scale[:, None]
+    if not ROUNDS_ONCE:
+        normed = normed.to(out.dtype.element_ty).to(tl.float32)
+    factor = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        factor += 1.0
+    result = (normed * factor[None, :]).to(out.dtype.element_ty)
+    tl.store(out + at, result, mask=inside)
+    return result
+
+
+@triton.jit
+def norm_gradients(
+    dy: tl.tensor,
+    dtotal: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    rstd: tl.tensor,
+    dx: tl.tensor,
+    rows: tl.tensor,
+    num_rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+) -> tl.tensor:
+    """Writes the gradients of a block's rows; returns them, `[ROWS, COLUMNS]`."""
+    columns = tl.arange(0, COLUMNS)
+    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    at = rows[:, None] * WIDTH + columns[None, :]
+    factor = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        factor += 1.0
+    grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * factor[None, :]
+    scale = tl.load(rstd + rows, mask=rows < num_rows, other=0.0)[:, None]
+    normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
+    share = tl.sum(grad * normed, axis=1) / WIDTH
+    result = (grad - normed * share[:, None]) * scale
+    if HAS_DTOTAL:
+        result += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
+    rounded = result.to(dx.dtype.element_ty)
+    tl.store(dx + at, rounded, mask=inside)
+    return rounded
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _forward_kernel(
+    x: tl.tensor,  # [num_rows, WIDTH]
+    residual: tl.tensor,  # [num_rows, WIDTH], with HAS_RESIDUAL
+    weight: tl.tensor,  # [WIDTH]
+    total: tl.tensor,  # as residual, with HAS_RESIDUAL
+    out: tl.tensor,  # [num_rows, WIDTH]
+    rstd: tl.tensor,  # fp32 [num_rows]
+    num_rows: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROUNDS_ONCE: tl.constexpr,  # behind the weight only
+    ZERO_CENTERED: tl.constexpr,  # the weight is held less 1
+) -> None:
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    norm_rows(
+        x, residual, weight, total, out, rstd, rows, num_rows, eps,
+        WIDTH, COLUMNS, HAS_RESIDUAL, ROUNDS_ONCE, ZERO_CENTERED,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _backward_kernel(
+    dy: tl.tensor,  # [num_rows, WIDTH]
+    dtotal: tl.tensor,  # as x, with HAS_DTOTAL
+    x: tl.tensor,  # [num_rows, WIDTH]: what was normalised
+    weight: tl.tensor,  # [WIDTH]
+    rstd: tl.tensor,  # fp32 [num_rows]
+    dx: tl.tensor,  # as x
+    num_rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+) -> None:
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    norm_gradients(
+        dy, dtotal, x, weight, rstd, dx, rows, num_rows,
+        WIDTH, COLUMNS, HAS_DTOTAL, ZERO_CENTERED,
+    )  # fmt: skip
+
+
+_forward = WarmKernel(_forward_kernel)
+_backward = WarmKernel(_backward_kernel)
+
+
+@functools.cache
+def row_block(width: int) -> tuple[int, int, int]:
+    """Rows and columns of a thread block, and its warps: 16 elements a thread."""
+    columns = triton.next_power_of_2(width)
+    rows = max(1, _TILE // columns)
+    return rows, columns, max(1, min(32, rows * columns // 512))
+
+
+def launch_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight_H: torch.Tensor,
+    eps: float,
+    *,
+    rounds_once: bool = False,
+    zero_centered: bool = False,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns `x + residual` (x itself without one), its norm, and fp32 `1 / rms` of its rows.
+
+    Args:
+        x: `[..., H]`, contiguous, as `residual`, whose dtype is the sum's.
+        rounds_once: behind the weight, and not before it too.
+        zero_centered: the weight is held less 1.
+        out: takes the norm; None = memory of its own, as x.
+    """
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    total = x if residual is None else torch.empty_like(residual)
+    out = torch.empty_like(x) if out is None else out
+    rstd = x.new_empty(num_rows, dtype=torch.float32)
+    rows, columns, warps = row_block(width)
+    _forward.launch(
+        -(-num_rows // rows),
+        (x, x if residual is None else residual, weight_H, total, out, rstd),
+        (num_rows, eps),
+        (width, rows, columns, residual is not None, rounds_once, zero_centered),
+        num_warps=warps,
+    )
+    return total, out, rstd
+
+
+def launch_backward(
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    x: torch.Tensor,
+    weight_H: torch.Tensor,
+    rstd: torch.Tensor,
+    *,
+    zero_centered: bool = False,
+) -> torch.Tensor:
+    """Returns the gradient of what was normalised, `dtotal` added.
+
+    Args:
+        dy: `[..., H]`, contiguous, as x and `dtotal`, which have the same dtype.
+        zero_centered: the weight is held less 1.
+    """
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    dx = torch.empty_like(x)
+    rows, columns, warps = row_block(width)
+    _backward.launch(
+        -(-num_rows // rows),
+        (dy, dy if dtotal is None else dtotal, x, weight_H, rstd, dx),
+        (num_rows,),
+        (width, rows, columns, dtotal is not None, zero_centered),
+        num_warps=warps,
+    )
+    return dx
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _forward_codes_kernel(
+    x: tl.tensor,  # as `triton.rms_norm`'s
+    residual: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    rstd: tl.tensor,
+    codes: tl.tensor,  # uint8, as out
+    scales: tl.tensor,  # fp32 [num_rows], or [num_rows, ceil(WIDTH / GROUP)]
+    num_rows: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROUNDS_ONCE: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BY_HAND: tl.constexpr,
+) -> None:
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    result = norm_rows(
+        x, residual, weight, total, out, rstd, rows, num_rows, eps,
+        WIDTH, COLUMNS, HAS_RESIDUAL, ROUNDS_ONCE, ZERO_CENTERED,
+    )  # fmt: skip
+    values = result.to(tl.float32)
+    store_codes(values, codes, scales, rows, num_rows, WIDTH, ROWS, COLUMNS, GROUP, BY_HAND)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _backward_codes_kernel(
+    dy: tl.tensor,  # as `triton.rms_norm`'s
+    dtotal: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    rstd: tl.tensor,
+    dx: tl.tensor,
+    fold: tl.tensor,  # fp32 [WIDTH], with FOLDS
+    codes: tl.tensor,  # uint8, as dx
+    scales: tl.tensor,  # fp32 [num_rows]
+    num_rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    FOLDS: tl.constexpr,
+    BY_HAND: tl.constexpr,
+) -> None:
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    result = norm_gradients(
+        dy, dtotal, x, weight, rstd, dx, rows, num_rows,
+        WIDTH, COLUMNS, HAS_DTOTAL, ZERO_CENTERED,
+    )  # fmt: skip
+    values = result.to(tl.float32)
+    if FOLDS:
+        columns = tl.arange(0, COLUMNS)[None, :]
+        values = times_fold(values, fold, columns, num_rows, WIDTH, 1)
+    store_codes(values, codes, scales, rows, num_rows, WIDTH, ROWS, COLUMNS, 0, BY_HAND)
+
+
+_forward_with_codes = WarmKernel(_forward_codes_kernel)
+_backward_with_codes = WarmKernel(_backward_codes_kernel)
+
+
+def forward_with_codes(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: NormWeight,
+    column: QuantWeight,
+    out: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms `[T, H]`, H at least 128, as `triton.rms_norm.launch_forward` does; `out` has codes.
+
+    Args:
+        column: the linear that reads the norm.
+
+    Returns:
+        The sum, and fp32 `1 / rms` of its rows.
+    """
+    num_rows, width = x.shape
+    total = x if residual is None else torch.empty_like(residual)
+    rstd = x.new_empty(num_rows, dtype=torch.float32)
+    codes, scales = empty_codes(out, column.group)
+    rows, columns, warps = row_block(width)
+    if num_rows:
+        _forward_with_codes.launch(
+            -(-num_rows // rows),
+            (
+                x, x if residual is None else residual, weight.weight_H, total, out, rstd,
+                codes, scales,
+            ),
+            (num_rows, weight.eps),
+            (
+                width,
+                rows,
+                columns,
+                residual is not None,
+                weight.rounds_once,
+                weight.zero_centered,
+                column.group or 0,
+                rounds_by_hand(x.device),
+            ),
+            num_warps=warps,
+        )  # fmt: skip
+    hand_rows(out, QuantRows(codes, scales))
+    return total, rstd
+
+
+def backward_with_codes(
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    x: torch.Tensor,
+    weight_H: torch.Tensor,
+    rstd: torch.Tensor,
+    row: QuantWeight,
+    *,
+    zero_centered: bool,
+) -> torch.Tensor:
+    """Does what `triton.rms_norm.launch_backward` does to `[T, H]`; dx has its codes.
+
+    Args:
+        row: the linear whose output the norm was given, and whose dgrad reads dx.
+    """
+    num_rows, width = x.shape
+    dx, fold = torch.empty_like(x), row.fold_N
+    codes, scales = empty_codes(dx, None)
+    rows, columns, warps = row_block(width)
+    if num_rows:
+        tensors = (dy, dy if dtotal is None else dtotal, x, weight_H, rstd, dx)
+        _backward_with_codes.launch(
+            -(-num_rows // rows),
+            (*tensors, scales if fold is None else fold, codes, scales),
+            (num_rows,),
+            (
+                width,
+                rows,
+                columns,
+                dtotal is not None,
+                zero_centered,
+                fold is not None,
+                rounds_by_hand(x.device),
+            ),
+            num_warps=warps,
+        )
+    hand_rows(dx, QuantRows(codes, scales), fold)
+    return dx

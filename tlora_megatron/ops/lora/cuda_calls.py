@@ -1,0 +1,379 @@
+"""The CUDA kernels of `csrc/` as functions of tensors, and the layout of s and dS for them.
+
+Tensors are row-major, 16-byte aligned and bf16 but where said. Everything runs on the
+current stream of the tensors' device. The kernels' own files say what they compute.
+
+Shapes: T rows, K reduction, N output columns, C rank chunks of the micro-batch, R rank columns.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from tlora_megatron.ops.kernel_build import load_extension
+from tlora_megatron.ops.lora.cuda_arguments import (
+    Columns,
+    Factors,
+    GemmArguments,
+    RowsArguments,
+    SumsArguments,
+    packer,
+)
+from tlora_megatron.ops.lora.cuda_work_items import rank_columns
+from tlora_megatron.ops.lora.linear_ops import OutputColumns, SiteTables
+from tlora_megatron.ops.lora.plan_tensors import ITEM_FIELDS, PlanTensors, WorkItems
+from tlora_megatron.ops.lora.rank_places import Elements, PlacesBuilder, chunk_form, first_rows
+from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE
+from tlora_megatron.ops.row_groups import RowGroups
+
+
+class RankForm(NamedTuple):
+    """Sizes of a flat s or dS, which holds every value twice: in chunks, then in rows.
+
+    The GEMM reads the transposed chunks, `[chunk_rows, 256]`; the sums over rows read the rows,
+    `[num_rows, row_width]`.
+
+    Launches take addresses: views would cost the host as much as the launch.
+    """
+
+    chunk_rows: int
+    num_rows: int
+    row_width: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat tensor."""
+        return self.chunk_rows * ROW_TILE + self.num_rows * self.row_width
+
+    def rows_address(self, flat: torch.Tensor) -> int:
+        """Address of the first row."""
+        return flat.data_ptr() + self.chunk_rows * ROW_TILE * flat.element_size()
+
+    def chunks(self, flat: torch.Tensor) -> torch.Tensor:
+        """A view `[chunk_rows, 256]`."""
+        return flat[: self.chunk_rows * ROW_TILE].view(self.chunk_rows, ROW_TILE)
+
+    def rows(self, flat: torch.Tensor) -> torch.Tensor:
+        """A view `[num_rows, row_width]`."""
+        return flat[self.chunk_rows * ROW_TILE :].view(self.num_rows, self.row_width)
+
+
+def form_places(rows: RowGroups, plan: PlanTensors) -> PlacesBuilder:
+    """Returns the builder of places in a flat s or dS, among its rows and in its chunks."""
+
+    def build(found: Elements) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
+        form = rank_form(plan)
+        row = first_rows(rows, plan.layout, plan.device)[found.slot] + found.row
+        in_rows = form.chunk_rows * ROW_TILE + row * form.row_width + found.place
+        return (form.numel,), (in_rows, chunk_form(rows, plan, found))
+
+    return build
+
+
+def rank_form(plan: PlanTensors) -> RankForm:
+    """Returns the form of a plan's s and dS, equal for all segments of as many rows."""
+    return plan.cached(RankForm, _form)
+
+
+def _form(plan: PlanTensors) -> RankForm:
+    return RankForm(plan.num_chunks * RANK_CHUNK, plan.num_rows, rank_columns(plan.layout))
+
+
+class Dropout(NamedTuple):
+    """The arguments of the dropout mask besides the column (`ops.dropout`)."""
+
+    probability: torch.Tensor
+    """fp32 `[slots]`."""
+    row_keys: torch.Tensor
+    """int32 `[T]`."""
+    row_slots: torch.Tensor
+    """int32 `[T]`; -1 = no adapter."""
+    key: int
+    """The linear's key."""
+    first_column: int
+    """Global index of the first local input feature; a multiple of `dropout.SEED_COLUMNS`."""
+
+
+_GEMM, _ROWS, _SUMS = map(packer, (GemmArguments, RowsArguments, SumsArguments))
+
+
+class Arenas:
+    """Factors of one linear, named once for all launches that read them.
+
+    Args:
+        arenas: `[rows, columns]`: one a target, or one that all targets share.
+        columns: a target's: which columns of the wide tensor its arena holds; empty = the shared
+            arena holds all.
+    """
+
+    def __init__(
+        self, arenas: tuple[torch.Tensor, ...], columns: tuple[OutputColumns, ...]
+    ) -> None:
+        self.arenas, self.columns = arenas, columns
+        argument = Factors()
+        for i, arena in enumerate(arenas):
+            argument.at[i] = arena.data_ptr()
+            argument.rows[i], argument.width[i] = arena.shape
+        for i, c in enumerate(columns):
+            argument.columns[i] = Columns(c.groups, c.stride, c.begin, c.width)
+        self.argument = bytes(argument)
+
+
+class RankPart(NamedTuple):
+    """The product that a GEMM adds to the base: s with `lora_b`, or dS with `lora_a`."""
+
+    flat: torch.Tensor
+    """s or dS."""
+    form: RankForm
+    factors: Arenas
+    num_targets: int
+    tile_chunks: torch.Tensor
+    """int32 `[row tiles, num_targets + 1]` (`TilePlan.tile_chunks`)."""
+    chunk_rows: torch.Tensor
+    """int32 `[C]`: first row of each chunk in its arena."""
+    dropout: Dropout | None
+
+
+class GemmTile(NamedTuple):
+    """How a GEMM is divided among thread blocks."""
+
+    columns: int
+    """Columns of a tile: 128, 192 or 256."""
+    group: int = 8
+    """Row tiles whose column tiles are computed one after another."""
+
+
+def gemm(
+    x_TK: torch.Tensor,
+    weight: torch.Tensor,
+    out_TN: torch.Tensor,
+    tile: GemmTile,
+    *,
+    transposed: bool,
+    overlaps_previous_kernel: bool = False,
+    bias_N: torch.Tensor | None = None,
+    rank: RankPart | None = None,
+) -> None:
+    """`out = x W + b + rank part`; W is `[N, K]` if transposed, else `[K, N]`.
+
+    Args:
+        overlaps_previous_kernel: start before the previous kernel has ended. x, W and everything
+            but the rank part's flat tensor must have been written before that kernel began.
+    """
+    arguments = gemm_arguments(
+        x_TK, weight, out_TN, tile, transposed, overlaps_previous_kernel, bias_N, rank
+    )
+    launch("gemm", arguments, x_TK)
+
+
+def gemm_arguments(
+    x_TK: torch.Tensor,
+    weight: torch.Tensor,
+    out_TN: torch.Tensor,
+    tile: GemmTile,
+    transposed: bool,
+    overlaps_previous_kernel: bool,
+    bias_N: torch.Tensor | None,
+    rank: RankPart | None,
+) -> bytes:
+    """Returns the struct of a GEMM, of bf16 or of codes; see `gemm`."""
+    flat = tile_chunks = chunk_rows = ext_rows = num_targets = 0
+    factors, dropout = b"", None
+    if rank is not None:
+        flat, ext_rows, num_targets = rank.flat.data_ptr(), rank.form.chunk_rows, rank.num_targets
+        tile_chunks, chunk_rows = rank.tile_chunks.data_ptr(), rank.chunk_rows.data_ptr()
+        factors, dropout = rank.factors.argument, rank.dropout
+    mask = mask_fields(dropout)
+    return _GEMM.pack(  # in the order of `GemmArguments`
+        x_TK.data_ptr(),
+        weight.data_ptr(),
+        0 if bias_N is None else bias_N.data_ptr(),
+        flat,
+        out_TN.data_ptr(),
+        tile_chunks,
+        chunk_rows,
+        mask.row_keys,
+        mask.row_slots,
+        mask.probability,
+        x_TK.shape[0],
+        out_TN.shape[1],
+        x_TK.shape[1],
+        ext_rows,
+        factors,
+        num_targets,
+        mask.key,
+        mask.first_column,
+        transposed,
+        tile.columns,
+        tile.group,
+        multiprocessors(x_TK.device) // 2 * 2,
+        overlaps_previous_kernel,
+        device_index(x_TK),
+    )
+
+
+def rank_rows(
+    in_TK: torch.Tensor,
+    factors: Arenas,
+    flat: torch.Tensor,
+    form: RankForm,
+    work: WorkItems,
+    *,
+    chunks: torch.Tensor,
+    scaling: torch.Tensor,
+    parts: int,
+    dropout: Dropout | None,
+    masked: bool,
+    first_row: int = 0,
+) -> None:
+    """`scaling / (1 - p) mask(in) F^T` into both forms of a flat s or dS (rank_rows.cu).
+
+    Args:
+        factors: one arena an item's target.
+        work: items of `work_items.row_items`.
+        chunks: the plan's table of this name.
+        parts: blocks that share the reduction, 1 to 8.
+        masked: whether dropout masks `in`, as it does for s; dS has its `1 / (1 - p)` alone.
+        first_row: the row of the micro-batch that `in` begins with.
+    """
+    mask = mask_fields(dropout)
+    if dropout is not None and not masked:
+        mask = MaskFields(probability=mask.probability)
+    arguments = _ROWS.pack(  # in the order of `RowsArguments`
+        in_TK.data_ptr(),
+        flat.data_ptr(),
+        form.rows_address(flat),
+        work.items.data_ptr(),
+        chunks.data_ptr(),
+        mask.row_keys,
+        scaling.data_ptr(),
+        mask.probability,
+        in_TK.shape[0],
+        in_TK.shape[1],
+        factors.argument,
+        len(factors.arenas),
+        work.count,
+        ITEM_FIELDS,
+        parts,
+        form.row_width,
+        first_row,
+        mask.key,
+        mask.first_column,
+        device_index(in_TK),
+    )
+    launch("rows", arguments, in_TK)
+
+
+class SumOperands(NamedTuple):
+    """The tensors that rank_sums.cu sums over rows."""
+
+    x_TK: torch.Tensor
+    """The rows of the micro-batch from `first_row` on."""
+    first_row: int
+    ds: torch.Tensor
+    """dS, flat."""
+    dy_TN: torch.Tensor
+    """All rows of the micro-batch."""
+    s: torch.Tensor
+    """s, flat."""
+
+
+def rank_sums(
+    operands: SumOperands,
+    form: RankForm,
+    work: WorkItems,
+    tables: SiteTables,
+    *,
+    blocks: int,
+    overlaps_previous_kernel: bool,
+    dropout: Dropout | None,
+) -> None:
+    """Adds `dS^T mask(x)` and `s^T dy` of every adapter to its gradients (rank_sums.cu).
+
+    Args:
+        form: of s and of dS.
+        work: items of `work_items.sum_items`.
+        tables: addresses of the gradients.
+        blocks: that run through the items in turn; at most as many as the GPU holds at once.
+        overlaps_previous_kernel: read dy and s before the previous kernel has ended. They must have
+            been written before it began.
+    """
+    x_TK, first_row, ds, dy_TN, s = operands
+    mask = mask_fields(dropout)
+    arguments = _SUMS.pack(  # in the order of `SumsArguments`
+        x_TK.data_ptr(),
+        form.rows_address(ds),
+        dy_TN.data_ptr(),
+        form.rows_address(s),
+        work.items.data_ptr(),
+        work.borders.data_ptr(),
+        tables.grad_a.data_ptr(),
+        tables.grad_b.data_ptr(),
+        work.partial_sums.data_ptr(),
+        work.counters.data_ptr(),
+        mask.row_keys,
+        mask.probability,
+        dy_TN.shape[0],
+        x_TK.shape[0],
+        x_TK.shape[1],
+        dy_TN.shape[1],
+        work.count,
+        ITEM_FIELDS,
+        blocks,
+        form.row_width,
+        first_row,
+        mask.key,
+        mask.first_column,
+        overlaps_previous_kernel,
+        device_index(dy_TN),
+    )
+    launch("sums", arguments, dy_TN)
+
+
+class MaskFields(NamedTuple):
+    """`Dropout` as the structs hold it: addresses, 0 = null."""
+
+    row_keys: int = 0
+    row_slots: int = 0
+    probability: int = 0
+    key: int = 0
+    first_column: int = 0
+
+
+_NO_MASK = MaskFields()
+
+
+def mask_fields(dropout: Dropout | None) -> MaskFields:
+    """Returns what a struct holds of a mask, or of none."""
+    if dropout is None:
+        return _NO_MASK
+    return MaskFields(
+        dropout.row_keys.data_ptr(),
+        dropout.row_slots.data_ptr(),
+        dropout.probability.data_ptr(),
+        dropout.key,
+        dropout.first_column,
+    )
+
+
+def launch(name: str, arguments: bytes, on: torch.Tensor) -> None:
+    """Launches a kernel of the library on the current stream of a tensor's GPU."""
+    # Not `torch.cuda.current_stream`, which makes an object of it: 2 us, twenty times a layer.
+    stream = torch._C._cuda_getCurrentRawStream(device_index(on))
+    load_extension().call(name, arguments, stream)
+
+
+def device_index(x: torch.Tensor) -> int:
+    """Index of the GPU that holds a tensor."""
+    index = x.device.index
+    assert index is not None, "these kernels take tensors on a GPU"
+    return index
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

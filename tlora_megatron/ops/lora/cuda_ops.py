@@ -1,0 +1,345 @@
+"""The multi-adapter linear with the CUDA kernels of `csrc/`, for Hopper GPUs.
+
+Launches: forward s and the rank-extended GEMM; backward dS, the GEMM again, dA with dB. `up`,
+`rank_part` and `branch_dgrad`, for a base that is computed elsewhere, are Triton's kernels. Linears
+that the kernels do not support (sizes that are no multiple of 8, fused outputs that are not laid
+out in 64s) go to another implementation.
+
+Tiles, runs and parts decide orders of summation. They follow from the run's budget of rows and the
+linear's sizes, so that a job's bits do not depend on what else is packed. For the same reason no
+GEMM here is cuBLAS's, which chooses by the number of rows.
+
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from tlora_megatron.ops.lora.cuda_calls import (
+    Arenas,
+    Dropout,
+    GemmTile,
+    RankPart,
+    SumOperands,
+    form_places,
+    gemm,
+    multiprocessors,
+    rank_form,
+    rank_rows,
+    rank_sums,
+)
+from tlora_megatron.ops.lora.cuda_operands import CudaSite, gemm_tile, sums_of
+from tlora_megatron.ops.lora.cuda_work_items import DOWN, UP, row_bounds, row_items, row_parts
+from tlora_megatron.ops.lora.linear_ops import (
+    Base,
+    BoundLinear,
+    FrozenBase,
+    KernelLinear,
+    LinearOps,
+    SiteFactors,
+)
+from tlora_megatron.ops.lora.plan_tensors import ItemBounds, ItemList, PlanTensors
+from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places
+from tlora_megatron.ops.lora.triton_config import UpConfig
+from tlora_megatron.ops.lora.triton_parts import gather
+from tlora_megatron.ops.lora.triton_up import up, up_dropped, up_onto
+from tlora_megatron.ops.row_groups import RowGroups
+
+_BLOCKS = 2
+"""Blocks of the rank-sized kernels that a multiprocessor holds."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows_work(
+    per_target: bool, window: tuple[int, int] | None
+) -> tuple[Hashable, Callable[[PlanTensors], ItemList], Callable[[PlanTensors], ItemBounds]]:
+    """Returns the arguments of `PlanTensors.work_items` for s, or dS."""
+    return (
+        ("cuda rows", per_target, window),
+        functools.partial(row_items, per_target=per_target, window=window),
+        functools.partial(row_bounds, per_target=per_target),
+    )
+
+
+@runtime_checkable
+class RankedBase(FrozenBase, Protocol):
+    """A base whose own CUDA kernels may take the adapters' products in."""
+
+    def takes_ranks(self, x: torch.Tensor) -> bool:
+        """True if they do for rows like x: a tensor of activations, or of their gradients."""
+        ...
+
+    def prepare(self, x_TK: torch.Tensor) -> None:
+        """Makes what `ranked_product` reads of x, before s: so its kernel may overlap that of s."""
+        ...
+
+    def ranked_product(
+        self, x_TK: torch.Tensor, bias_N: torch.Tensor | None, rank: RankPart | None
+    ) -> torch.Tensor:
+        """Returns `x W^T + b + rank part` `[T, N]`."""
+        ...
+
+    def ranked_dgrad(self, dy_TN: torch.Tensor, rank: RankPart | None) -> torch.Tensor:
+        """Returns `dy W + mask(rank part)` `[T, K]`."""
+        ...
+
+
+class CudaOps:
+    """`LinearOps` in bf16 on a Hopper GPU.
+
+    Args:
+        fallback: computes the linears that the CUDA kernels do not support.
+        graph_safe: as for `TritonOps`; the fallback must have been given the same.
+        up_config: blocks of Triton's kernels for `up` and `branch_dgrad`.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        fallback: LinearOps,
+        *,
+        graph_safe: bool = False,
+        up_config: UpConfig | None = None,
+    ) -> None:
+        self._fallback = fallback
+        self._graph_safe = graph_safe
+        self._up_config = up_config or UpConfig()
+
+    def bind(self, factors: SiteFactors, rows: RowGroups) -> BoundLinear:
+        """Returns the linear of these factors over these rows."""
+        site = factors.cached(CudaSite)
+        if not site.is_supported:
+            return self._fallback.bind(factors, rows)
+        return CudaLinear(factors, rows, site, self._up_config, graph_safe=self._graph_safe)
+
+
+class CudaLinear(KernelLinear):
+    """`BoundLinear` with CUDA kernels; see there for what the methods return.
+
+    s and dS are flat (`RankForm`). dS has the `1 / (1 - p)` of dropout: its readers apply no more
+    than masks.
+    """
+
+    __slots__ = ("_dgrad_dropout", "_dropout", "_form", "_site", "_up_config")
+
+    def __init__(
+        self,
+        factors: SiteFactors,
+        rows: RowGroups,
+        site: CudaSite,
+        up_config: UpConfig,
+        *,
+        graph_safe: bool,
+    ) -> None:
+        super().__init__(factors, rows, graph_safe=graph_safe)
+        self._site = site
+        self._form = rank_form(self.plan)
+        self._dropout = self._mask() if factors.uses_dropout(rows) else None
+        self._dgrad_dropout = self._dropout
+        if rows.exactness is not None and rows.dropout_keys:
+            # With masks the GEMM adds the rank part before the base, without them behind it: a
+            # neighbour's dropout must not decide.
+            self._dgrad_dropout = self._mask()
+        self._up_config = up_config
+
+    def _mask(self) -> Dropout:
+        return Dropout(
+            probability=self.factors.dropout,
+            row_keys=self.rows.row_keys(self.plan.device),
+            row_slots=self.plan["row_slots"],
+            key=self.factors.dropout_key,
+            first_column=self.factors.first_column,
+        )
+
+    def forward(
+        self, x_TK: torch.Tensor, base: Base, bias_N: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Copies must come before the kernel of s: the GEMM overlaps the kernel before it.
+        x_TK = x_TK.contiguous()
+        if isinstance(base, torch.Tensor):
+            base = base.contiguous()
+        elif isinstance(base, RankedBase) and base.takes_ranks(x_TK):
+            base.prepare(x_TK)
+        return super().forward(x_TK, base, bias_N)
+
+    def product(
+        self, x_TK: torch.Tensor, base: Base, bias_N: torch.Tensor | None, s: torch.Tensor
+    ) -> torch.Tensor:
+        if not isinstance(base, RankedBase) or not base.takes_ranks(x_TK):
+            return super().product(x_TK, base, bias_N, s)
+        return base.ranked_product(x_TK, bias_N, self._rank_part(s, self._site.b, "chunk_b", None))
+
+    def product_dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, base: Base) -> torch.Tensor:
+        if not isinstance(base, RankedBase) or not base.takes_ranks(dy_TN):
+            return super().product_dgrad(dy_TN, ds, base)
+        rank = self._rank_part(ds, self._site.a, "chunk_a", self._dgrad_dropout)
+        return base.ranked_dgrad(dy_TN, rank)
+
+    def down(self, x_TK: torch.Tensor, window: tuple[int, int] | None = None) -> torch.Tensor:
+        return self._rank_rows(x_TK.contiguous(), self._site.a, masked=True, window=window)
+
+    def linear(
+        self,
+        x_TK: torch.Tensor,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        s: torch.Tensor,
+    ) -> torch.Tensor:
+        # A copy made here would be the previous kernel.
+        overlaps = x_TK.is_contiguous() and weight_NK.is_contiguous()
+        x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
+        y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
+        gemm(
+            x_TK,
+            weight_NK,
+            y_TN,
+            self._gemm_tile(y_TN),
+            transposed=True,
+            overlaps_previous_kernel=overlaps,
+            bias_N=bias_N,
+            rank=self._rank_part(s, self._site.b, "chunk_b", None),
+        )
+        return y_TN
+
+    def rank_part(
+        self, s: torch.Tensor, bias_N: torch.Tensor | None, num_columns: int
+    ) -> torch.Tensor:
+        return up(s, bias_N, num_columns, self, self._up_config)
+
+    def up(self, s: torch.Tensor, base_WN: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+        return up_onto(s, base_WN.contiguous(), window, self, self._up_config)
+
+    def branch_dgrad(self, ds: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+        return up_dropped(ds, window, self, self._up_config, scaled=True)
+
+    def rank_places(self, parts: int = 1) -> RankPlaces:
+        """Returns places among the rows of `RankForm`, and in its chunks."""
+        rows, plan = self.rows, self.plan
+        build = form_places(rows, plan)
+        return cached_places(rows, plan.layout, parts, plan.device, "cuda", build, gather)
+
+    def backward_up(self, dy_TN: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return self._rank_rows(dy_TN.contiguous(), self._site.b, masked=False)
+
+    def dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        # A copy made here would be the previous kernel.
+        overlaps = dy_TN.is_contiguous() and weight_NK.is_contiguous()
+        dy_TN, weight_NK = dy_TN.contiguous(), weight_NK.contiguous()
+        dx_TK = dy_TN.new_empty(dy_TN.shape[0], weight_NK.shape[1])
+        gemm(
+            dy_TN,
+            weight_NK,
+            dx_TK,
+            self._gemm_tile(dx_TK),
+            transposed=False,
+            overlaps_previous_kernel=overlaps,
+            rank=self._rank_part(ds, self._site.a, "chunk_a", self._dgrad_dropout),
+        )
+        return dx_TK
+
+    def backward_down(
+        self,
+        x_TK: torch.Tensor,
+        dy_TN: torch.Tensor,
+        s: torch.Tensor,
+        ds: torch.Tensor,
+        window: tuple[int, int],
+        up: BoundLinear | None = None,
+    ) -> None:
+        """Accumulates dA and dB."""
+        if up is None:
+            self._sum(x_TK, dy_TN, s, ds, window, (DOWN, UP))
+            return
+        assert isinstance(up, CudaLinear), "the same kernels must take both factors of a linear"
+        # What is not read must have the factors' form all the same.
+        self._sum(x_TK, dy_TN, ds, ds, window, (DOWN,))
+        up._sum(x_TK, dy_TN, s, s, window, (UP,))
+
+    def _divided_for(self, device: torch.device) -> int:
+        """Returns the multiprocessors that sums are divided for."""
+        exactness = self.rows.exactness
+        return multiprocessors(device) if exactness is None else exactness.multiprocessors
+
+    def _gemm_tile(self, out_TN: torch.Tensor) -> GemmTile:
+        clusters = multiprocessors(out_TN.device) // 2
+        return gemm_tile(self.rows.row_budget, out_TN.shape[1], clusters)
+
+    def _rank_part(
+        self, flat: torch.Tensor, arenas: Arenas, chunk_rows: str, dropout: Dropout | None
+    ) -> RankPart | None:
+        """Returns what a GEMM adds to the base; None where no row has an adapter.
+
+        Args:
+            chunk_rows: the plan's table of the chunks' rows in the arenas.
+        """
+        if not self.plan.num_chunks:
+            return None
+        return RankPart(
+            flat=flat,
+            form=self._form,
+            factors=arenas,
+            num_targets=len(self.factors.lora_b),
+            tile_chunks=self.plan["tile_chunks"],
+            chunk_rows=self.plan[chunk_rows],
+            dropout=dropout,
+        )
+
+    def _rank_rows(
+        self,
+        in_TK: torch.Tensor,
+        arenas: Arenas,
+        *,
+        masked: bool,
+        window: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """Returns s of a masked x and `lora_a`, or dS of dy and `lora_b`."""
+        new = in_TK.new_empty if window is None else in_TK.new_zeros
+        flat = new(self._form.numel)
+        work = self.plan.work_items(*_rows_work(not masked, window))
+        if not work.count:
+            return flat
+        rank_rows(
+            in_TK,
+            arenas,
+            flat,
+            self._form,
+            work,
+            chunks=self.plan["chunks"],
+            scaling=self.factors.scaling,
+            parts=row_parts(self.rows.row_budget, self._divided_for(in_TK.device)),
+            dropout=self._dropout,
+            masked=masked,
+            first_row=0 if window is None else window[0],
+        )
+        return flat
+
+    def _sum(
+        self,
+        x_TK: torch.Tensor,
+        dy_TN: torch.Tensor,
+        s: torch.Tensor,
+        ds: torch.Tensor,
+        window: tuple[int, int],
+        kinds: tuple[int, ...],
+    ) -> None:
+        """Accumulates dA, dB or both."""
+        sizes, device = self._site.sizes, dy_TN.device
+        divided_for = self._divided_for(device)
+        work = sums_of(self.plan, sizes, self.rows.row_budget, window, divided_for, kinds)
+        if not work.count:
+            return
+        rank_sums(
+            SumOperands(x_TK.contiguous(), window[0], ds, dy_TN.contiguous(), s),
+            self._form,
+            work,
+            self.tables,
+            blocks=min(work.count, _BLOCKS * multiprocessors(device)),
+            # dS was computed since dy and s were written. A copy made here is not.
+            overlaps_previous_kernel=dy_TN.is_contiguous(),
+            dropout=self._dropout,
+        )

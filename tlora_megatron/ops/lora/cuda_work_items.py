@@ -1,0 +1,319 @@
+"""Work items of rank_rows.cu and rank_sums.cu: pure functions of segments and ranks.
+
+An item is the work of one cluster (rows) or one block (sums), int32 in the order in which the
+kernel's `Item` reads it. At most 128 rank rows belong to an item; a slot with more takes several.
+One list holds the sums of both inputs: x, whose sums are dA, and dy, whose sums are dB.
+
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tlora_megatron.ops.lora.linear_ops import OutputColumns
+from tlora_megatron.ops.lora.plan_tensors import (
+    Array,
+    ItemBounds,
+    ItemList,
+    PlanTensors,
+    item_array,
+    spread,
+)
+from tlora_megatron.ops.lora.tiling import (
+    RANK_CHUNK,
+    ROW_TILE,
+    Borders,
+    RankLayout,
+    portion_borders,
+    row_runs,
+    run_table,
+)
+
+BLOCK_ROWS = 128
+"""Rows of an item of rows."""
+ITEM_CHUNKS = 8
+"""Rank chunks of an item: `kMaxChunks` of rank_ring.cuh."""
+DOWN, UP = 0, 1
+"""Kinds of items: dA = dS^T drop(x), and dB = dy^T s."""
+BLOCK_FEATURES = 128
+"""Features of an item of sums: two warpgroups of 64."""
+_STEP_ROWS = 64
+"""Rows that a block takes at once."""
+_KERNEL_WIDTH = np.array([0, 16, 32, 64, 64, 128, 128, 128, 128])
+"""Rank columns that the kernel computes for so many chunks."""
+_WORKSPACE_PER_WIDTH = 2
+"""Rank columns whose sums over 128 features fill a unit of the workspace, 256 fp32."""
+_BEGIN, _END, _COUNT, _PARTS, _WORKSPACE, _COUNTER, _KIND = 0, 1, 6, 11, 12, 13, 14
+
+
+def rank_columns(layout: RankLayout) -> int:
+    """Columns of the row-major s and dS: the most chunks of any slot, a multiple of 64."""
+    rows = [*(slot[0] for slot in layout.a_begin), layout.a_rows] if layout.num_targets else [0]
+    widest = max((b - a for a, b in itertools.pairwise(rows)), default=0)
+    return max(64, -(-widest // 64) * 64)
+
+
+def row_items(
+    plan: PlanTensors, *, per_target: bool, window: tuple[int, int] | None = None
+) -> ItemList:
+    """Returns items, those with most rows of their segment first, then in order of rows.
+
+    Blocks start in order: what is left for multiprocessors that have a block already is short.
+
+    Args:
+        per_target: dS reads each target's own columns and arena; s reads the same x for all targets
+            of a slot, whose rows are neighbours in the arena of `lora_a`.
+        window: of the rows that count; what is written must be 0 in the others already.
+    """
+    first, last = window or (0, plan.num_rows)
+    by_target = plan.slot_chunks[plan.pair_slot]
+    counts = by_target if per_target else by_target.sum(axis=1, keepdims=True)
+    part, k = spread(-(-counts // ITEM_CHUNKS).ravel())
+    pair, target = np.divmod(part, max(counts.shape[1], 1))
+    before = (np.cumsum(counts, axis=1) - counts).ravel()[part] + ITEM_CHUNKS * k
+    arena = _begins(plan.layout, per_target)[plan.pair_slot[pair], target]
+    fields = [
+        np.maximum(plan.pair_begin[pair], first),
+        np.minimum(plan.pair_end[pair], last),
+        target,
+        plan.pair_slot[pair],
+        np.minimum(counts.ravel()[part] - ITEM_CHUNKS * k, ITEM_CHUNKS),
+        arena + ITEM_CHUNKS * RANK_CHUNK * k,
+        plan.pair_first[pair] + before,
+        before * RANK_CHUNK,
+    ]
+    halves = ROW_TILE // BLOCK_ROWS
+    begin, end, target, slot, count, arena_row, chunk, column = (
+        np.repeat(f, halves) for f in fields
+    )
+    tile_column = np.tile(np.arange(halves) * BLOCK_ROWS, len(pair))
+    row = np.repeat(plan.pair_tile[pair] * ROW_TILE, halves) + tile_column
+    items = item_array(
+        (row, begin, end, tile_column, target, slot, count, arena_row, chunk, column), len(row)
+    )
+    owned = np.minimum(end, row + BLOCK_ROWS) - np.maximum(begin, row)
+    reads = np.where(owned > 0, owned + count * RANK_CHUNK, 0)
+    order = np.lexsort((row, -reads))
+    if window is not None:
+        order = order[owned[order] > 0]
+    return ItemList(items=items[order], workspace=0)
+
+
+def row_bounds(plan: PlanTensors, *, per_target: bool) -> ItemBounds:
+    """The most items of any micro-batch."""
+    counts = plan.slot_chunks if per_target else plan.slot_chunks.sum(axis=1, keepdims=True)
+    passes = int((-(-counts // ITEM_CHUNKS)).sum(axis=1).max(initial=0))
+    return ItemBounds(items=plan.max_pairs * passes * (ROW_TILE // BLOCK_ROWS), workspace=0)
+
+
+def _begins(layout: RankLayout, per_target: bool) -> Array:
+    begins = layout.b_begin if per_target else tuple(slot[:1] for slot in layout.a_begin)
+    return np.array(begins, dtype=np.int64).reshape(len(layout.ranks), -1)
+
+
+@functools.cache
+def row_parts(row_budget: int, blocks: int) -> int:
+    """Returns how many blocks share an item: 2 to 4, so many that all multiprocessors have one.
+
+    From half as many and twice as many on an H200, over the linears of the layer benchmark: at 8192
+    and 16384 rows 2 is best; at 2048 rows 8 gains 1 % with 4 adapters and loses 5 % with 64. It
+    depends on sizes alone: it decides the order of sums.
+
+    Args:
+        row_budget: `RowGroups.row_budget`.
+    """
+    parts = blocks // max(1, -(-row_budget // BLOCK_ROWS))
+    return min(4, max(2, 1 << max(0, parts.bit_length() - 1)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumInput:
+    """A wide input, `[rows of the window, in_columns]`, and how its sums are divided."""
+
+    kind: int
+    columns: tuple[OutputColumns, ...]
+    """A target: its columns of the input; empty = all columns serve all targets (dA)."""
+    in_columns: int
+    rows_per_run: int
+    window: tuple[int, int]
+    """Rows that count."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Features of each target's gradient."""
+        return tuple(c.size for c in self.columns) or (self.in_columns,)
+
+
+class _Cells:
+    """Blocks of every slot's sums: `[slots, targets]`, or all targets as one."""
+
+    def __init__(self, plan: PlanTensors, widths: Sequence[int]) -> None:
+        shape = (len(plan.layout.ranks), len(widths))
+        chunks = plan.slot_chunks
+        if len(widths) != chunks.shape[1]:
+            chunks = chunks.sum(axis=1, keepdims=True)
+        self.chunks = chunks
+        self.widths = np.array(widths, dtype=np.int64)
+        begins = np.array(plan.layout.a_begin, dtype=np.int64).reshape(shape[0], -1)
+        self.arena_rows = begins[:, : shape[1]]
+        self.blocks = -(-self.widths // BLOCK_FEATURES)
+        self.passes = -(-chunks // ITEM_CHUNKS)
+        self.per_target = self.passes * self.blocks
+        """Blocks of a slot and target: feature blocks, each in its passes."""
+
+
+def sum_items(plan: PlanTensors, inputs: Sequence[SumInput]) -> ItemList:
+    """Returns the items of all inputs, those that move most bytes first: blocks end together.
+
+    Of equal ones those of dy come first, which need not wait for dS, and of them those of later
+    rows, which the cache still holds from the pass before.
+    """
+    lists, borders, workspace, counters = [], [], 0, 0
+    for each in inputs:
+        items, found, used, counted = _items_of(plan, each)
+        shared = items[:, _PARTS] > 1
+        items[shared, _WORKSPACE] += workspace
+        items[shared, _COUNTER] += counters
+        lists.append(items)
+        borders.append(found)
+        workspace, counters = workspace + used, counters + counted
+    items = np.concatenate(lists)
+    begin, up = items[:, _BEGIN], items[:, _KIND] == UP
+    order = np.lexsort((np.where(up, -begin, begin), ~up, -moved_bytes(items)))
+    return ItemList(items=items[order], workspace=workspace, borders=_border_table(borders))
+
+
+def moved_bytes(items: Array) -> Array:
+    """Bytes that each item reads and writes."""
+    count = items[:, _COUNT]
+    panels = 2 + np.where(count > ITEM_CHUNKS // 2, 2, 1)
+    steps = -(-(items[:, _END] - items[:, _BEGIN]) // _STEP_ROWS)
+    sums = np.where(items[:, _PARTS] > 1, _KERNEL_WIDTH[count], count * RANK_CHUNK)
+    return steps * panels * _STEP_ROWS * 128 + 2 * sums * BLOCK_FEATURES * 4
+
+
+def _border_table(borders: Sequence[Borders]) -> Array:
+    """Returns where each counter's borders begin and end in this table, and all borders behind."""
+    if not any(len(found.parts) for found in borders):
+        return np.zeros(0, dtype=np.int64)
+    parts = np.concatenate([found.parts for found in borders])
+    count = np.concatenate([found.counts for found in borders])
+    before = np.cumsum([0, *(len(found.parts) for found in borders)])
+    place = np.concatenate([f.places + b for f, b in zip(borders, before, strict=False)])
+    begin = 2 * len(count) + place
+    return np.concatenate([np.stack([begin, begin + count], axis=1).ravel(), parts])
+
+
+def _items_of(plan: PlanTensors, source: SumInput) -> tuple[Array, Borders, int, int]:
+    """Returns an input's items, each counter's borders, the units of workspace and the counters."""
+    grid = _Cells(plan, source.widths)
+    table = run_table(
+        row_runs(plan.ends, plan.layout, source.rows_per_run, source.window, plan.cuts)
+    )
+    borders = portion_borders(table)
+    slot, begin, end, part, parts, _ = table.T
+    cells = grid.per_target[slot]
+    cell, within = spread(cells.ravel())
+    run, target = np.divmod(cell, max(len(grid.widths), 1))
+    k, block = np.divmod(within, grid.blocks[target])
+    feature = block * BLOCK_FEATURES
+    count = np.minimum(grid.chunks[slot[run], target] - ITEM_CHUNKS * k, ITEM_CHUNKS)
+    arena_row = grid.arena_rows[slot[run], target] + ITEM_CHUNKS * RANK_CHUNK * k
+    first, second = (_input_columns(source, target, feature + h) for h in (0, 64))
+    workspace, counter, used, counted = _workspace(cells, table, run, target, within, count)
+    fields = (
+        begin[run],
+        end[run],
+        first,
+        second,
+        feature,
+        grid.widths[target],
+        count,
+        arena_row - grid.arena_rows[slot[run], 0],
+        arena_row,
+        slot[run],
+        part[run],
+        parts[run],
+        workspace,
+        counter,
+        source.kind,
+    )
+    counts, places = np.zeros((2, counted), dtype=np.int64)
+    shared = parts[run] > 1
+    counts[counter[shared]] = borders.counts[run[shared]]
+    places[counter[shared]] = borders.places[run[shared]]
+    return item_array(fields, len(run)), Borders(borders.parts, counts, places), used, counted
+
+
+def _workspace(
+    cells: Array, table: Array, run: Array, target: Array, within: Array, count: Array
+) -> tuple[Array, Array, int, int]:
+    """Returns each item's place in the workspace and counter, and the sizes of both."""
+    part, parts = table[:, 3], table[:, 4]
+    # The first of a segment's several runs numbers its blocks; the others find theirs by it.
+    numbered = np.where((part == 0) & (parts > 1), cells.sum(axis=1), 0)
+    first_run = np.arange(len(table)) - part
+    first_block = (np.cumsum(numbered) - numbered)[first_run]
+    before = np.cumsum(cells, axis=1) - cells
+    number = first_block[run] + before[run, target] + within
+    number = np.where(parts[run] > 1, number, 0)
+    first = (part[run] == 0) & (parts[run] > 1)
+    counted = int(numbered.sum())
+    size = np.zeros(counted + 1, dtype=np.int64)
+    units = _KERNEL_WIDTH[count] // _WORKSPACE_PER_WIDTH * parts[run]
+    size[number[first]] = units[first]
+    return (np.cumsum(size) - size)[number], number, int(size.sum()), counted
+
+
+def _input_columns(source: SumInput, target: Array, feature: Array) -> Array:
+    """Returns the input's column of a feature; one beyond the last if there is none: zeros."""
+    if not source.columns:
+        return np.minimum(feature, source.in_columns)
+    found = np.full(len(feature), source.in_columns, dtype=np.int64)
+    for p, c in enumerate(source.columns):
+        mine = (target == p) & (feature < c.size)
+        group, inside = np.divmod(feature[mine], c.width)
+        found[mine] = group * c.stride + c.begin + inside
+    return found
+
+
+def sum_bounds(plan: PlanTensors, inputs: Sequence[SumInput]) -> ItemBounds:
+    """The most items and workspace of any micro-batch."""
+    bounds = [_bounds_of(plan, each) for each in inputs]
+    return ItemBounds(
+        items=sum(b.items for b in bounds), workspace=sum(b.workspace for b in bounds)
+    )
+
+
+def _bounds_of(plan: PlanTensors, source: SumInput) -> ItemBounds:
+    grid = _Cells(plan, source.widths)
+    per_run = int(grid.per_target.sum(axis=1).max(initial=0))
+    slots = min(len(plan.layout.ranks), plan.num_rows)
+    runs = plan.num_rows // source.rows_per_run + slots
+    full, rest = np.divmod(grid.chunks, ITEM_CHUNKS)
+    ranks = full * _KERNEL_WIDTH[ITEM_CHUNKS] + _KERNEL_WIDTH[rest]
+    units = int((ranks // _WORKSPACE_PER_WIDTH * grid.blocks).sum(axis=1).max(initial=0))
+    # Only segments of several runs keep parts. Two runs have more rows than one could, so many
+    # short segments keep none; a window may shorten the first run of one segment.
+    parts = 2 * plan.num_rows // (source.rows_per_run + 1) + 2
+    return ItemBounds(items=runs * per_run, workspace=min(runs, parts) * units)
+
+
+@functools.cache
+def rows_per_run(row_budget: int, features: int, blocks: int) -> int:
+    """Returns the rows of a run, so many that one adapter's runs keep all multiprocessors busy.
+
+    Shorter ones leave more partial sums, longer ones idle multiprocessors (H200, 2048 and 8192
+    rows of 4096 features: the best of 256 to 2048). It depends on sizes alone, never on segments,
+    as the order of a job's sums does.
+
+    Args:
+        row_budget: `RowGroups.row_budget`.
+    """
+    wanted = row_budget * -(-features // BLOCK_FEATURES) / blocks
+    return min(4096, max(256, 2 ** round(np.log2(max(wanted, 1)))))

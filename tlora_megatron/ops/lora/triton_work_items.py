@@ -1,0 +1,376 @@
+"""Work items of the Triton kernels, and bounds of their number: pure functions of a plan.
+
+An item holds everything its program must know, so that the program begins to stream after one
+access. Its fields, by kernel:
+
+    rank product (down; dS): row0, begin, end, weight row, rank rows, slot, chunk entry, place in
+        the row form, depth begin, depth end, split, splits, workspace, counter, target, kind,
+        chunks of a row in the row form
+    outer product (dB; dA): begin, end, -, place in the row form, rank rows, gradient row, column
+        begin, column end, part, parts, workspace, counter, slot, width, target, kind, chunks of a
+        row in the row form, borders of portions, place of the first border
+
+A rank product reads a block of rows and writes `[rank rows, rows]` of s or dS; rows `begin:end` of
+the block are the slot's, and depth 0 means that none is. An outer product sums over rows
+`begin:end`. Bounds hold for any micro-batch of as many rows: a plan that a CUDA graph replays has
+room for as much. Shapes: BM rows of a block, N columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tlora_megatron.ops.lora.plan_tensors import (
+    WORKSPACE_UNIT,
+    Array,
+    ItemBounds,
+    ItemList,
+    PlanTensors,
+    item_array,
+    spread,
+)
+from tlora_megatron.ops.lora.tiling import (
+    RANK_CHUNK,
+    ROW_TILE,
+    Borders,
+    portion_borders,
+    row_runs,
+    run_table,
+)
+from tlora_megatron.ops.lora.triton_config import BackwardDownConfig, BackwardUpConfig, DownConfig
+
+
+def up_items(plan: PlanTensors, block_rows: int) -> ItemList:
+    """Returns a header for every block of rows, then the records of adapters.
+
+    Header of a block: field p is the first record of target p, field p + 1 the one after its last.
+    Record: begin, end, slot, first chunk, row in the arena of B, row in the arena of A, rank rows,
+    column in tile.
+    """
+    blocks, targets = -(-plan.num_rows // block_rows), plan.layout.num_targets
+    per_tile = ROW_TILE // block_rows
+    pair, block = spread(np.full(len(plan.pair_slot), per_tile))
+    row0 = plan.pair_tile[pair] * ROW_TILE + block * block_rows
+    hit = (row0 < plan.pair_end[pair]) & (row0 + block_rows > plan.pair_begin[pair])
+    owner, target = spread(np.full(int(hit.sum()), targets))
+    pair, block, row0 = pair[hit][owner], block[hit][owner], row0[hit][owner]
+    slot = plan.pair_slot[pair]
+    chunks = plan.slot_chunks[slot, target]
+    fields = (
+        plan.pair_begin[pair],
+        plan.pair_end[pair],
+        slot,
+        plan.pair_chunks[pair, target],
+        np.array(plan.layout.b_begin, dtype=np.int64)[slot, target],
+        np.array(plan.layout.a_begin, dtype=np.int64)[slot, target],
+        RANK_CHUNK * chunks,
+        block * block_rows,
+    )
+    records = item_array(fields, len(owner))
+    place = row0 // block_rows * targets + target
+    used = chunks > 0
+    order = np.argsort(place[used], kind="stable")
+    counts = np.bincount(place[used], minlength=blocks * targets)
+    begins = blocks + np.concatenate([[0], np.cumsum(counts)])
+    headers = np.zeros((blocks, records.shape[1]), dtype=np.int64)
+    for p in range(targets + 1):
+        headers[:, p] = begins[p : p + blocks * targets : targets]
+    return ItemList(items=np.concatenate([headers, records[used][order]]), workspace=0)
+
+
+def up_bounds(plan: PlanTensors, block_rows: int) -> ItemBounds:
+    """Bounds of `up_items` over all micro-batches."""
+    blocks = -(-plan.num_rows // block_rows)
+    records = (blocks + min(len(plan.layout.ranks), plan.num_rows)) * plan.layout.num_targets
+    return ItemBounds(items=blocks + records, workspace=0)
+
+
+RANK_PRODUCT, OUTER_PRODUCT = 0, 1
+_ROW0, _BEGIN, _END, _RANK, _DEPTH0, _DEPTH1 = 0, 1, 2, 4, 8, 9
+_SPLIT, _SPLITS, _WORKSPACE, _COUNTER, _KIND = 10, 11, 12, 13, 15
+
+
+def down_items(
+    plan: PlanTensors, config: DownConfig, depth: int, window: tuple[int, int] | None = None
+) -> ItemList:
+    """Items of `s = scaling * drop(x) A^T`: all targets of a slot are one product.
+
+    Args:
+        depth: features K.
+        window: of the rows that count; s must be 0 in the others already.
+    """
+    chunks = plan.slot_chunks.sum(axis=1)
+    a_rows = np.array([slot[0] for slot in plan.layout.a_begin], dtype=np.int64)
+    split = -(-depth // config.splits)
+    split = -(-split // config.block_depth) * config.block_depth
+    items = _rank_products(
+        plan,
+        chunks=chunks[plan.pair_slot],
+        weight_rows=a_rows[plan.pair_slot],
+        before=np.zeros_like(plan.pair_slot),
+        block_rows=config.block_rows,
+        tile_chunks=config.rank_tile // RANK_CHUNK,
+        depth=depth,
+        split_depth=split,
+        target=0,
+    )
+    if window is not None:
+        begin = np.maximum(items[:, _BEGIN], window[0])
+        end = np.minimum(items[:, _END], window[1])
+        row0 = items[:, _ROW0]
+        held = np.maximum(begin, row0) < np.minimum(end, row0 + config.block_rows)
+        items[:, _BEGIN], items[:, _END] = begin, end
+        items = items[held]
+    return _numbered(items, config.block_rows)
+
+
+def backward_up_items(
+    plan: PlanTensors, config: BackwardUpConfig, columns: Sequence[int]
+) -> ItemList:
+    """Items of dS and dB, ordered by regions of dy that L2 holds until both have read them.
+
+    Args:
+        columns: N of each target.
+    """
+    tile = config.rank_tile // RANK_CHUNK
+    products, outers = [], []
+    for p, num_columns in enumerate(columns):
+        b_rows = np.array([slot[p] for slot in plan.layout.b_begin], dtype=np.int64)
+        products.append(
+            _rank_products(
+                plan,
+                chunks=plan.slot_chunks[plan.pair_slot, p],
+                weight_rows=b_rows[plan.pair_slot],
+                before=plan.slot_chunks[plan.pair_slot, :p].sum(axis=1),
+                block_rows=config.block_rows,
+                tile_chunks=tile,
+                depth=num_columns,
+                split_depth=config.split_columns,
+                target=p,
+            )
+        )
+        a_rows = np.array([slot[p] for slot in plan.layout.a_begin], dtype=np.int64)
+        outers.append(_outer_products(plan, config, plan.slot_chunks[:, p], a_rows, num_columns, p))
+    first = _numbered(np.concatenate(products), config.block_rows)
+    second = _grouped(outers, config.block_columns, first.workspace, len(first.items))
+    items = np.concatenate([first.items, second.items])
+    borders = _runs(plan, config.rows_per_run, (0, plan.num_rows))[1].parts
+    return ItemList(items=_by_region(items, config), workspace=second.workspace, borders=borders)
+
+
+def backward_down_items(
+    plan: PlanTensors, config: BackwardDownConfig, depth: int, window: tuple[int, int]
+) -> ItemList:
+    """Items of `dA += dS^T drop(x)` over the rows of a window.
+
+    Args:
+        depth: features K.
+    """
+    a_rows = np.array([slot[0] for slot in plan.layout.a_begin], dtype=np.int64)
+    chunks = plan.slot_chunks.sum(axis=1)
+    outer = _outer_products(plan, config, chunks, a_rows, depth, 0, window)
+    found = _grouped([outer], config.block_columns, 0, 0)
+    return replace(found, borders=_runs(plan, config.rows_per_run, window)[1].parts)
+
+
+def _rank_products(
+    plan: PlanTensors,
+    *,
+    chunks: Array,
+    weight_rows: Array,
+    before: Array,
+    block_rows: int,
+    tile_chunks: int,
+    depth: int,
+    split_depth: int,
+    target: int,
+) -> Array:
+    """Blocks of each pair, those with rows split over the depth; arrays are one entry a pair.
+
+    Args:
+        before: chunks of the slot before the first one of these.
+    """
+    blocks = ROW_TILE // block_rows
+    passes = -(-chunks // tile_chunks)
+    pair, position = spread(passes * blocks)
+    block, rank_pass = position % blocks, position // blocks
+    row0 = plan.pair_tile[pair] * ROW_TILE + block * block_rows
+    hit = (row0 < plan.pair_end[pair]) & (row0 + block_rows > plan.pair_begin[pair])
+    splits = -(-depth // split_depth)
+    owner, split = spread(np.where(hit, splits, 1))
+    pair, block, rank_pass, hit = pair[owner], block[owner], rank_pass[owner], hit[owner]
+    first = rank_pass * tile_chunks
+    slot = plan.pair_slot[pair]
+    row_chunks = plan.slot_chunks[slot].sum(axis=1)
+    place = plan.row_form[slot] + (row0[owner] - plan.slot_begin[slot]) * row_chunks
+    begin = np.where(hit, split * split_depth, 0)
+    fields = (
+        row0[owner],
+        plan.pair_begin[pair],
+        plan.pair_end[pair],
+        weight_rows[pair] + RANK_CHUNK * first,
+        RANK_CHUNK * np.minimum(chunks[pair] - first, tile_chunks),
+        slot,
+        plan.pair_first[pair] + before[pair] + first,
+        place + before[pair] + first,
+        begin,
+        np.where(hit, np.minimum(begin + split_depth, depth), 0),
+        split,
+        np.where(hit, splits, 1),
+        0,
+        0,
+        target,
+        RANK_PRODUCT,
+        row_chunks,
+    )
+    return item_array(fields, len(owner))
+
+
+def _numbered(items: Array, block_rows: int) -> ItemList:
+    """Gives split blocks their workspace and counter; in row order, blocks without rows last."""
+    order = np.lexsort((items[:, _SPLIT], items[:, _ROW0], items[:, _DEPTH1] == 0))
+    first = items[:, _SPLIT] == 0
+    units = items[:, _RANK] * block_rows // WORKSPACE_UNIT * items[:, _SPLITS]
+    sizes = np.where(first & (items[:, _SPLITS] > 1), units, 0)
+    group = np.arange(len(items)) - items[:, _SPLIT]
+    items[:, _WORKSPACE] = (np.cumsum(sizes) - sizes)[group]
+    items[:, _COUNTER] = group
+    return ItemList(items=items[order], workspace=int(sizes.sum()))
+
+
+def _outer_products(
+    plan: PlanTensors,
+    config: BackwardUpConfig | BackwardDownConfig,
+    chunks: Array,
+    gradient_rows: Array,
+    num_columns: int,
+    target: int,
+    window: tuple[int, int] | None = None,
+) -> Array:
+    """Returns blocks of columns of each run; `chunks` and `gradient_rows` have an entry a slot."""
+    window = (0, plan.num_rows) if window is None else window
+    run, borders = _runs(plan, config.rows_per_run, window)
+    held = chunks[run[:, 0]] > 0
+    slot, begin, end, part, parts, _ = run[held].T
+    block = config.block_columns
+    rows = np.where(parts > 1, config.rows_per_run, end - begin)
+    wide = block * np.maximum(config.item_size // (rows * block), 1)
+    width = np.minimum(wide, -(-num_columns // block) * block)
+    tile = config.rank_tile // RANK_CHUNK
+    passes, per_pass = -(-chunks[slot] // tile), -(-num_columns // width)
+    owner, position = spread(passes * per_pass)
+    slot, rank_pass = slot[owner], position // per_pass[owner]
+    column = position % per_pass[owner] * width[owner]
+    first = rank_pass * tile
+    # A part's items lie as far behind those of part 0 as all the parts between have items.
+    group = position + (np.cumsum(passes * per_pass) - passes * per_pass)[owner - part[owner]]
+    row_chunks = plan.slot_chunks[slot].sum(axis=1)
+    place = plan.row_form[slot] + (begin[owner] - plan.slot_begin[slot]) * row_chunks
+    fields = (
+        begin[owner],
+        end[owner],
+        0,
+        place + plan.slot_chunks[slot, :target].sum(axis=1) + first,
+        RANK_CHUNK * np.minimum(chunks[slot] - first, tile),
+        gradient_rows[slot] + RANK_CHUNK * first,
+        column,
+        np.minimum(column + width[owner], num_columns),
+        part[owner],
+        parts[owner],
+        0,
+        group,
+        slot,
+        width[owner],
+        target,
+        OUTER_PRODUCT,
+        row_chunks,
+        borders.counts[held][owner],
+        borders.places[held][owner],
+    )
+    return item_array(fields, len(owner))
+
+
+def _runs(plan: PlanTensors, rows_per_run: int, window: tuple[int, int]) -> tuple[Array, Borders]:
+    table = run_table(row_runs(plan.ends, plan.layout, rows_per_run, window, plan.cuts))
+    return table, portion_borders(table)
+
+
+def _grouped(lists: Sequence[Array], block: int, workspace: int, counters: int) -> ItemList:
+    """Gives the parts of a sum their common workspace and counter, beyond those already given."""
+    numbered = []
+    for items in lists:
+        rank, part, parts, group, width = items[:, (4, 8, 9, 11, 13)].T
+        padded = -(-np.minimum(width, items[:, 7] - items[:, 6]) // block) * block
+        sizes = np.where((part == 0) & (parts > 1), parts * rank * padded // WORKSPACE_UNIT, 0)
+        items[:, 10] = workspace + (np.cumsum(sizes) - sizes)[group]
+        items[:, 11] = counters + group
+        workspace += int(sizes.sum())
+        counters += len(items)
+        numbered.append(items)
+    return ItemList(items=np.concatenate(numbered), workspace=workspace)
+
+
+def _by_region(items: Array, config: BackwardUpConfig) -> Array:
+    """Sorts by rows, target and columns; blocks without rows, which read nothing, last."""
+    outer = items[:, _KIND] == OUTER_PRODUCT
+    row = np.where(outer, items[:, 0], items[:, _ROW0]) // config.region_rows
+    column = np.where(outer, items[:, 6], items[:, _DEPTH0]) // config.split_columns
+    idle = ~outer & (items[:, _DEPTH1] == 0)
+    return items[np.lexsort((column, items[:, 14], row, idle))]
+
+
+def down_bounds(plan: PlanTensors, config: DownConfig, depth: int) -> ItemBounds:
+    """Bounds of `down_items` over all micro-batches."""
+    chunks = int(plan.slot_chunks.sum(axis=1).max(initial=0))
+    return _rank_bounds(plan, chunks, config.block_rows, config.rank_tile, config.splits)
+
+
+def backward_up_bounds(
+    plan: PlanTensors, config: BackwardUpConfig, columns: Sequence[int]
+) -> ItemBounds:
+    """Bounds of `backward_up_items` over all micro-batches."""
+    items = workspace = 0
+    for p, num_columns in enumerate(columns):
+        chunks = int(plan.slot_chunks[:, p].max(initial=0))
+        splits = -(-num_columns // config.split_columns)
+        down = _rank_bounds(plan, chunks, config.block_rows, config.rank_tile, splits)
+        outer = _outer_bounds(plan, config, chunks, num_columns)
+        items += down.items + outer.items
+        workspace += down.workspace + outer.workspace
+    return ItemBounds(items=items, workspace=workspace)
+
+
+def backward_down_bounds(plan: PlanTensors, config: BackwardDownConfig, depth: int) -> ItemBounds:
+    """Bounds of `backward_down_items` over all micro-batches."""
+    chunks = int(plan.slot_chunks.sum(axis=1).max(initial=0))
+    return _outer_bounds(plan, config, chunks, depth)
+
+
+def _rank_bounds(
+    plan: PlanTensors, chunks: int, block_rows: int, rank_tile: int, splits: int
+) -> ItemBounds:
+    slots = min(len(plan.layout.ranks), plan.num_rows)
+    hits = -(-plan.num_rows // block_rows) + slots
+    passes = -(-chunks * RANK_CHUNK // rank_tile)
+    blocks = plan.max_pairs * (ROW_TILE // block_rows)
+    units = hits * splits * chunks * RANK_CHUNK * block_rows // WORKSPACE_UNIT
+    return ItemBounds(items=passes * (blocks + hits * (splits - 1)), workspace=units)
+
+
+def _outer_bounds(
+    plan: PlanTensors, config: BackwardUpConfig | BackwardDownConfig, chunks: int, columns: int
+) -> ItemBounds:
+    # A slot of n rows has at most `n / rows_per_run + 1` runs; if several, twice the quotient.
+    block, num_rows = config.block_columns, plan.num_rows
+    runs = num_rows // config.rows_per_run + min(len(plan.layout.ranks), num_rows)
+    passes = -(-chunks * RANK_CHUNK // config.rank_tile)
+    padded = -(-columns // block) * block
+    widest = max(block, config.item_size // config.rows_per_run // block * block)
+    full = 2 * (num_rows // config.rows_per_run) * -(-padded // widest)
+    blocks = full + 2 * num_rows * padded // max(config.item_size, 1) + runs
+    several = 2 * num_rows // config.rows_per_run
+    units = several * chunks * RANK_CHUNK * padded // WORKSPACE_UNIT
+    return ItemBounds(items=passes * blocks, workspace=units)
