@@ -19,9 +19,8 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.runtime.planning.plan_inputs import base_shape
 from tlora_megatron.service.bases import declare_bases, read_bases
-from tlora_megatron.service.control.books.live import LiveJob
-from tlora_megatron.service.control.books.orders import gang_spec, plan_of, stats_of, take_stats
-from tlora_megatron.service.control.books.pricing import Pricing, planned_base
+from tlora_megatron.service.control.pricing import Pricing, planned_base
+from tlora_megatron.service.control.records import LiveJob, gang_spec, plan_of, stats_of, take_stats
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused, Validated

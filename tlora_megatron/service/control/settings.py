@@ -57,6 +57,6 @@ class Settings:
     max_failed_saves: int = 2
     """Failed saves in a row after which a job is paused."""
     end_gangs: bool = False
-    """Save and stop all gangs when the controller is told to stop; else they train on."""
+    """Save and stop all gangs when the controller is to stop; else they train on."""
     end_gangs_s: float = 30.0
     decide_in_thread: bool = True

@@ -1,4 +1,4 @@
-"""Takes in what users do: jobs they submit, and wishes to cancel, pause or resume."""
+"""Admits jobs that users submit, and does what users request: to cancel, pause or resume a job."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tlora_megatron.service.control.books.live import LiveJob
-from tlora_megatron.service.control.books.orders import (
+from tlora_megatron.service.control.context import Context
+from tlora_megatron.service.control.records import (
     ORDER,
+    LiveJob,
     live_job,
     schedule_of,
     stats_of,
     submission_of,
     take_stats,
 )
-from tlora_megatron.service.control.desk import Desk
 from tlora_megatron.service.prepare.submission import Submission
 from tlora_megatron.service.store import Event, JobState
 
@@ -48,11 +48,11 @@ class Validator(Protocol):
         """Ends what validates."""
 
 
-class Intake:
+class Admission:
     """Reads the store's news."""
 
-    def __init__(self, desk: Desk, validator: Validator, last_event: int) -> None:
-        self._desk = desk
+    def __init__(self, context: Context, validator: Validator, last_event: int) -> None:
+        self._context = context
         self._validator = validator
         self._seen = last_event
         self._outcomes: deque[Any] = deque()
@@ -60,10 +60,10 @@ class Intake:
 
     def look(self) -> bool:
         """Takes in what is new; returns whether anything was."""
-        last = self._desk.store.events.last()
+        last = self._context.store.events.last()
         events: Sequence[Event] = ()
         if self._seen < last:
-            events = self._desk.store.events.after(self._seen, kinds=_KINDS, limit=_PAGE)
+            events = self._context.store.events.after(self._seen, kinds=_KINDS, limit=_PAGE)
             jobs = dict.fromkeys(event.job for event in events if event.job is not None)
             for job in jobs:
                 self._news(job)
@@ -77,96 +77,96 @@ class Intake:
         return self._is_full or bool(self._outcomes)
 
     def _news(self, job: str) -> None:
-        row = self._desk.store.jobs.get(job)
-        live = self._desk.books.jobs.get(job)
+        row = self._context.store.jobs.get(job)
+        live = self._context.state.jobs.get(job)
         if live is None:
             if row.state.is_over:
                 return
             live = live_job(row)
-            self._desk.books.add(live)
+            self._context.state.add(live)
             self.take(live)
-        live.wish = row.wish
-        if live.wish is not None and not live.state.is_over:
-            with self._desk.store.transaction():
+        live.requested = row.wish
+        if live.requested is not None and not live.state.is_over:
+            with self._context.store.transaction():
                 self.fulfil(live)
 
     def take(self, live: LiveJob) -> None:
         """Validates a job that is new or was being validated."""
-        if live.state is not JobState.VALIDATING or live.wish == "cancel":
+        if live.state is not JobState.VALIDATING or live.requested == "cancel":
             return
-        document = self._desk.store.jobs.document(live.id)
+        document = self._context.store.jobs.document(live.id)
         try:
             submission = submission_of(document)
         except ValueError as error:
-            self._desk.fail(live, f"job {live.name!r} cannot be read: {error}")
+            self._context.fail(live, f"job {live.name!r} cannot be read: {error}")
             return
         self._validator.submit(live.id, submission)
 
     def fulfil(self, live: LiveJob) -> None:
-        """Does what a user wishes of a job, as far as it can be done now."""
-        desk, state = self._desk, live.state
-        if live.wish == "resume":
+        """Does what a user requests of a job, as far as it can be done now."""
+        context = self._context
+        if live.requested == "resume":
             self._resume(live)
-        elif state.is_live:
-            # The gang lets it go first: `next_actions` sees a seat that no target has.
-            desk.books.withdraw(live, desk.clock())
-            desk.note_pause(live)
-            desk.wants_actions = desk.wants_decision = True
-            if not desk.books.is_seated(live):
-                desk.vacate(live, why=f"{live.wish} before a gang had it")
-        elif live.wish == "cancel":
+        elif live.state.is_live:
+            # The gang lets it go first: `plan_actions` sees a member that no target has.
+            context.state.withdraw(live, context.clock())
+            context.note_pause(live)
+            context.wants_actions = context.wants_decision = True
+            if not context.state.is_held(live):
+                context.vacate(live, why=f"{live.requested} before a gang had it")
+        elif live.requested == "cancel":
             self._validator.forget(live.id)
-            desk.change(live, JobState.CANCELLED, why="cancelled")
-        elif state is JobState.QUEUED:
-            desk.books.withdraw(live, desk.clock())
-            desk.note_pause(live)
-            desk.change(live, JobState.PAUSED, why="paused")
+            context.change(live, JobState.CANCELLED, why="cancelled")
+        elif live.state is JobState.QUEUED:
+            context.state.withdraw(live, context.clock())
+            context.note_pause(live)
+            context.change(live, JobState.PAUSED, why="paused")
 
     def _resume(self, live: LiveJob) -> None:
-        desk = self._desk
+        context = self._context
         if live.failed_saves:
             live.failed_saves = 0
-            desk.remember(live)
+            context.remember(live)
         if live.state is JobState.PAUSED:
-            desk.change(live, JobState.QUEUED, why="resumed")
-            desk.enqueue(live)
+            context.change(live, JobState.QUEUED, why="resumed")
+            context.enqueue(live)
         else:
             # It is still leaving, or never paused: whoever lets it go puts it into the queue.
-            desk.store.jobs.clear_wish(live.id, "resume")
-            live.wish = None
+            context.store.jobs.clear_wish(live.id, "resume")
+            live.requested = None
 
     def _validated(self) -> bool:
         self._outcomes.extend(self._validator.poll())
         if not self._outcomes:
             return False
-        with self._desk.store.transaction():
+        with self._context.store.transaction():
             for _ in range(min(_PAGE, len(self._outcomes))):
                 result = self._outcomes.popleft()
-                live = self._desk.books.jobs.get(result.job)
+                live = self._context.state.jobs.get(result.job)
                 if live is not None and live.state is JobState.VALIDATING:
                     self._accept(live, result)
         return True
 
     def _accept(self, live: LiveJob, result: Any) -> None:
-        desk = self._desk
+        context = self._context
         error = getattr(result, "error", None)
         if error is not None:
-            desk.change(live, JobState.FAILED, why=error, error=error)
+            context.change(live, JobState.FAILED, why=error, error=error)
             return
         stats = stats_of(result.load(), tokens=result.train_tokens, num_steps=result.num_steps)
-        document = desk.store.jobs.document(live.id)
+        document = context.store.jobs.document(live.id)
         document[ORDER] = {"document": dict(result.document), "tokens": dict(result.tokens)}
         take_stats(live, stats)
         live.step = int(result.from_step)
         try:
-            desk.pricing.meet(live.base, document["base_model"])
+            context.pricing.meet(live.base, document["base_model"])
         except (OSError, ValueError) as failure:
-            desk.change(live, JobState.FAILED, why=str(failure), error=str(failure))
+            context.change(live, JobState.FAILED, why=str(failure), error=str(failure))
             return
         for note in getattr(result, "notes", ()):
-            desk.say("note", note, job=live.id)
-        paused = live.wish == "pause"
-        desk.change(
+            context.say("note", note, job=live.id)
+        paused = live.requested == "pause"
+        context.change(
             live,
             JobState.QUEUED,
             why="validated",
@@ -177,6 +177,6 @@ class Intake:
             schedule=schedule_of(live),
         )
         if paused:
-            desk.change(live, JobState.PAUSED, why="paused")
+            context.change(live, JobState.PAUSED, why="paused")
         else:
-            desk.enqueue(live, is_new=True)
+            context.enqueue(live, is_new=True)

@@ -1,13 +1,14 @@
-"""The prices of jobs: speeds and plans of groups on this machine, and jobs as policies see them.
+"""Prices jobs and groups by the planner's speeds, which measurements correct.
 
-Base models are met while jobs arrive. A job that must train alone gets a pool of its own, which no
-other job shares; the model of its speed is that of its base.
+Base models are added while jobs arrive. A job that must train alone gets a pool of its own, which
+no other job shares; the model of its speed is that of its base.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from tlora_megatron.config.reader import read_spec
@@ -15,15 +16,20 @@ from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.group import GroupModel
-from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.hardware import HardwareProfile, Link
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.planning.plan_inputs import base_shape
 from tlora_megatron.scheduler.calibrated import CalibratedSpeeds
 from tlora_megatron.scheduler.group_throughput import GroupThroughput
 from tlora_megatron.scheduler.jobs import Job
-from tlora_megatron.service.control.books.live import ALONE, LiveJob
+from tlora_megatron.service.control.machines import Machines, hardware_profile
+from tlora_megatron.service.control.records import ALONE, LiveJob
+from tlora_megatron.service.control.settings import Settings
+from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.sim.workload import Patience, state_bytes, weights_bytes
 
+_NETWORK = Link(bytes_per_s=2.2e10, latency_s=2.0e-5)
+"""Between machines, where the profile knows none: 200 Gb/s for each GPU."""
 _PATIENCE = Patience()
 _OPEN_S = 10 * 365 * 86_400.0
 """A job that ends when its client says so is priced as one that trains so long."""
@@ -199,3 +205,15 @@ def _base_of(pool: str) -> str:
 
 def _named(loads: Sequence[JobLoad]) -> list[JobLoad]:
     return [replace(load, name=str(place)) for place, load in enumerate(loads)]
+
+
+def pricing_of(nodes: Sequence[NodeInfo], settings: Settings) -> Pricing:
+    """Prices by the planner, on the hardware of these machines.
+
+    Raises:
+        ValueError: if the profile that was asked for does not exist.
+    """
+    shape = Machines.of(nodes).shape
+    profile = hardware_profile(settings, shape.gpus_per_node).of_nodes(shape.gpus_per_node)
+    profile = replace(profile, inter_node=profile.inter_node or _NETWORK)
+    return Pricing(partial(planned_base, hardware=profile))
