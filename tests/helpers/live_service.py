@@ -64,6 +64,7 @@ class Read:
     document: Mapping[str, Any]
     tokens: Mapping[str, str] = field(default_factory=dict)
     from_step: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def num_steps(self) -> int:

@@ -135,7 +135,7 @@ class RuledService:
 
         Args:
             jobs: documents by name.
-            allow: is told how far `long` may train for now, so that it never ends too early.
+            allow: gets how far `long` may train for now, so that it never ends too early.
         """
 
         def settled(beyond: int) -> bool:

@@ -1,4 +1,4 @@
-"""The running groups and the GPUs they hold: the books that simulator and live service share."""
+"""The running groups and the GPUs they hold: the state that simulator and live service share."""
 
 from __future__ import annotations
 

@@ -41,6 +41,7 @@ class Accepted:
     num_steps: int
     tokens: Mapping[str, str] = field(default_factory=dict)
     from_step: int = 0
+    notes: tuple[str, ...] = ()
 
     def load(self) -> JobLoad:
         """The job as the planner sees it."""

@@ -114,7 +114,7 @@ def test_a_job_has_a_price_and_its_gang_a_plan(
     assert isinstance(found, Validated)
     profile = load_profile(repo / "configs/hardware/h200.json")
     pricing = Pricing(partial(planned_base, hardware=profile))
-    pricing.meet("b", {"path": str(tmp_path / "jobs/base")})
+    pricing.add_base("b", {"path": str(tmp_path / "jobs/base")})
     live = LiveJob(
         id="j1", number=1, name="a", tenant="local", base="b", state=JobState.QUEUED, num_gpus=1
     )

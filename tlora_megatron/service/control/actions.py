@@ -48,7 +48,7 @@ class GangNow:
     in_first_round: Collection[str] = ()
     """Jobs that have joined and not finished a round yet."""
     gathers: bool = False
-    """Nobody has joined it yet: who is prepared waits a moment for those who are about to be."""
+    """No job has joined it yet: one that is prepared waits a moment for those that soon will be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +100,7 @@ def _apart(target: Target, gang: GangNow) -> bool:
 
 
 def _hands_over(gang: GangNow, claims: Sequence[Target], running: Collection[str]) -> bool:
-    """True if whoever wants the GPUs of a gang without a target need not wait for its end."""
+    """True if gangs that are to have the GPUs of one without a target need not wait for its end."""
     if gang.state != "running" or not gang.members or not claims:
         return False
     return all(target.beside or target.gang in running for target in claims)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 from tlora_megatron.service.control.context import Context
 from tlora_megatron.service.control.records import (
@@ -16,50 +15,27 @@ from tlora_megatron.service.control.records import (
     submission_of,
     take_stats,
 )
-from tlora_megatron.service.prepare.submission import Submission
+from tlora_megatron.service.prepare.outcome import Outcome, Refused
+from tlora_megatron.service.prepare.pool import PreparePool
 from tlora_megatron.service.store import Event, JobState
 
 _KINDS = ("submitted", "wished")
 _PAGE = 100
-"""News and outcomes taken in at a time, so that gangs are never kept waiting for long."""
-
-
-class Accepted(Protocol):
-    """A job whose data was read."""
-
-    @property
-    def job(self) -> str:
-        """Its id."""
-
-
-class Validator(Protocol):
-    """Reads jobs' data beside the controller; `service.prepare.pool.PreparePool` is one."""
-
-    def submit(self, job_id: str, submission: Submission) -> None:
-        """Begins to validate a job."""
-
-    def forget(self, job_id: str) -> None:
-        """Throws the result of a job away."""
-
-    def poll(self) -> Sequence[Any]:
-        """Takes the jobs whose validation has ended, as `Validated` or `Refused` values."""
-
-    def close(self) -> None:
-        """Ends what validates."""
+"""Events and outcomes taken in at a time, so that gangs are never kept waiting for long."""
 
 
 class Admission:
-    """Reads the store's news."""
+    """Takes in new jobs and requests from the store's events."""
 
-    def __init__(self, context: Context, validator: Validator, last_event: int) -> None:
+    def __init__(self, context: Context, validator: PreparePool, last_event: int) -> None:
         self._context = context
         self._validator = validator
         self._seen = last_event
-        self._outcomes: deque[Any] = deque()
+        self._outcomes: deque[Outcome] = deque()
         self._is_full = False
 
-    def look(self) -> bool:
-        """Takes in what is new; returns whether anything was."""
+    def look(self) -> None:
+        """Takes in what is new."""
         last = self._context.store.events.last()
         events: Sequence[Event] = ()
         if self._seen < last:
@@ -69,7 +45,7 @@ class Admission:
                 self._news(job)
             self._seen = events[-1].seq if len(events) == _PAGE else last
         self._is_full = len(events) == _PAGE
-        return self._validated() or bool(events)
+        self._take_outcomes()
 
     @property
     def has_more(self) -> bool:
@@ -131,27 +107,25 @@ class Admission:
             context.change(live, JobState.QUEUED, why="resumed")
             context.enqueue(live)
         else:
-            # It is still leaving, or never paused: whoever lets it go puts it into the queue.
+            # It is still leaving, or never paused: it is queued when its gang lets it go.
             context.store.jobs.clear_wish(live.id, "resume")
             live.requested = None
 
-    def _validated(self) -> bool:
+    def _take_outcomes(self) -> None:
         self._outcomes.extend(self._validator.poll())
         if not self._outcomes:
-            return False
+            return
         with self._context.store.transaction():
             for _ in range(min(_PAGE, len(self._outcomes))):
                 result = self._outcomes.popleft()
                 live = self._context.state.jobs.get(result.job)
                 if live is not None and live.state is JobState.VALIDATING:
                     self._accept(live, result)
-        return True
 
-    def _accept(self, live: LiveJob, result: Any) -> None:
+    def _accept(self, live: LiveJob, result: Outcome) -> None:
         context = self._context
-        error = getattr(result, "error", None)
-        if error is not None:
-            context.change(live, JobState.FAILED, why=error, error=error)
+        if isinstance(result, Refused):
+            context.change(live, JobState.FAILED, why=result.error, error=result.error)
             return
         stats = stats_of(result.load(), tokens=result.train_tokens, num_steps=result.num_steps)
         document = context.store.jobs.document(live.id)
@@ -159,11 +133,11 @@ class Admission:
         take_stats(live, stats)
         live.step = int(result.from_step)
         try:
-            context.pricing.meet(live.base, document["base_model"])
+            context.pricing.add_base(live.base, document["base_model"])
         except (OSError, ValueError) as failure:
             context.change(live, JobState.FAILED, why=str(failure), error=str(failure))
             return
-        for note in getattr(result, "notes", ()):
+        for note in result.notes:
             context.say("note", note, job=live.id)
         paused = live.requested == "pause"
         context.change(

@@ -57,7 +57,7 @@ class Context:
     def say(
         self, what: str, message: str, *, job: str | None = None, gang: str | None = None
     ) -> None:
-        """Tells what happened in a sentence, to the store's list of events and to the terminal."""
+        """Writes a sentence on what happened to the store's events and to the terminal."""
         self.store.events.add("said", job=job, gang=gang, body={"what": what, "message": message})
         self.on_said(message)
 
@@ -94,7 +94,7 @@ class Context:
             self.wants_decision = self.wants_actions = True
 
     def remember(self, live: LiveJob) -> None:
-        """Keeps in the store what decides over a job and no event says."""
+        """Keeps in the store how a job is to be scheduled."""
         self.store.jobs.update(live.id, schedule=schedule_of(live))
 
     def note_pause(self, live: LiveJob) -> None:
@@ -138,7 +138,7 @@ class Context:
         )
 
     def _say_once(self, live: LiveJob, message: str) -> None:
-        """Tells why a job waits, unless that was the last thing said of it."""
+        """Says why a job waits, unless that was the last thing said of it."""
         said = self.store.events.after(0, job=live.id, kinds=["said"])
         if not said or said[-1].body["message"] != message:
             self.say("waits", message, job=live.id)
@@ -165,7 +165,7 @@ class Context:
                 self.enqueue(live)  # one that a decision has paused waits already
         self.wants_actions = True
 
-    def place_anew(self, live: LiveJob, *, why: str) -> None:
+    def requeue(self, live: LiveJob, *, why: str) -> None:
         """Takes a job off the place that was decided for it, and lets it wait for another one."""
         self.state.withdraw(live, self.clock())
         self.note_pause(live)
@@ -175,7 +175,7 @@ class Context:
         elif not self.state.is_held(live):
             self.vacate(live, why=why)
 
-    def gone(
+    def gang_ended(
         self, gang: LiveGang, *, why: str, died_at: tuple[int, int] | None = None
     ) -> list[LiveJob]:
         """Notes that no process of a gang is left; returns the jobs that it held, vacated.

@@ -1,4 +1,4 @@
-"""The controller of a service: hears gangs and users, lets a policy decide, and carries that out.
+"""The controller of a service: takes in events and requests, asks a policy, carries out its answer.
 
 It keeps nothing that the store does not: killed at any moment, the next one takes over, and gangs
 train on meanwhile.
@@ -14,14 +14,14 @@ from pathlib import Path
 
 from tlora_megatron.scheduler.invariants import InvariantError
 from tlora_megatron.scheduler.policy import RegroupCost
-from tlora_megatron.service.control.admit import Admission, Validator
+from tlora_megatron.service.control.admit import Admission
 from tlora_megatron.service.control.context import Context
 from tlora_megatron.service.control.decide import Decider
 from tlora_megatron.service.control.events import EventHandler, Measurements
 from tlora_megatron.service.control.executor import EngineLost, Executor, GuardedEngine
 from tlora_megatron.service.control.machines import Machines
 from tlora_megatron.service.control.pricing import Pricing, pricing_of
-from tlora_megatron.service.control.recover import Watchdog, bury_missing, take_over
+from tlora_megatron.service.control.recover import Watchdog, end_missing, take_over
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.control.show import StatusWriter
 from tlora_megatron.service.control.state import SchedulerState
@@ -50,7 +50,7 @@ class Controller:
         store: Store,
         engine: GangEngine,
         pricing: Pricing,
-        validator: Validator,
+        validator: PreparePool,
         settings: Settings,
         clock: Callable[[], float] | None = None,
         on_said: Callable[[str], None] = logger.info,
@@ -87,8 +87,8 @@ class Controller:
         self._status.forget()
         last_event = take_over(self.context)
         self._admission = Admission(self.context, self._validator, last_event)
-        self._hear()
-        bury_missing(self.context)
+        self._take_events()
+        end_missing(self.context)
         for live in list(self.context.state.jobs.values()):
             self._admission.take(live)
             if live.requested is not None and not live.state.is_over:
@@ -121,7 +121,7 @@ class Controller:
             self._refuse("state", f"the scheduler state is inconsistent ({error})")
 
     def _step(self, now_s: float) -> None:
-        self._hear()
+        self._take_events()
         self._admission.look()
         if self._watchdog.look():
             self._reload()
@@ -130,9 +130,9 @@ class Controller:
         self.decider.step()
         self._executor.run()
 
-    def _hear(self) -> None:
+    def _take_events(self) -> None:
         gangs = self.context.state.gangs.values()
-        cursor = {(gang.name, gang.epoch): gang.heard for gang in gangs}
+        cursor = {(gang.name, gang.epoch): gang.last_event for gang in gangs}
         events = self.context.engine.poll(cursor)
         # An engine may repeat events of gangs that have ended.
         new = [event for event in events if (event.gang, event.epoch) in cursor]
@@ -147,7 +147,7 @@ class Controller:
                 self._executor.stop(gang)
         self._executor.send()
         while context.state.gangs and context.clock() < until_s:
-            self._hear()
+            self._take_events()
             time.sleep(context.settings.poll_s)
         with context.store.transaction():
             for gang in list(context.state.gangs.values()):
@@ -215,7 +215,7 @@ def serve(
     stop: threading.Event | None = None,
     store: Store | None = None,
     said: Callable[[str], None] = logger.info,
-    validator: Validator | None = None,
+    validator: PreparePool | None = None,
     pricing: Pricing | None = None,
 ) -> None:
     """Runs a service's controller until `stop` is set; gangs then train on.

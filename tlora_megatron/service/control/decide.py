@@ -30,7 +30,7 @@ from tlora_megatron.service.control.show import action_of, pause_of
 logger = logging.getLogger(__name__)
 _MINUTE_S = 60.0
 _LONGEST_DWELL_S = 1800.0
-"""Nobody knows longer what will arrive."""
+"""Gains are counted no longer than this: what will arrive by then is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +119,7 @@ class Decider:
         self._take()
 
     def _quotas(self) -> dict[str, int]:
-        """Most GPUs of tenants, read anew each time: a smaller quota takes nobody's GPUs away."""
+        """Most GPUs of tenants, read each time: a smaller quota takes no GPUs away."""
         limits = self._context.store.tenants.all_limits()
         return {tenant: own.gpus for tenant, own in limits.items() if own.gpus is not None}
 

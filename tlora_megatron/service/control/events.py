@@ -22,7 +22,7 @@ _SLOW = 0.5
 
 
 class EventHandler:
-    """Hears the events of gangs."""
+    """Applies events, each by its kind."""
 
     def __init__(self, context: Context, measurements: Measurements) -> None:
         self._context = context
@@ -37,17 +37,17 @@ class EventHandler:
         if not events:
             return {}
         with self._context.store.transaction():
-            heard = self._context.store.gangs.hear(events)
-            for event in heard.new:
-                self._hear(event)
-        return {gang: what for (gang, _), what in heard.missed.items()}
+            taken = self._context.store.gangs.hear(events)
+            for event in taken.new:
+                self._apply(event)
+        return {gang: what for (gang, _), what in taken.missed.items()}
 
-    def _hear(self, event: GangEvent) -> None:
+    def _apply(self, event: GangEvent) -> None:
         gang = self._context.state.gangs.get(event.gang)
         if gang is None or gang.epoch != event.epoch:
             return
-        gang.heard = event.number
-        gang.heard_s = max(gang.heard_s, self._context.clock())
+        gang.last_event = event.number
+        gang.last_event_s = max(gang.last_event_s, self._context.clock())
         if event.kind in self._OF_GANGS:
             self._OF_GANGS[event.kind](self, gang, event)
             return
@@ -55,7 +55,7 @@ class EventHandler:
         if live is not None and live.id in gang.members:
             self._OF_JOBS[event.kind](self, gang, live, event)
 
-    # What gangs tell of themselves
+    # Events of gangs
 
     def _started(self, gang: LiveGang, event: GangEvent) -> None:
         if gang.state != "starting":
@@ -86,7 +86,7 @@ class EventHandler:
         self._context.store.commands.mark_applied(gang.name, gang.epoch, int(event.body["seq"]))
 
     def _stopped(self, gang: LiveGang, event: GangEvent) -> None:
-        self._context.gone(gang, why="stopped as asked")
+        self._context.gang_ended(gang, why="stopped as asked")
 
     def _died(self, gang: LiveGang, event: GangEvent) -> None:
         died(self._context, gang, event.body)
@@ -95,7 +95,7 @@ class EventHandler:
         message = str(event.body.get("message", ""))
         self._context.say("note", message, job=event.job, gang=gang.name)
 
-    # What they tell of a job
+    # Events of jobs in gangs
 
     def _prepared(self, gang: LiveGang, live: LiveJob, event: GangEvent) -> None:
         member = gang.members[live.id]
@@ -238,13 +238,13 @@ class Measurements:
         self._context.tallies["start"].add(seconds)
 
     def joined(self, stall_s: float) -> None:
-        """Takes up how long the neighbours of a newcomer stood still."""
+        """Takes up how long co-trained jobs stood still while one joined."""
         cost = self._context.cost
         self._context.cost = replace(cost, admit_s=_mean(cost.admit_s, stall_s))
         self._context.tallies["join"].add(stall_s)
 
     def touch(self, live: LiveJob) -> None:
-        """Notes that a job's work left is known anew."""
+        """Notes that a job has reported how much work is left."""
         group = self._context.state.fleet.group_of(live.number)
         if group is not None:
             self._touched.add(group.number)

@@ -123,7 +123,7 @@ class Executor:
             plan=plan,
             state="starting",
             since_s=now_s,
-            heard_s=now_s,
+            last_event_s=now_s,
             idle_since_s=now_s,
             lease_until_s=now_s + spec.lease_s,
             commanded_s=now_s,
@@ -177,7 +177,7 @@ class Executor:
         if gang.state == "stopping":
             return
         if gang.state == "starting" and not gang.members:
-            self.kill(gang, "nobody needs it any more")
+            self.kill(gang, "no job needs it any more")
             return
         context.store.gangs.change(gang.name, gang.epoch, GangState.STOPPING)
         context.command(gang, "stop", body={"save": True})
@@ -192,7 +192,7 @@ class Executor:
         """Ends a gang by force, inside a transaction; True with proof that it is gone."""
         context = self._context
         if context.engine.kill(gang.name, gang.epoch):
-            context.gone(gang, why=why)
+            context.gang_ended(gang, why=why)
             return True
         context.store.gangs.note(gang.name, gang.epoch, no_proof=why)
         if gang.state != "stopping":
@@ -214,7 +214,7 @@ class EngineLost(RuntimeError):
 
 
 class GuardedEngine:
-    """Passes the six calls on, and says `EngineLost` where the engine cannot be reached."""
+    """Passes the six calls on; raises `EngineLost` where the engine cannot be reached."""
 
     def __init__(self, engine: GangEngine) -> None:
         self._engine = engine

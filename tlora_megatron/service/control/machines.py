@@ -86,7 +86,7 @@ class Machines:
 
 
 class SetAside:
-    """Takes GPUs out of the free ones as soon as nobody holds them, and gives them back later."""
+    """Takes GPUs out of the free ones as soon as no group holds them, and gives them back later."""
 
     def __init__(self, free: FreeGpus) -> None:
         self._free = free

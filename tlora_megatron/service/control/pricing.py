@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tlora_megatron.config.reader import read_spec
 from tlora_megatron.config.schema import BaseModelSpec
@@ -42,30 +42,6 @@ class MemoryShares(NamedTuple):
     """Without jobs."""
     full: float
     """At most."""
-
-
-class BaseCost(Protocol):
-    """The costs of one base model: its throughput, and sizes of what is loaded and moved."""
-
-    @property
-    def model(self) -> GroupThroughput:
-        """Speed and memory of groups."""
-
-    @property
-    def weights_bytes(self) -> float:
-        """Size of the base."""
-
-    def state_bytes(self, load: JobLoad) -> float:
-        """Size of a job's adapter and optimizer state."""
-
-    def plan(self, loads: Sequence[JobLoad], num_gpus: int) -> Plan | None:
-        """The plan with which a gang of these jobs starts; None: the engine's default."""
-
-    def holds(self, loads: Sequence[JobLoad], plan: Plan | None) -> bool:
-        """True if a gang under this plan can take these jobs."""
-
-    def memory(self, loads: Sequence[JobLoad], plan: Plan | None) -> MemoryShares | None:
-        """Memory that a gang of these jobs takes under a plan; None where nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,20 +94,20 @@ def planned_base(section: Mapping[str, Any], hardware: HardwareProfile) -> Plann
 class Pricing:
     """Prices jobs and groups by speeds that measurements correct."""
 
-    def __init__(self, costs: Callable[[Mapping[str, Any]], BaseCost]) -> None:
+    def __init__(self, costs: Callable[[Mapping[str, Any]], PlannedBase]) -> None:
         """Begins without base models; `costs` makes those of a section `base_model`."""
         self._make = costs
-        self._bases: dict[str, BaseCost] = {}
+        self._bases: dict[str, PlannedBase] = {}
         self._models: dict[str, GroupThroughput] = {}
         self._sections: dict[str, Mapping[str, Any]] = {}
         self.speeds = CalibratedSpeeds(self._models)
 
-    def knows(self, base: str) -> bool:
-        """True if the base model was met before."""
+    def has_base(self, base: str) -> bool:
+        """True if the base model was added before."""
         return base in self._bases
 
-    def meet(self, base: str, section: Mapping[str, Any]) -> None:
-        """Takes up a base model.
+    def add_base(self, base: str, section: Mapping[str, Any]) -> None:
+        """Adds a base model.
 
         Raises:
             ValueError: if its files cannot be read.
@@ -195,7 +171,7 @@ class Pricing:
         return self._bases[_base_of(pool)].holds(loads, plan)
 
     def memory(self, pool: str, loads: Sequence[JobLoad], plan: Plan | None) -> MemoryShares | None:
-        """Memory that a gang of these jobs takes on each of its GPUs; None where nobody knows."""
+        """Memory that a gang of these jobs takes on each of its GPUs; None if unknown."""
         return self._bases[_base_of(pool)].memory(loads, plan)
 
 

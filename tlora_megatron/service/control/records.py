@@ -26,7 +26,7 @@ from tlora_megatron.service.store import Job as JobRow
 from tlora_megatron.service.store import JobState
 
 ALONE = " // "
-"""Between base and id in the name of the pool of a job that shares a gang with nobody."""
+"""Between base and id in the name of the pool of a job that trains alone."""
 
 _NEXT_S, _GATHER_S = 0.5, 3.0
 """A gang's first jobs join together if each is prepared so soon behind the last one, and all of
@@ -64,7 +64,7 @@ class LiveJob:
     step: int = 0
     num_steps: int = 0
     alone: bool = False
-    """It shares a gang with nobody, after it made one fail."""
+    """It trains in a gang of its own, after it made one fail."""
     deaths: int = 0
     """Gangs that died with it since its last step."""
     failed_saves: int = 0
@@ -121,10 +121,10 @@ class LiveGang:
     state: Literal["starting", "running", "stopping"]
     since_s: float
     """When it came into this state."""
-    heard_s: float
+    last_event_s: float
     idle_since_s: float
-    heard: int = 0
-    """Number of its last event that was heard."""
+    last_event: int = 0
+    """Number of its last event that was applied."""
     members: dict[str, GangMember] = field(default_factory=dict)
     in_first_round: set[str] = field(default_factory=set)
     changed: bool = True
@@ -150,8 +150,7 @@ class LiveGang:
     def gather(self, now_s: float) -> None:
         """Lets a fresh gang's first jobs, one of which is prepared now, join together.
 
-        The first round of a process takes seconds on a GPU, and who comes after its begin waits for
-        its end.
+        A new process's first round takes seconds on a GPU, and later jobs wait for it.
         """
         if self.is_fresh:
             self.gathers_from_s = min(self.gathers_from_s, now_s)

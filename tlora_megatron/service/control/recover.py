@@ -40,7 +40,7 @@ def take_over(context: Context) -> int:
     for row in snapshot.jobs:
         context.state.add(live_job(row))
     with context.store.transaction():
-        _meet_bases(context, snapshot)
+        _add_bases(context, snapshot)
         _remember_deaths(context)
         for gang in snapshot.gangs:
             _adopt(context, gang, snapshot)
@@ -50,24 +50,24 @@ def take_over(context: Context) -> int:
     return snapshot.last_event
 
 
-def bury_missing(context: Context) -> None:
-    """Notes that gangs are gone which the engine does not know, after their last words."""
+def end_missing(context: Context) -> None:
+    """Notes that gangs which the engine does not know are gone, after their last events."""
     running = {(info.gang, info.epoch) for info in context.engine.gangs()}
     missing = [g for g in context.state.gangs.values() if (g.name, g.epoch) not in running]
     with context.store.transaction():
         for gang in missing:
             message = f"gang {gang.name} was gone when a controller looked for it"
             context.say("rank_died", f"{message}: its jobs go on elsewhere", gang=gang.name)
-            context.gone(gang, why=message)
+            context.gang_ended(gang, why=message)
 
 
-def _meet_bases(context: Context, snapshot: Snapshot) -> None:
+def _add_bases(context: Context, snapshot: Snapshot) -> None:
     """Takes up the base models of all jobs that were validated; a job without its base fails."""
     for row in snapshot.jobs:
-        if row.stats and not context.pricing.knows(row.base):
+        if row.stats and not context.pricing.has_base(row.base):
             document = context.store.jobs.document(row.id)
             try:
-                context.pricing.meet(row.base, document["base_model"])
+                context.pricing.add_base(row.base, document["base_model"])
             except (OSError, ValueError) as error:
                 context.fail(
                     context.state.jobs[row.id], f"job {row.name!r} has lost its base: {error}"
@@ -94,10 +94,10 @@ def _adopt(context: Context, row: Gang, snapshot: Snapshot) -> None:
         plan=plan_of(row.spec) if row.spec.parallel else None,
         state=_STATES[row.state],
         since_s=now_s,
-        heard_s=now_s,
+        last_event_s=now_s,
         idle_since_s=now_s,
         lease_until_s=row.lease_until,
-        heard=row.heard,
+        last_event=row.heard,
         no_proof=row.engine_ref.get("no_proof"),
     )
     if row.engine_ref.get("one_by_one"):
@@ -115,9 +115,8 @@ def _adopt(context: Context, row: Gang, snapshot: Snapshot) -> None:
 def _phase(context: Context, live: LiveJob, gang: LiveGang, commands: Sequence[Command]) -> Phase:
     """Where a job stands in a gang, by its state and what was written about it."""
     waiting = [command.kind for command in commands if command.job == live.id]
-    if gang.state == "stopping" or "leave" in waiting:
-        return "leaving"
-    if live.state in (JobState.SAVING, JobState.MOVING):
+    leaves = live.state in (JobState.SAVING, JobState.MOVING)
+    if leaves or gang.state == "stopping" or "leave" in waiting:
         return "leaving"
     if live.state is JobState.RUNNING:
         return "training"
@@ -130,34 +129,27 @@ def _phase(context: Context, live: LiveJob, gang: LiveGang, commands: Sequence[C
 
 def _place(context: Context) -> None:
     """Gives every job its place: in its gang, in the queue, or nowhere."""
-    held: Mapping[str, LiveGang] = {
-        job: gang for gang in context.state.gangs.values() for job in gang.members
-    }
-    for gang in context.state.gangs.values():
+    state = context.state
+    for gang in state.gangs.values():
         staying = [
-            context.state.jobs[job]
+            state.jobs[job]
             for job, member in gang.members.items()
-            if member.phase != "leaving" and context.state.jobs[job].intent == "move"
+            if member.phase != "leaving" and state.jobs[job].intent == "move"
         ]
         if gang.state != "stopping" and gang.gpus:
-            context.state.adopt(gang, staying, context.clock())
-    for live in list(context.state.jobs.values()):
-        if live.pause is not None:
-            _pause_again(context, live)
-        if live.id in held:
+            state.adopt(gang, staying, context.clock())
+    for live in list(state.jobs.values()):
+        if live.pause is not None:  # it waits, or still leaves its gang, as it did before
+            if live.intent == "move" and live.load is not None and not state.is_placed(live):
+                context.enqueue(live)
+                state.pause_again(live)
+            context.note_pause(live)
+        if state.is_held(live):
             continue
         if live.state.is_live:
             context.vacate(live, why="its gang was gone when a controller looked for it")
-        elif live.state is JobState.QUEUED and live.number not in context.state.queue:
+        elif live.state is JobState.QUEUED and live.number not in state.queue:
             context.enqueue(live)
-
-
-def _pause_again(context: Context, live: LiveJob) -> None:
-    """Lets a job wait, or still leave its gang, whom a decision has paused, as it did before."""
-    if live.intent == "move" and live.load is not None and not context.state.is_placed(live):
-        context.enqueue(live)
-        context.state.pause_again(live)
-    context.note_pause(live)
 
 
 def _post_again(context: Context, snapshot: Snapshot) -> None:
@@ -174,16 +166,16 @@ def _post_again(context: Context, snapshot: Snapshot) -> None:
 
 
 def died(context: Context, gang: LiveGang, body: Mapping[str, Any]) -> None:
-    """Handles the death of a gang, inside the transaction that hears of it."""
+    """Handles the death of a gang, inside the transaction that takes in the event."""
     reason = str(body.get("reason", "no reason is known"))
     out_of_memory = bool(body.get("out_of_memory"))
     reported = [str(job) for job in body.get("newcomers", ())]
     joined = [job for job in reported or sorted(gang.in_first_round) if job in gang.members]
     starting = gang.state == "starting"
     died_at = None if out_of_memory else _died_at(context, gang, body)
-    held = context.gone(gang, why=reason, died_at=died_at)
+    held = context.gang_ended(gang, why=reason, died_at=died_at)
     if starting:
-        # Nobody had joined; the jobs that wait for it may be what it cannot start for.
+        # No job had joined; those that wait for it may be why it cannot start.
         held = context.state.members(gang.name)
     names = ", ".join(live.name for live in held) or "none"
     what = "out_of_memory" if out_of_memory else "rank_died"
@@ -223,14 +215,7 @@ def _leave_gpu(context: Context, gang: LiveGang, died_at: tuple[int, int]) -> No
     )
     context.say("quarantined", message, gang=gang.name)
     for live in context.state.members(gang.name):
-        context.place_anew(live, why=message)
-
-
-def hung(context: Context, gang: LiveGang, held: list[LiveJob], reason: str) -> None:
-    """Counts the death of a gang that was killed for its silence, after it is gone."""
-    held = [live for live in held if live.id in context.state.jobs]
-    _count(context, held, reason)
-    _wait(context, gang, held)
+        context.requeue(live, why=message)
 
 
 def _blame(context: Context, gang: LiveGang, joined: list[LiveJob], num_held: int) -> None:
@@ -261,7 +246,7 @@ def _set_apart(context: Context, live: LiveJob, why: str) -> None:
         f"job {live.name!r} {why}: it trains alone from now on, and the others go on without it",
         job=live.id,
     )
-    context.place_anew(live, why=why)
+    context.requeue(live, why=why)
 
 
 def _needs_more(context: Context, live: LiveJob, gang: LiveGang) -> None:
@@ -285,7 +270,7 @@ def _needs_more(context: Context, live: LiveJob, gang: LiveGang) -> None:
         f"{wanted}",
         job=live.id,
     )
-    context.place_anew(live, why=f"waits for {wanted} GPUs")
+    context.requeue(live, why=f"waits for {wanted} GPUs")
 
 
 def _count(context: Context, held: list[LiveJob], reason: str) -> None:
@@ -337,29 +322,26 @@ class Watchdog:
             for gang in list(context.state.gangs.values()):
                 self._check(gang, now_s)
         self._strangers()
-        self._tidy(now_s)
+        if now_s >= self._tidied_s + _TIDY_S:
+            has_more = context.store.events.forget_old()
+            self._tidied_s = -math.inf if has_more else now_s
         self._executor.renew()
         return self._machines()
 
     def _check(self, gang: LiveGang, now_s: float) -> None:
         settings = self._context.settings
+        owes_events = gang.state == "starting" or (gang.state == "running" and gang.members)
         if gang.no_proof is not None:
-            self._bury(gang, now_s)
+            self._kill_again(gang, now_s)
         elif gang.state == "stopping" and now_s - gang.since_s > settings.stop_s:
             self._kill(gang, f"did not stop within {settings.stop_s:.0f} s")
         elif gang.state != "stopping" and not gang.gpus:
             self._executor.kill(gang, "one of its machines is gone")
-        elif gang.state != "stopping" and now_s - self._silent_since(gang) > settings.hang_s:
+        elif owes_events and now_s - max(gang.last_event_s, gang.since_s) > settings.hang_s:
             self._kill(gang, f"said nothing for {settings.hang_s:.0f} s")
 
-    def _silent_since(self, gang: LiveGang) -> float:
-        """When a gang that has something to say was last heard."""
-        if gang.state == "starting" or gang.members:
-            return max(gang.heard_s, gang.since_s)
-        return math.inf
-
     def end(self, name: str, why: str) -> None:
-        """Ends a gang whose words make no sense, and lets it start again."""
+        """Ends a gang whose events have a gap, and lets it start again."""
         gang = self._context.state.gangs.get(name)
         if gang is not None and gang.no_proof is None:
             with self._context.store.transaction():
@@ -367,41 +349,37 @@ class Watchdog:
 
     def _kill(self, gang: LiveGang, why: str, *, what: str = "hung") -> None:
         context, was = self._context, gang.state
+        jobs = context.state.jobs
+        held = [jobs[job] for job in gang.members if job in jobs]
         if was == "starting":
             held = context.state.members(gang.name)
-        else:
-            held = [context.state.jobs[job] for job in gang.members if job in context.state.jobs]
         proven = self._executor.kill(gang, why)
         then = "it starts again" if proven else "its jobs wait until its lease has run out"
         context.say(what, f"gang {gang.name} {why} and was killed: {then}", gang=gang.name)
         if proven and was != "stopping":
-            hung(context, gang, held, f"its gang {why}")
+            held = [live for live in held if live.id in jobs]
+            _count(context, held, f"its gang {why}")
+            _wait(context, gang, held)
 
-    def _bury(self, gang: LiveGang, now_s: float) -> None:
-        """Asks again whether a killed gang is gone; past its lease it can harm nobody."""
+    def _kill_again(self, gang: LiveGang, now_s: float) -> None:
+        """Asks again whether a killed gang is gone; past its lease it can write to no job."""
         context = self._context
         if context.engine.kill(gang.name, gang.epoch):
-            context.gone(gang, why=str(gang.no_proof))
+            context.gang_ended(gang, why=str(gang.no_proof))
         elif now_s > gang.lease_until_s + MARGIN_S:
-            why = f"{gang.no_proof}; nobody can say that it is gone, but its lease has run out"
+            why = f"{gang.no_proof}; there is no proof that it is gone, but its lease has run out"
             context.say("hung", f"gang {gang.name} {why}", gang=gang.name)
-            context.gone(gang, why=why)
+            context.gang_ended(gang, why=why)
 
     def _strangers(self) -> None:
-        """Ends gangs that the store knows nothing of."""
+        """Ends gangs that the store does not know."""
         context = self._context
         known = {(gang.name, gang.epoch) for gang in context.state.gangs.values()}
         for info in context.engine.gangs():
             if info.alive and (info.gang, info.epoch) not in known:
                 context.engine.kill(info.gang, info.epoch)
-                message = f"gang {info.gang} of epoch {info.epoch} belongs to nobody: it was killed"
-                context.say("stranger", message)
-
-    def _tidy(self, now_s: float) -> None:
-        """Has the store forget what is old, from time to time."""
-        if now_s >= self._tidied_s + _TIDY_S:
-            has_more = self._context.store.events.forget_old()
-            self._tidied_s = -math.inf if has_more else now_s
+                name = f"gang {info.gang} of epoch {info.epoch}"
+                context.say("stranger", f"{name} is unknown to the store: it was killed")
 
     def _machines(self) -> bool:
         """Ends what ran on machines that are gone; True if the cluster is another than before."""
@@ -416,8 +394,7 @@ class Watchdog:
                 if not state.machines.nodes_of(gang.gpus).isdisjoint(gone):
                     self._executor.kill(gang, "one of its machines is gone")
             for node in sorted(gone):
-                message = f"machine {node} is gone: its gangs' jobs go on elsewhere"
-                context.say("node_down", message)
+                context.say("node_down", f"machine {node} is gone: its jobs go on elsewhere")
             for node in sorted(back):
                 context.say("node_up", f"machine {node} is back")
         return True

@@ -27,7 +27,7 @@ class StatusWriter:
         self._shown: dict[str, Body] = {}
 
     def forget(self) -> None:
-        """Shows all anew: nobody knows whether the last of it was kept."""
+        """Writes all again: it is unknown whether the last of it was kept."""
         self._shown.clear()
 
     def changed(self) -> dict[str, Body]:

@@ -128,8 +128,8 @@ class SchedulerState:
     def end_late_pauses(self, now_s: float) -> bool:
         """Lets jobs that can no longer come back within their bounds wait before all others.
 
-        Whoever trains on their GPUs is slower than it was thought to be. No plan holds such a
-        bound, so that nobody would ever get those GPUs; each has a new one from its next start on.
+        The jobs on their GPUs are slower than predicted. No plan holds such a bound, so that those
+        GPUs would stay taken for ever; each job has a new bound from its next start on.
 
         Returns:
             True if there was one.
@@ -344,7 +344,7 @@ class SchedulerState:
         )
 
     def reprice(self, now_s: float) -> None:
-        """Prices all jobs anew, after measured speeds have moved away from those in use."""
+        """Prices all jobs again, after measured speeds have moved away from those in use."""
         waiting = [self.queue[live.number] for live in self._waiting()]
         for entry in waiting:
             self.queue.remove(entry.job.index)
@@ -368,7 +368,7 @@ class SchedulerState:
 
 
 def _with_left(waiting: Waiting, tokens_left: float, speeds: Speeds) -> Waiting:
-    """A paused job whose work left is known anew: it must come back the sooner, the more it is."""
+    """A paused job with its work left as last reported: the more, the sooner it must come back."""
     pause = waiting.pause
     assert pause is not None, "only a paused job has a time to come back by"
     rates = speeds.rates((waiting.job.kind,), len(pause.gpus))

@@ -57,7 +57,7 @@ CASES: dict[str, tuple[list[Target], list[GangNow], list[str]]] = {
         [_gang("g1", members=_members(a="prepared", b="prepared"), gathers=True)],
         ["join g1 a", "join g1 b"],
     ),
-    "who joins alone waits for nobody": (
+    "a job that joins alone waits for no other": (
         [_target("g1", "a", "b", one_by_one=True)],
         [_gang("g1", members=_members(a="prepared", b="preparing"), gathers=True)],
         ["join g1 a"],
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[list[Target], list[GangNow], list[str]]] = {
         [_gang("g1", members=_members(a="joining", b="prepared"))],
         [],
     ),
-    "a newcomer is prepared while another leaves, and joins later": (
+    "a joining job is prepared while another leaves, and joins later": (
         [_target("g1", "a", "b")],
         [_gang("g1", members=_members(a="training", c="leaving"))],
         ["prepare g1 b"],
@@ -115,7 +115,7 @@ CASES: dict[str, tuple[list[Target], list[GangNow], list[str]]] = {
         [_gang("g1"), _gang("g2", gpus=(0, 1), members=_members(a="preparing"))],
         ["stop g1"],
     ),
-    "nobody starts beside a gang that somebody still joins": (
+    "no gang starts beside one that a job still joins": (
         [_target("g2", "a", gpus=(0, 1), beside=True)],
         [_gang("g1", members=_members(a="joining", b="leaving"))],
         [],
@@ -125,7 +125,7 @@ CASES: dict[str, tuple[list[Target], list[GangNow], list[str]]] = {
         [_gang("g1", gpus=(0, 1), members=_members(a="training"))],
         ["stop g1"],
     ),
-    "jobs leave a gang whose GPUs nobody wants": (
+    "jobs leave a gang whose GPUs no other wants": (
         [],
         [_gang("g1", members=_members(a="training", b="preparing"))],
         ["leave g1 a", "leave g1 b"],
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[list[Target], list[GangNow], list[str]]] = {
         [_gang("g1", idle_s=1.0)],
         ["stop g1"],
     ),
-    "a starting gang that nobody wants any more is stopped for its GPUs": (
+    "a starting gang that no target names any more is stopped for its GPUs": (
         [_target("g2", "a")],
         [_gang("g1", state="starting")],
         ["stop g1"],

@@ -288,13 +288,13 @@ def test_gangs_of_nobody_are_ended(root: Path) -> None:
     )
     service.run(15)
     assert not service.engine.all_gangs["stranger", 7].alive
-    assert "belongs to nobody" in service.sentences("stranger")[0]
+    assert "is unknown to the store" in service.sentences("stranger")[0]
     service.run()
 
 
 def test_a_job_that_fits_nowhere_is_refused_with_its_remedy(root: Path) -> None:
     service = LiveService(root)
-    service.controller.context.pricing.meet("base", {})
+    service.controller.context.pricing.add_base("base", {})
     job = service.submit("wide", steps=5, gpus=2)
     service.run(1)
     error = "must hold at most as many GPUs as the service has, 1, got 2: submit it with a smaller"

@@ -105,6 +105,6 @@ def test_a_job_on_its_way_waits_again_when_its_new_place_is_given_up(root: Path)
     context.change(live, JobState.MOVING)
     for gang in context.state.gangs.values():
         gang.members.clear()
-    context.place_anew(live, why="its new gang died")
+    context.requeue(live, why="its new gang died")
     assert live.number in context.state.queue
     assert (service.job(job).state, service.job(job).lease) == ("queued", None)

@@ -111,7 +111,7 @@ def test_a_base_that_is_gone_fails_its_jobs_only(
         raise ValueError("base_model.path must be a folder, got none")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tlora_megatron.service.control.pricing.Pricing.meet", gone)
+        patch.setattr("tlora_megatron.service.control.pricing.Pricing.add_base", gone)
         service.restart()
     assert "has lost its base: base_model.path must be" in str(service.job(job).error)
     service.submit("two", steps=5)
