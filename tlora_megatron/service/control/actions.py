@@ -14,7 +14,7 @@ from typing import Literal
 Phase = Literal["preparing", "prepared", "joining", "training", "leaving"]
 """Where a job stands in its gang."""
 
-ActionKind = Literal["start", "prepare", "join", "leave", "stop", "keep_warm"]
+ActionKind = Literal["start", "prepare", "join", "leave", "stop"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,8 +111,6 @@ def _without_target(gang: GangNow, is_wanted: bool, idle_keep_s: float) -> Itera
         return
     if is_wanted or (not gang.members and gang.idle_s >= idle_keep_s):
         yield Action(kind="stop", gang=gang.gang)
-    elif not gang.members:
-        yield Action(kind="keep_warm", gang=gang.gang)
     elif gang.state == "running":
         yield from _leaves(gang, gang.members)
 

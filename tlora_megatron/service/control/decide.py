@@ -234,15 +234,8 @@ class Decider:
             "groups": len(question.cluster.groups),
             "held_back": list(context.held_back),
         }
-        actions += [
-            {
-                "gang": context.state.names[group.number],
-                "gpus": list(group.gpus),
-                "jobs": [context.state.numbers[m.job.index].id for m in group.members],
-                **action_of(group, question.cluster.groups.values()),
-            }
-            for group in groups
-        ]
+        before = question.cluster.groups.values()
+        actions += [self._described(group, action_of(group, before)) for group in groups]
         why = f"{context.settings.policy}: {len(groups)} groups formed in {self.seconds[-1]:.3f} s"
         touched = {index for d in decisions for index in (*d.members, *d.pause)}
         with context.store.transaction():
@@ -253,20 +246,24 @@ class Decider:
 
     def _pauses(self, decisions: Sequence[Decision], question: _Question) -> list[dict[str, Any]]:
         """Describes the pauses that decisions make, before they are carried out."""
-        state = self._context.state
         pausing = {index for decision in decisions for index in decision.pause}
         numbers = {number for decision in decisions for number in decision.dissolve}
         groups = [question.cluster.groups[number] for number in sorted(numbers)]
         return [
-            {
-                "gang": state.names[group.number],
-                "gpus": list(group.gpus),
-                "jobs": [state.numbers[m.job.index].id for m in group.members],
-                **pause_of(group),
-            }
+            self._described(group, pause_of(group))
             for group in groups
             if any(member.job.index in pausing for member in group.members)
         ]
+
+    def _described(self, group: Group, action: dict[str, Any]) -> dict[str, Any]:
+        """An action on a group with the names of its gang and jobs."""
+        state = self._context.state
+        return {
+            "gang": state.names[group.number],
+            "gpus": list(group.gpus),
+            "jobs": [state.numbers[m.job.index].id for m in group.members],
+            **action,
+        }
 
 
 def _copy(cluster: ClusterState, quotas: Mapping[str, int]) -> ClusterState:

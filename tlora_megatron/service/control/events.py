@@ -264,10 +264,8 @@ class Measurements:
         speed, total = float(event.body.get("tokens_per_s", 0.0)), int(event.body.get("rounds", 0))
         steady = not gang.changed and set(jobs) == _training(gang)
         rounds, gang.rounds, gang.changed = total - gang.rounds, total, False
-        gang.reported, gang.reported_steady = (
-            {job: float(rate) for job, rate in jobs.items()},
-            steady,
-        )
+        gang.reported = {job: float(rate) for job, rate in jobs.items()}
+        gang.reported_steady = steady
         known = self._context.state.jobs
         steady = steady and not any(known[job].is_open for job in jobs if job in known)
         if not steady or rounds <= 0 or speed <= 0 or not gang.gpus:

@@ -50,7 +50,6 @@ class Executor:
         actions = plan_actions(
             list(targets.values()), gangs, idle_keep_s=context.settings.idle_keep_s
         )
-        actions = [action for action in actions if action.kind != "keep_warm"]
         if actions:
             with context.store.transaction():
                 for action in actions:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.scheduler.fleet import Fleet
 from tlora_megatron.scheduler.formation import Parts, formed
 from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
@@ -185,10 +186,9 @@ class SchedulerState:
 
         It loads the base while they train, and trains while they have nothing but theirs.
         """
-        loads = [self.numbers[m.job.index].load for m in group.members]
-        known = [load for load in loads if load]
-        plan = self.pricing.plan(group.base, known, len(group.gpus))
-        own = self.pricing.memory(group.base, known, plan)
+        loads = self._loads(group)
+        plan = self.pricing.plan(group.base, loads, len(group.gpus))
+        own = self.pricing.memory(group.base, loads, plan)
         there = [g for g in self.gangs.values() if not set(group.gpus).isdisjoint(g.gpus)]
         others = [self._memory(gang) for gang in there]
         if own is None or None in others:
@@ -197,6 +197,10 @@ class SchedulerState:
         while_loading = own.bare + sum(other.full for other in held)
         while_training = own.full + sum(other.bare for other in held)
         return max(while_loading, while_training) <= _SHARED_MEMORY
+
+    def _loads(self, group: Group) -> list[JobLoad]:
+        loads = [self.numbers[m.job.index].load for m in group.members]
+        return [load for load in loads if load]
 
     def _memory(self, gang: LiveGang) -> MemoryShares | None:
         loads = [self.jobs[job].load for job in gang.members if job in self.jobs]
@@ -252,8 +256,7 @@ class SchedulerState:
         """True if the gang can take the group's members as it runs."""
         if gang.state == "stopping" or gang.pool != group.base:
             return False
-        loads = [self.numbers[m.job.index].load for m in group.members]
-        return self.pricing.holds(gang.pool, [load for load in loads if load], gang.plan)
+        return self.pricing.holds(gang.pool, self._loads(group), gang.plan)
 
     def _takes_over(self, gang: LiveGang, group: Group) -> bool:
         """Moves a new group to the GPUs of an idle gang that has as many; True if it did."""

@@ -130,7 +130,7 @@ CASES: dict[str, tuple[list[Target], list[GangNow], list[str]]] = {
         [_gang("g1", members=_members(a="training", b="preparing"))],
         ["leave g1 a", "leave g1 b"],
     ),
-    "an idle gang is kept warm": ([], [_gang("g1", idle_s=59.0)], ["keep_warm g1"]),
+    "an idle gang is kept warm": ([], [_gang("g1", idle_s=59.0)], []),
     "not for ever": ([], [_gang("g1", idle_s=60.0)], ["stop g1"]),
     "an idle gang makes room": (
         [_target("g2", "a", gpus=(0, 1))],
