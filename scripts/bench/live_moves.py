@@ -38,7 +38,7 @@ from tests.helpers.gang_driver import quickstart_base
 from tests.helpers.live_service import FloorCost
 from tests.helpers.ruled_service import RuledService
 from tlora_megatron.ops.kernel_build import build, built_library
-from tlora_megatron.service.control.books.hardware import pricing_of
+from tlora_megatron.service.control.pricing import pricing_of
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.local.engine import LocalEngine
 from tlora_megatron.training.metrics import METRICS_FILE, read_metrics
@@ -80,10 +80,10 @@ def served(args: Any, root: Path, base: Mapping[str, Any]) -> tuple[list[Move], 
     else:
         pricing = pricing_of(engine.nodes(), settings)
     with RuledService(root, engine, pricing, base, settings) as service:
-        desk = service.controller.desk
+        context = service.controller.context
         if args.gpus:
             per_s = 1e9 * args.weights_gb_per_s
-            desk.cost = replace(desk.cost, replan_s=args.start_s, weights_bytes_per_s=per_s)
+            context.cost = replace(context.cost, replan_s=args.start_s, weights_bytes_per_s=per_s)
         service.make_moves(documents(args))
         found = stays(root)
         rows = {row.id: row.name for row in service.store.jobs.page()}

@@ -92,7 +92,7 @@ def compared(study: Study, policy: str, root: Path, noise: float) -> dict[str, f
         / statistics.fmean(simulated.values()),
         "gangs": len(replay.engine.all_gangs),
         "speed of the clock": span_s / wall_s,
-        "longest decision": max(replay.controller.deciding.seconds),
+        "longest decision": max(replay.controller.decider.seconds),
     }
 
 
@@ -159,11 +159,11 @@ def crowded(study: Study, running: int, root: Path) -> dict[str, float]:
         replay.store.jobs.submit([jobs.submission(job) for job in rest[place : place + 100]])
     submit_s = time.perf_counter() - begin
     intake = _steps(replay, 5.0)
-    arriving = max(replay.controller.deciding.seconds)
-    replay.controller.deciding.seconds.clear()
+    arriving = max(replay.controller.decider.seconds)
+    replay.controller.decider.seconds.clear()
     steps = _steps(replay, 60.0)
     states = replay.store.jobs.counts()
-    decisions = replay.controller.deciding.seconds
+    decisions = replay.controller.decider.seconds
     found = {
         "running": float(states.get(JobState.RUNNING, 0)),
         "queued": float(states.get(JobState.QUEUED, 0)),

@@ -31,7 +31,7 @@ from scripts.bench.harness.rows import gpu_name
 from scripts.bench.step.jobs import LONGEST, Mix, make_mixes
 from tests.helpers.ruled_service import RuledService
 from tlora_megatron.ops.kernel_build import build, built_library
-from tlora_megatron.service.control.books.hardware import pricing_of
+from tlora_megatron.service.control.pricing import pricing_of
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.local.engine import LocalEngine
 from tlora_megatron.service.mail.folder import GangFolder

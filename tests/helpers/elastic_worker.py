@@ -25,7 +25,7 @@ from tests.helpers.live_service import FloorCost
 from tests.helpers.ruled_service import RuledService
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.workload import JobLoad
-from tlora_megatron.service.control.books.pricing import Pricing
+from tlora_megatron.service.control.pricing import Pricing
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.local.engine import LocalEngine
 

@@ -15,8 +15,8 @@ from tests.helpers.floor_model import FloorModel
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.service.control.books.pricing import MemoryShares, Pricing
 from tlora_megatron.service.control.controller import Controller
+from tlora_megatron.service.control.pricing import MemoryShares, Pricing
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.fake import FakeEngine
 from tlora_megatron.service.engines.fake_gang import FakeTimes, FakeWork
@@ -64,6 +64,7 @@ class Read:
     document: Mapping[str, Any]
     tokens: Mapping[str, str] = field(default_factory=dict)
     from_step: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def num_steps(self) -> int:

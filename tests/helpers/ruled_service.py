@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.service.control.books.pricing import Pricing
 from tlora_megatron.service.control.controller import Controller
+from tlora_megatron.service.control.pricing import Pricing
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.local.engine import LocalEngine
 from tlora_megatron.service.home import Home
@@ -115,13 +115,13 @@ class RuledService:
     def trains_on(self, name: str) -> Sequence[int]:
         """GPUs of the gang in which a job trains now; none if it does not."""
         row = self.job(name)
-        gang = self.controller.desk.books.gangs.get(row.gang or "")
-        seat = None if gang is None else gang.seats.get(row.id)
-        return gang.gpus if gang and seat is not None and seat.phase == "training" else ()
+        gang = self.controller.context.state.gangs.get(row.gang or "")
+        member = None if gang is None else gang.members.get(row.id)
+        return gang.gpus if gang and member is not None and member.phase == "training" else ()
 
     def steps(self, name: str) -> int:
-        """Steps that a job has told."""
-        live = self.controller.desk.books.jobs.get(self.job(name).id)
+        """Steps that a job has reported."""
+        live = self.controller.context.state.jobs.get(self.job(name).id)
         return self.job(name).step if live is None else live.step
 
     def make_moves(
@@ -135,7 +135,7 @@ class RuledService:
 
         Args:
             jobs: documents by name.
-            allow: is told how far `long` may train for now, so that it never ends too early.
+            allow: gets how far `long` may train for now, so that it never ends too early.
         """
 
         def settled(beyond: int) -> bool:

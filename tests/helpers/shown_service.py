@@ -61,7 +61,7 @@ class ShownService:
             self.ids[name] = self.live.submit(
                 name, tenant=tenant, steps=steps, batch=batch, gpus=gpus, max_slowdown=bound
             )
-        self.live.controller.desk.books.set_aside.put([3], self.live.now_s)
+        self.live.controller.context.state.set_aside.put([3], self.live.now_s)
         for name in {"night-shift"} & set(self.ids):
             self.live.store.jobs.wish(self.ids[name], "pause")
         self.go_on()

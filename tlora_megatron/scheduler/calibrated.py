@@ -2,7 +2,7 @@
 
 A predicted speed is multiplied by the median of measured over predicted speed of the same mix on as
 many GPUs, else of the same base model on as many GPUs, else of that base on the nearest number of
-GPUs, else by 1. So a machine that is slow on one GPU does not look fast on two that nobody tried.
+GPUs, else by 1. So a machine that is slow on one GPU does not look fast on two, never tried.
 """
 
 from __future__ import annotations

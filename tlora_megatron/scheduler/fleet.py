@@ -1,4 +1,4 @@
-"""The running groups and the GPUs they hold: the books that simulator and live service share."""
+"""The running groups and the GPUs they hold: the state that simulator and live service share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Fleet:
         self, *, shape: ClusterShape, speeds: Speeds, quotas: Mapping[str, int] | None = None
     ) -> None:
         """Begins with all GPUs free."""
-        self.state = ClusterState(shape=shape, free=FreeGpus.all_of(shape), quotas=quotas or {})
+        self.cluster = ClusterState(shape=shape, free=FreeGpus.all_of(shape), quotas=quotas or {})
         self.changes = ChangeLog()
         self._speeds = speeds
         self._down: set[int] = set()
@@ -38,31 +38,31 @@ class Fleet:
     @property
     def busy_gpus(self) -> int:
         """Number of GPUs that groups hold."""
-        down = len(self._down) * self.state.shape.gpus_per_node
-        return self.state.shape.num_gpus - down - self.state.free.num
+        down = len(self._down) * self.cluster.shape.gpus_per_node
+        return self.cluster.shape.num_gpus - down - self.cluster.free.num
 
     def can_ever_run(self, job: Job) -> bool:
         """True if the job could start on an empty cluster."""
-        quota = self.state.quotas.get(job.tenant, job.num_gpus)
-        return job.num_gpus <= min(quota, self.state.shape.num_gpus)
+        quota = self.cluster.quotas.get(job.tenant, job.num_gpus)
+        return job.num_gpus <= min(quota, self.cluster.shape.num_gpus)
 
     def group_of(self, index: int) -> Group | None:
         """The group in which the job of this index trains; None if it does not run."""
         number = self._where.get(index)
-        return None if number is None else self.state.groups[number]
+        return None if number is None else self.cluster.groups[number]
 
     def open(self, group: Group) -> None:
         """Puts a group on free GPUs."""
-        self.state.free.take(group.gpus)
-        self.state.groups[group.number] = group
+        self.cluster.free.take(group.gpus)
+        self.cluster.groups[group.number] = group
         for member in group.members:
             self._where[member.job.index] = group.number
 
     def close(self, group: Group, now_s: float) -> None:
         """Takes a group off its GPUs at `now_s`."""
-        del self.state.groups[group.number]
+        del self.cluster.groups[group.number]
         self.changes.regrouped.discard(group.number)
-        self.state.free.give(group.gpus)
+        self.cluster.free.give(group.gpus)
         self.changes.freed = True
 
     def carry_on(self, group: Group, without: Collection[Member], now_s: float) -> None:
@@ -106,7 +106,7 @@ class Fleet:
         loose: dict[int, tuple[Group, Member]] = {}
         vacated_s: dict[int, float] = {}
         for number in [number for decision in decisions for number in decision.dissolve]:
-            group = self.state.groups[number]
+            group = self.cluster.groups[number]
             self.close(group, now_s)
             loose.update((member.job.index, (group, member)) for member in group.members)
             save_s = cost.save_s([member.job for member in group.members])
@@ -170,10 +170,10 @@ class Fleet:
         Raises:
             InvariantError: if that is beyond the tenant's quota.
         """
-        held = self.state.tenant_gpus.get(job.tenant, 0) + job.num_gpus
-        quota = self.state.quotas.get(job.tenant, held)
+        held = self.cluster.tenant_gpus.get(job.tenant, 0) + job.num_gpus
+        quota = self.cluster.quotas.get(job.tenant, held)
         require(held <= quota, f"tenant {job.tenant!r} must hold at most {quota} GPUs, got {held}")
-        self.state.tenant_gpus[job.tenant] = held
+        self.cluster.tenant_gpus[job.tenant] = held
 
     def leave(self, job: Job) -> None:
         """Removes a job that no longer runs."""
@@ -182,17 +182,17 @@ class Fleet:
 
     def discharge(self, job: Job) -> None:
         """Counts the GPUs that a job asks for against its tenant no more."""
-        self.state.tenant_gpus[job.tenant] -= job.num_gpus
+        self.cluster.tenant_gpus[job.tenant] -= job.num_gpus
 
     def node_down(self, node: int) -> None:
         """Withdraws the GPUs of a failed node; no group may hold them."""
         self._down.add(node)
-        self.state.free.take(self.state.shape.gpus_of(node))
+        self.cluster.free.take(self.cluster.shape.gpus_of(node))
 
     def node_up(self, node: int) -> None:
         """Makes the GPUs of a repaired node free again."""
         self._down.remove(node)
-        self.state.free.give(self.state.shape.gpus_of(node))
+        self.cluster.free.give(self.cluster.shape.gpus_of(node))
         self.changes.freed = True
 
     def rates(self, parts: Parts, num_gpus: int) -> GroupRates:

@@ -1,10 +1,10 @@
-"""Invariants of the books of simulator and service: a broken one is a bug, never a user's error."""
+"""Invariants of the scheduler state: a broken one is a bug, never a user's error."""
 
 from __future__ import annotations
 
 
 class InvariantError(RuntimeError):
-    """The books do not balance: a bug of the bookkeeping or of a policy."""
+    """The scheduler state is inconsistent: a bug in how it is kept, or in a policy."""
 
 
 def require(holds: bool, sentence: str) -> None:

@@ -35,8 +35,8 @@ class Job:
     due_s: float = math.inf
     """Time from which it goes before all others and nodes are reserved for it: no job starves."""
     is_open: bool = False
-    """A client drives it: nobody knows when it has work and when it ends, so that no bound holds
-    for it, and it slows nobody down."""
+    """A client drives it: when it has work and when it ends is unknown, so that no bound holds for
+    it, and it is assumed to slow no other job."""
     state_bytes: float = 0.0
     """Size of adapter, gradients and optimizer state, which a move must copy."""
     tokens: float = field(init=False, repr=False)

@@ -1,4 +1,4 @@
-"""Keeps the books of a run and checks that they balance."""
+"""Accounts for the jobs and GPU seconds of a run, and checks that they add up."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Ledger:
         )
 
     def balance(self, jobs: list[Job]) -> None:
-        """Checks the books at the end of a run.
+        """Checks the account at the end of a run.
 
         Raises:
             InvariantError: if a job is missing or repeated, or GPU seconds do not add up.

@@ -134,12 +134,12 @@ class Simulator:
         if not self._fleet.can_ever_run(job):
             self._ledger.drop(job, "rejected", now_s)
             return False
-        self._speeds.prepare(job.kind, self._fleet.state.shape.num_gpus)
+        self._speeds.prepare(job.kind, self._fleet.cluster.shape.num_gpus)
         self._enqueue(Waiting(job=job, tokens_left=job.tokens, queued_s=now_s))
         return True
 
     def _group_event(self, number: int, now_s: float) -> bool:
-        group = self._fleet.state.groups.get(number)
+        group = self._fleet.cluster.groups.get(number)
         if group is None:
             return False
         stopping = [
@@ -172,7 +172,7 @@ class Simulator:
         return True
 
     def _node_down(self, node: int, now_s: float) -> bool:
-        state = self._fleet.state
+        state = self._fleet.cluster
         gone = set(state.shape.gpus_of(node))
         for group in [g for g in state.groups.values() if not gone.isdisjoint(g.gpus)]:
             self._fleet.close(group, now_s)
@@ -217,7 +217,7 @@ class Simulator:
     def _decide(self, now_s: float, clock: Clock) -> None:
         begin = time.process_time()
         changes = self._fleet.changes.take()
-        decisions = self._policy.decide(now_s, self._queue, self._fleet.state, changes)
+        decisions = self._policy.decide(now_s, self._queue, self._fleet.cluster, changes)
         clock.add(time.process_time() - begin)
         if decisions:
             self._fleet.carry_out(

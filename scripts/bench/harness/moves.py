@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from tlora_megatron.service.control.carrying import MAKES_ROOM
+from tlora_megatron.service.control.executor import MAKES_ROOM
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.store import Store
 

@@ -12,8 +12,8 @@ from typing import Any
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.scheduler.jobs import Job
-from tlora_megatron.service.control.books.pricing import PlannedBase, Pricing
 from tlora_megatron.service.control.controller import Controller
+from tlora_megatron.service.control.pricing import PlannedBase, Pricing
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.fake import FakeEngine
 from tlora_megatron.service.engines.fake_gang import FakeTimes, FakeWork
@@ -41,6 +41,7 @@ class Accepted:
     num_steps: int
     tokens: Mapping[str, str] = field(default_factory=dict)
     from_step: int = 0
+    notes: tuple[str, ...] = ()
 
     def load(self) -> JobLoad:
         """The job as the planner sees it."""
@@ -160,7 +161,7 @@ class Replay:
             if due:
                 self.store.jobs.submit([self.jobs.submission(job) for job in due])
             self.controller.step()
-            if not waiting and not self.controller.desk.books.jobs:
+            if not waiting and not self.controller.context.state.jobs:
                 return
             arrival_s = EPOCH_S + waiting[-1].submit_s if waiting else float("inf")
             soonest = min(arrival_s, self.engine.next_s(), self.controller.next_s())

@@ -151,7 +151,7 @@ def test_who_was_paused_comes_back_before_an_overdue_job_reserves_its_gpus() -> 
 
 
 def test_a_pause_counts_only_the_claims_of_jobs_that_still_wait() -> None:
-    """The right of a job that starts in the same decision binds nobody who pauses in it."""
+    """The right of a job that starts in the same decision binds no job that pauses in it."""
     world = World(nodes=2)
     jobs = [world.add(0, 100, batch=10), world.add(0, 100, batch=10), world.add(5, 5, batch=10)]
     fleet = Fleet(shape=world.shape, speeds=world.speeds)

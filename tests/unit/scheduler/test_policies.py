@@ -122,7 +122,7 @@ def test_tlora_best_finds_a_host_beyond_the_cut() -> None:
     world.add(0, 1000, batch=8, max_slowdown=1.0)
     world.add(10, 100, batch=5, max_slowdown=1.5)
     assert world.ends("tlora") == pytest.approx([1000, 1000, 1000, 1100])
-    # In the first group steps take 1.4 s: 140 s for the newcomer, 40 s more for the first job.
+    # In the first group steps take 1.4 s: 140 s for the joining job, 40 s more for the first job.
     assert world.ends("tlora_best") == pytest.approx([1040, 1000, 1000, 150])
 
 

@@ -19,9 +19,8 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.runtime.planning.plan_inputs import base_shape
 from tlora_megatron.service.bases import declare_bases, read_bases
-from tlora_megatron.service.control.books.live import LiveJob
-from tlora_megatron.service.control.books.orders import gang_spec, plan_of, stats_of, take_stats
-from tlora_megatron.service.control.books.pricing import Pricing, planned_base
+from tlora_megatron.service.control.pricing import Pricing, planned_base
+from tlora_megatron.service.control.records import LiveJob, gang_spec, plan_of, stats_of, take_stats
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused, Validated
@@ -115,7 +114,7 @@ def test_a_job_has_a_price_and_its_gang_a_plan(
     assert isinstance(found, Validated)
     profile = load_profile(repo / "configs/hardware/h200.json")
     pricing = Pricing(partial(planned_base, hardware=profile))
-    pricing.meet("b", {"path": str(tmp_path / "jobs/base")})
+    pricing.add_base("b", {"path": str(tmp_path / "jobs/base")})
     live = LiveJob(
         id="j1", number=1, name="a", tenant="local", base="b", state=JobState.QUEUED, num_gpus=1
     )

@@ -1,4 +1,4 @@
-"""Whatever comes: the books balance, bounds hold, and the same input gives the same log."""
+"""Whatever comes: the state is consistent, bounds hold, and the same input gives the same log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator on cases worked out by hand: faults, quotas, priorities, order, books."""
+"""The simulator on cases worked out by hand: faults, quotas, priorities, order, accounts."""
 
 from __future__ import annotations
 

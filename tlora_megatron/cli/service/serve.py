@@ -99,8 +99,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the controller until a signal stops it."""
-    from tlora_megatron.service.control.books.hardware import check_hardware
     from tlora_megatron.service.control.controller import serve
+    from tlora_megatron.service.control.machines import check_hardware
     from tlora_megatron.service.control.settings import Settings
     from tlora_megatron.service.store import open_store
 

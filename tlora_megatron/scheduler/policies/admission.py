@@ -32,7 +32,7 @@ def start_alone(
     Overdue jobs come first, the longest overdue at the front whatever their priority; then come
     `others`. A job that does not fit lets the next ones pass. If it is overdue, the nodes that can
     take it first are reserved for it: no job that would be in its way starts there, and groups
-    there take no newcomers. So the longest overdue job starts no later than the groups that run on
+    there take no more jobs. So the longest overdue job starts no later than the groups that run on
     those nodes end. (Batch schedulers call this backfilling.)
 
     Args:

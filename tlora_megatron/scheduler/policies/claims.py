@@ -1,4 +1,4 @@
-"""GPUs to which paused jobs come back: whoever trains there meanwhile must end in time."""
+"""GPUs to which paused jobs come back: jobs that train there meanwhile must end in time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Claims:
         )
 
     def first_choices(self, free: FreeGpus) -> Iterator[FreeGpus]:
-        """The free GPUs that nobody claims, then all of them."""
+        """The free GPUs without a claim, then all of them."""
         if self._back_by_s:
             nodes = map(free.in_node, range(free.shape.num_nodes))
             yield FreeGpus(

@@ -10,13 +10,13 @@ from tlora_megatron.scheduler.policies.reservation import soonest_nodes
 from tlora_megatron.scheduler.policies.tentative_groups import TentativeGroups
 
 _DELAY_WEIGHT, _OTHERS_WEIGHT = 2.0, 3.0
-"""A host that takes one newcomer will take more, and a queue that is there will last: both count
+"""A host that takes one joining job will take more, and a queue that is there will last: both count
 beyond the merge at hand. The best of 11 pairs on five cells of scripts/bench/simulate.py
 (Philly and Lingjun, loads 2 to 5, seeds 0 and 1)."""
 
 
 class MergeBenefit:
-    """Compares a merge with waiting for free GPUs, for the newcomer, its host and the queue."""
+    """Compares a merge with waiting for free GPUs, for the joining job, its host and the queue."""
 
     def __init__(
         self, tentative: TentativeGroups, order: Sequence[Waiting], num_waiting: int
@@ -38,13 +38,14 @@ class MergeBenefit:
     def gain_s(self, waiting: Waiting, host: Group, merged: Group) -> float:
         """Weighted seconds by which jobs end earlier with the merge than without it.
 
-        Three terms: the newcomer gains against waiting for GPUs of its own; the host's members are
-        slowed while it is there; and the jobs behind it in the queue get the GPU time that it does
-        not take. One GPU second brings each of those forward by a second over the cluster's GPUs.
+        Three terms: the joining job gains against waiting for GPUs of its own; the host's members
+        are slowed while it is there; and the jobs behind it in the queue get the GPU time that it
+        does not take. One GPU second brings each of those forward by a second over the number of
+        the cluster's GPUs.
         """
         index = waiting.job.index
-        newcomer = next(m for m in merged.members if m.job.index == index)
-        end = merged.end_s(newcomer)
+        joining = next(m for m in merged.members if m.job.index == index)
+        end = merged.end_s(joining)
         own_end = self._start_s(waiting) + waiting.isolated_left_s
         delay, last_end = 0.0, end
         pause = merged.ready_s - max(self._now_s, host.ready_s)

@@ -14,7 +14,7 @@ from typing import Literal
 Phase = Literal["preparing", "prepared", "joining", "training", "leaving"]
 """Where a job stands in its gang."""
 
-ActionKind = Literal["start", "prepare", "join", "leave", "stop", "keep_warm"]
+ActionKind = Literal["start", "prepare", "join", "leave", "stop"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,14 +41,14 @@ class GangNow:
     gang: str
     gpus: tuple[int, ...]
     state: Literal["starting", "running", "stopping"]
-    seats: Mapping[str, Phase] = field(default_factory=dict)
+    members: Mapping[str, Phase] = field(default_factory=dict)
     """The jobs it holds, by id."""
     idle_s: float = 0.0
     """For how long it has held none."""
     in_first_round: Collection[str] = ()
     """Jobs that have joined and not finished a round yet."""
     gathers: bool = False
-    """Nobody has joined it yet: who is prepared waits a moment for those who are about to be."""
+    """No job has joined it yet: one that is prepared waits a moment for those that soon will be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class Action:
     """Another one follows that joins the same gang."""
 
 
-def next_actions(
+def plan_actions(
     targets: Sequence[Target], gangs: Sequence[GangNow], *, idle_keep_s: float
 ) -> list[Action]:
     """The actions that may be taken now to make the gangs what the targets say.
@@ -80,7 +80,7 @@ def next_actions(
         for gang in gangs
         if gang.gang not in by_name and _hands_over(gang, claims[gang.gang], running)
     }
-    seated = {job for gang in gangs for job in gang.seats}
+    held_jobs = {job for gang in gangs for job in gang.members}
     actions: list[Action] = []
     for gang in gangs:
         target = by_name.get(gang.gang)
@@ -88,8 +88,8 @@ def next_actions(
             is_wanted = bool(claims[gang.gang]) and gang.gang not in handing
             actions += _without_target(gang, is_wanted, idle_keep_s)
         else:
-            actions += _towards(target, gang, seated)
-    left = {g.gang for g in gangs if g.gang in handing and "joining" not in g.seats.values()}
+            actions += _towards(target, gang, held_jobs)
+    left = {g.gang for g in gangs if g.gang in handing and "joining" not in g.members.values()}
     held = {gpu for gang in gangs if gang.gang not in left for gpu in gang.gpus}
     actions += _starts(missing, held)
     return actions
@@ -100,8 +100,8 @@ def _apart(target: Target, gang: GangNow) -> bool:
 
 
 def _hands_over(gang: GangNow, claims: Sequence[Target], running: Collection[str]) -> bool:
-    """True if whoever wants the GPUs of a gang without a target need not wait for its end."""
-    if gang.state != "running" or not gang.seats or not claims:
+    """True if gangs that are to have the GPUs of one without a target need not wait for its end."""
+    if gang.state != "running" or not gang.members or not claims:
         return False
     return all(target.beside or target.gang in running for target in claims)
 
@@ -109,41 +109,39 @@ def _hands_over(gang: GangNow, claims: Sequence[Target], running: Collection[str
 def _without_target(gang: GangNow, is_wanted: bool, idle_keep_s: float) -> Iterable[Action]:
     if gang.state == "stopping":
         return
-    if is_wanted or (not gang.seats and gang.idle_s >= idle_keep_s):
+    if is_wanted or (not gang.members and gang.idle_s >= idle_keep_s):
         yield Action(kind="stop", gang=gang.gang)
-    elif not gang.seats:
-        yield Action(kind="keep_warm", gang=gang.gang)
     elif gang.state == "running":
-        yield from _leaves(gang, gang.seats)
+        yield from _leaves(gang, gang.members)
 
 
-def _towards(target: Target, gang: GangNow, seated: Collection[str]) -> Iterable[Action]:
+def _towards(target: Target, gang: GangNow, held_jobs: Collection[str]) -> Iterable[Action]:
     """The changes of a gang's members; none while it starts or stops."""
     if gang.state != "running":
         return
     for job in target.members:
-        if job not in seated:
+        if job not in held_jobs:
             yield Action(kind="prepare", gang=gang.gang, job=job)
-    if "joining" in gang.seats.values() or "leaving" in gang.seats.values():
+    if "joining" in gang.members.values() or "leaving" in gang.members.values():
         return
-    going = [job for job in gang.seats if job not in target.members]
+    going = [job for job in gang.members if job not in target.members]
     if going:
         yield from _leaves(gang, going)
         return
-    ready = [job for job, phase in gang.seats.items() if phase == "prepared"]
+    ready = [job for job, phase in gang.members.items() if phase == "prepared"]
     if target.one_by_one:
         ready = [] if gang.in_first_round else ready[:1]
-    elif gang.gathers and "preparing" in gang.seats.values():
+    elif gang.gathers and "preparing" in gang.members.values():
         return
     for job in ready:
         yield Action(kind="join", gang=gang.gang, job=job, more=job != ready[-1])
 
 
 def _leaves(gang: GangNow, jobs: Iterable[str]) -> Iterable[Action]:
-    if "joining" in gang.seats.values():
+    if "joining" in gang.members.values():
         return
     for job in jobs:
-        if gang.seats[job] != "leaving":
+        if gang.members[job] != "leaving":
             yield Action(kind="leave", gang=gang.gang, job=job)
 
 

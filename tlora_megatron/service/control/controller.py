@@ -1,4 +1,4 @@
-"""The controller of a service: hears gangs and users, lets a policy decide, and carries that out.
+"""The controller of a service: takes in events and requests, asks a policy, carries out its answer.
 
 It keeps nothing that the store does not: killed at any moment, the next one takes over, and gangs
 train on meanwhile.
@@ -14,21 +14,17 @@ from pathlib import Path
 
 from tlora_megatron.scheduler.invariants import InvariantError
 from tlora_megatron.scheduler.policy import RegroupCost
-from tlora_megatron.service.control.books.books import Books
-from tlora_megatron.service.control.books.hardware import pricing_of
-from tlora_megatron.service.control.books.machines import Machines
-from tlora_megatron.service.control.books.pricing import Pricing
-from tlora_megatron.service.control.carrying import Carrying
-from tlora_megatron.service.control.deciding import Deciding
-from tlora_megatron.service.control.desk import Desk
-from tlora_megatron.service.control.faults.guarded import EngineLost, GuardedEngine
-from tlora_megatron.service.control.faults.takeover import bury_missing, take_over
-from tlora_megatron.service.control.faults.watching import Watching
-from tlora_megatron.service.control.hearing import Hearing
-from tlora_megatron.service.control.intake import Intake, Validator
-from tlora_megatron.service.control.measuring import Measuring
+from tlora_megatron.service.control.admit import Admission
+from tlora_megatron.service.control.context import Context
+from tlora_megatron.service.control.decide import Decider
+from tlora_megatron.service.control.events import EventHandler, Measurements
+from tlora_megatron.service.control.executor import EngineLost, Executor, GuardedEngine
+from tlora_megatron.service.control.machines import Machines
+from tlora_megatron.service.control.pricing import Pricing, pricing_of
+from tlora_megatron.service.control.recover import Watchdog, end_missing, take_over
 from tlora_megatron.service.control.settings import Settings
-from tlora_megatron.service.control.showing import Showing
+from tlora_megatron.service.control.show import StatusWriter
+from tlora_megatron.service.control.state import SchedulerState
 from tlora_megatron.service.engines.protocol import GangEngine
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.outcome import PrepareRules
@@ -54,19 +50,19 @@ class Controller:
         store: Store,
         engine: GangEngine,
         pricing: Pricing,
-        validator: Validator,
+        validator: PreparePool,
         settings: Settings,
         clock: Callable[[], float] | None = None,
         on_said: Callable[[str], None] = logger.info,
     ) -> None:
         """Takes over what an earlier controller left; the store's lock must be held."""
-        self.desk = Desk(
+        self.context = Context(
             home=home,
             store=store,
             engine=GuardedEngine(engine),
             settings=settings,
             pricing=pricing,
-            books=Books(Machines.of(engine.nodes()), pricing, first_name=0),
+            state=SchedulerState(Machines.of(engine.nodes()), pricing, first_name=0),
             clock=clock or steady_clock(store.database.clock),
             cost=RegroupCost(),
             on_said=on_said,
@@ -74,40 +70,40 @@ class Controller:
         self._validator = validator
         self._flushed_s = self._beaten_s = self._refused_s = float("-inf")
         self._trouble: str | None = None
-        self._measuring = Measuring(self.desk)
-        self._hearing = Hearing(self.desk, self._measuring)
-        self._carrying = Carrying(self.desk)
-        self.deciding = Deciding(self.desk)
-        self._watching = Watching(self.desk, self._carrying)
-        self._showing = Showing(self.desk)
+        self._measurements = Measurements(self.context)
+        self._events = EventHandler(self.context, self._measurements)
+        self._executor = Executor(self.context)
+        self.decider = Decider(self.context)
+        self._watchdog = Watchdog(self.context, self._executor)
+        self._status = StatusWriter(self.context)
         self._reload()
-        jobs, gangs = len(self.desk.books.jobs), len(self.desk.books.gangs)
+        jobs, gangs = len(self.context.state.jobs), len(self.context.state.gangs)
         if jobs or gangs:
-            self.desk.say("took_over", f"took over {jobs} jobs and {gangs} gangs")
+            self.context.say("took_over", f"took over {jobs} jobs and {gangs} gangs")
 
     def _reload(self) -> None:
-        """Makes the books anew from the store."""
-        self.deciding.forget()
-        self._showing.forget()
-        last_event = take_over(self.desk)
-        self._intake = Intake(self.desk, self._validator, last_event)
-        self._hear()
-        bury_missing(self.desk)
-        for live in list(self.desk.books.jobs.values()):
-            self._intake.take(live)
-            if live.wish is not None and not live.state.is_over:
-                with self.desk.store.transaction():
-                    self._intake.fulfil(live)
-        self._carrying.send()
+        """Rebuilds the state from the store."""
+        self.decider.forget()
+        self._status.forget()
+        last_event = take_over(self.context)
+        self._admission = Admission(self.context, self._validator, last_event)
+        self._take_events()
+        end_missing(self.context)
+        for live in list(self.context.state.jobs.values()):
+            self._admission.take(live)
+            if live.requested is not None and not live.state.is_over:
+                with self.context.store.transaction():
+                    self._admission.fulfil(live)
+        self._executor.send()
 
     def step(self) -> None:
         """Does all that there is to do now."""
-        now_s = self.desk.clock()
+        now_s = self.context.clock()
         if now_s < self._refused_s + _RETRY_S:
             return
         try:
             if self._trouble is not None:
-                self.desk.store.lock.beat()
+                self.context.store.lock.beat()
                 self._reload()
             self._step(now_s)
             if self._trouble is not None:
@@ -121,83 +117,83 @@ class Controller:
         except OSError as error:
             self._refuse("disk", f"the service's folder cannot be used ({error})")
         except InvariantError as error:
-            logger.exception("the books are made anew")
-            self._refuse("books", f"the controller's books do not balance ({error})")
+            logger.exception("the scheduler state is rebuilt")
+            self._refuse("state", f"the scheduler state is inconsistent ({error})")
 
     def _step(self, now_s: float) -> None:
-        self._hear()
-        self._intake.look()
-        if self._watching.look():
+        self._take_events()
+        self._admission.look()
+        if self._watchdog.look():
             self._reload()
         self._flush(now_s)
-        self._measuring.refresh()
-        self.deciding.step()
-        self._carrying.act()
+        self._measurements.refresh()
+        self.decider.step()
+        self._executor.run()
 
-    def _hear(self) -> None:
-        gangs = self.desk.books.gangs.values()
-        cursor = {(gang.name, gang.epoch): gang.heard for gang in gangs}
-        events = self.desk.engine.poll(cursor)
-        # An engine may repeat what gangs told that have ended.
+    def _take_events(self) -> None:
+        gangs = self.context.state.gangs.values()
+        cursor = {(gang.name, gang.epoch): gang.last_event for gang in gangs}
+        events = self.context.engine.poll(cursor)
+        # An engine may repeat events of gangs that have ended.
         new = [event for event in events if (event.gang, event.epoch) in cursor]
-        for gang, what in self._hearing.hear(new).items():
-            self._watching.end(gang, what)
+        for gang, what in self._events.apply(new).items():
+            self._watchdog.end(gang, what)
 
     def end_gangs(self) -> None:
         """Saves all jobs and ends all gangs; their jobs wait for the next controller."""
-        desk, until_s = self.desk, self.desk.clock() + self.desk.settings.end_gangs_s
-        with desk.store.transaction():
-            for gang in list(desk.books.gangs.values()):
-                self._carrying.stop(gang)
-        self._carrying.send()
-        while desk.books.gangs and desk.clock() < until_s:
-            self._hear()
-            time.sleep(desk.settings.poll_s)
-        with desk.store.transaction():
-            for gang in list(desk.books.gangs.values()):
-                why = f"did not stop within {desk.settings.end_gangs_s:.0f} s"
-                desk.say("hung", f"gang {gang.name} {why} and was killed", gang=gang.name)
-                self._carrying.kill(gang, why)
-            desk.store.jobs.progress(list(desk.progress.values()))
-            for live in list(desk.books.jobs.values()):
-                if live.state is JobState.MOVING and desk.store.leases.of(live.id) is None:
-                    desk.change(live, JobState.QUEUED, why="the service was stopped")
+        context, until_s = self.context, self.context.clock() + self.context.settings.end_gangs_s
+        with context.store.transaction():
+            for gang in list(context.state.gangs.values()):
+                self._executor.stop(gang)
+        self._executor.send()
+        while context.state.gangs and context.clock() < until_s:
+            self._take_events()
+            time.sleep(context.settings.poll_s)
+        with context.store.transaction():
+            for gang in list(context.state.gangs.values()):
+                why = f"did not stop within {context.settings.end_gangs_s:.0f} s"
+                context.say("hung", f"gang {gang.name} {why} and was killed", gang=gang.name)
+                self._executor.kill(gang, why)
+            context.store.jobs.progress(list(context.progress.values()))
+            for live in list(context.state.jobs.values()):
+                if live.state is JobState.MOVING and context.store.leases.of(live.id) is None:
+                    context.change(live, JobState.QUEUED, why="the service was stopped")
 
     def next_s(self) -> float:
         """When there is something to do though nothing happens."""
-        if self._intake.has_more:
-            return self.desk.clock()
-        return min(self.deciding.due_s(), self._watching.due_s(), self.desk.acts_at_s)
+        if self._admission.has_more:
+            return self.context.clock()
+        return min(self.decider.due_s(), self._watchdog.due_s(), self.context.acts_at_s)
 
     def _flush(self, now_s: float) -> None:
         """Writes reports of steps and what others may see, and beats for the lock."""
-        desk = self.desk
+        context = self.context
         if now_s - self._flushed_s >= _FLUSH_S:
             self._flushed_s = now_s
-            changed = self._showing.changed()
-            if changed or desk.progress:
-                with desk.store.transaction():
-                    desk.store.jobs.progress(list(desk.progress.values()))
-                    self._showing.show(changed)
-            desk.progress.clear()
+            changed = self._status.changed()
+            if changed or context.progress:
+                with context.store.transaction():
+                    context.store.jobs.progress(list(context.progress.values()))
+                    self._status.show(changed)
+            context.progress.clear()
         if now_s - self._beaten_s >= _BEAT_S:
             self._beaten_s = now_s
-            desk.store.lock.beat()
+            context.store.lock.beat()
 
     def _refuse(self, what: str, message: str) -> None:
-        """Tells of trouble once; the books, ahead of the store, are made anew when it is over."""
-        self._refused_s = self.desk.clock()
+        """Reports trouble once; the state, ahead of the store, is rebuilt when it is over."""
+        self._refused_s = self.context.clock()
         if self._trouble is None:
             self._trouble = what
-            self.desk.on_said(f"{message}: gangs train on, nothing new starts until it is back")
+            self.context.on_said(f"{message}: gangs train on, nothing new starts until it is back")
 
     def _recovered(self) -> None:
-        self.desk.say("recovered", f"{self._trouble}: all is well again")
+        self.context.say("recovered", f"{self._trouble}: all is well again")
         self._trouble = None
 
     def close(self) -> None:
         """Stops deciding; gangs train on."""
-        self.deciding.close()
+        self.decider.close()
         self._validator.close()
 
 
@@ -219,7 +215,7 @@ def serve(
     stop: threading.Event | None = None,
     store: Store | None = None,
     said: Callable[[str], None] = logger.info,
-    validator: Validator | None = None,
+    validator: PreparePool | None = None,
     pricing: Pricing | None = None,
 ) -> None:
     """Runs a service's controller until `stop` is set; gangs then train on.
@@ -230,7 +226,7 @@ def serve(
         settings: None: all defaults.
         stop: set it to end the call.
         store: None: opened as the settings say, and closed in the end.
-        said: gets each sentence that is told.
+        said: gets each sentence for the user.
         validator: None: a pool of processes.
         pricing: None: by the planner and a hardware profile.
 

@@ -9,7 +9,7 @@ from tlora_megatron.scheduler.registry import DEFAULT_POLICY
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How a controller schedules, and how long it waits for whom."""
+    """How a controller schedules, and how long it waits."""
 
     policy: str = DEFAULT_POLICY
     """Name in `scheduler.registry.POLICIES`."""
@@ -33,15 +33,15 @@ class Settings:
     poll_s: float = 0.04
     """Time between two looks at engine and store."""
     look_s: float = 10.0
-    """Time between two looks at machines, gangs that nobody started, and gangs that are silent."""
+    """Time between two looks at machines, unknown gangs, and gangs that are silent."""
 
     idle_keep_s: float = 600.0
-    """How long a gang without jobs keeps its GPUs while nobody wants them."""
+    """How long a gang without jobs keeps its GPUs while no group wants them."""
     lease_s: float = 600.0
-    """A gang stops writing when it has not heard of a controller for so long."""
+    """A gang stops writing when no controller has sent it anything for so long."""
     checkpoint_every_s: float = 60.0
     hang_s: float = 600.0
-    """A gang with jobs that says nothing for so long is killed and started again."""
+    """A gang with jobs that sends no event for so long is killed and started again."""
     stop_s: float = 300.0
     """A gang that was asked to stop and has not ended after so long is killed."""
 
@@ -57,6 +57,6 @@ class Settings:
     max_failed_saves: int = 2
     """Failed saves in a row after which a job is paused."""
     end_gangs: bool = False
-    """Save and stop all gangs when the controller is told to stop; else they train on."""
+    """Save and stop all gangs when the controller is to stop; else they train on."""
     end_gangs_s: float = 30.0
     decide_in_thread: bool = True

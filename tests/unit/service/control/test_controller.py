@@ -1,4 +1,4 @@
-"""The controller over a store and fake gangs: jobs' lives, wishes, and every fault."""
+"""The controller over a store and fake gangs: jobs' lives, users' requests, and every fault."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.floor_model import FloorModel
 from tests.helpers.live_service import FloorCost, LiveService, folder_in_memory
-from tlora_megatron.service.control.books.pricing import MemoryShares
+from tlora_megatron.service.control.pricing import MemoryShares
 from tlora_megatron.service.engines.fake_gang import FakeGang, FakeTimes
 from tlora_megatron.service.engines.protocol import NodeInfo
 
@@ -288,17 +288,17 @@ def test_gangs_of_nobody_are_ended(root: Path) -> None:
     )
     service.run(15)
     assert not service.engine.all_gangs["stranger", 7].alive
-    assert "belongs to nobody" in service.sentences("stranger")[0]
+    assert "is unknown to the store" in service.sentences("stranger")[0]
     service.run()
 
 
 def test_a_job_that_fits_nowhere_is_refused_with_its_remedy(root: Path) -> None:
     service = LiveService(root)
-    service.controller.desk.pricing.meet("base", {})
+    service.controller.context.pricing.add_base("base", {})
     job = service.submit("wide", steps=5, gpus=2)
     service.run(1)
-    told = "must hold at most as many GPUs as the service has, 1, got 2: submit it with a smaller"
-    assert told in str(service.job(job).error)
+    error = "must hold at most as many GPUs as the service has, 1, got 2: submit it with a smaller"
+    assert error in str(service.job(job).error)
 
 
 def test_failed_saves_pause_a_job(root: Path) -> None:

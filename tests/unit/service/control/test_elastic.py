@@ -26,15 +26,15 @@ def service() -> Iterator[LiveService]:
 
 
 def _held(service: LiveService) -> int:
-    return service.controller.desk.books.fleet.state.tenant_gpus.get("local", 0)
+    return service.controller.context.state.fleet.cluster.tenant_gpus.get("local", 0)
 
 
 def _pauses(service: LiveService) -> list[Pause | None]:
-    return [waiting.pause for waiting in service.controller.desk.books.queue.paused()]
+    return [waiting.pause for waiting in service.controller.context.state.queue.paused()]
 
 
 def _steps_left(service: LiveService) -> float:
-    (waiting,) = service.controller.desk.books.queue.paused()
+    (waiting,) = service.controller.context.state.queue.paused()
     return waiting.tokens_left / waiting.job.tokens * 1000
 
 
@@ -57,13 +57,13 @@ def test_a_pause_outlives_controllers_but_no_job(service: LiveService) -> None:
     service.run(60)
     assert service.states() == {"long": "running", "short": "finished"}
     assert _held(service) == 1
-    (group,) = service.controller.desk.books.fleet.state.groups.values()
+    (group,) = service.controller.context.state.fleet.cluster.groups.values()
     (member,) = group.members
     assert (member.started_s, member.deadline_s) == (pause.started_s, pause.deadline_s)
     assert member.deadline_s == pytest.approx(member.job.submit_s + 1.9 * member.job.isolated_s)
     service.restart()
     assert _pauses(service) == []
-    (group,) = service.controller.desk.books.fleet.state.groups.values()
+    (group,) = service.controller.context.state.fleet.cluster.groups.values()
     assert group.members[0].deadline_s == pytest.approx(pause.deadline_s), "nor does its bound"
 
 
@@ -101,15 +101,15 @@ def test_a_decision_for_which_memory_is_gone_meanwhile_is_refused(
         service.submit("first", steps=100)
         service.run(10)
         service.submit("second", steps=10)
-        deciding, speeds = service.controller.deciding, service.controller.desk.pricing.speeds
-        answer = deciding._answer
+        decider, speeds = service.controller.decider, service.controller.context.pricing.speeds
+        answer = decider._answer
 
         def forgetful(question: Any) -> list[Decision]:
             decisions = answer(question)
             speeds._scaled.update(dict.fromkeys([mix for mix in speeds._scaled if len(mix[0]) > 1]))
             return decisions
 
-        deciding._answer = forgetful  # type: ignore[method-assign]
+        decider._answer = forgetful  # type: ignore[method-assign]
         service.run(5)
         assert service.states() == {"first": "running", "second": "queued"}
         assert "a decision is not carried out" in caplog.text

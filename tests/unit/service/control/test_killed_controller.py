@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.live_service import LiveService, folder_in_memory
-from tlora_megatron.service.control import carrying
+from tlora_megatron.service.control import executor
 
 EVERYTHING = bool(os.environ.get("TLORA_ALL_TESTS"))
 SEEDS = range(200 if EVERYTHING else 8)
@@ -70,7 +70,7 @@ class Reaper:
 
 def _arm(service: LiveService, reaper: Reaper) -> None:
     """Lets the reaper see what the present controller does."""
-    engine, store = service.controller.desk.engine, service.store
+    engine, store = service.controller.context.engine, service.store
     for name in ("start", "post", "kill"):
         setattr(engine, name, reaper.wrap(getattr(engine, name)))
     whole = store.transaction
@@ -80,7 +80,7 @@ def _arm(service: LiveService, reaper: Reaper) -> None:
 def _trained(root: Path, reaper: Reaper | None, monkeypatch: pytest.MonkeyPatch) -> LiveService:
     service = LiveService(root, gpus=2, checkpoint_every_s=5.0)
     if reaper is not None:
-        monkeypatch.setattr(carrying, "write_lease", reaper.wrap(carrying.write_lease))
+        monkeypatch.setattr(executor, "write_lease", reaper.wrap(executor.write_lease))
         _arm(service, reaper)
     for name, steps in JOBS.items():
         service.submit(name, steps=steps, batch=6)

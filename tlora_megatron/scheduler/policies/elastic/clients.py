@@ -1,4 +1,4 @@
-"""Lets jobs join groups that only clients drive: there they slow nobody down."""
+"""Lets jobs join groups that only clients drive: there they slow no other job down."""
 
 from __future__ import annotations
 

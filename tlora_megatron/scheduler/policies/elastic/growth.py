@@ -1,4 +1,4 @@
-"""Gives GPUs that nobody waits for to running jobs, the largest saving for each GPU first."""
+"""Gives GPUs that no job waits for to running jobs, the largest saving for each GPU first."""
 
 from __future__ import annotations
 

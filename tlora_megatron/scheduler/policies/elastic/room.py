@@ -48,8 +48,8 @@ def make_room(tentative: TentativeGroups, order: Sequence[Waiting], sizes: Sizes
 
     A job gains what it would wait; the group loses its GPUs for as long as the job trains, and two
     pauses. The best of all groups gives them, if the gain is greater. Paused jobs do not ask for
-    room: their GPUs are kept for them. Jobs that clients drive neither ask nor give: nobody knows
-    how long they would train.
+    room: their GPUs are kept for them. Jobs that clients drive neither ask nor give: how
+    long they would train is unknown.
     """
     starts_s = list_schedule(tentative, order)
     left, tried = [], 0

@@ -22,7 +22,7 @@ class Sizes:
     def of(self, job: Job) -> Mapping[int, float]:
         """Numbers of GPUs that are worth holding, with the speed on them.
 
-        For a job that a client drives, what it asks for: nobody knows how much work it has.
+        For a job that a client drives, what it asks for: how much work it has is unknown.
         """
         found = {} if job.is_open else self._speeds.sizes(job.kind, self._num_gpus)
         return found or {job.num_gpus: job.isolated_tokens_per_s}

@@ -1,29 +1,35 @@
-"""The prices of jobs: speeds and plans of groups on this machine, and jobs as policies see them.
+"""Prices jobs and groups by the planner's speeds, which measurements correct.
 
-Base models are met while jobs arrive. A job that must train alone gets a pool of its own, which no
-other job shares; the model of its speed is that of its base.
+Base models are added while jobs arrive. A job that must train alone gets a pool of its own, which
+no other job shares; the model of its speed is that of its base.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 from tlora_megatron.config.reader import read_spec
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.group import GroupModel
-from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.hardware import HardwareProfile, Link
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.planning.plan_inputs import base_shape
 from tlora_megatron.scheduler.calibrated import CalibratedSpeeds
 from tlora_megatron.scheduler.group_throughput import GroupThroughput
 from tlora_megatron.scheduler.jobs import Job
-from tlora_megatron.service.control.books.live import ALONE, LiveJob
+from tlora_megatron.service.control.machines import Machines, hardware_profile
+from tlora_megatron.service.control.records import ALONE, LiveJob
+from tlora_megatron.service.control.settings import Settings
+from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.sim.workload import Patience, state_bytes, weights_bytes
 
+_NETWORK = Link(bytes_per_s=2.2e10, latency_s=2.0e-5)
+"""Between machines, where the profile knows none: 200 Gb/s for each GPU."""
 _PATIENCE = Patience()
 _OPEN_S = 10 * 365 * 86_400.0
 """A job that ends when its client says so is priced as one that trains so long."""
@@ -36,30 +42,6 @@ class MemoryShares(NamedTuple):
     """Without jobs."""
     full: float
     """At most."""
-
-
-class BaseCost(Protocol):
-    """The costs of one base model: its throughput, and sizes of what is loaded and moved."""
-
-    @property
-    def model(self) -> GroupThroughput:
-        """Speed and memory of groups."""
-
-    @property
-    def weights_bytes(self) -> float:
-        """Size of the base."""
-
-    def state_bytes(self, load: JobLoad) -> float:
-        """Size of a job's adapter and optimizer state."""
-
-    def plan(self, loads: Sequence[JobLoad], num_gpus: int) -> Plan | None:
-        """The plan with which a gang of these jobs starts; None: the engine's default."""
-
-    def holds(self, loads: Sequence[JobLoad], plan: Plan | None) -> bool:
-        """True if a gang under this plan can take these jobs."""
-
-    def memory(self, loads: Sequence[JobLoad], plan: Plan | None) -> MemoryShares | None:
-        """Memory that a gang of these jobs takes under a plan; None where nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,20 +94,20 @@ def planned_base(section: Mapping[str, Any], hardware: HardwareProfile) -> Plann
 class Pricing:
     """Prices jobs and groups by speeds that measurements correct."""
 
-    def __init__(self, costs: Callable[[Mapping[str, Any]], BaseCost]) -> None:
+    def __init__(self, costs: Callable[[Mapping[str, Any]], PlannedBase]) -> None:
         """Begins without base models; `costs` makes those of a section `base_model`."""
         self._make = costs
-        self._bases: dict[str, BaseCost] = {}
+        self._bases: dict[str, PlannedBase] = {}
         self._models: dict[str, GroupThroughput] = {}
         self._sections: dict[str, Mapping[str, Any]] = {}
         self.speeds = CalibratedSpeeds(self._models)
 
-    def knows(self, base: str) -> bool:
-        """True if the base model was met before."""
+    def has_base(self, base: str) -> bool:
+        """True if the base model was added before."""
         return base in self._bases
 
-    def meet(self, base: str, section: Mapping[str, Any]) -> None:
-        """Takes up a base model.
+    def add_base(self, base: str, section: Mapping[str, Any]) -> None:
+        """Adds a base model.
 
         Raises:
             ValueError: if its files cannot be read.
@@ -189,7 +171,7 @@ class Pricing:
         return self._bases[_base_of(pool)].holds(loads, plan)
 
     def memory(self, pool: str, loads: Sequence[JobLoad], plan: Plan | None) -> MemoryShares | None:
-        """Memory that a gang of these jobs takes on each of its GPUs; None where nobody knows."""
+        """Memory that a gang of these jobs takes on each of its GPUs; None if unknown."""
         return self._bases[_base_of(pool)].memory(loads, plan)
 
 
@@ -199,3 +181,15 @@ def _base_of(pool: str) -> str:
 
 def _named(loads: Sequence[JobLoad]) -> list[JobLoad]:
     return [replace(load, name=str(place)) for place, load in enumerate(loads)]
+
+
+def pricing_of(nodes: Sequence[NodeInfo], settings: Settings) -> Pricing:
+    """Prices by the planner, on the hardware of these machines.
+
+    Raises:
+        ValueError: if the profile that was asked for does not exist.
+    """
+    shape = Machines.of(nodes).shape
+    profile = hardware_profile(settings, shape.gpus_per_node).of_nodes(shape.gpus_per_node)
+    profile = replace(profile, inter_node=profile.inter_node or _NETWORK)
+    return Pricing(partial(planned_base, hardware=profile))

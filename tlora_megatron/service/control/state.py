@@ -1,6 +1,7 @@
-"""The controller's books: jobs, queue, groups as decided, and gangs as they are.
+"""The scheduler's state: jobs, queue, groups as decided, and gangs as they are.
 
-Groups are what the policy decided; gangs are what runs. The books name the gang of each group.
+Groups are what the policy decided; gangs are what runs. The state names the gang of each group. It
+is rebuilt from the store whenever a controller starts or has lost track.
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.scheduler.fleet import Fleet
 from tlora_megatron.scheduler.formation import Parts, formed
-from tlora_megatron.scheduler.group_throughput import GroupRates
+from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
 from tlora_megatron.scheduler.invariants import InvariantError
 from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
 from tlora_megatron.scheduler.policy import Decision, RegroupCost
 from tlora_megatron.scheduler.queue import WaitingQueue
 from tlora_megatron.service.control.actions import Target
-from tlora_megatron.service.control.books.live import LiveGang, LiveJob
-from tlora_megatron.service.control.books.machines import Machines
-from tlora_megatron.service.control.books.pauses import pause_from_json, pause_to_json, with_left
-from tlora_megatron.service.control.books.pricing import MemoryShares, Pricing
-from tlora_megatron.service.control.books.set_aside import SetAside
+from tlora_megatron.service.control.machines import (
+    Machines,
+    SetAside,
+    pause_from_json,
+    pause_to_json,
+)
+from tlora_megatron.service.control.pricing import MemoryShares, Pricing
+from tlora_megatron.service.control.records import LiveGang, LiveJob
 
 _FREE = RegroupCost(
     admit_s=0.0,
@@ -33,7 +38,7 @@ _SHARED_MEMORY = 0.85
 """Two gangs may have so much of a GPU's memory by the planner's estimates, which are for one."""
 
 
-class Books:
+class SchedulerState:
     """A controller's knowledge of jobs that wait, of groups as decided, and of gangs that run."""
 
     def __init__(self, machines: Machines, pricing: Pricing, *, first_name: int) -> None:
@@ -45,10 +50,10 @@ class Books:
         self.gangs: dict[str, LiveGang] = {}
         self.queue = WaitingQueue()
         self.fleet = Fleet(shape=machines.shape, speeds=pricing.speeds)
-        self.fleet.state.free.take(machines.missing)
+        self.fleet.cluster.free.take(machines.missing)
         for node in machines.down:
             self.fleet.node_down(node)
-        self.set_aside = SetAside(self.fleet.state.free)
+        self.set_aside = SetAside(self.fleet.cluster.free)
         self.names: dict[int, str] = {}
         """Gang of each group, by the group's number."""
         self.starts_from: dict[str, float] = {}
@@ -98,7 +103,7 @@ class Books:
         if live.number in self.queue and self.queue[live.number].pause is not None:
             waiting = self.queue.remove(live.number)
             left = waiting.job.tokens * live.share_left
-            self.queue.add(with_left(waiting, left, self.pricing.speeds))
+            self.queue.add(_with_left(waiting, left, self.pricing.speeds))
 
     def withdraw(self, live: LiveJob, now_s: float) -> None:
         """Takes a job out of the queue, or out of the group it was decided to be in."""
@@ -124,8 +129,8 @@ class Books:
     def end_late_pauses(self, now_s: float) -> bool:
         """Lets jobs that can no longer come back within their bounds wait before all others.
 
-        Whoever trains on their GPUs is slower than it was thought to be. No plan holds such a
-        bound, so that nobody would ever get those GPUs; each has a new one from its next start on.
+        The jobs on their GPUs are slower than predicted. No plan holds such a bound, so that those
+        GPUs would stay taken for ever; each job has a new bound from its next start on.
 
         Returns:
             True if there was one.
@@ -143,15 +148,15 @@ class Books:
         """True if it was decided where the job trains."""
         return self.fleet.group_of(live.number) is not None
 
-    def is_seated(self, live: LiveJob) -> bool:
+    def is_held(self, live: LiveJob) -> bool:
         """True if a gang holds the job."""
-        return any(live.id in gang.seats for gang in self.gangs.values())
+        return any(live.id in gang.members for gang in self.gangs.values())
 
     # Groups
 
     def members(self, gang: str) -> list[LiveJob]:
         """The jobs that a gang is decided to have."""
-        groups = self.fleet.state.groups
+        groups = self.fleet.cluster.groups
         own = [groups[number] for number, name in self.names.items() if name == gang]
         return [self.numbers[m.job.index] for group in own for m in group.members]
 
@@ -162,7 +167,7 @@ class Books:
             shares: the engine starts gangs on GPUs that others still have.
         """
         targets = []
-        for number, group in self.fleet.state.groups.items():
+        for number, group in self.fleet.cluster.groups.items():
             name = self.names[number]
             targets.append(
                 Target(
@@ -181,10 +186,9 @@ class Books:
 
         It loads the base while they train, and trains while they have nothing but theirs.
         """
-        loads = [self.numbers[m.job.index].load for m in group.members]
-        known = [load for load in loads if load]
-        plan = self.pricing.plan(group.base, known, len(group.gpus))
-        own = self.pricing.memory(group.base, known, plan)
+        loads = self._loads(group)
+        plan = self.pricing.plan(group.base, loads, len(group.gpus))
+        own = self.pricing.memory(group.base, loads, plan)
         there = [g for g in self.gangs.values() if not set(group.gpus).isdisjoint(g.gpus)]
         others = [self._memory(gang) for gang in there]
         if own is None or None in others:
@@ -194,8 +198,12 @@ class Books:
         while_training = own.full + sum(other.bare for other in held)
         return max(while_loading, while_training) <= _SHARED_MEMORY
 
+    def _loads(self, group: Group) -> list[JobLoad]:
+        loads = [self.numbers[m.job.index].load for m in group.members]
+        return [load for load in loads if load]
+
     def _memory(self, gang: LiveGang) -> MemoryShares | None:
-        loads = [self.jobs[job].load for job in gang.seats if job in self.jobs]
+        loads = [self.jobs[job].load for job in gang.members if job in self.jobs]
         return self.pricing.memory(gang.pool, [load for load in loads if load], gang.plan)
 
     def can_form(self, decision: Decision) -> bool:
@@ -207,7 +215,7 @@ class Books:
         return self.pricing.speeds.rates(kinds, len(decision.gpus)) is not None
 
     def _known(self, index: int) -> Job:
-        """A job that waits or is decided to run, as the books have it."""
+        """A job that waits or is decided to run, as the state has it."""
         if index in self.queue:
             return self.queue[index].job
         group = self.fleet.group_of(index)
@@ -217,16 +225,16 @@ class Books:
     def carry_out(
         self, decisions: Sequence[Decision], now_s: float, cost: RegroupCost
     ) -> list[Group]:
-        """Makes decisions the books' state, and finds a gang for each new group."""
+        """Applies decisions to the state, and finds a gang for each new group."""
         before = {
-            number: (self.names.pop(number), self.fleet.state.groups[number])
+            number: (self.names.pop(number), self.fleet.cluster.groups[number])
             for decision in decisions
             for number in decision.dissolve
         }
         groups = self.fleet.carry_out(decisions, self.queue, now_s=now_s, cost=cost)
         for group in groups:
             self.names[group.number] = self._gang_for(group, list(before.values()))
-        return [self.fleet.state.groups[g.number] for g in groups]
+        return [self.fleet.cluster.groups[g.number] for g in groups]
 
     def _gang_for(self, group: Group, dissolved: list[tuple[str, Group]]) -> str:
         """The gang that stays, an idle one, or a new name."""
@@ -248,22 +256,21 @@ class Books:
         """True if the gang can take the group's members as it runs."""
         if gang.state == "stopping" or gang.pool != group.base:
             return False
-        loads = [self.numbers[m.job.index].load for m in group.members]
-        return self.pricing.holds(gang.pool, [load for load in loads if load], gang.plan)
+        return self.pricing.holds(gang.pool, self._loads(group), gang.plan)
 
     def _takes_over(self, gang: LiveGang, group: Group) -> bool:
         """Moves a new group to the GPUs of an idle gang that has as many; True if it did."""
-        free = self.fleet.state.free
-        if gang.seats or len(gang.gpus) != len(group.gpus) or not self._holds(gang, group):
+        free = self.fleet.cluster.free
+        if gang.members or len(gang.gpus) != len(group.gpus) or not self._holds(gang, group):
             return False
-        shape = self.fleet.state.shape
+        shape = self.fleet.cluster.shape
         if shape.tier(gang.gpus) > shape.tier(group.gpus):
             return False
         if not all(gpu in free.in_node(gpu // shape.gpus_per_node) for gpu in gang.gpus):
             return False
         free.give(group.gpus)
         free.take(gang.gpus)
-        self.fleet.state.groups[group.number] = replace(group, gpus=gang.gpus)
+        self.fleet.cluster.groups[group.number] = replace(group, gpus=gang.gpus)
         return True
 
     def next_name(self) -> str:
@@ -275,7 +282,7 @@ class Books:
                 return name
 
     def adopt(self, gang: LiveGang, members: Iterable[LiveJob], now_s: float) -> None:
-        """Takes a gang that runs already into the books, with those of its jobs that stay."""
+        """Takes up a gang that runs already, with those of its jobs that stay."""
         joining = []
         for live in members:
             live.priced = self.pricing.price(live, self.machines.shape.num_gpus)
@@ -335,12 +342,12 @@ class Books:
                     deadline_s=job.deadline_s(member.started_s, now_s + left / rate),
                 )
             )
-        self.fleet.state.groups[group.number] = replace(
+        self.fleet.cluster.groups[group.number] = replace(
             group, members=tuple(members), ready_s=now_s
         )
 
     def reprice(self, now_s: float) -> None:
-        """Prices all jobs anew, after measured speeds have moved away from those in use."""
+        """Prices all jobs again, after measured speeds have moved away from those in use."""
         waiting = [self.queue[live.number] for live in self._waiting()]
         for entry in waiting:
             self.queue.remove(entry.job.index)
@@ -348,7 +355,7 @@ class Books:
             live.priced = self._priced(live)
             job = replace(live.priced, due_s=min(live.priced.due_s, entry.job.due_s))
             self.queue.add(replace(entry, job=job, tokens_left=job.tokens * live.share_left))
-        for group in list(self.fleet.state.groups.values()):
+        for group in list(self.fleet.cluster.groups.values()):
             for member in group.members:
                 live = self.numbers[member.job.index]
                 live.priced = self._priced(live)
@@ -361,3 +368,13 @@ class Books:
         found = self.pricing.price(live, self.machines.shape.num_gpus) or live.priced
         assert found is not None, f"job {live.id} must have been priced before"
         return found
+
+
+def _with_left(waiting: Waiting, tokens_left: float, speeds: Speeds) -> Waiting:
+    """A paused job with its work left as last reported: the more, the sooner it must come back."""
+    pause = waiting.pause
+    assert pause is not None, "only a paused job has a time to come back by"
+    rates = speeds.rates((waiting.job.kind,), len(pause.gpus))
+    later_s = 0.0 if rates is None else (tokens_left - waiting.tokens_left) / rates.total
+    pause = replace(pause, back_by_s=pause.back_by_s - later_s)
+    return replace(waiting, tokens_left=tokens_left, pause=pause)

@@ -1,4 +1,4 @@
-"""The desk that all parts of a controller share: store, engine, books and clock."""
+"""What all parts of a controller share: store, engine, scheduler state and clock."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tlora_megatron.scheduler.policy import RegroupCost
-from tlora_megatron.service.control.books.books import Books
-from tlora_megatron.service.control.books.live import LiveGang, LiveJob
-from tlora_megatron.service.control.books.orders import schedule_of
-from tlora_megatron.service.control.books.pricing import Pricing
-from tlora_megatron.service.control.books.tally import Tally
+from tlora_megatron.service.control.pricing import Pricing
+from tlora_megatron.service.control.records import LiveGang, LiveJob, schedule_of
 from tlora_megatron.service.control.settings import Settings
+from tlora_megatron.service.control.state import SchedulerState
 from tlora_megatron.service.engines.protocol import GangEngine
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import Command, CommandKind, GangSpec
@@ -25,15 +23,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
-class Desk:
-    """A controller's tools and books."""
+class Context:
+    """A controller's tools and state."""
 
     home: Home
     store: Store
     engine: GangEngine
     settings: Settings
     pricing: Pricing
-    books: Books
+    state: SchedulerState
     clock: Callable[[], float]
     """Unix seconds."""
     cost: RegroupCost
@@ -59,7 +57,7 @@ class Desk:
     def say(
         self, what: str, message: str, *, job: str | None = None, gang: str | None = None
     ) -> None:
-        """Tells what happened in a sentence, to the store's list of events and to the terminal."""
+        """Writes a sentence on what happened to the store's events and to the terminal."""
         self.store.events.add("said", job=job, gang=gang, body={"what": what, "message": message})
         self.on_said(message)
 
@@ -75,7 +73,7 @@ class Desk:
         now_s = self.clock()
         written = self.store.commands.write(gang.name, gang.epoch, kind, job=job, body=body or {})
         self.posts.append(written)
-        gang.spoken_s, gang.lease_until_s = now_s, now_s + self.settings.lease_s
+        gang.commanded_s, gang.lease_until_s = now_s, now_s + self.settings.lease_s
 
     def change(
         self,
@@ -86,22 +84,22 @@ class Desk:
         why: str | None = None,
         **fields: Any,
     ) -> None:
-        """Changes a job's state in store and books; a job that is over leaves the books."""
+        """Changes a job's state in store and state; one that is over leaves the state."""
         row = self.store.jobs.change(live.id, to, release=release, why=why, **fields)
-        live.state, live.wish, live.started_at = row.state, row.wish, row.started_at
+        live.state, live.requested, live.started_at = row.state, row.wish, row.started_at
         if to.is_over:
             self.progress.pop(live.id, None)
-            self.books.withdraw(live, self.clock())
-            self.books.remove(live)
+            self.state.withdraw(live, self.clock())
+            self.state.remove(live)
             self.wants_decision = self.wants_actions = True
 
     def remember(self, live: LiveJob) -> None:
-        """Keeps in the store what decides over a job and no event says."""
+        """Keeps in the store how a job is to be scheduled."""
         self.store.jobs.update(live.id, schedule=schedule_of(live))
 
     def note_pause(self, live: LiveJob) -> None:
         """Keeps in the store whether, and until when, a decision has paused a job."""
-        pause = self.books.pause_of(live)
+        pause = self.state.pause_of(live)
         if pause != live.pause:
             live.pause = pause
             self.remember(live)
@@ -110,10 +108,10 @@ class Desk:
         """Lets a job wait for a place.
 
         If the cluster can never hold it, a new job fails. Others had room once: they wait until the
-        cluster is another one, when the books are made anew.
+        cluster is another one, when the state is rebuilt.
         """
         asked = live.num_gpus
-        if not self.books.enqueue(live, self.clock()):
+        if not self.state.enqueue(live, self.clock()):
             live.num_gpus, wanted = asked, live.num_gpus
             if is_new:
                 self.fail(live, self._too_large(live))
@@ -121,12 +119,12 @@ class Desk:
                 self._say_once(
                     live,
                     f"job {live.name!r} waits until the service has {wanted} GPUs; it has "
-                    f"{self.books.machines.shape.num_gpus} now",
+                    f"{self.state.machines.shape.num_gpus} now",
                 )
         self.wants_decision = True
 
     def _too_large(self, live: LiveJob) -> str:
-        most = self.books.machines.shape.num_gpus
+        most = self.state.machines.shape.num_gpus
         assert live.load is not None, f"job {live.id} must be validated before it waits"
         if live.num_gpus > most:
             return (
@@ -140,7 +138,7 @@ class Desk:
         )
 
     def _say_once(self, live: LiveJob, message: str) -> None:
-        """Tells why a job waits, unless that was the last thing said of it."""
+        """Says why a job waits, unless that was the last thing said of it."""
         said = self.store.events.after(0, job=live.id, kinds=["said"])
         if not said or said[-1].body["message"] != message:
             self.say("waits", message, job=live.id)
@@ -152,33 +150,32 @@ class Desk:
         self.on_said(message)
 
     def vacate(self, live: LiveJob, *, why: str) -> None:
-        """Puts a job that no gang holds any more where its user or the books want it."""
-        state = live.state
+        """Puts a job that no gang holds any more where its user or the last decision wants it."""
         if live.intent == "cancel":
             self.change(live, JobState.CANCELLED, release=why, why=why)
         elif live.intent == "pause":
             self.change(live, JobState.PAUSED, release=why, why=why)
-        elif state is JobState.MOVING and self.books.is_placed(live):
+        elif live.state is JobState.MOVING and self.state.is_placed(live):
             row = self.store.jobs.get(live.id)
             if row.lease is not None:
                 self.store.leases.release(live.id, lease=row.lease, why=why)
         else:
             self.change(live, JobState.QUEUED, release=why, why=why)
-            if not self.books.is_placed(live) and live.number not in self.books.queue:
+            if not self.state.is_placed(live) and live.number not in self.state.queue:
                 self.enqueue(live)  # one that a decision has paused waits already
         self.wants_actions = True
 
-    def place_anew(self, live: LiveJob, *, why: str) -> None:
+    def requeue(self, live: LiveJob, *, why: str) -> None:
         """Takes a job off the place that was decided for it, and lets it wait for another one."""
-        self.books.withdraw(live, self.clock())
+        self.state.withdraw(live, self.clock())
         self.note_pause(live)
         if not live.state.is_live:
-            if live.wish is None:
+            if live.requested is None:
                 self.enqueue(live)
-        elif not self.books.is_seated(live):
+        elif not self.state.is_held(live):
             self.vacate(live, why=why)
 
-    def gone(
+    def gang_ended(
         self, gang: LiveGang, *, why: str, died_at: tuple[int, int] | None = None
     ) -> list[LiveJob]:
         """Notes that no process of a gang is left; returns the jobs that it held, vacated.
@@ -188,11 +185,32 @@ class Desk:
         if died_at is not None:
             self.store.gangs.note(gang.name, gang.epoch, died_at=list(died_at))
         self.store.gangs.change(gang.name, gang.epoch, GangState.ENDED, why=why)
-        self.books.gangs.pop(gang.name, None)
-        if not self.books.members(gang.name):
-            self.books.one_by_one.discard(gang.name)
+        self.state.gangs.pop(gang.name, None)
+        if not self.state.members(gang.name):
+            self.state.one_by_one.discard(gang.name)
         self.wants_actions = True
-        held = [self.books.jobs[job] for job in gang.seats if job in self.books.jobs]
+        held = [self.state.jobs[job] for job in gang.members if job in self.state.jobs]
         for live in held:
             self.vacate(live, why=why)
         return held
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts one kind of work since the controller started."""
+
+    count: int = 0
+    sum_s: float = 0.0
+    last_s: float = 0.0
+    longest_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Notes one more."""
+        self.count += 1
+        self.sum_s += seconds
+        self.last_s = seconds
+        self.longest_s = max(self.longest_s, seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, in microseconds' precision."""
+        return {name: round(value, 6) for name, value in asdict(self).items()}

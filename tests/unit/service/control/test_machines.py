@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.live_service import LiveService, folder_in_memory
 from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
-from tlora_megatron.service.control.books.set_aside import DAY_S, SetAside
+from tlora_megatron.service.control.machines import DAY_S, SetAside
 from tlora_megatron.service.engines.fake_gang import FakeGang
 from tlora_megatron.service.store import JobState
 
@@ -100,11 +100,11 @@ def test_a_job_on_its_way_waits_again_when_its_new_place_is_given_up(root: Path)
     service = LiveService(root)
     job = service.submit("one", steps=60)
     service.run(10)
-    desk = service.controller.desk
-    live = desk.books.jobs[job]
-    desk.change(live, JobState.MOVING)
-    for gang in desk.books.gangs.values():
-        gang.seats.clear()
-    desk.place_anew(live, why="its new gang died")
-    assert live.number in desk.books.queue
+    context = service.controller.context
+    live = context.state.jobs[job]
+    context.change(live, JobState.MOVING)
+    for gang in context.state.gangs.values():
+        gang.members.clear()
+    context.requeue(live, why="its new gang died")
+    assert live.number in context.state.queue
     assert (service.job(job).state, service.job(job).lease) == ("queued", None)

@@ -13,7 +13,7 @@ from tests.helpers.floor_model import FREE, World
 from tests.helpers.live_service import LiveService, folder_in_memory
 from tlora_megatron.scheduler.formation import Parts, formed
 from tlora_megatron.scheduler.jobs import Group, Waiting
-from tlora_megatron.service.control.reasons import action_of
+from tlora_megatron.service.control.show import action_of
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_machines_and_figures(root: Path) -> None:
     assert (figures["gpus_held"], figures["gpus_used"], figures["waiting"]) == (1, 1, 0)
     assert figures["decide"]["count"] >= 1
     assert figures["join"]["count"] == figures["start"]["count"] == 1
-    service.controller.desk.books.set_aside.put([5], service.now_s)
+    service.controller.context.state.set_aside.put([5], service.now_s)
     service.run(2)
     (aside,) = shown(service, "cluster")["set_aside"]
     assert (aside["node"], aside["gpu"]) == (1, 1)
@@ -107,7 +107,7 @@ def test_a_group_that_is_moved_or_split_is_told_apart() -> None:
     only = action_of(replace(beside, members=(three,)), [])
     assert only["why"].endswith(": driven by clients, it costs nothing while they think")
     old = [beside]
-    told = {
+    actions = {
         name: action_of(new, old)
         for name, new in {
             "leave": group([0], (0,)),
@@ -116,7 +116,7 @@ def test_a_group_that_is_moved_or_split_is_told_apart() -> None:
             "join": group([0, 1, 2], (0,)),
         }.items()
     }
-    assert {name: action["kind"] for name, action in told.items()} == {n: n for n in told}
-    assert told["leave"]["why"].startswith("1 job stays on 1 GPU: alone, ")
-    assert told["move"]["why"].startswith("1 job of 1 gang on 1 GPU goes to 1 GPU: ")
-    assert "times slower than alone, of" in told["join"]["why"]
+    assert {name: action["kind"] for name, action in actions.items()} == {n: n for n in actions}
+    assert actions["leave"]["why"].startswith("1 job stays on 1 GPU: alone, ")
+    assert actions["move"]["why"].startswith("1 job of 1 gang on 1 GPU goes to 1 GPU: ")
+    assert "times slower than alone, of" in actions["join"]["why"]

@@ -11,8 +11,8 @@ from tlora_megatron.scheduler.formation import Parts, formed
 from tlora_megatron.scheduler.jobs import Group, Waiting
 from tlora_megatron.scheduler.policy import Decision, RegroupCost
 from tlora_megatron.scheduler.queue import WaitingQueue
-from tlora_megatron.service.control.books.machines import Machines
-from tlora_megatron.service.control.regrouping import Regrouping, bundles
+from tlora_megatron.service.control.decide import MoveLimiter, bundles
+from tlora_megatron.service.control.machines import Machines
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.protocol import NodeInfo
 
@@ -33,7 +33,7 @@ class Scene:
         group = formed(parts, gpus=(0,), rates=rates, now_s=0.0, cost=FREE, number=1)
         self.groups: dict[int, Group] = {1: group}
         self.queue = WaitingQueue(waiting[2:])
-        self.regrouping = Regrouping(settings or Settings(policy="tlora_best"), world.speeds)
+        self.regrouping = MoveLimiter(settings or Settings(policy="tlora_best"), world.speeds)
 
     def admitted(
         self, decisions: list[Decision], cost: RegroupCost = CHEAP, now_s: float = 0.0
@@ -93,5 +93,5 @@ def test_machines_of_unequal_width_lack_gpus_and_have_places() -> None:
 
 
 def test_an_engine_without_gpus_is_refused() -> None:
-    with pytest.raises(ValueError, match="must have at least one GPU or seat, got none"):
+    with pytest.raises(ValueError, match="must have at least one GPU or worker slot, got none"):
         Machines.of([])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.live_service import LiveService, folder_in_memory
-from tlora_megatron.service.control import carrying
+from tlora_megatron.service.control import executor
 from tlora_megatron.service.control.controller import steady_clock
 from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.service.store import NewJob
@@ -111,7 +111,7 @@ def test_a_base_that_is_gone_fails_its_jobs_only(
         raise ValueError("base_model.path must be a folder, got none")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tlora_megatron.service.control.books.pricing.Pricing.meet", gone)
+        patch.setattr("tlora_megatron.service.control.pricing.Pricing.add_base", gone)
         service.restart()
     assert "has lost its base: base_model.path must be" in str(service.job(job).error)
     service.submit("two", steps=5)
@@ -127,7 +127,7 @@ def test_a_full_disk_delays_leases(root: Path, monkeypatch: pytest.MonkeyPatch) 
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(carrying, "write_lease", full)
+        patch.setattr(executor, "write_lease", full)
         service.run(10)
         assert "No space left on device" in service.said[-1]
     service.run()
@@ -155,7 +155,7 @@ def test_who_stays_trains_on_though_the_model_refuses_the_rest(
     jobs = [service.submit(name, steps=30, batch=2) for name in ("one", "two")]
     service.run(10)
     with monkeypatch.context() as patch:
-        patch.setattr(service.controller.desk.pricing.speeds, "rates", lambda *_: None)
+        patch.setattr(service.controller.context.pricing.speeds, "rates", lambda *_: None)
         service.store.jobs.wish(jobs[0], "cancel")
         service.run(3)
     service.run()

@@ -1,0 +1,156 @@
+"""Admits jobs that users submit, and does what users request: to cancel, pause or resume a job."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from tlora_megatron.service.control.context import Context
+from tlora_megatron.service.control.records import (
+    ORDER,
+    LiveJob,
+    live_job,
+    schedule_of,
+    stats_of,
+    submission_of,
+    take_stats,
+)
+from tlora_megatron.service.prepare.outcome import Outcome, Refused
+from tlora_megatron.service.prepare.pool import PreparePool
+from tlora_megatron.service.store import Event, JobState
+
+_KINDS = ("submitted", "wished")
+_PAGE = 100
+"""Events and outcomes taken in at a time, so that gangs are never kept waiting for long."""
+
+
+class Admission:
+    """Takes in new jobs and requests from the store's events."""
+
+    def __init__(self, context: Context, validator: PreparePool, last_event: int) -> None:
+        self._context = context
+        self._validator = validator
+        self._seen = last_event
+        self._outcomes: deque[Outcome] = deque()
+        self._is_full = False
+
+    def look(self) -> None:
+        """Takes in what is new."""
+        last = self._context.store.events.last()
+        events: Sequence[Event] = ()
+        if self._seen < last:
+            events = self._context.store.events.after(self._seen, kinds=_KINDS, limit=_PAGE)
+            jobs = dict.fromkeys(event.job for event in events if event.job is not None)
+            for job in jobs:
+                self._news(job)
+            self._seen = events[-1].seq if len(events) == _PAGE else last
+        self._is_full = len(events) == _PAGE
+        self._take_outcomes()
+
+    @property
+    def has_more(self) -> bool:
+        """True if something is left to take in."""
+        return self._is_full or bool(self._outcomes)
+
+    def _news(self, job: str) -> None:
+        row = self._context.store.jobs.get(job)
+        live = self._context.state.jobs.get(job)
+        if live is None:
+            if row.state.is_over:
+                return
+            live = live_job(row)
+            self._context.state.add(live)
+            self.take(live)
+        live.requested = row.wish
+        if live.requested is not None and not live.state.is_over:
+            with self._context.store.transaction():
+                self.fulfil(live)
+
+    def take(self, live: LiveJob) -> None:
+        """Validates a job that is new or was being validated."""
+        if live.state is not JobState.VALIDATING or live.requested == "cancel":
+            return
+        document = self._context.store.jobs.document(live.id)
+        try:
+            submission = submission_of(document)
+        except ValueError as error:
+            self._context.fail(live, f"job {live.name!r} cannot be read: {error}")
+            return
+        self._validator.submit(live.id, submission)
+
+    def fulfil(self, live: LiveJob) -> None:
+        """Does what a user requests of a job, as far as it can be done now."""
+        context = self._context
+        if live.requested == "resume":
+            self._resume(live)
+        elif live.state.is_live:
+            # The gang lets it go first: `plan_actions` sees a member that no target has.
+            context.state.withdraw(live, context.clock())
+            context.note_pause(live)
+            context.wants_actions = context.wants_decision = True
+            if not context.state.is_held(live):
+                context.vacate(live, why=f"{live.requested} before a gang had it")
+        elif live.requested == "cancel":
+            self._validator.forget(live.id)
+            context.change(live, JobState.CANCELLED, why="cancelled")
+        elif live.state is JobState.QUEUED:
+            context.state.withdraw(live, context.clock())
+            context.note_pause(live)
+            context.change(live, JobState.PAUSED, why="paused")
+
+    def _resume(self, live: LiveJob) -> None:
+        context = self._context
+        if live.failed_saves:
+            live.failed_saves = 0
+            context.remember(live)
+        if live.state is JobState.PAUSED:
+            context.change(live, JobState.QUEUED, why="resumed")
+            context.enqueue(live)
+        else:
+            # It is still leaving, or never paused: it is queued when its gang lets it go.
+            context.store.jobs.clear_wish(live.id, "resume")
+            live.requested = None
+
+    def _take_outcomes(self) -> None:
+        self._outcomes.extend(self._validator.poll())
+        if not self._outcomes:
+            return
+        with self._context.store.transaction():
+            for _ in range(min(_PAGE, len(self._outcomes))):
+                result = self._outcomes.popleft()
+                live = self._context.state.jobs.get(result.job)
+                if live is not None and live.state is JobState.VALIDATING:
+                    self._accept(live, result)
+
+    def _accept(self, live: LiveJob, result: Outcome) -> None:
+        context = self._context
+        if isinstance(result, Refused):
+            context.change(live, JobState.FAILED, why=result.error, error=result.error)
+            return
+        stats = stats_of(result.load(), tokens=result.train_tokens, num_steps=result.num_steps)
+        document = context.store.jobs.document(live.id)
+        document[ORDER] = {"document": dict(result.document), "tokens": dict(result.tokens)}
+        take_stats(live, stats)
+        live.step = int(result.from_step)
+        try:
+            context.pricing.add_base(live.base, document["base_model"])
+        except (OSError, ValueError) as failure:
+            context.change(live, JobState.FAILED, why=str(failure), error=str(failure))
+            return
+        for note in result.notes:
+            context.say("note", note, job=live.id)
+        paused = live.requested == "pause"
+        context.change(
+            live,
+            JobState.QUEUED,
+            why="validated",
+            document=document,
+            stats=stats,
+            num_steps=live.num_steps,
+            step=live.step,
+            schedule=schedule_of(live),
+        )
+        if paused:
+            context.change(live, JobState.PAUSED, why="paused")
+        else:
+            context.enqueue(live, is_new=True)
