@@ -158,9 +158,8 @@ def test_a_kernel_without_sinks_goes_back_with_them(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Output and logarithm with sinks make the kernel's own backward that of the sinks."""
-    monkeypatch.setattr(
-        varlen_attention, "torch", SimpleNamespace(ops=SimpleNamespace(aten=_CpuFlash()))
-    )
+    flash = SimpleNamespace(aten=_CpuFlash())
+    monkeypatch.setattr(varlen_attention, "torch", SimpleNamespace(**{**vars(torch), "ops": flash}))
     tensors, grad = draw(sum(LENGTHS))
     sight = WHOLE if kind == "neither" else sight_of(kind)
     begins = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
