@@ -17,7 +17,7 @@ from tests.helpers.tiny_models import TinyModelType, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.layers.slab import initial_factors
-from tlora_megatron.model.expert_targets import over_base
+from tlora_megatron.model.backbone import over_base
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.data.job_data import BatchPlan, load_job_data, load_tokenizer
 from tlora_megatron.training.fingerprint.reference import make_fingerprint

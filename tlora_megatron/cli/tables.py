@@ -11,9 +11,8 @@ from rich.table import Table
 
 from tlora_megatron.config.job import JobSpec, LoraSpec
 from tlora_megatron.config.load import ParallelSpec, RunConfig
-from tlora_megatron.model.published_fp8 import read_published_format
-from tlora_megatron.model.quantisation import base_quantisation
-from tlora_megatron.model.replicas.deployment import Deployment
+from tlora_megatron.model.deployment import Deployment
+from tlora_megatron.model.quantisation import base_quantisation, read_published_format
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.timeline import time_line
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from tlora_megatron.model.replicas.deployment import Deployment, PlacedReplica
+from tlora_megatron.model.deployment import Deployment, PlacedReplica
 
 
 class Cell(NamedTuple):

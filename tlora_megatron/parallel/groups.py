@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.layout import ExpertPlace, ParallelLayout
-from tlora_megatron.model.replicas.deployment import Deployment
 from tlora_megatron.parallel.cells import ReplicaCells
 
 

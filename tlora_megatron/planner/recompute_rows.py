@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import replace
 from functools import partial
 
-from tlora_megatron.model.recompute import RECOMPUTES, Recompute, RecomputeTable
+from tlora_megatron.model.layout import RECOMPUTES, Recompute, RecomputeTable
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.memory import ROW_TILE, MemoryModel
 

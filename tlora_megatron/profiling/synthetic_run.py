@@ -15,9 +15,8 @@ from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import StatePlacement
-from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.layout import ParallelLayout, Recompute
 from tlora_megatron.model.quantisation import BaseQuantisation
-from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence

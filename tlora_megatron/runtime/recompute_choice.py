@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.config.load import RunConfig
-from tlora_megatron.model.recompute import RecomputeTable
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.memory import MemoryModel

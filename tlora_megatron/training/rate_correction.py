@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.training.metrics import write_atomic
 from tlora_megatron.training.packing.packing import Round

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from tlora_megatron.model.replicas.cp_dispatch import CpRates
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.cp_dispatch import CpRates
+from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.packing.cp_teams import rank_ends_ps
 from tlora_megatron.training.packing.packing import Round

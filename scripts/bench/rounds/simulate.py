@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scripts.bench.rounds.mixes import BATCH, Lengths, batches
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.packing.packing import Item, Round, batch_items, fill_bins
 from tlora_megatron.training.packing.timed_rounds import RoundRule, fill_by_time, round_ends_ps

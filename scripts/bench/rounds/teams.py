@@ -20,7 +20,7 @@ from scripts.bench.planner.cases import model_spec
 from scripts.bench.rounds.__main__ import DOCUMENT_ROWS, DOCUMENT_SHARE
 from scripts.bench.rounds.mixes import BATCH, LONGEST, Lengths, batches, lognormals, with_documents
 from scripts.bench.rounds.simulate import sequence_of
-from tlora_megatron.model.replicas.cp_dispatch import CpRates
+from tlora_megatron.model.cp_dispatch import CpRates
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.replica_rate import replica_rate
 from tlora_megatron.planner.hardware import load_profile

@@ -17,9 +17,8 @@ from scripts.bench.step.jobs import Mix
 from scripts.bench.step.project import Project, real_tokens
 from tlora_megatron.config.base_model import EMBEDDING, HEAD
 from tlora_megatron.layers.attach import attach
-from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.layout import ParallelLayout, Recompute
 from tlora_megatron.model.quantisation import quantised_on_reading
-from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.packing.packing import PackedBatch

@@ -18,8 +18,8 @@ from tlora_megatron.config.load import (
     read_config,
 )
 from tlora_megatron.config.parallel_rules.replicas import refuse_replicas
+from tlora_megatron.model.deployment import Deployment, lay_out_world
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.replicas.deployment import Deployment, lay_out_world
 
 UNLIKE_TP = "1xTP2+SP@512/full + 2xTP1@128"
 

@@ -29,8 +29,7 @@ from tlora_megatron.layers.linear_sites import rank_sites
 from tlora_megatron.layers.sites import make_site
 from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor, whole_tensors
 from tlora_megatron.layers.slab.layout import slab_layout
-from tlora_megatron.model.backbone import LinearShape, LinearsSpec
-from tlora_megatron.model.block_sizes import check_block_sizes
+from tlora_megatron.model.backbone import LinearShape, LinearsSpec, check_block_sizes
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan, job_misfit

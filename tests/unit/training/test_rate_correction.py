@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.training import rate_correction
 from tlora_megatron.training.packing.packing import Round
 from tlora_megatron.training.rate_correction import RateCorrection

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tlora_megatron.planner.advice.advise import Advice
+from tlora_megatron.planner.advice import Advice
 
 
 def print_advice(console: Console, advice: Advice, replicas: str = "") -> None:

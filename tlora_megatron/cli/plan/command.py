@@ -33,12 +33,12 @@ from tlora_megatron.config.deterministic import COST
 from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.config.reader import must
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.planner.advice.advise import Advice, advise
+from tlora_megatron.planner.advice import Advice, advise
 from tlora_megatron.planner.candidate import is_ours_alone
 from tlora_megatron.planner.deploy.deploy import deploy
 from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import RankedPlan, SearchResult, search
-from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.planning.deployments import check_deployable, write_deployment
 from tlora_megatron.runtime.planning.plan_files import (

@@ -34,10 +34,9 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
     RMSNorm,
 )
 from tlora_megatron.integrations.megatron.process_groups import lay_out_replicas
-from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.deployment import Deployment
+from tlora_megatron.model.layout import ParallelLayout, Recompute
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
-from tlora_megatron.model.recompute import Recompute
-from tlora_megatron.model.replicas.deployment import Deployment
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.training.formats.hf_checkpoint import RandomWeights

@@ -20,7 +20,7 @@ from tlora_megatron.config.jobs import JobError
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.config.parallel_rules.experts import check_job_over_experts
 from tlora_megatron.integrations.megatron_lm.guard import FLAG
-from tlora_megatron.model.expert_targets import over_base
+from tlora_megatron.model.backbone import over_base
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from functools import partial
 
-from tlora_megatron.model.recompute import RecomputeTable
-from tlora_megatron.model.replicas.cp_dispatch import (
+from tlora_megatron.model.cp_dispatch import (
     CpRates,
     CpTeam,
     Cut,
     share_among_teams,
     team_ends_ps,
 )
-from tlora_megatron.model.replicas.dispatch import cut
+from tlora_megatron.model.dispatch import cut
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.training.packing.packing import (
     MicroBatchItems,
     Round,

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tlora_megatron.model.recompute import RecomputeTable
-from tlora_megatron.model.replicas.dispatch import cut
+from tlora_megatron.model.dispatch import cut
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.training.packing.packing import (
     MicroBatch,
     MicroBatchItems,

@@ -10,8 +10,8 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from tlora_megatron.model.recompute import RecomputeTable
-from tlora_megatron.model.replicas.cp_dispatch import CpRates, CpTeam
+from tlora_megatron.model.cp_dispatch import CpRates, CpTeam
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import CutDocuments
 from tlora_megatron.training.packing.cp_teams import form_teams

@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tlora_megatron.model.replicas.dispatch import admit, predicted_ends_ps, share_out, turns
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.dispatch import admit, predicted_ends_ps, share_out, turns
 from tlora_megatron.training.packing.packing import (
     Item,
     MicroBatchItems,

@@ -17,8 +17,7 @@ from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import JobError, RunConfig
 from tlora_megatron.layers.attach import check_blocks_fit
 from tlora_megatron.layers.sites import Site, check_targets
-from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.model.block_sizes import check_block_sizes
+from tlora_megatron.model.backbone import Backbone, check_block_sizes
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.data.job_data import JobData, load_tokenizer

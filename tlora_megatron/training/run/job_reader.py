@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tlora_megatron.config.base_model import BaseModelSpec
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.model.block_sizes import check_block_sizes
+from tlora_megatron.model.backbone import check_block_sizes
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.data.token_cache import CachedData, TokenCache, TokenizerFolder

@@ -26,7 +26,7 @@ from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import StatePlacement
 from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.model.recompute import RecomputeTable
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.evaluation import Scorer

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import cut_by_length
 from tlora_megatron.training.data.job_data import TokenSequence

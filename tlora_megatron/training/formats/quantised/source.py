@@ -1,7 +1,7 @@
 """Codes and scales of a folder that is published in FP8, read as they are.
 
 Every value stays what it is: scales are widened to fp32 exactly, and a tensor's one scale is
-repeated for its rows. `model.published_fp8` reads what the folder says of itself; here its tensors
+repeated for its rows. `model.quantisation` reads what the folder says of itself; here its tensors
 are held to that. Every FP8 tensor must have a scale and every scale a tensor: a missing one is an
 error and never 1.
 """
@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tlora_megatron.model.published_fp8 import BLOCK, PublishedFormat
-from tlora_megatron.model.quantisation import PARTS, BaseQuantisation
+from tlora_megatron.model.quantisation import BLOCK, PARTS, BaseQuantisation, PublishedFormat
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.quantised.rows import NAN_CODE
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, StoredTensor

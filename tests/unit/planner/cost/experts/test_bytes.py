@@ -33,16 +33,15 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.routing import Document, pack_micro_batch
 from tlora_megatron.parallel import expert_exchange
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.experts.adapters import expert_elements, kept_inputs
-from tlora_megatron.planner.cost.experts.bytes import routed_bytes
-from tlora_megatron.planner.cost.experts.shared import shared_bytes
-from tlora_megatron.planner.cost.experts.split import expert_split
+from tlora_megatron.planner.cost.expert_adapters import expert_elements, kept_inputs, routed_bytes
+from tlora_megatron.planner.cost.experts import expert_split
 from tlora_megatron.planner.cost.memory import COMMUNICATOR_BYTES, memory_use
 from tlora_megatron.planner.cost.saved_activations import (
     kept_bytes,
     saved_inputs,
     workspace_bytes,
 )
+from tlora_megatron.planner.cost.shared_expert import shared_bytes
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 ROWS, HIDDEN = 256, 64

@@ -3,6 +3,7 @@
 Its linears are those of a dense MLP: products, adapters and collectives are counted as theirs. Here
 is what lies around them: the sigmoid of each row, which weighs the result, and the sum with what
 the routed experts return.
+
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ A replica of C ranks divides into teams of C, C/2, ..., 1 neighbours. Long seque
 teams, short ones to narrow ones, where attention sends nothing. Every rank runs the micro-batches
 of its widest team first, so that all ranks of a team come to each of its micro-batches together.
 Whole numbers only: every process finds the same without a word to the others.
+
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.deployment import ReplicaRate
 
 Cut = Callable[[Sequence[int], int], list[list[int]]]
 """From the rows of a team's sequences and its size to its micro-batches: places in the rows."""

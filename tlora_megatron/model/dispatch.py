@@ -6,6 +6,7 @@ computed in whole numbers, so that every process finds the same without a word t
 
 The bound of unlike replicas is the dual of their linear program: for prices p of the kinds, no
 round ends before `sum over sequences of the least p * cost` / `sum over replicas of p`.
+
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.deployment import ReplicaRate
 
 _ONE = 1 << 24
 """Fixed-point 1 of prices and steps."""

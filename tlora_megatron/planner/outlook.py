@@ -1,4 +1,4 @@
-"""Predicts what context parallelism by micro-batch would save a plan."""
+"""Predicts what recompute by rows, and context parallelism by micro-batch, would save a plan."""
 
 from __future__ import annotations
 
@@ -8,14 +8,41 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from tlora_megatron.model.replicas.cp_dispatch import CpRates, share_among_teams
-from tlora_megatron.model.replicas.dispatch import assign, cut, predicted_ends_ps, share_out
+from tlora_megatron.model.cp_dispatch import CpRates, share_among_teams
+from tlora_megatron.model.dispatch import assign, cut, predicted_ends_ps, share_out
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import DEPTHS, Plan, RoundDepth
-from tlora_megatron.planner.cost.replica_rate import replica_rate
+from tlora_megatron.planner.cost.memory import MemoryModel
+from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.replica_rate import CurveModel, replica_rate
+from tlora_megatron.planner.deploy.kinds import Kind, kind_by_rows, length_classes
 from tlora_megatron.planner.deploy.sampled import drawn_rounds
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad
+
+
+def saved_by_rows(
+    spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, hardware: HardwareProfile
+) -> float | None:
+    """Share of a plan's work that `run.recompute: auto` saves it, at the same budget of rows.
+
+    Sums of gradients and steps are not in it. None where nothing is computed again, or one
+    recompute is all that fits, and where micro-batches share one: in pipelines, and on ranks that
+    share experts.
+    """
+    if plan.pp_size > 1 or plan.ep_size > 1 or plan.recompute == "none":
+        return None
+    curves = CurveModel(spec, jobs, Rates(hardware))
+    memory = MemoryModel(spec, jobs, hardware)
+    by_rows = kind_by_rows(memory, curves, plan, hardware.memory_bytes)
+    if by_rows is None:
+        return None
+    classes = length_classes(jobs)
+    fixed_s, found_s = (
+        sum(kind.seconds(classes)) for kind in (Kind(plan, curves.curve(plan)), by_rows)
+    )
+    return 1 - found_s / fixed_s
+
 
 _SEQUENCES = 4096
 _FEWEST_ROUNDS, _MOST_ROUNDS = 12, 64
