@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tlora_megatron.ops.lora.cuda_arguments import MAX_RANKS
 from tlora_megatron.parallel.transport.exchange import (
-    MAX_RANKS,
     Copy,
     Exchange,
     Lane,

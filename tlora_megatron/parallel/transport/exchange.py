@@ -32,9 +32,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-MAX_RANKS = 8
-"""Most processes of a group: the GPUs that NVLink joins in one machine. `kMaxRanks` of exchange.cu.
-"""
 SLOT_ALIGNMENT = 512
 _SLICE_ALIGNMENT = 16
 """Bytes that the sum reads at once."""

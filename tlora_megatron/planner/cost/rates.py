@@ -1,7 +1,8 @@
 """Predicts times of single operations by a profile's points, and of collectives over nodes.
 
 `python -m scripts.bench.experts.predicted --fit` fits the times around routed experts to
-scripts/bench/results/experts.csv: one H200, six layers of Qwen3-30B-A3B and four of Mixtral 8x7B, 8,192 rows a micro-batch.
+scripts/bench/results/experts.csv: one H200, six layers of
+Qwen3-30B-A3B and four of Mixtral 8x7B, 8,192 rows a micro-batch.
 
 NCCL's own model of collectives over nodes is `ncclTopoTuneModel` (src/graph/tuning.cc of NCCL 2.28
 to 2.30); the terms here are its terms. A ring passes through all of a group's GPUs of a node before
