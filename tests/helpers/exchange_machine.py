@@ -1,4 +1,4 @@
-"""Executes the steps of `parallel.transport.exchange` for all processes at once, in an order drawn
+"""Executes the steps of `parallel.transport.peer_memory` for all processes at once, in an order drawn
 at random.
 
 What a GPU does over time takes time here too: a copy or a sum reads and writes piece by piece, a
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlora_megatron.ops.lora.cuda_arguments import MAX_RANKS
-from tlora_megatron.parallel.transport.exchange import (
+from tlora_megatron.parallel.transport.peer_memory import (
     Copy,
     Exchange,
     Lane,

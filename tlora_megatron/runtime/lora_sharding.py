@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.config.run import built_recompute
-from tlora_megatron.layers.linear_sites import PlainSite
-from tlora_megatron.layers.transformer_engine.linear import TEProductMixin
+from tlora_megatron.layers.sites import PlainSite
+from tlora_megatron.layers.transformer_engine import TEProductMixin
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec

@@ -24,7 +24,7 @@ from tlora_megatron.config.parallel_rules.experts import (
     check_run_without_experts,
 )
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.slab import StatePlacement
 from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.model.quantisation import base_quantisation

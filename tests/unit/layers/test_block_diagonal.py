@@ -24,10 +24,10 @@ from tlora_megatron.config.job import HF_TARGETS, ROW_PARALLEL_TARGETS, DataSpec
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.rules import check_job
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import attach, check_blocks_fit
-from tlora_megatron.layers.linear_sites import rank_sites
-from tlora_megatron.layers.sites import make_site
-from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor, whole_tensors
+from tlora_megatron.layers.multi_adapter import attach, check_blocks_fit
+from tlora_megatron.layers.sites import make_site, rank_sites
+from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor
+from tlora_megatron.layers.slab import factors as whole_tensors
 from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec, check_block_sizes
 from tlora_megatron.model.layout import ParallelLayout

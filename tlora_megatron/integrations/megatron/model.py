@@ -38,7 +38,7 @@ from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.layout import ParallelLayout, Recompute
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.parallel.nano.hardware_queues import set_queues
+from tlora_megatron.parallel.nano.overlap import set_queues
 from tlora_megatron.training.formats.hf_checkpoint import RandomWeights
 from tlora_megatron.training.formats.hf_convert import (
     check_layout,
@@ -79,7 +79,7 @@ def initialize_parallel(
 
     Args:
         overlaps: nano-batches will hide each other's communication
-            (`parallel.nano.hardware_queues`).
+            (`parallel.nano.overlap`).
         deployment: unlike replicas, of one of which `layout` is; None = all are alike.
 
     Raises:

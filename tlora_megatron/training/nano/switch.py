@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tlora_megatron.parallel.nano.lane_room import LaneRoom
+from tlora_megatron.parallel.nano.overlap import LaneRoom
 from tlora_megatron.parallel.transport.tensor_collectives import DEFAULT_MAX_BYTES, Kind
 
 

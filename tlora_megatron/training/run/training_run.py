@@ -22,7 +22,7 @@ from torch import nn
 from tlora_megatron import timeline
 from tlora_megatron.config.load import RunConfig, config_to_dict
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import StatePlacement
 from tlora_megatron.model.backbone import Backbone

@@ -16,8 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers.linear_sites import rank_sites
-from tlora_megatron.layers.sites import Site
+from tlora_megatron.layers.sites import Site, rank_sites
 from tlora_megatron.layers.slab import AdapterSlab, WholeTensor, find_whole_tensors
 from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
 from tlora_megatron.model.backbone import Backbone

@@ -19,7 +19,7 @@ from tlora_megatron.layers.slab.cells import SlabCells
 from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
 from tlora_megatron.model.deployment import Deployment, ReplicaLayout
 from tlora_megatron.model.layout import LoraSharding
-from tlora_megatron.parallel.cells import HeldCell, ReplicaCells, all_cells
+from tlora_megatron.parallel.groups import HeldCell, ReplicaCells, all_cells
 
 SPECS = dataclasses.replace(SPEC, num_layers=12)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

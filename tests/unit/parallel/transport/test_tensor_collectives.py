@@ -11,7 +11,7 @@ import torch
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.parallel.transport import tensor_collectives
 from tlora_megatron.parallel.transport.copy_engine import encoded
-from tlora_megatron.parallel.transport.exchange import Copy, Exchange, Place, Sum
+from tlora_megatron.parallel.transport.peer_memory import Copy, Exchange, Place, Sum
 from tlora_megatron.parallel.transport.tensor_collectives import (
     SkippedCollectives,
     make_tensor_collectives,

@@ -41,7 +41,7 @@ from tlora_megatron.ops.experts.rows import ExpertRows
 from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.frozen.swiglu import swiglu, swiglu_vjp
 from tlora_megatron.ops.routing import MicroBatchView
-from tlora_megatron.parallel.expert_exchange import Journey
+from tlora_megatron.parallel.collectives import Journey
 
 
 class Router(nn.Module):
