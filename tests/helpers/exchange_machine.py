@@ -1,5 +1,4 @@
-"""Executes the steps of `parallel.transport.peer_memory` for all processes at once, in an order drawn
-at random.
+"""Executes the steps of `parallel.transport.peer_memory` for all processes, in a random order.
 
 What a GPU does over time takes time here too: a copy or a sum reads and writes piece by piece, a
 phase raises one flag after another. Each lane of each process is a stream; at every turn one that
