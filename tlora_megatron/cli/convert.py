@@ -183,8 +183,7 @@ def _run_fingerprint(args: argparse.Namespace) -> int:
     import torch
 
     from tlora_megatron.training.formats.fingerprint_file import FILE_NAME, write_fingerprint
-    from tlora_megatron.training.formats.gpt_oss_experts import weight_source
-    from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
+    from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, weight_source
     from tlora_megatron.training.formats.hf_convert import check_weights
 
     if not out.is_dir():

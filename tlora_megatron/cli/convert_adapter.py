@@ -21,8 +21,8 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from tlora_megatron.training.formats.peft import format as peft_format
-    from tlora_megatron.training.formats.peft.fit import shared_by_experts
+    from tlora_megatron.training.formats import peft as peft_format
+    from tlora_megatron.training.formats.peft_fit import shared_by_experts
 
     adapter = shared_by_experts(peft_format.load_adapter(source, model=spec), str(source))
     stored = peft_format.stored_dtype(source)

@@ -19,7 +19,7 @@ from tlora_megatron.config.load import (
 )
 from tlora_megatron.config.parallel_rules.experts import check_job_over_experts
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.training.data.token_cache import TokenCache, TokenizerFolder
+from tlora_megatron.training.data.job_data import TokenCache, TokenizerFolder
 from tlora_megatron.training.live.changes import LiveChanges
 from tlora_megatron.training.live.live_jobs import LiveJobs
 from tlora_megatron.training.live.mailbox import TOKENS, RunMailbox

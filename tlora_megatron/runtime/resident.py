@@ -43,7 +43,7 @@ from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica
 from tlora_megatron.training.data.job_data import load_tokenizer
 from tlora_megatron.training.driven.clients import Clients
-from tlora_megatron.training.formats.quantised.card import QuantisationCard, quantisation_card
+from tlora_megatron.training.formats.quantised import QuantisationCard, quantisation_card
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob

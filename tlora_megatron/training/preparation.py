@@ -18,9 +18,9 @@ from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_d
 from tlora_megatron.training.data.mapped_tokens import lengths_of
 from tlora_megatron.training.driven.state import NO_DATA, DrivenState, OpenPlan
 from tlora_megatron.training.formats.checkpoint import Checkpoint, find_checkpoint
-from tlora_megatron.training.formats.peft.fit import fit_to_job
-from tlora_megatron.training.formats.peft.format import load_adapter
-from tlora_megatron.training.formats.quantised.card import QuantisationCard
+from tlora_megatron.training.formats.peft import load_adapter
+from tlora_megatron.training.formats.peft_fit import fit_to_job
+from tlora_megatron.training.formats.quantised import QuantisationCard
 from tlora_megatron.training.job_state import JobState
 
 logger = logging.getLogger(__name__)

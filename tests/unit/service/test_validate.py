@@ -23,8 +23,12 @@ from tlora_megatron.service.prepare.outcome import PrepareRules, Refused, Valida
 from tlora_megatron.service.prepare.submission import Submission, read_submissions
 from tlora_megatron.service.prepare.validate import validate
 from tlora_megatron.service.prepare.worker import serve
-from tlora_megatron.training.data.job_data import BatchPlan, load_job_data, load_tokenizer
-from tlora_megatron.training.data.token_cache import ENTRY_NAME
+from tlora_megatron.training.data.job_data import (
+    ENTRY_NAME,
+    BatchPlan,
+    load_job_data,
+    load_tokenizer,
+)
 
 
 @pytest.fixture(scope="module")

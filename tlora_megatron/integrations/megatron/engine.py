@@ -26,7 +26,7 @@ from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.layout import ExpertPlace, ParallelLayout
 from tlora_megatron.ops.routing import bind_current, use_micro_batch
 from tlora_megatron.parallel.groups import ExpertGroups, ParallelGroups, make_replica_cells
-from tlora_megatron.training.nano.switch import NanoSettings
+from tlora_megatron.training.nano.rounds import NanoSettings
 from tlora_megatron.training.packing.packing import PackedBatch
 
 _MARK = "_tlora_captures_routing"

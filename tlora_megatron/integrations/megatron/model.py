@@ -41,6 +41,7 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.nano.overlap import set_queues
 from tlora_megatron.training.formats.hf_checkpoint import RandomWeights
 from tlora_megatron.training.formats.hf_convert import (
+    Rounding,
     check_layout,
     draw_base,
     hf_shapes,
@@ -50,7 +51,6 @@ from tlora_megatron.training.formats.rank_tensors import (
     padded_vocab_size,
     rank_tensors,
 )
-from tlora_megatron.training.formats.rounding import Rounding
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     "none": {},

@@ -26,7 +26,7 @@ from tlora_megatron.parallel.transport.tensor_collectives import (
     TensorCollectives,
     make_tensor_collectives,
 )
-from tlora_megatron.training.nano.switch import NanoSettings
+from tlora_megatron.training.nano.rounds import NanoSettings
 
 _RECOMPUTED_NORMS = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm")
 """Attributes of a layer; lanes keep what they have gathered."""

@@ -21,7 +21,7 @@ from tlora_megatron.model.backbone import Backbone, check_block_sizes
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.data.job_data import JobData, load_tokenizer
-from tlora_megatron.training.formats.quantised.card import QuantisationCard, check_same_base
+from tlora_megatron.training.formats.quantised import QuantisationCard, check_same_base
 from tlora_megatron.training.preparation import PreparedJob, prepare_job
 from tlora_megatron.training.run.job_folders import check_job_folders
 from tlora_megatron.training.run.reading import (

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tlora_megatron.config.job import EXPERT_TARGETS, JobSpec, LoraSpec
 from tlora_megatron.layers.slab import split_name
-from tlora_megatron.training.formats.peft.config import FUSED_PARTS, hf_targets
-from tlora_megatron.training.formats.peft.experts import common_matrix
-from tlora_megatron.training.formats.peft.format import AdapterFile
+from tlora_megatron.training.formats.peft import AdapterFile
+from tlora_megatron.training.formats.peft_config import FUSED_PARTS, hf_targets
+from tlora_megatron.training.formats.peft_experts import common_matrix
 
 
 def fit_to_job(adapter: AdapterFile, job: JobSpec) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 With `peft_config`, the only place that speaks PEFT's names (`r`, `lora_alpha`, `lora_A.weight`).
 PEFT itself is not imported, and nothing is ever unpickled.
+
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from tlora_megatron.training.formats.atomic_directory import (
     readable_directory,
     replace_directory,
 )
-from tlora_megatron.training.formats.peft.config import (
+from tlora_megatron.training.formats.peft_config import (
     FUSED_PARTS,
     hf_targets,
     lora_spec,
     peft_config,
     read_peft_config,
 )
-from tlora_megatron.training.formats.peft.experts import (
+from tlora_megatron.training.formats.peft_experts import (
     ExpertReader,
     expert_tensors,
     stacked_tensor,
 )
-from tlora_megatron.training.formats.quantised.card import (
+from tlora_megatron.training.formats.quantised import (
     README,
     QuantisationCard,
     as_metadata,

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from tlora_megatron.config.job import EXPERT_TARGETS, HF_TARGETS, LoraSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.training.formats.peft.experts import module_names
+from tlora_megatron.training.formats.peft_experts import module_names
 
 _READ_FIELDS = {
     "peft_type",
