@@ -24,7 +24,7 @@ from tlora_megatron.integrations.megatron.built.head import Targets, use_targets
 from tlora_megatron.integrations.megatron.built.own_compute import OwnCompute
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
-from tlora_megatron.layers.slab import AdapterSlab, factors
+from tlora_megatron.layers.slab import AdapterSlab, whole_tensors
 from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing import (
@@ -261,7 +261,7 @@ def whole_gradients(
             tp, place = rank % layout.tp_size, layout.expert_place(rank)
             sites = stage_sites(spec, layout, tp_rank=tp, pp_rank=pp, place=place)
             layouts.append(slab_layout(sites, lora))
-        wholes.append(factors(layouts, held, spec))
+        wholes.append(whole_tensors(layouts, held, spec))
     return wholes
 
 

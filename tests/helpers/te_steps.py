@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.helpers.te_models import LORAS, Subject
 from tlora_megatron.integrations.megatron.built.head import Targets, use_targets
 from tlora_megatron.layers.sites import stage_sites
-from tlora_megatron.layers.slab import factors
+from tlora_megatron.layers.slab import whole_tensors
 from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.dropout import mix_ints
@@ -127,5 +127,5 @@ def take_gradients(subject: Subject) -> list[dict[str, Tensor]]:
             )
             for tp_rank in range(groups.layout.tp_size)
         ]
-        wholes.append(factors(layouts, held, subject.spec))
+        wholes.append(whole_tensors(layouts, held, subject.spec))
     return wholes

@@ -26,8 +26,7 @@ from tlora_megatron.config.rules import check_job
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach, check_blocks_fit
 from tlora_megatron.layers.sites import make_site, rank_sites
-from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor
-from tlora_megatron.layers.slab import factors as whole_tensors
+from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor, whole_tensors
 from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec, check_block_sizes
 from tlora_megatron.model.layout import ParallelLayout

@@ -21,8 +21,8 @@ from tlora_megatron.layers.slab import (
     factor_shape,
     initial_factor,
     initial_factors,
+    whole_tensors,
 )
-from tlora_megatron.layers.slab import factors as whole_tensors
 from tlora_megatron.layers.slab.layout import slab_layout
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from tlora_megatron.layers.slab import (
     AdapterSlab,
     factor_names,
     factor_shape,
-    factors,
     find_whole_tensors,
     initial_factor,
+    whole_tensors,
 )
 from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
 from tlora_megatron.model.experts import ExpertsSpec
@@ -84,7 +84,7 @@ def test_parts_of_all_ranks_are_the_whole(name: str, kind: str) -> None:
     slabs = [AdapterSlab(layout, torch.device("cpu")) for layout in layouts]
     for slab in slabs:
         slab.load(whole.__getitem__)
-    found = factors(layouts, [slab.master for slab in slabs], SPEC)
+    found = whole_tensors(layouts, [slab.master for slab in slabs], SPEC)
     assert found.keys() == whole.keys()
     for tensor in find_whole_tensors(layouts, [slab.master for slab in slabs], SPEC):
         expected = whole[tensor.name]
