@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import tlora_megatron
 from tlora_megatron.cli import convert, inspect, profile, simulate, train
-from tlora_megatron.cli.console import global_rank, open_console
+from tlora_megatron.cli.output_files import global_rank, open_console
 from tlora_megatron.cli.plan import command as plan
 from tlora_megatron.cli.service import adapters, jobs, logs, serve, submit, tokens, wishes
 from tlora_megatron.config.load import ConfigError

@@ -1,10 +1,14 @@
-"""Checks the files that a command is asked to write before it does any work."""
+"""Where commands print to, and checks of the files that they are asked to write."""
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+from rich.console import Console
 
 from tlora_megatron.config.reader import must
 
@@ -30,3 +34,26 @@ def check_output(option: str, path: str | Path, keep: Iterable[str | Path]) -> N
     for file in map(Path, keep):
         if file.resolve() == path.resolve():
             raise must(option, f"leave {file}, which is read, as it is", str(path))
+
+
+_WIDTH_WITHOUT_TERMINAL = 200
+
+
+def global_rank() -> int:
+    """The rank that torchrun gave this process; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def open_console(*, stderr: bool = False) -> Console:
+    """A console that prints text unchanged: no markup, no wrapping, no 80 columns in files.
+
+    To fit a terminal, tables must be printed with `soft_wrap=False`.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(
+        stderr=stderr,
+        width=None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL,
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -17,7 +17,7 @@ from tests.helpers.chat_templates import ENDLESS_TEMPLATE
 from tests.helpers.scenario import make_scenario
 from tlora_megatron.config.jobs import read_job
 from tlora_megatron.config.load import load_config
-from tlora_megatron.service.api.openai.lines import LineCheck
+from tlora_megatron.service.api.openai.uploads import LineCheck
 from tlora_megatron.service.home import Home, read_json
 from tlora_megatron.service.prepare.outcome import PrepareRules, Refused, Validated
 from tlora_megatron.service.prepare.submission import Submission, read_submissions

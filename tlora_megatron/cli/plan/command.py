@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.cli.auto_plan import DEFAULT_HARDWARE, add_hardware_arguments
-from tlora_megatron.cli.console import open_console
-from tlora_megatron.cli.output_files import check_output
-from tlora_megatron.cli.plan.advice import advice_document, print_advice
-from tlora_megatron.cli.plan.deployments import deployments_document, print_deployments
+from tlora_megatron.cli.output_files import check_output, open_console
+from tlora_megatron.cli.plan.deployments import (
+    advice_document,
+    deployments_document,
+    print_advice,
+    print_deployments,
+)
 from tlora_megatron.cli.plan.ranking import (
     print_explanation,
     print_missing,

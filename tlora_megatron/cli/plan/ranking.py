@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tlora_megatron.cli.plan.gpus import pipeline_cell, print_idle
+from tlora_megatron.cli.plan.deployments import pipeline_cell, print_idle
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec, count_parameters

@@ -7,7 +7,7 @@ import json
 from datetime import datetime
 from typing import Any
 
-from tlora_megatron.cli.console import open_console
+from tlora_megatron.cli.output_files import open_console
 from tlora_megatron.cli.service.reach.opening import add_reach_argument, reach_service
 from tlora_megatron.cli.service.reach.ports import find_jobs
 
