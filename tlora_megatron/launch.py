@@ -22,8 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tlora_megatron.cli.main import configure_logging, show_error, tell_of_misspelt_variables
-from tlora_megatron.cli.output_files import global_rank, open_console
-from tlora_megatron.cli.tables import print_run
+from tlora_megatron.cli.tables import global_rank, open_console, print_run
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.parallel.nano.overlap import set_queues

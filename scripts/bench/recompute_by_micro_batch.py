@@ -37,10 +37,10 @@ from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.model.layout import RECOMPUTES, ParallelLayout, Recompute, RecomputeTable
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.choices import recompute_for_rows
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.cost.replica_rate import replica_rate
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
-from tlora_megatron.planner.recompute_rows import recompute_for_rows
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.data.job_data import JobData, TokenSequence

@@ -21,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from tlora_megatron.cli.output_files import open_console
+from tlora_megatron.cli.tables import open_console
 from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 

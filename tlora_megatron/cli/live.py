@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.cli.output_files import open_console
+from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.jobs import as_job_list, ignored_job_settings, job_to_dict, read_jobs
 from tlora_megatron.config.load import RunConfig, fit_job, read_gang_config

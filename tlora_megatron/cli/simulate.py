@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from tlora_megatron.cli.output_files import check_output, open_console
+from tlora_megatron.cli.tables import check_output, open_console
 from tlora_megatron.config.reader import must, read_spec
 from tlora_megatron.scheduler.registry import POLICIES
 from tlora_megatron.sim.cluster import load_cluster

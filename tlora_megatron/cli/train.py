@@ -17,9 +17,8 @@ from tlora_megatron.cli.auto_plan import (
     planned_overrides,
 )
 from tlora_megatron.cli.live import add_live_arguments, change_live_run
-from tlora_megatron.cli.output_files import global_rank, open_console
 from tlora_megatron.cli.progress import RichProgress
-from tlora_megatron.cli.tables import print_run
+from tlora_megatron.cli.tables import global_rank, open_console, print_run
 from tlora_megatron.config.load import RunConfig, ignored_settings, load_config
 from tlora_megatron.integrations.megatron import quiet
 from tlora_megatron.model.deployment import lay_out_world

@@ -19,7 +19,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from tlora_megatron import timeline
-from tlora_megatron.cli.output_files import open_console
+from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.deepspeed.arguments import (
     NOT_TAKEN,

@@ -17,7 +17,7 @@ from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.frozen.varlen_attention import CumulativeLengths, varlen_attention
+from tlora_megatron.ops.frozen.packed_attention import CumulativeLengths, varlen_attention
 from tlora_megatron.ops.quantised.weight import encode_weight
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 from tlora_megatron.planner.cost.adapter_sizes import RANK_CHUNK

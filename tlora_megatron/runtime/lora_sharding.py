@@ -19,7 +19,7 @@ from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.lora_choice import ShardingChoice, choose_lora_sharding, sharding_times
+from tlora_megatron.planner.choices import ShardingChoice, choose_lora_sharding, sharding_times
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.planning.plan_inputs import profile_of_gpu
 from tlora_megatron.training.preparation import PreparedJob

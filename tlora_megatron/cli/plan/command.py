@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.cli.auto_plan import DEFAULT_HARDWARE, add_hardware_arguments
-from tlora_megatron.cli.output_files import check_output, open_console
 from tlora_megatron.cli.plan.deployments import (
     advice_document,
     deployments_document,
@@ -31,6 +30,7 @@ from tlora_megatron.cli.plan.space_options import (
     naming_flags,
     search_space,
 )
+from tlora_megatron.cli.tables import check_output, open_console
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config.deterministic import COST
 from tlora_megatron.config.load import RunConfig, load_config

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlora_megatron.cli.output_files import open_console
 from tlora_megatron.cli.service.board import Board
 from tlora_megatron.cli.service.opening import add_service_argument, service_folder
+from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.reader import must
 from tlora_megatron.scheduler.registry import DEFAULT_POLICY, POLICIES
 from tlora_megatron.service.bases import check_bases, declare_bases

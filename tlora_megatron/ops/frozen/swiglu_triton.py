@@ -1,4 +1,4 @@
-"""Kernels of `ops.frozen.swiglu`; before a linear in FP8 they also quantise their rows."""
+"""Kernels of `ops.frozen.parts`; before a linear in FP8 they also quantise their rows."""
 
 from __future__ import annotations
 

@@ -19,10 +19,9 @@ from tlora_megatron.planner.cost.adapter_sizes import (
     lora_counts,
 )
 from tlora_megatron.planner.cost.expert_adapters import ExpertLora
-from tlora_megatron.planner.cost.experts import RoutedWork, expert_split
+from tlora_megatron.planner.cost.experts import RoutedWork, expert_split, gate_passes
 from tlora_megatron.planner.cost.memory import ROW_TILE
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.cost.shared_expert import gate_passes
 from tlora_megatron.planner.cost.spans import plan_spans
 from tlora_megatron.planner.cost.step_terms import exposed_share, num_parts
 from tlora_megatron.planner.hardware import CollectiveOp

@@ -29,14 +29,13 @@ from tlora_megatron.planner.cost.expert_adapters import (
     expert_elements,
     routed_bytes,
 )
-from tlora_megatron.planner.cost.experts import check_predictable, expert_split
+from tlora_megatron.planner.cost.experts import check_predictable, expert_split, shared_weights
 from tlora_megatron.planner.cost.saved_activations import (
     kept_bytes,
     row_shards,
     saved_inputs,
     workspace_bytes,
 )
-from tlora_megatron.planner.cost.shared_expert import shared_weights
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad
 

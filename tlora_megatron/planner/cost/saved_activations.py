@@ -17,8 +17,7 @@ from tlora_megatron.planner.cost.adapter_sizes import (
     shares_all,
 )
 from tlora_megatron.planner.cost.expert_adapters import KeptInputs, kept_inputs, routed_bytes
-from tlora_megatron.planner.cost.experts import expert_split
-from tlora_megatron.planner.cost.shared_expert import shared_bytes
+from tlora_megatron.planner.cost.experts import expert_split, shared_bytes
 from tlora_megatron.planner.workload import JobLoad
 
 

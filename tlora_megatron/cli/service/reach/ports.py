@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from tlora_megatron.cli.output_files import open_console
+from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.reader import ConfigError, must
 
 
