@@ -35,7 +35,6 @@ def product(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def gradients(grad: tl.tensor, gate: tl.tensor, up: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Gradients of gate and up."""
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     return grad * up * (sigmoid + silu * (1.0 - sigmoid)), grad * silu

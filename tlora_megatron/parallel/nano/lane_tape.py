@@ -87,7 +87,6 @@ class CudaSideStream(SideStream):
 
 
 def make_side_stream(device: torch.device) -> SideStream:
-    """Returns a side stream for a device."""
     return CudaSideStream(device) if device.type == "cuda" else SideStream()
 
 

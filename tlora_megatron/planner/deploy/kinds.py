@@ -308,11 +308,6 @@ def divide(costs: Costs, counts: Sequence[int]) -> Division:
     return Division(makespan, best, tuple(map(tuple, shares)))
 
 
-def find_prices(costs: Costs, counts: Sequence[int]) -> Prices:
-    """The prices of the best bound that was found."""
-    return _search(costs, counts)[0]
-
-
 def _search(costs: Costs, counts: Sequence[int]) -> tuple[Prices, list[list[float]]]:
     """The best prices, and how often the later ones led each class to each kind."""
     kinds, replicas = range(len(costs)), sum(counts)

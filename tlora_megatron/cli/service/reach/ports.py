@@ -11,7 +11,6 @@ from tlora_megatron.config.reader import ConfigError, must
 
 
 def missing_job(name: str) -> ConfigError:
-    """The error for a name that no job has."""
     return must("NAME", "be the id or the name of a job", name, "`tlora jobs --all` lists them")
 
 

@@ -98,7 +98,6 @@ def checkpoint_object(
 
 
 def checkpoint_id(job: str, step: int) -> str:
-    """The id of a checkpoint."""
     return f"ftckpt-{job}-{step}"
 
 

@@ -127,7 +127,6 @@ def _error(job: Job) -> dict[str, Any] | None:
 
 
 def file_object(upload: Upload) -> dict[str, Any]:
-    """An uploaded file."""
     return {
         "id": upload.id,
         "object": "file",
@@ -163,7 +162,6 @@ def model_object(name: str, created: float, owner: str) -> dict[str, Any]:
 
 
 def page_object(data: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """A page of a list."""
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {
         "object": "list",
