@@ -15,8 +15,8 @@ p = exp(s - lse') and ds = p (dp - sum(dout * out)), which is the gradient of p 
 `torch.nn.attention.varlen` takes as many key-value heads as query heads before torch 2.12, so keys
 and values would be repeated; the operators below it take groups.
 
-Shapes: T query rows (local ones), K key rows in span order, N query heads, G key-value heads, D head
-dimension.
+Shapes: T query rows (local ones), K key rows in span order, N query heads, G key-value heads, D
+head dimension.
 """
 
 from __future__ import annotations
