@@ -21,12 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.main import configure_logging, show_error, tell_of_misspelt_variables
-from tlora_megatron.cli.tables import print_run
+from tlora_megatron.cli.tables import global_rank, open_console, print_run
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.ops.kernel_build import build_early
-from tlora_megatron.parallel.nano.hardware_queues import set_queues
+from tlora_megatron.parallel.nano.overlap import set_queues
 from tlora_megatron.runtime.ending import leave
 from tlora_megatron.runtime.launcher import is_lost_connection, join_agent
 from tlora_megatron.training.run.environment import set_environment

@@ -28,8 +28,8 @@ from scripts.bench.harness.rows import append_rows
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.candidate import Runner
 from tlora_megatron.planner.hardware import load_profile
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import search
-from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.cluster import ClusterState, FreeGpus
 from tlora_megatron.scheduler.formation import Parts, formed
@@ -37,10 +37,10 @@ from tlora_megatron.scheduler.jobs import Waiting
 from tlora_megatron.scheduler.policy import Changes, Rules
 from tlora_megatron.scheduler.queue import WaitingQueue
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
-from tlora_megatron.sim.cluster_config import load_cluster
-from tlora_megatron.sim.job_mix import load_mix
+from tlora_megatron.sim.cluster import load_cluster
 from tlora_megatron.sim.study import Options, Study
 from tlora_megatron.sim.trace import Trace, TraceRow
+from tlora_megatron.sim.workload import load_mix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,7 +47,7 @@ from scripts.bench.planner.cases import model_spec
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank, BankShape
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence

@@ -34,10 +34,10 @@ from scripts.bench.simulate.cases import SOURCES, Source
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.fake_gang import FakeTimes
 from tlora_megatron.service.store import JobState
-from tlora_megatron.sim.cluster_config import load_cluster
-from tlora_megatron.sim.job_mix import load_mix
+from tlora_megatron.sim.cluster import load_cluster
 from tlora_megatron.sim.study import Options, Study
 from tlora_megatron.sim.trace import Trace, TraceRow, read_trace
+from tlora_megatron.sim.workload import load_mix
 
 
 def replay_settings(policy: str) -> Settings:

@@ -28,13 +28,13 @@ from dataclasses import asdict, dataclass, replace
 
 from scripts.bench.harness.arguments import REPO, bench_parser
 from scripts.bench.harness.rows import write_rows
-from tlora_megatron.model.recompute import RECOMPUTES
-from tlora_megatron.model.replicas.deployment import Deployment
+from tlora_megatron.model.deployment import Deployment
+from tlora_megatron.model.layout import RECOMPUTES
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.deploy.deploy import DeploymentResult, deploy
 from tlora_megatron.planner.deploy.kinds import all_kinds, longest_of, most_rows
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
-from tlora_megatron.planner.space import SearchSpace
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 PLANNERS = ("tp8", "alike", "lobra", "ours")

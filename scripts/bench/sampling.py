@@ -31,7 +31,7 @@ from tlora_megatron.runtime.sampling.batcher import Batcher
 from tlora_megatron.runtime.sampling.limits import SamplerLimits
 from tlora_megatron.runtime.sampling.opening import open_batcher
 from tlora_megatron.runtime.sampling.values import Prompt, SamplingParams
-from tlora_megatron.training.formats.peft.format import export_adapter
+from tlora_megatron.training.formats.peft import export_adapter
 
 _REPO = Path(__file__).resolve().parents[2]
 _QUICKSTART = _REPO / "configs/quickstart/base"

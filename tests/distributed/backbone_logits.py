@@ -27,8 +27,7 @@ from tlora_megatron.integrations.megatron.model import (
     initialize_parallel,
     load_backbone,
 )
-from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.recompute import Recompute
+from tlora_megatron.model.layout import ParallelLayout, Recompute
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.ops.routing import (
     Document,

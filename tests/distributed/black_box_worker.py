@@ -31,7 +31,7 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import fc1_row_order, make_site, qkv_row_order
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.dropout import dropout_reference, mix_ints

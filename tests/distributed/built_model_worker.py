@@ -54,7 +54,7 @@ from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
 from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import check_targets
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec

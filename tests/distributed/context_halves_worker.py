@@ -19,8 +19,7 @@ from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
     equal,
     use_modules,
 )
-from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.recompute import Recompute
+from tlora_megatron.model.layout import ParallelLayout, Recompute
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing import (
     Document,

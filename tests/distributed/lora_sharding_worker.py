@@ -32,7 +32,7 @@ from tests.helpers.built_model import fill_bank, whole_gradients
 from tests.helpers.user_models import SPEC
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import make_site
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.ops.routing import use_micro_batch

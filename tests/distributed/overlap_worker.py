@@ -22,8 +22,7 @@ from tests.helpers.isolation import DROPOUT
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import make_multi_adapter
-from tlora_megatron.layers.multi_adapter import BlackBoxMixin
+from tlora_megatron.layers.multi_adapter import BlackBoxMixin, make_multi_adapter
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.runtime.backbone import model_config, model_dir, open_backbone
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding

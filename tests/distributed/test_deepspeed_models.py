@@ -24,7 +24,7 @@ from tests.helpers.deepspeed_models import (
 from tests.helpers.oracle import assert_equals_alone
 from tests.helpers.scenario import losses
 from tlora_megatron.integrations.deepspeed.discover import model_spec
-from tlora_megatron.training.formats.peft.format import load_adapter
+from tlora_megatron.training.formats.peft import load_adapter
 
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, zero(0)),

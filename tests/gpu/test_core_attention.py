@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.ops.exactness import Exactness
-from tlora_megatron.ops.frozen.packed_attention import attend_spans, attend_varlen
-from tlora_megatron.ops.frozen.varlen_attention import Sight
+from tlora_megatron.ops.frozen.packed_attention import Sight, attend_spans, attend_varlen
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
 
 pytestmark = pytest.mark.gpu

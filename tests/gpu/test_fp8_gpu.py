@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.te_models import MODES, build, install_adapters, small_spec
 from tests.helpers.te_steps import make_batch, run, take_gradients
-from tlora_megatron.layers.transformer_engine.fp8 import RECIPES, why_not_fp8
+from tlora_megatron.layers.transformer_engine import RECIPES, why_not_fp8
 from tlora_megatron.parallel.groups import ParallelGroups
 
 pytestmark = [

@@ -24,7 +24,7 @@ from tlora_megatron.integrations.megatron.built.expert_layers import adapt_exper
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.integrations.megatron.layer.modules import built_class
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.linear_case import Case
-from tlora_megatron.layers.linear import GemmStrategy, multi_lora_linear_vjp
-from tlora_megatron.layers.linear_layout import LinearLayout
+from tlora_megatron.layers.linear import GemmStrategy, LinearLayout, multi_lora_linear_vjp
 from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear
 from tlora_megatron.ops.quantised.rows import encode_rows
 from tlora_megatron.parallel.collectives import Pending
@@ -76,7 +75,7 @@ class Ranks:
 
     def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Takes the place of the collectives."""
-        module = "tlora_megatron.layers.linear_layout."
+        module = "tlora_megatron.layers.linear."
         for name in ("gather_together", "all_gather_rows", "all_reduce"):
             monkeypatch.setattr(module + name, getattr(self, name))
         monkeypatch.setattr(module + "dist.get_rank", lambda group: self.rank)

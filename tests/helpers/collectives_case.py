@@ -16,7 +16,7 @@ from typing import NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.parallel.transport.exchange import Operation
+from tlora_megatron.parallel.transport.peer_memory import Operation
 from tlora_megatron.parallel.transport.tensor_collectives import (
     TensorCollectives,
     make_tensor_collectives,

@@ -1,5 +1,4 @@
-"""Executes the steps of `parallel.transport.exchange` for all processes at once, in an order drawn
-at random.
+"""Executes the steps of `parallel.transport.peer_memory` for all processes, in a random order.
 
 What a GPU does over time takes time here too: a copy or a sum reads and writes piece by piece, a
 phase raises one flag after another. Each lane of each process is a stream; at every turn one that
@@ -14,8 +13,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora_megatron.parallel.transport.exchange import (
-    MAX_RANKS,
+from tlora_megatron.ops.lora.cuda_arguments import MAX_RANKS
+from tlora_megatron.parallel.transport.peer_memory import (
     Copy,
     Exchange,
     Lane,

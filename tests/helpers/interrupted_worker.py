@@ -28,8 +28,7 @@ from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.formats import atomic_directory, checkpoint
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.listener import JobStart, SilentListener
-from tlora_megatron.training.saving.saver import Saver
-from tlora_megatron.training.saving.targets import Target
+from tlora_megatron.training.saving.saver import Saver, Target
 from tlora_megatron.training.stopping.signals import StopSignals
 
 MOMENTS = ("step", "write", "flush", "remove", "export")

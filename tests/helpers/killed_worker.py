@@ -30,7 +30,7 @@ from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.formats import atomic_directory
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.listener import SilentListener
-from tlora_megatron.training.saving import targets
+from tlora_megatron.training.saving import saver
 from tlora_megatron.training.saving.snapshot import SnapshotTaker
 
 MOMENTS = {
@@ -135,7 +135,7 @@ def _slow_disk() -> None:
 
 
 def _note_saves(output_dir: Path) -> None:
-    write = targets.write_checkpoint
+    write = saver.write_checkpoint
 
     def noted(directory: Path, step: int, *args: Any) -> int:
         size = write(directory, step, *args)
@@ -143,7 +143,7 @@ def _note_saves(output_dir: Path) -> None:
             file.write(f"{directory.parent.name} {step}\n")
         return size
 
-    targets.write_checkpoint = noted
+    saver.write_checkpoint = noted
 
 
 def _arm(chance: random.Random) -> None:

@@ -13,7 +13,7 @@ from tlora_megatron.integrations.megatron.layer.expert_parts import OuterCall
 from tlora_megatron.ops.experts.factors import OuterFactors, OuterSide, OuterTarget
 from tlora_megatron.ops.experts.outer import token_runs
 from tlora_megatron.ops.experts.rows import RowSlots, sort_rows
-from tlora_megatron.parallel.expert_exchange import ExpertExchange
+from tlora_megatron.parallel.collectives import ExpertExchange
 
 EXPERTS, CHOICES, HIDDEN, INNER = 5, 2, 40, 24
 RANKS = ((4, 24), (), (3,))

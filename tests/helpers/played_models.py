@@ -17,7 +17,7 @@ from tlora_megatron.service.journal.files import Journal
 from tlora_megatron.service.store import JobState, Store
 from tlora_megatron.service.store.sql import tables
 from tlora_megatron.training.driven.requests import Answer, Request
-from tlora_megatron.training.saving.versions import FOLDER, publish
+from tlora_megatron.training.saving.writer import FOLDER, publish
 
 
 def set_state(store: Store, job: str, state: JobState, error: str | None = None) -> None:

@@ -23,7 +23,7 @@ from tlora_megatron.runtime.sampling.batcher import Batcher
 from tlora_megatron.runtime.sampling.limits import SamplerLimits
 from tlora_megatron.runtime.sampling.opening import open_batcher
 from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt
-from tlora_megatron.training.formats.peft.format import export_adapter
+from tlora_megatron.training.formats.peft import export_adapter
 
 ATTENTION, EVERYTHING = ("q_proj", "v_proj"), (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",

@@ -16,8 +16,7 @@ from tlora_megatron.layers.slab import AdapterSlab
 from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.saving.saver import Saver
-from tlora_megatron.training.saving.targets import Target, adapter_target, checkpoint_target
+from tlora_megatron.training.saving.saver import Saver, Target, adapter_target, checkpoint_target
 
 CPU = torch.device("cpu")
 BUFFERS = ("master", "exp_avg", "exp_avg_sq")

@@ -18,14 +18,13 @@ from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.slab import initial_factors
-from tlora_megatron.model.expert_targets import over_base
+from tlora_megatron.model.backbone import over_base
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.data.job_data import BatchPlan, load_job_data, load_tokenizer
 from tlora_megatron.training.fingerprint.reference import make_fingerprint
 from tlora_megatron.training.formats.fingerprint_file import write_fingerprint
-from tlora_megatron.training.formats.gpt_oss_experts import weight_source
-from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
-from tlora_megatron.training.formats.peft.format import load_adapter
+from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, weight_source
+from tlora_megatron.training.formats.peft import load_adapter
 from tlora_megatron.training.metrics import read_metrics
 
 NUM_STEPS = 6

@@ -25,7 +25,7 @@ from tlora_megatron.integrations.megatron.built.own_compute import use_own_compu
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups

@@ -21,7 +21,7 @@ from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.cli.main import main
 from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, LoraSpec
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.training.formats.peft.format import export_adapter
+from tlora_megatron.training.formats.peft import export_adapter
 
 LORA = LoraSpec(rank=4, alpha=8.0, target_modules=("q_proj", "down_proj"))
 ROW = json.dumps({"prompt": "ab", "completion": "cd"})

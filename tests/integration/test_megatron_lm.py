@@ -44,7 +44,7 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.timeline import time_line
-from tlora_megatron.training.formats.peft.format import export_adapter
+from tlora_megatron.training.formats.peft import export_adapter
 from tlora_megatron.training.metrics import read_metrics
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow]

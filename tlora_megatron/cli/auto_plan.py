@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from tlora_megatron.cli.console import global_rank, open_console
+from tlora_megatron.cli.tables import global_rank, open_console
 from tlora_megatron.config.reader import must
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.runtime.planning.plan_files import overrides_of

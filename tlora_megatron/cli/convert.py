@@ -1,6 +1,6 @@
 """`tlora convert`: writes a Hugging Face model as a Megatron-LM checkpoint for any layout.
 
-With `--adapter` it writes an adapter of that model (`cli.convert_adapter`).
+With `--adapter` it writes an adapter of that model whose experts share factors as servers keep it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from tlora_megatron.cli import convert_adapter
-from tlora_megatron.cli.console import open_console
+from tlora_megatron.cli.tables import open_console
 from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
@@ -32,6 +31,53 @@ if TYPE_CHECKING:
     from tlora_megatron.training.formats.fingerprint_file import Fingerprint
     from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, WeightSource
     from tlora_megatron.training.formats.megatron_checkpoint import MegatronCheckpoint
+
+
+def convert_adapter(args: argparse.Namespace) -> int:
+    """Writes the adapter in OUT; what its experts share stands there once.
+
+    Raises:
+        ValueError: if it is no adapter of the base, or its experts do not share the outer factors.
+    """
+    source, out = Path(args.adapter), Path(args.out)
+    spec = read_model_spec(Path(args.model) / "config.json")
+
+    import torch
+
+    from tlora_megatron.training.formats import peft as peft_format
+    from tlora_megatron.training.formats.peft_fit import shared_by_experts
+
+    adapter = shared_by_experts(peft_format.load_adapter(source, model=spec), str(source))
+    stored = peft_format.stored_dtype(source)
+    dtype = getattr(torch, args.dtype) if args.dtype else stored
+    peft_format.check_adapter_directory(out)
+    if not args.dry_run:
+        peft_format.export_adapter(
+            out,
+            lora=adapter.lora,
+            factors=adapter.factors,
+            model=spec,
+            base_model=adapter.base_model or args.model,
+            quantisation=adapter.quantisation,
+            dtype=dtype,
+            stacks_experts=True,
+        )
+    result = {
+        "adapter": str(out.resolve()),
+        "written": not args.dry_run,
+        "dtype": str(dtype).removeprefix("torch."),
+        "parameters": sum(factor.numel() for factor in adapter.factors.values()),
+    }
+    if args.json:
+        print(json.dumps(result, indent=2))
+    else:
+        verb = "wrote" if result["written"] else "would write"
+        open_console().print(
+            f"{verb} {result['adapter']}: {result['parameters']:,} parameters in {result['dtype']}",
+            style="bold",
+        )
+    return 0
+
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -94,7 +140,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Converts, and prints the Megatron-LM flags that belong to the checkpoint."""
     if args.adapter is not None:
-        return convert_adapter.run(args)
+        return convert_adapter(args)
     if args.fingerprint_only:
         return _run_fingerprint(args)
     model, out = Path(args.model), Path(args.out)
@@ -183,8 +229,7 @@ def _run_fingerprint(args: argparse.Namespace) -> int:
     import torch
 
     from tlora_megatron.training.formats.fingerprint_file import FILE_NAME, write_fingerprint
-    from tlora_megatron.training.formats.gpt_oss_experts import weight_source
-    from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
+    from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, weight_source
     from tlora_megatron.training.formats.hf_convert import check_weights
 
     if not out.is_dir():

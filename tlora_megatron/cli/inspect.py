@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.cli.console import open_console
-from tlora_megatron.cli.tables import print_adapter, print_config, print_run
+from tlora_megatron.cli.tables import open_console, print_adapter, print_config, print_run
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config.load import config_to_dict, load_config
 from tlora_megatron.config.reader import must

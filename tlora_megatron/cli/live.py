@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.cli.console import open_console
+from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.jobs import as_job_list, ignored_job_settings, job_to_dict, read_jobs
 from tlora_megatron.config.load import fit_job, read_gang_config
@@ -143,7 +143,7 @@ def _run_config(output_dir: Path) -> RunConfig:
 
 def _request(fitted: tuple[JobSpec, RunConfig], live: LiveRun) -> Mapping[str, Any]:
     """Checks a job and keeps its tokens, so that no process of the run has to tokenize."""
-    from tlora_megatron.training.data.token_cache import TokenCache
+    from tlora_megatron.training.data.job_data import TokenCache
     from tlora_megatron.training.run.job_reader import JobReader
 
     job, config = fitted

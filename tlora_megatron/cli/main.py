@@ -14,9 +14,9 @@ from contextlib import suppress
 
 import tlora_megatron
 from tlora_megatron.cli import convert, inspect, profile, simulate, train
-from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.plan import command as plan
 from tlora_megatron.cli.service import adapters, jobs, logs, serve, submit, tokens, wishes
+from tlora_megatron.cli.tables import global_rank, open_console
 from tlora_megatron.config.reader import ConfigError, nearest
 from tlora_megatron.runtime.launcher import describe_failure
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from tlora_megatron.cli.console import global_rank, open_console
+from tlora_megatron.cli.tables import global_rank, open_console
 from tlora_megatron.config.reader import must
 from tlora_megatron.integrations.megatron import quiet
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile, profile_document

@@ -20,18 +20,24 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from tlora_megatron.cli.console import open_console
-from tlora_megatron.cli.output_files import check_output
+from tlora_megatron.cli.tables import check_output, open_console
 from tlora_megatron.config.reader import must, read_spec
 from tlora_megatron.scheduler.registry import POLICIES
-from tlora_megatron.sim.cluster_config import load_cluster
-from tlora_megatron.sim.faults import FaultRates
-from tlora_megatron.sim.job_mix import load_mix, shipped_mixes
-from tlora_megatron.sim.report.page import COLUMNS, cells_of, write_report, yardstick_rows
-from tlora_megatron.sim.report.results import as_document, job_rows, summary_rows, write_csv
+from tlora_megatron.sim.cluster import load_cluster
+from tlora_megatron.sim.events import FaultRates
+from tlora_megatron.sim.report import (
+    COLUMNS,
+    as_document,
+    cells_of,
+    job_rows,
+    summary_rows,
+    write_csv,
+    write_report,
+    yardstick_rows,
+)
 from tlora_megatron.sim.study import Options, PolicyRun, Study, Yardsticks, check_policies
-from tlora_megatron.sim.trace import read_trace
-from tlora_megatron.sim.trace_shape import TraceShape
+from tlora_megatron.sim.trace import TraceShape, read_trace
+from tlora_megatron.sim.workload import load_mix, shipped_mixes
 
 _EPILOG = """\
 examples:

@@ -1,7 +1,11 @@
-"""Prints the tables of the commands."""
+"""Prints the tables of the commands, and checks the files that they are asked to write."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +14,59 @@ from rich.console import Console
 from rich.table import Table
 
 from tlora_megatron.config.job import JobSpec, LoraSpec
-from tlora_megatron.config.schema import ParallelSpec, RunConfig
-from tlora_megatron.model.published_fp8 import read_published_format
-from tlora_megatron.model.quantisation import base_quantisation
-from tlora_megatron.model.replicas.deployment import Deployment
+from tlora_megatron.config.load import ParallelSpec, RunConfig
+from tlora_megatron.config.reader import must
+from tlora_megatron.model.deployment import Deployment
+from tlora_megatron.model.quantisation import base_quantisation, read_published_format
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.timeline import time_line
+
+
+def check_output(option: str, path: str | Path, keep: Iterable[str | Path]) -> None:
+    """Refuses a directory, a file in a folder that is not there, and one that the command reads.
+
+    Args:
+        option: the command-line option that names the file.
+        path: the file to write.
+        keep: files that must stay as they are.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise must(option, "name a file, not a directory", str(path))
+    if not path.parent.is_dir():
+        is_file = path.parent.exists()
+        remedy = "" if is_file else f"mkdir -p {shlex.quote(str(path.parent))}"
+        raise must(option, "be in a folder that exists", str(path), remedy)
+    for file in map(Path, keep):
+        if file.resolve() == path.resolve():
+            raise must(option, f"leave {file}, which is read, as it is", str(path))
+
+
+_WIDTH_WITHOUT_TERMINAL = 200
+
+
+def global_rank() -> int:
+    """The rank that torchrun gave this process; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def open_console(*, stderr: bool = False) -> Console:
+    """A console that prints text unchanged: no markup, no wrapping, no 80 columns in files.
+
+    To fit a terminal, tables must be printed with `soft_wrap=False`.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(
+        stderr=stderr,
+        width=None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL,
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
 
 _STATUS_STYLE = {"finished": "green", "running": "yellow", "failed": "red", "rejected": "red"}
 _BUSY_ENOUGH = 0.9

@@ -16,14 +16,12 @@ from tlora_megatron.cli.auto_plan import (
     check_plan_arguments,
     planned_overrides,
 )
-from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.live import add_live_arguments, change_live_run
 from tlora_megatron.cli.progress import RichProgress
-from tlora_megatron.cli.tables import print_run
-from tlora_megatron.config.load import ignored_settings, load_config
-from tlora_megatron.config.schema import RunConfig
+from tlora_megatron.cli.tables import global_rank, open_console, print_run
+from tlora_megatron.config.load import RunConfig, ignored_settings, load_config
 from tlora_megatron.integrations.megatron import quiet
-from tlora_megatron.model.replicas.deployment import lay_out_world
+from tlora_megatron.model.deployment import lay_out_world
 from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ranks import cli_command, run_ranks, threads_per_rank

@@ -6,9 +6,16 @@ except ImportError as error:
     raise ImportError("the client needs httpx: pip install 'tlora-megatron[serve]'") from error
 
 from tlora_megatron.client.asynchronous import AsyncClient
-from tlora_megatron.client.errors import ServiceError, Unreachable
 from tlora_megatron.client.synchronous import Client
-from tlora_megatron.client.values import Event, Job, JobState, Page, Submitted
+from tlora_megatron.client.values import (
+    Event,
+    Job,
+    JobState,
+    Page,
+    ServiceError,
+    Submitted,
+    Unreachable,
+)
 
 __all__ = [
     "AsyncClient",

@@ -1,18 +1,215 @@
-"""The requests of a client, and what their answers mean; nothing here sends any."""
+"""The requests of a client, where they go, when again, and what answers mean."""
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
+import json
+import logging
+import os
+import random
+import stat
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import httpx
 
-from tlora_megatron.client.values import Job, JobState, Page, Submitted
+from tlora_megatron.client.values import (
+    Event,
+    Job,
+    JobState,
+    Page,
+    ServiceError,
+    Submitted,
+    Unreachable,
+)
+
+TOKEN_VARIABLE = "TLORA_TOKEN"
+TOKEN_FILE = "~/.tlora/token"
+"""Holds the token, closed to other users, where the variable is not set."""
+OWN_TOKEN_FILE = "~/.tlora/http_token"
+"""The file that `tlora serve --http` makes; for services of this host alone."""
+
+
+def is_address(service: str) -> bool:
+    """True of `http://...` and `https://...`: a service over HTTP and no folder."""
+    return service.startswith(("http://", "https://"))
+
+
+def check_address(address: str) -> str:
+    """The address without what follows host, port and path.
+
+    Raises:
+        ValueError: if it is none, or holds a password.
+    """
+    try:
+        parts = urlsplit(address)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if not is_address(address) or not parts.hostname or port == 0:
+        raise ValueError(f"the service must be like http://host:8017, got {address!r:.200}")
+    if parts.username or parts.query:
+        raise ValueError(
+            f"the address of a service must hold neither user nor query, got one of "
+            f"{parts.hostname}: the token comes from {TOKEN_VARIABLE} or {TOKEN_FILE}"
+        )
+    return f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
+
+
+def find_token(address: str) -> str:
+    """The token for a service: from the environment, or a file that nobody else can read.
+
+    Raises:
+        ValueError: if there is none, or others can read the file.
+    """
+    given = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if given:
+        return given
+    places = [TOKEN_FILE, OWN_TOKEN_FILE] if _is_here(address) else [TOKEN_FILE]
+    for place in places:
+        path = Path(place).expanduser()
+        if path.is_file():
+            return _read(path)
+    raise ValueError(
+        f"a token for {address} must be given, got none: set {TOKEN_VARIABLE}, or write it into "
+        f"{TOKEN_FILE} with mode 0600; `tlora token create` makes one"
+    )
+
+
+def _read(path: Path) -> str:
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise ValueError(
+            f"{path} must be closed to other users, got mode "
+            f"{stat.S_IMODE(path.stat().st_mode):04o}; chmod 600 closes it"
+        )
+    token = path.read_text(encoding="utf-8").strip()
+    if not token:
+        raise ValueError(f"{path} must hold a token, got an empty file")
+    return token
+
+
+def _is_here(address: str) -> bool:
+    """True of addresses that lead to this host alone."""
+    host = urlsplit(address).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(slots=True)
+class EventReader:
+    """Takes the lines of a stream, and gives events when they are whole."""
+
+    last: str | None = None
+    """Id of the last event, with which a stream goes on."""
+    is_over: bool = False
+    """The service has said that nothing will follow."""
+    _id: str | None = None
+    _name: str = ""
+    _data: list[str] = field(default_factory=list)
+
+    def feed(self, line: str) -> Event | None:
+        """Takes one line without its end; the event that it completes, if it does."""
+        if not line:
+            return self._end()
+        name, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if name == "id":
+            self._id = value
+        elif name == "event":
+            self._name = value
+        elif name == "data":
+            self._data.append(value)
+        return None
+
+    def cut(self) -> None:
+        """Forgets an event that did not arrive as a whole."""
+        self._data.clear()
+        self._id, self._name = None, ""
+
+    def _end(self) -> Event | None:
+        data, self._data = "\n".join(self._data), []
+        name = self._name
+        self.last = self._id if self._id is not None else self.last
+        self._id, self._name = None, ""
+        if name == "end":
+            self.is_over = True
+        if not data or name:
+            return None
+        return Event(self.last or "", json.loads(data))
+
+
+logger = logging.getLogger(__name__)
+
+FAILURES = (httpx.TransportError, ServiceError)
+"""Exceptions that an attempt may end with."""
+_PASSING = (429, 502, 503, 504)
+"""Statuses of a service that may answer otherwise soon."""
+_LONGEST_ASKED_S = 60.0
+_FIRST_S, _LONGEST_S = 0.25, 8.0
+
+
+def waits(retries: int, random_share: float = 0.5) -> Iterator[float]:
+    """Seconds to wait before each retry: longer and longer, and unlike those of other clients."""
+    for attempt in range(retries):
+        whole = min(_LONGEST_S, _FIRST_S * 2**attempt)
+        yield whole * (1 - random_share * random.random())
+
+
+def refusal(answer: httpx.Response) -> ServiceError:
+    """The error of an answer whose body has been read."""
+    try:
+        found = answer.json()["error"]
+        message, param = str(found["message"]), found.get("param")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        message, param = f"the service must answer, got status {answer.status_code}", None
+    return ServiceError(answer.status_code, message, param, _asked_wait_s(answer))
+
+
+def may_pass(error: Exception) -> bool:
+    """True of what another attempt may mend."""
+    return not isinstance(error, ServiceError) or error.status in _PASSING
+
+
+def wait_s(planned: float, error: Exception) -> float:
+    """Seconds to wait behind an error."""
+    return max(planned, error.wait_s) if isinstance(error, ServiceError) else planned
+
+
+def tell_silence(address: str, error: Exception) -> None:
+    """Says in the log that nothing answers, before a request is sent again; refusals are none."""
+    if not isinstance(error, ServiceError):
+        logger.warning(
+            "nothing answers at %s (%s); it is asked again for some seconds. Is the address right, "
+            "and does `tlora serve --http` run there?",
+            address,
+            error,
+        )
+
+
+def given_up(address: str, error: Exception) -> Exception:
+    """The error when all attempts have failed."""
+    if isinstance(error, ServiceError):
+        return error
+    told = str(error) or type(error).__name__
+    return Unreachable(
+        f"the service must answer at {address}, got {told}; check the address, or start one there "
+        "with: tlora serve --http PORT"
+    )
+
+
+def _asked_wait_s(answer: httpx.Response) -> float:
+    try:
+        return min(float(answer.headers.get("retry-after", 0)), _LONGEST_ASKED_S)
+    except ValueError:
+        return 0.0
+
 
 T = TypeVar("T")
 Wish = Literal["cancel", "pause", "resume"]

@@ -12,10 +12,12 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from tlora_megatron.client import archive, calls
-from tlora_megatron.client.access import check_address, find_token
-from tlora_megatron.client.calls import Call
-from tlora_megatron.client.retrying import (
+from tlora_megatron.client.calls import (
     FAILURES,
+    Call,
+    EventReader,
+    check_address,
+    find_token,
     given_up,
     may_pass,
     refusal,
@@ -23,7 +25,6 @@ from tlora_megatron.client.retrying import (
     wait_s,
     waits,
 )
-from tlora_megatron.client.sse import EventReader
 from tlora_megatron.client.values import Event, Job, Page, Submitted
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""The answers of a service as values; times are Unix seconds."""
+"""The answers of a service as values, and its errors; times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Self
+
+
+class ServiceError(RuntimeError):
+    """The service refused a request; the message is its sentence."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, wait_s: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
+        """How long the service asks to wait before the next attempt."""
+        self.status = status
+        """Status code of HTTP."""
+        self.param = param
+        """The field or parameter that is wrong, if it is one."""
+
+
+class Unreachable(RuntimeError):
+    """The service did not answer, however often it was asked."""
 
 
 class JobState(StrEnum):

@@ -9,10 +9,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.main import configure_logging, show_error
 from tlora_megatron.cli.progress import RichProgress
-from tlora_megatron.cli.tables import print_run
+from tlora_megatron.cli.tables import global_rank, open_console, print_run
 from tlora_megatron.cli.train import add_config_arguments, run_exit_code
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ending import leave

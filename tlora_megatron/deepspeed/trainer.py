@@ -19,11 +19,14 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from tlora_megatron import timeline
-from tlora_megatron.cli.console import open_console
+from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.deepspeed.arguments import (
+    NOT_TAKEN,
+    check_evaluation,
     deepspeed_source,
     logs_every_round,
+    refuse_what_is_not_taken,
     trainer_values,
     without_effect,
 )
@@ -35,11 +38,6 @@ from tlora_megatron.deepspeed.progress import (
     eval_metrics,
     last_results,
     planned_epochs,
-)
-from tlora_megatron.deepspeed.refusals import (
-    NOT_TAKEN,
-    check_evaluation,
-    refuse_what_is_not_taken,
 )
 from tlora_megatron.deepspeed.run import DeepSpeedRun, open_run, read_settings
 from tlora_megatron.training.job_state import JobState

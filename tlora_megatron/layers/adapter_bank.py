@@ -15,10 +15,14 @@ from typing import NamedTuple
 import torch
 
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers.arenas import ArenaRoom, Arenas
-from tlora_megatron.layers.experts.casters import Caster, expert_caster
-from tlora_megatron.layers.experts.factors import expert_factors, expert_views
-from tlora_megatron.layers.experts.outer import OuterCopy, make_outer_copy, outer_factors
+from tlora_megatron.layers.arenas import ArenaRoom, Arenas, Caster, expert_caster
+from tlora_megatron.layers.expert_factors import (
+    OuterCopy,
+    expert_factors,
+    expert_views,
+    make_outer_copy,
+    outer_factors,
+)
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.layers.slab.layout import Factor, SlabLayout, slab_layout

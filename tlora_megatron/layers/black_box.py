@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.linear import Computed, with_vjp
-from tlora_megatron.layers.linear_layout import LinearLayout
+from tlora_megatron.layers.linear import Computed, LinearLayout, with_vjp
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.frozen.parts import Vjp

@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.linear import CodedInput, Computed, OwnS
-from tlora_megatron.layers.linear_layout import LinearLayout
+from tlora_megatron.layers.linear import CodedInput, Computed, LinearLayout, OwnS
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear, SiteFactors
 from tlora_megatron.ops.quantised.weight import KnownRows, QuantWeight

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlora_megatron.layers.linear import frozen_linear
-from tlora_megatron.layers.linear_layout import LinearLayout
+from tlora_megatron.layers.linear import LinearLayout, frozen_linear
 from tlora_megatron.ops.lora.linear_ops import Base
 from tlora_megatron.ops.quantised.rows import GROUP
 from tlora_megatron.ops.quantised.weight import QuantWeight

@@ -1,4 +1,4 @@
-"""The frozen backbone's shape, read from a Hugging Face `config.json`."""
+"""The frozen backbone's shape, read from a Hugging Face `config.json`, and its parameters."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlora_megatron.config.job import EXPERT_TARGETS, HF_TARGETS, SHARED_EXPERT_TARGETS
 from tlora_megatron.model.experts import DEFAULTS as _EXPERT_DEFAULTS
 from tlora_megatron.model.experts import ExpertsSpec, read_experts
-from tlora_megatron.model.gpt_oss import (
-    MODEL_TYPE,
-    ROPE_DEFAULTS,
-    GptOssAttention,
-    read_attention,
-)
+from tlora_megatron.model.gpt_oss import MODEL_TYPE, ROPE_DEFAULTS, GptOssAttention, read_attention
 
 DENSE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_MODEL_TYPES = (*DENSE_MODEL_TYPES, "qwen2_moe", "qwen3_moe", "mixtral", MODEL_TYPE)
@@ -368,3 +363,35 @@ def _sliding_window(values: dict[str, Any], num_layers: int) -> int | None:
         if not values["use_sliding_window"] or "sliding_attention" not in kinds:
             return None
     return _count(values, "sliding_window")
+
+
+class Parameters(NamedTuple):
+    """Parameters of a base model, embedding and output layer included."""
+
+    total: int
+    active: int
+    """Those that one row meets; all of them without routed experts."""
+
+
+def count_parameters(spec: ModelSpec) -> Parameters:
+    """Counts a base model's parameters."""
+    norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
+    biases = spec.q_size + 2 * spec.kv_size if spec.qkv_bias else 0
+    if spec.gpt_oss is not None:
+        biases += spec.hidden_size + spec.num_heads  # of the output, and the sinks
+    tables = (1 if spec.tied_embeddings else 2) * spec.vocab_size * spec.hidden_size
+    ends = tables + spec.hidden_size
+    total, active = (
+        ends + spec.num_layers * (weights + norms + biases + _expert_biases(spec, is_active))
+        for weights, is_active in ((spec.layer_weights, False), (spec.row_weights, True))
+    )
+    return Parameters(total, active)
+
+
+def _expert_biases(spec: ModelSpec, is_active: bool) -> int:
+    """Those of a layer's router and experts, or of the experts that one row meets."""
+    experts = spec.experts
+    if experts is None or experts.glu is None:
+        return 0
+    count = experts.top_k if is_active else experts.num_experts
+    return experts.num_experts + count * (2 * spec.ffn_size + spec.hidden_size)

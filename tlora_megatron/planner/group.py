@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tlora_megatron.config.job import EXPERT_TARGETS
-from tlora_megatron.model.expert_targets import on_experts
-from tlora_megatron.model.recompute import RECOMPUTES
+from tlora_megatron.model.backbone import on_experts
+from tlora_megatron.model.layout import RECOMPUTES
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, job_misfit, misfit
 from tlora_megatron.planner.cost.cost_model import CostModel

@@ -8,16 +8,14 @@ from typing import Any
 
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import DEPTHS, Plan, is_ours_alone
+from tlora_megatron.planner.choices import handicap
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryUse
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.step_terms import StepCost
-from tlora_megatron.planner.drops import Dropped, Drops
-from tlora_megatron.planner.fit import Fit
+from tlora_megatron.planner.fit import Dropped, Drops, Fit, SpeedBound
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.lora_choice import handicap
-from tlora_megatron.planner.space import SearchSpace
-from tlora_megatron.planner.speed_bound import SpeedBound
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.workload import JobLoad, check_jobs
 
 MOST_GPUS = 4096

@@ -1,25 +1,34 @@
-"""Builds a super-model with random weights and tokens, to measure a machine."""
+"""Builds a super-model with random weights and tokens, and times its layers and rounds."""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import StatePlacement
-from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.layout import ParallelLayout, Recompute
 from tlora_megatron.model.quantisation import BaseQuantisation
-from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.planner.workload import JobLoad
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
+from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.hardware import HardwareProfile, HostCost
+from tlora_megatron.planner.rounds.load import RoundLoad
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.profiling.sizes import ProfileSizes
+from tlora_megatron.profiling.timer import DeviceTimer
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.nano.rounds import rank_aware_cut
@@ -163,3 +172,169 @@ def _sequences(load: JobLoad, vocab_size: int, seed: int) -> list[TokenSequence]
         tokens = draw.integers(0, vocab_size, length + 1, dtype=np.int32)
         sequences.append(TokenSequence(tokens, is_target))
     return sequences
+
+
+_FEW, _MANY = 1, 4
+"""Numbers of layers of the two models whose time difference is taken."""
+_TURNS = 20
+_TP_SIZES = (2, 4, 8)
+_PLAUSIBLE_STRETCH = (0.8, 3.0)
+_JOBS = 4
+_RANKS = (8, 16, 32, 64)
+_PLAUSIBLE = (0.2, 1.0)
+"""Plausible rates of a layer's elementwise passes, as shares of a copy's bandwidth. A rate outside
+means that the other parts were measured badly."""
+
+
+class _Times(NamedTuple):
+    """Seconds of a model with a certain number of layers."""
+
+    full_s: float
+    """Forward and backward of full micro-batches."""
+    few_s: float
+    """Forward and backward of small micro-batches."""
+    one_overhead_s: float
+    """Time of a round of one job outside forward and backward."""
+    all_overhead_s: float
+    """Time of a round of all jobs outside forward and backward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerMeasurement:
+    """Times of layers and rounds of the super-model."""
+
+    layer_s: float
+    """Forward and backward of one layer with adapters at `layer_tokens`."""
+    stream_bytes_per_s: float
+    host: HostCost
+
+
+def measure_layers(
+    timer: DeviceTimer,
+    profile: HardwareProfile,
+    sizes: ProfileSizes,
+    dtype: torch.dtype,
+    world_size: int,
+) -> LayerMeasurement:
+    """Measures host cost, and the rate of elementwise passes from the rest of a layer's time.
+
+    Args:
+        profile: GEMMs, attention and adapters as measured before.
+    """
+    few, many = (_measure(timer, sizes, n, dtype, world_size) for n in (_FEW, _MANY))
+    layer_s = (many.full_s - few.full_s) / (_MANY - _FEW)
+    job_step_s = max(0.0, (few.all_overhead_s - few.one_overhead_s) / (_JOBS - 1))
+    host = HostCost(
+        layer_s=max(0.0, (many.few_s - few.few_s) / (_MANY - _FEW)),
+        round_s=max(0.0, few.one_overhead_s - job_step_s),
+        job_step_s=job_step_s,
+    )
+    stream = _stream_bytes_per_s(profile, sizes, layer_s)
+    return LayerMeasurement(layer_s=layer_s, stream_bytes_per_s=stream, host=host)
+
+
+def measure_stretch(
+    timer: DeviceTimer,
+    profile: HardwareProfile,
+    sizes: ProfileSizes,
+    dtype: torch.dtype,
+    world_size: int,
+) -> float:
+    """Measures how much longer tensor-parallel collectives take between a layer's kernels.
+
+    Takes whole layers under each TP size of this world, with sequence parallelism: their time
+    beyond compute, over the time of the collectives back to back. Returns 1 with one process.
+
+    Args:
+        profile: everything else as measured before.
+    """
+    found = []
+    for tp_size in (n for n in _TP_SIZES if world_size % n == 0 and n <= world_size):
+        if sizes.layer_spec.num_kv_heads % tp_size:
+            continue
+        layout = ParallelLayout(
+            tp_size=tp_size, dp_size=world_size // tp_size, sequence_parallel=True
+        )
+        times = []
+        for layers in (_FEW, _MANY):
+            spec = replace(sizes.layer_spec, num_layers=layers)
+            run = SyntheticRun(spec, layout, dtype=dtype)
+            try:
+                times.append(_sustained_s(timer, run, sizes.layer_tokens, layout.dp_size))
+            finally:
+                run.close()
+        plan = Plan(tp_size=tp_size, sequence_parallel=True)
+        cost = _layer_cost(profile, sizes, plan)
+        beyond = (times[1] - times[0]) / (_MANY - _FEW) - (cost.total_s - cost.tp_comm_s)
+        found.append(beyond / cost.tp_comm_s)
+    low, high = _PLAUSIBLE_STRETCH
+    return min(high, max(low, statistics.fmean(found))) if found else 1.0
+
+
+def _loads(tokens: int, count: int, world_size: int) -> list[JobLoad]:
+    """Jobs whose batches together fill a micro-batch of `tokens` rows on every rank."""
+    length = max(2, min(512, tokens // count))
+    batch = max(1, tokens * world_size // count // length)
+    return [
+        JobLoad(
+            name=f"job{i}",
+            rank=_RANKS[i % len(_RANKS)],
+            batch_size=batch,
+            lengths=LengthHistogram.single(length),
+        )
+        for i in range(count)
+    ]
+
+
+def _measure(
+    timer: DeviceTimer, sizes: ProfileSizes, layers: int, dtype: torch.dtype, world_size: int
+) -> _Times:
+    spec = replace(sizes.layer_spec, num_layers=layers)
+    run = SyntheticRun(spec, ParallelLayout(dp_size=world_size), dtype=dtype)
+    try:
+        full_s = _sustained_s(timer, run, sizes.layer_tokens, world_size)
+        few_s, all_s = _step_s(timer, run, sizes.few_tokens, _JOBS, world_size)
+        _, one_s = _step_s(timer, run, sizes.few_tokens, 1, world_size)
+    finally:
+        run.close()
+    return _Times(full_s, few_s, one_s, all_s)
+
+
+def _sustained_s(timer: DeviceTimer, run: SyntheticRun, tokens: int, world_size: int) -> float:
+    """Forward and backward of full micro-batches, one after another."""
+    model = run.super_model(_loads(tokens, _JOBS, world_size), tokens)
+    batches = model.begin_round()
+    return timer.sustained_s(lambda: model.engine.forward_backward(batches), _TURNS)
+
+
+def _step_s(
+    timer: DeviceTimer, run: SyntheticRun, tokens: int, jobs: int, world_size: int
+) -> tuple[float, float]:
+    """Times a round from a standstill: its forward and backward, and the rest."""
+    model = run.super_model(_loads(tokens, jobs, world_size), tokens)
+    batches = model.begin_round()
+    forward_s = timer.host_s(lambda: model.engine.forward_backward(batches))
+    model.end_round(model.engine.forward_backward(batches))
+    return forward_s, max(0.0, timer.host_s(model.train_round) - forward_s)
+
+
+def _layer_cost(profile: HardwareProfile, sizes: ProfileSizes, plan: Plan) -> LayerCost:
+    """The planner's cost of a layer at `layer_tokens`."""
+    loads = _loads(sizes.layer_tokens, _JOBS, 1)
+    tokens = tuple(job.batch_tokens for job in loads)
+    load = RoundLoad(
+        micro_batches=1,
+        rows=sum(tokens),
+        job_tokens=tokens,
+        job_sequences=tuple(float(job.batch_size) for job in loads),
+        steps=(1.0,) * len(loads),
+    )
+    return LayerModel(sizes.layer_spec, loads, Rates(profile)).cost(plan, load)
+
+
+def _stream_bytes_per_s(profile: HardwareProfile, sizes: ProfileSizes, layer_s: float) -> float:
+    """The rate of elementwise passes that explains the rest of a layer's time."""
+    cost = _layer_cost(replace(profile, stream_bytes_per_s=1.0), sizes, Plan())
+    left_s = layer_s - (cost.total_s - cost.elementwise_s)
+    low, high = (share * profile.copy_bytes_per_s for share in _PLAUSIBLE)
+    return min(high, max(low, cost.elementwise_s / left_s)) if left_s > 0 else high

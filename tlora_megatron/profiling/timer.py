@@ -1,4 +1,4 @@
-"""Times operations on a device that is kept busy, so that its clock is as in training."""
+"""Times operations on a device that is kept busy, and collectives by size within one node."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
+
+from tlora_megatron.parallel.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
+from tlora_megatron.planner.hardware import CollectiveOp, CollectivePoint, Link
 
 _CYCLES_PER_S = 2.1e9
 """Upper bound on any GPU's clock, so that a wait of this many cycles is long enough."""
@@ -112,3 +116,128 @@ class _Mark:
 
 def _gaps(marks: Sequence[_Mark]) -> list[float]:
     return [begin.until(end) for begin, end in itertools.pairwise(marks)]
+
+
+_COLUMNS = 1024
+_IN_A_ROW, _REPEATS = 5, 5
+_ELEMENT_BYTES = 2
+OPS: tuple[CollectiveOp, ...] = ("all_reduce", "all_gather", "reduce_scatter", "p2p")
+
+
+class CollectiveTimer:
+    """Times collectives of groups of `ranks` neighbours; all groups run at once.
+
+    Every process of the world must make every call, because groups are made by all processes.
+    """
+
+    def __init__(self, ranks: int, device: torch.device) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        if world % ranks:
+            raise ValueError(f"ranks must divide the world of {world}, got {ranks}")
+        self.ranks = ranks
+        self.device = device
+        self._index = rank % ranks
+        self._members = list(range(rank - self._index, rank - self._index + ranks))
+        groups = [dist.new_group(list(range(b, b + ranks))) for b in range(0, world, ranks)]
+        self._group = groups[rank // ranks]
+
+    def measure(self, op: CollectiveOp, num_bytes: int) -> CollectivePoint:
+        """Time of one call when several follow each other, in the slowest group."""
+        rows = max(self.ranks, num_bytes // (_COLUMNS * _ELEMENT_BYTES))
+        rows -= rows % self.ranks
+        call = self._call(op, rows)
+        seconds = self._seconds(call)
+        return CollectivePoint(
+            op=op,
+            ranks=self.ranks,
+            bytes=float(rows * _COLUMNS * _ELEMENT_BYTES),
+            seconds=seconds,
+        )
+
+    def overlap(self, num_bytes: int, gemm_size: int) -> float:
+        """Share of an all-reduce that GEMMs of about the same time hide."""
+        rows = num_bytes // (_COLUMNS * _ELEMENT_BYTES)
+        x = torch.zeros(rows, _COLUMNS, device=self.device, dtype=torch.bfloat16)
+        a, b = (
+            torch.randn(gemm_size, gemm_size, device=self.device, dtype=torch.bfloat16)
+            for _ in range(2)
+        )
+
+        def gemm() -> None:
+            torch.mm(a, b)
+
+        def together() -> None:
+            pending = all_reduce(x, self._group)
+            gemm()
+            pending.wait()
+
+        alone = self._seconds(lambda: all_reduce(x, self._group).wait())
+        compute = self._seconds(gemm)
+        hidden = alone + compute - self._seconds(together)
+        return min(1.0, max(0.0, hidden / min(alone, compute)))
+
+    def _call(self, op: CollectiveOp, rows: int) -> Callable[[], object]:
+        whole = torch.zeros(rows, _COLUMNS, device=self.device, dtype=torch.bfloat16)
+        part = whole[: rows // self.ranks]
+        if op == "all_reduce":
+            return lambda: all_reduce(whole, self._group).wait()
+        if op == "all_gather":
+            return lambda: all_gather_rows(part, self._group)
+        if op == "reduce_scatter":
+            return lambda: reduce_scatter_rows(whole, self._group).wait()
+        return self._exchange(whole)
+
+    def _exchange(self, whole: torch.Tensor) -> Callable[[], object]:
+        """Every rank except the last sends to the next, as between pipeline stages."""
+        received = torch.empty_like(whole)
+        index, members, group = self._index, self._members, self._group
+
+        def call() -> None:
+            operations = []
+            if index + 1 < self.ranks:
+                operations.append(dist.P2POp(dist.isend, whole, members[index + 1], group))
+            if index:
+                operations.append(dist.P2POp(dist.irecv, received, members[index - 1], group))
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+        return call
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        times = []
+        for repeat in range(_REPEATS + 1):
+            self._synchronize()
+            dist.barrier(self._group)
+            self._synchronize()
+            begin = time.perf_counter()
+            for _ in range(_IN_A_ROW):
+                call()
+            self._synchronize()
+            if repeat:
+                times.append((time.perf_counter() - begin) / _IN_A_ROW)
+        slowest = torch.tensor(statistics.median(times), dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def fit_link(points: Sequence[CollectivePoint]) -> Link:
+    """Fits the bandwidth and latency of a ring to the widest all-reduce.
+
+    Raises:
+        ValueError: if no all-reduce was measured.
+    """
+    reduces = [p for p in points if p.op == "all_reduce"]
+    if not reduces:
+        raise ValueError("points must hold an all-reduce, got none")
+    ranks = max(p.ranks for p in reduces)
+    widest = sorted((p for p in reduces if p.ranks == ranks), key=lambda p: p.bytes)
+    moved = 2 * (ranks - 1) / ranks * widest[-1].bytes
+    hops = 2 * (ranks - 1).bit_length()
+    return Link(
+        bytes_per_s=moved / widest[-1].seconds,
+        latency_s=widest[0].seconds / hops,
+    )

@@ -15,7 +15,7 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano.hardware_queues import set_queues
+from tlora_megatron.parallel.nano.overlap import set_queues
 from tlora_megatron.runtime.base_log import log_base
 from tlora_megatron.runtime.own_replica import OwnReplica, log_replicas, warn_of_sharding
 from tlora_megatron.runtime.wake import wake_device

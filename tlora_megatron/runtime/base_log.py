@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tlora_megatron.model.quantisation import BaseQuantisation
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.training.formats.rounding import Rounding
+from tlora_megatron.training.formats.hf_convert import Rounding
 
 logger = logging.getLogger(__name__)
 

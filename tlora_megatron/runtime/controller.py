@@ -21,7 +21,7 @@ from tlora_megatron.runtime.live_run import open_for_requests
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica
 from tlora_megatron.runtime.recompute_choice import choose_recompute
-from tlora_megatron.training.formats.quantised.card import quantisation_card
+from tlora_megatron.training.formats.quantised import quantisation_card
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.run.frozen_gc import frozen_gc
 from tlora_megatron.training.run.training_run import TrainingRun

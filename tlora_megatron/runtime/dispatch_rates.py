@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from tlora_megatron.config.schema import RunConfig, built_recompute
 from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.model.recompute import RecomputeTable
-from tlora_megatron.model.replicas.cp_dispatch import CpRates
-from tlora_megatron.model.replicas.deployment import ReplicaLayout
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.cp_dispatch import CpRates
+from tlora_megatron.model.deployment import ReplicaLayout, ReplicaRate
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.planner.candidate import Plan

@@ -16,7 +16,7 @@ from tlora_megatron.config.parallel_rules import check_job_over_experts
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.training.data.token_cache import TokenCache, TokenizerFolder
+from tlora_megatron.training.data.job_data import TokenCache, TokenizerFolder
 from tlora_megatron.training.live.changes import LiveChanges
 from tlora_megatron.training.live.live_jobs import LiveJobs
 from tlora_megatron.training.live.mailbox import TOKENS, RunMailbox

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.config.schema import RunConfig, built_recompute
-from tlora_megatron.layers.linear_sites import PlainSite
-from tlora_megatron.layers.transformer_engine.linear import TEProductMixin
+from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.schema import built_recompute
+from tlora_megatron.layers.sites import PlainSite
+from tlora_megatron.layers.transformer_engine import TEProductMixin
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.lora_choice import ShardingChoice, choose_lora_sharding, sharding_times
+from tlora_megatron.planner.choices import ShardingChoice, choose_lora_sharding, sharding_times
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.planning.plan_inputs import profile_of_gpu
 from tlora_megatron.training.preparation import PreparedJob

@@ -6,10 +6,12 @@ import logging
 import os
 from typing import NamedTuple
 
-from tlora_megatron.config.schema import Recompute, RunConfig, built_recompute
+from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.replicas import Recompute
+from tlora_megatron.config.schema import built_recompute
+from tlora_megatron.model.deployment import Deployment, lay_out_world
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
-from tlora_megatron.model.replicas.deployment import Deployment, lay_out_world
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.hf_convert import check_layout

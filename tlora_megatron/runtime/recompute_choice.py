@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.model.recompute import RecomputeTable
+from tlora_megatron.config.load import RunConfig
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.choices import recompute_for_rows
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.recompute_rows import recompute_for_rows
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.planning.plan_inputs import plan_hardware, plan_model, profile_of_gpu
 from tlora_megatron.training.packing.round_packer import row_multiple

@@ -25,7 +25,7 @@ from tlora_megatron.config.parallel_rules import (
 )
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.slab import StatePlacement
 from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.model.quantisation import base_quantisation
@@ -44,7 +44,7 @@ from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica
 from tlora_megatron.training.data.job_data import load_tokenizer
 from tlora_megatron.training.driven.clients import Clients
-from tlora_megatron.training.formats.quantised.card import QuantisationCard, quantisation_card
+from tlora_megatron.training.formats.quantised import QuantisationCard, quantisation_card
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from tlora_megatron.planner.cost.experts.adapters import adapts_experts
+from tlora_megatron.planner.cost.expert_adapters import adapts_experts
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 _RANK_STEP = 16

@@ -1,8 +1,10 @@
-"""Accounts for the jobs and GPU seconds of a run, and checks that they add up."""
+"""Keeps the books of a run, checks that they balance, and computes its numbers."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -156,3 +158,164 @@ class Ledger:
             math.isclose(tokens, trained, rel_tol=1e-6, abs_tol=1e-3),
             f"tokens of groups must be the jobs' {trained}, got {tokens}",
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuCount:
+    """The cluster's GPUs and their speed."""
+
+    num_gpus: int
+    flops_per_s: float
+    """Best GEMM rate of one GPU in its profile."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """The numbers of one policy's run. Completion times (JCT) are of jobs that finished."""
+
+    mean_jct_s: float
+    p50_jct_s: float
+    p95_jct_s: float
+    p99_jct_s: float
+    makespan_s: float
+    """From the first submission to the last end."""
+    throughput_tokens_per_s: float
+    """Tokens trained in the window, per second."""
+    gpu_utilisation: float
+    """Operations that the tokens need at least, as a share of what all GPUs could do."""
+    max_slowdown: float
+    """Largest (end - start) / (time alone) of a job."""
+    jobs_finished: int
+    jobs_failed: int
+    jobs_cancelled: int
+    jobs_rejected: int
+    gpu_allocation: float
+    """Share of the GPU time in the window that some group held."""
+    mean_queueing_s: float
+    p95_queueing_s: float
+    mean_slowdown: float
+    mean_group_size: float
+    """Mean number of jobs in the group of a held GPU, over time."""
+    lost_tokens: float
+    """Tokens that were trained and then lost when nodes failed."""
+    window_s: float
+    """Measured time: first to last submission, or the whole run if the mean job takes longer."""
+
+
+def summarise(
+    records: Sequence[JobRecord],
+    segments: Sequence[Segment],
+    flops_per_token: Mapping[str, float],
+    gpus: GpuCount,
+) -> Summary:
+    """Summarises a run from its job records and segments."""
+    first = min(record.job.submit_s for record in records)
+    makespan = max(record.end_s for record in records) - first
+    window = _window_s(records, first, makespan)
+    end = first + window
+    finished = [record for record in records if record.status == "finished"]
+    jcts = sorted(record.jct_s for record in finished)
+    waits = sorted(_known(record.queueing_s for record in finished))
+    slowdowns = list(_known(record.slowdown for record in finished))
+    count = Counter(record.status for record in records)
+    tokens = {base: _tokens_until(segments, base, end) for base in flops_per_token}
+    work = math.fsum(tokens[base] * flops for base, flops in flops_per_token.items())
+    held_s = [len(s.gpus) * max(0.0, min(s.end_s, end) - s.begin_s) for s in segments]
+    weighted_s = (held * s.num_jobs for held, s in zip(held_s, segments, strict=True))
+    gpu_s = math.fsum(held_s)
+    capacity_s = gpus.num_gpus * window
+    return Summary(
+        mean_jct_s=_mean(jcts),
+        p50_jct_s=quantile(jcts, 0.5),
+        p95_jct_s=quantile(jcts, 0.95),
+        p99_jct_s=quantile(jcts, 0.99),
+        makespan_s=makespan,
+        throughput_tokens_per_s=_ratio(math.fsum(tokens.values()), window),
+        gpu_utilisation=_ratio(work, capacity_s * gpus.flops_per_s),
+        max_slowdown=max(slowdowns, default=0.0),
+        jobs_finished=len(finished),
+        jobs_failed=count["failed"],
+        jobs_cancelled=count["cancelled"],
+        jobs_rejected=count["rejected"],
+        gpu_allocation=_ratio(gpu_s, capacity_s),
+        mean_queueing_s=_mean(waits),
+        p95_queueing_s=quantile(waits, 0.95),
+        mean_slowdown=_mean(slowdowns),
+        mean_group_size=_ratio(math.fsum(weighted_s), gpu_s),
+        lost_tokens=math.fsum(record.lost_tokens for record in records),
+        window_s=window,
+    )
+
+
+def _window_s(records: Sequence[JobRecord], first: float, makespan: float) -> float:
+    """From the first to the last submission; the makespan if the mean job takes longer."""
+    window = max(record.job.submit_s for record in records) - first
+    return makespan if window < _mean([r.job.isolated_s for r in records]) else window
+
+
+def _known(values: Iterable[float | None]) -> Iterator[float]:
+    return (value for value in values if value is not None)
+
+
+def _tokens_until(segments: Sequence[Segment], base: str, end_s: float) -> float:
+    return math.fsum(
+        s.tokens_per_s * max(0.0, min(s.end_s, end_s) - s.ready_s)
+        for s in segments
+        if s.base == base
+    )
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """The nearest-rank quantile of ascending values; 0 without values."""
+    return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _ratio(value: float, by: float) -> float:
+    return value / by if by else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeLine:
+    """Means over equal time bins of a run."""
+
+    bin_s: float
+    tokens_per_s: tuple[float, ...]
+    busy_gpus: tuple[float, ...]
+    waiting: tuple[float, ...]
+    """Jobs that have not trained yet."""
+
+
+def time_line(
+    records: Sequence[JobRecord], segments: Sequence[Segment], until_s: float, bins: int = 240
+) -> TimeLine:
+    """The time line of a run from its begin to `until_s`."""
+    bin_s = max(until_s, 1e-9) / bins
+    tokens, busy, waiting = [0.0] * bins, [0.0] * bins, [0.0] * bins
+    for segment in segments:
+        spread(tokens, bin_s, segment.ready_s, segment.end_s, segment.tokens_per_s)
+        spread(busy, bin_s, segment.begin_s, segment.end_s, len(segment.gpus))
+    for record in records:
+        start_s = record.end_s if record.start_s is None else record.start_s
+        spread(waiting, bin_s, record.job.submit_s, start_s, 1)
+    return TimeLine(
+        bin_s=bin_s, tokens_per_s=tuple(tokens), busy_gpus=tuple(busy), waiting=tuple(waiting)
+    )
+
+
+def spread(bins: list[float], bin_s: float, begin_s: float, end_s: float, value: float) -> None:
+    """Adds `value`, which lasts from begin to end, to the means of the bins it covers."""
+    end_s = min(end_s, bin_s * len(bins))
+    if end_s <= begin_s:
+        return
+    first, last = int(begin_s / bin_s), min(int(end_s / bin_s), len(bins) - 1)
+    if first >= last:
+        bins[min(first, last)] += value * (end_s - begin_s) / bin_s
+        return
+    bins[first] += value * (first + 1 - begin_s / bin_s)
+    for place in range(first + 1, last):
+        bins[place] += value
+    bins[last] += value * (end_s / bin_s - last)

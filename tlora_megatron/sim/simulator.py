@@ -17,9 +17,8 @@ from tlora_megatron.scheduler.invariants import require
 from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
 from tlora_megatron.scheduler.policy import Policy, RegroupCost
 from tlora_megatron.scheduler.queue import WaitingQueue
-from tlora_megatron.sim.events import Clock, Events, Kind
-from tlora_megatron.sim.faults import Faults
-from tlora_megatron.sim.fleet import SimulatedFleet
+from tlora_megatron.sim.cluster import SimulatedFleet
+from tlora_megatron.sim.events import Clock, Events, Faults, Kind
 from tlora_megatron.sim.ledger import Ledger
 
 _SAME_MOMENT_S = 1e-7

@@ -12,17 +12,14 @@ from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policy import RegroupCost, Rules
 from tlora_megatron.scheduler.registry import make_policy
-from tlora_megatron.sim.bounds import least_mean_jct_s
-from tlora_megatron.sim.cluster_config import ClusterSpec
-from tlora_megatron.sim.faults import FaultRates, Faults, draw_faults
-from tlora_megatron.sim.job_mix import JobMix
-from tlora_megatron.sim.ledger import Ledger
-from tlora_megatron.sim.malleable import malleable_mean_jct_s
-from tlora_megatron.sim.metrics import GpuCount, Summary, summarise
+from tlora_megatron.sim.bounds import least_mean_jct_s, malleable_mean_jct_s
+from tlora_megatron.sim.cluster import ClusterSpec
+from tlora_megatron.sim.events import FaultRates, Faults, draw_faults
+from tlora_megatron.sim.ledger import GpuCount, Ledger, Summary, summarise
 from tlora_megatron.sim.simulator import Simulator
-from tlora_megatron.sim.trace import Trace
-from tlora_megatron.sim.trace_shape import TraceShape, shaped
+from tlora_megatron.sim.trace import Trace, TraceShape, shaped
 from tlora_megatron.sim.workload import (
+    JobMix,
     Patience,
     Workload,
     flops_per_token,

@@ -1,19 +1,166 @@
-"""Turns trace rows into jobs: attributes are drawn, the recorded time defines the work."""
+"""Turns trace rows into jobs: attributes are drawn from a mix, recorded times define the work."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from random import Random
+from typing import TypeVar
 
-from tlora_megatron.config.reader import ConfigError
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, rule
+from tlora_megatron.config.reader import ConfigError, must, read_spec
+from tlora_megatron.config.source import read_document
+from tlora_megatron.model.experts import refuse_experts
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.experts.adapters import expert_elements
-from tlora_megatron.planner.cost.experts.split import expert_split
-from tlora_megatron.planner.workload import JobLoad
+from tlora_megatron.planner.cost.expert_adapters import expert_elements
+from tlora_megatron.planner.cost.experts import expert_split
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.jobs import Job
-from tlora_megatron.sim.job_mix import Attributes, JobMix, MixDraw
 from tlora_megatron.sim.trace import Trace, TraceRow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseShare:
+    """The share of jobs on one base model."""
+
+    name: str = rule("jobs of one name can train together", nonempty=True)
+    config: str = rule("its config.json, relative to the mix", nonempty=True)
+    share: float = rule("share of the jobs", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IntShare:
+    """The share of jobs with one rank or batch size."""
+
+    value: int = rule("the rank, or sequences per step", ge=1)
+    share: float = rule("share of the jobs", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DropoutShare:
+    """The share of jobs with one dropout rate."""
+
+    value: float = rule("probability of dropout", ge=0, lt=1)
+    share: float = rule("share of the jobs", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetsShare:
+    """The share of jobs with one choice of linears."""
+
+    value: tuple[str, ...] = rule(
+        "names of the linears", nonempty=True, choices=HF_TARGETS + MEGATRON_TARGETS
+    )
+    share: float = rule("share of the jobs", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthsShare:
+    """The share of jobs with the sequence lengths of one data set."""
+
+    name: str = rule("name of the data set", nonempty=True)
+    tokens: tuple[int, ...] = rule("equally likely lengths, ascending", nonempty=True, ge=1)
+    share: float = rule("share of the jobs", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobMix:
+    """Shares of job attributes. Each is drawn independently; shares need not add up to 1."""
+
+    name: str = rule("name of the mix", nonempty=True)
+    source: str = rule("where the shares come from", nonempty=True)
+    bases: tuple[BaseShare, ...] = rule("base models", nonempty=True)
+    ranks: tuple[IntShare, ...] = rule("ranks", nonempty=True)
+    batch_sizes: tuple[IntShare, ...] = rule("sequences per step", nonempty=True)
+    batch_per_gpu: bool = rule(
+        "batch sizes are per GPU that the job asks for, instead of per job",
+        default=False,
+    )
+    targets: tuple[TargetsShare, ...] = rule("linears with adapters", nonempty=True)
+    dropouts: tuple[DropoutShare, ...] = rule("dropout rates", nonempty=True)
+    lengths: tuple[LengthsShare, ...] = rule("sequence lengths", nonempty=True)
+    max_slowdown: float = rule("bound on every job's slowdown", default=1.5, ge=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attributes:
+    """The attributes drawn for one job."""
+
+    base: str
+    load: JobLoad
+
+
+_FOLDER = "tlora_megatron.sim.mixes"
+_Option = TypeVar("_Option", BaseShare, IntShare, DropoutShare, TargetsShare, LengthsShare)
+
+
+def shipped_mixes() -> tuple[str, ...]:
+    """Names of the mixes that come with the package."""
+    names = (Path(entry.name) for entry in files(_FOLDER).iterdir())
+    return tuple(sorted(name.stem for name in names if name.suffix == ".yaml"))
+
+
+def load_mix(name: str) -> tuple[JobMix, dict[str, ModelSpec]]:
+    """Reads a mix by name or path, and the shapes of its base models.
+
+    Raises:
+        ConfigError: if there is none, or the file is not a mix.
+        ValueError: if a base model cannot be read, or has routed experts.
+    """
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        if name not in shipped_mixes():
+            raise must("--mix", f"be a file or one of {', '.join(shipped_mixes())}", name)
+        path = Path(str(files(_FOLDER).joinpath(f"{name}.yaml")))
+    document = read_document(path, "--mix")
+    try:
+        mix = read_spec(JobMix, document, "mix")
+    except ConfigError as error:
+        raise ConfigError(f"{error} in {path}") from None
+    specs = {base.name: read_model_spec(path.parent / base.config) for base in mix.bases}
+    for base, spec in specs.items():
+        refuse_experts(spec.experts, f"base {base} of --mix")
+    return mix, specs
+
+
+class MixDraw:
+    """Draws attributes job after job; the same seed gives the same jobs."""
+
+    def __init__(self, mix: JobMix, seed: int) -> None:
+        self._mix = mix
+        self._rng = Random(f"attributes {seed}")
+        self._lengths = {
+            entry.name: LengthHistogram.from_lengths(entry.tokens) for entry in mix.lengths
+        }
+
+    def next(self, num_gpus: int) -> Attributes:
+        """The attributes of the next job, which asks for `num_gpus` GPUs."""
+        mix = self._mix
+        base = self._pick(mix.bases).name
+        rank = self._pick(mix.ranks).value
+        batch_size = self._pick(mix.batch_sizes).value * (num_gpus if mix.batch_per_gpu else 1)
+        targets = self._pick(mix.targets).value
+        dropout = self._pick(mix.dropouts).value
+        lengths = self._lengths[self._pick(mix.lengths).name]
+        load = JobLoad(
+            name="job",
+            rank=rank,
+            targets=targets,
+            batch_size=batch_size,
+            lengths=lengths,
+            dropout=dropout,
+        )
+        return Attributes(base=base, load=load)
+
+    def _pick(self, options: tuple[_Option, ...]) -> _Option:
+        if len(options) == 1:
+            return options[0]
+        weights = [option.share for option in options]
+        return self._rng.choices(options, weights)[0]
+
 
 _STATE_BYTES = 2 + 4 * 4
 """Bytes per adapter parameter: bf16 copy, fp32 master, gradient and two moments."""

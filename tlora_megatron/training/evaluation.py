@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.row_groups import segment_sums
 from tlora_megatron.training.job_state import EvalResult, JobState
-from tlora_megatron.training.nano.switch import NanoSwitch
+from tlora_megatron.training.nano.rounds import NanoSwitch
 from tlora_megatron.training.packing.packing import Item, MicroBatch, PackedBatch, Placed
 from tlora_megatron.training.packing.round_packer import RoundPacker
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.training.formats.atomic_directory import NotPermitted
 from tlora_megatron.training.formats.checkpoint import remove_old_checkpoints
-from tlora_megatron.training.formats.quantised.card import QuantisationCard
+from tlora_megatron.training.formats.quantised import QuantisationCard
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.metrics import JobMetrics
-from tlora_megatron.training.saving.targets import (
+from tlora_megatron.training.saving.saver import (
     Target,
     adapter_target,
     checkpoint_target,

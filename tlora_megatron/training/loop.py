@@ -11,15 +11,14 @@ from pathlib import Path
 from tlora_megatron import timeline
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.training.formats.quantised.card import QuantisationCard
+from tlora_megatron.training.formats.quantised import QuantisationCard
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.metrics import JobMetrics
 from tlora_megatron.training.nano.rounds import NanoRounds
-from tlora_megatron.training.rate_correction import write_correction
-from tlora_megatron.training.saving.saver import Saver
-from tlora_megatron.training.saving.targets import Target
+from tlora_megatron.training.round_timing import write_correction
+from tlora_megatron.training.saving.saver import Saver, Target
 from tlora_megatron.training.saving.writer import WriterDied
 from tlora_megatron.training.stopping.run_watch import RunWatch
 from tlora_megatron.training.stopping.signals import stop_sentence

@@ -13,15 +13,14 @@ import torch
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.layers.adapter_bank import Adapter
 from tlora_megatron.layers.slab import AdapterSlab, Copier, initial_factor
-from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.model.expert_targets import over_base, warn_of_expert_rank
+from tlora_megatron.model.backbone import Backbone, over_base, warn_of_expert_rank
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
 from tlora_megatron.training.data.mapped_tokens import lengths_of
 from tlora_megatron.training.driven.state import NO_DATA, DrivenState, OpenPlan
 from tlora_megatron.training.formats.checkpoint import Checkpoint, find_checkpoint
-from tlora_megatron.training.formats.peft.fit import fit_to_job
-from tlora_megatron.training.formats.peft.format import load_adapter
-from tlora_megatron.training.formats.quantised.card import QuantisationCard
+from tlora_megatron.training.formats.peft import load_adapter
+from tlora_megatron.training.formats.peft_fit import fit_to_job
+from tlora_megatron.training.formats.quantised import QuantisationCard
 from tlora_megatron.training.job_state import JobState
 
 logger = logging.getLogger(__name__)

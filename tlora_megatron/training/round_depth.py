@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from tlora_megatron.model.replicas.dispatch import admit, predicted_ends_ps, share_out, turns
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.dispatch import admit, predicted_ends_ps, share_out, turns
 
 DEPTHS = (1, 2, 4)
 """Depths that are compared."""

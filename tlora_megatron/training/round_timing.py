@@ -1,22 +1,170 @@
-"""The speeds of a run's replicas, the depth of its rounds, and how busy the replicas are."""
+"""The speeds of a run's replicas as rounds show them, their depth, and how busy replicas are.
+
+What the planner says of one kind of replica against another may be off by a few per cent, and a
+kind that is slower than predicted makes the others wait. Times differ from run to run, and bits
+would with them, so they are only corrected on demand (`run.correct_speeds`), and only where jobs
+are saved: all processes agree on a correction there, in coarse steps, and it is kept beside the
+checkpoints, so that a run that goes on shares its rounds out as it would have. Among alike replicas
+there is nothing to correct, whatever the times are.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
-from tlora_megatron.model.replicas.cp_dispatch import CpRates
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+import torch
+import torch.distributed as dist
+
+from tlora_megatron.files import BY_UMASK, write_atomic
+from tlora_megatron.model.cp_dispatch import CpRates
+from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.packing.cp_teams import rank_ends_ps
 from tlora_megatron.training.packing.packing import Round
-from tlora_megatron.training.packing.timed_rounds import RoundRule, round_ends_ps
+from tlora_megatron.training.packing.recompute_cut import RoundRule, rank_ends_ps, round_ends_ps
 from tlora_megatron.training.round_depth import choose_depth
 
 logger = logging.getLogger(__name__)
+
+CORRECTION_FILE = "rounds.json"
+"""In the output folder."""
+_STEPS = 32
+"""Corrections are whole numbers of this part: 3 %, more than times vary from run to run."""
+_SKIPPED = 3
+"""First rounds, in which kernels are loaded and memory is reserved."""
+
+
+class RateCorrection:
+    """Measures this process's part of the rounds, and corrects the speeds when jobs are saved.
+
+    Args:
+        rates: as predicted, one for each replica.
+        own: number of this process's replica.
+        frozen: the speeds stay as predicted; times are still measured.
+    """
+
+    def __init__(
+        self, rates: Sequence[ReplicaRate], *, own: int, device: torch.device, frozen: bool
+    ) -> None:
+        self._rates = tuple(rates)
+        self._kinds = list(dict.fromkeys(rates))
+        self._own, self._own_kind = own, self._kinds.index(rates[own])
+        self._device, self._frozen = device, frozen
+        self._factors = [_STEPS] * len(self._kinds)
+        self._measured_s = self._predicted_s = 0.0
+        self._rounds = 0
+        self._pending: list[tuple[Callable[[], float], int]] = []
+        self.over_predicted: float | None = None
+        """Measured over predicted time of all replicas' rounds, when jobs were saved last."""
+
+    @property
+    def rates(self) -> tuple[ReplicaRate, ...]:
+        """The speeds as corrected, one for each replica."""
+        factor = dict(zip(self._kinds, self._factors, strict=True))
+        return tuple(_times(rate, factor[rate]) for rate in self._rates)
+
+    @contextmanager
+    def measured(self, content: Round) -> Iterator[None]:
+        """Takes the time of this process's part of a round, without a wait for the device."""
+        predicted_ps = round_ends_ps(content, self._rates)[self._own]
+        begin = self._mark()
+        yield
+        end = self._mark()
+        self._rounds += 1
+        if self._rounds > _SKIPPED and predicted_ps:
+            self._pending.append((partial(self._seconds, begin, end), predicted_ps))
+
+    def settle(self) -> None:
+        """Agrees on what the rounds so far say; collective over the world.
+
+        Called where the host has waited for the device.
+        """
+        for seconds, predicted_ps in self._pending:
+            self._measured_s += seconds()
+            self._predicted_s += predicted_ps * 1e-12
+        self._pending.clear()
+        own = torch.zeros(2, len(self._kinds), dtype=torch.float64)
+        own[:, self._own_kind] = torch.tensor([self._measured_s, self._predicted_s])
+        sums = to_device(own, self._device)
+        dist.all_reduce(sums)
+        measured, predicted = sums.tolist()
+        if not all(predicted):
+            return
+        self.over_predicted = sum(measured) / sum(predicted)
+        if not self._frozen:
+            ratios = [m / p for m, p in zip(measured, predicted, strict=True)]
+            self._factors = [max(1, round(_STEPS * ratio / ratios[0])) for ratio in ratios]
+
+    def state(self) -> str | None:
+        """The corrections as JSON, by the speeds that they correct; None if there cannot be any."""
+        if self._frozen or len(self._kinds) == 1:
+            return None
+        kinds = zip(self._kinds, self._factors, strict=True)
+        return json.dumps({"factors": {_key(kind): factor for kind, factor in kinds}})
+
+    def restore(self, text: str) -> None:
+        """Takes up corrections of the same speeds; those of others are left alone."""
+        kept = json.loads(text)["factors"]
+        if not self._frozen:
+            self._factors = [int(kept.get(_key(kind), _STEPS)) for kind in self._kinds]
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        if self._device.type != "cuda":
+            return float(end - begin)
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def read_correction(correction: RateCorrection, output_dir: Path) -> None:
+    """Takes up what an earlier part of the run has kept; collective over the world."""
+    found: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [(output_dir / CORRECTION_FILE).read_text()]
+        except OSError:
+            found = [None]
+    dist.broadcast_object_list(found, src=0)
+    if found[0] is not None:
+        correction.restore(found[0])
+
+
+def write_correction(state: str, output_dir: Path) -> None:
+    """Keeps the corrections; a disk that refuses costs a warning."""
+    try:
+        write_atomic(output_dir / CORRECTION_FILE, state, mode=BY_UMASK)
+    except OSError as error:
+        logger.warning("%s could not be written: %s", CORRECTION_FILE, error)
+
+
+def _times(rate: ReplicaRate, factor: int) -> ReplicaRate:
+    """A speed in units of the first kind's, exactly the same for a factor of 1."""
+    if factor == _STEPS:
+        return rate
+    return replace(
+        rate,
+        token_ps=max(1, rate.token_ps * factor // _STEPS),
+        square_ps=rate.square_ps * factor // _STEPS,
+        fixed_ps=rate.fixed_ps * factor // _STEPS,
+    )
+
+
+def _key(rate: ReplicaRate) -> str:
+    return f"{rate.token_ps} {rate.square_ps} {rate.fixed_ps} {rate.longest}"
+
 
 RoundDepth = int | Literal["auto"]
 

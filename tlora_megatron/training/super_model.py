@@ -15,7 +15,7 @@ from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.row_groups import segment_sums
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import CutDocuments, cut_by_length
-from tlora_megatron.training.driven.log_probabilities import collect
+from tlora_megatron.training.driven.state import collect
 from tlora_megatron.training.evaluation import Evaluation, Scorer
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_adapters
@@ -27,10 +27,9 @@ from tlora_megatron.training.packing.packing import (
     Round,
     RoundShape,
 )
+from tlora_megatron.training.packing.recompute_cut import RoundRule
 from tlora_megatron.training.packing.round_packer import FilledRound, RoundPacker
-from tlora_megatron.training.packing.timed_rounds import RoundRule
-from tlora_megatron.training.rate_correction import RateCorrection
-from tlora_megatron.training.round_timing import BusyShare, RoundTiming
+from tlora_megatron.training.round_timing import BusyShare, RateCorrection, RoundTiming
 
 CutFor = Callable[[Sequence[JobState]], CutDocuments]
 """From the jobs in slot order to where their micro-batches are cut into nano-batches."""

@@ -34,7 +34,7 @@ from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.frozen_base import FrozenBase, build_base, join_processes
 from tlora_megatron.integrations.deepspeed.guard import check_deepspeed
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.training.super_model import SuperModel
 
 MODEL = REPO / "configs" / "models" / "llama-3.1-8b.json"

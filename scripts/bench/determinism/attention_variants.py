@@ -11,7 +11,7 @@ from torch import Tensor
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.attention_plan import Classes, classes_of, long_shape
 from tlora_megatron.ops.frozen.exact_attention import NUM_STREAMS, backward_calls
-from tlora_megatron.ops.frozen.varlen_attention import CumulativeLengths, varlen_attention_vjp
+from tlora_megatron.ops.frozen.packed_attention import CumulativeLengths, varlen_attention_vjp
 from tlora_megatron.ops.host_copy import to_device
 
 _EXACTNESS = Exactness()

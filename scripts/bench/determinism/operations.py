@@ -23,10 +23,9 @@ from tlora_megatron.ops.adamw import AdamUpdate, fused_adamw
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.frozen.packed_attention import attend_documents_vjp
-from tlora_megatron.ops.frozen.parts import frozen_dgrad, frozen_product
+from tlora_megatron.ops.frozen.parts import frozen_dgrad, frozen_product, swiglu_vjp
 from tlora_megatron.ops.frozen.rms_norm import add_rms_norm_vjp
 from tlora_megatron.ops.frozen.rotary import unpack_qkv_vjp
-from tlora_megatron.ops.frozen.swiglu import swiglu_vjp
 from tlora_megatron.ops.lora.kernel_choice import choose_ops
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.row_groups import segment_sums

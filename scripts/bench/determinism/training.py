@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from scripts.bench.determinism.mixes import Plan
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.job_state import JobState

@@ -6,7 +6,7 @@
 
 The first two take seconds. `--fit` prints values of `ExpertTimes`, the seconds that no operation of
 a hardware profile has: those with the least squares of relative errors over all rows, none below 0.
-Write them to `tlora_megatron/planner/cost/expert_times.py`, and run the last line. Everything else
+Write them to `tlora_megatron/planner/cost/rates.py`, and run the last line. Everything else
 of a prediction comes from the profile and from counted bytes.
 
 Rows are those of one GPU with random routers. `floor` is predicted as a layer's products, passes
@@ -30,9 +30,8 @@ from scripts.bench.harness.rows import write_rows
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel
-from tlora_megatron.planner.cost.expert_times import EXPERT_TIMES, ExpertTimes
 from tlora_megatron.planner.cost.memory import MemoryModel
-from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.rates import EXPERT_TIMES, ExpertTimes, Rates
 from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram

@@ -10,7 +10,7 @@ from scripts.bench.harness.training_jobs import fresh_job
 from tlora_megatron.config.schema import EMBEDDING, HEAD
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import quantised_on_reading
 from tlora_megatron.profiling.synthetic_run import SyntheticRun

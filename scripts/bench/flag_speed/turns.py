@@ -26,8 +26,7 @@ from tlora_megatron.integrations.megatron.built.head import BuiltHead
 from tlora_megatron.integrations.megatron.built.model import language_models
 from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import attach
-from tlora_megatron.layers.multi_adapter import MultiAdapter
+from tlora_megatron.layers.multi_adapter import MultiAdapter, attach
 from tlora_megatron.training.packing.packing import PackedBatch
 
 T = TypeVar("T")

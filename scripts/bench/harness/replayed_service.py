@@ -21,8 +21,8 @@ from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.submission import Submission
 from tlora_megatron.service.store import JobState, NewJob, open_store
-from tlora_megatron.sim.job_mix import load_mix
 from tlora_megatron.sim.study import Study
+from tlora_megatron.sim.workload import load_mix
 
 EPOCH_S = 1_000_000.0
 """Unix time at which a trace begins: small, so that its times are exact enough."""

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing import use_micro_batch

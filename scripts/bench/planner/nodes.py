@@ -9,7 +9,7 @@ import torch
 
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.profiling.collectives import CollectiveTimer, fit_link
+from tlora_megatron.profiling.timer import CollectiveTimer, fit_link
 
 _BYTES = (1 << 20, 1 << 23, 1 << 26)
 

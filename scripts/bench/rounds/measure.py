@@ -18,11 +18,11 @@ from scripts.bench.harness.rows import append_rows, gpu_name
 from scripts.bench.harness.world import is_main, largest, say, summed
 from scripts.bench.planner.cases import model_spec
 from scripts.bench.rounds.mixes import Lengths, with_documents
+from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
-from tlora_megatron.training.packing.timed_rounds import round_ends_ps
+from tlora_megatron.training.packing.recompute_cut import round_ends_ps
 from tlora_megatron.training.round_timing import RoundDepth, RoundTiming
 from tlora_megatron.training.super_model import SuperModel
 

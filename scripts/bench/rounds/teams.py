@@ -20,14 +20,19 @@ from scripts.bench.planner.cases import model_spec
 from scripts.bench.rounds.__main__ import DOCUMENT_ROWS, DOCUMENT_SHARE
 from scripts.bench.rounds.mixes import BATCH, LONGEST, Lengths, batches, lognormals, with_documents
 from scripts.bench.rounds.simulate import sequence_of
-from tlora_megatron.model.replicas.cp_dispatch import CpRates
+from tlora_megatron.model.cp_dispatch import CpRates
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.replica_rate import replica_rate
 from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.training.packing.cp_teams import form_teams, rank_ends_ps
 from tlora_megatron.training.packing.packing import Item, Round, batch_items
-from tlora_megatron.training.packing.timed_rounds import RoundRule, fill_by_time, round_ends_ps
+from tlora_megatron.training.packing.recompute_cut import (
+    RoundRule,
+    fill_by_time,
+    form_teams,
+    rank_ends_ps,
+    round_ends_ps,
+)
 
 DEPTHS = (1, 2, 4)
 GPUS = ("h200", "h100", "l40s")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import factor_shape
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout

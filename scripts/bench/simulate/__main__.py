@@ -30,7 +30,7 @@ from scripts.bench.simulate.cases import PARTS, Cell, study_of
 from scripts.bench.simulate.decisions import decision_rows
 from tlora_megatron.scheduler.registry import POLICIES
 from tlora_megatron.sim.bounds import exceeded_by, limits_of
-from tlora_megatron.sim.report.results import summary_rows
+from tlora_megatron.sim.report import summary_rows
 from tlora_megatron.sim.study import PolicyRun, Study, Yardsticks
 from tlora_megatron.sim.trace import Trace
 

@@ -10,11 +10,10 @@ from typing import Any
 from scripts.bench.harness.arguments import REPO
 from scripts.bench.simulate.traces import ADVERSARIAL, synthetic
 from tlora_megatron.scheduler.registry import POLICIES
-from tlora_megatron.sim.cluster_config import load_cluster
-from tlora_megatron.sim.job_mix import load_mix
+from tlora_megatron.sim.cluster import load_cluster
 from tlora_megatron.sim.study import Options, Study
-from tlora_megatron.sim.trace import Trace, read_trace
-from tlora_megatron.sim.trace_shape import TraceShape
+from tlora_megatron.sim.trace import Trace, TraceShape, read_trace
+from tlora_megatron.sim.workload import load_mix
 
 LOADS = (0.5, 1.0, 2.0, 3.0, 5.0)
 FUSING = ("tlora", "tlora_best", "tlora_elastic")

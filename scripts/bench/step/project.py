@@ -15,7 +15,7 @@ from scripts.bench.harness.world import is_main
 from scripts.bench.step.jobs import Mix
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.job_state import JobState

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scripts.bench.determinism import attention
 from scripts.bench.determinism.attention_variants import DEFAULT, PLAN, VARIANTS
-from tlora_megatron.ops.frozen import varlen_attention
+from tlora_megatron.ops.frozen import packed_attention
 from tlora_megatron.ops.frozen.packed_attention import attend_spans
 from tlora_megatron.ops.routing import Document, pack_micro_batch
 
@@ -45,8 +45,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(varlen_attention, "_forward", forward)
-    monkeypatch.setattr(varlen_attention, "_backward_kernel", backward)
+    monkeypatch.setattr(packed_attention, "_forward", forward)
+    monkeypatch.setattr(packed_attention, "_backward_kernel", backward)
     monkeypatch.setattr(attention, "SMALL", (5, 20))
     monkeypatch.setattr(attention, "HEAD_DIM", 8)
 

@@ -8,10 +8,10 @@ from random import Random
 
 from scripts.bench.live_replay import compared
 from tests.helpers.live_service import folder_in_memory
-from tlora_megatron.sim.cluster_config import load_cluster
-from tlora_megatron.sim.job_mix import load_mix
+from tlora_megatron.sim.cluster import load_cluster
 from tlora_megatron.sim.study import Options, Study
 from tlora_megatron.sim.trace import Trace, TraceRow
+from tlora_megatron.sim.workload import load_mix
 
 
 def _study(repo: Path) -> Study:

@@ -6,7 +6,7 @@ import pytest
 
 from scripts.bench.planner.cases import model_spec
 from scripts.bench.recompute_by_micro_batch import PROFILE, Bench, drawn_lengths
-from tlora_megatron.model.recompute import RECOMPUTES
+from tlora_megatron.model.layout import RECOMPUTES
 from tlora_megatron.planner.hardware import load_profile
 
 

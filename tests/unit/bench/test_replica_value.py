@@ -9,7 +9,7 @@ import pytest
 
 from scripts.bench import lobra, replica_value
 from tlora_megatron.planner.deploy.kinds import all_kinds
-from tlora_megatron.planner.space import SearchSpace
+from tlora_megatron.planner.layouts import SearchSpace
 
 
 def test_buckets_pad_least() -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.scenario import make_scenario
 from tlora_megatron.cli.main import main
 from tlora_megatron.config.load import config_to_dict, load_config
-from tlora_megatron.training.data.token_cache import ENTRY_NAME
+from tlora_megatron.training.data.job_data import ENTRY_NAME
 from tlora_megatron.training.live.mailbox import TOKENS, RunMailbox
 from tlora_megatron.training.run.output_dir import CONFIG_NAME, hold_output_dir
 

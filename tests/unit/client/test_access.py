@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tlora_megatron.client.access import check_address, find_token
+from tlora_megatron.client.calls import check_address, find_token
 
 
 @pytest.fixture(autouse=True)

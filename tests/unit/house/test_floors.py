@@ -307,7 +307,7 @@ def test_imports_down_are_allowed(tmp_path: Path) -> None:
         "ops/segments.py": f"from {PACKAGE}.config.job import JobSpec",
         "training/loop.py": f"from {PACKAGE}.ops import segments\nfrom ..layers.linear import x",
         "layers/linear.py": "from . import attach\nx = 1",
-        "layers/attach.py": "",
+        "layers/multi_adapter.py": "",
         "config/job.py": "import yaml",
         "cli/main.py": f"import {PACKAGE}\nfrom {PACKAGE}.runtime import launcher",
         "runtime/launcher.py": f"from {PACKAGE}.sim import engine",

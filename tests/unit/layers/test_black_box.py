@@ -18,9 +18,8 @@ from tests.helpers.te_stand_in import (
 )
 from tests.helpers.user_models import SPEC, user_config
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.black_box import InputNorm
-from tlora_megatron.layers.multi_adapter import BlackBoxMixin, MegatronLinearMixin
+from tlora_megatron.layers.multi_adapter import BlackBoxMixin, MegatronLinearMixin, attach
 from tlora_megatron.layers.sites import Site, make_site
 from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups

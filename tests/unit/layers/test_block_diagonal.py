@@ -24,21 +24,19 @@ from tlora_megatron.config.job import HF_TARGETS, ROW_PARALLEL_TARGETS, DataSpec
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.rules import check_job
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import attach, check_blocks_fit
-from tlora_megatron.layers.linear_sites import rank_sites
-from tlora_megatron.layers.sites import make_site
+from tlora_megatron.layers.multi_adapter import attach, check_blocks_fit
+from tlora_megatron.layers.sites import make_site, rank_sites
 from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor, whole_tensors
 from tlora_megatron.layers.slab.layout import slab_layout
-from tlora_megatron.model.backbone import LinearShape, LinearsSpec
-from tlora_megatron.model.block_sizes import check_block_sizes
+from tlora_megatron.model.backbone import LinearShape, LinearsSpec, check_block_sizes
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan, job_misfit
 from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
 from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.training.formats.peft.fit import fit_to_job
-from tlora_megatron.training.formats.peft.format import export_adapter, load_adapter
+from tlora_megatron.training.formats.peft import export_adapter, load_adapter
+from tlora_megatron.training.formats.peft_fit import fit_to_job
 
 CPU = torch.device("cpu")
 SPEC = dataclasses.replace(SMALL, hidden_size=32, ffn_size=48)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from tlora_megatron.layers.linear_layout import LinearLayout
+from tlora_megatron.layers.linear import LinearLayout
 
 
 @pytest.mark.parametrize(

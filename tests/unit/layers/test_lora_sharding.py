@@ -29,7 +29,7 @@ from tlora_megatron.config.reader import ConfigError, read_spec
 from tlora_megatron.config.schema import ParallelSpec
 from tlora_megatron.integrations.megatron_lm.arguments import launch_settings
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import make_site, stage_sites
 from tlora_megatron.layers.slab import AdapterSlab, whole_tensors
 from tlora_megatron.layers.slab.layout import slab_layout
@@ -38,17 +38,17 @@ from tlora_megatron.ops.lora.linear_ops import LinearOps
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK
 from tlora_megatron.ops.lora.torch_ops import TorchOps
 from tlora_megatron.planner.candidate import Plan, misfit
-from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
-from tlora_megatron.planner.cost.cost_model import step_cost
-from tlora_megatron.planner.cost.memory import memory_use
-from tlora_megatron.planner.hardware import Link
-from tlora_megatron.planner.lora_choice import (
+from tlora_megatron.planner.choices import (
     SHARDINGS,
     choose_lora_sharding,
     preferred,
     sharding_options,
     sharding_times,
 )
+from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
+from tlora_megatron.planner.cost.cost_model import step_cost
+from tlora_megatron.planner.cost.memory import memory_use
+from tlora_megatron.planner.hardware import Link
 from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of
 from tlora_megatron.runtime.planning.plan_inputs import profile_of_gpu
 

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from tlora_megatron.model.replicas.cp_dispatch import (
+from tlora_megatron.model.cp_dispatch import (
     CpRates,
     CpTeam,
     TeamShares,
     share_among_teams,
     team_ends_ps,
 )
-from tlora_megatron.model.replicas.dispatch import cut
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.dispatch import cut
 
 
 def rates(cp_size: int, budget: int = 64, exchange: int = 20) -> CpRates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tlora_megatron.config.reader import ConfigError
-from tlora_megatron.model.replicas.deployment import Deployment, ReplicaLayout
+from tlora_megatron.model.deployment import Deployment, ReplicaLayout
 
 MIXED = "1xCP8@65536 + 2xTP2+SP@12288/selective + 4xTP1@6144"
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlora_megatron.model.replicas.dispatch import admit, assign, cut, cut_evenly, turns
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.dispatch import admit, assign, cut, cut_evenly, turns
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.packing.packing import Item, fill_bins
 

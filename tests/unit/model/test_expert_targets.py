@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.tiny_models import make_tiny_model
 from tlora_megatron.config.job import HF_TARGETS, DataSpec, JobSpec, LoraSpec
-from tlora_megatron.model.expert_targets import expert_state_bytes, over_base, warn_of_expert_rank
+from tlora_megatron.model.backbone import expert_state_bytes, over_base, warn_of_expert_rank
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
 OWN = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")

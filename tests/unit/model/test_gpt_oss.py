@@ -14,14 +14,13 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from tests.helpers.tiny_models import tiny_config
 from tlora_megatron.cli.main import main
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
-from tlora_megatron.model.expert_targets import over_base
+from tlora_megatron.model.backbone import over_base
 from tlora_megatron.model.experts import ClampedGlu
 from tlora_megatron.model.gpt_oss import MODEL_TYPE
-from tlora_megatron.model.parameters import count_parameters
-from tlora_megatron.model.published_fp8 import read_published_format
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.quantisation import read_published_format
+from tlora_megatron.model.spec import ModelSpec, count_parameters, read_model_spec
 from tlora_megatron.ops.frozen.rotary import inverse_frequencies, rotary_factor
-from tlora_megatron.planner.cost.experts.split import check_predictable
+from tlora_megatron.planner.cost.experts import check_predictable
 
 SIZES = {
     "model_type": MODEL_TYPE,

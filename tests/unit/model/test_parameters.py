@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tlora_megatron.model.parameters import count_parameters
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.spec import count_parameters, read_model_spec
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.fp8_folders import Format, statement
-from tlora_megatron.model.published_fp8 import (
+from tlora_megatron.model.quantisation import (
     PublishedFormat,
     read_published_format,
     refuse_published,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.deployment import ReplicaRate
 
 
 def test_a_sequence_costs_its_rows_and_their_square() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.helpers.planner_case import HARDWARE, LARGE, SPEC, job
-from tlora_megatron.planner.advice.advise import Advice, advise
-from tlora_megatron.planner.advice.remedies import larger_numbers
+from tlora_megatron.planner.advice import Advice, advise, larger_numbers
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.memory import memory_use
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import search
-from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import LengthHistogram
 
 LONG = LengthHistogram.from_counts([(64, 9), (4096, 1)])

@@ -21,9 +21,9 @@ from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.deploy.deploy import deploy
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import load_profile
-from tlora_megatron.planner.recompute_outlook import saved_by_rows
+from tlora_megatron.planner.layouts import SearchSpace
+from tlora_megatron.planner.outlook import saved_by_rows
 from tlora_megatron.planner.search import search
-from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.training.formats.hf_convert import check_layout
 
 JOBS = on_attention(64, 8, 8)

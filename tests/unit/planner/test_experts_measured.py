@@ -12,7 +12,7 @@ import pytest
 from scripts.bench.experts import predicted
 from scripts.bench.experts.mixes import CASES
 from scripts.bench.experts.predicted import MODES, Predictor, case_of, main, measured_rows
-from tlora_megatron.planner.cost.expert_times import EXPERT_TIMES, ExpertTimes
+from tlora_megatron.planner.cost.rates import EXPERT_TIMES, ExpertTimes
 from tlora_megatron.planner.hardware import load_profile
 
 _TYPICAL, _WORST = 0.05, 0.15

@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.helpers.planner_case import HARDWARE, SPEC, job
-from tlora_megatron.cli.plan.gpus import print_idle, thriftiest
+from tlora_megatron.cli.plan.deployments import print_idle, thriftiest
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.drops import Drops
-from tlora_megatron.planner.fit import Fit
+from tlora_megatron.planner.fit import Drops, Fit, SpeedBound, expected_longest
 from tlora_megatron.planner.hardware import load_profile
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import SearchResult, search
-from tlora_megatron.planner.space import SearchSpace
-from tlora_megatron.planner.speed_bound import SpeedBound, expected_longest
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 LENGTHS = LengthHistogram.from_counts([(64, 3), (128, 2), (512, 1)])

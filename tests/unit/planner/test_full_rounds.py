@@ -21,16 +21,14 @@ from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
 from tlora_megatron.planner.cost.memory import MemoryModel
-from tlora_megatron.planner.cost.nano_parts import full_capacity
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.cost.step_terms import StepCost
+from tlora_megatron.planner.cost.step_terms import StepCost, full_capacity
 from tlora_megatron.planner.fit import budgets
 from tlora_megatron.planner.hardware import load_profile
-from tlora_megatron.planner.rounds.full import full_sizes
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.rounds.load import RoundLoad
-from tlora_megatron.planner.rounds.model import RoundModel
+from tlora_megatron.planner.rounds.model import RoundModel, full_sizes
 from tlora_megatron.planner.search import search
-from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.training.packing.packing import batch_items, fill_bins
 

@@ -12,9 +12,9 @@ import pytest
 
 from scripts.bench.planner.cases import model_spec
 from tlora_megatron.planner.candidate import SHARDINGS, Plan
+from tlora_megatron.planner.choices import preferred, sharding_times
 from tlora_megatron.planner.cost.cost_model import step_cost
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
-from tlora_megatron.planner.lora_choice import preferred, sharding_times
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 _DOCUMENT = 512

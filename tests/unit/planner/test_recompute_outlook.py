@@ -13,7 +13,7 @@ from scripts.bench.planner.cases import model_spec
 from tlora_megatron.cli.plan.ranking import print_recompute
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
-from tlora_megatron.planner.recompute_outlook import saved_by_rows
+from tlora_megatron.planner.outlook import saved_by_rows
 from tlora_megatron.planner.search import RankedPlan, SearchResult
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.planner_case import HARDWARE, SPEC, job
-from tlora_megatron.model.recompute import RECOMPUTES, RecomputeTable
+from tlora_megatron.model.layout import RECOMPUTES, RecomputeTable
 from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.choices import LEAST_ROWS, recompute_for_rows
 from tlora_megatron.planner.cost.memory import MemoryModel
-from tlora_megatron.planner.recompute_rows import LEAST_ROWS, recompute_for_rows
 
 MODEL = MemoryModel(SPEC, [job()], HARDWARE)
 PLAN = Plan(micro_batch_tokens=8192)

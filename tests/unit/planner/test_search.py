@@ -16,16 +16,16 @@ from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.planner.advice.advise import advise
+from tlora_megatron.planner.advice import advise
 from tlora_megatron.planner.candidate import Plan, misfit
+from tlora_megatron.planner.choices import handicap
 from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
 from tlora_megatron.planner.cost.memory import MemoryModel, memory_use
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, Link, load_profile
-from tlora_megatron.planner.lora_choice import handicap
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import search
-from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.planning.plan_files import apply_plan
 

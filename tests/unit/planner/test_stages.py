@@ -8,12 +8,19 @@ import pytest
 
 from tests.helpers.planner_case import HARDWARE, SPEC, job
 from tlora_megatron.model.layout import stage_sizes
-from tlora_megatron.planner.candidate import Plan, misfit
+from tlora_megatron.planner.candidate import (
+    EVEN,
+    Ends,
+    Plan,
+    divisions,
+    head_layers,
+    misfit,
+    pipeline_sizes,
+)
 from tlora_megatron.planner.cost.cost_model import step_cost
 from tlora_megatron.planner.cost.memory import memory_use
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import search
-from tlora_megatron.planner.space import SearchSpace
-from tlora_megatron.planner.stages import EVEN, Ends, divisions, head_layers, pipeline_sizes
 
 SIX = replace(SPEC, num_layers=6, vocab_size=10)
 """A head that hardly counts."""

@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 
 from tests.helpers.planner_case import job
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
-from tlora_megatron.planner.rounds.bins import part_of
-from tlora_megatron.planner.rounds.load import ExpectedRounds
+from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.planner.rounds.load import ExpectedRounds, part_of
 from tlora_megatron.planner.rounds.model import RoundModel
-from tlora_megatron.planner.rounds.packer import Packer, num_micro_batches
+from tlora_megatron.planner.rounds.packer import Packer, num_micro_batches, timed_load
 from tlora_megatron.planner.rounds.spread import Part, spread_of
-from tlora_megatron.planner.rounds.timed import timed_load
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.packing.packing import (
@@ -29,7 +27,7 @@ from tlora_megatron.training.packing.packing import (
     fill_bins,
     round_up,
 )
-from tlora_megatron.training.packing.timed_rounds import RoundRule, fill_by_time, round_ends_ps
+from tlora_megatron.training.packing.recompute_cut import RoundRule, fill_by_time, round_ends_ps
 
 
 def test_a_histogram_from_lengths_keeps_mean_and_longest() -> None:

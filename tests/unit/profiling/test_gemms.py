@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tlora_megatron.profiling.gemms import measure_fp8_gemm, measure_gemm, multiplies_fp8
+from tlora_megatron.profiling.ops import measure_fp8_gemm, measure_gemm, multiplies_fp8
 from tlora_megatron.profiling.timer import DeviceTimer
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import pytest
 
 from tests.helpers.layout_sites import SPEC
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec
-from tlora_megatron.model.recompute import RECOMPUTES, RecomputeTable
-from tlora_megatron.model.replicas.deployment import ReplicaLayout
+from tlora_megatron.model.deployment import ReplicaLayout
+from tlora_megatron.model.layout import RECOMPUTES, RecomputeTable
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.replica_rate import replica_rate

@@ -16,10 +16,10 @@ from tlora_megatron.scheduler.jobs import Job, Waiting
 from tlora_megatron.scheduler.policy import Changes, Policy, Rules
 from tlora_megatron.scheduler.queue import WaitingQueue
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
-from tlora_megatron.sim.cluster_config import load_cluster
-from tlora_megatron.sim.job_mix import load_mix
+from tlora_megatron.sim.cluster import load_cluster
 from tlora_megatron.sim.study import Options, Study
 from tlora_megatron.sim.trace import Trace, TraceRow
+from tlora_megatron.sim.workload import load_mix
 
 _RUNNING, _WAITING = 100, 1000
 _MOMENTS_S = (50.0, 1050.0)

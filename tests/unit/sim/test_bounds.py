@@ -15,9 +15,9 @@ from tlora_megatron.sim.bounds import (
     fluid_s,
     least_mean_jct_s,
     limits_of,
+    malleable_mean_jct_s,
     mean_busy_s,
 )
-from tlora_megatron.sim.malleable import malleable_mean_jct_s
 
 FULL = 10
 """A batch that keeps one GPU of the world busy; half of it trains half as many tokens."""

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from tlora_megatron.scheduler.registry import POLICIES
-from tlora_megatron.sim.cluster_config import load_cluster
-from tlora_megatron.sim.job_mix import load_mix
+from tlora_megatron.sim.cluster import load_cluster
 from tlora_megatron.sim.study import Options, Study
-from tlora_megatron.sim.trace import read_trace
-from tlora_megatron.sim.trace_shape import TraceShape
+from tlora_megatron.sim.trace import TraceShape, read_trace
+from tlora_megatron.sim.workload import load_mix
 
 DAY_S = 24 * 3600.0
 PARTS = {

@@ -10,8 +10,8 @@ from tests.helpers.floor_model import FREE, World
 from tlora_megatron.scheduler.invariants import InvariantError
 from tlora_megatron.scheduler.policy import Changes, Decision, Policy, RegroupCost, Rules
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
-from tlora_megatron.sim.faults import FaultRates, Faults, draw_faults
-from tlora_megatron.sim.metrics import GpuCount, quantile, summarise, time_line
+from tlora_megatron.sim.events import FaultRates, Faults, draw_faults
+from tlora_megatron.sim.ledger import GpuCount, quantile, summarise, time_line
 from tlora_megatron.sim.simulator import Simulator
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from tlora_megatron.config.reader import ConfigError
-from tlora_megatron.sim.cluster_config import load_cluster
-from tlora_megatron.sim.job_mix import MixDraw, load_mix, shipped_mixes
-from tlora_megatron.sim.trace import Trace, TraceRow, offered_gpus, read_trace
-from tlora_megatron.sim.trace_shape import TraceShape, shaped
+from tlora_megatron.sim.cluster import load_cluster
+from tlora_megatron.sim.trace import Trace, TraceRow, TraceShape, offered_gpus, read_trace, shaped
+from tlora_megatron.sim.workload import MixDraw, load_mix, shipped_mixes
 
 ACME = """\
 job_id,user,node_num,gpu_num,cpu_num,type,state,submit_time,start_time,end_time,duration,queue

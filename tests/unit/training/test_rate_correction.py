@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
-from tlora_megatron.training import rate_correction
+from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.training import round_timing
 from tlora_megatron.training.packing.packing import Round
-from tlora_megatron.training.rate_correction import RateCorrection
+from tlora_megatron.training.round_timing import RateCorrection
 
 FAST = ReplicaRate(token_ps=32_000, square_ps=64, fixed_ps=320, longest=100)
 SLOW = ReplicaRate(token_ps=64_000, square_ps=128, longest=50)
@@ -32,9 +32,9 @@ class World:
     def run(self, *times_s: float, rounds: int = 8) -> None:
         """Rounds in which each replica takes so long, and is predicted a second."""
         clock = [0.0]
-        self._patch.setattr(rate_correction.time, "perf_counter", lambda: clock[0])
+        self._patch.setattr(round_timing.time, "perf_counter", lambda: clock[0])
         one_second: Any = lambda *_: [10**12] * len(times_s)  # noqa: E731
-        self._patch.setattr(rate_correction, "round_ends_ps", one_second)
+        self._patch.setattr(round_timing, "round_ends_ps", one_second)
         for rank, time_s in zip(self.ranks, times_s, strict=True):
             for _ in range(rounds):
                 with rank.measured(Round(replicas=())):
@@ -43,11 +43,11 @@ class World:
     def settle(self) -> None:
         """All processes agree."""
         sums: list[torch.Tensor] = []
-        self._patch.setattr(rate_correction.dist, "all_reduce", sums.append)
+        self._patch.setattr(round_timing.dist, "all_reduce", sums.append)
         for rank in self.ranks:
             rank.settle()  # what each brings
         total = sum(t.clone() for t in sums)
-        self._patch.setattr(rate_correction.dist, "all_reduce", lambda t: t.copy_(total))
+        self._patch.setattr(round_timing.dist, "all_reduce", lambda t: t.copy_(total))
         for rank in self.ranks:
             rank.settle()
 

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable
 
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.training.round_depth import DEPTHS, ENOUGH, WORTH, choose_depth, outlook
 
 RATE = ReplicaRate(token_ps=53_000_000, square_ps=2700, fixed_ps=0, longest=16384)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.training.packing.packing import Round
 from tlora_megatron.training.round_timing import BusyShare, RoundTiming, describe_rounds
 

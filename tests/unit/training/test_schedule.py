@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import get_scheduler
 
 from tlora_megatron.config.job import ScheduleSpec
-from tlora_megatron.training.schedule import learning_rate
+from tlora_megatron.training.job_state import learning_rate
 
 HF_NAMES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 fast = settings(max_examples=60, deadline=None)

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.cli.auto_plan import DEFAULT_HARDWARE, add_hardware_arguments
-from tlora_megatron.cli.console import open_console
-from tlora_megatron.cli.output_files import check_output
-from tlora_megatron.cli.plan.advice import advice_document, print_advice
-from tlora_megatron.cli.plan.deployments import deployments_document, print_deployments
+from tlora_megatron.cli.plan.deployments import (
+    advice_document,
+    deployments_document,
+    print_advice,
+    print_deployments,
+)
 from tlora_megatron.cli.plan.ranking import (
     print_explanation,
     print_missing,
@@ -28,18 +30,19 @@ from tlora_megatron.cli.plan.space_options import (
     naming_flags,
     search_space,
 )
+from tlora_megatron.cli.tables import check_output, open_console
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.parallel_rules import DETERMINISM_COST
 from tlora_megatron.config.reader import must
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.planner.advice.advise import Advice, advise
+from tlora_megatron.planner.advice import Advice, advise
 from tlora_megatron.planner.candidate import is_ours_alone
 from tlora_megatron.planner.deploy.deploy import deploy
 from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import RankedPlan, SearchResult, search
-from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.planning.deployments import check_deployable, write_deployment
 from tlora_megatron.runtime.planning.plan_files import (

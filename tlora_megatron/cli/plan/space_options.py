@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.planner.candidate import SHARDINGS, Runner
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import NothingAllowed
-from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.runtime.planning.plan_inputs import largest_portion
 
 _FLAGS = {

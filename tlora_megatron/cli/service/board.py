@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tlora_megatron.cli.service.rows import count_words, duration_words, job_table, progress_words
+from tlora_megatron.cli.service.jobs import count_words, duration_words, job_table, progress_words
 
 if TYPE_CHECKING:
     from tlora_megatron.service.store import Gang, Job, Store

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from tlora_megatron.cli.console import open_console
 from tlora_megatron.cli.service.opening import add_service_argument, open_service
+from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.reader import ConfigError, must
 
 if TYPE_CHECKING:

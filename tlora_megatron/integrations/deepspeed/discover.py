@@ -20,12 +20,9 @@ from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from torch import nn
 
 from tlora_megatron.integrations.deepspeed.experts import refused_targets
-from tlora_megatron.layers.attach import make_multi_adapter
-from tlora_megatron.layers.linear import computes_base, multi_lora_linear
-from tlora_megatron.layers.linear_layout import LinearLayout
-from tlora_megatron.layers.linear_sites import rank_sites
-from tlora_megatron.layers.multi_adapter import MultiAdapter
-from tlora_megatron.layers.sites import Site
+from tlora_megatron.layers.linear import LinearLayout, computes_base, multi_lora_linear
+from tlora_megatron.layers.multi_adapter import MultiAdapter, make_multi_adapter
+from tlora_megatron.layers.sites import Site, rank_sites
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec
 from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.ops.routing import current_micro_batch

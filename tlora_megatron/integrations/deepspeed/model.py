@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from tlora_megatron.config.load import BaseModelSpec
-from tlora_megatron.model.published_fp8 import refuse_published
+from tlora_megatron.model.quantisation import refuse_published
 from tlora_megatron.ops.frozen.packed_attention import attend_documents
 from tlora_megatron.ops.routing import current_micro_batch
 from tlora_megatron.training.formats.hf_checkpoint import all_finite

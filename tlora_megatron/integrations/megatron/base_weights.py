@@ -14,12 +14,10 @@ from tlora_megatron.layers.quantised_linear import quantise_in_place, quantised_
 from tlora_megatron.model.quantisation import PARTS, BaseQuantisation
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.base_reader import read_base
-from tlora_megatron.training.formats.gpt_oss_experts import weight_source
-from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
-from tlora_megatron.training.formats.hf_convert import check_weights, draw_base
-from tlora_megatron.training.formats.quantised.source import QuantizedSource
+from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, weight_source
+from tlora_megatron.training.formats.hf_convert import Rounding, check_weights, draw_base
+from tlora_megatron.training.formats.quantised import QuantizedSource
 from tlora_megatron.training.formats.rank_tensors import RankTensor
-from tlora_megatron.training.formats.rounding import Rounding
 
 
 def read_weights(

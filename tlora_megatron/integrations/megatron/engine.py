@@ -22,12 +22,11 @@ from torch import nn
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
+from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.layout import ExpertPlace, ParallelLayout
-from tlora_megatron.model.replicas.deployment import Deployment
 from tlora_megatron.ops.routing import bind_current, use_micro_batch
-from tlora_megatron.parallel.cells import make_replica_cells
-from tlora_megatron.parallel.groups import ExpertGroups, ParallelGroups
-from tlora_megatron.training.nano.switch import NanoSettings
+from tlora_megatron.parallel.groups import ExpertGroups, ParallelGroups, make_replica_cells
+from tlora_megatron.training.nano.rounds import NanoSettings
 from tlora_megatron.training.packing.packing import PackedBatch
 
 _MARK = "_tlora_captures_routing"

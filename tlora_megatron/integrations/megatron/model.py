@@ -34,14 +34,14 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
     RMSNorm,
 )
 from tlora_megatron.integrations.megatron.process_groups import lay_out_replicas
-from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.deployment import Deployment
+from tlora_megatron.model.layout import ParallelLayout, Recompute
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
-from tlora_megatron.model.recompute import Recompute
-from tlora_megatron.model.replicas.deployment import Deployment
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.parallel.nano.hardware_queues import set_queues
+from tlora_megatron.parallel.nano.overlap import set_queues
 from tlora_megatron.training.formats.hf_checkpoint import RandomWeights
 from tlora_megatron.training.formats.hf_convert import (
+    Rounding,
     check_layout,
     draw_base,
     hf_shapes,
@@ -51,7 +51,6 @@ from tlora_megatron.training.formats.rank_tensors import (
     padded_vocab_size,
     rank_tensors,
 )
-from tlora_megatron.training.formats.rounding import Rounding
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     "none": {},
@@ -80,7 +79,7 @@ def initialize_parallel(
 
     Args:
         overlaps: nano-batches will hide each other's communication
-            (`parallel.nano.hardware_queues`).
+            (`parallel.nano.overlap`).
         deployment: unlike replicas, of one of which `layout` is; None = all are alike.
 
     Raises:

@@ -21,13 +21,12 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import built_nor
 from tlora_megatron.integrations.megatron.staggered import stagger
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano.lane_room import LaneRoom, lane_room
-from tlora_megatron.parallel.nano.overlap import Overlap
+from tlora_megatron.parallel.nano.overlap import LaneRoom, Overlap, lane_room
 from tlora_megatron.parallel.transport.tensor_collectives import (
     TensorCollectives,
     make_tensor_collectives,
 )
-from tlora_megatron.training.nano.switch import NanoSettings
+from tlora_megatron.training.nano.rounds import NanoSettings
 
 _RECOMPUTED_NORMS = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm")
 """Attributes of a layer; lanes keep what they have gathered."""

@@ -27,8 +27,7 @@ from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapte
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch, use_micro_batch
 from tlora_megatron.parallel.nano.lane_tape import AutogradTape, VjpTape
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
-from tlora_megatron.parallel.nano.overlap import Overlap
-from tlora_megatron.parallel.nano.turns import join, take_turns, take_turns_back
+from tlora_megatron.parallel.nano.overlap import Overlap, join, take_turns, take_turns_back
 
 _SIGNATURE = inspect.signature(TransformerBlock.forward)
 

@@ -26,7 +26,7 @@ from tlora_megatron.integrations.megatron_lm.same_model import without_quantizat
 from tlora_megatron.layers.vocabulary_head import VocabularyShard, vocab_parallel_argmax
 from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.training.nano.switch import NanoSettings
+from tlora_megatron.training.nano.rounds import NanoSettings
 from tlora_megatron.training.packing.isolation import check_isolation
 from tlora_megatron.training.packing.packing import PackedBatch
 

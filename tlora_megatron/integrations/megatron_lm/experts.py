@@ -19,7 +19,7 @@ from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.parallel_rules import check_job_over_experts
 from tlora_megatron.config.schema import JobError, RunConfig
 from tlora_megatron.integrations.megatron_lm.guard import FLAG
-from tlora_megatron.model.expert_targets import over_base
+from tlora_megatron.model.backbone import over_base
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
 

@@ -2,16 +2,14 @@
 
 from tlora_megatron.layers.slab.adapter_slab import AdapterSlab, Copier, Fill, StatePlacement
 from tlora_megatron.layers.slab.factors import (
+    WholeTensor,
+    check_finite,
     factor_names,
     factor_shape,
+    find_whole_tensors,
     initial_factor,
     initial_factors,
     split_name,
-)
-from tlora_megatron.layers.slab.whole_tensors import (
-    WholeTensor,
-    check_finite,
-    find_whole_tensors,
     whole_tensors,
 )
 

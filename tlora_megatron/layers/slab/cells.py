@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.layers.slab.layout import Factor, SlabLayout
-from tlora_megatron.parallel.cells import ReplicaCells
 from tlora_megatron.parallel.collectives import all_gather_rows, reduce_scatter_rows
+from tlora_megatron.parallel.groups import ReplicaCells
 
 _RUNS = {"linear_fc1": 2}
 """Runs of columns in which a fused target's sharded factor lies: gate, then up."""

@@ -1,25 +1,236 @@
-"""Causal attention inside the documents of a packed micro-batch.
+"""Causal attention inside the documents of a packed micro-batch, by flash attention on GPUs.
 
-Shapes: T local rows, K key rows in span order, N query heads, G key-value heads, D head dimension.
+Semantics, for a query i of head n that sees the keys J(i) = {j <= i, j > i - window}:
+
+    p[i, j] = exp(s[i, j]) / (exp(sink[n]) + sum over J(i) of exp(s[i, j]))
+
+The sink's own share is dropped, so a row of p sums to less than 1. From attention without sinks,
+whose logarithm of the sum of exponentials is lse, it follows as
+
+    out * sigmoid(lse - sink),    lse' = log(exp(lse) + exp(sink))
+
+and the way back is that of attention without sinks, given this output and lse': it computes
+p = exp(s - lse') and ds = p (dp - sum(dout * out)), which is the gradient of p above.
+
+`torch.nn.attention.varlen` takes as many key-value heads as query heads before torch 2.12, so keys
+and values would be repeated; the operators below it take groups.
+
+Shapes: T query rows (local ones), K key rows in span order, N query heads, G key-value heads, D
+head dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from tlora_megatron.ops.frozen.exact_attention import BackwardCalls, backward_calls, classes_on
-from tlora_megatron.ops.frozen.parts import Vjp, vjp_by_autograd
-from tlora_megatron.ops.frozen.varlen_attention import (
-    WHOLE,
-    CumulativeLengths,
-    Sight,
-    attend_in_sight,
-    varlen_attention,
-    varlen_attention_vjp,
+from tlora_megatron.ops.frozen.exact_attention import (
+    BackwardCalls,
+    backward_calls,
+    backward_in_calls,
+    classes_on,
 )
+from tlora_megatron.ops.frozen.parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.routing import MicroBatchView
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sight:
+    """The keys that a query sees, and what takes a share of its softmax beside them."""
+
+    window: int | None = None
+    """Keys, its own included; None = all up to its own."""
+    sinks_N: Tensor | None = None
+    """A logit of each query head, in any dtype; None = there are none."""
+
+
+WHOLE = Sight()
+"""All keys up to the query's own, and nothing beside them."""
+
+
+def attend_in_sight(
+    q_TND: Tensor, k_KGD: Tensor, v_KGD: Tensor, scale: float, sight: Sight
+) -> Tensor:
+    """The definition for one document: attention `[T, N, D]`, differentiable; stores its scores.
+
+    The last query sees the last key, as far as the window lets it.
+    """
+    rows, keys, groups = len(q_TND), len(k_KGD), k_KGD.shape[1]
+    q_GRTD = q_TND.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
+    scores_GRTK = q_GRTD @ k_KGD.permute(1, 2, 0)[:, None] * scale
+    seen_TK = torch.ones(rows, keys, dtype=torch.bool, device=q_TND.device).tril(keys - rows)
+    if sight.window is not None:
+        seen_TK = seen_TK.triu(keys - rows - sight.window + 1)
+    scores_GRTK = scores_GRTK.masked_fill(~seen_TK, float("-inf"))
+    if sight.sinks_N is None:
+        shares_GRTK = scores_GRTK.softmax(-1)
+    else:
+        sinks_GR11 = sight.sinks_N.to(scores_GRTK.dtype).view(groups, -1, 1, 1)
+        beside = sinks_GR11.expand(*scores_GRTK.shape[:3], 1)
+        shares_GRTK = torch.cat([scores_GRTK, beside], dim=-1).softmax(-1)[..., :-1]
+    out_GRTD = shares_GRTK @ v_KGD.transpose(0, 1)[:, None]
+    return out_GRTD.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def with_sinks(out_TND: Tensor, lse_NT: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the output and the logarithm of the sum `[N, T]` with sinks, from those without.
+
+    Given to attention's way back without sinks, they give the gradients with them.
+    """
+    sinks_N1 = sinks_N.to(lse_NT.dtype)[:, None]
+    shares_NT = torch.sigmoid(lse_NT - sinks_N1)
+    out = (out_TND * shares_NT.T[..., None]).to(out_TND.dtype)
+    return out, torch.logaddexp(lse_NT, sinks_N1)
+
+
+class CumulativeLengths(NamedTuple):
+    """Begins of the spans' rows, int32 `[spans + 1]`, and the longest span."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    max_queries: int
+    max_keys: int
+    backward_calls: BackwardCalls | None = None
+    """None = one call for all spans, in the fastest way."""
+
+
+def varlen_attention(
+    q_TND: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    lengths: CumulativeLengths,
+    scale: float,
+    sight: Sight = WHOLE,
+) -> torch.Tensor:
+    """Returns attention `[T, N, D]`; a span's last query sees all keys, the one before all but one.
+
+    bf16 or fp16 on CUDA, D a multiple of 8. The queries' gradients are added up by atomics, unless
+    the lengths have calls of `exact_attention`, or `torch.use_deterministic_algorithms(True)` asks
+    for the same bits every time: on ragged packed rows that costs the backward 1.7x (H200,
+    docs/measurements, frozen_parts).
+    """
+    return _VarlenAttention.apply(q_TND, k_KGD, v_KGD, lengths, scale, sight)
+
+
+def varlen_attention_vjp(
+    q_TND: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    lengths: CumulativeLengths,
+    scale: float,
+    sight: Sight = WHOLE,
+) -> tuple[torch.Tensor, Vjp]:
+    """Returns `varlen_attention` and its vector-Jacobian product."""
+    saved = _forward(q_TND, k_KGD, v_KGD, lengths, scale, sight)
+    return saved[3], lambda dout_TND: _backward(dout_TND, saved, lengths, scale, sight)
+
+
+class _VarlenAttention(torch.autograd.Function):
+    """Saves queries, keys, values, the output and a number a query and head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_TND: torch.Tensor,
+        k_KGD: torch.Tensor,
+        v_KGD: torch.Tensor,
+        lengths: CumulativeLengths,
+        scale: float,
+        sight: Sight,
+    ) -> torch.Tensor:
+        saved = _forward(q_TND, k_KGD, v_KGD, lengths, scale, sight)
+        ctx.save_for_backward(*saved)
+        ctx.lengths, ctx.scale, ctx.sight = lengths, scale, sight
+        return saved[3]
+
+    @staticmethod
+    def backward(ctx: Any, dout_TND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grads = _backward(dout_TND, ctx.saved_tensors, ctx.lengths, ctx.scale, ctx.sight)
+        return *grads, None, None, None
+
+
+def _forward(
+    q_TND: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    lengths: CumulativeLengths,
+    scale: float,
+    sight: Sight,
+) -> tuple[torch.Tensor, ...]:
+    """Returns what backward needs; the output is the fourth.
+
+    It is queries, keys, values, the output, a number a query and head, and the state of a random
+    generator that draws nothing. Output and number are those with sinks, if there are any.
+    """
+    out_TND, lse_NT, *random_state = torch.ops.aten._flash_attention_forward(
+        q_TND,
+        k_KGD,
+        v_KGD,
+        *lengths[:4],
+        0.0,  # dropout
+        True,  # causal
+        False,  # return_debug_mask
+        scale=scale,
+        **_window(sight),
+    )
+    if sight.sinks_N is not None:
+        out_TND, lse_NT = with_sinks(out_TND, lse_NT, sight.sinks_N)
+    return q_TND, k_KGD, v_KGD, out_TND, lse_NT, *random_state[:2]
+
+
+def _window(sight: Sight) -> dict[str, int]:
+    """The kernels' arguments: keys before a query's own, and behind it."""
+    if sight.window is None:
+        return {}
+    return {"window_size_left": sight.window - 1, "window_size_right": 0}
+
+
+def _backward(
+    dout_TND: torch.Tensor,
+    saved: tuple[torch.Tensor, ...],
+    lengths: CumulativeLengths,
+    scale: float,
+    sight: Sight,
+) -> tuple[torch.Tensor, ...]:
+    *tensors, seed, offset = saved
+    random_state, calls = (seed, offset), lengths.backward_calls
+    window = _window(sight)
+    if calls is None:
+        return _backward_kernel(dout_TND, tensors, lengths[:4], random_state, scale, window)
+
+    def kernel(
+        dout: torch.Tensor, own: Sequence[torch.Tensor], cumulative: torch.Tensor, longest: int
+    ) -> tuple[torch.Tensor, ...]:
+        begins = (cumulative, cumulative, longest, longest)
+        return _backward_kernel(dout, own, begins, random_state, scale, window)
+
+    return backward_in_calls(dout_TND, tensors, calls, kernel)
+
+
+def _backward_kernel(
+    dout_TND: torch.Tensor,
+    saved: Sequence[torch.Tensor],
+    lengths: tuple[torch.Tensor, torch.Tensor, int, int],
+    random_state: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    window: dict[str, int],
+) -> tuple[torch.Tensor, ...]:
+    return torch.ops.aten._flash_attention_backward(
+        dout_TND,
+        *saved,
+        *lengths,
+        0.0,  # dropout
+        True,  # causal
+        *random_state,
+        scale=scale,
+        **window,
+    )
 
 
 def attend_documents(

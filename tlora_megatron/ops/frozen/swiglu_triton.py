@@ -1,4 +1,4 @@
-"""Kernels of `ops.frozen.swiglu`; before a linear in FP8 they also quantise their rows."""
+"""Kernels of `ops.frozen.parts`; before a linear in FP8 they also quantise their rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def product(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def gradients(grad: tl.tensor, gate: tl.tensor, up: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Gradients of gate and up."""
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     return grad * up * (sigmoid + silu * (1.0 - sigmoid)), grad * silu

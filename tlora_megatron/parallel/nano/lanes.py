@@ -38,9 +38,9 @@ from tlora_megatron.parallel.nano.lane_tape import (
     Module,
     RecordedSublayer,
     Reduced,
+    SideStream,
     VjpTape,
 )
-from tlora_megatron.parallel.nano.side_stream import SideStream
 from tlora_megatron.parallel.transport.tensor_collectives import TensorCollectives
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tlora_megatron.ops.kernel_build import load_extension
 from tlora_megatron.ops.lora.cuda_arguments import ExchangeArguments, ExchangeStep
 from tlora_megatron.ops.lora.cuda_calls import multiprocessors
-from tlora_megatron.parallel.transport.exchange import (
+from tlora_megatron.parallel.transport.peer_memory import (
     Copy,
     Exchange,
     Lane,
@@ -28,9 +28,10 @@ from tlora_megatron.parallel.transport.exchange import (
     Place,
     Step,
     Sum,
+    SymmetricMemory,
+    allocate,
 )
-from tlora_megatron.parallel.transport.exchange import slot_bytes as slot_bytes_for
-from tlora_megatron.parallel.transport.symmetric_memory import SymmetricMemory, allocate
+from tlora_megatron.parallel.transport.peer_memory import slot_bytes as slot_bytes_for
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _FLAG_BYTES = 512

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.parallel.transport.copy_engine import CopyEngineCollectives
-from tlora_megatron.parallel.transport.symmetric_memory import obstacle
+from tlora_megatron.parallel.transport.peer_memory import obstacle
 
 logger = logging.getLogger(__name__)
 

@@ -10,20 +10,24 @@ from typing import NamedTuple
 
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
-from tlora_megatron.planner.cost.experts.adapters import expert_elements
-from tlora_megatron.planner.cost.experts.split import check_predictable, expert_split
-from tlora_megatron.planner.cost.job_sums import JobSums
+from tlora_megatron.planner.cost.adapter_sizes import JobSums, adapter_elements
+from tlora_megatron.planner.cost.expert_adapters import expert_elements
+from tlora_megatron.planner.cost.experts import check_predictable, expert_split
 from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
 from tlora_megatron.planner.cost.memory import HEAD_ROWS, ROW_TILE
-from tlora_megatron.planner.cost.nano_parts import fastest_split, full_capacity, num_parts, splits
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.spans import Span, group_span, plan_spans
-from tlora_megatron.planner.cost.step_terms import StepCost
+from tlora_megatron.planner.cost.step_terms import (
+    StepCost,
+    fastest_split,
+    full_capacity,
+    num_parts,
+    splits,
+)
 from tlora_megatron.planner.hardware import CollectiveOp, HardwareProfile
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.rounds.model import LOOKED_AT, RoundModel
-from tlora_megatron.planner.rounds.timed import timed_load
+from tlora_megatron.planner.rounds.packer import timed_load
 from tlora_megatron.planner.workload import JobLoad, check_jobs
 
 OPTIMIZER_BYTES = 52

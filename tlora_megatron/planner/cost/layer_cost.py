@@ -9,17 +9,21 @@ from typing import NamedTuple
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.adapter_sizes import dense_linears, local_shape
-from tlora_megatron.planner.cost.experts.adapters import ExpertLora
-from tlora_megatron.planner.cost.experts.shared import gate_passes
-from tlora_megatron.planner.cost.experts.split import expert_split
-from tlora_megatron.planner.cost.experts.work import RoutedWork
-from tlora_megatron.planner.cost.job_sums import JobSums
-from tlora_megatron.planner.cost.lora_work import PLACE_BYTES, LoraCounts, exchange_of, lora_counts
+from tlora_megatron.planner.cost.adapter_sizes import (
+    PLACE_BYTES,
+    JobSums,
+    LoraCounts,
+    dense_linears,
+    exchange_of,
+    local_shape,
+    lora_counts,
+)
+from tlora_megatron.planner.cost.expert_adapters import ExpertLora
+from tlora_megatron.planner.cost.experts import RoutedWork, expert_split, gate_passes
 from tlora_megatron.planner.cost.memory import ROW_TILE
-from tlora_megatron.planner.cost.nano_parts import exposed_share, num_parts
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.spans import plan_spans
+from tlora_megatron.planner.cost.step_terms import exposed_share, num_parts
 from tlora_megatron.planner.hardware import CollectiveOp
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad

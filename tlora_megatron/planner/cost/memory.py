@@ -2,6 +2,7 @@
 
 Checked against measured peaks of Llama-3.1-8B without recompute on one H200 at 8,192 rows: 41.8 GB
 without adapters, and 64.7 GB with eight adapters of ranks 4 to 64.
+
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import NamedTuple
 
-from tlora_megatron.model.published_fp8 import BLOCK
+from tlora_megatron.model.quantisation import BLOCK
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import (
@@ -23,13 +24,12 @@ from tlora_megatron.planner.cost.adapter_sizes import (
     local_shape,
     spread_elements,
 )
-from tlora_megatron.planner.cost.experts.adapters import (
+from tlora_megatron.planner.cost.expert_adapters import (
     copied_expert_elements,
     expert_elements,
+    routed_bytes,
 )
-from tlora_megatron.planner.cost.experts.bytes import routed_bytes
-from tlora_megatron.planner.cost.experts.shared import shared_weights
-from tlora_megatron.planner.cost.experts.split import check_predictable, expert_split
+from tlora_megatron.planner.cost.experts import check_predictable, expert_split, shared_weights
 from tlora_megatron.planner.cost.saved_activations import (
     kept_bytes,
     row_shards,

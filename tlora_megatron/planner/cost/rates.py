@@ -1,4 +1,20 @@
-"""Predicts times of single operations by interpolating the points of a hardware profile."""
+"""Predicts times of single operations by a profile's points, and of collectives over nodes.
+
+`python -m scripts.bench.experts.predicted --fit` fits the times around routed experts to
+scripts/bench/results/experts.csv: one H200, six layers of
+Qwen3-30B-A3B and four of Mixtral 8x7B, 8,192 rows a micro-batch.
+
+NCCL's own model of collectives over nodes is `ncclTopoTuneModel` (src/graph/tuning.cc of NCCL 2.28
+to 2.30); the terms here are its terms. A ring passes through all of a group's GPUs of a node before
+it leaves the node, and there are as many rings as cards near those GPUs, each leaving and arriving
+by its own card ("rails"). So a node of m GPUs of the group sends over m cards at once. What a
+node's GPUs pass to each other is the same number of bytes over NVLink, at the same time: the slower
+of the two counts. A tree is a chain within a node and a double binary tree between nodes; every
+node sends the tensor up and down once, and between two nodes in one direction only.
+
+Left out: NVLS and SHARP, which sum in switches and are faster; PAT; networks that share their
+switches' uplinks.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +22,121 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from tlora_megatron.planner.cost.expert_times import EXPERT_TIMES, ExpertTimes
-from tlora_megatron.planner.cost.network import all_to_all_over_nodes_s, over_nodes_s
 from tlora_megatron.planner.cost.spans import Span
 from tlora_megatron.planner.hardware import CollectiveOp, GemmPoint, HardwareProfile, Link
+
+FITTED_CHOICES = 65536
+"""Choices of experts (rows times `top_k`) in a measured micro-batch of Qwen3-30B-A3B."""
+ROUTING_FORWARD = 0.8
+"""Share of a layer's small kernels that forward has: 19 of 28 operations, among them top-k and two
+sorts, which are several kernels each."""
+FIXED = 0.5
+"""Share of small kernels' time that does not grow with rows; assumed, since nearly all measured
+micro-batches have as many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertTimes:
+    """Seconds, alike on all GPUs: what takes them are many short kernels and the host."""
+
+    routing_s: float = 0.0
+    """Of a layer's choices of experts and their order, forward and backward."""
+    outer_linear_s: float = 0.0
+    """Of the further short kernels at a linear whose outer factors experts share, both ways."""
+    job_step_s: float = 0.0
+    """Of an optimizer step of a job with adapters on experts, beside the bytes of its elements."""
+
+    def routing(self, choices: float) -> tuple[float, float]:
+        """Seconds of one layer's choices, forward and backward."""
+        seconds = self.routing_s * _grown(choices)
+        return ROUTING_FORWARD * seconds, (1 - ROUTING_FORWARD) * seconds
+
+    def outer(self, choices: float) -> float:
+        """Seconds of each direction at a linear whose outer factors experts share."""
+        return self.outer_linear_s / 2 * _grown(choices)
+
+
+def _grown(choices: float) -> float:
+    return FIXED + (1 - FIXED) * choices / FITTED_CHOICES
+
+
+EXPERT_TIMES = ExpertTimes(routing_s=593e-6, outer_linear_s=204e-6, job_step_s=387e-6)
+"""Those of the kernels and the host that were measured."""
+
+
+_TREE_SHARE = 0.92
+"""Share of the bandwidth that a tree attains (`ncclTopoTuneModel`)."""
+_RING_S, _STEP_S, _NETWORK_STEP_S = 14e-6, 1.9e-6, 4.0e-6
+"""Start of a ring, a step of it over NVLink and one over the network: `ncclTunerConstantsDefaults`,
+protocol LL128."""
+
+
+def over_nodes_s(
+    op: CollectiveOp, span: Span, size_bytes: float, hardware: HardwareProfile
+) -> float:
+    """Time of a collective over nodes.
+
+    Args:
+        size_bytes: size of the tensor gathered, or before it is scattered.
+
+    Raises:
+        ValueError: if the profile has no link between nodes.
+    """
+    link = hardware.inter_node
+    if link is None:
+        raise ValueError(f"inter_node must be given for {span.ranks} GPUs of several nodes")
+    if op == "p2p":
+        return link.latency_s + size_bytes / hardware.gpu_network_bytes_per_s
+    knows_cards = hardware.nics_per_node is not None
+    rails = hardware.gpu_network_bytes_per_s * (span.local if knows_cards else 1)
+    near = hardware.intra_node.bytes_per_s if span.local > 1 else math.inf
+    turns = 2 if op == "all_reduce" else 1
+    start_s = turns * _tree_start_s(span, hardware)
+    ring_start_s = max(start_s, turns * _ring_start_s(span)) if knows_cards else start_s
+    share = turns * (span.ranks - 1) / span.ranks
+    ring_s = ring_start_s + share * size_bytes / min(rails, near)
+    if op != "all_reduce" or not knows_cards:
+        return ring_s
+    between = (1 if span.nodes == 2 else 2) * size_bytes / rails
+    tree_s = start_s + max(between, 2 * size_bytes / near) / _TREE_SHARE
+    return min(ring_s, tree_s)
+
+
+def all_to_all_over_nodes_s(span: Span, size_bytes: float, hardware: HardwareProfile) -> float:
+    """Time of an all-to-all with equal parts over nodes.
+
+    All GPUs of a node send at once, so each has its share of the cards. What stays in the node goes
+    over NVLink at the same time.
+
+    Args:
+        size_bytes: what a rank sends, its own part included.
+
+    Raises:
+        ValueError: if the profile has no link between nodes.
+    """
+    link = hardware.inter_node
+    if link is None:
+        raise ValueError(f"inter_node must be given for {span.ranks} GPUs of several nodes")
+    far, near = span.ranks - span.local, span.local - 1
+    over_network_s = far * size_bytes / span.ranks / hardware.gpu_network_bytes_per_s
+    in_node_s = near * size_bytes / span.ranks / hardware.intra_node.bytes_per_s
+    return link.latency_s + max(over_network_s, in_node_s)
+
+
+def _tree_start_s(span: Span, hardware: HardwareProfile) -> float:
+    """Latencies of one way through the levels of a tree."""
+    assert hardware.inter_node is not None, "several nodes must have a link"
+    outer = math.ceil(math.log2(span.nodes))
+    inner = math.ceil(math.log2(span.ranks)) - outer
+    return outer * hardware.inter_node.latency_s + inner * hardware.intra_node.latency_s
+
+
+def _ring_start_s(span: Span) -> float:
+    """Latencies of one way around a ring; they grow with the number of its GPUs."""
+    return _RING_S + (span.ranks - span.nodes) * _STEP_S + (span.nodes - 1) * _NETWORK_STEP_S
+
 
 _GROUP_TILE = 128
 """Rows of a tile of a grouped product; each group's last tile is half full on average."""

@@ -1,21 +1,153 @@
-"""The predicted speed of a data-parallel replica, in whole numbers."""
+"""The predicted speed of a replica: what a sequence costs it, a line and a square of its rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from tlora_megatron.model.recompute import RecomputeTable
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.cost.replica_curve import Seen, busy_s, fit
+from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+
+_SHORT = 1024
+"""The shorter of the two lengths between which attention is fitted; the other is the mix's longest.
+In between, whole micro-batches are then within 1.5 % of what the planner predicts for the length
+(8B, 7B and 70B shapes; H200, L40S, A100)."""
+_PICO = 1e12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaCurve:
+    """Predicted seconds of one replica: a sequence of x rows takes `token_s x + square_s x**2`."""
+
+    token_s: float
+    """Seconds a row beside attention; in a pipeline of its slowest stage, like all of these."""
+    square_s: float
+    """Seconds a squared row of a sequence."""
+    fixed_s: float
+    """Seconds a micro-batch, however many rows it has."""
+    budget: int
+    """Rows of a micro-batch."""
+    stages: int = 1
+    """Stages of the replica's pipeline."""
+
+    def seconds(self, rows: float, squares: float) -> float:
+        """Time of sequences in full micro-batches, from the sums of their rows and squares.
+
+        A pipeline is filled and drained once for four micro-batches a stage.
+        """
+        bubble = (self.stages - 1) / (4 * self.stages)
+        flat_s = self.token_s + self.fixed_s / self.budget
+        return (1 + bubble) * (flat_s * rows + self.square_s * squares)
+
+    def round_ps(self, micro_batches: Sequence[Sequence[int]]) -> int:
+        """Picoseconds of one round, given the rows of its sequences by micro-batch."""
+        rate = self.rate
+        each = [rate.fixed_ps + sum(map(rate.sequence_ps, rows)) for rows in micro_batches]
+        return sum(each) + (self.stages - 1) * max(each, default=0)
+
+    @property
+    def rate(self) -> ReplicaRate:
+        """The curve in the whole numbers that rounds are balanced by."""
+        return ReplicaRate(
+            token_ps=max(1, round(self.token_s * _PICO)),
+            square_ps=max(0, round(self.square_s * _PICO)),
+            fixed_ps=max(0, round(self.fixed_s * _PICO)),
+            longest=self.budget,
+        )
+
+
+class Seen(NamedTuple):
+    """The measurements that a curve is fitted to: micro-batches of sequences of two lengths."""
+
+    short: int
+    long: int
+    short_s: float
+    """Seconds of a full micro-batch of short sequences."""
+    long_s: float
+    """Seconds of a full one of long sequences."""
+    half_s: float
+    """Seconds of half a micro-batch of short ones."""
+
+
+def fit(seen: Seen, budget: int, stages: int = 1) -> ReplicaCurve:
+    """Fits a curve to micro-batches of `budget` rows.
+
+    The two lengths give the linear and the quadratic part, half a micro-batch the part that is
+    there whatever its rows.
+    """
+    square_s = max(0.0, (seen.long_s - seen.short_s) / budget / max(1, seen.long - seen.short))
+    fixed_s = min(max(0.0, 2 * seen.half_s - seen.short_s), seen.short_s / 2)
+    return ReplicaCurve(
+        token_s=(seen.short_s - fixed_s) / budget - square_s * seen.short,
+        square_s=square_s,
+        fixed_s=fixed_s,
+        budget=budget,
+        stages=stages,
+    )
+
+
+class CurveModel:
+    """Fits curves for one mix of jobs on one model and machine; plans share computed parts.
+
+    The mix gives ranks, targets and how many jobs meet in a micro-batch; lengths are varied.
+    """
+
+    def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], rates: Rates) -> None:
+        self._jobs = tuple(jobs)
+        self._long = max(2 * _SHORT, *(job.lengths.longest for job in jobs))
+        self._models = {
+            length: CostModel(
+                spec,
+                [replace(job, lengths=LengthHistogram.single(length)) for job in jobs],
+                rates,
+            )
+            for length in (_SHORT, self._long)
+        }
+
+    def curve(self, plan: Plan) -> ReplicaCurve:
+        """The curve of one replica of a plan, whatever its `dp_size`."""
+        plan = replace(plan, dp_size=1)
+        rows = plan.micro_batch_tokens
+        seen = Seen(
+            short=_SHORT,
+            long=self._long,
+            short_s=self._micro_batch_s(plan, rows, _SHORT),
+            long_s=self._micro_batch_s(plan, rows, self._long),
+            half_s=self._micro_batch_s(plan, rows // 2, _SHORT),
+        )
+        return fit(seen, rows, plan.pp_size)
+
+    def _micro_batch_s(self, plan: Plan, rows: int, length: int) -> float:
+        """Seconds that one of a round's micro-batches adds to a round."""
+        return busy_s(self._models[length].step_cost(plan, self._load(rows)))
+
+    def _load(self, rows: int) -> RoundLoad:
+        """A full micro-batch with every job's part of the rows."""
+        share = rows / sum(job.batch_tokens for job in self._jobs)
+        return RoundLoad(
+            micro_batches=1,
+            rows=rows,
+            job_tokens=tuple(job.batch_tokens * share for job in self._jobs),
+            job_sequences=tuple(job.batch_size * share for job in self._jobs),
+            steps=(0.0,) * len(self._jobs),
+        )
+
+
+def busy_s(cost: StepCost) -> float:
+    """Time of a round without the bubble, and what it does once, whatever it holds."""
+    beside = cost.gradient_sync_s + cost.optimizer_s + cost.round_s + cost.bubble_s
+    return cost.step_time_s - beside
+
 
 _SPREAD = 4
 """Factor between the two lengths at which attention is looked at, at least."""

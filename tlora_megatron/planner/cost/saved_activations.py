@@ -10,14 +10,14 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import (
     ALL_LINEARS,
     COLUMN_PARALLEL,
+    PLACES_BYTES,
     chunked,
+    keeps_whole,
     local_shape,
+    shares_all,
 )
-from tlora_megatron.planner.cost.experts.adapters import KeptInputs, kept_inputs
-from tlora_megatron.planner.cost.experts.bytes import routed_bytes
-from tlora_megatron.planner.cost.experts.shared import shared_bytes
-from tlora_megatron.planner.cost.experts.split import expert_split
-from tlora_megatron.planner.cost.lora_work import PLACES_BYTES, keeps_whole, shares_all
+from tlora_megatron.planner.cost.expert_adapters import KeptInputs, kept_inputs, routed_bytes
+from tlora_megatron.planner.cost.experts import expert_split, shared_bytes
 from tlora_megatron.planner.workload import JobLoad
 
 

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tlora_megatron.model.replicas.dispatch import admit, assign, turns
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.dispatch import admit, assign, turns
 from tlora_megatron.planner.candidate import DEPTHS
-from tlora_megatron.planner.deploy.fluid import divide
-from tlora_megatron.planner.deploy.kinds import Kind, LengthClass, classes_of
+from tlora_megatron.planner.deploy.kinds import Kind, LengthClass, classes_of, divide
 from tlora_megatron.planner.workload import JobLoad
 
 _ENOUGH = 0.985

@@ -8,15 +8,89 @@ a round's micro-batches have as many rows as the fullest.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from tlora_megatron.planner.rounds.bins import DrawnBatches
-from tlora_megatron.planner.rounds.fluid import FILL, Flow, fluid_flow, fluid_rounds
-from tlora_megatron.planner.rounds.load import ExpectedRounds, Interned, RoundLoad
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.rounds.load import DrawnBatches, ExpectedRounds, Interned, RoundLoad
 from tlora_megatron.planner.rounds.packer import Packer, RoundShape, packed_rounds
 from tlora_megatron.planner.rounds.spread import ReplicaSpread
 from tlora_megatron.planner.workload import JobLoad
+
+_FLUID_ROUNDS = 32
+FILL = 0.97
+"""Share of the room that full micro-batches use if sequences are small beside it."""
+_DUST = 1e-6
+"""Share of a sequence that is left over when a batch is done."""
+
+
+class Flow(NamedTuple):
+    """Large rounds, however many replicas share the rows of a micro-batch's turn."""
+
+    rounds: tuple[tuple[int, float, float], ...]
+    """By round, micro-batches of a replica, rows and sequences."""
+    sequences: tuple[float, ...]
+    """Sequences of each job in the mean round."""
+
+
+def fluid_flow(jobs: Sequence[JobLoad], shape: RoundShape) -> Flow:
+    """Fills large rounds: each job gets equally many sequences, or the rest of its batch.
+
+    It depends on the product of a shape's capacity and replicas only.
+    """
+    means = [job.lengths.mean for job in jobs]
+    left = [0.0] * len(jobs)
+    total = [0.0] * len(jobs)
+    rounds = []
+    for _ in range(_FLUID_ROUNDS):
+        left = [n if n > _DUST else job.batch_size for n, job in zip(left, jobs, strict=True)]
+        wanted = _dot(left, means)
+        count = shape.micro_batches(wanted)
+        room = FILL * shape.capacity * count * shape.dp_size
+        share = _fair_share(left, means, min(wanted, room))
+        taken = [n if n < share else share for n in left]
+        rounds.append((count, _dot(taken, means), sum(taken)))
+        left = [n - t for n, t in zip(left, taken, strict=True)]
+        total = [n + t for n, t in zip(total, taken, strict=True)]
+        if not any(left):
+            break  # the next rounds are the same again
+    return Flow(tuple(rounds), tuple(n / len(rounds) for n in total))
+
+
+def fluid_rounds(jobs: Sequence[JobLoad], shape: RoundShape, flow: Flow) -> ExpectedRounds:
+    """Rounds of a shape, given its flow."""
+    fullest = []
+    for count, tokens, sequences in flow.rounds:
+        bins = count * shape.dp_size
+        beyond = tokens / sequences / 2 if bins > 1 else 0.0
+        fullest.append((count, min(float(shape.capacity), tokens / bins + beyond)))
+    filled = list(zip(flow.sequences, jobs, strict=True))
+    return ExpectedRounds(
+        fullest=tuple(fullest),
+        job_tokens=tuple(n * job.lengths.mean for n, job in filled),
+        job_sequences=flow.sequences,
+        steps=tuple(n / job.batch_size for n, job in filled),
+    )
+
+
+def _fair_share(left: Sequence[float], means: Sequence[float], tokens: float) -> float:
+    """The number of sequences that each job may add so that all together have `tokens` rows."""
+    rate = sum(means)
+    share = 0.0
+    for most, mean in sorted(zip(left, means, strict=True)):
+        step = min(most - share, tokens / rate)
+        share += step
+        tokens -= step * rate
+        rate -= mean
+        if tokens <= 0 or rate <= 0:
+            break
+    return share
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
 
 _MOST_SEQUENCES = 512
 """Rounds of more sequences are treated as a fluid, because single sequences no longer matter."""
@@ -219,3 +293,71 @@ def _never_waits(jobs: Sequence[JobLoad], capacity: float, bins: int) -> bool:
     spread: float = sum(job.batch_size * job.lengths.variance for job in jobs) ** 0.5
     longest = max(job.lengths.longest for job in jobs) if bins > 1 else 0
     return (mean + _SURE * spread) / bins + longest <= capacity
+
+
+_STAGE_DEPTH = 4
+"""Most micro-batches for each stage, as `tlora train` has them: a job steps once a round at most,
+so long rounds keep jobs with small batches waiting for the others."""
+_MOST_EMPTY = 1.5
+"""Room of a round, over all batches together, beyond which a smaller size is surely better."""
+_TILE = 128
+
+
+class FullSize(NamedTuple):
+    """Size of a round whose micro-batches are all computed whole."""
+
+    micro_batch_tokens: int
+    num_micro_batches: int
+
+
+def full_sizes(
+    rounds: RoundModel, jobs: Sequence[JobLoad], layout: Plan, budgets: Sequence[int]
+) -> Iterator[FullSize]:
+    """Budgets with the numbers of micro-batches that they fill best, each pair once.
+
+    Budgets that just hold all batches come in addition: padding is computed like anything else.
+
+    Args:
+        rounds: of the same jobs.
+        budgets: ascending; the first one holds the longest sequence. One alone is kept to.
+    """
+    tokens = sum(job.batch_tokens for job in jobs)
+    seen: set[FullSize] = set()
+    for number, budget in enumerate(budgets):
+        wanted = tokens / (budget * layout.dp_size)
+        for count in _counts(layout, wanted):
+            if number and count > _MOST_EMPTY * wanted:
+                continue
+            seen.add(FullSize(budget, count))
+    if len(budgets) > 1:
+        seen.update(_just_enough(rounds, layout, budgets[0]))
+    yield from sorted(seen)
+
+
+def _counts(layout: Plan, wanted: float) -> set[int]:
+    """Numbers of micro-batches next to the one that would hold all batches."""
+    unit, most = _unit(layout), _most(layout)
+    below, above = (max(1, part(wanted / unit)) * unit for part in (math.floor, math.ceil))
+    counts = {min(below, most), min(above, most)}
+    return counts if layout.pp_size > 1 else counts | {1}
+
+
+def _just_enough(rounds: RoundModel, layout: Plan, least: int) -> Iterator[FullSize]:
+    """Budgets that hold all batches in the mean round, and in every round that was looked at."""
+    step = _TILE * layout.tp_size * layout.cp_size
+    unit = layout.pp_size
+    for count in range(unit, _most(layout) + 1, unit):
+        for rows in rounds.rows_for_all(count * layout.dp_size):
+            budget = math.ceil(rows / step) * step
+            if budget >= least:
+                yield FullSize(budget, count)
+
+
+def _unit(layout: Plan) -> int:
+    """The number whose multiples an interleaved schedule takes, which runs whole groups."""
+    return layout.pp_size if layout.vpp_size > 1 else 1
+
+
+def _most(layout: Plan) -> int:
+    """Most micro-batches; several without a pipeline only even out the replicas' attention."""
+    return _STAGE_DEPTH * layout.pp_size if max(layout.pp_size, layout.dp_size) > 1 else 1

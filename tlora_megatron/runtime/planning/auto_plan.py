@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.planner.advice.advise import advise
+from tlora_megatron.config.load import RunConfig
+from tlora_megatron.planner.advice import advise
 from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import RankedPlan, search
-from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import LengthHistogram
 from tlora_megatron.runtime.planning.plan_inputs import (
     largest_portion,

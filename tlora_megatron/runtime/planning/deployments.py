@@ -8,12 +8,12 @@ from typing import Literal
 
 from tlora_megatron.config.parallel_rules import settle_replicas
 from tlora_megatron.config.reader import must, read_spec
-from tlora_megatron.config.replicas import expand_short_form
-from tlora_megatron.config.schema import ParallelSpec, ReplicaSpec, RunConfig
-from tlora_megatron.planner.advice.advise import advise
+from tlora_megatron.config.replicas import ReplicaSpec, expand_short_form
+from tlora_megatron.config.schema import ParallelSpec, RunConfig
+from tlora_megatron.planner.advice import advise
 from tlora_megatron.planner.deploy.deploy import RankedDeployment, deploy
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.space import SearchSpace
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.workload import LengthHistogram
 from tlora_megatron.runtime.planning.plan_files import start_command, write_config
 from tlora_megatron.runtime.planning.plan_inputs import other_profiles, plan_jobs, plan_model

@@ -18,7 +18,7 @@ from tlora_megatron.config.parallel_rules import settle_deterministic
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig
 from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.layout import LoraSharding
-from tlora_megatron.model.published_fp8 import refuse_published
+from tlora_megatron.model.quantisation import refuse_published
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import HardwareProfile

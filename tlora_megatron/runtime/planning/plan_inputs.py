@@ -18,8 +18,7 @@ from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.reader import must
 from tlora_megatron.config.schema import BaseModelSpec, RunConfig
 from tlora_megatron.files import read_object, write_atomic
-from tlora_megatron.model.block_sizes import check_block_sizes
-from tlora_megatron.model.expert_targets import over_base
+from tlora_megatron.model.backbone import check_block_sizes, over_base
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.hardware import (

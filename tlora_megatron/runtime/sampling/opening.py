@@ -10,7 +10,7 @@ import torch
 
 from tlora_megatron.config.load import read_gang_config
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec, read_model_spec

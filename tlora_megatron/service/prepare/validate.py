@@ -58,7 +58,7 @@ def validate(job_id: str, submission: Submission, rules: PrepareRules) -> Outcom
 
 
 def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Validated:
-    from tlora_megatron.training.data.token_cache import TokenCache
+    from tlora_megatron.training.data.job_data import TokenCache
     from tlora_megatron.training.run.job_reader import JobReader
 
     home = Home(Path(rules.root))

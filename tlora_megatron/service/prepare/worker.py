@@ -59,7 +59,7 @@ def _answer(request: dict[str, Any]) -> Outcome:
 
 
 def _tidy(root: Path) -> None:
-    from tlora_megatron.training.data.token_cache import TokenCache
+    from tlora_megatron.training.data.job_data import TokenCache
 
     TokenCache(Home(root).tokens).prune()
 

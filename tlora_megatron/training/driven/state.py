@@ -1,19 +1,22 @@
-"""A job whose batches and steps a client asks for, as the super-model sees it."""
+"""A job whose batches and steps a client asks for: its state, and how its requests are judged."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from tlora_megatron.ops.dropout import mix_ints
-from tlora_megatron.ops.frozen.losses import KINDS
+from tlora_megatron.ops.frozen.losses import KINDS, TokenInputs, token_losses
+from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
 from tlora_megatron.training.driven.requests import Request
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.packing.packing import Item
+from tlora_megatron.training.packing.packing import Item, MicroBatch, Placed
 from tlora_megatron.training.packing.row_arrays import SentTokens
 
 NO_DATA = JobData(train=(), eval=(), num_truncated=0, num_dropped=0)
@@ -227,3 +230,91 @@ def loss_inputs(request: Request) -> np.ndarray:
     rows = (arrays["logprobs"], arrays["advantages"], low, high)
     count = len(arrays["tokens"])
     return np.stack([np.broadcast_to(np.asarray(row, np.float32), (count,)) for row in rows])
+
+
+def collect(
+    jobs: Sequence[JobState],
+    micro_batch: MicroBatch,
+    items: Sequence[Placed],
+    nll_T: torch.Tensor,
+) -> None:
+    """Keeps the values of clients' rows with the requests that they belong to.
+
+    Args:
+        jobs: in slot order.
+        items: of the micro-batch, as they were packed.
+        nll_T: negative log-probabilities of the rows that ran; anything in other jobs' rows.
+    """
+    nll_T = micro_batch.restore_order(nll_T)
+    begin, found = 0, dict[int, tuple[list[np.ndarray], list[np.ndarray]]]()
+    for piece in micro_batch.packed.view.pieces:
+        rows = np.arange(begin, begin + piece.length)
+        begin += piece.length
+        if piece.index >= len(items):  # padding
+            continue
+        slot, item, _ = items[piece.index]
+        if item.sent is not None:
+            here, there = found.setdefault(slot, ([], []))
+            here.append(rows)
+            there.append(rows - rows[0] + item.first_token + piece.offset)
+    for slot, (here, there) in found.items():
+        job = jobs[slot]
+        assert isinstance(job, DrivenState) and job.running is not None, "rows have a request"  # noqa: PT018
+        here_R, there_R = (
+            to_device(torch.from_numpy(np.concatenate(rows)), nll_T.device)
+            for rows in (here, there)
+        )
+        job.running.nll_T[there_R] = nll_T[here_R]
+
+
+def gathered(states: Sequence[DrivenState]) -> list[np.ndarray]:
+    """Log-probabilities of the tokens of each job's request, fp32 `[T]`; waits for the device.
+
+    Collective over the world: one all-reduce. Every token ran on one rank that counts, so that
+    nothing is rounded.
+    """
+    parts = [state.running.nll_T for state in states if state.running is not None]
+    assert len(parts) == len(states), "only requests that run have values"
+    joined = torch.cat(parts)
+    dist.all_reduce(joined)
+    values = -joined.cpu().numpy()
+    return np.split(values, np.cumsum([len(part) for part in parts])[:-1])
+
+
+class Verdict(NamedTuple):
+    """The outcome of a request."""
+
+    loss: float
+    """Sum over its tokens, fp64."""
+    error: str | None
+
+
+def judge(request: Request, logprobs: np.ndarray) -> Verdict:
+    """Computes the loss of a request once more, from its answer: the same on every rank.
+
+    Args:
+        logprobs: of its tokens, fp32.
+    """
+    kind = KINDS[request.loss_fn]
+    logprob_T = torch.from_numpy(logprobs)
+    weights = request.arrays.get("weights")
+    weights_T = torch.ones_like(logprob_T)
+    if weights is not None:
+        weights_T = torch.from_numpy(np.asarray(weights, np.float32))
+    inputs = None
+    if kind != KINDS["cross_entropy"]:
+        kind_T = torch.full_like(logprob_T, kind, dtype=torch.int8)
+        inputs = TokenInputs(kind_T, *torch.from_numpy(loss_inputs(request)))
+    losses = token_losses(logprob_T, weights_T, inputs, {kind})
+    for what, values_T in (
+        ("log-probability", logprob_T),
+        ("loss", losses.loss_T),
+        ("slope of the loss", losses.slope_T),
+    ):
+        wrong = (~values_T.isfinite()).nonzero()
+        if len(wrong):
+            token = int(wrong[0])
+            where = f"got {float(values_T[token])} at token {token}"
+            error = f"the {what} must be finite, {where}; the request has changed nothing"
+            return Verdict(float("nan"), error)
+    return Verdict(float(losses.loss_T.double().sum()), None)

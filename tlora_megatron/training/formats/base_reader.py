@@ -21,9 +21,9 @@ from torch import Tensor
 
 from tlora_megatron.parallel.host_threads import host_threads
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, StoredTensor, all_finite
-from tlora_megatron.training.formats.quantised.source import all_numbers
+from tlora_megatron.training.formats.hf_convert import CodePlaces, Rounding
+from tlora_megatron.training.formats.quantised import all_numbers
 from tlora_megatron.training.formats.rank_tensors import Piece, RankTensor
-from tlora_megatron.training.formats.rounding import CodePlaces, Rounding
 
 _BLOCK_BYTES = 16 << 20
 """Much less costs calls, much more costs pinned memory: two blocks a thread."""

@@ -32,7 +32,7 @@ from tlora_megatron.training.formats.atomic_directory import (
     replace_directory,
 )
 from tlora_megatron.training.formats.hf_checkpoint import all_finite
-from tlora_megatron.training.formats.quantised.card import QuantisationCard
+from tlora_megatron.training.formats.quantised import QuantisationCard
 from tlora_megatron.training.formats.safetensors_file import PendingTensor, write_tensors
 from tlora_megatron.training.job_state import JobState
 

@@ -10,7 +10,7 @@ from tlora_megatron.training.live.mailbox import Request, RunMailbox
 from tlora_megatron.training.loop import TrainingLoop
 from tlora_megatron.training.resident.mail import Agreement, Readiness, gather_texts
 from tlora_megatron.training.resident.staging import Failed, StagedJob, Stager
-from tlora_megatron.training.stopping.agreement import StopAgreement
+from tlora_megatron.training.stopping.run_watch import StopAgreement
 
 
 class Record(Protocol):

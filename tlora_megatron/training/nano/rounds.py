@@ -12,7 +12,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,46 @@ import torch.distributed as dist
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.host_copy import to_device
-from tlora_megatron.parallel.nano.balance import RowCosts
-from tlora_megatron.parallel.nano.cuts import CutDocuments, cut_by_length
-from tlora_megatron.parallel.nano.lane_room import LaneRoom
+from tlora_megatron.parallel.nano.cuts import CutDocuments, RowCosts, cut_by_length
+from tlora_megatron.parallel.nano.overlap import LaneRoom
+from tlora_megatron.parallel.transport.tensor_collectives import DEFAULT_MAX_BYTES, Kind
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.nano.aimd import AimdController
-from tlora_megatron.training.nano.controller import HysteresisController, NanoController, StepTime
-from tlora_megatron.training.nano.switch import NanoSwitch
+from tlora_megatron.training.nano.controller import (
+    AimdController,
+    HysteresisController,
+    NanoController,
+    StepTime,
+)
 from tlora_megatron.training.nano.trace import NOTHING, NanoTrace, Resumed, TraceLine
 from tlora_megatron.training.packing.packing import Round
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NanoSettings:
+    """Mechanism and size of the collectives of nano-batches."""
+
+    transport: Kind = "auto"
+    """Mechanism of the tensor-parallel collectives; see `RunSpec.tensor_collectives`."""
+    max_bytes: int = DEFAULT_MAX_BYTES
+    """Bytes of the largest collective of a nano-batch; larger ones are sent in pieces."""
+
+
+class NanoSwitch(Protocol):
+    """Sets into how many nano-batches an engine cuts its micro-batches."""
+
+    @property
+    def count(self) -> int:
+        """Most nano-batches of a micro-batch; stays 1 where the model cannot be cut."""
+
+    def set_count(self, count: int) -> None:
+        """Sets the count for the rounds to come; collective over the world."""
+
+    def room(self) -> LaneRoom:
+        """Returns the number of nano-batches that this process's device has memory for."""
+
+    def close(self) -> None:
+        """Releases what the collectives hold; collective over the world."""
+
 
 logger = logging.getLogger(__name__)
 

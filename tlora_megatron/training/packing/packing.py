@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tlora_megatron.model.recompute import RecomputeTable
-from tlora_megatron.model.replicas.cp_dispatch import CpTeam
+from tlora_megatron.model.cp_dispatch import CpTeam
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch

@@ -1,23 +1,34 @@
-"""Cuts a round into micro-batches each of which needs as little recompute as its sequences do.
+"""Shares a round out by predicted time: among replicas, context-parallel teams and recompute.
 
 A sequence that fits without recompute runs beside others of which that is true, in micro-batches
 that stay as short as that asks; long ones run apart from them, with recompute. Micro-batches of
 much recompute come first: allocators divide large blocks, and cannot join small ones.
+
+A round holds `depth` micro-batches of rows a replica. With more than one, a long sequence on one
+replica meets many short ones on another, and all end together; each replica cuts its sequences into
+micro-batches by itself. Which sequences a batch has, their weights and their dropout depend on none
+of this.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
-from tlora_megatron.model.recompute import RecomputeTable
-from tlora_megatron.model.replicas.dispatch import cut
+from tlora_megatron.model.cp_dispatch import CpRates, CpTeam, Cut, share_among_teams, team_ends_ps
+from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.dispatch import admit, cut, predicted_ends_ps, share_out, turns
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.training.packing.packing import (
+    Item,
     MicroBatch,
     MicroBatchItems,
     Placed,
     Round,
+    choose_num_micro_batches,
     in_packed_order,
 )
 
@@ -96,3 +107,120 @@ def with_recompute(
     if micro_batch.split is None:
         return MicroBatch(batch)
     return micro_batch._replace(split=micro_batch.split._replace(batch=batch))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundRule:
+    """The depth of rounds, and the speeds by which they are shared out."""
+
+    rates: tuple[ReplicaRate, ...]
+    """Predicted speed of each data-parallel replica."""
+    depth: int
+    """Micro-batches a replica that a round holds."""
+    stages: tuple[int, ...]
+    """Pipeline stages of each replica."""
+
+    def within(self, capacity: int) -> RoundRule:
+        """The rule where micro-batches may hold no more than so many rows."""
+        rates = (replace(r, longest=min(r.longest, capacity)) for r in self.rates)
+        return replace(self, rates=tuple(rates))
+
+    def portion_micro_batches(self, queues: Sequence[Sequence[Item]]) -> int:
+        """Micro-batches a replica in a round of portions: as many as are needed, up to `depth`.
+
+        Portions are dealt out to replicas as without the rule, by their own job's sequences.
+        """
+        rows = sum(item.length for queue in queues for item in queue)
+        needed = math.ceil(rows / sum(rate.longest for rate in self.rates))
+        return min(max(1, needed), self.depth)
+
+
+def round_ends_ps(filled: Round, rates: Sequence[ReplicaRate]) -> list[int]:
+    """Predicted time of each replica for its part of a round."""
+    shares = [
+        [[placed.item.length for placed in items] for items in own] for own in filled.replicas
+    ]
+    return predicted_ends_ps(shares, rates)
+
+
+def fill_by_time(
+    queues: Sequence[list[Item]], rule: RoundRule, *, first_slot: int = 0
+) -> tuple[Round, list[list[Item]]]:
+    """Takes items from every slot's queue in turn until the round is full, and shares them out.
+
+    Args:
+        queues: what is left of each slot's batch; empty for a slot that waits.
+        first_slot: has the first turn, modulo the number of slots.
+
+    Returns:
+        The round, and what is left of each queue.
+    """
+    left = [
+        [queue[i] for i in turns([item.length for item in queue], rule.rates)] for queue in queues
+    ]
+    lengths = [[item.length for item in queue] for queue in left]
+    depth = max(rule.depth, _filling(sum(map(sum, lengths)), rule))
+    rooms = [rate.longest for rate in rule.rates] * depth
+    taken = admit(lengths, first_slot=first_slot, rooms=rooms)
+    placed = [
+        Placed(slot, item)
+        for slot, (queue, count) in enumerate(zip(left, taken, strict=True))
+        for item in queue[:count]
+    ]
+    shares = share_out([p.item.length for p in placed], rule.rates, rule.stages)
+    replicas = tuple(tuple(_items(placed, places) for places in share) for share in shares)
+    rest = [queue[count:] for queue, count in zip(left, taken, strict=True)]
+    return Round(replicas=replicas), rest
+
+
+def _filling(total_tokens: int, rule: RoundRule) -> int:
+    """Micro-batches a replica that fill a pipeline, as without the rule; 1 without a pipeline."""
+    mean = max(1, sum(rate.longest for rate in rule.rates) // len(rule.rates))
+    return choose_num_micro_batches(total_tokens, mean, len(rule.rates), max(rule.stages))
+
+
+def _items(placed: Sequence[Placed], places: Sequence[int]) -> MicroBatchItems:
+    return in_packed_order([placed[i] for i in places])
+
+
+def form_teams(content: Round, rates: CpRates, table: RecomputeTable | None = None) -> Round:
+    """Cuts the part of every replica anew, each micro-batch for the team that is to run it.
+
+    Which items a replica has stays as it is. A team's micro-batch holds its share of the rows that
+    one of the whole replica holds, so that a rank never has more of them.
+
+    Args:
+        table: the recompute of micro-batches by the rows of whole replicas.
+    """
+    cut_for = partial(_cut_evenly, rates) if table is None else partial(_cut, rates, table)
+    formed = [_form(own, rates, cut_for) for own in content.replicas]
+    return Round(
+        replicas=tuple(items for items, _ in formed), teams=tuple(teams for _, teams in formed)
+    )
+
+
+def _form(
+    whole: tuple[MicroBatchItems, ...], rates: CpRates, cut_for: Cut
+) -> tuple[tuple[MicroBatchItems, ...], tuple[CpTeam, ...]]:
+    placed = list(itertools.chain(*whole))
+    shares = share_among_teams([p.item.length for p in placed], rates, cut_for)
+    items = (in_packed_order([placed[i] for i in places]) for places in shares.places)
+    return tuple(items), shares.teams
+
+
+def _cut_evenly(rates: CpRates, lengths: list[int], size: int) -> list[list[int]]:
+    return cut(lengths, rates.of(size).longest)
+
+
+def _cut(rates: CpRates, table: RecomputeTable, lengths: list[int], size: int) -> list[list[int]]:
+    return cut_by_recompute(lengths, table.of_share(size, rates.cp_size))
+
+
+def rank_ends_ps(filled: Round, rates: CpRates) -> list[int]:
+    """Predicted time of each rank for its part of a round, a replica after the other."""
+    assert filled.teams is not None, "the round has been shared out among teams"
+    ends = []
+    for own, teams in zip(filled.replicas, filled.teams, strict=True):
+        lengths = [[placed.item.length for placed in items] for items in own]
+        ends += team_ends_ps(list(zip(teams, lengths, strict=True)), rates)
+    return ends

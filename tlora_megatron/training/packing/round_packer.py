@@ -10,11 +10,10 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from tlora_megatron.model.recompute import RecomputeTable
-from tlora_megatron.model.replicas.cp_dispatch import CpRates, CpTeam
+from tlora_megatron.model.cp_dispatch import CpRates, CpTeam
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import CutDocuments
-from tlora_megatron.training.packing.cp_teams import form_teams
 from tlora_megatron.training.packing.nano_batch_packer import NanoBatchPacker
 from tlora_megatron.training.packing.packing import (
     Item,
@@ -29,8 +28,13 @@ from tlora_megatron.training.packing.packing import (
     round_up,
 )
 from tlora_megatron.training.packing.portions import ReplicaRoom, fill_with_portions
-from tlora_megatron.training.packing.recompute_cut import cut_round, with_recompute
-from tlora_megatron.training.packing.timed_rounds import RoundRule, fill_by_time
+from tlora_megatron.training.packing.recompute_cut import (
+    RoundRule,
+    cut_round,
+    fill_by_time,
+    form_teams,
+    with_recompute,
+)
 
 
 class FilledRound(NamedTuple):

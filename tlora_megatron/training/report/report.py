@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -13,19 +13,47 @@ from typing import Any
 
 import numpy as np
 
-from tlora_megatron.files import BY_UMASK, read_object, write_atomic
-from tlora_megatron.page.document import document, facts, panels, swatch, table, tiles
-from tlora_megatron.page.svg import compact
+from tlora_megatron.files import BY_UMASK, read_object
+from tlora_megatron.page.document import document, facts, legend, panels, swatch, table, tiles
+from tlora_megatron.page.svg import NUM_COLORS, compact, css_color
 from tlora_megatron.timeline import time_line
+from tlora_megatron.training.metrics import write_atomic
+from tlora_megatron.training.nano.trace import TraceLine, read_trace
 from tlora_megatron.training.report.curves import (
     SMOOTH_ABOVE,
+    Curve,
     PanelStyle,
+    ReportJob,
     has_dots,
     overview,
     panel,
+    read_jobs,
+    scatter,
 )
-from tlora_megatron.training.report.jobs import ReportJob, read_jobs
-from tlora_megatron.training.report.nano import nano_section
+
+
+def nano_section(output_dir: Path) -> str:
+    """The section as HTML; empty if the run did not choose its number of nano-batches."""
+    lines = read_trace(output_dir)
+    if not lines:
+        return ""
+    counts = sorted({line.nano_batches for line in lines})
+    colors = {count: (count - 1) % NUM_COLORS for count in counts}
+    curves = {colors[count]: _step_times(lines, count) for count in counts}
+    names = legend({str(count): css_color(colors[count]) for count in counts})
+    return (
+        "<h2>Nano-batches</h2><p>Milliseconds per thousand tokens over the measured steps, by the "
+        f"number of nano-batches; kept at the end: <b>{lines[-1].kept}</b></p>"
+        f"<figure>{scatter(curves)}{names}</figure>"
+    )
+
+
+def _step_times(lines: Sequence[TraceLine], count: int) -> Curve:
+    """The steps with this number of nano-batches, and their milliseconds per thousand tokens."""
+    mine = [line for line in lines if line.nano_batches == count and line.tokens]
+    steps = np.array([line.step for line in mine], dtype=float)
+    return steps, np.array([1e6 * line.time_s / line.tokens for line in mine])
+
 
 _TITLES = {
     "loss": "Loss",

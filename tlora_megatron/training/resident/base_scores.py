@@ -8,9 +8,8 @@ import numpy as np
 
 from tlora_megatron.config.jobs import read_job
 from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.training.driven.log_probabilities import gathered
 from tlora_megatron.training.driven.requests import Request
-from tlora_megatron.training.driven.state import NO_DATA, DrivenState, OpenPlan
+from tlora_megatron.training.driven.state import NO_DATA, DrivenState, OpenPlan, gathered
 from tlora_megatron.training.preparation import PreparedJob, start_job
 from tlora_megatron.training.super_model import Engine, SuperModel
 

@@ -10,10 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tlora_megatron.training.driven.clients import Clients
-from tlora_megatron.training.driven.log_probabilities import gathered
 from tlora_megatron.training.driven.requests import Answer, Request, RequestError, check_request
-from tlora_megatron.training.driven.state import DrivenState
-from tlora_megatron.training.driven.verdict import judge
+from tlora_megatron.training.driven.state import DrivenState, gathered, judge
 from tlora_megatron.training.resident.client_steps import Asked, step_together
 from tlora_megatron.training.resident.live_loop import LiveLoop
 from tlora_megatron.training.resident.named_states import StateFiles

@@ -17,7 +17,7 @@ from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.driven.state import DrivenState
 from tlora_megatron.training.evaluation import Evaluation
 from tlora_megatron.training.formats.atomic_directory import NotPermitted
-from tlora_megatron.training.formats.quantised.card import QuantisationCard
+from tlora_megatron.training.formats.quantised import QuantisationCard
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.loop import TrainingLoop
@@ -25,7 +25,7 @@ from tlora_megatron.training.metrics import write_summary
 from tlora_megatron.training.nano.rounds import NanoRounds
 from tlora_megatron.training.resident.staging import StagedJob
 from tlora_megatron.training.run.summary import job_summary
-from tlora_megatron.training.saving.targets import Target
+from tlora_megatron.training.saving.saver import Target
 from tlora_megatron.training.stopping.run_watch import RunWatch
 from tlora_megatron.training.super_model import StepReport, SuperModel
 

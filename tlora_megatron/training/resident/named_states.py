@@ -12,9 +12,9 @@ from tlora_megatron.training.driven.requests import Answer, Category, Request
 from tlora_megatron.training.driven.state import DrivenState
 from tlora_megatron.training.resident.live_loop import LiveLoop
 from tlora_megatron.training.resident.state_load import StateLoad
+from tlora_megatron.training.saving.saver import Target
 from tlora_megatron.training.saving.snapshot import Snapshot
-from tlora_megatron.training.saving.targets import Target
-from tlora_megatron.training.saving.versions import FOLDER, publish
+from tlora_megatron.training.saving.writer import FOLDER, publish
 
 _STATES = "states"
 

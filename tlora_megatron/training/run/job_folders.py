@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from tlora_megatron.training.formats.peft.format import check_adapter_directory
+from tlora_megatron.training.formats.peft import check_adapter_directory
 from tlora_megatron.training.metrics import METRICS_FILE
 
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.schema import BaseModelSpec
-from tlora_megatron.model.block_sizes import check_block_sizes
+from tlora_megatron.model.backbone import check_block_sizes
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.training.data.token_cache import CachedData, TokenCache, TokenizerFolder
+from tlora_megatron.training.data.job_data import CachedData, TokenCache, TokenizerFolder
 from tlora_megatron.training.driven.state import NO_DATA
-from tlora_megatron.training.formats.quantised.card import (
+from tlora_megatron.training.formats.quantised import (
     check_same_base,
     quantisation_card,
 )

@@ -12,8 +12,7 @@ from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.transport.tensor_collectives import DEFAULT_MAX_BYTES
-from tlora_megatron.training.nano.rounds import NanoRounds
-from tlora_megatron.training.nano.switch import NanoSettings
+from tlora_megatron.training.nano.rounds import NanoRounds, NanoSettings
 from tlora_megatron.training.nano.trace import NanoTrace
 from tlora_megatron.training.super_model import SuperModel
 

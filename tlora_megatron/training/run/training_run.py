@@ -24,24 +24,23 @@ from tlora_megatron.config.load import config_to_dict
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import StatePlacement
 from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.model.recompute import RecomputeTable
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.evaluation import Scorer
-from tlora_megatron.training.formats.quantised.card import QuantisationCard
+from tlora_megatron.training.formats.quantised import QuantisationCard
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.loop import TrainingLoop
 from tlora_megatron.training.metrics import write_summary
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob, start_job
-from tlora_megatron.training.rate_correction import RateCorrection, read_correction
 from tlora_megatron.training.report.report import Report
-from tlora_megatron.training.round_timing import RoundTiming
+from tlora_megatron.training.round_timing import RateCorrection, RoundTiming, read_correction
 from tlora_megatron.training.run.agreement import check_agreement
 from tlora_megatron.training.run.determinism import (
     check_deterministic,

@@ -1,12 +1,74 @@
-"""Watches a loop's rounds: the run may be asked to stop, and must not stand still."""
+"""Watches a loop's rounds: ranks agree where to stop, and a run must not stand still."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from tlora_megatron.training.stopping.agreement import StopAgreement
+import torch
+import torch.distributed as dist
+
 from tlora_megatron.training.stopping.hang_watch import HangWatch
 from tlora_megatron.training.stopping.signals import StopSignals
+
+
+class StopAgreement:
+    """Asks every rank in every round whether it was signalled.
+
+    Signals reach ranks at different times, but all must stop behind the same round. Each round
+    begins one asynchronous all-reduce of two ints over gloo and reads it at its end, when it is
+    long done: no GPU and no rank waits for it. A world of one asks nobody.
+
+    Args:
+        signals: of this process; given on all ranks or on none.
+    """
+
+    def __init__(self, signals: StopSignals) -> None:
+        self._signals = signals
+        self.group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        """Free for others between `end_round` and `begin_round`; None = a world of one."""
+        self.mail_waits: Callable[[], bool] = lambda: False
+        """Asked on every rank; some rank's yes becomes everybody's `has_mail`."""
+        self.has_mail = False
+        """True if mail waited on some rank when the last round began; the same on all ranks."""
+        self._words = torch.zeros(2, dtype=torch.int32, device="cpu")
+        self._work: dist.Work | None = None
+
+    def begin_round(self) -> None:
+        """Gives the other ranks this one's signal; collective, but does not wait."""
+        self._signals.hold()
+        if self.group is not None:
+            self._words[0], self._words[1] = self._signals.received, int(self.mail_waits())
+            self._work = dist.all_reduce(self._words, dist.ReduceOp.MAX, self.group, async_op=True)
+
+    def end_round(self) -> int:
+        """Number of the signal that some rank had got when the round began; 0 = none has.
+
+        The same on all ranks. A world of one counts signals until now.
+        """
+        if self.group is None:
+            self.has_mail = self.mail_waits()
+            return self._signals.received
+        assert self._work is not None, "begin_round comes before end_round"
+        self._work.wait()
+        self._work = None
+        number, has_mail = self._words.tolist()
+        self.has_mail = bool(has_mail)
+        return int(number)
+
+    def wait_for_all(self) -> None:
+        """Waits until every rank is here: an agent ends all ranks when the first one leaves."""
+        if self.group is not None:
+            dist.barrier(self.group)
+
+    def close(self) -> None:
+        """Gives the group up; a second call does nothing.
+
+        Behind a failed round it stays: others may never answer, and its end waits for them.
+        """
+        if self.group is not None and self._work is None:
+            dist.destroy_process_group(self.group)
+            self.group = None
 
 
 class RunWatch:

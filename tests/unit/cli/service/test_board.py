@@ -15,7 +15,7 @@ from tests.helpers.launch import HANG_S
 from tests.helpers.stored_jobs import finish, serve_gang, start, submit
 from tlora_megatron.cli.main import main
 from tlora_megatron.cli.service.board import Board, Speeds, layout_words
-from tlora_megatron.cli.service.rows import duration_words
+from tlora_megatron.cli.service.jobs import duration_words
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.store import Progress, Store, StoreError
 

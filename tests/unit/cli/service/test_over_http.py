@@ -15,7 +15,7 @@ import yaml
 from tests.helpers.http_service import BASE, Door, listening, open_door
 from tests.helpers.stored_jobs import finish, printed, serve_gang, start
 from tlora_megatron.cli.main import main
-from tlora_megatron.cli.service import rows
+from tlora_megatron.cli.service import jobs as rows
 from tlora_megatron.service.home import VARIABLE, make_folder
 from tlora_megatron.service.store import JobState
 
@@ -214,7 +214,7 @@ def test_waiting_for_jobs(
         for job in door.store.jobs.page():
             door.store.jobs.change(job.id, JobState.FAILED, why="no", error="no")
 
-    monkeypatch.setattr("tlora_megatron.cli.service.waiting.time.sleep", sleep)
+    monkeypatch.setattr("tlora_megatron.cli.service.submit.time.sleep", sleep)
     assert main(["submit", str(run_file), "--wait"]) == 1
     assert "one: failed: no" in capsys.readouterr().out
 

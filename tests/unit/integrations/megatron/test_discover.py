@@ -40,7 +40,7 @@ from tlora_megatron.layers.sites import (
 )
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.training.formats.peft.format import export_adapter, load_adapter
+from tlora_megatron.training.formats.peft import export_adapter, load_adapter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
 

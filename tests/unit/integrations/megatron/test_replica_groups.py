@@ -6,7 +6,7 @@ import pytest
 from megatron.core import parallel_state
 
 from tlora_megatron.integrations.megatron.process_groups import _grids_of, lay_out_replicas
-from tlora_megatron.model.replicas.deployment import Deployment
+from tlora_megatron.model.deployment import Deployment
 
 DEPLOYMENT = Deployment.parse("1xTP2+CP2+PP2 + 1xTP2+PP3 + 2xTP1 + 1xCP2")
 ORDER = "tp-cp-ep-dp-pp"

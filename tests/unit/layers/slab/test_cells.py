@@ -17,9 +17,9 @@ from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.layers.slab.cells import SlabCells
 from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
+from tlora_megatron.model.deployment import Deployment, ReplicaLayout
 from tlora_megatron.model.layout import LoraSharding
-from tlora_megatron.model.replicas.deployment import Deployment, ReplicaLayout
-from tlora_megatron.parallel.cells import HeldCell, ReplicaCells, all_cells
+from tlora_megatron.parallel.groups import HeldCell, ReplicaCells, all_cells
 
 SPECS = dataclasses.replace(SPEC, num_layers=12)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

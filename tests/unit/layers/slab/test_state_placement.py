@@ -7,7 +7,7 @@ import torch
 
 from tlora_megatron.config.job import LoraSpec, OptimizerSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
-from tlora_megatron.layers.linear_sites import rank_sites
+from tlora_megatron.layers.sites import rank_sites
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement, initial_factor
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec
 from tlora_megatron.parallel.groups import ParallelGroups

@@ -20,9 +20,9 @@ from tlora_megatron.layers.slab import cells as slab_cells
 from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.layers.slab.cells import SlabCells
 from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
-from tlora_megatron.model.replicas.deployment import Deployment, ReplicaLayout
-from tlora_megatron.parallel.cells import HeldCell, ReplicaCells, all_cells
+from tlora_megatron.model.deployment import Deployment, ReplicaLayout
 from tlora_megatron.parallel.collectives import Pending
+from tlora_megatron.parallel.groups import HeldCell, ReplicaCells, all_cells
 
 LORA = LoraSpec(rank=2, target_modules=("q_proj", "o_proj", "linear_fc1", "down_proj"))
 SIZES = (1, 1, 2, 4)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from tests.helpers.linear_case import WORKLOADS, Case, error
 from tests.helpers.te_stand_in import Engine, Quantizer
+from tlora_megatron.layers import transformer_engine
 from tlora_megatron.layers.linear import multi_lora_linear_vjp
-from tlora_megatron.layers.transformer_engine import fp8
-from tlora_megatron.layers.transformer_engine.fp8 import Fp8Base, te_base, why_not_fp8
+from tlora_megatron.layers.transformer_engine import Fp8Base, te_base, why_not_fp8
 
 
 class PlainBase:
@@ -81,7 +81,7 @@ class Linear(nn.Module):
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
-    monkeypatch.setattr(fp8, "_engine", lambda: engine)
+    monkeypatch.setattr(transformer_engine, "_engine", lambda: engine)
     return engine
 
 
@@ -136,7 +136,7 @@ def test_the_base_is_the_weight_outside_of_fp8(engine: Engine) -> None:
 
 
 def test_a_repeated_forward_is_in_fp8_too(engine: Engine) -> None:
-    surroundings = fp8.replay_autocast()
+    surroundings = transformer_engine.replay_autocast()
     engine.on = False
     with surroundings():
         assert isinstance(te_base(Linear()), Fp8Base)

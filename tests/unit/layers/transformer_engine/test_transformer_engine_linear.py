@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers.attach import check_blocks_fit, make_multi_adapter
-from tlora_megatron.layers.transformer_engine.linear import (
+from tlora_megatron.layers.multi_adapter import check_blocks_fit, make_multi_adapter
+from tlora_megatron.layers.transformer_engine import (
     TEProductMixin,
     is_te_linear,
     why_not_te_product,

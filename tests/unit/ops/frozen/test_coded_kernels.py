@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.ops.frozen.test_frozen_kernels import DEVICE, INTERPRETED, RUNS, draw, head_norms
-from tlora_megatron.ops.frozen import rms_norm, rotary, swiglu
+from tlora_megatron.ops.frozen import parts, rms_norm, rotary
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.quantised.rows import GROUP, encode_rows, handed_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight
@@ -28,7 +28,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
         from tests.helpers.interpreter import ready_interpreter
 
         ready_interpreter()
-        for module in (rotary, rms_norm, swiglu):
+        for module in (rotary, rms_norm, parts):
             monkeypatch.setattr(module, "runs_triton", lambda x: True)
 
 
@@ -65,9 +65,9 @@ def test_swiglu(rows: int, width: int, kind: str, dtype: torch.dtype) -> None:
     x, dy = draw(rows, 2 * width, dtype=dtype, scale=2.0), draw(rows, width, dtype=dtype)
     if rows > 1:
         x[1, 3] = torch.nan
-    plain, plain_back = swiglu.swiglu_vjp(x)
+    plain, plain_back = parts.swiglu_vjp(x)
     row, column = weight_of(kind, 24, width), weight_of(kind, 2 * width, 24)
-    y, back = swiglu.swiglu_vjp(x, row, column)
+    y, back = parts.swiglu_vjp(x, row, column)
     dx, expected = back(dy), plain_back(dy)
     for found, same in ((y, plain), (dx, expected)):
         torch.testing.assert_close(found, same, rtol=0, atol=0, equal_nan=True)

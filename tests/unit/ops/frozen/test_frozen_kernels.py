@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.ops.frozen import losses as cross_entropy
-from tlora_megatron.ops.frozen import rms_norm, rotary, swiglu
+from tlora_megatron.ops.frozen import parts as swiglu
+from tlora_megatron.ops.frozen import rms_norm, rotary
 from tlora_megatron.ops.frozen.norm_weight import HeadNorms, NormWeight
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from tlora_megatron.ops.frozen import varlen_attention
-from tlora_megatron.ops.frozen.packed_attention import attend_documents_vjp, attend_spans
-from tlora_megatron.ops.frozen.varlen_attention import WHOLE, CumulativeLengths, Sight
+from tlora_megatron.ops.frozen import packed_attention
+from tlora_megatron.ops.frozen.packed_attention import (
+    WHOLE,
+    CumulativeLengths,
+    Sight,
+    attend_documents_vjp,
+    attend_spans,
+)
 from tlora_megatron.ops.routing import Document, pack_micro_batch
 
 HEADS, GROUPS, DIM, SCALE = 6, 2, 8, 0.4
@@ -158,12 +163,11 @@ def test_a_kernel_without_sinks_goes_back_with_them(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Output and logarithm with sinks make the kernel's own backward that of the sinks."""
-    monkeypatch.setattr(
-        varlen_attention, "torch", SimpleNamespace(ops=SimpleNamespace(aten=_CpuFlash()))
-    )
+    flash = SimpleNamespace(aten=_CpuFlash())
+    monkeypatch.setattr(packed_attention, "torch", SimpleNamespace(**{**vars(torch), "ops": flash}))
     tensors, grad = draw(sum(LENGTHS))
     sight = WHOLE if kind == "neither" else sight_of(kind)
     begins = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     lengths = CumulativeLengths(begins, begins, max(LENGTHS), max(LENGTHS))
-    out, back = varlen_attention.varlen_attention_vjp(*tensors, lengths, SCALE, sight)
+    out, back = packed_attention.varlen_attention_vjp(*tensors, lengths, SCALE, sight)
     assert_same((out, *back(grad)), expected_of(tensors, grad, sight))

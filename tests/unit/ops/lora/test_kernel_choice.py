@@ -57,7 +57,7 @@ class Machine:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         patch.setattr(choice.importlib, "import_module", import_module)
         self.module(
-            "extension", load_extension=load_extension, ExtensionUnavailable=ExtensionUnavailable
+            "kernel_build", load_extension=load_extension, ExtensionUnavailable=ExtensionUnavailable
         )
 
     def module(self, name: str, **contents: Any) -> None:
@@ -245,9 +245,9 @@ def test_an_empty_variable_forces_nothing(
 
 def test_one_object_of_the_chosen_class(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.set((9, 0))
-    kinds = {"torch_ops": "TorchOps", "triton.ops": "TritonOps", "cuda.ops": "CudaOps"}
+    kinds = {"torch_ops": "TorchOps", "triton_ops": "TritonOps", "cuda_ops": "CudaOps"}
     for module, kind in kinds.items():
-        name = module.removesuffix("_ops").removesuffix(".ops")
+        name = module.removesuffix("_ops")
         stand_in = type(kind, (SimpleNamespace,), {"name": name})
         machine.module(f"lora.{module}", **{kind: stand_in})
         monkeypatch.setenv("TLORA_KERNELS", name)

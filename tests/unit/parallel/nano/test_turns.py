@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
+from tlora_megatron.parallel.nano.lane_tape import SideStream
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
-from tlora_megatron.parallel.nano.side_stream import SideStream
-from tlora_megatron.parallel.nano.turns import take_turns
+from tlora_megatron.parallel.nano.overlap import take_turns
 from tlora_megatron.parallel.transport.tensor_collectives import SkippedCollectives
 
 

@@ -12,7 +12,7 @@ import torch
 from tlora_megatron.ops.lora.cuda_arguments import ExchangeArguments
 from tlora_megatron.parallel.transport import copy_engine
 from tlora_megatron.parallel.transport.copy_engine import CopyEngineCollectives
-from tlora_megatron.parallel.transport.exchange import Copy, Exchange, Lane, Sum
+from tlora_megatron.parallel.transport.peer_memory import Copy, Exchange, Lane, Sum
 
 RANK, SIZE = 1, 4
 ADDRESSES = (1 << 20, 2 << 20, 3 << 20, 4 << 20)

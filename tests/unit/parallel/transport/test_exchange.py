@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.exchange_machine import Deadlock, Machine, Values, run
-from tlora_megatron.parallel.transport.exchange import (
-    MAX_RANKS,
+from tlora_megatron.ops.lora.cuda_arguments import MAX_RANKS
+from tlora_megatron.parallel.transport.peer_memory import (
     Copy,
     Exchange,
     Lane,

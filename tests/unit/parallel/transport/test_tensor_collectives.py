@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
-from tlora_megatron.ops.lora.cuda_arguments import MAX_RANKS as MAX_RANKS_OF_KERNEL
 from tlora_megatron.parallel.transport import tensor_collectives
 from tlora_megatron.parallel.transport.copy_engine import encoded
-from tlora_megatron.parallel.transport.exchange import MAX_RANKS, Copy, Exchange, Place, Sum
+from tlora_megatron.parallel.transport.peer_memory import Copy, Exchange, Place, Sum
 from tlora_megatron.parallel.transport.tensor_collectives import (
     SkippedCollectives,
     make_tensor_collectives,
@@ -88,7 +87,6 @@ def test_steps_are_encoded_as_the_kernels_read_them() -> None:
     assert steps[1].phase == 1
     assert (steps[2].also_base, steps[2].also_offset, steps[2].sources) == (-1, 3, 3)
     assert (steps[3].also_base, steps[3].sources) == (-3, 1)
-    assert MAX_RANKS == MAX_RANKS_OF_KERNEL
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -16,12 +16,12 @@ from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import AdapterSlab
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.ops.lora.linear_ops import SiteFactors
+from tlora_megatron.planner.choices import SHARDINGS
 from tlora_megatron.planner.cost.adapter_sizes import (
     adapter_elements,
     copied_elements,
     spread_elements,
 )
-from tlora_megatron.planner.lora_choice import SHARDINGS
 
 SPEC = replace(
     PLANNED, num_layers=1, hidden_size=64, num_heads=8, num_kv_heads=8, head_dim=8, ffn_size=96

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tlora_megatron.model.replicas.deployment import Deployment
+from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.cost.replica_curve import CurveModel
+from tlora_megatron.planner.cost.replica_rate import CurveModel
 from tlora_megatron.planner.deploy.deploy import MARGIN, DeploymentResult, deploy
 from tlora_megatron.planner.deploy.kinds import (
     all_kinds,
@@ -22,8 +22,8 @@ from tlora_megatron.planner.deploy.kinds import (
     undominated,
 )
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.rounds.load import RoundLoad
-from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 LENGTHS = LengthHistogram.from_counts(

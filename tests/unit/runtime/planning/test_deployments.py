@@ -16,11 +16,11 @@ from tlora_megatron.cli.profile import profile_json
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.model.replicas.deployment import Deployment, ReplicaLayout
+from tlora_megatron.model.deployment import Deployment, ReplicaLayout
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.deploy.deploy import DeploymentResult, RankedDeployment, deploy
 from tlora_megatron.planner.deploy.sampled import Replicas
-from tlora_megatron.planner.space import SearchSpace
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.planning import deployments
 from tlora_megatron.runtime.planning.deployments import check_deployable, deployment_overrides

@@ -28,8 +28,8 @@ from tlora_megatron.integrations.deepspeed.config import load_deepspeed_config
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.hardware import LoraCost, load_profile, profile_document
-from tlora_megatron.profiling.fit import fit_lora, non_negative_fit
 from tlora_megatron.profiling.ops import LoraSample
+from tlora_megatron.profiling.profile import fit_lora, non_negative_fit
 from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of, start_command
 from tlora_megatron.runtime.planning.plan_inputs import (
     parse_lengths,

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.http_service import BASE, Door
 from tests.helpers.stored_jobs import finish, serve_gang, start
-from tlora_megatron.service.api.native import zipping
+from tlora_megatron.service.api.native import archives
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.store import NewJob
 
@@ -75,7 +75,7 @@ def test_they_are_a_tenant_s_own_and_only_of_what_has_ended(door: Door, job: str
 
 
 def test_archives_do_not_pile_up(door: Door, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zipping, "_KEPT", 2)
+    monkeypatch.setattr(archives, "_KEPT", 2)
     client = door.client()
     for text in ("one", "two", "three", "four"):
         (door.home.job(job) / "adapter/notes.txt").write_text(text)

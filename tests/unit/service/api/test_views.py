@@ -15,8 +15,7 @@ from tests.helpers.launch import HANG_S
 from tests.helpers.live_service import folder_in_memory
 from tests.helpers.shown_service import ShownService, shown_service
 from tlora_megatron.service.api.page import views, watching
-from tlora_megatron.service.api.page.facts import read_facts
-from tlora_megatron.service.api.page.viewer import Viewer
+from tlora_megatron.service.api.page.facts import Viewer, read_facts
 from tlora_megatron.service.store import JobState, NewJob
 
 ADMIN = ("submit", "read", "admin")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.chat_templates import TOOL
-from tlora_megatron.service.api.openai.lines import LineCheck
+from tlora_megatron.service.api.openai.uploads import LineCheck
 from tlora_megatron.training.data.rows import parse_row, read_messages
 
 CALL = {

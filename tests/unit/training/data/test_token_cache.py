@@ -16,9 +16,14 @@ from safetensors.numpy import load_file
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.config.job import DataSpec, JobSpec
 from tlora_megatron.training.data import mapped_tokens
-from tlora_megatron.training.data.job_data import JobData, load_job_data
+from tlora_megatron.training.data.job_data import (
+    ENTRY_NAME,
+    JobData,
+    TokenCache,
+    TokenizerFolder,
+    load_job_data,
+)
 from tlora_megatron.training.data.mapped_tokens import MappedSequences, lengths_of
-from tlora_megatron.training.data.token_cache import ENTRY_NAME, TokenCache, TokenizerFolder
 
 ROWS = [{"text": "x" * n} for n in (3, 70, 1, 9)] + [{"prompt": "why? ", "completion": "so"}]
 

@@ -23,8 +23,7 @@ from tlora_megatron.training.formats.fingerprint_file import (
     read_fingerprint,
     write_fingerprint,
 )
-from tlora_megatron.training.formats.gpt_oss_experts import weight_source
-from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, Rows
+from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, Rows, weight_source
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

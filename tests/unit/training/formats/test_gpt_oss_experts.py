@@ -13,8 +13,7 @@ from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 from tests.helpers.tiny_models import make_tiny_model, to_mxfp4
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.training.formats.gpt_oss_experts import GptOssExperts, decode_mxfp4
-from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
+from tlora_megatron.training.formats.hf_checkpoint import GptOssExperts, HFCheckpoint, decode_mxfp4
 from tlora_megatron.training.formats.hf_convert import check_weights
 
 CPU = torch.device("cpu")

@@ -25,9 +25,13 @@ from tlora_megatron.runtime.base_log import EXPECTED, log_base, outliers
 from tlora_megatron.training.formats import base_reader
 from tlora_megatron.training.formats.base_reader import read_base
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, RandomWeights, WeightSource
-from tlora_megatron.training.formats.hf_convert import draw_base, hf_shapes, megatron_tensors
+from tlora_megatron.training.formats.hf_convert import (
+    Rounding,
+    draw_base,
+    hf_shapes,
+    megatron_tensors,
+)
 from tlora_megatron.training.formats.rank_tensors import rank_tensors
-from tlora_megatron.training.formats.rounding import Rounding
 
 UNQUANTISED = ("embed_tokens", "lm_head", "layers.1.o_proj")
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlora_megatron.training.nano.aimd import AimdController
 from tlora_megatron.training.nano.controller import (
     HYSTERESIS,
     MOST_COUNT,
+    AimdController,
     HysteresisController,
     NanoController,
     StepTime,

@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.recompute import RecomputeTable
-from tlora_megatron.model.replicas.cp_dispatch import CpRates, CpTeam
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
+from tlora_megatron.model.cp_dispatch import CpRates, CpTeam
+from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.layout import ParallelLayout, RecomputeTable
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import cut_by_length
 from tlora_megatron.training.data.job_data import TokenSequence
-from tlora_megatron.training.packing.cp_teams import rank_ends_ps
 from tlora_megatron.training.packing.packing import Item, RoundShape
+from tlora_megatron.training.packing.recompute_cut import rank_ends_ps
 from tlora_megatron.training.packing.round_packer import PackedRound, RoundPacker
 
 BUDGET = 256

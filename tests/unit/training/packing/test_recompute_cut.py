@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.training.packing.test_packing import sequence
-from tlora_megatron.model.recompute import RecomputeTable
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.training.packing.packing import Item, MicroBatch, Placed, Round, pack
 from tlora_megatron.training.packing.recompute_cut import (
     cut_by_recompute,

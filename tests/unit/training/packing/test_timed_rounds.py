@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.replicas.replica_rate import ReplicaRate
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import cut_by_length
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.packing.packing import Item, RoundShape
+from tlora_megatron.training.packing.recompute_cut import RoundRule, fill_by_time, round_ends_ps
 from tlora_megatron.training.packing.round_packer import RoundPacker
-from tlora_megatron.training.packing.timed_rounds import RoundRule, fill_by_time, round_ends_ps
 
 RATE = ReplicaRate(token_ps=1000, square_ps=100, fixed_ps=5, longest=40)
 QUEUES = st.lists(st.lists(st.integers(1, 40), max_size=9), min_size=1, max_size=5)

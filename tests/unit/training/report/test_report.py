@@ -17,8 +17,13 @@ from tests.helpers.html_page import Page, check_loads_nothing
 from tlora_megatron.training.metrics import JobMetrics, write_summary
 from tlora_megatron.training.report import curves as report_curves
 from tlora_megatron.training.report import report
-from tlora_megatron.training.report.curves import PanelStyle, has_dots, overview
-from tlora_megatron.training.report.jobs import ReportJob, read_jobs
+from tlora_megatron.training.report.curves import (
+    PanelStyle,
+    ReportJob,
+    has_dots,
+    overview,
+    read_jobs,
+)
 from tlora_megatron.training.report.report import Report, write_report
 
 pytest.importorskip("matplotlib")

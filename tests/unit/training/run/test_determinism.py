@@ -23,7 +23,7 @@ from tlora_megatron.config.job import DataSpec, JobSpec
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.training.formats.quantised.card import QuantisationCard
+from tlora_megatron.training.formats.quantised import QuantisationCard
 from tlora_megatron.training.run import determinism
 from tlora_megatron.training.run.determinism import (
     FILE_NAME,

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tlora_megatron.training.saving.host_memory import Arena, HostMemory, save_memory_numel
+from tlora_megatron.training.saving.snapshot import Arena, HostMemory, save_memory_numel
 
 
 def test_ranges_do_not_meet_and_are_used_again() -> None:

@@ -24,9 +24,9 @@ from tests.helpers.saver_case import (
     whole_values,
 )
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
-from tlora_megatron.training.formats.peft.format import load_adapter
+from tlora_megatron.training.formats.peft import load_adapter
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.saving import targets
+from tlora_megatron.training.saving import saver as targets
 from tlora_megatron.training.saving.saver import Saver
 from tlora_megatron.training.saving.writer import WriterDied
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tlora_megatron.training.formats.atomic_directory import NotPermitted, always
-from tlora_megatron.training.saving.versions import (
+from tlora_megatron.training.saving.writer import (
     AdapterVersion,
     publish,
     published_folder,

@@ -12,8 +12,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlora_megatron.cli.service.reach.ports import ADAPTER, Accepted, JobRow, Row, Wish
-from tlora_megatron.cli.service.reach.sentences import missing_job, warn
+from tlora_megatron.cli.service.reach.ports import (
+    ADAPTER,
+    Accepted,
+    JobRow,
+    Row,
+    Wish,
+    missing_job,
+    warn,
+)
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.service.home import Home
 

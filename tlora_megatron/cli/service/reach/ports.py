@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
+
+from tlora_megatron.cli.tables import open_console
+from tlora_megatron.config.reader import ConfigError, must
+
+
+def missing_job(name: str) -> ConfigError:
+    return must("NAME", "be the id or the name of a job", name, "`tlora jobs --all` lists them")
+
+
+def warn(sentences: Iterable[str]) -> None:
+    """Prints sentences about settings that have no effect."""
+    console = open_console(stderr=True)
+    for sentence in sentences:
+        console.print(f"warning: {sentence}", style="yellow")
+
 
 Wish = Literal["cancel", "pause", "resume"]
 Row = dict[str, Any]

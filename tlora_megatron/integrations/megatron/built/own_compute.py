@@ -35,10 +35,9 @@ from tlora_megatron.integrations.megatron.layer.conditions import (
 from tlora_megatron.integrations.megatron.layer.modules import built_class
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import BuiltRotary
 from tlora_megatron.integrations.megatron.layer.plain_layer import LateReasons, make_plain
-from tlora_megatron.layers.attach import make_multi_adapter
+from tlora_megatron.layers.multi_adapter import make_multi_adapter
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.layers.transformer_engine.fp8 import why_not_fp8
-from tlora_megatron.layers.transformer_engine.linear import TEProductMixin, is_te_linear
+from tlora_megatron.layers.transformer_engine import TEProductMixin, is_te_linear, why_not_fp8
 from tlora_megatron.parallel.groups import ParallelGroups
 
 logger = logging.getLogger(__name__)

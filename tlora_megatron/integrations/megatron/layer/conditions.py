@@ -31,7 +31,7 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
     built_norm,
     why_not_head_norms,
 )
-from tlora_megatron.layers.transformer_engine.linear import (
+from tlora_megatron.layers.transformer_engine import (
     TEProductMixin,
     is_te_linear,
     why_not_te_product,

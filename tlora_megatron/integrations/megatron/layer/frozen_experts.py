@@ -36,7 +36,7 @@ from tlora_megatron.integrations.megatron.layer.expert_parts import (
     SharedExpert,
 )
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import Inner
-from tlora_megatron.layers.linear_layout import LinearLayout
+from tlora_megatron.layers.linear import LinearLayout
 from tlora_megatron.layers.multi_adapter import reduced
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.ops.experts.branch import PlacedRows, weights_grad
@@ -51,7 +51,7 @@ from tlora_megatron.ops.experts.rows import (
 )
 from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
-from tlora_megatron.parallel.expert_exchange import ExpertExchange, Journey
+from tlora_megatron.parallel.collectives import ExpertExchange, Journey
 from tlora_megatron.parallel.nano.lanes import Lane
 
 

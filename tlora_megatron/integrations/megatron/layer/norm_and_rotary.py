@@ -1,9 +1,9 @@
 """RMSNorm and rotary embedding over packed documents: our own, and those of built models.
 
-Shapes: T local rows, N heads, D head dimension.
-
 Those of built models own nothing: weights and angles are read at every call, so that loading,
 moving and quantising the model need nothing from here.
+
+Shapes: T local rows, N heads, D head dimension.
 """
 
 from __future__ import annotations

@@ -1,21 +1,122 @@
-"""`/v1/jobs/{job}/adapter.zip` and `/checkpoints`: what a job has learnt, as files."""
+"""`/v1/jobs/{job}/adapter.zip` and `/checkpoints`: what a job has learnt, as files in archives."""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import stat
+import zipfile
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 from fastapi import APIRouter
 from fastapi import Path as InPath
 from fastapi.responses import FileResponse
 
+from tlora_megatron.files import replacing
 from tlora_megatron.service.api.access.gate import Reader
 from tlora_megatron.service.api.errors import refused
-from tlora_megatron.service.api.native.rows import visible_job
+from tlora_megatron.service.api.native.jobs import visible_job
 from tlora_megatron.service.api.native.wire import CheckpointsAnswer, answers
-from tlora_megatron.service.api.native.zipping import archive_of, steps_of
 from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.store import Job
+
+_STEP = re.compile(r"step_(\d{8,})")
+_ENDINGS = (".json", ".safetensors", ".md", ".txt")
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_KEPT = 16
+_BLOCK = 1 << 20
+
+
+def archive_of(folder: Path, archives: Path, name: str, outward: Callable[[str], str]) -> Path:
+    """The zip file of a folder's plain files, made where none of this state is there.
+
+    Files are stored as they are, since weights do not shrink. All of them are opened first, so
+    that a checkpoint that is replaced meanwhile is sent as it was.
+
+    Args:
+        folder: Its links and subfolders are left out.
+        archives: Where archives lie.
+        name: Of the archive; what the folder is, not how it was at some time.
+        outward: Takes the host's paths out of the text of JSON files.
+
+    Raises:
+        FileNotFoundError: if there is no such folder, or nothing in it.
+        OSError: if the disk refuses.
+    """
+    with ExitStack() as opened:
+        handle = os.open(folder, _FOLDER)
+        opened.callback(os.close, handle)
+        files = {name: opened.enter_context(file) for name, file in _open_all(handle)}
+        if not files:
+            raise FileNotFoundError(str(folder))
+        stamp = max(os.fstat(file.fileno()).st_mtime_ns for file in files.values())
+        path = make_folder(archives) / f"{name}-{stamp}.zip"
+        if not path.exists():
+            _write(path, files, outward)
+            _prune(archives)
+    os.utime(path)
+    return path
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """The checkpoints in a folder, the newest first."""
+    found = []
+    with suppress(FileNotFoundError):
+        for entry in os.scandir(folder):
+            match = _STEP.fullmatch(entry.name)
+            if match is None or not entry.is_dir(follow_symlinks=False):
+                continue
+            with suppress(FileNotFoundError):  # a newer one has taken its place
+                written = (Path(entry.path) / "state.json").stat()
+                size = sum(inner.stat().st_size for inner in os.scandir(entry.path))
+                row = {"step": int(match[1]), "bytes": size, "written_at": written.st_mtime}
+                found.append(row)
+    return sorted(found, key=lambda row: -row["step"])
+
+
+def _open_all(folder: int) -> list[tuple[str, BinaryIO]]:
+    found: list[tuple[str, BinaryIO]] = []
+    for name in sorted(os.listdir(folder)):
+        kind = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+        if name.endswith(_ENDINGS) and not name.startswith(".") and stat.S_ISREG(kind):
+            found.append((name, os.fdopen(os.open(name, _FILE, dir_fd=folder), "rb")))
+    return found
+
+
+def _write(path: Path, files: dict[str, BinaryIO], outward: Callable[[str], str]) -> None:
+    """Writes the archive aside and gives it its name when it is whole."""
+    with (
+        replacing(path, durable=False) as whole,
+        zipfile.ZipFile(whole, "w", zipfile.ZIP_STORED) as archive,
+    ):
+        for name, file in files.items():
+            entry = zipfile.ZipInfo(name)
+            if name.endswith(".json"):
+                archive.writestr(entry, outward(file.read().decode()))
+                continue
+            with archive.open(entry, "w", force_zip64=True) as target:
+                shutil.copyfileobj(file, target, _BLOCK)
+
+
+def _asked_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # somebody else prunes, too
+        return 0.0
+
+
+def _prune(archives: Path) -> None:
+    """Removes archives that were not asked for lately; whoever reads one reads it to its end."""
+    paths = sorted(archives.glob("*.zip"), key=_asked_at)
+    for path in paths[:-_KEPT]:
+        path.unlink(missing_ok=True)
+
 
 _ZIP: dict[str, Any] = {
     "response_class": FileResponse,

@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 from tlora_megatron.service.api.access.gate import Reader
 from tlora_megatron.service.api.errors import refused
 from tlora_megatron.service.api.native.following import Following, Listener
-from tlora_megatron.service.api.native.rows import shown_event, visible_job
+from tlora_megatron.service.api.native.jobs import shown_event, visible_job
 from tlora_megatron.service.api.native.wire import answers
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.history import Place

@@ -10,10 +10,14 @@ from fastapi.responses import FileResponse, Response
 
 from tlora_megatron.service.api.access.gate import Caller, Reader, Submitter
 from tlora_megatron.service.api.errors import ApiError, missing
-from tlora_megatron.service.api.native.rows import own_job
-from tlora_megatron.service.api.openai.names import job_of_results
-from tlora_megatron.service.api.openai.objects import file_object, page_object, results_object
-from tlora_megatron.service.api.openai.results import results_csv
+from tlora_megatron.service.api.native.jobs import own_job
+from tlora_megatron.service.api.openai.objects import (
+    file_object,
+    job_of_results,
+    page_object,
+    results_csv,
+    results_object,
+)
 from tlora_megatron.service.api.openai.uploads import Arrival, receive
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.history import History

@@ -10,8 +10,12 @@ from fastapi import APIRouter
 from tlora_megatron.service.api.access.gate import Caller, Reader
 from tlora_megatron.service.api.errors import missing
 from tlora_megatron.service.api.openai.jobs import asked_of
-from tlora_megatron.service.api.openai.names import adapter_name, split_model
-from tlora_megatron.service.api.openai.objects import model_object, model_of
+from tlora_megatron.service.api.openai.objects import (
+    adapter_name,
+    model_object,
+    model_of,
+    split_model,
+)
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.store import Job, JobState, NotFound
 

@@ -1,13 +1,62 @@
-"""A service's rows as the objects of the API."""
+"""A service's rows as the objects of the API, with the names of models and the files of results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import csv
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from tlora_megatron.service.api.openai.names import adapter_name, results_id
+from tlora_megatron.service.history import Told
 from tlora_megatron.service.store import Job, JobState
 from tlora_megatron.service.store.tenancy.values import Upload
+
+_JOB = r"j\d+[a-z]{4}"
+_ADAPTER = re.compile(rf"ft:.*:(?P<job>{_JOB})(?::ckpt-step-(?P<step>\d{{1,12}}))?", re.DOTALL)
+_RESULTS = re.compile(rf"file-results-(?P<job>{_JOB})")
+
+
+class ModelName(NamedTuple):
+    """The parts of a model's name."""
+
+    base: str | None
+    """Name of a base, where it is no adapter's."""
+    job: str | None
+    """Id of the job that trains the adapter."""
+    step: int | None
+    """Step of a checkpoint."""
+
+
+def split_model(name: str) -> ModelName:
+    """Reads the name of a model; nothing looks whether there is one."""
+    found = _ADAPTER.fullmatch(name)
+    if found is None:
+        return ModelName(name, None, None)
+    step = found["step"]
+    return ModelName(None, found["job"], None if step is None else int(step))
+
+
+def adapter_name(base: str, tenant: str, suffix: str | None, job: str) -> str:
+    """The model that a job trains: `ft:BASE:TENANT:SUFFIX:JOB`."""
+    return f"ft:{base}:{tenant}:{suffix or ''}:{job}"
+
+
+def checkpoint_name(adapter: str, step: int) -> str:
+    """The model as it was after a step."""
+    return f"{adapter}:ckpt-step-{step}"
+
+
+def results_id(job: str) -> str:
+    """Id of the file with a job's steps."""
+    return f"file-results-{job}"
+
+
+def job_of_results(file: str) -> str | None:
+    """The job of such a file; None: another file's id."""
+    found = _RESULTS.fullmatch(file)
+    return None if found is None else found["job"]
+
 
 DOOR = "openai"
 """Value of `asked.door` in the document of a job that came in here."""
@@ -78,7 +127,6 @@ def _error(job: Job) -> dict[str, Any] | None:
 
 
 def file_object(upload: Upload) -> dict[str, Any]:
-    """An uploaded file."""
     return {
         "id": upload.id,
         "object": "file",
@@ -114,7 +162,6 @@ def model_object(name: str, created: float, owner: str) -> dict[str, Any]:
 
 
 def page_object(data: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """A page of a list."""
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {
         "object": "list",
@@ -123,3 +170,32 @@ def page_object(data: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]
         "first_id": first,
         "last_id": last,
     }
+
+
+COLUMNS = (
+    *("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy"),
+    *("learning_rate", "grad_norm", "tokens", "valid_exact_match"),
+)
+"""The first five are the API's; accuracies of single tokens are not measured and stay empty."""
+_FROM_STEP = {
+    "train_loss": "loss",
+    "learning_rate": "lr",
+    "grad_norm": "grad_norm",
+    "tokens": "tokens",
+}
+_FROM_EVALUATION = {"valid_loss": "eval_loss", "valid_exact_match": "eval_exact_match"}
+
+
+def results_csv(told: Sequence[Told]) -> bytes:
+    """A line for each step, with the evaluation after it where there was one."""
+    lines: dict[int, dict[str, Any]] = {}
+    for _, row in told:
+        if row["kind"] != "event":
+            names = _FROM_STEP if row["kind"] == "step" else _FROM_EVALUATION
+            line = lines.setdefault(row["step"], {"step": row["step"]})
+            line |= {to: row.get(name) for to, name in names.items()}
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines[step] for step in sorted(lines))
+    return text.getvalue().encode()

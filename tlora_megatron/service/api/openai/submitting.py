@@ -1,30 +1,239 @@
-"""Makes a job of a request for fine-tuning, once however often its client retries."""
+"""Turns a request for fine-tuning into an entry of `jobs`, and submits it."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import re
 import secrets
 import uuid
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
-from tlora_megatron.config.reader import ConfigError, nearest
+from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr
+
+from tlora_megatron.config.job import JobSpec, OptimizerSpec
+from tlora_megatron.config.reader import ConfigError, check_partial, nearest
+from tlora_megatron.config.source import merge
 from tlora_megatron.service.api.access.gate import Caller
 from tlora_megatron.service.api.errors import ApiError, missing, refused
-from tlora_megatron.service.api.openai.asking import (
-    Asked,
-    Numbers,
-    check_request,
-    job_entry,
-    numbers_of,
-)
-from tlora_megatron.service.api.openai.names import split_model
-from tlora_megatron.service.api.openai.objects import DOOR
+from tlora_megatron.service.api.openai.objects import DOOR, split_model
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting.submit import submit
 from tlora_megatron.service.prepare.submission import ASKED
 from tlora_megatron.service.store import Job, NotFound
+
+AUTO_EPOCHS = 3
+"""Passes over the data where a client says `auto`; all other defaults are those of a job."""
+_DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(JobSpec)}
+AUTO_BATCH_SIZE: int = _DEFAULTS["batch_size"]
+AUTO_LR: float = OptimizerSpec().lr
+"""A `learning_rate_multiplier` multiplies this, or `tlora.optimizer.lr`."""
+PREFIX = "tlora."
+"""Keys of `metadata` that begin so set what the API has no field for."""
+_SERVICE = ("gpus", "max_slowdown", "priority")
+_KEYS = (
+    *("lora.rank", "lora.alpha", "lora.dropout", "lora.target_modules", "lora.use_rslora"),
+    *("lora.expert_rank", "lora.expert_sharing"),
+    *("optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm"),
+    *("schedule.name", "schedule.warmup_steps", "schedule.warmup_ratio", "schedule.min_lr"),
+    *("max_seq_len", "max_steps", "eval_every_steps", "on_nonfinite", "data.overlong"),
+    *_SERVICE,
+)
+_SUFFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
+
+
+class Hyperparameters(BaseModel):
+    """The three numbers that the API knows; `auto` is what is left out."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    n_epochs: StrictInt | Literal["auto"] | None = None
+    batch_size: StrictInt | Literal["auto"] | None = None
+    learning_rate_multiplier: StrictFloat | StrictInt | Literal["auto"] | None = None
+
+
+class Asked(BaseModel):
+    """The body of a request for fine-tuning."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: StrictStr
+    training_file: StrictStr
+    validation_file: StrictStr | None = None
+    hyperparameters: Hyperparameters | None = None
+    method: dict[str, Any] | None = None
+    metadata: dict[StrictStr, StrictStr] | None = None
+    suffix: StrictStr | None = None
+    seed: StrictInt | None = None
+    integrations: list[Any] | None = None
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal bodies."""
+        text = json.dumps(self.model_dump(), sort_keys=True)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+class Numbers(BaseModel):
+    """Hyperparameters with every `auto` replaced."""
+
+    n_epochs: int
+    batch_size: int
+    learning_rate_multiplier: float
+
+
+def check_request(asked: Asked) -> None:
+    """Refuses what a service cannot do, by name.
+
+    Raises:
+        ApiError: for the first such thing.
+    """
+    if asked.integrations:
+        raise refused("integrations", "be left out", asked.integrations, "metrics are in events")
+    if asked.suffix is not None and not _SUFFIX.fullmatch(asked.suffix):
+        rule = "be at most 64 letters, digits, dots, underscores and hyphens"
+        raise refused("suffix", rule, asked.suffix)
+    if asked.seed is not None and asked.seed < 0:
+        raise refused("seed", "be at least 0", asked.seed)
+    _check_metadata(asked.metadata or {})
+
+
+def numbers_of(asked: Asked) -> Numbers:
+    """The hyperparameters of a request, from whichever of their two places.
+
+    Raises:
+        ApiError: if the method is another than supervised, or a value is out of range.
+    """
+    given, place = asked.hyperparameters, "hyperparameters"
+    supervised = _supervised(asked.method)
+    if supervised is not None:
+        if given is not None and given != supervised:
+            rule = "be left out, or equal those of method.supervised"
+            raise refused("hyperparameters", rule, given.model_dump())
+        given, place = supervised, "method.supervised.hyperparameters"
+    given = given or Hyperparameters()
+    return Numbers(
+        n_epochs=_number(given.n_epochs, AUTO_EPOCHS, f"{place}.n_epochs"),
+        batch_size=_number(given.batch_size, AUTO_BATCH_SIZE, f"{place}.batch_size"),
+        learning_rate_multiplier=_multiplier(
+            given.learning_rate_multiplier, f"{place}.learning_rate_multiplier"
+        ),
+    )
+
+
+def job_entry(
+    asked: Asked, numbers: Numbers, *, name: str, train: str, validation: str | None
+) -> dict[str, Any]:
+    """The entry of `jobs` that a request means.
+
+    Args:
+        asked: The request, checked.
+        numbers: Its hyperparameters.
+        name: Of the job.
+        train: File of training data.
+        validation: File of evaluation data, if there is one.
+
+    Raises:
+        ConfigError: if a key of the metadata has a value that its setting cannot have.
+    """
+    settings = settings_of(asked.metadata or {})
+    check_partial(JobSpec, settings, "metadata.tlora")
+    lr = float(settings.get("optimizer", {}).get("lr", AUTO_LR))
+    entry: dict[str, Any] = {
+        "name": name,
+        "data": {"train": train, "eval": validation},
+        "batch_size": numbers.batch_size,
+        "seed": asked.seed or 0,
+    }
+    entry = merge(entry, settings)
+    if "max_steps" not in settings:
+        entry["epochs"] = numbers.n_epochs
+    return merge(entry, {"optimizer": {"lr": lr * numbers.learning_rate_multiplier}})
+
+
+def settings_of(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that keys of the metadata make, as part of an entry of `jobs`."""
+    settings: dict[str, Any] = {}
+    for key, text in metadata.items():
+        if key.startswith(PREFIX):
+            path = key.removeprefix(PREFIX)
+            path = f"service.{path}" if path in _SERVICE else path
+            *parents, last = path.split(".")
+            node = settings
+            for name in parents:
+                node = node.setdefault(name, {})
+            node[last] = _value(text, is_list=last == "target_modules")
+    return settings
+
+
+def _value(text: str, *, is_list: bool) -> Any:
+    if is_list and not text.lstrip().startswith("["):
+        return [item.strip() for item in text.split(",") if item.strip()]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    if len(metadata) > _MOST_PAIRS:
+        raise refused("metadata", f"have at most {_MOST_PAIRS} keys", len(metadata))
+    for key, value in metadata.items():
+        name = f"metadata.{key:.80}"
+        if len(key) > _LONGEST_KEY:
+            raise refused(name, f"have a key of at most {_LONGEST_KEY} characters", len(key))
+        if len(value) > _LONGEST_VALUE:
+            raise refused(name, f"have at most {_LONGEST_VALUE} characters", len(value))
+        own = key.removeprefix(PREFIX)
+        if key.startswith(PREFIX) and own not in _KEYS:
+            hint = nearest(own, _KEYS) or f"keys of the service are {', '.join(_KEYS)}"
+            raise ApiError(400, f"{name} is not a known key; {hint}", param="metadata")
+
+
+def _supervised(method: Mapping[str, Any] | None) -> Hyperparameters | None:
+    if method is None:
+        return None
+    kind = method.get("type")
+    if kind != "supervised":
+        remedy = "preferences and rewards are not trained here" if kind else ""
+        raise refused("method.type", "be supervised", kind, remedy)
+    others = [key for key in method if key not in ("type", "supervised")]
+    if others and any(method[key] is not None for key in others):
+        raise refused(f"method.{others[0]}", "be left out", method[others[0]])
+    inner = method.get("supervised") or {}
+    extra = [key for key in inner if key != "hyperparameters"] if isinstance(inner, dict) else [""]
+    if extra:
+        raise refused("method.supervised", "hold hyperparameters alone", inner)
+    found = inner.get("hyperparameters")
+    if found is None:
+        return None
+    try:
+        return Hyperparameters.model_validate(found)
+    except ValueError:
+        rule = "hold n_epochs, batch_size and learning_rate_multiplier, numbers or auto"
+        raise refused("method.supervised.hyperparameters", rule, found) from None
+
+
+def _number(given: Any, default: int, name: str) -> int:
+    if given is None or given == "auto":
+        return default
+    if not 1 <= given < 2**31:
+        raise refused(name, "be auto, or an integer of at least 1", given)
+    return int(given)
+
+
+def _multiplier(given: Any, name: str) -> float:
+    if given is None or given == "auto":
+        return 1.0
+    if not 0 < given < 1e9:
+        raise refused(name, "be auto, or a number above 0", given)
+    return float(given)
+
 
 RETRIED_WITHIN_S = 600.0
 """A retry is answered with the job of the same body that is no older."""

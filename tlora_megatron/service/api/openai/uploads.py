@@ -1,4 +1,7 @@
-"""Takes a file that a tenant sends: to the disk, hashed and checked while it arrives."""
+"""Takes a file that a tenant sends: to the disk, hashed, its lines checked while they arrive.
+
+FastAPI's own forms are whole on the disk before anybody may refuse them.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,183 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.concurrency import run_in_threadpool
 
 from tlora_megatron.service.api.errors import ApiError, refused
-from tlora_megatron.service.api.openai.lines import LineCheck
-from tlora_megatron.service.api.openai.multipart import FormReader
 from tlora_megatron.service.home import Home, make_folder
 from tlora_megatron.service.store.tenancy.values import NewUpload
+from tlora_megatron.training.data.rows import parse_row
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
+
+
+LONGEST_LINE = 4 * 2**20
+"""Bytes; a line is held in memory."""
+_BOM = b"\xef\xbb\xbf"
+
+
+class LineCheck:
+    """Takes a file's bytes in parts; refuses the first line that could not be trained."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._rest = b""
+        self._number = 0
+        self.rows = 0
+        """Lines that hold something."""
+        self.kinds: dict[str, int] = {}
+        """How many rows have which format: completion, messages or text."""
+
+    def feed(self, part: bytes) -> None:
+        """Checks all lines that the part completes.
+
+        Raises:
+            ValueError: naming the file and the line.
+        """
+        *lines, self._rest = (self._rest + part).split(b"\n")
+        for line in lines:
+            self._check(line)
+        if len(self._rest) > LONGEST_LINE:
+            self._too_long(self._number + 1)
+
+    def end(self) -> None:
+        """Checks what follows the last line break.
+
+        Raises:
+            ValueError: as `feed` does, or if no line holds anything.
+        """
+        self._check(self._rest)
+        if not self.rows:
+            raise ValueError(f"a training file must hold at least one line, got none: {self._name}")
+
+    def _check(self, line: bytes) -> None:
+        self._number += 1
+        if self._number == 1:
+            line = line.removeprefix(_BOM)
+        if len(line) > LONGEST_LINE:
+            self._too_long(self._number)
+        if not line.strip():
+            return
+        row = parse_row(line, f"{self._name} line {self._number}")
+        self.rows += 1
+        self.kinds[row.kind] = self.kinds.get(row.kind, 0) + 1
+
+    def _too_long(self, number: int) -> None:
+        raise ValueError(
+            f"a line must have at most {LONGEST_LINE:,} bytes, got more: {self._name} line {number}"
+        )
+
+
+_LARGEST_FIELD = 1024
+_MOST_PARTS = 16
+
+
+class FormReader:
+    """Reads the form of one request.
+
+    Args:
+        content_type: The request's header.
+        on_data: Takes the file's bytes.
+    """
+
+    def __init__(self, content_type: str, on_data: Callable[[bytes], None]) -> None:
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary")
+        if kind != b"multipart/form-data" or not boundary:
+            raise ValueError(
+                f"a file must come as multipart/form-data with a boundary, got {content_type!r:.80}"
+            )
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        """File name in the field `file`; None: there was none."""
+        self._on_data = on_data
+        self._name = self._header = self._value = b""
+        self._disposition = b""
+        self._is_file = False
+        self._parts = 0
+        self._ended = False
+        callbacks: MultipartCallbacks = {
+            "on_part_begin": self._on_part_begin,
+            "on_header_field": self._on_header_field,
+            "on_header_value": self._on_header_value,
+            "on_header_end": self._on_header_end,
+            "on_headers_finished": self._on_headers_finished,
+            "on_part_data": self._on_part_data,
+            "on_part_end": self._on_part_end,
+            "on_end": self._on_end,
+        }
+        self._parser = MultipartParser(boundary, callbacks)
+
+    def feed(self, part: bytes) -> None:
+        """Reads the next bytes of the body.
+
+        Raises:
+            ValueError: if they are no part of such a form, or `on_data` refuses.
+        """
+        try:
+            self._parser.write(part)
+        except FormParserError as error:
+            raise ValueError(f"the body must be multipart/form-data, got {error}") from error
+
+    def end(self) -> None:
+        """Refuses a form that is not whole."""
+        if not self._ended:
+            raise ValueError("the body must end with its boundary, got one that was cut")
+        if self.filename is None:
+            raise ValueError("file must be given: a part of the form with a file's name")
+
+    def _on_part_begin(self) -> None:
+        self._disposition = self._value = b""
+        self._parts += 1
+        if self._parts > _MOST_PARTS:
+            raise ValueError(f"a form must have at most {_MOST_PARTS} parts, got more")
+
+    def _on_header_field(self, data: bytes, begin: int, end: int) -> None:
+        self._header += data[begin:end]
+
+    def _on_header_value(self, data: bytes, begin: int, end: int) -> None:
+        self._value += data[begin:end]
+
+    def _on_header_end(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._header = self._value = b""
+
+    def _on_headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        self._name = options.get(b"name", b"")
+        self._is_file = self._name == b"file" and b"filename" in options
+        if self._is_file:
+            if self.filename is not None:
+                raise ValueError("a form must hold one file, got two")
+            self.filename = options[b"filename"].decode("utf-8", "replace")
+
+    def _on_part_data(self, data: bytes, begin: int, end: int) -> None:
+        if self._is_file:
+            self._on_data(data[begin:end])
+            return
+        self._value += data[begin:end]
+        if len(self._value) > _LARGEST_FIELD:
+            raise ValueError(
+                f"a field of a form must have at most {_LARGEST_FIELD} bytes, got more"
+            )
+
+    def _on_part_end(self) -> None:
+        if not self._is_file:
+            name = self._name.decode("utf-8", "replace")
+            self.fields[name] = self._value.decode("utf-8", "replace")
+
+    def _on_end(self) -> None:
+        self._ended = True
+
 
 PURPOSE = "fine-tune"
 LARGEST_FILE = 2**30

@@ -1,11 +1,17 @@
-"""Reads from the store what the views are drawn from, for all who ask at once."""
+"""What the page shows of a service and its jobs, as who looks may see it."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
+import os
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.store import LIVE, OVER, Board, Gang, Job, JobState, Stay
@@ -102,3 +108,77 @@ def _of(tenant: str | None, service: Service, jobs: Iterable[Job]) -> tuple[Job,
         job if job.error is None else replace(job, error=service.outward(job.error, tenant))
         for job in jobs
     )
+
+
+_KEY = secrets.token_bytes(32)
+"""Others' jobs get their names for strangers with it; a new process gives new ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Viewer:
+    """A tenant, or an admin, who sees all tenants' jobs."""
+
+    tenant: str
+    sees_all: bool = False
+
+    @property
+    def scope(self) -> str | None:
+        """The tenant to whose jobs lists are restricted; None for all."""
+        return None if self.sees_all else self.tenant
+
+    def may_see(self, job: Job | None) -> bool:
+        """True if the viewer may know what a job is."""
+        return job is not None and (self.sees_all or job.tenant == self.tenant)
+
+    def stranger(self, job: str) -> str:
+        """A name for a job of somebody else, the same as long as this process lives."""
+        text = f"{self.tenant}\0{job}".encode()
+        return "~" + hmac.new(_KEY, text, hashlib.sha256).hexdigest()[:8]
+
+    def name(self, job: str, row: Job | None) -> dict[str, Any]:
+        """How a job is named to the viewer."""
+        if row is None or not self.may_see(row):
+            return {"id": self.stranger(job), "own": False}
+        named: dict[str, Any] = {"id": row.id, "own": True, "name": row.name}
+        return {**named, "tenant": row.tenant} if self.sees_all else named
+
+
+_MOST_BYTES = 4_000_000
+"""Read of a long job's metrics: its last steps."""
+
+
+class Point(NamedTuple):
+    """One step of a curve."""
+
+    step: int
+    loss: float
+
+
+def read_curve(path: Path, points: int) -> list[Point]:
+    """Losses over steps, thinned by means over equal runs of steps; [] before the first step."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - _MOST_BYTES))
+            lines = file.read(_MOST_BYTES).splitlines()
+    except FileNotFoundError:
+        return []
+    steps = [point for line in lines if (point := _point(line)) is not None]
+    return _thinned(steps, points)
+
+
+def _point(line: bytes) -> Point | None:
+    """The step of a line; None for evaluations, and for a line that is cut."""
+    try:
+        row = json.loads(line)
+        return Point(int(row["step"]), float(row["loss"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _thinned(steps: list[Point], points: int) -> list[Point]:
+    if len(steps) <= points:
+        return steps
+    size = -(-len(steps) // points)
+    runs = [steps[begin : begin + size] for begin in range(0, len(steps), size)]
+    return [Point(run[-1].step, sum(p.loss for p in run) / len(run)) for run in runs]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tlora_megatron.service.api.page.facts import Facts
-from tlora_megatron.service.api.page.viewer import Viewer
+from tlora_megatron.service.api.page.facts import Facts, Viewer
 from tlora_megatron.service.store import Decision, Gang, Job
 
 View = dict[str, Any]

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from starlette.concurrency import run_in_threadpool
 
 from tlora_megatron.service.api.errors import ApiError
-from tlora_megatron.service.api.page.facts import Facts, read_facts
-from tlora_megatron.service.api.page.viewer import Viewer
+from tlora_megatron.service.api.page.facts import Facts, Viewer, read_facts
 from tlora_megatron.service.api.page.views import PARTS, decision_page, jobs_of
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.store import StoreError

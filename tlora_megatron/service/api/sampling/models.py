@@ -8,8 +8,8 @@ from pathlib import Path
 from tlora_megatron.config.jobs import plain
 from tlora_megatron.service.api.access.gate import Caller
 from tlora_megatron.service.api.errors import ApiError, missing, refused
-from tlora_megatron.service.api.native.rows import own_job
-from tlora_megatron.service.api.openai.names import split_model
+from tlora_megatron.service.api.native.jobs import own_job
+from tlora_megatron.service.api.openai.objects import split_model
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.prepare.submission import base_key
 from tlora_megatron.service.sampling.bases import base_of_job

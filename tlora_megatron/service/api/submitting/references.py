@@ -13,7 +13,7 @@ from tlora_megatron.config.reader import must
 from tlora_megatron.service.below import UserFiles
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.store import NotFound, Store
-from tlora_megatron.training.saving.versions import FOLDER, published_folder
+from tlora_megatron.training.saving.writer import FOLDER, published_folder
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _UPLOAD = re.compile(r"file-[0-9a-f]{24}")

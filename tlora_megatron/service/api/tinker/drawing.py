@@ -17,7 +17,7 @@ from tlora_megatron.service.api.tinker.state.sessions import SampledFrom
 from tlora_megatron.service.api.tinker.wire.bodies import Sample
 from tlora_megatron.service.api.tinker.wire.encoding import encode_sample
 from tlora_megatron.service.api.tinker.wire.prompts import as_prompt
-from tlora_megatron.training.saving.versions import AdapterVersion
+from tlora_megatron.training.saving.writer import AdapterVersion
 
 logger = logging.getLogger(__name__)
 

@@ -24,19 +24,17 @@ from tlora_megatron.config.job import (
 from tlora_megatron.integrations.megatron.layer import expert_parts, frozen_experts
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
-from tlora_megatron.layers.linear_layout import LinearLayout
+from tlora_megatron.layers.linear import LinearLayout
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin
 from tlora_megatron.layers.sites import Site, stage_sites
 from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.routing import Document, pack_micro_batch
-from tlora_megatron.parallel import expert_exchange
+from tlora_megatron.parallel import collectives
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.experts.adapters import expert_elements, kept_inputs
-from tlora_megatron.planner.cost.experts.bytes import routed_bytes
-from tlora_megatron.planner.cost.experts.shared import shared_bytes
-from tlora_megatron.planner.cost.experts.split import expert_split
+from tlora_megatron.planner.cost.expert_adapters import expert_elements, kept_inputs, routed_bytes
+from tlora_megatron.planner.cost.experts import expert_split, shared_bytes
 from tlora_megatron.planner.cost.memory import COMMUNICATOR_BYTES, memory_use
 from tlora_megatron.planner.cost.saved_activations import (
     kept_bytes,
@@ -112,7 +110,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_parts, "ColumnParallelLinear", Linear)
     monkeypatch.setattr(expert_parts, "RowParallelLinear", Linear)
     monkeypatch.setattr(expert_parts, "swiglu_vjp", activated)
-    monkeypatch.setattr(expert_exchange.dist, "all_to_all_single", echo)
+    monkeypatch.setattr(collectives.dist, "all_to_all_single", echo)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 
 

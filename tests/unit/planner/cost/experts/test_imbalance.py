@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tlora_megatron.planner.cost.experts.imbalance import fullest_share
+from tlora_megatron.planner.cost.experts import fullest_share
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 128])

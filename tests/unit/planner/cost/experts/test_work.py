@@ -13,16 +13,13 @@ from tests.helpers.planner_case import HARDWARE, SPEC
 from tlora_megatron.config.job import EXPERT_TARGETS, SHARED_EXPERT_TARGETS
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.adapter_sizes import JobSums
 from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
-from tlora_megatron.planner.cost.expert_times import FITTED_CHOICES, ExpertTimes
-from tlora_megatron.planner.cost.experts.adapters import ExpertLora
-from tlora_megatron.planner.cost.experts.imbalance import fullest_share
-from tlora_megatron.planner.cost.experts.split import expert_split
-from tlora_megatron.planner.cost.experts.work import RoutedCost, RoutedWork
-from tlora_megatron.planner.cost.job_sums import JobSums
+from tlora_megatron.planner.cost.expert_adapters import ExpertLora
+from tlora_megatron.planner.cost.experts import RoutedCost, RoutedWork, expert_split, fullest_share
 from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
 from tlora_megatron.planner.cost.memory import memory_use
-from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.rates import FITTED_CHOICES, ExpertTimes, Rates
 from tlora_megatron.planner.hardware import HardwareProfile, HostCost, LoraCost, load_profile
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad

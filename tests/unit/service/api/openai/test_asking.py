@@ -11,18 +11,18 @@ from tlora_megatron.config.job import JobSpec, LoraSpec
 from tlora_megatron.config.jobs import read_job
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.service.api.errors import ApiError
-from tlora_megatron.service.api.openai.asking import (
-    Asked,
-    check_request,
-    job_entry,
-    numbers_of,
-)
-from tlora_megatron.service.api.openai.names import (
+from tlora_megatron.service.api.openai.objects import (
     adapter_name,
     checkpoint_name,
     job_of_results,
     results_id,
     split_model,
+)
+from tlora_megatron.service.api.openai.submitting import (
+    Asked,
+    check_request,
+    job_entry,
+    numbers_of,
 )
 
 

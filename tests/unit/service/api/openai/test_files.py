@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from tests.helpers.http_service import Door
 from tests.unit.service.api.openai.conftest import CHATS, Still
-from tlora_megatron.service.api.openai import lines, uploads
+from tlora_megatron.service.api.openai import uploads
 from tlora_megatron.service.store import TenantLimits
 
 
@@ -82,7 +82,7 @@ def test_what_could_not_be_trained_is_refused_at_once(
 
 
 def test_sizes_have_limits(client: OpenAI, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "LONGEST_LINE", len(CHATS) - 2)
+    monkeypatch.setattr(uploads, "LONGEST_LINE", len(CHATS) - 2)
     with pytest.raises(openai.BadRequestError, match="a line must have at most"):
         client.files.create(file=CHATS.replace(b"\n", b" "), purpose="fine-tune")
     monkeypatch.setattr(uploads, "LARGEST_FILE", len(CHATS) - 1)
@@ -143,7 +143,7 @@ def test_ids_are_no_paths(still: Still, file: str) -> None:
 def test_lines_are_checked_however_they_are_cut() -> None:
     content = b"\xef\xbb\xbf" + b"\n".join([CHATS.strip(), b"", b'{"text": "x\\u2028"}'])
     for size in (1, 7, 64, len(content)):
-        check = lines.LineCheck("file")
+        check = uploads.LineCheck("file")
         for begin in range(0, len(content), size):
             check.feed(content[begin : begin + size])
         check.end()

@@ -19,8 +19,8 @@ from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.layers.slab import initial_factors
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.training.formats.peft.format import export_adapter, load_adapter
-from tlora_megatron.training.formats.quantised.card import (
+from tlora_megatron.training.formats.peft import export_adapter, load_adapter
+from tlora_megatron.training.formats.quantised import (
     QuantisationCard,
     check_same_base,
     quantisation_card,

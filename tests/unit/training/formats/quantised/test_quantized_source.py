@@ -31,7 +31,7 @@ from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.training.formats import base_reader
 from tlora_megatron.training.formats.hf_convert import megatron_tensors
-from tlora_megatron.training.formats.quantised.source import QuantizedSource, _widened
+from tlora_megatron.training.formats.quantised import QuantizedSource, _widened
 from tlora_megatron.training.formats.rank_tensors import rank_tensors
 
 CODES = torch.zeros(192, 512).to(torch.float8_e4m3fn)

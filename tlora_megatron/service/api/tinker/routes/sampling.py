@@ -18,7 +18,7 @@ from tlora_megatron.service.api.tinker.state.names import RequestId, SamplerId
 from tlora_megatron.service.api.tinker.state.sessions import SampledFrom
 from tlora_megatron.service.api.tinker.wire import bodies
 from tlora_megatron.service.api.tinker.wire.prompts import check_sample
-from tlora_megatron.training.saving.versions import AdapterVersion
+from tlora_megatron.training.saving.writer import AdapterVersion
 
 
 def router(service: Service, drawing: Drawing) -> APIRouter:

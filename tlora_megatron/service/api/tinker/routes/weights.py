@@ -35,7 +35,7 @@ from tlora_megatron.service.api.tinker.state.sessions import Model, SampledFrom
 from tlora_megatron.service.api.tinker.turns import turn_of
 from tlora_megatron.service.api.tinker.wire import bodies
 from tlora_megatron.training.driven.requests import Request
-from tlora_megatron.training.saving.versions import AdapterVersion
+from tlora_megatron.training.saving.writer import AdapterVersion
 
 _STATE = "state.json"
 _SAVES: dict[Kind, str] = {

@@ -12,7 +12,7 @@ from tlora_megatron.service.api.tinker.refusals import Refused, UnknownId
 from tlora_megatron.service.api.tinker.state.names import Kind, ModelId, TinkerPath
 from tlora_megatron.service.api.tinker.state.sessions import Model, Record, Sessions
 from tlora_megatron.service.home import Home, remove_folder
-from tlora_megatron.training.saving.versions import (
+from tlora_megatron.training.saving.writer import (
     FOLDER,
     AdapterVersion,
     published_folder,

@@ -26,7 +26,7 @@ from tlora_megatron.service.api.tinker.state.names import (
     new_session,
 )
 from tlora_megatron.service.home import make_folder
-from tlora_megatron.training.saving.versions import AdapterVersion
+from tlora_megatron.training.saving.writer import AdapterVersion
 
 SILENCE_S = 300.0
 """Seconds without a heartbeat after which a client counts as gone; the SDK sends one every 10 s."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tlora_megatron.service.api.tinker.state.checkpoints import EPHEMERAL, Checkpoints, Saved
 from tlora_megatron.service.api.tinker.state.sessions import Model
 from tlora_megatron.service.sampling.sampler import InUse
-from tlora_megatron.training.saving.versions import AdapterVersion
+from tlora_megatron.training.saving.writer import AdapterVersion
 
 KEPT_FOR_SAMPLERS = 8
 """Weights that a model saved for one sampler alone, and versions that samplers hold while their

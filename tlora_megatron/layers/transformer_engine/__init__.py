@@ -1,1 +1,0 @@
-"""Adapters on Transformer Engine's linears: products without autograd, and their FP8."""

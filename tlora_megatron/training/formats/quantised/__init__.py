@@ -1,1 +1,0 @@
-"""Bases in FP8 on the disk: published folders, and the hash of codes in checkpoints."""
