@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tlora_megatron.service.api.openai.names import adapter_name, results_id
-from tlora_megatron.service.store import Job, JobState
-from tlora_megatron.service.store.tenancy.values import Upload
+from tlora_megatron.service.store import Job, JobState, Upload
 
 DOOR = "openai"
 """Value of `asked.door` in the document of a job that came in here."""

@@ -17,7 +17,7 @@ from tlora_megatron.service.api.errors import ApiError, refused
 from tlora_megatron.service.api.openai.lines import LineCheck
 from tlora_megatron.service.api.openai.multipart import FormReader
 from tlora_megatron.service.home import Home, make_folder
-from tlora_megatron.service.store.tenancy.values import NewUpload
+from tlora_megatron.service.store import NewUpload
 
 PURPOSE = "fine-tune"
 LARGEST_FILE = 2**30

@@ -1,4 +1,4 @@
-"""Engines of a store's database: SQLite for one host, PostgreSQL for several."""
+"""Opens a store's database: SQLite for one host, PostgreSQL for several; brings its tables up."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, create_engine, event, make_url
+from sqlalchemy import URL, Connection, create_engine, event, inspect, make_url, select, update
 from sqlalchemy.exc import ArgumentError
 
-from tlora_megatron.service.store.errors import StoreUnreachable
-from tlora_megatron.service.store.sql.database import Database, to_json
-from tlora_megatron.service.store.sql.turn import turns_at
+from tlora_megatron.service.store import tables
+from tlora_megatron.service.store.database import Database, to_json, turns_at
+from tlora_megatron.service.store.errors import StoreError, StoreUnreachable
 
 BUSY_S = 30
 """Seconds that a writer waits for its turn."""
@@ -188,7 +188,58 @@ def _postgres(url: URL, given: Callable[[], float] | None) -> Database:
     return Database(writer, reader, place=place, clock=given or clock, statement=_TURN)
 
 
-def make_namespace(connection: Connection) -> None:
-    """Makes the schema that holds the tables, where the database has such things."""
-    if connection.dialect.name == "postgresql":
-        connection.exec_driver_sql(f"CREATE SCHEMA IF NOT EXISTS {_NAMESPACE}")
+def _add_board(connection: Connection) -> None:
+    tables.board.create(connection)
+    for table, name in ((tables.gang, "gang_by_end"), (tables.lease, "lease_by_end")):
+        next(index for index in table.indexes if index.name == name).create(connection)
+
+
+def _add_tenancy(connection: Connection) -> None:
+    tables.metadata.create_all(connection, tables=tables.TENANCY)
+
+
+def _add_tinker(connection: Connection) -> None:
+    tables.metadata.create_all(connection, tables=tables.TINKER)
+
+
+STEPS: Sequence[Callable[[Connection], None]] = (_add_board, _add_tenancy, _add_tinker)
+"""Step k brings version k + 1 to k + 2. Whoever changes `tables` adds the step that does the same
+to a store that exists."""
+
+
+def newest() -> int:
+    """The version of `tables`."""
+    return 1 + len(STEPS)
+
+
+def bring_up(database: Database) -> None:
+    """Makes the tables of an empty database, or changes those of an older version.
+
+    Raises:
+        StoreError: if a newer version of the package made them.
+    """
+    with database.read() as connection:
+        if _version(connection) == newest():
+            return
+    with database.write() as connection:
+        if connection.dialect.name == "postgresql":
+            connection.exec_driver_sql(f"CREATE SCHEMA IF NOT EXISTS {_NAMESPACE}")
+        version = _version(connection)
+        if version is None:
+            tables.metadata.create_all(connection)
+            connection.execute(tables.schema_version.insert().values(version=newest()))
+            return
+        if version > newest():
+            raise StoreError(
+                f"{database.place} must have tables of version {newest()} or older, got {version}: "
+                "a newer tlora-megatron made them; install that one, or name another store"
+            )
+        for step in STEPS[version - 1 :]:
+            step(connection)
+        connection.execute(update(tables.schema_version).values(version=newest()))
+
+
+def _version(connection: Connection) -> int | None:
+    if not inspect(connection).has_table(tables.schema_version.name):
+        return None
+    return connection.execute(select(tables.schema_version.c.version)).scalar_one()

@@ -7,17 +7,20 @@ until it ends, and events appear in the order of their numbers.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, select
 from sqlalchemy.exc import DBAPIError, InternalError, OperationalError
 
+from tlora_megatron.service.store import tables
 from tlora_megatron.service.store.errors import (
     LockLost,
     StoreBusy,
@@ -25,9 +28,9 @@ from tlora_megatron.service.store.errors import (
     StoreFull,
     StoreUnreachable,
 )
-from tlora_megatron.service.store.sql import tables
-from tlora_megatron.service.store.sql.turn import Turn
 
+Turn = Callable[[], AbstractContextManager[None]]
+"""Entered by a writer; others wait meanwhile."""
 _FULL = ("SQLITE_FULL", "53100")
 _DAMAGED = ("SQLITE_NOTADB", "SQLITE_CORRUPT")
 _BUSY = ("SQLITE_BUSY", "SQLITE_LOCKED", "55P03")
@@ -215,3 +218,63 @@ def _sentence(error: DBAPIError, place: str) -> StoreError | None:
     if isinstance(error, OperationalError | InternalError):
         return StoreUnreachable(f"{place} must be a store that can be reached, got {said!r}")
     return None
+
+
+def turns_at(path: Path, wait_s: float) -> Turn:
+    """Turns that the threads and processes of a host take at a file.
+
+    A turn ends with its process, however that ends. One that does not come in time is not waited
+    for any longer: whoever needs more than courtesy needs a lock besides.
+
+    Args:
+        path: The file, which is made; its content does not matter.
+        wait_s: Longest wait for a turn.
+    """
+
+    @contextmanager
+    def turn() -> Iterator[None]:
+        # Opened for each turn: threads that share an open file would share its lock.
+        file = _File(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        try:
+            file.lock(wait_s)
+            yield
+        finally:
+            file.close()
+
+    return turn
+
+
+class _File:
+    """An open file with a lock that can be waited for with a limit, which flock has not."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._waits = False
+        self._is_over = False
+        self._guard = threading.Lock()
+
+    def lock(self, wait_s: float) -> None:
+        """Locks the file, or gives up when the time is over."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._waits = True
+            waiter = threading.Thread(target=self._wait, daemon=True)
+            waiter.start()
+            waiter.join(wait_s)
+
+    def close(self) -> None:
+        """Ends the turn; a thread that still waits for the lock closes the file when it is done."""
+        with self._guard:
+            self._is_over = True
+            if not self._waits:
+                os.close(self._descriptor)
+
+    def _wait(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        finally:
+            with self._guard:
+                self._waits = False
+                if self._is_over:
+                    os.close(self._descriptor)
