@@ -284,6 +284,10 @@ class Model:
     last_request: int | None = None
     """Number of the request by which its job ends, 0: none; None: the model takes requests."""
 
+    def log_number(self, seq_id: int) -> int:
+        """Number in the job's log of the request that the client counts as `seq_id`."""
+        return seq_id + (self.loaded_from is not None)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampler:

@@ -1,4 +1,4 @@
-"""Answers to what clients have asked of models, read from the journals of their jobs."""
+"""Answers to what clients have asked of models, read from the request logs of their jobs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tlora_megatron.service.api.tinker.refusals import Gone, UnknownId
-from tlora_megatron.service.api.tinker.state.checkpoints import EPHEMERAL, path_of
-from tlora_megatron.service.api.tinker.state.names import ModelId, RequestId, SamplerId
-from tlora_megatron.service.api.tinker.state.sessions import Model, Sessions
-from tlora_megatron.service.api.tinker.wire.encoding import encode_pass
+from fastapi import Response
+from fastapi.responses import JSONResponse
+
+from tlora_megatron.service.api.tinker.checkpoints import EPHEMERAL, path_of
+from tlora_megatron.service.api.tinker.errors import Gone, UnknownId
+from tlora_megatron.service.api.tinker.names import ModelId, RequestId, SamplerId
+from tlora_megatron.service.api.tinker.protobuf import MEDIA_TYPE, encode_pass
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.journal.files import Journal
-from tlora_megatron.service.store import Job, JobState, NotFound, Store
+from tlora_megatron.service.store import Job, JobState, Model, NotFound, Store
 from tlora_megatron.training.driven.requests import Answer
 
 Content = bytes | Mapping[str, Any]
 """A result: protobuf, or JSON."""
+SAVE_FOR_SESSION = "save_weights_for_session"
+"""A save for one sampler alone, whose number ends the checkpoint's name."""
 _QUEUED: Mapping[JobState, str] = {
     JobState.VALIDATING: "the service looks at the model's settings",
     JobState.QUEUED: "the model waits for a place on the service's GPUs",
@@ -43,17 +47,16 @@ class Waiting:
 class Futures:
     """The futures of one tenant's models."""
 
-    def __init__(self, home: Home, store: Store, sessions: Sessions, tenant: str) -> None:
+    def __init__(self, home: Home, store: Store, tenant: str) -> None:
         self._tenant = tenant
         self._home = home
         self._store = store
-        self._sessions = sessions
 
     def is_answered(self, request: RequestId, model: Model) -> bool:
         """True if an answer is on the disk; cheap, for those that wait for it."""
         if request.seq_id == 0 and model.loaded_from is None:
             return False
-        return self._journal(model).has_answer(model.number(request.seq_id))
+        return self._log(model).has_answer(model.log_number(request.seq_id))
 
     def model_of(self, request: RequestId) -> Model:
         """The model of a request.
@@ -62,12 +65,12 @@ class Futures:
             UnknownId: if it is of no model of the tenant.
             Gone: if the model was forgotten with its session.
         """
-        try:
-            return self._sessions.model(str(request.of))
-        except UnknownId:
-            if isinstance(request.of, ModelId) and self._is_forgotten(request.of):
-                raise Gone(f"the answer to {request} is not kept any more") from None
-            raise
+        found = self._store.sessions.model(str(request.of), tenant=self._tenant)
+        if found is not None:
+            return found
+        if isinstance(request.of, ModelId) and self._has_job(request.of):
+            raise Gone(f"the answer to {request} is not kept any more")
+        raise UnknownId(f"model_id must be one of the tenant's, got {str(request.of)!r:.200}")
 
     def look(self, request: RequestId, model: Model) -> Content | Waiting:
         """The answer to a request, or why there is none yet.
@@ -78,21 +81,19 @@ class Futures:
         """
         if request.seq_id == 0 and model.loaded_from is None:
             return self._creation(model)
-        number, journal = model.number(request.seq_id), self._journal(model)
-        answer = journal.read_answer(number)
+        number, log = model.log_number(request.seq_id), self._log(model)
+        answer = log.read_answer(number)
         if answer is not None:
             return _content(request, model, answer)
-        state = journal.state(number)
+        state = log.state(number)
         if state == "unknown":
             raise UnknownId(f"request_id must be of a request that was made, got {str(request)!r}")
         if state == "gone":
             raise Gone(f"the answer to {request} is not kept any more: ask again")
         return self._waiting(self._store.jobs.get(model.job))
 
-    def _is_forgotten(self, model: ModelId) -> bool:
-        """True of a model whose job is all that is known of it."""
-        if self._sessions.find_model(model) is not None:
-            return False
+    def _has_job(self, model: ModelId) -> bool:
+        """True if a job has trained a model, which is then all that may be known of it."""
         try:
             self._store.jobs.find(model.job_name, tenant=self._tenant)
         except NotFound:
@@ -111,7 +112,7 @@ class Futures:
         reason = _QUEUED.get(job.state)
         return Waiting() if reason is None else Waiting("paused_capacity", reason)
 
-    def _journal(self, model: Model) -> Journal:
+    def _log(self, model: Model) -> Journal:
         return Journal(self._home.job(model.job))
 
 
@@ -139,18 +140,23 @@ def _content(request: RequestId, model: Model, answer: Answer) -> Content:
         number = _path(model, answer).rpartition("/")[2].removeprefix(EPHEMERAL)
         if not number.isdecimal():
             raise UnknownId("request_id must be of a save for one sampler, got another save's")
-        sampler = SamplerId(model.model_id.session, int(number))
+        sampler = SamplerId(model.session, int(number))
         return {"type": "save_weights_for_sampler", "sampling_session_id": str(sampler)}
     if request.op == "load_weights":
         return {**body, "model_id": model.id, "path": model.loaded_from}
     return {**body, "model_id": model.id}
 
 
-SAVE_FOR_SESSION = "save_weights_for_session"
-"""A save for one sampler alone, whose number ends the checkpoint's name."""
-
-
 def _path(model: Model, answer: Answer) -> str:
     if "path" not in answer.values:
         raise UnknownId("request_id must be of a request that saved something, got another one's")
-    return str(path_of(ModelId.parse(model.id), str(answer.values["path"])))
+    return str(path_of(ModelId.of(model), str(answer.values["path"])))
+
+
+def respond(found: Content | Waiting, request_id: str) -> Response:
+    """The response with a result, or with the news that there is none yet."""
+    if isinstance(found, Waiting):
+        return JSONResponse(found.content(request_id))
+    if isinstance(found, bytes):
+        return Response(found, media_type=MEDIA_TYPE)
+    return JSONResponse(dict(found))

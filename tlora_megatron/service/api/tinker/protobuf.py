@@ -1,21 +1,62 @@
-"""Reads the body of `forward_backward` into a request of a driven job's journal."""
+"""Tinker's protobuf: reads the body of `forward_backward`, and writes results.
+
+The generated messages are loaded without an import of the SDK, which would load torch.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tlora_megatron.service.api.tinker.refusals import Refused, WireError
-from tlora_megatron.service.api.tinker.wire.proto import messages
+from tlora_megatron.service.api.tinker.errors import Refused, WireError
 from tlora_megatron.training.driven.requests import Request
 
+if TYPE_CHECKING:
+    from tlora_megatron.runtime.sampling.values import Answer, TokenLogprob
+
+_NAME = "tinker.proto.tinker_public_pb2"
+INSTALL = "Tinker's protocol needs its messages: pip install 'tlora-megatron[tinker]'"
 MOST_BYTES = 64 * 1024 * 1024
 """A body may unpack to; the SDK sends chunks of about 5 MB."""
 _TARGETS = "target_tokens"
 _TOKEN = np.dtype("<i4")
+MEDIA_TYPE = "application/x-protobuf"
+_NO_LOGPROB = -99999.0
+"""Fills the cells of a table of likely tokens that have none."""
+
+
+def is_installed() -> bool:
+    """True if the package `tinker` is there."""
+    return find_spec("tinker") is not None
+
+
+@cache
+def messages() -> Any:
+    """The module of the generated message classes.
+
+    Raises:
+        ImportError: if the package `tinker` is missing.
+    """
+    if _NAME in sys.modules:
+        return sys.modules[_NAME]
+    package = find_spec("tinker")
+    if package is None or not package.submodule_search_locations:
+        raise ImportError(INSTALL)
+    file = Path(package.submodule_search_locations[0]) / "proto" / "tinker_public_pb2.py"
+    # Under a name of its own: a later import of the SDK finds its own module, and equal messages.
+    spec = spec_from_file_location("tlora_megatron_tinker_messages", file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ImportError(INSTALL)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +77,7 @@ def decode_pass(body: bytes, encoding: str | None = None) -> Pass:
 
     Raises:
         WireError: if the body is no such request.
-        Refused: naming the datum and its field, if the journal could not hold it.
+        Refused: naming the datum and its field, if a request log could not hold it.
     """
     message = _parse(_unpack(body, encoding))
     if not message.data:
@@ -152,7 +193,7 @@ def _shape(tensor: Any) -> str:
 
 
 def _dtype_of(tensor: Any, name: str, what: str) -> tuple[np.dtype, np.dtype]:
-    """The dtype that a tensor has on the wire, and that of the journal."""
+    """The dtype that a tensor has on the wire, and that of the request log."""
     module = messages()
     integers: dict[int, np.dtype] = {
         module.DTYPE_INT64: np.dtype("<i8"),
@@ -173,3 +214,65 @@ def _flat(raw: bytes, dtype: np.dtype, what: str) -> np.ndarray:
             f"{what} must be whole values of {dtype.itemsize} bytes, got {len(raw)} bytes"
         )
     return np.frombuffer(raw, dtype)
+
+
+def encode_pass(
+    logprobs: np.ndarray, lengths: Sequence[int], metrics: Mapping[str, float]
+) -> bytes:
+    """The result of a forward pass.
+
+    Args:
+        logprobs: of all targets, one datum behind the other.
+        lengths: tokens of each datum.
+        metrics: by names `NAME:REDUCTION`, as the SDK joins those of several chunks.
+    """
+    module = messages()
+    output = module.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    record = output.loss_fn_outputs.add()
+    record.num_datums = len(lengths)
+    field = record.fields["logprobs"]
+    field.dtype = module.DTYPE_FLOAT32
+    field.data = np.ascontiguousarray(logprobs, "<f4").tobytes()
+    field.offsets = (np.cumsum([0, *lengths], dtype="<i8") * 4).astype("<i8").tobytes()
+    for name, value in metrics.items():
+        output.metrics[name] = value
+    bytes_: bytes = output.SerializeToString()
+    return bytes_
+
+
+def encode_sample(answer: Answer, last_n: int | None = None) -> bytes:
+    """The result of sampling from one prompt.
+
+    Args:
+        last_n: number of the prompt's last tokens whose log-probabilities are told; None = all.
+    """
+    module = messages()
+    output = module.SampleResponse()
+    for sampled in answer.sequences:
+        sequence = output.sequences.add()
+        is_stopped = sampled.stop_reason == "stop"
+        sequence.stop_reason = module.STOP_REASON_STOP if is_stopped else module.STOP_REASON_LENGTH
+        sequence.tokens = np.array(sampled.tokens, "<i4").tobytes()
+        sequence.logprobs = np.array(sampled.logprobs, "<f4").tobytes()
+        if sampled.top_logprobs:
+            _fill_table(sequence.topk_sampled_logprobs, sampled.top_logprobs)
+    if answer.prompt_logprobs is not None:
+        values = [np.nan if value is None else value for value in answer.prompt_logprobs]
+        if last_n is not None:
+            values[: max(0, len(values) - last_n)] = [np.nan] * max(0, len(values) - last_n)
+        output.prompt_logprobs = np.array(values, "<f4").tobytes()
+    if answer.top_prompt_logprobs is not None:
+        _fill_table(output.topk_prompt_logprobs, answer.top_prompt_logprobs)
+    bytes_: bytes = output.SerializeToString()
+    return bytes_
+
+
+def _fill_table(table: object, rows: Sequence[Sequence[TokenLogprob] | None]) -> None:
+    width = max((len(row) for row in rows if row), default=0)
+    tokens = np.zeros((len(rows), width), "<i4")
+    logprobs = np.full((len(rows), width), _NO_LOGPROB, "<f4")
+    for index, row in enumerate(rows):
+        for column, (token, logprob) in enumerate(row or ()):
+            tokens[index, column], logprobs[index, column] = token, logprob
+    table.length, table.k = len(rows), width  # type: ignore[attr-defined]
+    table.token_ids, table.logprobs = tokens.tobytes(), logprobs.tobytes()  # type: ignore[attr-defined]

@@ -9,11 +9,11 @@ from fastapi import APIRouter, Request
 
 from tlora_megatron.service.api.access.gate import Reader, Submitter
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.api.tinker.desk import Desk
+from tlora_megatron.service.api.tinker import bodies
+from tlora_megatron.service.api.tinker.context import TenantContext, positions_of
 from tlora_megatron.service.api.tinker.endings import end_session
 from tlora_megatron.service.api.tinker.errors import TinkerRoute
-from tlora_megatron.service.api.tinker.wire import bodies
-from tlora_megatron.service.api.tinker.wire.base_files import positions_of
+from tlora_megatron.service.api.tinker.names import new_session
 
 TESTED = ((0, 25), (0, 38))
 """Versions of the SDK, the first and the last, whose tests are run."""
@@ -44,10 +44,15 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/create_session")
     async def create(body: bodies.CreateSession, caller: Submitter) -> dict[str, Any]:
-        sessions = Desk.of(service, caller.tenant).sessions
         metadata = {key: str(value) for key, value in (body.user_metadata or {}).items()}
-        session = await service.read(
-            sessions.create, body.sdk_version, body.display_name, metadata or None
+        session = await service.change(
+            lambda: service.store.sessions.begin(
+                new_session(),
+                tenant=caller.tenant,
+                sdk_version=body.sdk_version,
+                display_name=body.display_name,
+                user_metadata=metadata or None,
+            )
         )
         return {
             "type": "create_session",
@@ -58,16 +63,16 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/session_heartbeat")
     async def heartbeat(body: bodies.OfSession, caller: Submitter) -> dict[str, str]:
-        desk = Desk.of(service, caller.tenant)
-        await service.read(desk.open_session, body.session_id)
-        await service.read(desk.sessions.beat, body.session_id)
+        context = TenantContext(service, caller.tenant)
+        session = await service.read(context.open_session, body.session_id)
+        context.sessions.hear(session.id)
         return {"type": "session_heartbeat"}
 
     @routes.post("/sessions/{session_id}/finish")
     async def finish(session_id: str, caller: Submitter) -> None:
-        desk = Desk.of(service, caller.tenant)
-        await service.read(desk.sessions.get, session_id)
-        await end_session(desk, session_id, "its client has finished")
+        context = TenantContext(service, caller.tenant)
+        await service.read(context.session, session_id)
+        await end_session(context, session_id, "its client has finished")
 
     @routes.post("/telemetry")
     async def telemetry(caller: Submitter) -> dict[str, str]:
@@ -79,18 +84,19 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/sessions")
     async def listed(caller: Reader, limit: int = 20, offset: int = 0) -> dict[str, Any]:
-        found = await service.read(Desk.of(service, caller.tenant).sessions.all)
+        found = await service.read(service.store.sessions.all, caller.tenant)
         begin, end = max(0, offset), max(0, offset) + min(max(0, limit), 1000)
         return {"sessions": [session.id for session in found[begin:end]]}
 
     @routes.get("/sessions/{session_id}")
     async def get(session_id: str, caller: Reader) -> dict[str, Any]:
-        sessions = Desk.of(service, caller.tenant).sessions
-        session = await service.read(sessions.get, session_id)
-        models = await service.read(sessions.models, session_id)
+        context, sessions = TenantContext(service, caller.tenant), service.store.sessions
+        session = await service.read(context.session, session_id)
+        models = await service.read(sessions.models, tenant=caller.tenant, session=session_id)
+        samplers = await service.read(sessions.samplers, session_id)
         return {
             "training_run_ids": [model.id for model in models],
-            "sampler_ids": await service.read(sessions.samplers, session_id),
+            "sampler_ids": [sampler.id for sampler in samplers],
             "user_metadata": session.user_metadata,
             "display_name": session.display_name,
         }

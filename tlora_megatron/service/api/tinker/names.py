@@ -14,7 +14,8 @@ import secrets
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tlora_megatron.service.api.tinker.refusals import UnknownId
+from tlora_megatron.service.api.tinker.errors import UnknownId
+from tlora_megatron.service.store import Model
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 """The kind of a checkpoint: to train on, to sample from, or to take away."""
@@ -45,6 +46,11 @@ class ModelId:
     def job_name(self) -> str:
         """Name of the job that trains it."""
         return f"{self.session}-train-{self.number}"
+
+    @classmethod
+    def of(cls, model: Model) -> ModelId:
+        """The id of a model's row."""
+        return cls(model.session, model.number)
 
     @classmethod
     def parse(cls, text: str) -> ModelId:
