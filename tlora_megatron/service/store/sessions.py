@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,29 +30,9 @@ class Sessions:
         self._heard: dict[str, float] = {}
         """Id of a session or sampler -> when it was heard of, where that is not in its row yet."""
 
-    def begin(
-        self,
-        session: str,
-        *,
-        tenant: str,
-        sdk_version: str,
-        display_name: str | None = None,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> Session:
-        """Begins a session under an id that no other has."""
-        now = self._database.clock()
-        begun = Session(
-            id=session,
-            tenant=tenant,
-            created_at=now,
-            sdk_version=sdk_version,
-            display_name=display_name,
-            user_metadata=None if user_metadata is None else dict(user_metadata),
-            heard_at=now,
-        )
-        with self._database.write() as connection:
-            connection.execute(tables.session.insert(), values_of(begun))
-        return begun
+    def add(self, session: Session) -> None:
+        """Writes a session that was not there."""
+        self._put(tables.session, session)
 
     def get(self, session: str, *, tenant: str) -> Session | None:
         """The tenant's session of an id; None if it has none."""

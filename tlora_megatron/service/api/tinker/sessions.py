@@ -14,6 +14,7 @@ from tlora_megatron.service.api.tinker.context import TenantContext, positions_o
 from tlora_megatron.service.api.tinker.endings import end_session
 from tlora_megatron.service.api.tinker.errors import TinkerRoute
 from tlora_megatron.service.api.tinker.names import new_session
+from tlora_megatron.service.store import Session
 
 TESTED = ((0, 25), (0, 38))
 """Versions of the SDK, the first and the last, whose tests are run."""
@@ -45,15 +46,17 @@ def router(service: Service) -> APIRouter:
     @routes.post("/create_session")
     async def create(body: bodies.CreateSession, caller: Submitter) -> dict[str, Any]:
         metadata = {key: str(value) for key, value in (body.user_metadata or {}).items()}
-        session = await service.change(
-            lambda: service.store.sessions.begin(
-                new_session(),
-                tenant=caller.tenant,
-                sdk_version=body.sdk_version,
-                display_name=body.display_name,
-                user_metadata=metadata or None,
-            )
+        now = service.store.database.clock()
+        session = Session(
+            id=new_session(),
+            tenant=caller.tenant,
+            created_at=now,
+            sdk_version=body.sdk_version,
+            display_name=body.display_name,
+            user_metadata=metadata or None,
+            heard_at=now,
         )
+        await service.change(lambda: service.store.sessions.add(session))
         return {
             "type": "create_session",
             "session_id": session.id,
