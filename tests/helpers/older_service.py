@@ -12,7 +12,8 @@ SESSION = "sd826a7c8c8827b88a1c45a3d"
 """Ann's, which goes on: two models, three samplers, and a model without a job."""
 ENDED = "s5ee7fc5b5143e78083bae5db"
 """Bob's, which has ended with its model."""
-_MADE_IN = "/tmp/b9"
+MADE_IN = "/tmp/b9"
+"""The checkout of that commit, where its base model was."""
 
 
 def unpack_b9fb101e(folder: Path) -> Home:
@@ -25,5 +26,5 @@ def unpack_b9fb101e(folder: Path) -> Home:
         packed.extractall(folder, filter="tar")
     home = Home.open(folder / "service")
     bases = home.root / "bases.json"
-    bases.write_text(bases.read_text().replace(_MADE_IN, str(REPO)))
+    bases.write_text(bases.read_text().replace(MADE_IN, str(REPO)))
     return home
