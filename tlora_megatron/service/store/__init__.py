@@ -52,7 +52,7 @@ from tlora_megatron.service.store.states import (
     OVER,
     GangState,
     JobState,
-    Wish,
+    RequestedAction,
 )
 from tlora_megatron.service.store.store import Store, open_store
 
@@ -86,6 +86,7 @@ __all__ = [
     "OverLimit",
     "Progress",
     "Refusal",
+    "RequestedAction",
     "Sampler",
     "Session",
     "Snapshot",
@@ -98,6 +99,5 @@ __all__ = [
     "TenantLimits",
     "Token",
     "Upload",
-    "Wish",
     "open_store",
 ]

@@ -93,7 +93,7 @@ class Database:
     def write(self) -> Iterator[Connection]:
         """A transaction that is kept whole or not at all; one inside another joins it.
 
-        Whoever writes checks all there is to check first: what refuses inside a transaction has
+        A writer checks all there is to check first: what refuses inside a transaction has
         changed nothing, and the transaction may go on.
 
         Raises:
@@ -224,7 +224,7 @@ def turns_at(path: Path, wait_s: float) -> Turn:
     """Turns that the threads and processes of a host take at a file.
 
     A turn ends with its process, however that ends. One that does not come in time is not waited
-    for any longer: whoever needs more than courtesy needs a lock besides.
+    for any longer: these turns are a courtesy, the database has its own lock.
 
     Args:
         path: The file, which is made; its content does not matter.

@@ -55,7 +55,7 @@ class Events:
             record(connection, self._database.clock(), kind, job=job, gang=gang, body=body)
 
     def forget_old(self) -> bool:
-        """Removes some of those that nobody needs any more; True if there may be others.
+        """Removes some of those that are not needed any more; True if there may be others.
 
         Events are kept for 30 days, and the newest million of them; those of unfinished jobs, and
         the last one of all, for longer.

@@ -26,12 +26,12 @@ _COMMANDS_KEPT_S = 86_400.0
 
 
 class Heard(NamedTuple):
-    """The new ones among events that were told."""
+    """The new ones among reported events."""
 
     new: list[GangEvent]
     """Those whose effects are not in the store yet, in order."""
     missed: dict[tuple[str, int], str]
-    """Gangs, by name and epoch, that told an event before an earlier one, and which."""
+    """Gangs, by name and epoch, that reported an event before an earlier one, and which."""
 
 
 class Gangs:

@@ -14,7 +14,7 @@ from tlora_megatron.service.store.errors import IllegalChange, NotFound
 from tlora_megatron.service.store.events import record
 from tlora_megatron.service.store.leases import end_lease
 from tlora_megatron.service.store.rows import Job, NewJob, Progress
-from tlora_megatron.service.store.states import JOB_CHANGES, LIVE, OVER, JobState, Wish
+from tlora_megatron.service.store.states import JOB_CHANGES, LIVE, OVER, JobState, RequestedAction
 from tlora_megatron.service.store.submitting import insert_jobs
 from tlora_megatron.service.store.tables import find_all, find_one, in_parts, job_of, query_of
 
@@ -110,7 +110,7 @@ class Jobs:
             return _set(connection, found, values, fields)
 
     def update(self, job: str, **fields: Unpack[JobFields]) -> Job:
-        """Changes what is told of a job, with no event."""
+        """Changes fields of a job, with no event."""
         with self._database.write() as connection:
             return _set(connection, job_of(connection, job), {}, fields)
 
@@ -138,7 +138,7 @@ class Jobs:
         with self._database.write() as connection:
             connection.execute(query.values(values), rows)
 
-    def wish(self, job: str, wish: Wish, *, by: str = "") -> Job:
+    def wish(self, job: str, wish: RequestedAction, *, by: str = "") -> Job:
         """Notes what a user wants of a job; a controller carries it out.
 
         A job that is neither paused nor about to be cannot be resumed: it stays as it is.
@@ -164,8 +164,8 @@ class Jobs:
             record(connection, now, "wished", job=job, body={"wish": wish, "by": by})
             return _set(connection, found, {"wish": wish}, {})
 
-    def clear_wish(self, job: str, expected: Wish) -> bool:
-        """Takes a wish back that is fulfilled; False if it is another by now."""
+    def clear_wish(self, job: str, expected: RequestedAction) -> bool:
+        """Clears a requested action that is carried out; False if it is another by now."""
         query = update(tables.job).where(_JOB.id == job, _JOB.wish == expected).values(wish=None)
         with self._database.write() as connection:
             return connection.execute(query).rowcount == 1
@@ -296,7 +296,7 @@ def _is_held(job: Job) -> bool:
 
 
 def _answers(job: Job, to: JobState) -> bool:
-    """True if the change fulfils the job's wish, or makes it pointless."""
+    """True if the change carries out the action that was requested, or makes it pointless."""
     return to.is_over or (
         (job.wish == "pause" and to is JobState.PAUSED)
         or (job.wish == "resume" and job.state is JobState.PAUSED)

@@ -34,7 +34,7 @@ class Leases:
     def grant(self, job: str, gang: str, epoch: int) -> Lease:
         """Gives a gang the right to write a job's folder.
 
-        A gang that has it must have given it back, have ended, or not have been told anything for
+        A gang that has it must have given it back, have ended, or not have got a command for
         so long that it stopped.
 
         Args:

@@ -81,7 +81,7 @@ class ControllerLock:
 
 
 def owner() -> str:
-    """This process, told from all others of its host before and after it."""
+    """Names this process: no other of its host, before or after it, has the same name."""
     return json.dumps(
         {"host": socket.gethostname(), "pid": os.getpid(), **_host(), "start": _start(os.getpid())}
     )

@@ -203,8 +203,8 @@ def _add_tinker(connection: Connection) -> None:
 
 
 STEPS: Sequence[Callable[[Connection], None]] = (_add_board, _add_tenancy, _add_tinker)
-"""Step k brings version k + 1 to k + 2. Whoever changes `tables` adds the step that does the same
-to a store that exists."""
+"""Step k brings version k + 1 to k + 2. A change of `tables` needs a step that does the same to a
+store that exists."""
 
 
 def newest() -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tlora_megatron.service.messages import Command, GangSpec
-from tlora_megatron.service.store.states import GangState, JobState, Wish
+from tlora_megatron.service.store.states import GangState, JobState, RequestedAction
 
 LOCAL = "local"
 """The tenant of the command line in the service's folder."""
@@ -30,7 +30,7 @@ class NewJob:
     key: str
     """Idempotency key: a second submit with the same key makes no second job."""
     schedule: Mapping[str, Any] = field(default_factory=dict)
-    """The facts about it that the scheduler is told."""
+    """Settings of the scheduler for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class Job:
     name: str
     base: str
     state: JobState
-    wish: Wish | None = None
+    wish: RequestedAction | None = None
     """The action that a user has requested; a controller carries it out."""
     schedule: Mapping[str, Any]
     stats: Mapping[str, Any] | None = None
@@ -107,7 +107,7 @@ class Gang:
     last_seq: int = 0
     """Number of the last command that was written for it."""
     lease_until: float
-    """It writes nothing after this time, if it was told nothing since."""
+    """It writes nothing after this time unless another command has come."""
     started_at: float
     ended_at: float | None = None
     why: str | None = None
@@ -171,7 +171,7 @@ class Lock:
     def who(self) -> str:
         """The controller in messages."""
         if not self.owner:
-            return "nobody"
+            return "no controller"
         found = json.loads(self.owner)
         return f"process {found['pid']} of {found['host']}"
 

@@ -20,7 +20,7 @@ from tlora_megatron.service.api.native.wire import (
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting.documents import read_body
 from tlora_megatron.service.api.submitting.submit import submit
-from tlora_megatron.service.store import Job, JobState, NotFound, Wish
+from tlora_megatron.service.store import Job, JobState, NotFound, RequestedAction
 
 _MOST = 1000
 
@@ -114,7 +114,9 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-async def _wish(service: Service, text: str, wish: Wish, caller: Caller) -> dict[str, Any]:
+async def _wish(
+    service: Service, text: str, wish: RequestedAction, caller: Caller
+) -> dict[str, Any]:
     job = await service.read(visible_job, service, text, caller)
     by = f"token {caller.token}"
     asked: Job = await service.change(lambda: service.store.jobs.wish(job.id, wish, by=by))

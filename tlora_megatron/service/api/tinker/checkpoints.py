@@ -128,7 +128,7 @@ class Checkpoints:
         self._sessions.note(replace(saved.note, expires_at=expires_at))
 
     def remove(self, saved: Saved) -> None:
-        """Deletes what was found; nobody sees a half of it. A version has its time for itself."""
+        """Deletes what was found, as a whole at once. Versions are deleted by `sweep`."""
         if saved.place.is_symlink():
             saved.place.unlink(missing_ok=True)
         else:
@@ -185,7 +185,7 @@ class Checkpoints:
 
     def _look(self, model: Model, paths: Sequence[TinkerPath]) -> list[Saved]:
         """Those of some paths that are on the disk, also if they have expired."""
-        found, notes = [], self._sessions.notes(model.id)
+        found, notes = [], self._sessions.notes(model.id) if paths else {}
         for path in paths:
             name = folder_name(path.kind, path.name)
             place = self._home.job(model.job) / FOLDERS[path.kind] / name
@@ -223,7 +223,7 @@ def _unused(saved: Sequence[Saved], keep: int, used: Mapping[AdapterVersion, flo
 
 
 def path_of(model: ModelId, place: str) -> TinkerPath:
-    """The path that a client is told of `jobs/ID/states/NAME` or `jobs/ID/sampler/NAME`."""
+    """The path under which a client knows `jobs/ID/states/NAME` or `jobs/ID/sampler/NAME`."""
     _, _, folder, name = place.split("/")
     if folder == FOLDERS["weights"]:
         return TinkerPath(model, "weights", name)

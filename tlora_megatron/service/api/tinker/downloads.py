@@ -64,8 +64,8 @@ def router(service: Service) -> APIRouter:
             signer.grant(caller.tenant, path, file, caller.token)
             for file in await service.read(_files, saved)
         ]
-        told = {str(grant.file): address(request, grant) for grant in grants}
-        return {"urls": told, "expires": _time(grants[0])}
+        found = {str(grant.file): address(request, grant) for grant in grants}
+        return {"urls": found, "expires": _time(grants[0])}
 
     @routes.get("/downloads/{word}/{name}")
     async def download(word: str, name: str) -> Response:
@@ -101,7 +101,7 @@ def _files(saved: Saved) -> list[str]:
 
 
 def _open(context: TenantContext, saved: Saved, name: str) -> tuple[int, Any]:
-    """The size of a file and its pieces; JSON is told without paths of this host."""
+    """The size of a file and its pieces; JSON without paths of this host."""
     if name not in _files(saved):
         raise UnknownId(f"a file must be one of the checkpoint's, got {name!r:.200}")
     file = saved.folder / name
@@ -136,7 +136,7 @@ def _header(name: str, size: int) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grant:
-    """The right to fetch something, for whoever holds an address."""
+    """The right to fetch something by an address, without a token."""
 
     tenant: str
     path: str

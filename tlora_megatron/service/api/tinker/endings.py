@@ -105,7 +105,7 @@ def forget_session(context: TenantContext, session_id: str) -> None:
         context.request_log(model).forget()
         is_needed |= context.checkpoints.has_any(model)
     if not is_needed:
-        # Files first: whoever is killed between finds the session again.
+        # Files first: after a kill between the two the session is found again.
         shutil.rmtree(context.samples(session_id).parent, ignore_errors=True)
         context.sessions.remove(session_id)
 
@@ -132,10 +132,7 @@ class Reaper:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        try:
-            await self._service.read(self._service.store.sessions.flush)
-        except StoreError:  # the next process waits for new ones
-            logger.exception("the last heartbeats could not be written")
+        await self._flush()
 
     def _now(self) -> float:
         return self._service.store.database.clock()
@@ -150,19 +147,25 @@ class Reaper:
 
     async def look(self) -> None:
         """Looks once, at the sessions of all tenants."""
-        sessions = self._service.store.sessions
         if self._now() >= self._flushed_at + FLUSH_S:
-            await self._service.read(sessions.flush)
-            self._flushed_at = self._now()
-        for session in await self._service.read(sessions.all):
+            await self._flush()
+        for session in await self._service.read(self._service.store.sessions.all):
             try:
                 await self._look_at(TenantContext(self._service, session.tenant), session)
             except Exception:  # others' sessions end all the same
                 logger.exception("session %s could not be looked after", session.id)
 
+    async def _flush(self) -> None:
+        """Writes heartbeats; a full disk keeps them in memory, and expired files are deleted."""
+        self._flushed_at = self._now()
+        try:
+            await self._service.read(self._service.store.sessions.flush)
+        except StoreError:
+            logger.exception("heartbeats could not be written")
+
     async def _look_at(self, context: TenantContext, session: Session) -> None:
         now = self._now()
-        # A service that was not there has heard nobody.
+        # Heartbeats that came while the service was away were lost.
         silent_s = now - max(context.sessions.heard_at(session), self._since)
         if session.ended is None and silent_s > SILENCE_S:
             why = f"its client was not heard of for {SILENCE_S:.0f} s"
@@ -181,9 +184,11 @@ def _sweep(context: TenantContext, session: Session) -> list[Model]:
     A process may have died before they had.
     """
     models = context.sessions.models(tenant=context.tenant, session=session.id)
+    jobs = context.service.store.jobs.many([model.job for model in models])
+    over = {job.id for job in jobs if job.state.is_over}
+    keep = 0 if session.ended else KEPT_FOR_SAMPLERS
     for model in models:
-        is_over = context.service.store.jobs.get(model.job).state.is_over
-        keep = 0 if session.ended else KEPT_FOR_SAMPLERS
+        is_over = model.job in over
         context.checkpoints.sweep(model, context.service.in_use, keep=keep, is_over=is_over)
     sweep_samples(context.samples(session.id), time.time() - SAMPLES_S)
     return [model for model in models if session.ended is not None and model.last_request is None]

@@ -1,4 +1,4 @@
-"""Why a client is refused, and how the `tinker` client is told."""
+"""Why a client is refused, and the status and body that the `tinker` client expects."""
 
 from __future__ import annotations
 

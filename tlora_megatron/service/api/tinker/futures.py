@@ -39,9 +39,8 @@ class Waiting:
 
     def content(self, request_id: str) -> dict[str, Any]:
         """The body that the client is sent."""
-        told: dict[str, Any] = {"type": "try_again", "request_id": request_id}
-        told["queue_state"] = self.queue_state
-        return told if self.reason is None else {**told, "queue_state_reason": self.reason}
+        body = {"type": "try_again", "request_id": request_id, "queue_state": self.queue_state}
+        return body if self.reason is None else {**body, "queue_state_reason": self.reason}
 
 
 class Futures:
@@ -76,7 +75,7 @@ class Futures:
         """The answer to a request, or why there is none yet.
 
         Raises:
-            UnknownId: if nobody has asked that.
+            UnknownId: if there was no such request.
             Gone: if the answer was there and is not any more.
         """
         if request.seq_id == 0 and model.loaded_from is None:

@@ -121,7 +121,7 @@ async def submit_model(
     """
 
     def add(jobs: Sequence[Job]) -> None:
-        context.open_session(model.session)  # whoever ends it from now on finds the model
+        context.open_session(model.session)  # who ends it from now on finds the model
         if context.sessions.model(model.id, tenant=model.tenant) is None:
             context.sessions.add_model(replace(model, job=jobs[0].id))
 

@@ -244,7 +244,7 @@ def encode_sample(answer: Answer, last_n: int | None = None) -> bytes:
     """The result of sampling from one prompt.
 
     Args:
-        last_n: number of the prompt's last tokens whose log-probabilities are told; None = all.
+        last_n: number of the prompt's last tokens whose log-probabilities are given; None = all.
     """
     module = messages()
     output = module.SampleResponse()

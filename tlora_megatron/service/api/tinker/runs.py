@@ -34,8 +34,8 @@ def router(service: Service) -> APIRouter:
         context = TenantContext(service, caller.tenant)
         found = await service.read(context.sessions.models, tenant=caller.tenant)
         page = _page(found, limit, offset)
-        told = [await service.read(_run, context, model) for model in page]
-        return {"training_runs": told, "cursor": _cursor(found, limit, offset)}
+        shown = [await service.read(_run, context, model) for model in page]
+        return {"training_runs": shown, "cursor": _cursor(found, limit, offset)}
 
     @routes.get("/training_runs/{run}")
     async def run(run: str, caller: Reader) -> dict[str, Any]:
@@ -54,8 +54,8 @@ def router(service: Service) -> APIRouter:
     async def of_all(caller: Reader, limit: int = 100, offset: int = 0) -> dict[str, Any]:
         context = TenantContext(service, caller.tenant)
         found = await service.read(_all, context)
-        told = [await service.read(_checkpoint, saved) for saved in _page(found, limit, offset)]
-        return {"checkpoints": told, "cursor": _cursor(found, limit, offset)}
+        shown = [await service.read(_checkpoint, saved) for saved in _page(found, limit, offset)]
+        return {"checkpoints": shown, "cursor": _cursor(found, limit, offset)}
 
     @routes.delete(_CHECKPOINT)
     async def delete(run: str, kind: str, name: str, caller: Submitter) -> None:

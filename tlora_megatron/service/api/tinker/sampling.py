@@ -109,7 +109,7 @@ def _pinned(context: TenantContext, sampler: Sampler) -> Sampler:
         pinned = replace(sampler, version=None if version is None else str(version))
         context.sessions.put_sampler(pinned)
         before, version = version, _version(context, sampler)
-        if version == before:  # its name led there when it was noted, so nobody has deleted it
+        if version == before:  # its name led there when it was noted, so it was not deleted
             return pinned
 
 
@@ -175,7 +175,7 @@ class SamplingTasks:
         return Waiting() if found is None else found
 
     def cancel(self, context: TenantContext, request: RequestId) -> None:
-        """Draws no more for a request that nobody waits for."""
+        """Draws no more for a request that its client has given up."""
         task = self._tasks.get(_key(context, request))
         if task is not None:
             task.cancel()
@@ -229,8 +229,8 @@ async def _draw(context: TenantContext, request: RequestId) -> None:
             answers = await context.service.sampler.generate(sampler.base, [prompt])
         content = encode_sample(answers[0], body.prompt_logprobs_last_n)
     except (SamplingRefused, UnknownId) as error:
-        told = context.service.outward(str(error), context.tenant)
-        await read(files.fail, told, "user")
+        sentence = context.service.outward(str(error), context.tenant)
+        await read(files.fail, sentence, "user")
     except SamplerUnavailable as error:
         # It quotes the sampler's log, which may be of other tenants' requests.
         logger.error("%s", error)

@@ -79,7 +79,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/telemetry")
     async def telemetry(caller: Submitter) -> dict[str, str]:
-        return {"status": "accepted"}  # nobody reads it, and it is not kept
+        return {"status": "accepted"}  # it is not kept
 
     @routes.get("/get_server_capabilities")
     async def capabilities(caller: Reader) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from tlora_megatron.service.store import Model, OverLimit
 from tlora_megatron.training.driven import requests
 
 POLL_S = 20.0
-"""A client that waits for an answer is told after so long that there is none; it gives up at 45."""
+"""A client that waits for an answer is sent `try_again` after so long; it gives up at 45."""
 LOOK_S = 1.0
 """So often the store is asked what became of a model's job."""
 AT_ONCE = 8
@@ -76,7 +76,7 @@ def submit(
     """Writes a request into the log of a model's job; the same number again changes nothing.
 
     Args:
-        op: Tinker's name of the request, which says how its answer is told.
+        op: Tinker's name of the request, which says what its answer is like.
 
     Raises:
         UnknownId, Gone: if the model is not there.

@@ -105,10 +105,10 @@ def _save(context: TenantContext, body: bodies.SaveWeights, kind: Kind) -> dict[
     overwrite = body.overwrite if is_state else True
     params = {"name": folder_name(kind, name), "overwrite": overwrite}
     request = Request(op="save_state" if is_state else "save_for_sampler", params=params)
-    told = submit(context, body.model_id, body.seq_id, _SAVES[kind], request)
+    answer = submit(context, body.model_id, body.seq_id, _SAVES[kind], request)
     path = TinkerPath(ModelId.parse(body.model_id), kind, name)
     context.checkpoints.note(path, body.user_metadata, body.ttl_seconds)
-    return told
+    return answer
 
 
 def _save_for_session(context: TenantContext, body: bodies.SaveWeights) -> dict[str, Any]:
