@@ -14,8 +14,7 @@ from sqlalchemy import update
 from tlora_megatron.runtime.sampling.adapter_key import PEFT_FILES
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.journal.files import Journal
-from tlora_megatron.service.store import JobState, Store
-from tlora_megatron.service.store.sql import tables
+from tlora_megatron.service.store import JobState, Store, tables
 from tlora_megatron.training.driven.requests import Answer, Request
 from tlora_megatron.training.saving.writer import FOLDER, publish
 

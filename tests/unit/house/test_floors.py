@@ -35,7 +35,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "uvicorn": (f"{PACKAGE}.service.api",),
     "pydantic": (f"{PACKAGE}.service.api", f"{PACKAGE}.integrations.deepspeed"),
     "tinker": (f"{PACKAGE}.service.api.tinker",),
-    "google.protobuf": (f"{PACKAGE}.service.api.tinker.wire",),
+    "google.protobuf": (f"{PACKAGE}.service.api.tinker.protobuf",),
     "ray": (
         f"{PACKAGE}.service.engines.ray.bridge",
         f"{PACKAGE}.service.engines.ray.knock",

@@ -197,6 +197,7 @@ def run(args: argparse.Namespace) -> int:
     from tlora_megatron.service.control.controller import serve
     from tlora_megatron.service.control.machines import check_hardware
     from tlora_megatron.service.control.settings import Settings
+    from tlora_megatron.service.session_files import take_up_sessions
     from tlora_megatron.service.store import open_store
 
     if args.gpus is not None and args.gpus < 1:
@@ -220,6 +221,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             title = _title(args, home, engine)
             console = open_console()
+            for sentence in take_up_sessions(home, store):
+                console.print(sentence)
             console.print(f"serving {title}; Ctrl-C stops")
             with (
                 open_http(args, home, store, console.print),

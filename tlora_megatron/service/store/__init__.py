@@ -22,6 +22,29 @@ from tlora_megatron.service.store.errors import (
     StoreFull,
     StoreUnreachable,
 )
+from tlora_megatron.service.store.rows import (
+    LOCAL,
+    SCOPES,
+    Board,
+    CheckpointNote,
+    Decision,
+    Event,
+    Gang,
+    Job,
+    Lease,
+    Lock,
+    Model,
+    NewJob,
+    NewUpload,
+    Progress,
+    Sampler,
+    Session,
+    Snapshot,
+    Stay,
+    TenantLimits,
+    Token,
+    Upload,
+)
 from tlora_megatron.service.store.states import (
     GANG_CHANGES,
     JOB_CHANGES,
@@ -29,30 +52,9 @@ from tlora_megatron.service.store.states import (
     OVER,
     GangState,
     JobState,
-    Wish,
+    RequestedAction,
 )
 from tlora_megatron.service.store.store import Store, open_store
-from tlora_megatron.service.store.tenancy.values import (
-    LOCAL,
-    SCOPES,
-    NewUpload,
-    TenantLimits,
-    Token,
-    Upload,
-)
-from tlora_megatron.service.store.values import (
-    Board,
-    Decision,
-    Event,
-    Gang,
-    Job,
-    Lease,
-    Lock,
-    NewJob,
-    Progress,
-    Snapshot,
-    Stay,
-)
 
 __all__ = [
     "GANG_CHANGES",
@@ -62,6 +64,7 @@ __all__ = [
     "OVER",
     "SCOPES",
     "Board",
+    "CheckpointNote",
     "Decision",
     "Event",
     "Gang",
@@ -75,6 +78,7 @@ __all__ = [
     "Lock",
     "LockHeld",
     "LockLost",
+    "Model",
     "NameTaken",
     "NewJob",
     "NewUpload",
@@ -82,6 +86,9 @@ __all__ = [
     "OverLimit",
     "Progress",
     "Refusal",
+    "RequestedAction",
+    "Sampler",
+    "Session",
     "Snapshot",
     "Stay",
     "Store",
@@ -92,6 +99,5 @@ __all__ = [
     "TenantLimits",
     "Token",
     "Upload",
-    "Wish",
     "open_store",
 ]

@@ -20,7 +20,7 @@ class StoreUnreachable(StoreError):
 
 
 class Refusal(StoreError):
-    """The request cannot be granted: whoever asks must ask for something else."""
+    """The request cannot be granted: asking again for the same is refused again."""
 
 
 class NotFound(Refusal):

@@ -1,22 +1,25 @@
-"""The list of all that happened, in one order."""
+"""What a service tells of itself: events in one order, decisions, and what is shown now."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, delete, desc, exists, select
 
-from tlora_megatron.service.store.sql import tables
-from tlora_megatron.service.store.sql.database import Database
+from tlora_megatron.service.store import tables
+from tlora_megatron.service.store.database import Database
+from tlora_megatron.service.store.rows import Board, Decision, Event
 from tlora_megatron.service.store.states import OVER
-from tlora_megatron.service.store.values import Event
+from tlora_megatron.service.store.tables import find_all, query_of, values_of
 
 _EVENT = tables.event.c
 KEPT_S, KEPT = 30 * 86_400.0, 1_000_000
 """Seconds for which events are kept, and how many of them."""
 _AT_ONCE = 10_000
 """Events removed at a time: 0.1 s."""
+DECISIONS_KEPT = 10_000
+"""Older decisions are removed: each holds what it looked at."""
 
 
 def record(
@@ -52,7 +55,7 @@ class Events:
             record(connection, self._database.clock(), kind, job=job, gang=gang, body=body)
 
     def forget_old(self) -> bool:
-        """Removes some of those that nobody needs any more; True if there may be others.
+        """Removes some of those that are not needed any more; True if there may be others.
 
         Events are kept for 30 days, and the newest million of them; those of unfinished jobs, and
         the last one of all, for longer.
@@ -87,7 +90,7 @@ class Events:
         limit: int = 1000,
     ) -> list[Event]:
         """The first events after number `seq`, in order; of one job, gang or some kinds only."""
-        query = select(tables.event).where(_EVENT.seq > seq).order_by(_EVENT.seq).limit(limit)
+        query = query_of(Event).where(_EVENT.seq > seq).order_by(_EVENT.seq).limit(limit)
         if job is not None:
             query = query.where(_EVENT.job == job)
         if gang is not None:
@@ -95,7 +98,7 @@ class Events:
         if kinds is not None:
             query = query.where(_EVENT.kind.in_(kinds))
         with self._database.read() as connection:
-            return [Event(**row) for row in connection.execute(query).mappings()]
+            return find_all(connection, Event, query)
 
 
 def _last_before(connection: Connection, at: float, last: int) -> int:
@@ -110,3 +113,52 @@ def _last_before(connection: Connection, at: float, last: int) -> int:
         else:
             high = row.seq - 1
     return low
+
+
+class Decisions:
+    """The newest decisions of a store."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, snapshot: Mapping[str, Any], actions: Sequence[Any], why: str) -> None:
+        """Notes a decision, on what it looked and what it does."""
+        row = {
+            "at": self._database.clock(),
+            "snapshot": dict(snapshot),
+            "actions": list(actions),
+            "why": why,
+        }
+        with self._database.write() as connection:
+            made = tables.decision.insert().values(**row).returning(tables.decision.c.seq)
+            seq = connection.execute(made).scalar_one()
+            connection.execute(
+                delete(tables.decision).where(tables.decision.c.seq <= seq - DECISIONS_KEPT)
+            )
+
+    def newest(self, limit: int = 100, *, before: int | None = None) -> list[Decision]:
+        """The last decisions, newest first; only those before number `before`, if it is given."""
+        query = query_of(Decision).order_by(desc(tables.decision.c.seq)).limit(limit)
+        if before is not None:
+            query = query.where(tables.decision.c.seq < before)
+        with self._database.read() as connection:
+            return find_all(connection, Decision, query)
+
+
+class Boards:
+    """The tables that a controller shows of the present moment, each written over by the next."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def write(self, name: str, body: Mapping[str, Any]) -> None:
+        """Shows something in the place of what was shown under this name."""
+        board = Board(name=name, at=self._database.clock(), body=dict(body))
+        with self._database.write() as connection:
+            connection.execute(delete(tables.board).where(tables.board.c.name == name))
+            connection.execute(tables.board.insert(), values_of(board))
+
+    def read(self) -> dict[str, Board]:
+        """All that is shown, by name."""
+        with self._database.read() as connection:
+            return {board.name: board for board in find_all(connection, Board, query_of(Board))}

@@ -1,4 +1,8 @@
-"""Gangs: each start under a name has an epoch of its own, and its events count once."""
+"""Gangs and their commands.
+
+Each start under a name has an epoch of its own, and its events count once. Commands are written
+before they are posted, and numbered without a gap.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,27 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, bindparam, delete, desc, exists, func, select, update
 
-from tlora_megatron.service.messages import GangEvent, GangSpec
-from tlora_megatron.service.store.errors import IllegalChange
+from tlora_megatron.service.messages import Command, CommandKind, GangEvent, GangSpec
+from tlora_megatron.service.store import tables
+from tlora_megatron.service.store.database import Database
+from tlora_megatron.service.store.errors import IllegalChange, NotFound
 from tlora_megatron.service.store.events import record
-from tlora_megatron.service.store.lookups import as_gang, gang_row
-from tlora_megatron.service.store.sql import tables
-from tlora_megatron.service.store.sql.database import Database
+from tlora_megatron.service.store.rows import Gang
 from tlora_megatron.service.store.states import GANG_CHANGES, GangState
-from tlora_megatron.service.store.values import Gang
+from tlora_megatron.service.store.tables import find_all, gang_of, query_of, values_of
 
-_GANG = tables.gang.c
+_GANG, _COMMAND = tables.gang.c, tables.command.c
 _COMMANDS_KEPT_S = 86_400.0
 """Commands of gangs that ended before are removed: most of them only renew leases."""
 
 
 class Heard(NamedTuple):
-    """The new ones among events that were told."""
+    """The new ones among reported events."""
 
     new: list[GangEvent]
     """Those whose effects are not in the store yet, in order."""
     missed: dict[tuple[str, int], str]
-    """Gangs, by name and epoch, that told an event before an earlier one, and which."""
+    """Gangs, by name and epoch, that reported an event before an earlier one, and which."""
 
 
 class Gangs:
@@ -62,20 +66,20 @@ class Gangs:
                     f"gang {spec.gang!r} must start with epoch {epoch}, got {spec.epoch}"
                 )
             now = self._database.clock()
-            row = {
-                "name": spec.gang,
-                "epoch": epoch,
-                "spec": spec.to_json(),
-                "state": GangState.STARTING.value,
-                "engine_ref": dict(engine_ref or {}),
-                "lease_until": now + spec.lease_s,
-                "started_at": now,
-            }
-            connection.execute(tables.gang.insert().values(**row))
+            gang = Gang(
+                name=spec.gang,
+                epoch=epoch,
+                spec=spec,
+                state=GangState.STARTING,
+                engine_ref=dict(engine_ref or {}),
+                lease_until=now + spec.lease_s,
+                started_at=now,
+            )
+            connection.execute(tables.gang.insert(), values_of(gang))
             _forget_commands(connection, now - _COMMANDS_KEPT_S)
-            body = {"epoch": epoch, "to": GangState.STARTING.value}
+            body = {"epoch": epoch, "to": gang.state.value}
             record(connection, now, "gang", gang=spec.gang, body=body)
-            return as_gang(gang_row(connection, spec.gang, epoch))
+            return gang
 
     def change(
         self,
@@ -94,14 +98,14 @@ class Gangs:
         """
         to = GangState(to)
         with self._database.write() as connection:
-            state = GangState(gang_row(connection, name, epoch)["state"])
+            state = gang_of(connection, name, epoch).state
             if to not in GANG_CHANGES[state]:
                 raise IllegalChange(
                     f"gang {name!r} of epoch {epoch} must go from {state} to "
                     f"{', '.join(sorted(GANG_CHANGES[state])) or 'nothing else'}, got {to}"
                 )
             now = self._database.clock()
-            values: dict[str, Any] = {"state": to.value}
+            values: dict[str, Any] = {"state": to}
             if to is GangState.ENDED:
                 values |= {"ended_at": now, "why": why}
             _update(connection, name, epoch, values)
@@ -109,12 +113,12 @@ class Gangs:
             if why is not None:
                 body["why"] = why
             record(connection, now, "gang", gang=name, body=body)
-            return as_gang(gang_row(connection, name, epoch))
+            return gang_of(connection, name, epoch)
 
     def note(self, name: str, epoch: int, **values: Any) -> None:
         """Adds to what is remembered of a gang, in `engine_ref`."""
         with self._database.write() as connection:
-            ref = {**gang_row(connection, name, epoch)["engine_ref"], **values}
+            ref = {**gang_of(connection, name, epoch).engine_ref, **values}
             _update(connection, name, epoch, {"engine_ref": ref})
 
     def hear(self, events: Sequence[GangEvent]) -> Heard:
@@ -150,27 +154,26 @@ class Gangs:
             NotFound: if there is none.
         """
         with self._database.read() as connection:
-            return as_gang(gang_row(connection, name, epoch))
+            return gang_of(connection, name, epoch)
 
     def live(self) -> list[Gang]:
         """Gangs without proof that they are gone, in the order of their starts."""
-        query = select(tables.gang).where(_GANG.state != GangState.ENDED)
+        query = query_of(Gang).where(_GANG.state != GangState.ENDED)
         with self._database.read() as connection:
-            rows = connection.execute(query.order_by(_GANG.started_at, _GANG.name)).mappings()
-            return [as_gang(row) for row in rows]
+            return find_all(connection, Gang, query.order_by(_GANG.started_at, _GANG.name))
 
     def ended_since(self, at: float) -> list[Gang]:
         """The gangs that ended after a time, in the order of their ends."""
-        query = select(tables.gang).where(_GANG.ended_at > at).order_by(_GANG.ended_at, _GANG.name)
+        query = query_of(Gang).where(_GANG.ended_at > at).order_by(_GANG.ended_at, _GANG.name)
         with self._database.read() as connection:
-            return [as_gang(row) for row in connection.execute(query).mappings()]
+            return find_all(connection, Gang, query)
 
     def since(self, at: float, *, limit: int = 2000) -> list[Gang]:
         """The gangs that did not end before `at`, in the order of their starts."""
-        query = select(tables.gang).where(_GANG.ended_at.is_(None) | (_GANG.ended_at > at))
+        query = query_of(Gang).where(_GANG.ended_at.is_(None) | (_GANG.ended_at > at))
         query = query.order_by(desc(_GANG.started_at), desc(_GANG.name)).limit(limit)
         with self._database.read() as connection:
-            return [as_gang(row) for row in connection.execute(query).mappings()][::-1]
+            return find_all(connection, Gang, query)[::-1]
 
 
 def _in_order(events: Sequence[GangEvent], before: Mapping[tuple[str, int], int]) -> Heard:
@@ -200,3 +203,71 @@ def _forget_commands(connection: Connection, before: float) -> None:
         _GANG.ended_at < before,
     )
     connection.execute(delete(tables.command).where(ended))
+
+
+class Commands:
+    """The commands of a store. Gangs drop what they have applied, so any may be posted again."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def write(
+        self,
+        gang: str,
+        epoch: int,
+        kind: CommandKind,
+        *,
+        job: str | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> Command:
+        """Writes the next command of a gang; it is to be posted after the commit.
+
+        The gang may believe in its leases for its whole `lease_s` from now on.
+
+        Raises:
+            IllegalChange: if the gang has ended.
+        """
+        with self._database.write() as connection:
+            found = gang_of(connection, gang, epoch)
+            if found.state is GangState.ENDED:
+                raise IllegalChange(
+                    f"gang {gang!r} must be alive to be told to {kind}, got epoch {epoch}, which "
+                    "has ended"
+                )
+            now = self._database.clock()
+            seq, until = found.last_seq + 1, max(now + found.spec.lease_s, found.lease_until)
+            command = Command(
+                gang=gang, epoch=epoch, seq=seq, kind=kind, job=job, body=dict(body or {})
+            )
+            _update(connection, gang, epoch, {"last_seq": seq, "lease_until": until})
+            row = {**values_of(command), "written_at": now}
+            connection.execute(tables.command.insert(), row)
+            return command
+
+    def unapplied(self) -> list[Command]:
+        """Commands that gangs which have not ended are not known to have applied, in order."""
+        this = (_GANG.name == _COMMAND.gang) & (_GANG.epoch == _COMMAND.epoch)
+        query = query_of(Command).join(tables.gang, this)
+        query = query.where(_COMMAND.applied_at.is_(None), _GANG.state != GangState.ENDED)
+        query = query.order_by(_COMMAND.gang, _COMMAND.epoch, _COMMAND.seq)
+        with self._database.read() as connection:
+            return find_all(connection, Command, query)
+
+    def mark_applied(self, gang: str, epoch: int, seq: int) -> bool:
+        """Notes that a gang carried a command out; False if that was known.
+
+        Raises:
+            NotFound: if there is no such command.
+        """
+        this = (_COMMAND.gang == gang, _COMMAND.epoch == epoch, _COMMAND.seq == seq)
+        with self._database.write() as connection:
+            query = update(tables.command).where(*this, _COMMAND.applied_at.is_(None))
+            query = query.values(applied_at=self._database.clock())
+            if connection.execute(query).rowcount:
+                return True
+            if connection.execute(select(_COMMAND.seq).where(*this)).first() is None:
+                raise NotFound(
+                    f"a command must have been written to be applied, got number {seq} of gang "
+                    f"{gang!r} of epoch {epoch}"
+                )
+            return False

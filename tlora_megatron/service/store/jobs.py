@@ -8,15 +8,15 @@ from typing import Any, TypedDict, Unpack
 
 from sqlalchemy import ColumnElement, Connection, bindparam, desc, func, select, update
 
+from tlora_megatron.service.store import tables
+from tlora_megatron.service.store.database import Database
 from tlora_megatron.service.store.errors import IllegalChange, NotFound
 from tlora_megatron.service.store.events import record
 from tlora_megatron.service.store.leases import end_lease
-from tlora_megatron.service.store.lookups import JOB_COLUMNS, as_job, in_parts, job_of
-from tlora_megatron.service.store.sql import tables
-from tlora_megatron.service.store.sql.database import Database
-from tlora_megatron.service.store.states import JOB_CHANGES, LIVE, OVER, JobState, Wish
+from tlora_megatron.service.store.rows import Job, NewJob, Progress
+from tlora_megatron.service.store.states import JOB_CHANGES, LIVE, OVER, JobState, RequestedAction
 from tlora_megatron.service.store.submitting import insert_jobs
-from tlora_megatron.service.store.values import Job, NewJob, Progress
+from tlora_megatron.service.store.tables import find_all, find_one, in_parts, job_of, query_of
 
 _JOB = tables.job.c
 
@@ -110,7 +110,7 @@ class Jobs:
             return _set(connection, found, values, fields)
 
     def update(self, job: str, **fields: Unpack[JobFields]) -> Job:
-        """Changes what is told of a job, with no event."""
+        """Changes fields of a job, with no event."""
         with self._database.write() as connection:
             return _set(connection, job_of(connection, job), {}, fields)
 
@@ -138,7 +138,7 @@ class Jobs:
         with self._database.write() as connection:
             connection.execute(query.values(values), rows)
 
-    def wish(self, job: str, wish: Wish, *, by: str = "") -> Job:
+    def wish(self, job: str, wish: RequestedAction, *, by: str = "") -> Job:
         """Notes what a user wants of a job; a controller carries it out.
 
         A job that is neither paused nor about to be cannot be resumed: it stays as it is.
@@ -164,8 +164,8 @@ class Jobs:
             record(connection, now, "wished", job=job, body={"wish": wish, "by": by})
             return _set(connection, found, {"wish": wish}, {})
 
-    def clear_wish(self, job: str, expected: Wish) -> bool:
-        """Takes a wish back that is fulfilled; False if it is another by now."""
+    def clear_wish(self, job: str, expected: RequestedAction) -> bool:
+        """Clears a requested action that is carried out; False if it is another by now."""
         query = update(tables.job).where(_JOB.id == job, _JOB.wish == expected).values(wish=None)
         with self._database.write() as connection:
             return connection.execute(query).rowcount == 1
@@ -184,8 +184,8 @@ class Jobs:
         found = []
         with self._database.read() as connection:
             for part in in_parts(jobs):
-                query = select(*JOB_COLUMNS).where(_JOB.id.in_(part))
-                found += [as_job(row) for row in connection.execute(query).mappings()]
+                query = query_of(Job).where(_JOB.id.in_(part))
+                found += find_all(connection, Job, query)
         return sorted(found, key=lambda job: job.number)
 
     def find(self, text: str, *, tenant: str = "local") -> Job:
@@ -194,7 +194,7 @@ class Jobs:
         Raises:
             NotFound: if there is none.
         """
-        mine = select(*JOB_COLUMNS).where(_JOB.tenant == tenant)
+        mine = query_of(Job).where(_JOB.tenant == tenant)
         named = mine.where(_JOB.name == text)
         queries = (
             mine.where(_JOB.id == text),
@@ -203,21 +203,19 @@ class Jobs:
         )
         with self._database.read() as connection:
             for query in queries:
-                row = connection.execute(query).mappings().first()
-                if row is not None:
-                    return as_job(row)
+                if (found := find_one(connection, Job, query)) is not None:
+                    return found
         raise NotFound(f"a job's name or id must be one of the store's, got {text!r}")
 
     def newest_of_key(self, prefix: str, *, tenant: str, within_s: float) -> Job | None:
         """The tenant's newest job whose key begins so, if it was submitted so lately."""
-        query = select(*JOB_COLUMNS).where(
+        query = query_of(Job).where(
             _JOB.tenant == tenant,
             _JOB.key.startswith(prefix, autoescape=True),
             _JOB.submitted_at >= self._database.clock() - within_s,
         )
         with self._database.read() as connection:
-            row = connection.execute(query.order_by(desc(_JOB.number)).limit(1)).mappings().first()
-        return None if row is None else as_job(row)
+            return find_one(connection, Job, query.order_by(desc(_JOB.number)).limit(1))
 
     def page(
         self,
@@ -229,7 +227,7 @@ class Jobs:
         newest_first: bool = False,
     ) -> list[Job]:
         """Jobs in the order of their numbers, or backwards, from behind number `after` on."""
-        query = select(*JOB_COLUMNS).limit(limit)
+        query = query_of(Job).limit(limit)
         query = query.order_by(desc(_JOB.number) if newest_first else _JOB.number)
         if after is not None:
             query = query.where(_JOB.number < after if newest_first else _JOB.number > after)
@@ -238,7 +236,13 @@ class Jobs:
         if tenant is not None:
             query = query.where(_JOB.tenant == tenant)
         with self._database.read() as connection:
-            return [as_job(row) for row in connection.execute(query).mappings()]
+            return find_all(connection, Job, query)
+
+    def unfinished_rows(self) -> list[Job]:
+        """The jobs that are not over, in the order of their numbers."""
+        query = query_of(Job).where(_JOB.state.not_in(OVER)).order_by(_JOB.number)
+        with self._database.read() as connection:
+            return find_all(connection, Job, query)
 
     def counts(self, *, tenant: str | None = None) -> dict[JobState, int]:
         """Number of jobs in each state that has any."""
@@ -246,15 +250,14 @@ class Jobs:
         if tenant is not None:
             query = query.where(_JOB.tenant == tenant)
         with self._database.read() as connection:
-            return {JobState(state): count for state, count in connection.execute(query)}
+            return {state: int(count) for state, count in connection.execute(query)}
 
     def unfinished(self) -> dict[tuple[str, JobState], int]:
         """Number of jobs that are not over, by tenant and state."""
         columns = (_JOB.tenant, _JOB.state, func.count())
         query = select(*columns).where(_JOB.state.not_in(OVER)).group_by(_JOB.tenant, _JOB.state)
         with self._database.read() as connection:
-            rows = connection.execute(query)
-            return {(tenant, JobState(state)): count for tenant, state, count in rows}
+            return {(of, state): count for of, state, count in connection.execute(query)}
 
     def document(self, job: str) -> dict[str, Any]:
         """The job as an entry of `jobs` in a run's configuration."""
@@ -293,7 +296,7 @@ def _is_held(job: Job) -> bool:
 
 
 def _answers(job: Job, to: JobState) -> bool:
-    """True if the change fulfils the job's wish, or makes it pointless."""
+    """True if the change carries out the action that was requested, or makes it pointless."""
     return to.is_over or (
         (job.wish == "pause" and to is JobState.PAUSED)
         or (job.wish == "resume" and job.state is JobState.PAUSED)
@@ -301,7 +304,7 @@ def _answers(job: Job, to: JobState) -> bool:
 
 
 def _times(job: Job, to: JobState, now: float) -> dict[str, Any]:
-    values: dict[str, Any] = {"state": to.value, "changed_at": now}
+    values: dict[str, Any] = {"state": to, "changed_at": now}
     if to is JobState.RUNNING and job.started_at is None:
         values["started_at"] = now
     if to.is_over:
@@ -320,6 +323,4 @@ def _set(
         connection.execute(query.values(body=dict(body)))
     if values:
         connection.execute(update(tables.job).where(_JOB.id == job.id).values(**values))
-    if "state" in values:
-        values["state"] = JobState(values["state"])
     return replace(job, **values)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, RowMapping, desc, func, select, update
+from sqlalchemy import Connection, desc, func, select, update
 
+from tlora_megatron.service.store import tables
+from tlora_megatron.service.store.database import Database
 from tlora_megatron.service.store.errors import IllegalChange, LeaseHeld
 from tlora_megatron.service.store.events import record
-from tlora_megatron.service.store.lookups import gang_row, job_of
-from tlora_megatron.service.store.sql import tables
-from tlora_megatron.service.store.sql.database import Database
+from tlora_megatron.service.store.rows import Gang, Job, Lease, Stay
 from tlora_megatron.service.store.states import GangState
-from tlora_megatron.service.store.values import Job, Lease, Stay
+from tlora_megatron.service.store.tables import (
+    find_all,
+    find_one,
+    gang_of,
+    job_of,
+    query_of,
+    values_of,
+)
 
 MARGIN_S = 10.0
 """Waited past a gang's own deadline before its jobs are given away without proof of its death."""
 
 _LEASE = tables.lease.c
-_SHOWN = (_LEASE.job, _LEASE.epoch, _LEASE.gang, _LEASE.gang_epoch, _LEASE.granted_at)
 
 
 class Leases:
@@ -28,7 +34,7 @@ class Leases:
     def grant(self, job: str, gang: str, epoch: int) -> Lease:
         """Gives a gang the right to write a job's folder.
 
-        A gang that has it must have given it back, have ended, or not have been told anything for
+        A gang that has it must have given it back, have ended, or not have got a command for
         so long that it stopped.
 
         Args:
@@ -42,7 +48,7 @@ class Leases:
         """
         with self._database.write() as connection:
             now = self._database.clock()
-            found, taker = job_of(connection, job), gang_row(connection, gang, epoch)
+            found, taker = job_of(connection, job), gang_of(connection, gang, epoch)
             _check_parties(found, taker)
             present = _present(connection, job)
             if present is not None:
@@ -75,10 +81,9 @@ class Leases:
 
     def all(self) -> list[Lease]:
         """All leases that were not given back."""
-        query = select(*_SHOWN).where(_LEASE.ended_at.is_(None))
+        query = query_of(Lease).where(_LEASE.ended_at.is_(None))
         with self._database.read() as connection:
-            rows = connection.execute(query.order_by(_LEASE.granted_at, _LEASE.job))
-            return [Lease(**row) for row in rows.mappings()]
+            return find_all(connection, Lease, query.order_by(_LEASE.granted_at, _LEASE.job))
 
     def stays_since(self, at: float, *, limit: int = 5000) -> list[Stay]:
         """The times of jobs in gangs that did not end before `at`, in the order they began."""
@@ -92,7 +97,7 @@ class Leases:
         query = select(*columns).where(_LEASE.ended_at.is_(None) | (_LEASE.ended_at > at))
         query = query.order_by(desc(_LEASE.granted_at), _LEASE.job).limit(limit)
         with self._database.read() as connection:
-            return [Stay(**row) for row in connection.execute(query).mappings()][::-1]
+            return find_all(connection, Stay, query)[::-1]
 
 
 def end_lease(connection: Connection, job: Job, now: float, why: str) -> None:
@@ -110,15 +115,7 @@ def end_lease(connection: Connection, job: Job, now: float, why: str) -> None:
 
 
 def _insert(connection: Connection, lease: Lease) -> None:
-    connection.execute(
-        tables.lease.insert().values(
-            job=lease.job,
-            epoch=lease.epoch,
-            gang=lease.gang,
-            gang_epoch=lease.gang_epoch,
-            granted_at=lease.granted_at,
-        )
-    )
+    connection.execute(tables.lease.insert(), values_of(lease))
     _tell_job(connection, lease.job, lease)
     body = {"lease": lease.epoch, "epoch": lease.gang_epoch}
     record(connection, lease.granted_at, "granted", job=lease.job, gang=lease.gang, body=body)
@@ -135,36 +132,35 @@ def _tell_job(connection: Connection, job: str, lease: Lease | None) -> None:
 
 
 def _present(connection: Connection, job: str) -> Lease | None:
-    query = select(*_SHOWN).where(_LEASE.job == job, _LEASE.ended_at.is_(None))
-    row = connection.execute(query).mappings().one_or_none()
-    return None if row is None else Lease(**row)
+    query = query_of(Lease).where(_LEASE.job == job, _LEASE.ended_at.is_(None))
+    return find_one(connection, Lease, query)
 
 
-def _check_parties(job: Job, gang: RowMapping) -> None:
+def _check_parties(job: Job, gang: Gang) -> None:
     if job.state.is_over:
         raise IllegalChange(
             f"job {job.name!r} ({job.id}) must be unfinished to be leased to gang "
-            f"{gang['name']!r}, got one that is {job.state}"
+            f"{gang.name!r}, got one that is {job.state}"
         )
-    if gang["state"] == GangState.ENDED:
+    if gang.state is GangState.ENDED:
         raise IllegalChange(
-            f"gang {gang['name']!r} must be alive to be leased job {job.name!r} ({job.id}), got "
-            f"epoch {gang['epoch']}, which has ended"
+            f"gang {gang.name!r} must be alive to be leased job {job.name!r} ({job.id}), got "
+            f"epoch {gang.epoch}, which has ended"
         )
 
 
-def _proof(connection: Connection, held: Lease, taker: RowMapping, job: Job, now: float) -> str:
+def _proof(connection: Connection, held: Lease, taker: Gang, job: Job, now: float) -> str:
     """Why a lease may be ended."""
-    if (held.gang, held.gang_epoch) == (taker["name"], taker["epoch"]):
+    if (held.gang, held.gang_epoch) == (taker.name, taker.epoch):
         return "granted again"
-    holder = gang_row(connection, held.gang, held.gang_epoch)
-    if holder["state"] == GangState.ENDED:
+    holder = gang_of(connection, held.gang, held.gang_epoch)
+    if holder.state is GangState.ENDED:
         return "its gang has ended"
-    left_s = holder["lease_until"] + MARGIN_S - now
+    left_s = holder.lease_until + MARGIN_S - now
     if left_s < 0:
         return "expired"
     raise LeaseHeld(
         f"job {job.name!r} ({job.id}) must be given back by gang {held.gang!r} of epoch "
-        f"{held.gang_epoch} before gang {taker['name']!r} may have it, got a lease that stands "
+        f"{held.gang_epoch} before gang {taker.name!r} may have it, got a lease that stands "
         f"for {left_s:.0f} s: wait for `left` or for the gang's end, or let it run out"
     )

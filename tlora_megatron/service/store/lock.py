@@ -8,17 +8,16 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, update
 
+from tlora_megatron.service.store import tables
+from tlora_megatron.service.store.database import Database
 from tlora_megatron.service.store.errors import LockHeld, LockLost
-from tlora_megatron.service.store.sql import tables
-from tlora_megatron.service.store.sql.database import Database
-from tlora_megatron.service.store.values import Lock
+from tlora_megatron.service.store.rows import Lock
+from tlora_megatron.service.store.tables import find_one, query_of, values_of
 
 STALE_S = 15.0
 """A controller of another host that gave no sign of life for so long is taken for dead."""
-
-_CONTROLLER = tables.controller.c
 
 
 class ControllerLock:
@@ -46,8 +45,8 @@ class ControllerLock:
                 )
             epoch = 1 if held is None else held.epoch + 1
             connection.execute(delete(tables.controller))
-            row = {"id": 1, "epoch": epoch, "owner": owner(), "beat_at": now}
-            connection.execute(tables.controller.insert().values(**row))
+            lock = Lock(epoch=epoch, owner=owner(), beat_at=now)
+            connection.execute(tables.controller.insert(), {**values_of(lock), "id": 1})
         self._database.fence = epoch
         return epoch
 
@@ -72,10 +71,8 @@ class ControllerLock:
 
     def holder(self) -> Lock | None:
         """Who took the lock last; the owner is empty if it was given back."""
-        query = select(_CONTROLLER.epoch, _CONTROLLER.owner, _CONTROLLER.beat_at)
         with self._database.read() as connection:
-            row = connection.execute(query).mappings().one_or_none()
-        return None if row is None else Lock(**row)
+            return find_one(connection, Lock, query_of(Lock))
 
     def is_held(self, *, stale_s: float = STALE_S) -> bool:
         """True if a controller runs, by its last sign of life."""
@@ -84,7 +81,7 @@ class ControllerLock:
 
 
 def owner() -> str:
-    """This process, told from all others of its host before and after it."""
+    """Names this process: no other of its host, before or after it, has the same name."""
     return json.dumps(
         {"host": socket.gethostname(), "pid": os.getpid(), **_host(), "start": _start(os.getpid())}
     )

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Literal
 
-Wish = Literal["cancel", "pause", "resume"]
-"""A user's wish for a job; a controller carries it out."""
+RequestedAction = Literal["cancel", "pause", "resume"]
+"""What a user asks of a job; a controller carries it out. Its column is called `wish`."""
 
 
 class JobState(StrEnum):

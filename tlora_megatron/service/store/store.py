@@ -8,25 +8,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from sqlalchemy import select
-
-from tlora_megatron.service.store.commands import UNAPPLIED, Commands, as_command
-from tlora_megatron.service.store.decisions import Boards, Decisions
-from tlora_megatron.service.store.events import Events
-from tlora_megatron.service.store.gangs import Gangs
+from tlora_megatron.service.store.database import Database
+from tlora_megatron.service.store.events import Boards, Decisions, Events
+from tlora_megatron.service.store.gangs import Commands, Gangs
 from tlora_megatron.service.store.jobs import Jobs
 from tlora_megatron.service.store.leases import Leases
 from tlora_megatron.service.store.lock import ControllerLock
-from tlora_megatron.service.store.lookups import JOB_COLUMNS, as_job
-from tlora_megatron.service.store.sql import tables
-from tlora_megatron.service.store.sql.database import Database
-from tlora_megatron.service.store.sql.opening import make_namespace, open_database
-from tlora_megatron.service.store.sql.schema import bring_up
-from tlora_megatron.service.store.states import OVER, GangState
-from tlora_megatron.service.store.tenancy.tenants import Tenants
-from tlora_megatron.service.store.tenancy.tokens import Tokens
-from tlora_megatron.service.store.tenancy.uploads import Uploads
-from tlora_megatron.service.store.values import Snapshot
+from tlora_megatron.service.store.opening import bring_up, open_database
+from tlora_megatron.service.store.rows import Snapshot
+from tlora_megatron.service.store.sessions import Sessions
+from tlora_megatron.service.store.tenants import Tenants, Tokens, Uploads
 
 
 class Store:
@@ -46,6 +37,7 @@ class Store:
         self.tenants = Tenants(database)
         self.tokens = Tokens(database)
         self.uploads = Uploads(database)
+        self.sessions = Sessions(database)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -64,18 +56,11 @@ class Store:
 
     def load(self) -> Snapshot:
         """All that a controller needs to take up where another stopped, of one moment."""
-        job, gang, command = tables.job.c, tables.gang.c, tables.command.c
-        jobs = select(*JOB_COLUMNS).where(job.state.not_in(OVER)).order_by(job.number)
-        commands = (
-            UNAPPLIED.join(tables.gang, (gang.name == command.gang) & (gang.epoch == command.epoch))
-            .where(gang.state != GangState.ENDED)
-            .order_by(command.gang, command.epoch, command.seq)
-        )
-        with self.database.read() as connection:
+        with self.database.read():
             return Snapshot(
-                jobs=[as_job(row) for row in connection.execute(jobs).mappings()],
+                jobs=self.jobs.unfinished_rows(),
                 gangs=self.gangs.live(),
-                commands=[as_command(row) for row in connection.execute(commands).mappings()],
+                commands=self.commands.unapplied(),
                 leases=self.leases.all(),
                 last_event=self.events.last(),
             )
@@ -110,7 +95,7 @@ def open_store(place: str | Path, *, clock: Callable[[], float] | None = None) -
     """
     database = open_database(place, clock)
     try:
-        bring_up(database, make_namespace)
+        bring_up(database)
     except BaseException:
         database.close()
         raise

@@ -9,16 +9,15 @@ import secrets
 import string
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, select, text
 
 from tlora_megatron.config.reader import must
+from tlora_megatron.service.store import tables
 from tlora_megatron.service.store.errors import KeyReused, NameTaken, OverLimit
-from tlora_megatron.service.store.lookups import JOB_COLUMNS, as_job, in_parts
-from tlora_megatron.service.store.sql import tables
+from tlora_megatron.service.store.rows import Job, NewJob
 from tlora_megatron.service.store.states import OVER, JobState
-from tlora_megatron.service.store.values import Job, NewJob
+from tlora_megatron.service.store.tables import in_parts, query_of, values_of
 
 _JOB = tables.job.c
 _ID = re.compile(r"j\d+[a-z]{4}")
@@ -73,17 +72,18 @@ def _digests(new: Sequence[NewJob]) -> dict[str, str]:
 def _known(connection: Connection, tenant: str, keys: Sequence[str]) -> dict[str, tuple[str, Job]]:
     known = {}
     for part in in_parts(keys):
-        query = select(_JOB.key, _JOB.digest, *JOB_COLUMNS)
+        query = query_of(Job).add_columns(_JOB.key, _JOB.digest)
         query = query.where(_JOB.tenant == tenant, _JOB.key.in_(part))
         for row in connection.execute(query).mappings():
-            fields = {name: row[name] for name in row if name not in ("key", "digest")}
-            known[row["key"]] = (row["digest"], as_job(fields))
+            values = dict(row)
+            key, digest = values.pop("key"), values.pop("digest")
+            known[key] = (digest, Job(**values))
     return known
 
 
 def _check_room(connection: Connection, tenant: str, num_new: int, most: int) -> None:
     # In these words SQLite finds the index that holds unfinished jobs alone.
-    unfinished = select(func.count()).where(_JOB.tenant == tenant, tables.UNFINISHED)
+    unfinished = select(func.count()).where(_JOB.tenant == tenant, text(tables.UNFINISHED))
     held = connection.execute(unfinished).scalar() or 0
     if held + num_new > most:
         raise OverLimit(
@@ -122,40 +122,25 @@ def _insert(
     made: dict[str, Job] = {}
     rows, documents, events = [], [], []
     for number, entry in enumerate(wanted, last + 1):
-        row = _row(number, entry, tenant, at)
-        made[entry.key] = as_job({**_EMPTY, **row, "is_new": True})
-        rows.append({**row, "key": entry.key, "digest": digests[entry.key]})
-        documents.append({"job": row["id"], "body": dict(entry.document)})
-        events.append(
-            {
-                "at": at,
-                "job": row["id"],
-                "kind": "submitted",
-                "body": {"name": entry.name, "tenant": tenant},
-            }
+        # The letters keep a new store from meeting the folders of one that was deleted.
+        letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(4))
+        job = made[entry.key] = Job(
+            number=number,
+            id=f"j{number}{letters}",
+            tenant=tenant,
+            name=entry.name,
+            base=entry.base,
+            state=JobState.VALIDATING,
+            schedule=dict(entry.schedule),
+            submitted_at=at,
+            changed_at=at,
+            is_new=True,
         )
+        rows.append({**values_of(job), "key": entry.key, "digest": digests[entry.key]})
+        documents.append({"job": job.id, "body": dict(entry.document)})
+        body = {"name": entry.name, "tenant": tenant}
+        events.append({"at": at, "job": job.id, "kind": "submitted", "body": body})
     connection.execute(tables.job.insert(), rows)
     connection.execute(tables.document.insert(), documents)
     connection.execute(tables.event.insert(), events)
     return made
-
-
-_EMPTY: Mapping[str, Any] = dict.fromkeys(column.name for column in JOB_COLUMNS)
-
-
-def _row(number: int, entry: NewJob, tenant: str, at: float) -> dict[str, Any]:
-    # The letters keep a new store from meeting the folders of one that was deleted.
-    letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(4))
-    return {
-        "number": number,
-        "id": f"j{number}{letters}",
-        "tenant": tenant,
-        "name": entry.name,
-        "base": entry.base,
-        "state": JobState.VALIDATING.value,
-        "schedule": dict(entry.schedule),
-        "step": 0,
-        "tokens": 0,
-        "submitted_at": at,
-        "changed_at": at,
-    }

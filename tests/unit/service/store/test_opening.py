@@ -28,8 +28,8 @@ from tlora_megatron.service.store import (
     StoreFull,
     StoreUnreachable,
     open_store,
+    opening,
 )
-from tlora_megatron.service.store.sql import opening, schema
 
 
 def test_the_files_are_the_users_alone(tmp_path: Path) -> None:
@@ -103,13 +103,13 @@ def test_a_newer_store_is_refused_and_an_older_one_brought_up(
         submitted(store)
     add = "ALTER TABLE decision ADD COLUMN cost INTEGER"
     with monkeypatch.context() as newer:
-        steps = [*schema.STEPS, lambda connection: connection.exec_driver_sql(add)]
-        newer.setattr(schema, "STEPS", steps)
+        steps = [*opening.STEPS, lambda connection: connection.exec_driver_sql(add)]
+        newer.setattr(opening, "STEPS", steps)
         for _ in range(2):
             with open_store(place) as store, store.database.read() as connection:
                 connection.exec_driver_sql("SELECT cost FROM decision")
                 assert store.jobs.find("a").number == 1
-    now = schema.newest()
+    now = opening.newest()
     match = f"must have tables of version {now} or older, got {now + 1}: a newer"
     with pytest.raises(StoreError, match=match):
         open_store(place)
@@ -121,7 +121,8 @@ def test_a_store_of_the_first_version_is_brought_up(place: str) -> None:
         with store.database.write() as connection:
             for index in ("gang_by_end", "lease_by_end"):
                 connection.exec_driver_sql(f"DROP INDEX {index}")
-            for table in ("board", "tenant", "token", "upload"):
+            newer = ("board", "tenant", "token", "upload")
+            for table in (*newer, "checkpoint_note", "model", "sampler", "session"):
                 connection.exec_driver_sql(f"DROP TABLE {table}")
             connection.exec_driver_sql("UPDATE schema_version SET version = 1")
     with open_store(place) as store:

@@ -30,7 +30,6 @@ from tlora_megatron.service.store import (
     Progress,
     Store,
     StoreError,
-    decisions,
     events,
     open_store,
 )
@@ -376,7 +375,7 @@ class TestReaders:
     def test_the_newest_decisions_are_kept(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(decisions, "KEPT", 2)
+        monkeypatch.setattr(events, "DECISIONS_KEPT", 2)
         store.decisions.add({}, [], "start")
         store.decisions.add({"queued": 2}, ["join"], "arrival")
         store.decisions.add({}, [], "tick")

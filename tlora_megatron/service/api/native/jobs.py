@@ -20,7 +20,7 @@ from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting.documents import read_body
 from tlora_megatron.service.api.submitting.submit import submit
 from tlora_megatron.service.rows import job_to_dict
-from tlora_megatron.service.store import LIVE, Job, JobState, NotFound, Wish
+from tlora_megatron.service.store import LIVE, Job, JobState, NotFound, RequestedAction
 
 _FOR_ADMINS = ("granted", "released")
 _OF_GANGS = "its gang ended or was arranged anew: it goes on from its last checkpoint"
@@ -166,7 +166,9 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-async def _wish(service: Service, text: str, wish: Wish, caller: Caller) -> dict[str, Any]:
+async def _wish(
+    service: Service, text: str, wish: RequestedAction, caller: Caller
+) -> dict[str, Any]:
     job = await service.read(visible_job, service, text, caller)
     by = f"token {caller.token}"
     asked: Job = await service.change(lambda: service.store.jobs.wish(job.id, wish, by=by))

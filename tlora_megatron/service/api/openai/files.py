@@ -21,8 +21,7 @@ from tlora_megatron.service.api.openai.objects import (
 from tlora_megatron.service.api.openai.uploads import Arrival, receive
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.history import History
-from tlora_megatron.service.store import Job, NotFound
-from tlora_megatron.service.store.tenancy.values import Upload
+from tlora_megatron.service.store import Job, NotFound, Upload
 
 _PAGE = 1000
 AT_ONCE = 16

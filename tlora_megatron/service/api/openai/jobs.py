@@ -25,7 +25,7 @@ from tlora_megatron.service.api.openai.submitting import Asked, Submitting
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.history import Mark, Past, Row, rows_at
 from tlora_megatron.service.prepare.submission import ASKED
-from tlora_megatron.service.store import IllegalChange, Job, JobState, Wish
+from tlora_megatron.service.store import IllegalChange, Job, JobState, RequestedAction
 
 _STATES: Mapping[str, str] = {
     "queued": "Files validated, the job waits for its turn",
@@ -152,7 +152,7 @@ _DONE_WITHIN_S = 5.0
 """A wish is answered when it is fulfilled, or after so long with the job as it is."""
 _LOOK_EVERY_S = 0.05
 _PAGE = 200
-_FULFILLED: Mapping[Wish, frozenset[JobState]] = {
+_FULFILLED: Mapping[RequestedAction, frozenset[JobState]] = {
     "cancel": frozenset(),
     "pause": frozenset({JobState.PAUSED}),
     "resume": frozenset(JobState) - {JobState.PAUSED},
@@ -244,7 +244,7 @@ def asked_of(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return asked if asked is not None and asked.get("door") == DOOR else None
 
 
-def _wisher(service: Service, wish: Wish) -> Callable[..., Any]:
+def _wisher(service: Service, wish: RequestedAction) -> Callable[..., Any]:
     async def ask(job: str, caller: Submitter) -> dict[str, Any]:
         found, asked = await service.read(_own, service, job, caller)
         try:
@@ -258,7 +258,7 @@ def _wisher(service: Service, wish: Wish) -> Callable[..., Any]:
     return ask
 
 
-async def _fulfilled(service: Service, job: str, wish: Wish) -> Job:
+async def _fulfilled(service: Service, job: str, wish: RequestedAction) -> Job:
     """The job when its wish is fulfilled; as it is, if that takes long or nobody serves."""
     end_s = time.monotonic() + _DONE_WITHIN_S
     while True:

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tlora_megatron.service.history import Told
-from tlora_megatron.service.store import Job, JobState
-from tlora_megatron.service.store.tenancy.values import Upload
+from tlora_megatron.service.store import Job, JobState, Upload
 
 _JOB = r"j\d+[a-z]{4}"
 _ADAPTER = re.compile(rf"ft:.*:(?P<job>{_JOB})(?::ckpt-step-(?P<step>\d{{1,12}}))?", re.DOTALL)

@@ -20,7 +20,7 @@ from starlette.concurrency import run_in_threadpool
 
 from tlora_megatron.service.api.errors import ApiError, refused
 from tlora_megatron.service.home import Home, make_folder
-from tlora_megatron.service.store.tenancy.values import NewUpload
+from tlora_megatron.service.store import NewUpload
 from tlora_megatron.training.data.rows import parse_row
 
 if TYPE_CHECKING:

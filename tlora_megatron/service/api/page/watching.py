@@ -18,7 +18,7 @@ from tlora_megatron.service.api.page.facts import Facts, Viewer, read_facts
 from tlora_megatron.service.api.page.views import PARTS, decision_page, jobs_of
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.store import StoreError
-from tlora_megatron.service.store.sql.database import to_json
+from tlora_megatron.service.store.database import to_json
 
 _LOOK_S = 0.25
 """Between two looks for events."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ async def submit(
     *,
     key: str | None = None,
     asked: Mapping[str, Any] | None = None,
+    also: Callable[[Sequence[Job]], None] | None = None,
 ) -> Accepted:
     """Submits all jobs of a document, or none.
 
@@ -46,6 +47,8 @@ async def submit(
         key: Idempotency key: the same key with the same document gives the jobs that it made.
             None: always new jobs.
         asked: What a door wants to remember in the rows' documents.
+        also: Called with the jobs in the transaction that makes them: what it writes is kept with
+            them or not at all, and if it raises there are no jobs.
 
     Raises:
         ConfigError: for the first mistake in the document.
@@ -57,10 +60,14 @@ async def submit(
         raise must("Idempotency-Key", f"be 1 to {_LONGEST_KEY} characters of text", key)
     new, notes = await service.read(_read, service, caller, document, key, asked)
     most = caller.limits.jobs
-    jobs = await service.change(
-        lambda: service.store.jobs.submit(new, tenant=caller.tenant, most_unfinished=most)
-    )
-    return Accepted(jobs, notes)
+
+    def make() -> list[Job]:
+        jobs = service.store.jobs.submit(new, tenant=caller.tenant, most_unfinished=most)
+        if also is not None:
+            also(jobs)
+        return jobs
+
+    return Accepted(await service.change(make), notes)
 
 
 def _read(

@@ -1,4 +1,4 @@
-"""Refusals as the `tinker` client expects them."""
+"""Why a client is refused, and the status and body that the `tinker` client expects."""
 
 from __future__ import annotations
 
@@ -10,20 +10,44 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from tlora_megatron.service.api.errors import ApiError
-from tlora_megatron.service.api.tinker.refusals import (
-    Gone,
-    NotSigned,
-    OutOfRoom,
-    Refused,
-    UnknownId,
-    WireError,
-)
 from tlora_megatron.training.driven.requests import RequestError
 
-_REFUSALS = (
-    *(UnknownId, NotSigned, Gone, WireError, RequestError, Refused, OutOfRoom),
-    OSError,
-)
+
+class WireError(ValueError):
+    """A body that is no request: cut off, of another type, or too large when unpacked."""
+
+
+class UnknownId(ValueError):
+    """An id that nothing has, or nothing of the caller's."""
+
+
+class NotSigned(ValueError):
+    """An address that this service has not signed, or whose time is over."""
+
+
+class Refused(ValueError):
+    """A request that is one of Tinker's, but wrong, or not done by this service."""
+
+
+class Gone(RuntimeError):
+    """A session, model or answer that was there and is not any more."""
+
+
+class OutOfRoom(RuntimeError):
+    """A request for which the tenant, or the disk, has no room until others are done with."""
+
+
+_STATUS: Mapping[type[Exception], int] = {
+    UnknownId: 404,
+    NotSigned: 401,
+    Gone: 410,
+    WireError: 400,
+    RequestError: 422,
+    Refused: 422,
+    OutOfRoom: 402,  # the client waits up to an hour with it, and says why
+}
+"""The status that tells a client what to do: it tries 5xx and 429 again, others not."""
+_REFUSALS: tuple[type[Exception], ...] = (*_STATUS, OSError)
 
 
 def tinker_format(error: ApiError) -> Mapping[str, Any]:
@@ -42,26 +66,15 @@ class TinkerRoute(APIRoute):
             try:
                 return await inner(request)
             except _REFUSALS as error:
-                raise as_refusal(error) from error
+                raise _as_refusal(error) from error
 
         return handle
 
 
-def as_refusal(error: Exception) -> Exception:
-    """The status that tells a client what to do: it tries 5xx and 429 again, others not."""
-    if isinstance(error, UnknownId):
-        return ApiError(404, str(error))
-    if isinstance(error, NotSigned):
-        return ApiError(401, str(error))
-    if isinstance(error, Gone):
-        return ApiError(410, str(error))
-    if isinstance(error, WireError):
-        return ApiError(400, str(error))
-    if isinstance(error, RequestError | Refused):
-        return ApiError(422, str(error))
-    # The client waits up to an hour with 402, and says why.
-    if isinstance(error, OutOfRoom):
-        return ApiError(402, str(error))
+def _as_refusal(error: Exception) -> Exception:
+    for kind, status in _STATUS.items():
+        if isinstance(error, kind):
+            return ApiError(status, str(error))
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ApiError(402, "the service's disk must have room for requests, got none left")
     return error

@@ -6,10 +6,7 @@ from fastapi import APIRouter
 
 from tlora_megatron.service.api.errors import ApiError
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.api.tinker.desk import Desk
-from tlora_megatron.service.api.tinker.drawing import Drawing
-from tlora_megatron.service.api.tinker.reaper import Reaper
-from tlora_megatron.service.api.tinker.routes import (
+from tlora_megatron.service.api.tinker import (
     downloads,
     models,
     runs,
@@ -18,7 +15,9 @@ from tlora_megatron.service.api.tinker.routes import (
     training,
     weights,
 )
-from tlora_megatron.service.api.tinker.wire.proto import INSTALL, is_installed
+from tlora_megatron.service.api.tinker.context import TenantContext
+from tlora_megatron.service.api.tinker.endings import Reaper
+from tlora_megatron.service.api.tinker.protobuf import INSTALL, is_installed
 
 PREFIX = "/api/v1"
 
@@ -26,18 +25,18 @@ PREFIX = "/api/v1"
 def router(service: Service) -> APIRouter:
     """The routes of Tinker's protocol; without its messages they answer how to install them."""
     routes = APIRouter(prefix=PREFIX, tags=["tinker"])
-    service.quota.add_measure(lambda tenant: Desk.of(service, tenant).held_bytes())
+    service.quota.add_measure(lambda tenant: TenantContext(service, tenant).held_bytes())
     if not is_installed():
         _refuse_all(routes)
         return routes
-    drawing = Drawing()
+    tasks = sampling.SamplingTasks()
     reaper = Reaper(service)
     service.openers.append(reaper.start)
-    service.closers += [drawing.close, reaper.close]
-    for room in (sessions, models, weights, runs, downloads):
-        routes.include_router(room.router(service))
-    for drawn in (training, sampling):
-        routes.include_router(drawn.router(service, drawing))
+    service.closers += [tasks.close, reaper.close]
+    for simple in (sessions, models, weights, runs, downloads):
+        routes.include_router(simple.router(service))
+    for room in (training, sampling):
+        routes.include_router(room.router(service, tasks))
     return routes
 
 

@@ -13,19 +13,19 @@ from tests.helpers.http_service import BASE, Door, bearer
 from tests.helpers.played_models import PlayedModels
 from tests.unit.service.api.tinker.test_refusals import PROTO, model, post, session
 from tests.unit.service.api.tinker.test_wire import datum, message
-from tlora_megatron.service.api.tinker.routes import models, training
-from tlora_megatron.service.api.tinker.routes.sessions import is_local
-from tlora_megatron.service.api.tinker.state.sessions import Sessions
+from tlora_megatron.service.api.tinker import models, training
+from tlora_megatron.service.api.tinker.sessions import is_local
 
 
 def test_a_retry_beside_its_first_request_does_not_make_the_model_anew(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, submit = [], models.submit
+    asked, submit = [], models.submit
 
     async def slow(*args: Any, **kwargs: Any) -> Any:
-        made.append(kwargs["key"])
-        await asyncio.sleep(0.01)
+        asked.append(kwargs["key"])
+        while len(asked) < 3:
+            await asyncio.sleep(0.001)
         return await submit(*args, **kwargs)
 
     monkeypatch.setattr(models, "submit", slow)
@@ -38,7 +38,8 @@ def test_a_retry_beside_its_first_request_does_not_make_the_model_anew(
 
     answers = asyncio.run(send())
     assert [answer.status_code for answer in answers] == [200] * 3
-    assert len(made) == 1
+    (job,), (made,) = door.store.jobs.page(), door.store.sessions.models(tenant="ann")
+    assert made.job == job.id
 
 
 def test_a_tenant_s_passes_wait_for_their_turn(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,53 +125,18 @@ def test_a_model_of_which_much_waits_takes_no_large_pass(
     assert send(2) == 200
 
 
-def test_a_model_that_is_made_while_its_session_ends_leaves(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_listed, is_asked, submit = asyncio.Event(), asyncio.Event(), models.submit
-    session_id = session(door.client())
-    list_models = Sessions.models
-
-    def listing(sessions: Sessions, *args: Any) -> Any:
-        found = list_models(sessions, *args)
-        loop.call_soon_threadsafe(is_listed.set)
-        return found
-
-    async def slow(*args: Any, **kwargs: Any) -> Any:
-        is_asked.set()
-        await is_listed.wait()
-        return await submit(*args, **kwargs)
-
-    async def send() -> list[Any]:
-        nonlocal loop
-        loop = asyncio.get_running_loop()
-        body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}
-        async with door.async_client() as client:
-            making = asyncio.create_task(client.post("/api/v1/create_model", json=body))
-            await is_asked.wait()  # its draft is there, its job is not
-            ending = client.post(f"/api/v1/sessions/{session_id}/finish", json={})
-            return await asyncio.gather(making, ending)
-
-    loop: Any = None
-    monkeypatch.setattr(models, "submit", slow)
-    monkeypatch.setattr(Sessions, "models", listing)
-    assert [answer.status_code for answer in asyncio.run(send())] == [200, 200]
-    (job,) = door.store.jobs.page()
-    made = Sessions(door.home.tenant("ann")).model(f"{session_id}:train:0")
-    assert (made.job, made.left, job.wish) == (job.id, 0, "cancel")
-
-
 def test_a_model_of_a_session_that_has_just_ended_is_not_made(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = door.client()
-    session_id, add_model = session(client), Sessions.add_model
+    submit, client = models.submit, door.client()
+    session_id = session(client)
 
-    def ending(sessions: Sessions, made: Any) -> None:
-        sessions.end(session_id, "its client has finished")
-        add_model(sessions, made)
+    async def late(*args: Any, **kwargs: Any) -> Any:
+        door.store.sessions.end(session_id, "its client has finished")
+        return await submit(*args, **kwargs)
 
-    monkeypatch.setattr(Sessions, "add_model", ending)
+    monkeypatch.setattr(models, "submit", late)  # the session went on when the request came
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}
     assert post(client, "create_model", **body).status_code == 410
     assert door.store.jobs.page() == []
+    assert door.store.sessions.models(tenant="ann") == []

@@ -168,7 +168,7 @@ def test_a_model_is_made_from_a_state(played: Played) -> None:
 
 
 def test_a_model_waits_for_a_place(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlora_megatron.service.api.tinker.routes.training.POLL_S", 0.2)
+    monkeypatch.setattr("tlora_megatron.service.api.tinker.training.POLL_S", 0.2)
     monkeypatch.setattr(played.models, "step", lambda: None)
     states: list[str] = []
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 from starlette.testclient import TestClient
 
 from tests.helpers.http_service import Door
@@ -16,18 +16,19 @@ from tests.helpers.played_models import PlayedModels
 from tests.unit.service.api.openai.conftest import CHATS
 from tests.unit.service.api.tinker.test_refusals import PROTO, model, post, session
 from tests.unit.service.api.tinker.test_wire import datum, message
-from tlora_megatron.service.api.tinker.reaper import Reaper
-from tlora_megatron.service.api.tinker.state.sessions import Sessions
+from tlora_megatron.service.api.tinker.context import TenantContext
+from tlora_megatron.service.api.tinker.endings import Reaper
 from tlora_megatron.service.journal.files import Journal
 from tlora_megatron.service.keeping import KEEP_SESSIONS_S
-from tlora_megatron.service.store import TenantLimits
+from tlora_megatron.service.store import TenantLimits, tables
+from tlora_megatron.service.store.sessions import Sessions
 
 
 def age(door: Door, session_id: str, seconds: float) -> None:
     """Lets a session have ended so long ago."""
-    sessions = Sessions(door.home.tenant("ann"))
-    ended = replace(sessions.get(session_id), ended_at=time.time() - seconds)
-    sessions._write(ended)
+    change = update(tables.session).where(tables.session.c.id == session_id)
+    with door.store.database.write() as connection:
+        connection.execute(change.values(ended_at=time.time() - seconds))
 
 
 def look(door: Door) -> None:
@@ -36,6 +37,14 @@ def look(door: Door) -> None:
 
 def future(client: TestClient, model_id: str, seq_id: int, op: str) -> Any:
     return post(client, "retrieve_future", request_id=f"{model_id}:{seq_id}:{op}")
+
+
+def folder_of_samples(door: Door, session_id: str) -> Path:
+    """The folder of a session's samples, with one in it."""
+    folder = TenantContext(door.service, "ann").samples(session_id)
+    (folder / "0").mkdir(parents=True)
+    (folder / "0" / "1.json").write_text("{}")
+    return folder
 
 
 def files(folder: Path) -> set[str]:
@@ -59,7 +68,7 @@ def ended(door: Door) -> tuple[str, str]:
 
 def test_requests_are_forgotten_and_checkpoints_stay(door: Door, ended: tuple[str, str]) -> None:
     client, (session_id, model_id) = door.client(), ended
-    journal = door.home.job(Sessions(door.home.tenant("ann")).model(model_id).job)
+    journal = door.home.job(door.store.jobs.page()[0].id)
     age(door, session_id, KEEP_SESSIONS_S - 60)
     look(door)
     assert future(client, model_id, 1, "optim_step").json()["metrics"] == {"grad_norm": 0.5}
@@ -82,13 +91,14 @@ def test_a_session_without_checkpoints_is_forgotten_whole(
     door: Door, ended: tuple[str, str]
 ) -> None:
     client, (session_id, model_id) = door.client(), ended
-    folder = Sessions(door.home.tenant("ann")).folder
+    samples = folder_of_samples(door, session_id)
     found = client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/left-2")
     assert found.status_code == 200, found.text
     other = session(client)
     age(door, session_id, KEEP_SESSIONS_S + 60)
     look(door)
-    assert {entry.name for entry in folder.iterdir()} == {other}
+    assert [row.id for row in door.store.sessions.all()] == [other]
+    assert not samples.parent.exists()
     assert client.get(f"/api/v1/sessions/{session_id}").status_code == 404
     assert future(client, model_id, 1, "optim_step").status_code == 410
     assert future(door.client("bob"), model_id, 1, "optim_step").status_code == 404
@@ -111,13 +121,21 @@ def test_the_requests_of_a_job_that_has_not_left_stay(door: Door) -> None:
     assert future(client, model_id, 1, "optim_step").json()["type"] == "optim_step"
 
 
-def test_what_a_death_has_left_of_a_removed_session_is_removed(
-    door: Door, ended: tuple[str, str]
+def test_a_removal_that_was_cut_off_is_finished(
+    door: Door, ended: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = Sessions(door.home.tenant("ann")).folder
-    (folder / ended[0]).rename(folder / f".{ended[0]}")
+    client, (session_id, model_id) = door.client(), ended
+    client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/left-2")
+    folder_of_samples(door, session_id)
+    age(door, session_id, KEEP_SESSIONS_S + 60)
+    with monkeypatch.context() as killed:
+        killed.setattr(Sessions, "remove", lambda *_: 1 / 0)
+        look(door)
+    assert [row.id for row in door.store.sessions.all()] == [session_id]
     look(door)
-    assert list(folder.iterdir()) == []
+    assert door.store.sessions.all() == []
+    assert door.store.sessions.models(tenant="ann") == []
+    assert list((door.home.tenant("ann") / "tinker").iterdir()) == []
 
 
 def test_requests_count_among_the_bytes_of_a_tenant(door: Door) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from typing import Any
 
@@ -14,10 +13,10 @@ from tests.helpers.http_service import BASE, Door, bearer
 from tests.helpers.played_models import PlayedModels
 from tests.unit.service.api.tinker.test_wire import datum, message
 from tlora_megatron.service.api.app import make_app
-from tlora_megatron.service.api.tinker.reaper import Reaper
-from tlora_megatron.service.api.tinker.refusals import NotSigned
-from tlora_megatron.service.api.tinker.state.sessions import SILENCE_S, Sessions
-from tlora_megatron.service.api.tinker.state.signing import Signer
+from tlora_megatron.service.api.tinker.context import TenantContext
+from tlora_megatron.service.api.tinker.downloads import Signer
+from tlora_megatron.service.api.tinker.endings import FLUSH_S, SILENCE_S, Reaper
+from tlora_megatron.service.api.tinker.errors import NotSigned
 
 PROTO = {"Content-Type": "application/x-protobuf"}
 
@@ -241,7 +240,7 @@ def test_an_address_is_good_for_an_hour(door: Door) -> None:
 
 
 def test_too_many_requests_ahead_are_held_back(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlora_megatron.service.api.tinker.routes.training.MOST_AHEAD", 3)
+    monkeypatch.setattr("tlora_megatron.service.api.tinker.training.MOST_AHEAD", 3)
     client = door.client()
     model_id = model(client, session(client))
     sent = [
@@ -251,20 +250,22 @@ def test_too_many_requests_ahead_are_held_back(door: Door, monkeypatch: pytest.M
     assert [found.status_code for found in sent] == [200, 200, 200, 429]
 
 
+def later(door: Door, seconds: float) -> None:
+    """Moves the store's clock: it is so much later than it really is."""
+    door.store.database.clock = lambda: time.time() + seconds
+
+
 def test_a_client_that_is_silent_leaves_its_model_saved(door: Door) -> None:
     client, models = door.client(), PlayedModels(door.home, door.store)
-    sessions, reaper = Sessions(door.home.tenant("ann")), Reaper(door.service)
-    session_id = session(client)
+    reaper, session_id = Reaper(door.service), session(client)
     model_id = model(client, session_id)
     post(client, "optim_step", model_id=model_id, seq_id=1, adam_params={})
-    reaper._since = 0.0
-    beat = door.home.tenant("ann") / "tinker" / session_id / "beat"
-    long_ago = time.time() - SILENCE_S - 1
-    os.utime(beat, (long_ago, long_ago))
+    later(door, SILENCE_S)
     assert post(client, "session_heartbeat", session_id=session_id).status_code == 200
+    later(door, 2 * SILENCE_S - 10)
     asyncio.run(reaper.look())
-    assert sessions.get(session_id).ended is None
-    os.utime(beat, (long_ago, long_ago))
+    assert door.store.sessions.get(session_id, tenant="ann").ended is None
+    later(door, 2 * SILENCE_S + 10)
     for _ in range(2):
         asyncio.run(reaper.look())
         models.step()
@@ -306,19 +307,36 @@ def test_a_model_that_waited_in_vain_is_cancelled(door: Door) -> None:
     assert not (door.home.job(job.id) / "requests").exists()
 
 
-def test_a_model_whose_making_was_cut_short_is_made_by_the_retry_or_ended(door: Door) -> None:
-    from dataclasses import replace
+def test_a_process_that_begins_gives_all_clients_their_whole_time(door: Door) -> None:
+    silent = session(door.client())
+    later(door, 10 * SILENCE_S)
+    reaper = Reaper(door.service)
+    asyncio.run(reaper.look())
+    assert door.store.sessions.get(silent, tenant="ann").ended is None
+    later(door, 11 * SILENCE_S + 1)
+    asyncio.run(reaper.look())
+    assert door.store.sessions.get(silent, tenant="ann").ended is not None
 
-    client, sessions = door.client(), Sessions(door.home.tenant("ann"))
-    session_id = session(client)
-    model_id = model(client, session_id)
-    made = sessions.model(model_id)
-    sessions.add_model(replace(made, job=""))
-    assert model(client, session_id) == model_id
-    assert sessions.model(model_id).job == made.job
-    sessions.add_model(replace(made, job=""))
-    assert client.post(f"/api/v1/sessions/{session_id}/finish", json={}).status_code == 200
-    assert door.store.jobs.get(made.job).wish == "cancel"
+
+def test_heartbeats_are_written_together_every_half_minute(door: Door) -> None:
+    clients = [door.client("ann"), door.client("bob")]
+    reaper, ids = Reaper(door.service), [session(client) for client in clients]
+    begun = {row.id: row.heard_at for row in door.store.sessions.all()}
+
+    def beat(seconds: float) -> list[float]:
+        """Lets both clients give a sign of life; returns how far the rows have come by then."""
+        later(door, seconds)
+        for client, session_id in zip(clients, ids, strict=True):
+            assert post(client, "session_heartbeat", session_id=session_id).status_code == 200
+        asyncio.run(reaper.look())
+        return [row.heard_at - begun[row.id] for row in door.store.sessions.all()]
+
+    assert beat(FLUSH_S - 10) == [0.0, 0.0]
+    assert all(far >= FLUSH_S for far in beat(FLUSH_S))
+    assert all(far < 2 * FLUSH_S - 10 for far in beat(2 * FLUSH_S - 10))
+    asyncio.run(reaper.close())
+    rows = door.store.sessions.all()
+    assert all(row.heard_at - begun[row.id] >= 2 * FLUSH_S - 10 for row in rows)
 
 
 def test_settings_in_metadata_do_not_unfold(door: Door) -> None:
@@ -342,7 +360,7 @@ def test_models_of_a_session_whose_end_was_cut_off_leave_all_the_same(door: Door
     session_id = session(client)
     model_id = model(client, session_id)
     post(client, "optim_step", model_id=model_id, seq_id=1, adam_params={})
-    Sessions(door.home.tenant("ann")).end(session_id, "and the process was killed")
+    door.store.sessions.end(session_id, "and the process was killed")
     for _ in range(2):
         asyncio.run(Reaper(door.service).look())
         models.step()
@@ -359,12 +377,18 @@ def test_a_model_that_was_refused_has_no_checkpoints(door: Door) -> None:
     assert client.get(f"/api/v1/{path}").status_code == 404
 
 
-def test_a_damaged_session_does_not_keep_the_others_alive(door: Door) -> None:
-    client, reaper = door.client(), Reaper(door.service)
-    damaged, silent = session(client), session(door.client("bob"))
-    door.home.tenant("ann").joinpath("tinker", damaged, "models").mkdir()
-    door.home.tenant("ann").joinpath("tinker", damaged, "models", "0.json").write_text("{")
-    long_ago, reaper._since = time.time() - SILENCE_S - 1, 0.0
-    os.utime(door.home.tenant("bob") / "tinker" / silent / "beat", (long_ago, long_ago))
+def test_a_session_that_cannot_be_looked_after_does_not_keep_the_others_alive(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent, client = session(door.client("bob")), door.client()
+    broken = session(client)  # newer, so it is looked at first
+    reaper = Reaper(door.service)
+
+    def samples(context: TenantContext, session_id: str) -> Any:
+        raise OSError(f"the disk must be whole, got {session_id}")
+
+    later(door, SILENCE_S + 1)
+    assert post(client, "session_heartbeat", session_id=broken).status_code == 200
+    monkeypatch.setattr(TenantContext, "samples", samples)
     asyncio.run(reaper.look())
-    assert Sessions(door.home.tenant("bob")).get(silent).ended is not None
+    assert door.store.sessions.get(silent, tenant="bob").ended is not None

@@ -14,10 +14,9 @@ from tinker import types
 from tests.helpers.http_service import BASE
 from tests.unit.service.api.tinker.conftest import Played
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, Sampled
-from tlora_megatron.service.api.tinker.refusals import Refused
-from tlora_megatron.service.api.tinker.state.samples import SampleFiles, sweep_samples
-from tlora_megatron.service.api.tinker.wire import bodies
-from tlora_megatron.service.api.tinker.wire.prompts import check_sample
+from tlora_megatron.service.api.tinker import bodies
+from tlora_megatron.service.api.tinker.errors import Refused
+from tlora_megatron.service.api.tinker.sampling import SampleFiles, sweep_samples
 from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -92,10 +91,10 @@ def test_a_base_and_what_was_learnt_are_sampled(played: Played, sampler: PlayedS
 def test_a_setting_that_is_not_there_is_refused() -> None:
     prompt = {"chunks": [{"tokens": [1]}]}
     newer = {"max_tokens": 1, "temperature": 0.5, "min_k": None, "penalty": 0.0}
-    check_sample(bodies.Sample.model_validate({"prompt": prompt, "sampling_params": newer}))
+    bodies.check_sample(bodies.Sample.model_validate({"prompt": prompt, "sampling_params": newer}))
     asks = {"prompt": prompt, "sampling_params": newer | {"min_p": 0.1}}
     with pytest.raises(Refused, match=r"sampling_params.min_p must be left out: .* got 0.1"):
-        check_sample(bodies.Sample.model_validate(asks))
+        bodies.check_sample(bodies.Sample.model_validate(asks))
 
 
 def test_what_is_not_sampled_is_told(played: Played, sampler: PlayedSampler) -> None:

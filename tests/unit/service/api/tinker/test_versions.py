@@ -18,9 +18,8 @@ from tests.helpers.played_models import PlayedModels
 from tests.unit.service.api.tinker.conftest import Played
 from tests.unit.service.api.tinker.test_refusals import model, post, session
 from tlora_megatron.service.api.submitting.references import References
-from tlora_megatron.service.api.tinker.reaper import Reaper
-from tlora_megatron.service.api.tinker.state.sessions import Sessions
-from tlora_megatron.service.api.tinker.state.sweep import KEPT_FOR_SAMPLERS
+from tlora_megatron.service.api.tinker.checkpoints import KEPT_FOR_SAMPLERS
+from tlora_megatron.service.api.tinker.endings import Reaper
 from tlora_megatron.service.sampling.vllm.sampler import VllmSampler
 from tlora_megatron.service.sampling.vllm.server import Server
 
@@ -197,7 +196,7 @@ def test_weights_from_before_there_were_versions_are_sampled_and_replaced(loop: 
     name.unlink()
     folder_of(loop, 1).rename(name)
     sampler = loop.sampler(0)["sampling_session_id"]
-    assert Sessions(loop.door.home.tenant("ann")).sampler(sampler).version is None
+    assert loop.door.store.sessions.sampler(sampler, tenant="ann").version is None
     assert "error" not in loop.ask(sampler, 0).text
     loop.publish()
     assert versions(loop.door) == [2]

@@ -16,9 +16,13 @@ from tinker.proto.response_conv import deserialize_proto_response
 
 from tests.helpers.launch import HANG_S
 from tlora_megatron.runtime.sampling.values import Answer, Sampled, TokenLogprob
-from tlora_megatron.service.api.tinker.refusals import Refused, WireError
-from tlora_megatron.service.api.tinker.wire.decoding import MOST_BYTES, decode_pass
-from tlora_megatron.service.api.tinker.wire.encoding import encode_pass, encode_sample
+from tlora_megatron.service.api.tinker.errors import Refused, WireError
+from tlora_megatron.service.api.tinker.protobuf import (
+    MOST_BYTES,
+    decode_pass,
+    encode_pass,
+    encode_sample,
+)
 from tlora_megatron.training.driven.requests import RequestError, check_request
 
 MODEL = "s000000000000000000000000:train:0"
@@ -209,7 +213,7 @@ def test_the_messages_are_read_without_the_sdk_and_torch() -> None:
     code = (
         "import sys\n"
         "import tlora_megatron.service.api.app\n"
-        "from tlora_megatron.service.api.tinker.wire.proto import messages\n"
+        "from tlora_megatron.service.api.tinker.protobuf import messages\n"
         "messages().ForwardBackwardRequest()\n"
         "print(*sorted({'torch', 'tinker', 'transformers'} & set(sys.modules)))"
     )

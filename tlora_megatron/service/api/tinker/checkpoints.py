@@ -1,0 +1,256 @@
+"""Checkpoints that clients have asked for, as folders of the jobs that wrote them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tlora_megatron.service.api.tinker.errors import Refused, UnknownId
+from tlora_megatron.service.api.tinker.names import Kind, ModelId, TinkerPath
+from tlora_megatron.service.home import Home, remove_folder
+from tlora_megatron.service.sampling.sampler import InUse
+from tlora_megatron.service.store import CheckpointNote, Model, Store
+from tlora_megatron.training.saving.writer import (
+    FOLDER,
+    AdapterVersion,
+    published_folder,
+    versions_of,
+)
+
+FOLDERS: Mapping[Kind, str] = {
+    "weights": "states",
+    "sampler_weights": FOLDER,
+    "external_weights": FOLDER,
+}
+"""Kind of a checkpoint -> its folder in the job's."""
+EXTERNAL = "external-"
+"""Begins the names of folders with weights that were saved to be taken away."""
+EPHEMERAL = "session-"
+"""Begins the names of weights that were saved for one sampler alone; lists leave them out."""
+TTL_S = (3600, 10 * 366 * 86_400)
+"""The least and the most that a client may let a checkpoint live."""
+KEPT_FOR_SAMPLERS = 8
+"""Weights that a model saved for one sampler alone, and versions that samplers hold while their
+name leads elsewhere by now: so many of each, those that were used last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint that is on the disk."""
+
+    path: TinkerPath
+    place: Path
+    """Its name in the job's folder: a folder, or a link to a version."""
+    folder: Path
+    """Where that led when it was found."""
+    note: CheckpointNote
+    """What its client said of it."""
+
+    @property
+    def version(self) -> AdapterVersion | None:
+        """The version that the name led to; None for a state."""
+        return AdapterVersion.of(self.folder)
+
+    def size_bytes(self) -> int:
+        """Bytes of its files."""
+        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+
+
+class Checkpoints:
+    """The checkpoints of one tenant."""
+
+    def __init__(self, home: Home, store: Store, tenant: str) -> None:
+        self._home = home
+        self._sessions = store.sessions
+        self._clock = store.database.clock
+        self._tenant = tenant
+
+    def note(
+        self,
+        path: TinkerPath,
+        user_metadata: Mapping[str, str] | None = None,
+        ttl_seconds: int | None = None,
+    ) -> None:
+        """Remembers what a client says of a checkpoint that it asks for.
+
+        Raises:
+            Refused: if it may not live so long.
+        """
+        now = self._clock()
+        note = CheckpointNote(
+            model=str(path.model),
+            kind=path.kind,
+            name=path.name,
+            created_at=now,
+            user_metadata=None if user_metadata is None else dict(user_metadata),
+            expires_at=None if ttl_seconds is None else now + check_ttl(ttl_seconds),
+        )
+        self._sessions.note(note)
+
+    def find(self, text: str) -> Saved:
+        """The checkpoint of a path.
+
+        Raises:
+            UnknownId: if the tenant has none there, or it has expired.
+        """
+        path = TinkerPath.parse(text)
+        model = self._sessions.model(str(path.model), tenant=self._tenant)
+        found = [] if model is None else self._look(model, [path])
+        if not found or self._has_expired(found[0]):
+            raise UnknownId(f"a checkpoint must be one of the tenant's that is there, got {text!r}")
+        return found[0]
+
+    def place(self, saved: Saved) -> str:
+        """Where a checkpoint is, as requests to jobs say it."""
+        return saved.folder.relative_to(self._home.root).as_posix()
+
+    def of(self, model: Model) -> list[Saved]:
+        """The checkpoints of a model, oldest first, without those for one sampler alone."""
+        paths = [path for path in self._paths(model) if not path.name.startswith(EPHEMERAL)]
+        there = [saved for saved in self._look(model, paths) if not self._has_expired(saved)]
+        return sorted(there, key=lambda saved: saved.note.created_at)
+
+    def has_any(self, model: Model) -> bool:
+        """True if a model has a checkpoint, also for one sampler alone, or by no name any more."""
+        return bool(self._paths(model) or self._versions(model))
+
+    def set_ttl(self, text: str, ttl_seconds: int | None) -> None:
+        """Lets a checkpoint expire; None = never.
+
+        Raises:
+            UnknownId: if the tenant has none there.
+            Refused: if it may not live so long.
+        """
+        saved = self.find(text)
+        expires_at = None if ttl_seconds is None else self._clock() + check_ttl(ttl_seconds)
+        self._sessions.note(replace(saved.note, expires_at=expires_at))
+
+    def remove(self, saved: Saved) -> None:
+        """Deletes what was found, as a whole at once. Versions are deleted by `sweep`."""
+        if saved.place.is_symlink():
+            saved.place.unlink(missing_ok=True)
+        else:
+            remove_folder(saved.place)
+        self._sessions.forget_note(saved.note.model, saved.note.kind, saved.note.name)
+
+    def folder(self, version: AdapterVersion) -> Path:
+        """The folder of a version."""
+        return version.folder(self._home.jobs)
+
+    def sweep(self, model: Model, in_use: InUse, *, keep: int, is_over: bool) -> None:
+        """Deletes what has expired, and what was saved for samplers that are not there any more.
+
+        Args:
+            model: Whose checkpoints are looked at.
+            in_use: Keeps versions with which something is drawn now.
+            keep: Weights for one sampler alone that stay.
+            is_over: The model's job publishes nothing more.
+        """
+        # Names first: who pins a version notes that, and then looks if its name has moved.
+        saved, versions = self._look(model, self._paths(model)), self._versions(model)
+        used = self._versions_in_use() if versions else {}
+        gone = [one for one in saved if self._has_expired(one)]
+        gone += _unused([one for one in saved if one not in gone], keep, used)
+        for one in gone:
+            self.remove(one)
+        named = {one.version for one in saved if one not in gone}
+        newest = max((one.version for one in saved if one.version is not None), default=None)
+        loose = [
+            version
+            for version in versions
+            # A later one may have been written just now: its name comes next.
+            if version not in named and (is_over or (newest is not None and version < newest))
+        ]
+        held = sorted((version for version in loose if version in used), key=used.__getitem__)
+        for version in loose:
+            if version not in held[-KEPT_FOR_SAMPLERS:]:
+                in_use.remove(self.folder(version))
+
+    def _versions(self, model: Model) -> list[AdapterVersion]:
+        """All versions of a model's weights for samplers that are on the disk, oldest first."""
+        return versions_of(self._home.job(model.job))
+
+    def _versions_in_use(self) -> dict[AdapterVersion, float]:
+        """Versions that samplers of open sessions sample from, and when they last did."""
+        found: dict[AdapterVersion, float] = {}
+        for sampler in self._sessions.pinned(self._tenant):
+            version = AdapterVersion.parse(str(sampler.version))
+            found[version] = max(self._sessions.heard_at(sampler), found.get(version, 0.0))
+        return found
+
+    def _has_expired(self, saved: Saved) -> bool:
+        return saved.note.expires_at is not None and saved.note.expires_at <= self._clock()
+
+    def _look(self, model: Model, paths: Sequence[TinkerPath]) -> list[Saved]:
+        """Those of some paths that are on the disk, also if they have expired."""
+        found, notes = [], self._sessions.notes(model.id) if paths else {}
+        for path in paths:
+            name = folder_name(path.kind, path.name)
+            place = self._home.job(model.job) / FOLDERS[path.kind] / name
+            folder = published_folder(place)
+            if folder.is_dir():
+                note = notes.get((path.kind, path.name)) or CheckpointNote(
+                    model=model.id,
+                    kind=path.kind,
+                    name=path.name,
+                    created_at=folder.stat().st_mtime,
+                )
+                found.append(Saved(path=path, place=place, folder=folder, note=note))
+        return found
+
+    def _paths(self, model: Model) -> list[TinkerPath]:
+        """Paths of all folders with checkpoints of a model."""
+        job = self._home.job(model.job)
+        places = [
+            f"jobs/{model.job}/{folder}/{name}"
+            for folder in dict.fromkeys(FOLDERS.values())
+            for name in _names(job / folder)
+        ]
+        return [path_of(ModelId.of(model), place) for place in places]
+
+
+def _unused(saved: Sequence[Saved], keep: int, used: Mapping[AdapterVersion, float]) -> list[Saved]:
+    """Weights for one sampler alone but those that were made or used last."""
+
+    def used_s(one: Saved) -> float:
+        at_s = 0.0 if one.version is None else used.get(one.version, 0.0)
+        return max(one.note.created_at, at_s)
+
+    alone = [one for one in saved if one.path.name.startswith(EPHEMERAL)]
+    return sorted(alone, key=used_s)[: max(0, len(alone) - keep)]
+
+
+def path_of(model: ModelId, place: str) -> TinkerPath:
+    """The path under which a client knows `jobs/ID/states/NAME` or `jobs/ID/sampler/NAME`."""
+    _, _, folder, name = place.split("/")
+    if folder == FOLDERS["weights"]:
+        return TinkerPath(model, "weights", name)
+    if name.startswith(EXTERNAL):
+        return TinkerPath(model, "external_weights", name.removeprefix(EXTERNAL))
+    return TinkerPath(model, "sampler_weights", name)
+
+
+def folder_name(kind: Kind, name: str) -> str:
+    """Name of a checkpoint's folder."""
+    return f"{EXTERNAL}{name}" if kind == "external_weights" else name
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except FileNotFoundError:
+        return []
+
+
+def check_ttl(ttl_seconds: int) -> int:
+    """The seconds, if a checkpoint may live so long.
+
+    Raises:
+        Refused: if it may not.
+    """
+    least, most = TTL_S
+    if not least <= ttl_seconds <= most:
+        raise Refused(f"ttl_seconds must be from {least} to {most}, got {ttl_seconds}")
+    return ttl_seconds

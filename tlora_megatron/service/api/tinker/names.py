@@ -1,0 +1,165 @@
+"""Ids that clients hold: of sessions, models, samplers, requests and checkpoints.
+
+s0123...             a session, made here
+s0123...:train:0     the first model of the session, made by both sides alike
+s0123...:sample:0    its first sampler
+s0123...:train:0:7:optim_step            a model's request of number 7, which is also its future
+tinker://s0123...:train:0/weights/NAME   a checkpoint of the model
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tlora_megatron.service.api.tinker.errors import UnknownId
+from tlora_megatron.service.store import Model
+
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+"""The kind of a checkpoint: to train on, to sample from, or to take away."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_SESSION = r"s[0-9a-f]{24}"
+_NUMBER = r"(?:0|[1-9]\d{0,8})"
+_SEQUENCE = r"(?:0|[1-9]\d{0,18})"
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_MODEL = re.compile(rf"({_SESSION}):train:({_NUMBER})")
+_SAMPLER = re.compile(rf"({_SESSION}):sample:({_NUMBER})")
+_REQUEST = re.compile(rf"({_MODEL.pattern}|{_SAMPLER.pattern}):({_SEQUENCE}):([a-z_]{{1,32}})")
+_PATH = re.compile(rf"tinker://({_MODEL.pattern})/({'|'.join(KINDS)})/({_NAME})")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelId:
+    """A model that is trained; the SDK calls it a training run, too."""
+
+    session: str
+    number: int
+    """Among the models of the session, from 0."""
+
+    def __str__(self) -> str:
+        return f"{self.session}:train:{self.number}"
+
+    @property
+    def job_name(self) -> str:
+        """Name of the job that trains it."""
+        return f"{self.session}-train-{self.number}"
+
+    @classmethod
+    def of(cls, model: Model) -> ModelId:
+        """The id of a model's row."""
+        return cls(model.session, model.number)
+
+    @classmethod
+    def parse(cls, text: str) -> ModelId:
+        """Reads the id.
+
+        Raises:
+            UnknownId: if it is none.
+        """
+        found = _MODEL.fullmatch(text)
+        if found is None:
+            raise UnknownId(f"model_id must be one that create_model gave, got {text!r:.200}")
+        return cls(found[1], int(found[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerId:
+    """A base or weights that a client samples from; the SDK calls it a sampling session."""
+
+    session: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.session}:sample:{self.number}"
+
+    @classmethod
+    def parse(cls, text: str) -> SamplerId:
+        """Reads the id.
+
+        Raises:
+            UnknownId: if it is none.
+        """
+        found = _SAMPLER.fullmatch(text)
+        if found is None:
+            raise UnknownId(
+                f"sampling_session_id must be one that this service gave, got {text!r:.200}"
+            )
+        return cls(found[1], int(found[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestId:
+    """A request of a model or a sampler, and the future of its answer."""
+
+    of: ModelId | SamplerId
+    seq_id: int
+    """The client's own count: from 1 for models, where 0 is the model's creation."""
+    op: str
+
+    def __str__(self) -> str:
+        return f"{self.of}:{self.seq_id}:{self.op}"
+
+    @classmethod
+    def parse(cls, text: str) -> RequestId:
+        """Reads the id.
+
+        Raises:
+            UnknownId: if it is none.
+        """
+        found = _REQUEST.fullmatch(text)
+        if found is None:
+            raise UnknownId(f"request_id must be one that this service gave, got {text!r:.200}")
+        of, seq_id, op = found[1], int(found[6]), found[7]
+        is_model = found[2] is not None
+        return cls(ModelId.parse(of) if is_model else SamplerId.parse(of), seq_id, op)
+
+
+@dataclass(frozen=True, slots=True)
+class TinkerPath:
+    """A checkpoint of a model."""
+
+    model: ModelId
+    kind: Kind
+    name: str
+
+    def __str__(self) -> str:
+        return f"tinker://{self.model}/{self.checkpoint_id}"
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Its id among the model's checkpoints."""
+        return f"{self.kind}/{self.name}"
+
+    @classmethod
+    def parse(cls, text: str) -> TinkerPath:
+        """Reads the path.
+
+        Raises:
+            UnknownId: if it is none.
+        """
+        found = _PATH.fullmatch(text)
+        if found is None:
+            raise UnknownId(
+                "a path must be tinker://MODEL/weights/NAME, .../sampler_weights/NAME or "
+                f".../external_weights/NAME as this service gave it, got {text!r:.200}"
+            )
+        return cls(ModelId.parse(found[1]), found[4], found[5])  # type: ignore[arg-type]
+
+
+def new_session() -> str:
+    """Returns the id of a new session."""
+    return f"s{secrets.token_hex(12)}"
+
+
+def check_session(text: str) -> str:
+    """Returns the id of a session, which names a folder.
+
+    Raises:
+        UnknownId: if it is none.
+    """
+    if not re.fullmatch(_SESSION, text):
+        raise UnknownId(f"session_id must be one that create_session gave, got {text!r:.200}")
+    return text

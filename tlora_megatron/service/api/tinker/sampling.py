@@ -1,0 +1,316 @@
+"""Samples from bases and from what models have learnt, drawn beside the requests that ask for them.
+
+A request to a sampler and its answer are files below `tenants/TENANT/tinker/SESSION`:
+
+    samples/N/SEQ.json    what was asked, with its seed: asked again, it gives the same
+    samples/N/SEQ.pb      the answer in protobuf
+    samples/N/SEQ.error   why there is none, in JSON
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+
+from tlora_megatron.files import write_atomic
+from tlora_megatron.service.api.access.gate import Reader, Submitter
+from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.api.tinker import bodies
+from tlora_megatron.service.api.tinker.checkpoints import Saved
+from tlora_megatron.service.api.tinker.context import TenantContext
+from tlora_megatron.service.api.tinker.errors import Gone, Refused, TinkerRoute, UnknownId
+from tlora_megatron.service.api.tinker.futures import Content, Waiting
+from tlora_megatron.service.api.tinker.names import RequestId, SamplerId
+from tlora_megatron.service.api.tinker.protobuf import encode_sample
+from tlora_megatron.service.home import make_folder
+from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
+from tlora_megatron.service.store import Sampler
+from tlora_megatron.training.saving.writer import AdapterVersion
+
+logger = logging.getLogger(__name__)
+
+
+def router(service: Service, tasks: SamplingTasks) -> APIRouter:
+    """The routes of samplers."""
+    routes = APIRouter(route_class=TinkerRoute)
+
+    @routes.post("/create_sampling_session")
+    async def create(body: bodies.CreateSampler, caller: Submitter) -> dict[str, Any]:
+        context = TenantContext(service, caller.tenant)
+        sampler = await service.read(_create, context, body)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
+
+    @routes.post("/join_sampling_session")
+    async def join(body: bodies.OfSampler, caller: Submitter) -> dict[str, Any]:
+        context = TenantContext(service, caller.tenant)
+        sampler = await service.read(context.sampler, body.sampling_session_id)
+        count = await service.change(lambda: context.sessions.join_sampler(sampler.id))
+        return {"type": "join_sampling_session", "client_counter": count}
+
+    @routes.get("/samplers/{sampler_id}")
+    async def get(sampler_id: str, caller: Reader) -> dict[str, Any]:
+        context = TenantContext(service, caller.tenant)
+        sampler = await service.read(context.sampler, sampler_id)
+        return {
+            "sampler_id": sampler.id,
+            "base_model": sampler.base,
+            "model_path": sampler.model_path,
+            "version": sampler.version,
+        }
+
+    @routes.post("/asample")
+    async def sample(body: bodies.Sample, caller: Submitter) -> dict[str, Any]:
+        bodies.check_sample(body)
+        context = TenantContext(service, caller.tenant)
+        request = await service.read(_request, context, body)
+        await tasks.take(context, request, body)
+        ids = [f"{request}:{index}" for index in range(body.num_samples)]
+        return {"request_id": str(request), "sample_sequence_ids": ids}
+
+    @routes.post("/cancel_future")
+    async def cancel(body: bodies.RetrieveFuture, caller: Submitter) -> None:
+        context, request = TenantContext(service, caller.tenant), RequestId.parse(body.request_id)
+        if isinstance(request.of, SamplerId):
+            await service.read(context.sampler, str(request.of))
+            tasks.cancel(context, request)
+
+    return routes
+
+
+def _create(context: TenantContext, body: bodies.CreateSampler) -> Sampler:
+    _check_on(context)
+    context.open_session(body.session_id)
+    if body.base_model is None and body.model_path is None:
+        raise Refused("base_model or model_path must be given, got neither")
+    base = body.base_model
+    if body.model_path is not None:
+        base = context.model(_sampleable(context, body.model_path).note.model).base
+    context.base(str(base))
+    id = SamplerId(body.session_id, body.sampling_session_seq_id)
+    known = context.sessions.sampler(str(id), tenant=context.tenant)
+    if known is not None and (known.base, known.model_path) == (base, body.model_path):
+        return known  # a retry must not move it to weights that were published since
+    return _pinned(context, context.new_sampler(id, str(base), body.model_path))
+
+
+def _pinned(context: TenantContext, sampler: Sampler) -> Sampler:
+    """Remembers a sampler of the weights to which its path leads now."""
+    version = _version(context, sampler)
+    while True:
+        pinned = replace(sampler, version=None if version is None else str(version))
+        context.sessions.put_sampler(pinned)
+        before, version = version, _version(context, sampler)
+        if version == before:  # its name led there when it was noted, so it was not deleted
+            return pinned
+
+
+def _version(context: TenantContext, sampler: Sampler) -> AdapterVersion | None:
+    path = sampler.model_path
+    return None if path is None else _sampleable(context, path).version
+
+
+def _sampleable(context: TenantContext, path: str) -> Saved:
+    saved = context.checkpoints.find(path)
+    if saved.path.kind != "sampler_weights":
+        raise Refused(f"model_path must be one of save_weights_for_sampler, got {path!r}")
+    return saved
+
+
+def _request(context: TenantContext, body: bodies.Sample) -> RequestId:
+    _check_on(context)
+    if body.sampling_session_id is None or body.seq_id is None:
+        raise Refused("sampling_session_id and seq_id must be given: create_sampling_session first")
+    sampler = context.sampler(body.sampling_session_id)
+    context.open_session(sampler.session)
+    context.sessions.hear(sampler.id)
+    return RequestId(SamplerId(sampler.session, sampler.number), body.seq_id, "sample")
+
+
+def _check_on(context: TenantContext) -> None:
+    if context.service.sampler is None:
+        raise Refused("this service must generate to be sampled from: `tlora serve --sampler own`")
+
+
+class SamplingTasks:
+    """The samples that this process draws. If it dies, the next one draws the same ones again."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def take(self, context: TenantContext, request: RequestId, body: bodies.Sample) -> None:
+        """Notes what is asked, and begins; the same number again changes nothing."""
+        asked = {"body": body.model_dump(mode="json"), "seed": secrets.randbits(62)}
+        files = files_of(context, request)
+        await context.service.read(files.ask, asked)
+        self._begin(context, request)
+
+    async def wait_for(
+        self, context: TenantContext, request: RequestId, seconds: float
+    ) -> Content | Waiting:
+        """The answer to a request; if there is none after some seconds, that it is being drawn.
+
+        Raises:
+            UnknownId: if its sampler is none of the tenant's.
+            Gone: if the request is not kept any more.
+        """
+        read, files = context.service.read, files_of(context, request)
+        await read(context.sampler, str(request.of))
+        found = await read(files.result)
+        if found is not None:
+            return found
+        if await read(files.asked) is None:
+            raise Gone(f"the answer to {request} is not kept any more: ask again")
+        task = self._begin(context, request)
+        await asyncio.wait([task], timeout=seconds)
+        found = await read(files.result)
+        return Waiting() if found is None else found
+
+    def cancel(self, context: TenantContext, request: RequestId) -> None:
+        """Draws no more for a request that its client has given up."""
+        task = self._tasks.get(_key(context, request))
+        if task is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Ends all drawing."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, context: TenantContext, request: RequestId) -> asyncio.Task[None]:
+        key = _key(context, request)
+        task = self._tasks.get(key)
+        if task is None:
+            task = self._tasks[key] = asyncio.create_task(_draw(context, request))
+            task.add_done_callback(lambda _: self._tasks.pop(key, None))
+        return task
+
+
+def files_of(context: TenantContext, request: RequestId) -> SampleFiles:
+    """The files of a request.
+
+    Raises:
+        UnknownId: if it is of no sampler.
+    """
+    if not isinstance(request.of, SamplerId):
+        raise UnknownId(f"request_id must be a sampler's, got {str(request)!r}")
+    folder = context.samples(request.of.session) / str(request.of.number)
+    return SampleFiles(folder, request.seq_id)
+
+
+async def _draw(context: TenantContext, request: RequestId) -> None:
+    """Draws one request's samples, and writes the answer or why there is none."""
+    read, files = context.service.read, files_of(context, request)
+    asked: Any = await read(files.asked)
+    if asked is None or await read(files.result) is not None:
+        return
+    try:
+        body = bodies.Sample.model_validate(asked["body"])
+        sampler = await read(context.sampler, str(request.of))
+        folder = await read(_folder, context, sampler)
+        with context.service.in_use.held(folder):
+            if folder is not None and not folder.is_dir():
+                raise UnknownId(
+                    f"{sampler.model_path} must still be there as it was when this sampling client "
+                    f"was made (version {sampler.version}), got none: make a new client of a "
+                    "checkpoint that is there"
+                )
+            prompt = bodies.as_prompt(body, None if folder is None else str(folder), asked["seed"])
+            answers = await context.service.sampler.generate(sampler.base, [prompt])
+        content = encode_sample(answers[0], body.prompt_logprobs_last_n)
+    except (SamplingRefused, UnknownId) as error:
+        sentence = context.service.outward(str(error), context.tenant)
+        await read(files.fail, sentence, "user")
+    except SamplerUnavailable as error:
+        # It quotes the sampler's log, which may be of other tenants' requests.
+        logger.error("%s", error)
+        await read(
+            files.fail, "the sampler cannot be used now; the service's log says why", "server"
+        )
+    except Exception:
+        logger.exception("sampling failed")
+        await read(files.fail, "the service failed to sample; its log says more", "server")
+    else:
+        await read(files.answer, content)
+
+
+def _folder(context: TenantContext, sampler: Sampler) -> Path | None:
+    """The weights that a sampler samples from: those that it has had from its start."""
+    if sampler.model_path is None:
+        return None
+    if sampler.version is None:
+        return context.checkpoints.find(sampler.model_path).folder
+    return context.checkpoints.folder(AdapterVersion.parse(sampler.version))
+
+
+def _key(context: TenantContext, request: RequestId) -> str:
+    return f"{context.tenant}/{request}"
+
+
+class SampleFiles:
+    """The files of one request of a sampler.
+
+    Args:
+        folder: of the sampler.
+        seq_id: of the request.
+    """
+
+    def __init__(self, folder: Path, seq_id: int) -> None:
+        self.asked_file = folder / f"{seq_id}.json"
+        self._answer_file = folder / f"{seq_id}.pb"
+        self._error_file = folder / f"{seq_id}.error"
+
+    def ask(self, body: Mapping[str, Any]) -> bool:
+        """Writes what is asked; False if it was asked before."""
+        if self.asked_file.exists():
+            return False
+        make_folder(self.asked_file.parent)
+        write_atomic(self.asked_file, json.dumps(dict(body)), durable=False)
+        return True
+
+    def asked(self) -> Mapping[str, Any] | None:
+        """The request; None if there was none."""
+        try:
+            found: Mapping[str, Any] = json.loads(self.asked_file.read_bytes())
+        except FileNotFoundError:
+            return None
+        return found
+
+    def answer(self, content: bytes) -> None:
+        """Writes the answer."""
+        write_atomic(self._answer_file, content, durable=False)
+
+    def fail(self, error: str, category: str) -> None:
+        """Writes why there is no answer."""
+        text = json.dumps({"error": error, "category": category})
+        write_atomic(self._error_file, text, durable=False)
+
+    def result(self) -> bytes | Mapping[str, Any] | None:
+        """The answer, or why there is none; None = not yet."""
+        try:
+            return self._answer_file.read_bytes()
+        except FileNotFoundError:
+            pass
+        try:
+            found: Mapping[str, Any] = json.loads(self._error_file.read_bytes())
+        except FileNotFoundError:
+            return None
+        return found
+
+
+def sweep_samples(folder: Path, before: float) -> None:
+    """Deletes what the samplers of a folder were asked before a time, in Unix seconds."""
+    for file in folder.glob("*/*"):
+        with suppress(FileNotFoundError):  # one that is being written gets another name
+            if file.stat().st_mtime < before:
+                file.unlink()

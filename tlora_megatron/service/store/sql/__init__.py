@@ -1,1 +1,0 @@
-"""The database below a store: its tables, their versions, how it is opened and written."""

@@ -1,1 +1,0 @@
-"""Tenants of a service: their tokens, their files and how much they may have."""
