@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tests.helpers.gang_driver import GangDriver
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.training.driven.requests import Answer, Request
 
 VOCABULARY = 100
@@ -19,7 +19,7 @@ class Client:
 
     def __init__(self, driver: GangDriver, job: str) -> None:
         self.driver, self.job = driver, job
-        self.journal = Journal(driver.home.job(job))
+        self.journal = RequestLog(driver.home.job(job))
         self.number = 0
 
     def ask(self, op: str, arrays: dict[str, np.ndarray] | None = None, **params: Any) -> int:

@@ -12,9 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from tlora_megatron.service.mail.folder import EventReader, GangFolder
-from tlora_megatron.service.mail.mailbox import FolderMailbox
-from tlora_megatron.service.processes import identity_of
+from tlora_megatron.service.gang_folder import GangFolder
+from tlora_megatron.service.supervisor import identity_of
 from tlora_megatron.service.worker.telling import Hearing, Teller
 
 
@@ -29,8 +28,8 @@ def main(folder: GangFolder, rank: int) -> int:
 
 
 def _lead(folder: GangFolder) -> int:
-    spec, mailbox = folder.spec(), FolderMailbox(folder)
-    hearing, teller = Hearing(spec, mailbox), Teller(spec, mailbox)
+    spec = folder.spec()
+    hearing, teller = Hearing(spec, folder.commands()), Teller(spec, folder.events())
     teller.tell("started", None, {"pid": os.getpid()})
     while True:
         hearing.wait(10.0)
@@ -44,12 +43,14 @@ def _lead(folder: GangFolder) -> int:
 
 
 def _follow(folder: GangFolder, rank: int) -> int:
-    reader, commands = EventReader(folder), FolderMailbox(folder)
+    events, commands = folder.events(), folder.commands()
+    seq = 0
     while True:
-        last = reader.last()
+        last = events.last()
         if last is not None and last.kind == "stopped":
             return 0
-        for command in commands.take():
+        for command in commands.after(seq):
+            seq = command.seq
             if command.body.get("rank") == rank:
                 return _end(folder, rank, dict(command.body))
         time.sleep(0.005)

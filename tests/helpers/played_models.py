@@ -13,7 +13,7 @@ from sqlalchemy import update
 
 from tlora_megatron.runtime.sampling.adapter_key import PEFT_FILES
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import JobState, Store
 from tlora_megatron.service.store.sql import tables
 from tlora_megatron.training.driven.requests import Answer, Request
@@ -45,7 +45,7 @@ class PlayedModels:
         for job in self._store.jobs.page(limit=1000):
             if job.state is JobState.VALIDATING:
                 set_state(self._store, job.id, JobState.RUNNING)
-            journal = Journal(self._home.job(job.id))
+            journal = RequestLog(self._home.job(job.id))
             number = 1
             while journal.state(number) in ("answered", "gone"):
                 number += 1

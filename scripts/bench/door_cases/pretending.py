@@ -18,7 +18,7 @@ from scripts.bench.door_cases import tenants
 from scripts.bench.door_cases.notes import Notes
 from scripts.bench.door_cases.serving import BASE, Served, serving
 from tests.helpers.played_models import set_state
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import JobState
 from tlora_megatron.training.driven.requests import Answer, Request
 
@@ -33,7 +33,7 @@ class PretendedGang:
 
     def __init__(self, served: Served) -> None:
         self._served = served
-        self._journals: dict[str, tuple[Journal, int]] = {}
+        self._journals: dict[str, tuple[RequestLog, int]] = {}
         self.rounds = 0
         self.widest = 0
         """Most jobs in one round."""
@@ -49,7 +49,7 @@ class PretendedGang:
     def _meet(self) -> None:
         for job in self._served.store.jobs.page(states=[JobState.VALIDATING], limit=1000):
             set_state(self._served.store, job.id, JobState.RUNNING)
-            self._journals[job.id] = (Journal(self._served.home.job(job.id)), 1)
+            self._journals[job.id] = (RequestLog(self._served.home.job(job.id)), 1)
 
     def _take(self) -> dict[str, Request]:
         found = {}

@@ -146,9 +146,9 @@ def main(argv: list[str]) -> int:
         from tlora_megatron.cli.main import main as command
 
         return int(command(argv[1:]) or 0)
-    from tlora_megatron.service.worker import standby
+    from tlora_megatron.service.worker import preforked
 
-    return standby.main(argv[1:])
+    return preforked.main(argv[1:])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from tlora_megatron.service.api.tinker.state.checkpoints import Checkpoints
 from tlora_megatron.service.api.tinker.state.futures import Futures
 from tlora_megatron.service.api.tinker.state.names import ModelId
 from tlora_megatron.service.api.tinker.state.sessions import Model, Session, Sessions
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog as Journal
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from tlora_megatron.service.api.tinker.refusals import UnknownId
 from tlora_megatron.service.api.tinker.state.names import ModelId
 from tlora_megatron.service.api.tinker.state.sessions import Model
 from tlora_megatron.service.api.tinker.turns import turn_of
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog as Journal
 from tlora_megatron.service.store import IllegalChange, NotFound
 from tlora_megatron.training.driven.requests import Request
 

@@ -23,7 +23,7 @@ from tlora_megatron.service.api.tinker.state.sessions import Model
 from tlora_megatron.service.api.tinker.wire import bodies
 from tlora_megatron.service.api.tinker.wire.decoding import decode_pass
 from tlora_megatron.service.api.tinker.wire.encoding import MEDIA_TYPE
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog as Journal
 from tlora_megatron.service.store import OverLimit
 from tlora_megatron.training.driven import requests
 

@@ -12,7 +12,7 @@ from tlora_megatron.service.api.tinker.state.names import ModelId, RequestId, Sa
 from tlora_megatron.service.api.tinker.state.sessions import Model, Sessions
 from tlora_megatron.service.api.tinker.wire.encoding import encode_pass
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog as Journal
 from tlora_megatron.service.store import Job, JobState, NotFound, Store
 from tlora_megatron.training.driven.requests import Answer
 

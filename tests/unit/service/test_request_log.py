@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.training.driven.requests import Answer, Request, RequestError
 
 STEP = Request(op="optim_step", params={"learning_rate": 1e-3})
@@ -29,11 +29,11 @@ def batch(**arrays: object) -> Request:
 
 
 def test_request_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j1")
+    journal = RequestLog(tmp_path / "j1")
     assert journal.state(1) == "unknown"
     assert journal.write_request(1, batch())
     assert journal.state(1) == "waiting"
-    found = Journal(tmp_path / "j1").read_request(1)
+    found = RequestLog(tmp_path / "j1").read_request(1)
     assert (found.op, found.params) == ("forward_backward", {})
     assert {name: array.dtype for name, array in found.arrays.items()} == {
         "lengths": np.int32,
@@ -45,7 +45,7 @@ def test_request_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_second_request_of_a_number_changes_nothing(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = RequestLog(tmp_path)
     assert journal.write_request(1, STEP)
     assert not journal.write_request(1, Request(op="leave"))
     assert journal.read_request(1).op == "optim_step"
@@ -53,7 +53,7 @@ def test_second_request_of_a_number_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_answer_keeps_every_bit(tmp_path: Path) -> None:
-    journal, logprobs = Journal(tmp_path), np.array([-1e-7, -0.0, -80.5], np.float32)
+    journal, logprobs = RequestLog(tmp_path), np.array([-1e-7, -0.0, -80.5], np.float32)
     assert journal.read_answer(1) is None
     metrics = {"loss:sum": 0.1 + 0.2}
     journal.write_answer(1, Answer(metrics=metrics, logprobs=logprobs, values={"step": 3}))
@@ -65,7 +65,7 @@ def test_answer_keeps_every_bit(tmp_path: Path) -> None:
 
 
 def test_answer_knows_its_sequences_when_their_request_is_gone(tmp_path: Path) -> None:
-    journal, request = Journal(tmp_path), batch()
+    journal, request = RequestLog(tmp_path), batch()
     journal.write_request(1, request)
     logprobs = np.zeros(len(request.arrays["tokens"]), np.float32)
     journal.write_answer(1, Answer(logprobs=logprobs))
@@ -77,7 +77,7 @@ def test_answer_knows_its_sequences_when_their_request_is_gone(tmp_path: Path) -
 
 
 def test_error_has_its_category(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = RequestLog(tmp_path)
     journal.write_answer(7, Answer(error="no", category="user"))
     found = journal.read_answer(7)
     assert found is not None
@@ -85,7 +85,7 @@ def test_error_has_its_category(tmp_path: Path) -> None:
 
 
 def test_checkpoint_prunes_requests_and_old_answers(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = RequestLog(tmp_path)
     for number in (1, 2, 3):
         journal.write_request(number, STEP)
         journal.write_answer(number, Answer())
@@ -102,7 +102,7 @@ def test_checkpoint_prunes_requests_and_old_answers(tmp_path: Path) -> None:
 
 
 def test_taken_answer_of_a_covered_request_is_gone(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = RequestLog(tmp_path)
     journal.write_request(1, STEP)
     journal.write_answer(1, Answer())
     journal.prune(1)
@@ -111,7 +111,7 @@ def test_taken_answer_of_a_covered_request_is_gone(tmp_path: Path) -> None:
 
 
 def test_damaged_request_is_a_sentence(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = RequestLog(tmp_path)
     journal.write_request(1, STEP)
     (tmp_path / "requests" / "00000001.safetensors").write_bytes(b"\x10")
     with pytest.raises(RequestError, match="whole file"):
@@ -120,10 +120,10 @@ def test_damaged_request_is_a_sentence(tmp_path: Path) -> None:
 
 def test_bad_request_is_refused_where_it_is_written(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="weights must have one value"):
-        Journal(tmp_path).write_request(1, batch(weights=np.ones(2, np.float32)))
+        RequestLog(tmp_path).write_request(1, batch(weights=np.ones(2, np.float32)))
     assert not (tmp_path / "requests").exists()
 
 
 def test_journal_needs_no_torch() -> None:
-    code = "import sys, tlora_megatron.service.journal.files; assert 'torch' not in sys.modules"
+    code = "import sys, tlora_megatron.service.request_log; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)

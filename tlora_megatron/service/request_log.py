@@ -10,9 +10,6 @@ Neither side holds any state: whatever dies, the other goes on from the files.
 from __future__ import annotations
 
 import json
-import os
-import re
-import secrets
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -23,27 +20,20 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from tlora_megatron.service.home import (
-    flush_folder,
-    make_folder,
-    read_json,
-    write_bytes,
-    write_json,
-)
+from tlora_megatron.channel import RequestFolder
+from tlora_megatron.files import read_json, write_json
 from tlora_megatron.training.driven.requests import Answer, Request, RequestError, check_request
 
 State = Literal["unknown", "waiting", "answered", "gone"]
 """unknown: never written. gone: carried out, and its answer has been removed."""
 
 _FORMAT = "1"
-_FILE = re.compile(r"(\d{8,})\.safetensors")
-_COVERED = "covered.json"
 _ANSWERS_S = 86_400.0
 """Answers stay so long at least, if nobody takes them."""
 _TYPES = {"lengths": np.int32, "tokens": np.int32, "targets": np.int64}
 
 
-class Journal:
+class RequestLog:
     """Requests and answers of one driven job.
 
     Args:
@@ -51,8 +41,8 @@ class Journal:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._requests = folder / "requests"
-        self._answers = folder / "answers"
+        self._folder = RequestFolder(folder / "requests", folder / "answers", suffix=".safetensors")
+        self._covered = self._folder.requests / "covered.json"
 
     def write_request(self, number: int, request: Request) -> bool:
         """Leaves a request for the job; it is on the disk when this returns.
@@ -72,9 +62,8 @@ class Journal:
         check_request(request)
         if self.state(number) != "unknown":
             return False
-        make_folder(self._requests)
         metadata = {"op": request.op, "params": json.dumps(dict(request.params))}
-        return _write_once(self._request(number), _packed(request.arrays, metadata))
+        return self._folder.ask(_name(number), _packed(request.arrays, metadata))
 
     def has_request(self, number: int) -> bool:
         """True if a request of this number waits or was carried out since the last checkpoint."""
@@ -97,7 +86,7 @@ class Journal:
     def waiting_bytes(self) -> int:
         """Bytes of all requests that are not answered yet."""
         covered, total = self.covered(), 0
-        for number in _numbers(self._requests):
+        for number in _numbers(self._folder.asked()):
             if number > covered and not self.has_answer(number):
                 with suppress(FileNotFoundError):
                     total += self._request(number).stat().st_size
@@ -119,7 +108,6 @@ class Journal:
         Raises:
             OSError: if the disk refuses.
         """
-        make_folder(self._answers)
         metadata = {
             "metrics": json.dumps({key: repr(value) for key, value in answer.metrics.items()}),
             "values": json.dumps(dict(answer.values)),
@@ -129,7 +117,7 @@ class Journal:
         arrays = {} if answer.logprobs is None else {"logprobs": answer.logprobs}
         if answer.logprobs is not None and self.has_request(number):
             arrays["lengths"] = _unpacked(self._request(number), ("lengths",))[1]["lengths"]
-        write_bytes(self._answer(number), _packed(arrays, metadata))
+        self._folder.answer(_name(number), _packed(arrays, metadata))
 
     def has_answer(self, number: int) -> bool:
         """True if a request was answered and nobody has taken the answer."""
@@ -153,11 +141,11 @@ class Journal:
 
     def drop_answer(self, number: int) -> None:
         """Removes an answer that was taken and will not be asked for again."""
-        self._answer(number).unlink(missing_ok=True)
+        self._folder.drop_answer(_name(number))
 
     def covered(self) -> int:
         """Returns the number of the last request that a checkpoint counts; 0 = none."""
-        value = read_json(self._requests / _COVERED)
+        value = read_json(self._covered)
         return int(value["covered"]) if value else 0
 
     def prune(self, covered: int) -> None:
@@ -168,41 +156,39 @@ class Journal:
         """
         if covered <= self.covered():
             return
-        write_json(make_folder(self._requests) / _COVERED, {"covered": covered})
-        for number in _numbers(self._requests):
+        self._write_covered(covered)
+        for number in _numbers(self._folder.asked()):
             if number <= covered:
-                self._request(number).unlink(missing_ok=True)
+                self._folder.drop_request(_name(number))
         oldest = time.time() - _ANSWERS_S
-        for number in _numbers(self._answers):
+        for number in _numbers(self._folder.answered()):
             if number <= covered and _written_at(self._answer(number)) < oldest:
                 self.drop_answer(number)
 
     def forget(self) -> None:
         """Removes all requests and answers of a job that is over; what was asked is then `gone`."""
-        there = [*_numbers(self._requests), *_numbers(self._answers)]
+        there = [*_numbers(self._folder.asked()), *_numbers(self._folder.answered())]
         if not there:
             return
         covered = max(self.covered(), *there)
-        write_json(make_folder(self._requests) / _COVERED, {"covered": covered})
+        self._write_covered(covered)
         for number in there:
-            self._request(number).unlink(missing_ok=True)
+            self._folder.drop_request(_name(number))
             self.drop_answer(number)
 
     def held_bytes(self) -> int:
         """Bytes of all requests and answers on the disk."""
-        total = 0
-        for folder in (self._requests, self._answers):
-            with suppress(FileNotFoundError), os.scandir(folder) as entries:
-                for entry in entries:
-                    with suppress(FileNotFoundError):  # one that is removed meanwhile
-                        total += entry.stat().st_size
-        return total
+        return self._folder.held_bytes()
+
+    def _write_covered(self, covered: int) -> None:
+        self._covered.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(self._covered, {"covered": covered})
 
     def _request(self, number: int) -> Path:
-        return self._requests / f"{number:08d}.safetensors"
+        return self._folder.request(_name(number))
 
     def _answer(self, number: int) -> Path:
-        return self._answers / f"{number:08d}.safetensors"
+        return self._folder.result(_name(number))
 
 
 def _packed(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
@@ -225,26 +211,12 @@ def _unpacked(
         raise RequestError(f"{path.name} must be a whole file, got {error}") from error
 
 
-def _write_once(path: Path, content: bytes) -> bool:
-    """Writes a file unless there is one of that name; returns if it did."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    write_bytes(aside, content)
-    try:
-        os.link(aside, path)
-    except FileExistsError:
-        return False
-    finally:
-        aside.unlink(missing_ok=True)
-    flush_folder(path.parent)
-    return True
+def _name(number: int) -> str:
+    return f"{number:08d}"
 
 
-def _numbers(folder: Path) -> list[int]:
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    return [int(found[1]) for found in map(_FILE.fullmatch, names) if found]
+def _numbers(names: list[str]) -> list[int]:
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def _written_at(path: Path) -> float:

@@ -1,4 +1,4 @@
-"""The journals of the jobs that a gang trains, as its loop asks for them."""
+"""The request logs of the jobs that a gang trains, as its loop asks for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.training.driven.requests import Answer, Request
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class _Task(NamedTuple):
     run: Callable[[], None]
 
 
-class Journals:
+class RequestLogs:
     """The requests that wait in jobs' folders; `training.driven.clients.Clients`.
 
     Answers are written by a thread, in their order: the disk keeps nobody waiting.
@@ -38,7 +38,7 @@ class Journals:
     def __init__(self, root: Path, may_write: Callable[[str], bool]) -> None:
         self._home = Home(root)
         self._may_write = may_write
-        self._journals: dict[str, Journal] = {}
+        self._logs: dict[str, RequestLog] = {}
         self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
         self._open = 0
         self._changed = threading.Condition()
@@ -90,10 +90,10 @@ class Journals:
         """The folder of a state of any job of this service."""
         return self._home.root / path
 
-    def _of(self, job: str) -> Journal:
-        if job not in self._journals:
-            self._journals[job] = Journal(self._home.job(job))
-        return self._journals[job]
+    def _of(self, job: str) -> RequestLog:
+        if job not in self._logs:
+            self._logs[job] = RequestLog(self._home.job(job))
+        return self._logs[job]
 
     def _submit(self, job: str, run: Callable[[], None]) -> None:
         with self._changed:
