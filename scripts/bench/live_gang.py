@@ -176,7 +176,7 @@ def measure_life(bench: Bench) -> None:
 
 
 def measure_kill(bench: Bench) -> None:
-    """SIGKILL of a rank with spare processes ready."""
+    """SIGKILL of a rank with pre-forked workers ready."""
     wait_for_spares(bench)
     epoch, deaths = bench.driver.epoch, len(bench.driver.deaths)
     bench.kill_rank(bench.world - 1)
@@ -247,7 +247,7 @@ def change_layout(
 
 
 def wait_for_spares(bench: Bench) -> None:
-    """Waits until a spare process is ready for every rank."""
+    """Waits until a pre-forked worker is ready for every rank."""
     workers = bench.engine.workers
     bench.timed(lambda: bool(workers.by_slot) and all(w.is_ready for w in workers.by_slot.values()))
 

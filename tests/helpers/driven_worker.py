@@ -43,7 +43,7 @@ def document(rank: int = 4, **more: Any) -> dict[str, Any]:
 def make_driver(root: Path, ranks: int, parallel: dict[str, Any], **more: Any) -> GangDriver:
     """A gang without jobs."""
     on_gpu = torch.cuda.is_available()
-    # On CPUs the spare is a fork, and so are the ranks.
+    # On CPUs the pre-forked worker is a fork, and so are the ranks.
     engine = LocalEngine(root, ranks if on_gpu else 0, slots=ranks, preforked=0 if on_gpu else 1)
     base = quickstart_base() | {"dtype": "float32"}
     return GangDriver(

@@ -1,4 +1,4 @@
-"""Real gangs under `tlora_elastic`, on two seats of a CPU, from a process that has all imported.
+"""Real gangs under `tlora_elastic`, in two worker slots, from a process that has all imported.
 
 forked("-m", "tests.helpers.elastic_worker", ROOT [EXPERTS])    prints a line of JSON
 

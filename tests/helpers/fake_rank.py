@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.supervisor import identity_of
-from tlora_megatron.service.worker.telling import Hearing, Teller
+from tlora_megatron.service.worker.gang_logs import CommandReader, EventWriter
 
 
 def main(folder: GangFolder, rank: int) -> int:
@@ -29,14 +29,14 @@ def main(folder: GangFolder, rank: int) -> int:
 
 def _lead(folder: GangFolder) -> int:
     spec = folder.spec()
-    hearing, teller = Hearing(spec, folder.commands()), Teller(spec, folder.events())
-    teller.tell("started", None, {"pid": os.getpid()})
+    reader, writer = CommandReader(spec, folder.commands()), EventWriter(spec, folder.events())
+    writer.tell("started", None, {"pid": os.getpid()})
     while True:
-        hearing.wait(10.0)
-        for command in hearing.take():
-            teller.tell("applied", command["job"], {"seq": command["seq"]})
+        reader.wait(10.0)
+        for command in reader.take():
+            writer.tell("applied", command["job"], {"seq": command["seq"]})
             if command["kind"] == "stop":
-                teller.tell("stopped", None, {})
+                writer.tell("stopped", None, {})
                 return 0
             if command["body"].get("rank") == 0:
                 return _end(folder, 0, command["body"])

@@ -106,7 +106,7 @@ def zombie(root: Path) -> dict[str, Any]:
         end_s = time.monotonic() + LEASE_S / 8
         driver.run_until(lambda end_s=end_s: time.monotonic() > end_s)
     signal_all(pids(driver), signal.SIGSTOP)
-    driver.post("renew")  # old mail, which must not renew the lease
+    driver.post("renew")  # an old command, which must not renew the lease
     time.sleep(LEASE_S + 0.5)
     for job in driver.jobs:
         write_lease(driver.home.job(job), Lease(gang="h", epoch=1, lease=2))

@@ -75,7 +75,7 @@ def serving_quickstart(folder: Path) -> Iterator[ServedHttp]:
 
 @contextmanager
 def serving_http(root: Path, log: Path, *words: str) -> Iterator[ServedHttp]:
-    """Serves a folder on a free port, with one seat, so that all jobs train together."""
+    """Serves a folder on a free port, with one worker slot, so that all jobs train together."""
     argv = ["serve", f"--service={root}", "--gpus=1", "--policy=mlora", "--http=0", *words]
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -100,7 +100,7 @@ class TestRay(EngineCase):
         rank = int(lost.pid(0).read_text().split()[0])
         super().test_new_engine_takes_up_what_lives(engine, open_engine, root)
         wait_until(lambda: is_gone(rank))
-        engine.start(spec(root, epoch=2, places=tuple((0, seat) for seat in range(3))))
+        engine.start(spec(root, epoch=2, places=tuple((0, slot) for slot in range(3))))
         poll_until(engine, "started", epoch=2)
 
     @ALL

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import select
 import signal
@@ -197,6 +196,8 @@ class Child:
 
     async def ended(self) -> int:
         """Waits for its end; returns how it ended."""
+        import asyncio  # not at the top: ranks, which have no use for it, import this file
+
         while (code := self.exit_code) is None:
             await asyncio.sleep(_LOOK_S)
         return code

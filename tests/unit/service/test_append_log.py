@@ -14,8 +14,8 @@ from tlora_megatron.append_log import AppendLog, LineReader
 from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.home import Lease, make_folder, write_lease
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec
-from tlora_megatron.service.worker import telling
-from tlora_megatron.service.worker.telling import Hearing, Teller
+from tlora_megatron.service.worker import gang_logs
+from tlora_megatron.service.worker.gang_logs import CommandReader, EventWriter
 
 
 def command(seq: int, kind: str = "renew", job: str | None = None, epoch: int = 1) -> Command:
@@ -47,7 +47,7 @@ def folder(spec: GangSpec, tmp_path: Path) -> GangFolder:
 @pytest.fixture
 def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(telling, "now_s", lambda: now[0])
+    monkeypatch.setattr(gang_logs, "now_s", lambda: now[0])
     return now
 
 
@@ -101,14 +101,14 @@ def test_second_controller_does_not_post_again_what_the_first_has(folder: GangFo
 
 
 def test_events_are_read_from_any_number(folder: GangFolder, spec: GangSpec) -> None:
-    teller, reader = Teller(spec, folder.events()), folder.events()
+    writer, reader = EventWriter(spec, folder.events()), folder.events()
     assert reader.last() is None
     for step in range(4):
-        teller.tell("stepped", "j1", {"step": step})
+        writer.tell("stepped", "j1", {"step": step})
     assert [event.number for event in reader.after(0)] == [1, 2, 3, 4]
     assert reader.after(4) == []
     assert [event.number for event in reader.after(2)] == [3, 4]
-    teller.tell("ended", "j1", {})
+    writer.tell("ended", "j1", {})
     assert [event.kind for event in reader.after(4)] == ["ended"]
 
 
@@ -139,57 +139,57 @@ def test_stopped_process_is_not_renewed_by_old_commands(
     folder: GangFolder, spec: GangSpec, now_s: list[float]
 ) -> None:
     log = folder.commands()
-    hearing = Hearing(spec, folder.commands())
+    reader = CommandReader(spec, folder.commands())
     now_s[0] += 9.0
-    assert hearing.take() == []
+    assert reader.take() == []
     log.append(command(1), durable=True)
     now_s[0] += 0.9
-    assert [each["seq"] for each in hearing.take()] == [1]
-    assert hearing.deadline.left_s == pytest.approx(9.1)  # from the look that found nothing
+    assert [each["seq"] for each in reader.take()] == [1]
+    assert reader.deadline.left_s == pytest.approx(9.1)  # from the look that found nothing
     log.append(command(2), durable=True)
     now_s[0] += 50.0
-    assert hearing.take() == [{"kind": "stop", "job": None, "body": {"save": False}, "seq": 0}]
-    assert hearing.wait(60.0)
+    assert reader.take() == [{"kind": "stop", "job": None, "body": {"save": False}, "seq": 0}]
+    assert reader.wait(60.0)
     log.append(command(3), durable=True)
-    assert hearing.take()[0]["kind"] == "stop"
+    assert reader.take()[0]["kind"] == "stop"
 
 
 def test_job_is_written_only_under_its_lease(
     folder: GangFolder, spec: GangSpec, now_s: list[float]
 ) -> None:
     log = folder.commands()
-    hearing = Hearing(spec, folder.commands())
+    reader = CommandReader(spec, folder.commands())
     job = make_folder(Path(spec.root) / "jobs" / "j1")
     write_lease(job, Lease(gang="g", epoch=1, lease=3))
-    assert not hearing.may_write("j1")
+    assert not reader.may_write("j1")
     log.append(command(1, "prepare", "j1"), durable=True)
     log.append(command(2, "prepare", "j2", epoch=2), durable=True)
-    assert [each["seq"] for each in hearing.take()] == [1]
-    assert hearing.may_write("j1")
-    assert not hearing.may_write("j2")
+    assert [each["seq"] for each in reader.take()] == [1]
+    assert reader.may_write("j1")
+    assert not reader.may_write("j2")
     write_lease(job, Lease(gang="h", epoch=1, lease=4))
-    assert not hearing.may_write("j1")
+    assert not reader.may_write("j1")
     write_lease(job, Lease(gang="g", epoch=1, lease=3))
-    assert hearing.may_write("j1")
+    assert reader.may_write("j1")
     now_s[0] += 11.0
-    assert not hearing.may_write("j1")
+    assert not reader.may_write("j1")
 
 
 def test_events_that_the_disk_refuses_come_before_the_next_one(
     folder: GangFolder, spec: GangSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    teller, reader = Teller(spec, folder.events()), folder.events()
-    teller.tell("started", None, {})
+    writer, reader = EventWriter(spec, folder.events()), folder.events()
+    writer.tell("started", None, {})
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        teller.tell("saved", "j1", {})
-        teller.tell("stepped", "j1", {})
+        writer.tell("saved", "j1", {})
+        writer.tell("stepped", "j1", {})
         assert [event.kind for event in reader.after(1)] == []
-    teller.tell("stepped", "j1", {})
+    writer.tell("stepped", "j1", {})
     events = [(event.number, event.kind) for event in reader.after(1)]
     assert events == [(2, "saved"), (3, "stepped"), (4, "stepped")]
 

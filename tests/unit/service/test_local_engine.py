@@ -44,7 +44,7 @@ def end_all(engine: LocalEngine) -> None:
 
 
 def spec(root: Path, gang: str = "g", epoch: int = 1, size: int = 2, **more: object) -> GangSpec:
-    places = tuple((0, seat) for seat in range(size))
+    places = tuple((0, slot) for slot in range(size))
     return GangSpec(
         gang=gang,
         epoch=epoch,

@@ -35,9 +35,9 @@ from tlora_megatron.service.sampling.base_scores import (
     write_scores,
 )
 from tlora_megatron.service.supervisor import identity_of
+from tlora_megatron.service.worker.gang_logs import CommandReader, EventWriter
 from tlora_megatron.service.worker.meeting import leave_together, meet, own_address
 from tlora_megatron.service.worker.peer_watchdog import peer_watchdog
-from tlora_megatron.service.worker.telling import Hearing, Teller
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -95,9 +95,9 @@ class RankProcess:
         self._spec = spec
         self._rank = rank
         self._folder = folder
-        self.hearing: Hearing | None = None
+        self.commands: CommandReader | None = None
         """On rank 0 from the time that the base is loaded."""
-        self.teller: Teller | None = None
+        self.events: EventWriter | None = None
         """On rank 0."""
         self._newcomers: list[str] = []
 
@@ -108,12 +108,12 @@ class RankProcess:
         import_all()
         from tlora_megatron.runtime.backbone import Rendezvous
         from tlora_megatron.runtime.resident import open_resident
+        from tlora_megatron.service.request_log import RequestLogs
         from tlora_megatron.service.worker.read_order import order_reader
-        from tlora_megatron.service.worker.request_logs import RequestLogs
 
         imported_s = time.monotonic()
         if self._rank == 0:
-            self.teller = Teller(self._spec, self._folder.events())
+            self.events = EventWriter(self._spec, self._folder.events())
         store = meet(self._spec, self._rank, self._folder, host)
         met_s = time.monotonic()
         place = Rendezvous(store, self._rank, self._spec.world_size)
@@ -133,7 +133,7 @@ class RankProcess:
             self._score_base(loop.live, config, store)
             if self._rank == 0:
                 # Not before: a large base may take longer to load than the lease lasts.
-                self.hearing = Hearing(self._spec, self._folder.commands())
+                self.commands = CommandReader(self._spec, self._folder.commands())
             self.tell(
                 "started",
                 None,
@@ -143,7 +143,7 @@ class RankProcess:
                     "base_s": time.monotonic() - met_s,
                 },
             )
-            loop.serve(self.hearing)
+            loop.serve(self.commands)
         leave_together(store, self._rank)
         return LEASE_OVER if self._lease_is_over else 0
 
@@ -200,18 +200,18 @@ class RankProcess:
 
     @property
     def _lease_is_over(self) -> bool:
-        return self.hearing is not None and self.hearing.deadline.is_over
+        return self.commands is not None and self.commands.deadline.is_over
 
     def _may_write(self, job: str) -> bool:
-        assert self.hearing is not None, "only rank 0 writes"
-        return self.hearing.may_write(job)
+        assert self.commands is not None, "only rank 0 writes"
+        return self.commands.may_write(job)
 
     def tell(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
         """Tells what the resident loop says; what is for the end is kept until then."""
         if kind == "out_of_memory":
             self._newcomers = list(body["newcomers"])
             return
-        if self.teller is None:
+        if self.events is None:
             return
         if kind == "stopped" and self._lease_is_over:
             self._say(
@@ -224,7 +224,7 @@ class RankProcess:
                 }
             )
             return
-        self.teller.tell(cast(EventKind, kind), job, body)
+        self.events.tell(cast(EventKind, kind), job, body)
 
 
 def import_all() -> None:
@@ -233,8 +233,8 @@ def import_all() -> None:
 
     quiet.install()
     import tlora_megatron.runtime.resident
-    import tlora_megatron.service.worker.read_order
-    import tlora_megatron.service.worker.request_logs  # noqa: F401
+    import tlora_megatron.service.request_log
+    import tlora_megatron.service.worker.read_order  # noqa: F401
     from tlora_megatron.runtime.backbone import import_backbone
 
     import_backbone()

@@ -23,7 +23,7 @@ _LOOK_S = 1.0
 """Between two looks at the deadline while a gang is idle."""
 
 
-class Teller:
+class EventWriter:
     """Numbers a gang's events without a gap; any thread may tell.
 
     What the disk refuses is told before the next event: every renewed lease brings one.
@@ -63,7 +63,7 @@ class Teller:
                 logger.warning("the controller hears of nothing for now: %s", error)
 
 
-class Hearing:
+class CommandReader:
     """The commands that the resident loop of rank 0 sees; knows which jobs it may write.
 
     Once the lease is over the loop is told to stop without saving, whatever else there is.
