@@ -28,9 +28,9 @@ from scripts.bench.harness.rows import append_rows, gpu_name
 from scripts.bench.harness.turn import wait_for_turn
 from tests.helpers.gang_driver import DrivenJob, GangDriver, quickstart_base
 from tlora_megatron.ops.kernel_build import build, built_library
-from tlora_megatron.service.engines.local.engine import LocalEngine
-from tlora_megatron.service.engines.local.spares import COMMAND as SPARE_COMMAND
-from tlora_megatron.service.mail.folder import GangFolder
+from tlora_megatron.service.engines.local import LocalEngine
+from tlora_megatron.service.engines.preforked import COMMAND as WORKER_COMMAND
+from tlora_megatron.service.gang_folder import GangFolder
 
 _LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _ENDLESS = 100_000
@@ -41,11 +41,11 @@ class Bench:
     """A gang on this host, jobs for it, and the rows that come of it."""
 
     def __init__(self, root: Path, base: Mapping[str, Any], world: int, args: Any) -> None:
-        spare: Sequence[str] = SPARE_COMMAND
+        worker: Sequence[str] = WORKER_COMMAND
         if args.stacks is not None:
-            spare = (sys.executable, "-m", "scripts.bench.harness.stacks", str(args.stacks))
+            worker = (sys.executable, "-m", "scripts.bench.harness.stacks", str(args.stacks))
         self.engine = LocalEngine(
-            root, args.gpus, seats=None if args.gpus else world, spare_command=spare
+            root, args.gpus, slots=None if args.gpus else world, worker_command=worker
         )
         self.world = world
         self.args = args
@@ -177,7 +177,7 @@ def measure_life(bench: Bench) -> None:
 
 
 def measure_kill(bench: Bench) -> None:
-    """SIGKILL of a rank with spare processes ready."""
+    """SIGKILL of a rank with pre-forked workers ready."""
     wait_for_spares(bench)
     epoch, deaths = bench.driver.epoch, len(bench.driver.deaths)
     bench.kill_rank(bench.world - 1)
@@ -248,9 +248,9 @@ def change_layout(
 
 
 def wait_for_spares(bench: Bench) -> None:
-    """Waits until a spare process is ready for every rank."""
-    spares = bench.engine.spares
-    bench.timed(lambda: bool(spares.by_seat) and all(s.is_ready for s in spares.by_seat.values()))
+    """Waits until a pre-forked worker is ready for every rank."""
+    workers = bench.engine.workers
+    bench.timed(lambda: bool(workers.by_slot) and all(w.is_ready for w in workers.by_slot.values()))
 
 
 def hand_over(bench: Bench, tp_size: int) -> None:

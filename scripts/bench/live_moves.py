@@ -40,7 +40,7 @@ from tests.helpers.ruled_service import RuledService
 from tlora_megatron.ops.kernel_build import build, built_library
 from tlora_megatron.service.control.pricing import pricing_of
 from tlora_megatron.service.control.settings import Settings
-from tlora_megatron.service.engines.local.engine import LocalEngine
+from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.training.metrics import METRICS_FILE, read_metrics
 
 MUST_DIFFER = 1e-5
@@ -74,7 +74,7 @@ def documents(args: Any) -> dict[str, dict[str, Any]]:
 def served(args: Any, root: Path, base: Mapping[str, Any]) -> tuple[list[Move], dict[str, str]]:
     """Has the service train all jobs; returns its moves and the jobs' ids by name."""
     settings = Settings(dwell_s=0.0, regroups_per_min=1000)
-    engine = LocalEngine(root, args.gpus, seats=None if args.gpus else 2)
+    engine = LocalEngine(root, args.gpus, slots=None if args.gpus else 2)
     if args.size == "quickstart":
         pricing = elastic_worker.slow_prices(FloorCost)
     else:

@@ -31,8 +31,8 @@ from scripts.bench.harness.arguments import REPO, bench_parser
 from scripts.bench.harness.replayed_service import EPOCH_S, SPEEDUP, Jobs, Replay
 from scripts.bench.harness.rows import append_rows
 from scripts.bench.simulate.cases import SOURCES, Source
+from tests.helpers.fake_gang import FakeTimes
 from tlora_megatron.service.control.settings import Settings
-from tlora_megatron.service.engines.fake_gang import FakeTimes
 from tlora_megatron.service.store import JobState
 from tlora_megatron.sim.cluster import load_cluster
 from tlora_megatron.sim.study import Options, Study

@@ -30,12 +30,12 @@ from scripts.bench.harness.arguments import REPO
 from scripts.bench.harness.rows import gpu_name
 from scripts.bench.step.jobs import LONGEST, Mix, make_mixes
 from tests.helpers.ruled_service import RuledService
+from tlora_megatron.append_log import LineReader
 from tlora_megatron.ops.kernel_build import build, built_library
 from tlora_megatron.service.control.pricing import pricing_of
 from tlora_megatron.service.control.settings import Settings
-from tlora_megatron.service.engines.local.engine import LocalEngine
-from tlora_megatron.service.mail.folder import GangFolder
-from tlora_megatron.service.mail.lines import LineReader
+from tlora_megatron.service.engines.local import LocalEngine
+from tlora_megatron.service.gang_folder import GangFolder
 
 MUST_OVER = 3.0
 """Percent that a service may be slower."""
@@ -267,7 +267,7 @@ def run_live(
     settings = Settings(policy="mlora", checkpoint_every_s=args.save_every)
     with package(side.tree):
         engine = LocalEngine(
-            root, args.gpus, seats=None if args.gpus else 1, spare_command=noting(own)
+            root, args.gpus, slots=None if args.gpus else 1, worker_command=noting(own)
         )
         with RuledService(
             root, engine, pricing_of(engine.nodes(), settings), base, settings

@@ -9,15 +9,15 @@ import pytest
 
 from tests.helpers.gang_driver import GangDriver, quickstart_base, quickstart_jobs
 from tests.helpers.launch import HANG_S
-from tlora_megatron.service.engines.local.engine import LocalEngine
-from tlora_megatron.service.mail.folder import GangFolder
-from tlora_megatron.service.processes import Life, ended
+from tlora_megatron.service.engines.local import LocalEngine
+from tlora_megatron.service.gang_folder import GangFolder
+from tlora_megatron.service.supervisor import ProcessHandle, ended
 
 pytestmark = pytest.mark.multigpu
 
 
 def test_a_rank_does_not_wait_for_a_dead_one_on_its_gpu(tmp_path: Path) -> None:
-    engine = LocalEngine(tmp_path, 2, standby=0)
+    engine = LocalEngine(tmp_path, 2, preforked=0)
     driver = GangDriver(
         engine,
         tmp_path,
@@ -32,7 +32,7 @@ def test_a_rank_does_not_wait_for_a_dead_one_on_its_gpu(tmp_path: Path) -> None:
     driver.run_until(lambda: len(driver.jobs["j1"].losses) > 20)
     engine.close()
     folder = GangFolder(tmp_path, "g", 1)
-    ranks = [Life.known_as(folder.pid(rank).read_text()) for rank in range(2)]
+    ranks = [ProcessHandle.known_as(folder.pid(rank).read_text()) for rank in range(2)]
     begin_s = time.monotonic()
     ranks[1].kill()
     assert ended(ranks[:1], HANG_S)

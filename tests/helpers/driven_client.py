@@ -1,4 +1,4 @@
-"""Clients of driven jobs, as a door would speak for them: requests and answers through journals."""
+"""Clients of driven jobs, as an API would speak for them: through the jobs' request logs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tests.helpers.gang_driver import GangDriver
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.training.driven.requests import Answer, Request
 
 VOCABULARY = 100
@@ -19,20 +19,20 @@ class Client:
 
     def __init__(self, driver: GangDriver, job: str) -> None:
         self.driver, self.job = driver, job
-        self.journal = Journal(driver.home.job(job))
+        self.log = RequestLog(driver.home.job(job))
         self.number = 0
 
     def ask(self, op: str, arrays: dict[str, np.ndarray] | None = None, **params: Any) -> int:
         """Leaves the next request; returns its number."""
         self.number += 1
         request = Request(op=op, params=params, arrays=arrays or {})  # type: ignore[arg-type]
-        assert self.journal.write_request(self.number, request)
+        assert self.log.write_request(self.number, request)
         return self.number
 
     def answer(self, number: int) -> Answer:
         """Waits for an answer."""
-        self.driver.run_until(lambda: self.journal.has_answer(number))
-        found = self.journal.read_answer(number)
+        self.driver.run_until(lambda: self.log.has_answer(number))
+        found = self.log.read_answer(number)
         assert found is not None
         return found
 

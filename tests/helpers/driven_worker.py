@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.helpers import forked_spare
+from tests.helpers import forked_children
 from tests.helpers.driven_client import Client, batch
 from tests.helpers.gang_driver import GangDriver, quickstart_base, quickstart_jobs
 from tests.helpers.gang_worker import pids
-from tlora_megatron.service.engines.local.engine import LocalEngine
+from tlora_megatron.service.engines.local import LocalEngine
 
 RUN = {"micro_batch_tokens": 512}
 LORA = {"rank": 4, "alpha": 8.0}
@@ -43,8 +43,8 @@ def document(rank: int = 4, **more: Any) -> dict[str, Any]:
 def make_driver(root: Path, ranks: int, parallel: dict[str, Any], **more: Any) -> GangDriver:
     """A gang without jobs."""
     on_gpu = torch.cuda.is_available()
-    # On CPUs the spare is a fork, and so are the ranks.
-    engine = LocalEngine(root, ranks if on_gpu else 0, seats=ranks, standby=0 if on_gpu else 1)
+    # On CPUs the pre-forked worker is a fork, and so are the ranks.
+    engine = LocalEngine(root, ranks if on_gpu else 0, slots=ranks, preforked=0 if on_gpu else 1)
     base = quickstart_base() | {"dtype": "float32"}
     return GangDriver(
         engine,
@@ -295,11 +295,11 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
 def main(case: str, root: Path, *args: str) -> None:
     """Runs a case; leaves no process behind."""
     if not torch.cuda.is_available():
-        forked_spare.install()
+        forked_children.install()
     try:
         print("RESULT " + json.dumps(CASES[case](root, *args)))
     finally:
-        engine = LocalEngine(root, 0, seats=4, standby=0)
+        engine = LocalEngine(root, 0, slots=4, preforked=0)
         for info in engine.gangs():
             engine.kill(info.gang, info.epoch)
 

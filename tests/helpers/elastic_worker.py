@@ -1,4 +1,4 @@
-"""Real gangs under `tlora_elastic`, on two seats of a CPU, from a process that has all imported.
+"""Real gangs under `tlora_elastic`, in two worker slots, from a process that has all imported.
 
 forked("-m", "tests.helpers.elastic_worker", ROOT [EXPERTS])    prints a line of JSON
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.harness.moves import fused, moves, stays
-from tests.helpers import forked_spare, pacing
+from tests.helpers import forked_children, pacing
 from tests.helpers.floor_model import FloorModel
 from tests.helpers.gang_driver import quickstart_base, quickstart_jobs
 from tests.helpers.live_service import FloorCost
@@ -27,7 +27,7 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.service.control.pricing import Pricing
 from tlora_megatron.service.control.settings import Settings
-from tlora_megatron.service.engines.local.engine import LocalEngine
+from tlora_megatron.service.engines.local import LocalEngine
 
 GPU_TOKENS = 180
 """The long job is half as fast again on two GPUs as on one; two small ones share one GPU freely."""
@@ -93,7 +93,7 @@ def serve(root: Path, experts: str | None = None) -> dict[str, Any]:
         base = {"path": experts, "dtype": "float32"}
         jobs, cost = expert_documents(), SharingCost
     settings = Settings(decide_in_thread=False, dwell_s=0.0, regroups_per_min=1000)
-    engine = LocalEngine(root, 0, seats=2, standby=1)
+    engine = LocalEngine(root, 0, slots=2, preforked=1)
     with RuledService(root, engine, slow_prices(cost), base, settings) as service:
         service.make_moves(jobs, lambda step: pacing.allow(root.parent, step))
         found = stays(root)
@@ -113,7 +113,7 @@ def serve(root: Path, experts: str | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    forked_spare.install()
+    forked_children.install()
     folder = Path(sys.argv[1])
     pacing.install(folder.parent, STEPS["long"])
     print("RESULT " + json.dumps(serve(folder, *sys.argv[2:3])))

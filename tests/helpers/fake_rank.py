@@ -12,10 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from tlora_megatron.service.mail.folder import EventReader, GangFolder
-from tlora_megatron.service.mail.mailbox import FolderMailbox
-from tlora_megatron.service.processes import identity_of
-from tlora_megatron.service.worker.telling import Hearing, Teller
+from tlora_megatron.service.gang_folder import GangFolder
+from tlora_megatron.service.supervisor import identity_of
+from tlora_megatron.service.worker.gang_logs import CommandReader, EventWriter
 
 
 def main(folder: GangFolder, rank: int) -> int:
@@ -29,27 +28,29 @@ def main(folder: GangFolder, rank: int) -> int:
 
 
 def _lead(folder: GangFolder) -> int:
-    spec, mailbox = folder.spec(), FolderMailbox(folder)
-    hearing, teller = Hearing(spec, mailbox), Teller(spec, mailbox)
-    teller.tell("started", None, {"pid": os.getpid()})
+    spec = folder.spec()
+    reader, writer = CommandReader(spec, folder.commands()), EventWriter(spec, folder.events())
+    writer.tell("started", None, {"pid": os.getpid()})
     while True:
-        hearing.wait(10.0)
-        for command in hearing.take():
-            teller.tell("applied", command["job"], {"seq": command["seq"]})
+        reader.wait(10.0)
+        for command in reader.take():
+            writer.tell("applied", command["job"], {"seq": command["seq"]})
             if command["kind"] == "stop":
-                teller.tell("stopped", None, {})
+                writer.tell("stopped", None, {})
                 return 0
             if command["body"].get("rank") == 0:
                 return _end(folder, 0, command["body"])
 
 
 def _follow(folder: GangFolder, rank: int) -> int:
-    reader, commands = EventReader(folder), FolderMailbox(folder)
+    events, commands = folder.events(), folder.commands()
+    seq = 0
     while True:
-        last = reader.last()
+        last = events.last()
         if last is not None and last.kind == "stopped":
             return 0
-        for command in commands.take():
+        for command in commands.after(seq):
+            seq = command.seq
             if command.body.get("rank") == rank:
                 return _end(folder, rank, dict(command.body))
         time.sleep(0.005)

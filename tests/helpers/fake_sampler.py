@@ -14,14 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tlora_megatron.channel import LinePipe, to_line
 from tlora_megatron.runtime.sampling.values import Piece
-from tlora_megatron.service.sampling.sockets import serve
-from tlora_megatron.service.sampling.wire import piece_to_json, prompt_from_json, to_line
+from tlora_megatron.service.sampling.wire import piece_to_json, prompt_from_json, serve
 
 
 async def main() -> None:
     """Serves until it is idle."""
-    order = json.loads(sys.stdin.readline())
+    pipe = LinePipe.of_child()
+    pipe.wait()
+    (order,) = pipe.receive()
     words = str(order["base"]["path"]).split()
     if words[0] == "refuse":
         sys.exit("base_model must be better")
@@ -59,7 +61,7 @@ async def main() -> None:
         await writer.drain()
 
     server = await serve(Path(order["socket"]), answer)
-    print("ready", flush=True)
+    pipe.send({"ready": True})
     async with server:
         while True:
             over.clear()

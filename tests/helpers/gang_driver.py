@@ -47,7 +47,7 @@ class GangDriver:
     """Starts a gang on an engine and drives jobs through it.
 
     Args:
-        places: node and seat of every rank, or how many ranks sit on the first node.
+        places: node and worker slot of every rank, or how many ranks sit on the first node.
         exact: steps that a restarted gang takes again must have the losses that they had, as they
             do on CPUs, and on GPUs with `run.deterministic`.
         more: further fields of `GangSpec`: base_model, parallel, run, lease_s.
@@ -77,7 +77,7 @@ class GangDriver:
         self.seen = 0
         """Number of the epoch's last event that was read."""
         self._more = more
-        on_first = [(0, seat) for seat in range(places)] if isinstance(places, int) else places
+        on_first = [(0, slot) for slot in range(places)] if isinstance(places, int) else places
         self._places = tuple(on_first)
         self.heard_s: dict[str, float] = {}
         self._left: _Left | None = None

@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import forked_spare
+from tests.helpers import forked_children
 from tests.helpers.gang_driver import GangDriver, digest, quickstart_base, quickstart_jobs
-from tlora_megatron.service.engines.local.engine import LocalEngine
+from tlora_megatron.service.engines.local import LocalEngine
+from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.home import Lease, write_lease
-from tlora_megatron.service.mail.folder import GangFolder
 
 STEPS = {"mirror": 14, "ordered": 10}
 PORTION = 1024
@@ -31,7 +31,7 @@ RUN = {"micro_batch_tokens": 2048}
 
 def make_driver(root: Path, **more: Any) -> GangDriver:
     """A gang of two ranks and two jobs of the quickstart."""
-    engine = LocalEngine(root, 0, seats=2, standby=1)
+    engine = LocalEngine(root, 0, slots=2, preforked=1)
     driver = GangDriver(
         engine,
         root,
@@ -106,7 +106,7 @@ def zombie(root: Path) -> dict[str, Any]:
         end_s = time.monotonic() + LEASE_S / 8
         driver.run_until(lambda end_s=end_s: time.monotonic() > end_s)
     signal_all(pids(driver), signal.SIGSTOP)
-    driver.post("renew")  # old mail, which must not renew the lease
+    driver.post("renew")  # an old command, which must not renew the lease
     time.sleep(LEASE_S + 0.5)
     for job in driver.jobs:
         write_lease(driver.home.job(job), Lease(gang="h", epoch=1, lease=2))
@@ -214,11 +214,11 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
 
 def main(case: str, root: Path, *args: str) -> None:
     """Runs a case; leaves no process behind."""
-    forked_spare.install()
+    forked_children.install()
     try:
         print("RESULT " + json.dumps(CASES[case](root, *args)))
     finally:
-        engine = LocalEngine(root, 0, seats=2, standby=0)
+        engine = LocalEngine(root, 0, slots=2, preforked=0)
         for info in engine.gangs():
             engine.kill(info.gang, info.epoch)
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.helpers import forked_spare
+from tests.helpers import forked_children
 from tests.helpers.launch import HANG_S, REPO
 from tlora_megatron.service.control.controller import serve
 from tlora_megatron.service.control.settings import Settings
-from tlora_megatron.service.engines.local.engine import LocalEngine
+from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.submission import split_submissions
 from tlora_megatron.service.store import JobState, NewJob, Store, open_store
@@ -97,11 +97,10 @@ def _next_request(requests: int, child: int) -> bytes:
 
 
 def _control(root: Path) -> None:
-    forked_spare.install()
-    forked_spare.install_pool()
+    forked_children.install()
     # One gang for all: each kill is of the controller of the same jobs.
     settings = Settings(policy="mlora", checkpoint_every_s=2.0)
-    serve(root, LocalEngine(root, 0, seats=1, standby=1), settings=settings, said=print)
+    serve(root, LocalEngine(root, 0, slots=1, preforked=1), settings=settings, said=print)
 
 
 def submit(store: Store, steps: int) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.fake_gang import FakeTimes, FakeWork
 from tests.helpers.floor_model import FloorModel
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
@@ -18,8 +20,6 @@ from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.service.control.controller import Controller
 from tlora_megatron.service.control.pricing import MemoryShares, Pricing
 from tlora_megatron.service.control.settings import Settings
-from tlora_megatron.service.engines.fake import FakeEngine
-from tlora_megatron.service.engines.fake_gang import FakeTimes, FakeWork
 from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.submission import Submission

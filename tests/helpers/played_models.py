@@ -1,4 +1,4 @@
-"""Plays the gang of driven jobs: takes the requests of their journals, answers without a model."""
+"""Plays the gang of driven jobs: takes what their request logs hold, answers without a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sqlalchemy import update
 
 from tlora_megatron.runtime.sampling.adapter_key import PEFT_FILES
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import JobState, Store, tables
 from tlora_megatron.training.driven.requests import Answer, Request
 from tlora_megatron.training.saving.writer import FOLDER, publish
@@ -40,19 +40,19 @@ class PlayedModels:
         """What adapters hold that are saved from now on; None: no file of an adapter."""
 
     def step(self) -> None:
-        """Lets all jobs start, and carries out what their journals hold."""
+        """Lets all jobs start, and carries out what waits there."""
         for job in self._store.jobs.page(limit=1000):
             if job.state is JobState.VALIDATING:
                 set_state(self._store, job.id, JobState.RUNNING)
-            journal = Journal(self._home.job(job.id))
+            log = RequestLog(self._home.job(job.id))
             number = 1
-            while journal.state(number) in ("answered", "gone"):
+            while log.state(number) in ("answered", "gone"):
                 number += 1
-            while journal.state(number) == "waiting":
-                request = journal.read_request(number)
+            while log.state(number) == "waiting":
+                request = log.read_request(number)
                 answer = self._answer(job.id, number, request)
                 self.done.append((job.id, request))  # before a client can know
-                journal.write_answer(number, answer)
+                log.write_answer(number, answer)
                 number += 1
 
     def ops(self) -> list[str]:

@@ -13,7 +13,7 @@ from tests.helpers.launch import HANG_S
 from tlora_megatron.service.control.controller import Controller
 from tlora_megatron.service.control.pricing import Pricing
 from tlora_megatron.service.control.settings import Settings
-from tlora_megatron.service.engines.local.engine import LocalEngine
+from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules
 from tlora_megatron.service.prepare.submission import Submission, split_submissions

@@ -17,8 +17,8 @@ import psutil
 from tests.helpers.launch import HANG_S, REPO, environment
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.place import store_place
-from tlora_megatron.service.processes import Life
 from tlora_megatron.service.store import open_store
+from tlora_megatron.service.supervisor import ProcessHandle
 
 _PAGE = re.compile(r"page: (http://\S+?)/#token=(\S+)")
 
@@ -45,9 +45,12 @@ class ServedHttp:
                 return
         raise AssertionError("there must be a process of HTTP")
 
-    def ranks(self) -> list[Life]:
+    def ranks(self) -> list[ProcessHandle]:
         """All processes that any gang has had."""
-        return [Life.known_as(path.read_text()) for path in self.home.gangs.glob("*/rank_*.pid")]
+        return [
+            ProcessHandle.known_as(path.read_text())
+            for path in self.home.gangs.glob("*/rank_*.pid")
+        ]
 
     def kill_ranks(self) -> None:
         """Ends all processes of gangs as the kernel would."""
@@ -72,7 +75,7 @@ def serving_quickstart(folder: Path) -> Iterator[ServedHttp]:
 
 @contextmanager
 def serving_http(root: Path, log: Path, *words: str) -> Iterator[ServedHttp]:
-    """Serves a folder on a free port, with one seat, so that all jobs train together."""
+    """Serves a folder on a free port, with one worker slot, so that all jobs train together."""
     argv = ["serve", f"--service={root}", "--gpus=1", "--policy=mlora", "--http=0", *words]
     with log.open("wb") as out:
         process = subprocess.Popen(

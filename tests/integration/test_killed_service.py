@@ -17,8 +17,8 @@ import pytest
 from tests.helpers.gang_driver import digest
 from tests.helpers.standing_world import forked
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.processes import Life
 from tlora_megatron.service.store import open_store
+from tlora_megatron.service.supervisor import ProcessHandle
 
 KILLS = 50 if os.environ.get("TLORA_ALL_TESTS") else 3
 STEPS = 30 if KILLS == 3 else 600
@@ -31,7 +31,7 @@ def homes(tmp_path: Path) -> Iterator[list[Home]]:
     yield found
     for home in found:
         for path in home.gangs.glob("*/rank_*.pid"):
-            Life.known_as(path.read_text()).kill()
+            ProcessHandle.known_as(path.read_text()).kill()
 
 
 def _trained(home: Home, kills: int) -> dict[str, str]:

@@ -27,7 +27,7 @@ from tlora_megatron.cli.main import main
 from tlora_megatron.config.load import read_config
 from tlora_megatron.runtime import controller
 from tlora_megatron.service.home import VARIABLE, Home
-from tlora_megatron.service.processes import Life
+from tlora_megatron.service.supervisor import ProcessHandle
 from tlora_megatron.training.listener import SilentListener
 
 QUICKSTART = REPO / "configs" / "quickstart"
@@ -75,9 +75,9 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service
             rank.kill()
 
 
-def ranks(home: Home) -> list[Life]:
+def ranks(home: Home) -> list[ProcessHandle]:
     """All processes that any gang has had."""
-    return [Life.known_as(path.read_text()) for path in home.gangs.glob("*/rank_*.pid")]
+    return [ProcessHandle.known_as(path.read_text()) for path in home.gangs.glob("*/rank_*.pid")]
 
 
 def job(name: str, steps: int) -> dict[str, Any]:

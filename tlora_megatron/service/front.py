@@ -9,10 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -22,12 +19,11 @@ from tlora_megatron.config.reader import must
 from tlora_megatron.files import write_atomic
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.store import LOCAL, SCOPES, Store
+from tlora_megatron.service.supervisor import Child, KeptAlive
 
 TOKEN_NAME = "http_token"
 """In the service's folder: the token of whoever serves it."""
 _PLACE = re.compile(r"(?:(?P<host>\[[0-9A-Fa-f:.]+\]|[^:\[\]]+):)?(?P<port>\d{1,5})")
-_END_S = 5.0
-_LONGEST_PAUSE_S = 30.0
 
 
 class Place(NamedTuple):
@@ -96,8 +92,8 @@ def listen(place: Place) -> socket.socket:
         ) from None
 
 
-class Front:
-    """Runs the process of HTTP, and runs it again when it dies; a context manager.
+class Front(KeptAlive):
+    """Runs the process of HTTP, and another one when it dies; a context manager.
 
     Args:
         home: of the service.
@@ -115,24 +111,15 @@ class Front:
         say: Callable[[str], None],
     ) -> None:
         self._listener = listener
-        self._say = say
-        self._command = [
+        descriptor = listener.fileno()
+        command = [
             *(sys.executable, "-m", "tlora_megatron.service.api", str(home.root)),
-            *("--fd", str(listener.fileno()), "--watch-stdin", *words),
+            *("--fd", str(descriptor), "--watch-stdin", *words),
         ]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._guard = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the process that serves now."""
-        return self._process.pid if self._process is not None else None
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
+        super().__init__(
+            lambda: Child(command, wire="stdin", pass_fds=[descriptor]),
+            lambda code: say(f"the process of HTTP ended with code {code}: it starts again"),
+        )
 
     def __exit__(
         self,
@@ -140,45 +127,5 @@ class Front:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stop.set()
-        with self._guard:
-            process = self._process
-        if process is not None:
-            _end(process)
-        self._thread.join(_END_S)
+        super().__exit__(kind, error, trace)
         self._listener.close()
-
-    def _run(self) -> None:
-        pause_s = 0.5
-        while not self._stop.is_set():
-            begin_s = time.monotonic()
-            with self._guard:
-                if self._stop.is_set():
-                    return
-                self._process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=[self._listener.fileno()],
-                    start_new_session=True,  # Ctrl-C is for the controller, which ends this one
-                )
-            code = self._process.wait()
-            if self._stop.is_set():
-                return
-            lived_s = time.monotonic() - begin_s
-            pause_s = 0.5 if lived_s > _LONGEST_PAUSE_S else min(2 * pause_s, _LONGEST_PAUSE_S)
-            self._say(f"the process of HTTP ended with code {code}: it starts again")
-            self._stop.wait(pause_s)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process: by word, then by signal, then by force."""
-    assert process.stdin is not None, "the process must have been started with a pipe"
-    with suppress(OSError):
-        process.stdin.close()
-    for end in (None, process.terminate, process.kill):
-        if end is not None:
-            end()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
-            return

@@ -1,15 +1,16 @@
 """The words of a controller and its gangs to each other: plain values that travel as JSON.
 
 A *gang* is the processes of one live super-model. It is known by a name and an epoch, which grows
-by one with every start under that name, so that words of or to a dead gang are told apart.
+by one with every start under that name, so that messages of an earlier start can be ignored.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tlora_megatron.channel import Message
 
 CommandKind = Literal["prepare", "join", "leave", "save", "renew", "stop"]
 """The commands of a controller to a gang.
@@ -62,29 +63,6 @@ note: a sentence for the job's or the gang's log; `{"message": str}`.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
-    """Anything that travels: one JSON object on one line."""
-
-    def to_json(self) -> str:
-        """The message as one line, without the line's end."""
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, line: str) -> Self:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: if it is something else.
-        """
-        try:
-            return cls(**json.loads(line))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"a message must be a {cls.__name__} in JSON, got {line[:200]!r}: {error}"
-            ) from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class GangSpec(Message):
     """All that is needed to start a gang."""
 
@@ -98,7 +76,7 @@ class GangSpec(Message):
     run: Mapping[str, Any]
     """The section `run`, without what belongs to single jobs."""
     gpus: tuple[tuple[int, int], ...]
-    """Node and GPU of every process, in the order of ranks; on CPUs seats of a node."""
+    """Node and GPU of every process, in the order of ranks; on CPUs worker slots of a node."""
     root: str
     """The service's folder, which all processes see: `jobs/ID`, `gangs/NAME`, `cache`."""
     lease_s: float = 600.0

@@ -18,7 +18,7 @@ from scripts.bench.door_cases import tenants
 from scripts.bench.door_cases.notes import Notes
 from scripts.bench.door_cases.serving import BASE, Served, serving
 from tests.helpers.played_models import set_state
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import JobState
 from tlora_megatron.training.driven.requests import Answer, Request
 
@@ -33,7 +33,7 @@ class PretendedGang:
 
     def __init__(self, served: Served) -> None:
         self._served = served
-        self._journals: dict[str, tuple[Journal, int]] = {}
+        self._logs: dict[str, tuple[RequestLog, int]] = {}
         self.rounds = 0
         self.widest = 0
         """Most jobs in one round."""
@@ -49,22 +49,22 @@ class PretendedGang:
     def _meet(self) -> None:
         for job in self._served.store.jobs.page(states=[JobState.VALIDATING], limit=1000):
             set_state(self._served.store, job.id, JobState.RUNNING)
-            self._journals[job.id] = (Journal(self._served.home.job(job.id)), 1)
+            self._logs[job.id] = (RequestLog(self._served.home.job(job.id)), 1)
 
     def _take(self) -> dict[str, Request]:
         found = {}
-        for job, (journal, number) in self._journals.items():
-            if journal.state(number) == "waiting":
-                found[job] = journal.read_request(number)
+        for job, (log, number) in self._logs.items():
+            if log.state(number) == "waiting":
+                found[job] = log.read_request(number)
         return found
 
     def _round(self, taken: dict[str, Request]) -> None:
         rows = [request.arrays["targets"] for request in taken.values() if request.has_sequences]
         time.sleep(ROUND_S + sum(map(len, rows)) / TOKENS_PER_S)
         for job, request in taken.items():
-            journal, number = self._journals[job]
-            journal.write_answer(number, _answer(request))
-            self._journals[job] = (journal, number + 1)
+            log, number = self._logs[job]
+            log.write_answer(number, _answer(request))
+            self._logs[job] = (log, number + 1)
         self.rounds += 1
         self.widest = max(self.widest, len(taken))
 

@@ -1,10 +1,10 @@
-"""A spare rank that notes every few milliseconds where each of its threads is.
+"""A pre-forked worker that notes every few milliseconds where each of its threads is.
 
     python -m scripts.bench.harness.stacks FOLDER [--forks]
 
-It is what `tlora_megatron.service.worker.standby` is. Each process writes `FOLDER/PID.txt`: a line
-for each time that a thread stayed in one place, with its begin in Unix time, how long, the thread,
-and its innermost calls. So one run on borrowed GPUs shows what a start or an end waits for.
+It is what `tlora_megatron.service.worker.preforked` is. Each process writes `FOLDER/PID.txt`: a
+line for each time that a thread stayed in one place, with its begin in Unix time, how long, the
+thread, and its innermost calls. So one run on borrowed GPUs shows what a start or an end waits for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from tlora_megatron.service.worker import standby
+from tlora_megatron.service.worker import preforked
 
 _EVERY_S = 0.01
 _SHORTEST_S = 0.03
@@ -25,13 +25,13 @@ _CALLS = 7
 
 
 def main(argv: list[str]) -> int:
-    """Serves as a spare; returns its exit code."""
+    """Serves as a worker; returns its exit code."""
     folder = Path(argv[0])
     if "--forks" in argv:
         os.register_at_fork(after_in_child=lambda: _start(folder))
     else:
         _start(folder)
-    return standby.main(argv[1:])
+    return preforked.main(argv[1:])
 
 
 def _start(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """A process that trains and notes what the host does in its rounds, whichever checkout it runs.
 
     python scripts/bench/harness/turn_parts.py FOLDER train jobs.yaml   # `tlora train`
-    python scripts/bench/harness/turn_parts.py FOLDER [--forks]         # a spare rank of a service
+    python scripts/bench/harness/turn_parts.py FOLDER [--forks]         # a pre-forked worker
 
 Every second it writes `FOLDER/PID.json`: rounds, and the seconds of each part since the start. A
 part inside another one takes its time away from it. `idle` is no part: for so long a GPU had
@@ -146,9 +146,9 @@ def main(argv: list[str]) -> int:
         from tlora_megatron.cli.main import main as command
 
         return int(command(argv[1:]) or 0)
-    from tlora_megatron.service.worker import standby
+    from tlora_megatron.service.worker import preforked
 
-    return standby.main(argv[1:])
+    return preforked.main(argv[1:])
 
 
 if __name__ == "__main__":

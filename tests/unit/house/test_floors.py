@@ -20,7 +20,7 @@ import pytest
 from tests.helpers.launch import HANG_S
 
 PACKAGE = "tlora_megatron"
-GROUND = ("timeline", "files", "config", "model", "page")
+GROUND = ("timeline", "files", "channel", "append_log", "config", "model", "page")
 CONTROL = ("planner", "scheduler", "sim")
 COMPUTE = ("ops", "parallel", "layers", "training", "integrations")
 ROOF = ("client", "runtime", "profiling", "service", "cli", "deepspeed", "launch", "autohook")
@@ -38,7 +38,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "google.protobuf": (f"{PACKAGE}.service.api.tinker.protobuf",),
     "ray": (
         f"{PACKAGE}.service.engines.ray.bridge",
-        f"{PACKAGE}.service.engines.ray.knock",
+        f"{PACKAGE}.service.engines.ray.probe_auth",
     ),
     f"{PACKAGE}.integrations.megatron.cpu": (
         f"{PACKAGE}.integrations.megatron",
@@ -404,7 +404,7 @@ def test_command_line_and_config_import_without_torch(repo: Path) -> None:
         "heavy = {'torch', 'megatron', 'transformers', 'numpy'}\n"
         "print(*sorted({*heavy, 'sqlalchemy', 'ray'} & set(sys.modules)))\n"
         f"import {PACKAGE}.service.store, {PACKAGE}.service.engines.slurm.engine\n"
-        f"import {PACKAGE}.service.engines.local.engine\n"
+        f"import {PACKAGE}.service.engines.local\n"
         f"import {PACKAGE}.service.engines.ray.engine, {PACKAGE}.service.engines.ray.agent\n"
         f"import {PACKAGE}.service.sampling.own, {PACKAGE}.service.sampling.vllm.sampler\n"
         "print(*sorted({*heavy, 'psycopg', 'ray'} & set(sys.modules)))"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.engine_case import FAKE, EngineCase, OpenEngine
-from tlora_megatron.service.engines.local.engine import LocalEngine
+from tlora_megatron.service.engines.local import LocalEngine
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def open_engine(root: Path) -> Iterator[OpenEngine]:
     engines = []
 
     def open_engine() -> LocalEngine:
-        engines.append(LocalEngine(root, 0, seats=4, standby=0, rank_command=FAKE))
+        engines.append(LocalEngine(root, 0, slots=4, preforked=0, rank_command=FAKE))
         return engines[-1]
 
     yield open_engine

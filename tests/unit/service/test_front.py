@@ -37,16 +37,16 @@ def test_a_process_that_is_killed_starts_again_and_no_connection_is_refused(tmp_
         with Front(home, listener, words=["--sampler", "off"], say=said.append) as front:
             answer = httpx.get(url, headers=bearer(token), timeout=HANG_S)
             assert answer.json()["jobs"] == []
-            first = front.pid
-            assert first is not None
+            assert front.child is not None
+            first = front.child.pid
             os.kill(first, signal.SIGKILL)
             answer = httpx.get(url, headers=bearer(token), timeout=HANG_S)
             assert answer.status_code == 200
             assert said == ["the process of HTTP ended with code -9: it starts again"]
-            second = front.pid
-        assert second not in (None, first)
+            second = front.child.pid
+        assert second != first
         with pytest.raises(ProcessLookupError):
-            os.kill(second or 0, 0)
+            os.kill(second, 0)
 
 
 def test_the_process_ends_with_a_controller_that_was_killed(tmp_path: Path) -> None:
@@ -57,12 +57,11 @@ def test_the_process_ends_with_a_controller_that_was_killed(tmp_path: Path) -> N
     front = Front(home, listener, words=["--sampler", "off"], say=lambda _: None)
     front.__enter__()
     assert httpx.get(url, timeout=HANG_S).status_code == 401
-    process = front._process
-    assert process is not None
-    assert process.stdin is not None
+    child = front.child
+    assert child is not None
     front._stop.set()
-    process.stdin.close()  # as the kernel does at the end of the process that holds it
-    _until(lambda: process.poll() is not None)
+    child.pipe.close()  # as the kernel does at the end of the process that holds it
+    _until(lambda: child.exit_code is not None)
     front.__exit__(None, None, None)
 
 

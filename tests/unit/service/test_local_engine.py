@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.service.engines.local.engine import LocalEngine
-from tlora_megatron.service.engines.local.spares import Spare
-from tlora_megatron.service.mail.folder import GangFolder
+from tlora_megatron.service.engines.local import LocalEngine
+from tlora_megatron.service.engines.preforked import PreforkedWorker
+from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_rank")
-FAKE_SPARE = (sys.executable, "-m", "tests.helpers.fake_standby")
+FAKE_WORKER = (sys.executable, "-m", "tests.helpers.fake_preforked")
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def engine(root: Path) -> Iterator[LocalEngine]:
 
 
 def make_engine(root: Path, **options: object) -> LocalEngine:
-    return LocalEngine(root, 0, seats=4, **{"standby": 0, "rank_command": FAKE, **options})  # type: ignore[arg-type]
+    return LocalEngine(root, 0, slots=4, **{"preforked": 0, "rank_command": FAKE, **options})  # type: ignore[arg-type]
 
 
 def end_all(engine: LocalEngine) -> None:
@@ -44,7 +44,7 @@ def end_all(engine: LocalEngine) -> None:
 
 
 def spec(root: Path, gang: str = "g", epoch: int = 1, size: int = 2, **more: object) -> GangSpec:
-    places = tuple((0, seat) for seat in range(size))
+    places = tuple((0, slot) for slot in range(size))
     return GangSpec(
         gang=gang,
         epoch=epoch,
@@ -240,8 +240,8 @@ def test_gang_that_hears_nothing_stops_by_itself(engine: LocalEngine, root: Path
     assert events[-1].body == {}
 
 
-def test_forks_of_a_spare_are_ranks_that_outlive_it(root: Path) -> None:
-    engine = make_engine(root, standby=None, spare_command=FAKE_SPARE, rank_command=("false",))
+def test_forks_of_a_worker_are_ranks_that_outlive_it(root: Path) -> None:
+    engine = make_engine(root, preforked=None, worker_command=FAKE_WORKER, rank_command=("false",))
     engine.start(spec(root))
     ranks = wait_for_pids(engine, root)
     engine.close()
@@ -253,7 +253,7 @@ def test_forks_of_a_spare_are_ranks_that_outlive_it(root: Path) -> None:
 
 
 def test_parent_of_forks_tells_how_they_ended(root: Path) -> None:
-    engine = make_engine(root, standby=None, spare_command=FAKE_SPARE, rank_command=("false",))
+    engine = make_engine(root, preforked=None, worker_command=FAKE_WORKER, rank_command=("false",))
     for epoch in (1, 2):
         engine.start(spec(root, gang=f"g{epoch}"))
     for gang in ("g1", "g2"):
@@ -265,39 +265,39 @@ def test_parent_of_forks_tells_how_they_ended(root: Path) -> None:
     end_all(engine)
 
 
-def test_spare_of_each_gpu_becomes_a_rank_and_is_replaced(
+def test_worker_of_each_gpu_becomes_a_rank_and_is_replaced(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,9")
-    engine = LocalEngine(root, 2, standby=2, spare_command=FAKE_SPARE, rank_command=("false",))
-    spares = spare_pids(engine)
-    while len(spares) < 2:
+    engine = LocalEngine(root, 2, preforked=2, worker_command=FAKE_WORKER, rank_command=("false",))
+    waiting = worker_pids(engine)
+    while len(waiting) < 2:
         engine.poll({})
-        spares = spare_pids(engine)
+        waiting = worker_pids(engine)
     engine.start(spec(root))
-    assert wait_for_pids(engine, root) == [spares[0], spares[1]]
+    assert wait_for_pids(engine, root) == [waiting[0], waiting[1]]
     assert "sits at '7'" in GangFolder(root, "g", 1).log(1).read_text()
     engine.poll({})
-    assert spare_pids(engine)
-    assert not set(spare_pids(engine).values()) & set(spares.values())
+    assert worker_pids(engine)
+    assert not set(worker_pids(engine).values()) & set(waiting.values())
     end_all(engine)
 
 
-def test_spares_end_with_their_service(root: Path) -> None:
-    engine = make_engine(root, standby=1, spare_command=FAKE_SPARE)
-    (spare,) = engine.spares.by_seat.values()
-    spare.close()  # as the kernel does for a service that is killed
-    assert spare.process.wait(HANG_S) == 0
+def test_workers_end_with_their_service(root: Path) -> None:
+    engine = make_engine(root, preforked=1, worker_command=FAKE_WORKER)
+    (worker,) = engine.workers.by_slot.values()
+    worker.child.pipe.close()  # as the kernel does for a service that is killed
+    assert worker.child.wait() == 0
 
 
-def test_spares_that_fail_are_given_up(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_that_fail_are_given_up(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     failing = (sys.executable, "-c", "raise ImportError('pip install triton')")
-    engine = make_engine(root, standby=1, spare_command=failing)
+    engine = make_engine(root, preforked=1, worker_command=failing)
     end_s = time.monotonic() + HANG_S
     while "pip install triton" not in caplog.text:
         assert time.monotonic() < end_s
         engine.poll({})
-    assert not spare_pids(engine)
+    assert not worker_pids(engine)
     engine.start(spec(root))
     poll_until(engine, has("started"))
     end_all(engine)
@@ -309,8 +309,8 @@ def test_places_must_be_those_of_the_host(engine: LocalEngine, root: Path) -> No
     assert engine.nodes()[0].gpus == 4
 
 
-def spare_pids(engine: LocalEngine) -> dict[int, int]:
-    return {seat: spare.life.pid for seat, spare in engine.spares.by_seat.items()}
+def worker_pids(engine: LocalEngine) -> dict[int, int]:
+    return {slot: worker.child.pid for slot, worker in engine.workers.by_slot.items()}
 
 
 def is_gone(pid: int) -> bool:
@@ -353,8 +353,8 @@ def test_folder_that_a_crash_left_empty_takes_the_gang(engine: LocalEngine, root
     poll_until(engine, has("started"))
 
 
-def test_spare_that_has_ended_takes_no_order(tmp_path: Path) -> None:
-    spare = Spare([sys.executable, "-c", ""], os.environ, tmp_path / "log")
-    spare.process.wait()
-    assert not spare.order(GangFolder(tmp_path, "g", 1), 0, {})
-    spare.end()
+def test_worker_that_has_ended_takes_no_order(tmp_path: Path) -> None:
+    worker = PreforkedWorker([sys.executable, "-c", ""], os.environ, tmp_path / "log")
+    worker.child.wait()
+    assert not worker.order(GangFolder(tmp_path, "g", 1), 0, {})
+    worker.child.kill()

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tlora_megatron.service.engines import past
-from tlora_megatron.service.engines.past import PastGangs, gang_folders
+from tlora_megatron.service.engines import base
+from tlora_megatron.service.engines.base import PastGangs
+from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.mail.folder import GangFolder
-from tlora_megatron.service.mail.lines import LineWriter
 from tlora_megatron.service.messages import GangEvent
 
 
@@ -32,16 +31,16 @@ def names(home: Home) -> list[str]:
 def test_folders_go_after_a_week_or_when_there_are_many(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gangs = PastGangs(home.root)
+    gangs = PastGangs(home)
     gangs.sweep(())
-    monkeypatch.setattr(past, "_KEEP_S", 5 * 86400.0)
+    monkeypatch.setattr(base, "_KEEP_S", 5 * 86400.0)
     gangs.sweep(())
     assert len(names(home)) == 3, "it was swept a moment ago"
     gangs.remove_old({("g2", 1)})
     assert len(names(home)) == 3, "one that an engine has stays, however old"
     gangs.remove_old(())
     assert names(home) == ["g1-1", "g1-2"]
-    monkeypatch.setattr(past, "_KEEP", 1)
+    monkeypatch.setattr(base, "_KEEP", 1)
     gangs.remove_old(())
     assert names(home) == ["g1-1"]
 
@@ -49,20 +48,18 @@ def test_folders_go_after_a_week_or_when_there_are_many(
 def test_strange_names_are_left_alone(home: Home, caplog: pytest.LogCaptureFixture) -> None:
     (home.gangs / "notes.txt").write_text("mine")
     (home.gangs / "no gang-1").mkdir()
-    assert [folder.epoch for folder in gang_folders(home)] == [1, 2, 1]
+    assert [folder.epoch for folder in GangFolder.all_of(home)] == [1, 2, 1]
     assert "notes.txt is no gang's folder: it is left alone" in caplog.text
     assert "no gang-1 is no gang's folder" in caplog.text
 
 
 def test_past_gangs_are_read_behind_a_cursor(home: Home) -> None:
-    gangs, folder = PastGangs(home.root), GangFolder(home.root, "g1", 1)
+    gangs, folder = PastGangs(home), GangFolder(home.root, "g1", 1)
     events = [
         GangEvent(gang="g1", epoch=1, number=number, at=0.0, kind="note") for number in (1, 2)
     ]
-    writer = LineWriter(folder.events)
     for event in events:
-        writer.append(event.to_json(), durable=False)
-    writer.close()
+        folder.events().append(event, durable=False)
     assert gangs.events({("g1", 1): 1}, ()) == events[1:]
     assert gangs.events({("g1", 1): 0, ("gone", 7): 0}, ()) == events
     assert gangs.events({("g1", 1): 0}, {("g1", 1)}) == []

@@ -12,10 +12,10 @@ import pytest
 
 from tests.helpers.launch import HANG_S
 from tlora_megatron.parallel.host_threads import host_threads
-from tlora_megatron.service.mail.folder import EventReader, GangFolder
-from tlora_megatron.service.mail.mailbox import FolderMailbox
+from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.messages import GangSpec
 from tlora_megatron.service.worker import rank as rank_module
+from tlora_megatron.service.worker.gang_logs import CommandReader, EventWriter
 from tlora_megatron.service.worker.meeting import leave_together
 from tlora_megatron.service.worker.rank import (
     FAILED,
@@ -24,7 +24,6 @@ from tlora_megatron.service.worker.rank import (
     RankProcess,
     run_rank,
 )
-from tlora_megatron.service.worker.telling import Hearing, Teller
 
 
 class OutOfMemoryError(RuntimeError):
@@ -69,11 +68,12 @@ def test_lost_peer_is_not_memory(folder: GangFolder) -> None:
 
 
 def test_stop_past_the_lease_is_not_told_as_one(folder: GangFolder) -> None:
-    spec, mailbox = folder.spec(), FolderMailbox(folder)
+    spec = folder.spec()
     process = RankProcess(spec, 0, folder)
-    process.hearing, process.teller = Hearing(spec, mailbox), Teller(spec, mailbox)
+    process.commands = CommandReader(spec, folder.commands())
+    process.events = EventWriter(spec, folder.events())
     process.tell("stopped", None, {})
-    assert EventReader(folder).last() is None
+    assert folder.events().last() is None
     assert "nothing was heard of a controller" in ending(folder, 0)["reason"]
     assert LEASE_OVER not in (0, FAILED, OUT_OF_MEMORY)
 

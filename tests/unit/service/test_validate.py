@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers.chat_templates import ENDLESS_TEMPLATE
 from tests.helpers.scenario import make_scenario
+from tlora_megatron.channel import LinePipe
 from tlora_megatron.config.jobs import read_job
 from tlora_megatron.config.load import load_config
 from tlora_megatron.service.api.openai.uploads import LineCheck
@@ -202,9 +203,13 @@ def test_a_workers_answers_are_lines_even_for_nonsense(
         "rules": json.loads(rules.to_json()),
     }
     bad = {**good, "job": "j2", "submission": {"name": "a"}}
-    answers = io.BytesIO()
-    serve(io.BytesIO(b"".join(json.dumps(r).encode() + b"\n" for r in (good, bad))), answers)
-    first, second = (json.loads(line) for line in answers.getvalue().splitlines())
+    (there, back), (here, forth) = os.pipe(), os.pipe()
+    service = LinePipe(there, forth)
+    service.send(good)
+    service.send(bad)
+    service.hang_up()
+    serve(LinePipe(here, back))
+    first, second = service.receive()
     assert first["validated"]["job"] == "j1"
     assert second["refused"]["error"].startswith("job 'a' could not be checked: TypeError")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import threading
@@ -118,6 +119,8 @@ def open_http(
             say("other hosts can connect, and nothing is encrypted: put a proxy with TLS before it")
         yield
 
+
+logger = logging.getLogger(__name__)
 
 ENGINES = ("local", "ray", "slurm")
 _EPILOG = """\
@@ -288,16 +291,20 @@ def _make_engine(args: argparse.Namespace, home: Home) -> GangEngine:
         return SlurmEngine(home.root, args.gpus)
     from tlora_megatron.service.engines.ray.engine import RayEngine
 
-    return RayEngine(home.root, args.gpus)
+    if args.gpus is not None:
+        logger.warning(
+            "--gpus %d changes nothing with --engine ray: Ray knows its nodes", args.gpus
+        )
+    return RayEngine(home.root)
 
 
 def _local_engine(gpus: int | None, home: Home) -> GangEngine:
-    from tlora_megatron.service.engines.local.engine import LocalEngine
-    from tlora_megatron.service.engines.local.seats import Seats
+    from tlora_megatron.service.engines.local import LocalEngine
+    from tlora_megatron.service.engines.ranks import WorkerSlots
 
-    if Seats.of_host(None, None).devices:
+    if WorkerSlots.of_host(None, None).devices:
         return LocalEngine(home.root, gpus)
-    return LocalEngine(home.root, seats=gpus)
+    return LocalEngine(home.root, slots=gpus)
 
 
 def _close(engine: GangEngine) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tlora_megatron.runtime.ranks import describe_death
-from tlora_megatron.service.mail.folder import EventReader, GangFolder
-from tlora_megatron.service.mail.lines import LineWriter
+from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.messages import GangEvent
+from tlora_megatron.service.supervisor import last_words
 
-_TAIL_BYTES = 4096
 _SENT = (signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 """Signals that somebody sends; others come from what a process did itself."""
 
@@ -39,7 +37,8 @@ def say_died(folder: GangFolder, body: Mapping[str, Any]) -> None:
 
     None of its processes may be left.
     """
-    last = EventReader(folder).last()
+    log = folder.events()
+    last = log.last()
     if last is not None and last.kind in ("died", "stopped"):
         return
     newcomers = body.get("newcomers", [])
@@ -52,18 +51,7 @@ def say_died(folder: GangFolder, body: Mapping[str, Any]) -> None:
         job=newcomers[0] if len(newcomers) == 1 else None,
         body={"out_of_memory": False, "newcomers": [], **body},
     )
-    writer = LineWriter(folder.events)
-    writer.append(event.to_json(), durable=True)
-    writer.close()
-
-
-def without_early_stop(events: list[GangEvent], *, is_over: bool) -> list[GangEvent]:
-    """A gang's newest events without a `stopped` that its processes have not followed yet.
-
-    Whoever hears it may give the gang's GPUs to another one, which needs all their memory.
-    """
-    is_early = bool(events) and events[-1].kind == "stopped" and not is_over
-    return events[:-1] if is_early else events
+    log.append(event, durable=True)
 
 
 def _ending(folder: GangFolder, rank: int, code: int | None) -> dict[str, Any]:
@@ -90,15 +78,3 @@ def _describe(folder: GangFolder, rank: int, code: int | None) -> str:
         text = f"rank {rank} ended with exit code {code}"
     last = last_words(folder.log(rank))
     return f"{text}; the last line of its log: {last}" if last else text
-
-
-def last_words(log: Path) -> str:
-    """The last line of a process's log that is not empty."""
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")

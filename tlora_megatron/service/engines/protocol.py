@@ -29,7 +29,7 @@ class NodeInfo:
     node: int
     address: str
     gpus: int
-    """GPUs, or seats on a machine without any."""
+    """GPUs, or worker slots on a machine without any."""
     healthy: bool = True
 
 
@@ -53,7 +53,7 @@ class GangEngine(Protocol):
     def poll(self, since: Cursor) -> Sequence[GangEvent]:
         """Events after the cursor, in order within each gang; `died` is one of them.
 
-        A gang that is over and was told of once is told of again only if the cursor names it.
+        An ended gang's events are returned once, later only if the cursor names it.
         """
 
     def kill(self, gang: str, epoch: int) -> bool:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import tlora_megatron
 from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused, Validated
 from tlora_megatron.service.prepare.submission import Submission
+from tlora_megatron.service.supervisor import Child, package_path
 
 COMMAND = [sys.executable, "-m", "tlora_megatron.service.prepare.worker"]
-_READ_BYTES = 1 << 16
+_LEAVE_S = 1.0
+"""For a process that has closed its answers to be gone by itself: how it ended says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +82,10 @@ class PreparePool:
             if outcome is not None:
                 found.append(outcome)
             elif worker.is_over:
+                code = worker.child.end(_LEAVE_S)
                 self._end(worker)
                 if request is not None:
-                    found.append(_died(request, worker.exit_code))
+                    found.append(_died(request, code))
             elif request is not None and worker.busy_s > self._limit_s:
                 self._end(worker)
                 sentence = f"job {request.submission.name!r} could not be checked within "
@@ -97,7 +95,7 @@ class PreparePool:
 
     def waitables(self) -> list[int]:
         """Descriptors for `select`: readable when `poll` has something to tell."""
-        return [worker.fileno() for worker in self._workers]
+        return [worker.child.pipe.fileno() for worker in self._workers]
 
     def close(self) -> None:
         """Ends all processes; jobs under way are forgotten."""
@@ -119,7 +117,7 @@ class PreparePool:
             self._waiting.popleft()
 
     def _end(self, worker: _Worker) -> None:
-        worker.kill()
+        worker.child.kill()
         self._workers.remove(worker)
 
 
@@ -127,45 +125,21 @@ class _Worker:
     """One process, and the job it reads."""
 
     def __init__(self) -> None:
-        package = str(Path(tlora_megatron.__file__).parents[1])
-        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         # Reading needs no GPU; a context on one would take its memory from gangs.
-        own = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-        self._process = self.open_process(os.environ | own)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests, self._answers = self._process.stdin, self._process.stdout
-        os.set_blocking(self._answers.fileno(), False)
-        self._partial = b""
+        own = {"PYTHONPATH": package_path(), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        self.child = Child(COMMAND, environment=os.environ | own, wire="lines")
         self._since_s = 0.0
         self.request: _Request | None = None
-        self.is_over = False
+
+    @property
+    def is_over(self) -> bool:
         """True once it has closed its answers: it is dead, or as good as."""
-
-    @staticmethod
-    def open_process(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Starts the process; pipes are its stdin and stdout."""
-        return subprocess.Popen(
-            COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for the controller
-            bufsize=0,
-        )
-
-    def fileno(self) -> int:
-        return self._answers.fileno()
+        return self.child.pipe.is_over
 
     @property
     def busy_s(self) -> float:
         """Seconds since it was given its job."""
         return time.monotonic() - self._since_s
-
-    @property
-    def exit_code(self) -> int:
-        """How it ended; negative = by that signal."""
-        return self._process.wait()
 
     def take(self, request: _Request, rules: PrepareRules) -> bool:
         """Gives it a job; False if it cannot be reached."""
@@ -174,34 +148,18 @@ class _Worker:
             "submission": asdict(request.submission),
             "rules": asdict(rules),
         }
-        try:
-            self._requests.write(json.dumps(body).encode() + b"\n")
-        except OSError:
+        if not self.child.pipe.send(body):
             return False
         self.request, self._since_s = request, time.monotonic()
         return True
 
     def answer(self) -> Outcome | None:
         """The outcome of its job, if it has given one."""
-        while not self.is_over:
-            try:
-                read = os.read(self.fileno(), _READ_BYTES)
-            except BlockingIOError:
-                break
-            self._partial += read
-            self.is_over = not read
-        line, end, rest = self._partial.partition(b"\n")
-        if not end:
+        answers = self.child.pipe.receive()
+        if not answers:
             return None
-        self._partial, self.request = rest, None
-        return _outcome(json.loads(line))
-
-    def kill(self) -> None:
-        """Ends it at once."""
-        self._process.kill()
-        self._process.wait()
-        self._requests.close()
-        self._answers.close()
+        self.request = None
+        return _outcome(answers[0])
 
 
 def _outcome(answer: dict[str, Any]) -> Outcome:

@@ -7,11 +7,14 @@ when it is called: a controller calls it through the pool.
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tlora_megatron.config.base_model import read_base_model
 from tlora_megatron.config.job import JobSpec
@@ -26,7 +29,6 @@ from tlora_megatron.planner.workload import LengthHistogram, guessed_lengths
 from tlora_megatron.service.below import UserFiles
 from tlora_megatron.service.home import JOB_NAME, Home, make_folder
 from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused, Validated
-from tlora_megatron.service.prepare.start_files import take_start_files
 from tlora_megatron.service.prepare.submission import Submission
 
 if TYPE_CHECKING:
@@ -37,6 +39,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BUDGET = "the service's micro_batch_tokens"
+_START_ENDINGS = (".json", ".safetensors")
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_START_DEPTH = 2
+"""Folders below `jobs/NAME`: checkpoints, and its steps."""
 
 
 def validate(job_id: str, submission: Submission, rules: PrepareRules) -> Outcome:
@@ -202,3 +209,53 @@ def _told() -> Iterator[list[str]]:
         yield listener.sentences
     finally:
         package.removeHandler(listener)
+
+
+def take_start_files(job: JobSpec, files: UserFiles, job_folder: Path) -> JobSpec:
+    """Copies adapter and checkpoint that a job starts from; returns the job with its own copies.
+
+    No gang then reads a path that a tenant has named.
+
+    Args:
+        files: what the job may name.
+        job_folder: of the job, below the service's.
+
+    Raises:
+        ValueError: naming the field, if it leads where it must not.
+        OSError: if the disk refuses.
+    """
+    for name in ("init_from", "resume_from"):
+        path = getattr(job, name)
+        if path is None:
+            continue
+        what, target = f"{name} of job {job.name!r}", job_folder / "start" / name
+        shutil.rmtree(target, ignore_errors=True)
+        with files.open_folder(path, what) as folder:
+            _copy_start(folder, target, what, _START_DEPTH)
+        copied: dict[str, Any] = {name: str(target)}
+        job = replace(job, **copied)
+    return job
+
+
+def _copy_start(folder: int, target: Path, what: str, depth: int) -> None:
+    make_folder(target)
+    for name in sorted(os.listdir(folder)):
+        kind = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+        if stat.S_ISDIR(kind) and depth and not name.startswith("."):
+            inner = os.open(name, _FOLDER, dir_fd=folder)
+            try:
+                _copy_start(inner, target / name, what, depth - 1)
+            finally:
+                os.close(inner)
+        elif name.endswith(_START_ENDINGS):
+            if not stat.S_ISREG(kind):
+                raise ValueError(f"{what} must hold files and no links, got {name!r}")
+            with (
+                open(os.open(name, _FILE, dir_fd=folder), "rb") as source,
+                open(target / name, "xb", opener=_private) as copy,
+            ):
+                shutil.copyfileobj(source, copy, 1 << 20)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

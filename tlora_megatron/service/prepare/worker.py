@@ -7,13 +7,13 @@ It ends when its stdin does, and with that when the controller dies, however tha
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from tlora_megatron.channel import LinePipe
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused
 from tlora_megatron.service.prepare.submission import Submission
@@ -28,23 +28,24 @@ _NICE = 10
 def main() -> None:
     """Answers until stdin ends."""
     os.nice(_NICE)
-    # Whatever a library prints must not get between the answers.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    pipe = LinePipe.of_child()
     logging.basicConfig(level=logging.WARNING)
     _import_early()
-    serve(sys.stdin.buffer, answers)
+    serve(pipe)
 
 
-def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+def serve(pipe: LinePipe) -> None:
     """Answers one request after the other; tidies the cache of tokens before the first."""
-    for index, line in enumerate(iter(requests.readline, b"")):
-        request = json.loads(line)
-        if index == 0:
-            _tidy(Path(request["rules"]["root"]))
-        outcome = _answer(request)
-        kind = "refused" if isinstance(outcome, Refused) else "validated"
-        answers.write(f'{{"{kind}":{outcome.to_json()}}}\n'.encode())
+    is_tidy = False
+    while not pipe.is_over:
+        pipe.wait()
+        for request in pipe.receive():
+            if not is_tidy:
+                _tidy(Path(request["rules"]["root"]))
+                is_tidy = True
+            outcome = _answer(request)
+            kind = "refused" if isinstance(outcome, Refused) else "validated"
+            pipe.send({kind: asdict(outcome)})
 
 
 def _answer(request: dict[str, Any]) -> Outcome:

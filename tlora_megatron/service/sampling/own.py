@@ -11,27 +11,28 @@ import secrets
 import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tlora_megatron.channel import to_line
 from tlora_megatron.runtime.sampling.limits import SamplerLimits
 from tlora_megatron.runtime.sampling.values import Piece, Prompt
-from tlora_megatron.service.engines.endings import last_words
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.sampling.sampler import (
     SamplerUnavailable,
     SamplingRefused,
     StreamingSampler,
 )
-from tlora_megatron.service.sampling.sockets import connect
-from tlora_megatron.service.sampling.wire import piece_from_json, prompt_to_json, to_line
+from tlora_megatron.service.sampling.wire import connect, piece_from_json, prompt_to_json
+from tlora_megatron.service.supervisor import Child, last_words
 
 logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-W", "ignore", "-m", "tlora_megatron.service.sampling.process")
-READY = b"ready\n"
+_LOOK_S = 0.01
+"""Between two looks whether a process is ready, which takes seconds."""
 _DYING_S = 0.2
 """For somebody else's process, whose end cannot be waited for."""
 BaseOf = Callable[[str], Mapping[str, Any]]
@@ -50,11 +51,11 @@ class OwnSettings:
     command: tuple[str, ...] = COMMAND
 
 
-async def _end(child: asyncio.subprocess.Process) -> None:
+async def _end(child: Child) -> None:
     """Ends a process that holds nothing worth keeping, and sees it off."""
-    with suppress(ProcessLookupError):
-        child.kill()
-    await child.wait()
+    child.handle.kill()
+    await child.ended()
+    child.close()
 
 
 async def _talk(
@@ -101,7 +102,7 @@ class OwnSampler(StreamingSampler):
         self._base_of = base_of
         self._settings = settings
         self._starting: dict[Path, asyncio.Task[None]] = {}
-        self._children: dict[Path, asyncio.subprocess.Process] = {}
+        self._children: dict[Path, Child] = {}
 
     async def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
         """Yields pieces as tokens come.
@@ -206,30 +207,26 @@ class OwnSampler(StreamingSampler):
             "idle_s": settings.idle_s,
             "limits": asdict(settings.limits),
         }
-        with self._log(socket).open("wb") as log:
-            child = await asyncio.create_subprocess_exec(
-                *settings.command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": settings.gpu or ""},
-                start_new_session=True,
-            )
+        log = self._log(socket)
+        log.unlink(missing_ok=True)
+        child = Child(
+            settings.command,
+            environment=os.environ | {"CUDA_VISIBLE_DEVICES": settings.gpu or ""},
+            log=log,
+            wire="lines",
+        )
         before = self._children.get(socket)
         self._children[socket] = child
         if before is not None:
             await _end(before)
-        assert child.stdin is not None
-        assert child.stdout is not None
-        with suppress(ConnectionError):
-            child.stdin.write(to_line(order))
-            await child.stdin.drain()
-            child.stdin.close()
-        if await child.stdout.readline() != READY:
-            await child.wait()
-            raise SamplerUnavailable(
-                f"the sampler of {base} cannot be started: {self._last_words(socket)}"
-            )
+        child.pipe.send(order)
+        while not child.pipe.receive():
+            if child.pipe.is_over:
+                await child.ended()
+                words = self._last_words(socket)
+                raise SamplerUnavailable(f"the sampler of {base} cannot be started: {words}")
+            await asyncio.sleep(_LOOK_S)
+        child.pipe.close()
 
     def _socket(self, base: str) -> Path:
         """The socket of a base, by what the base is and where it is sampled from."""

@@ -1,7 +1,7 @@
 """The process that samples from one base: `python -m tlora_megatron.service.sampling.process`.
 
-Its first line of input says everything: the base, limits, the socket. It says `ready` once it
-listens, and ends by itself when nobody has asked for a while. Model and tokenizer belong to one
+Its first line of input says everything: the base, limits, the socket. It says that it is ready once
+it listens, and ends by itself when nobody has asked for a while. Model and tokenizer belong to one
 thread, on which the loop of the sockets lets single steps run.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,19 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tlora_megatron.channel import LinePipe, to_line
 from tlora_megatron.runtime.sampling.batcher import Batcher
 from tlora_megatron.runtime.sampling.limits import SamplerLimits
 from tlora_megatron.runtime.sampling.opening import open_batcher
 from tlora_megatron.runtime.sampling.tracks import Request
 from tlora_megatron.runtime.sampling.values import Piece
-from tlora_megatron.service.sampling.sockets import serve
-from tlora_megatron.service.sampling.wire import piece_to_json, prompt_from_json, to_line
+from tlora_megatron.service.sampling.wire import piece_to_json, prompt_from_json, serve
 from tlora_megatron.training.data.tokenize import encode_prompt
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-READY = b"ready\n"
 _TOKEN_CHARACTERS = 256
 """No token has as many; a text with more for each position of the base is not tokenized at all,
 since everybody else would wait for it."""
@@ -230,18 +228,17 @@ class SamplingProcess:
 
 def main() -> None:
     """Reads the order and serves."""
-    order = Order(**json.loads(sys.stdin.readline()))
-    # Whatever libraries print goes where errors go: this process says one word.
-    said = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    pipe = LinePipe.of_child()
+    pipe.wait()
+    order = Order(**pipe.receive()[0])
     try:
         batcher = open_batcher(order.base, SamplerLimits(**order.limits))
     except (ValueError, ImportError) as error:
         sys.exit(str(error))
 
     def on_ready() -> None:
-        os.write(said, READY)
-        os.close(said)
+        pipe.send({"ready": True})
+        pipe.close()
 
     asyncio.run(SamplingProcess(batcher, order.idle_s).run(Path(order.socket), on_ready))
 

@@ -1,5 +1,7 @@
 """Requests to a sampling process and its answers, as lines of JSON on a Unix socket.
 
+The socket is its user's alone, and lies in a folder of any depth.
+
 A connection carries one request, `{"op": ..., ...}`, and is closed to take it back:
 
 | op | fields | answers |
@@ -13,9 +15,13 @@ A connection carries one request, `{"op": ..., ...}`, and is closed to take it b
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, asdict, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tlora_megatron.runtime.sampling.values import (
@@ -30,12 +36,10 @@ from tlora_megatron.runtime.sampling.values import (
 LINE_BYTES = 64 << 20
 """The longest line that is read."""
 
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+_MOST_BYTES = 100
+"""Bytes of a socket's address, at most; the kernel takes 107."""
 T = TypeVar("T")
-
-
-def to_line(value: Mapping[str, Any]) -> bytes:
-    """One message."""
-    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
 def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
@@ -96,3 +100,37 @@ def _fields(kind: type[Any], value: Any, what: str) -> Mapping[str, Any]:
     if unknown := sorted(set(value) - known):
         raise ValueError(f"{what} must have only {', '.join(sorted(known))}, got {unknown[0]}")
     return value
+
+
+async def serve(path: Path, handler: Handler) -> asyncio.Server:
+    """Listens at a path, in the place of whoever did before; of mode 0600 from the start."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with suppress(FileNotFoundError):
+        path.unlink()
+    with _short(path) as address:
+        listener.bind(address)  # nobody can connect before it listens
+        os.chmod(path, 0o600)
+    return await asyncio.start_unix_server(handler, sock=listener, limit=LINE_BYTES)
+
+
+async def connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connects to a path.
+
+    Raises:
+        OSError: if nobody listens there.
+    """
+    with _short(path) as address:
+        return await asyncio.open_unix_connection(address, limit=LINE_BYTES)
+
+
+@contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """Yields a short name of a path."""
+    if len(os.fsencode(path)) <= _MOST_BYTES:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from tlora_megatron.service.mail.folder import GangFolder
+from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.messages import GangSpec
 
 if TYPE_CHECKING:

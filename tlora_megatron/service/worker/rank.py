@@ -23,12 +23,10 @@ from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ending import leave
 from tlora_megatron.runtime.launcher import describe_failure, is_lost_connection
-from tlora_megatron.service.engines.rank_process import HOST_VARIABLE
+from tlora_megatron.service.engines.ranks import HOST_VARIABLE
+from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.mail.folder import GangFolder
-from tlora_megatron.service.mail.mailbox import FolderMailbox, Mailbox
 from tlora_megatron.service.messages import EventKind, GangSpec
-from tlora_megatron.service.processes import identity_of
 from tlora_megatron.service.sampling.base_scores import (
     MOST_TOKENS,
     TEXT,
@@ -36,9 +34,10 @@ from tlora_megatron.service.sampling.base_scores import (
     read_scores,
     write_scores,
 )
-from tlora_megatron.service.worker.lifeline import lifeline
+from tlora_megatron.service.supervisor import identity_of
+from tlora_megatron.service.worker.gang_logs import CommandReader, EventWriter
 from tlora_megatron.service.worker.meeting import leave_together, meet, own_address
-from tlora_megatron.service.worker.telling import Hearing, Teller
+from tlora_megatron.service.worker.peer_watchdog import peer_watchdog
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -68,7 +67,6 @@ def run_rank(
     rank: int,
     *,
     folder: GangFolder,
-    mailbox: Mailbox | None = None,
     host: str | None = None,
 ) -> int:
     """Lives the whole life of one process of a gang.
@@ -76,7 +74,6 @@ def run_rank(
     A process that fails says why in `end_K.json` before it ends, and in its log.
 
     Args:
-        mailbox: of rank 0; None = the folder's files.
         host: as in `meet`.
 
     Returns:
@@ -85,8 +82,7 @@ def run_rank(
     _set_up(spec, rank)
     process = RankProcess(spec, rank, folder)
     try:
-        mail = (mailbox or FolderMailbox(folder)) if rank == 0 else None
-        return process.serve(mail, host)
+        return process.serve(host)
     except BaseException as error:
         traceback.print_exc()
         return process.fail(error)
@@ -99,45 +95,45 @@ class RankProcess:
         self._spec = spec
         self._rank = rank
         self._folder = folder
-        self.hearing: Hearing | None = None
+        self.commands: CommandReader | None = None
         """On rank 0 from the time that the base is loaded."""
-        self.teller: Teller | None = None
+        self.events: EventWriter | None = None
         """On rank 0."""
         self._newcomers: list[str] = []
 
-    def serve(self, mailbox: Mailbox | None, host: str | None) -> int:
-        """Opens the super-model and serves the gang's mail until its end; returns the exit code."""
+    def serve(self, host: str | None) -> int:
+        """Opens the super-model, serves the gang's commands to the end; returns the exit code."""
         begin_s = time.monotonic()
         _start_early(self._spec, self._rank)
         import_all()
         from tlora_megatron.runtime.backbone import Rendezvous
         from tlora_megatron.runtime.resident import open_resident
-        from tlora_megatron.service.worker.journals import Journals
+        from tlora_megatron.service.request_log import RequestLogs
         from tlora_megatron.service.worker.read_order import order_reader
 
         imported_s = time.monotonic()
-        if mailbox is not None:
-            self.teller = Teller(self._spec, mailbox)
+        if self._rank == 0:
+            self.events = EventWriter(self._spec, self._folder.events())
         store = meet(self._spec, self._rank, self._folder, host)
         met_s = time.monotonic()
         place = Rendezvous(store, self._rank, self._spec.world_size)
         config = gang_config(self._spec)
         at = host or own_address(self._spec)
         with (
-            lifeline(store, self._rank, self._spec.world_size, at, self._miss),
+            peer_watchdog(store, self._rank, self._spec.world_size, at, self._miss),
             open_resident(
                 config,
                 tell=self.tell,
                 rendezvous=place,
                 read_order=order_reader(config, self._spec.root),
                 may_write=self._may_write,
-                clients=Journals(Path(self._spec.root), self._may_write),
+                clients=RequestLogs(Path(self._spec.root), self._may_write),
             ) as loop,
         ):
             self._score_base(loop.live, config, store)
-            if mailbox is not None:
+            if self._rank == 0:
                 # Not before: a large base may take longer to load than the lease lasts.
-                self.hearing = Hearing(self._spec, mailbox)
+                self.commands = CommandReader(self._spec, self._folder.commands())
             self.tell(
                 "started",
                 None,
@@ -147,7 +143,7 @@ class RankProcess:
                     "base_s": time.monotonic() - met_s,
                 },
             )
-            loop.serve(self.hearing)
+            loop.serve(self.commands)
         leave_together(store, self._rank)
         return LEASE_OVER if self._lease_is_over else 0
 
@@ -204,18 +200,18 @@ class RankProcess:
 
     @property
     def _lease_is_over(self) -> bool:
-        return self.hearing is not None and self.hearing.deadline.is_over
+        return self.commands is not None and self.commands.deadline.is_over
 
     def _may_write(self, job: str) -> bool:
-        assert self.hearing is not None, "only rank 0 writes"
-        return self.hearing.may_write(job)
+        assert self.commands is not None, "only rank 0 writes"
+        return self.commands.may_write(job)
 
     def tell(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
         """Tells what the resident loop says; what is for the end is kept until then."""
         if kind == "out_of_memory":
             self._newcomers = list(body["newcomers"])
             return
-        if self.teller is None:
+        if self.events is None:
             return
         if kind == "stopped" and self._lease_is_over:
             self._say(
@@ -228,7 +224,7 @@ class RankProcess:
                 }
             )
             return
-        self.teller.tell(cast(EventKind, kind), job, body)
+        self.events.tell(cast(EventKind, kind), job, body)
 
 
 def import_all() -> None:
@@ -237,7 +233,7 @@ def import_all() -> None:
 
     quiet.install()
     import tlora_megatron.runtime.resident
-    import tlora_megatron.service.worker.journals
+    import tlora_megatron.service.request_log
     import tlora_megatron.service.worker.read_order  # noqa: F401
     from tlora_megatron.runtime.backbone import import_backbone
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.fake_gang import FakeGang, FakeTimes
 from tests.helpers.floor_model import FloorModel
 from tests.helpers.live_service import FloorCost, LiveService, folder_in_memory
 from tlora_megatron.service.control.pricing import MemoryShares
-from tlora_megatron.service.engines.fake_gang import FakeGang, FakeTimes
 from tlora_megatron.service.engines.protocol import NodeInfo
 
 _EVERY_S = [0.07, 0.31, 1.3, 4.1] if os.environ.get("TLORA_ALL_TESTS") else [1.3]

@@ -83,7 +83,7 @@ def test_idle_process_ends_and_another_one_comes(tmp_path: Path) -> None:
         async with opened(tmp_path, idle_s=0.05) as sampler:
             (first,) = await sampler.encode("good", "x")
             (child,) = sampler._children.values()
-            assert await child.wait() == 0
+            assert await child.ended() == 0
             assert await sampler.encode("good", "x") != [first]
 
     run(work())

@@ -13,7 +13,7 @@ from tlora_megatron.service.api.tinker.checkpoints import Checkpoints
 from tlora_megatron.service.api.tinker.errors import Gone, Refused, UnknownId
 from tlora_megatron.service.api.tinker.futures import Futures
 from tlora_megatron.service.api.tinker.names import ModelId, SamplerId, check_session
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import Model, Sampler, Session
 from tlora_megatron.service.store.sessions import Sessions
 
@@ -134,9 +134,9 @@ class TenantContext:
         folder = self.service.home.tenant(self.tenant)
         return folder / "tinker" / check_session(session_id) / "samples"
 
-    def request_log(self, model: Model) -> Journal:
+    def request_log(self, model: Model) -> RequestLog:
         """The log of requests of the job that trains a model."""
-        return Journal(self.service.home.job(model.job))
+        return RequestLog(self.service.home.job(model.job))
 
     def held_bytes(self) -> int:
         """Bytes of requests and answers of all models."""

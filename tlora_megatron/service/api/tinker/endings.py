@@ -13,7 +13,7 @@ from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker.checkpoints import KEPT_FOR_SAMPLERS
 from tlora_megatron.service.api.tinker.context import TenantContext
 from tlora_megatron.service.api.tinker.sampling import sweep_samples
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import IllegalChange, Model, Session, StoreError
 from tlora_megatron.training.driven.requests import Op, Request
 
@@ -75,7 +75,7 @@ def _write_last(context: TenantContext, model: Model, *, keep: bool) -> int:
     return _write(log, "leave")
 
 
-def _write(log: Journal, op: Op, **params: object) -> int:
+def _write(log: RequestLog, op: Op, **params: object) -> int:
     """Writes a request behind those that the job can carry out; returns its number."""
     request = Request(op=op, params=params)
     while not log.write_request(number := _free_number(log), request):
@@ -83,7 +83,7 @@ def _write(log: Journal, op: Op, **params: object) -> int:
     return number
 
 
-def _free_number(log: Journal) -> int:
+def _free_number(log: RequestLog) -> int:
     """The number for which the job would wait; requests behind it may lie there for ever."""
     number = log.covered() + 1
     while log.state(number) != "unknown":

@@ -14,7 +14,7 @@ from tlora_megatron.service.api.tinker.errors import Gone, UnknownId
 from tlora_megatron.service.api.tinker.names import ModelId, RequestId, SamplerId
 from tlora_megatron.service.api.tinker.protobuf import MEDIA_TYPE, encode_pass
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import Job, JobState, Model, NotFound, Store
 from tlora_megatron.training.driven.requests import Answer
 
@@ -111,8 +111,8 @@ class Futures:
         reason = _QUEUED.get(job.state)
         return Waiting() if reason is None else Waiting("paused_capacity", reason)
 
-    def _log(self, model: Model) -> Journal:
-        return Journal(self._home.job(model.job))
+    def _log(self, model: Model) -> RequestLog:
+        return RequestLog(self._home.job(model.job))
 
 
 def _end_of(job: Job) -> Mapping[str, Any]:

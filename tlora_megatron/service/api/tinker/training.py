@@ -19,7 +19,7 @@ from tlora_megatron.service.api.tinker.futures import Content, Waiting, respond
 from tlora_megatron.service.api.tinker.names import ModelId, RequestId
 from tlora_megatron.service.api.tinker.protobuf import decode_pass
 from tlora_megatron.service.api.tinker.sampling import SamplingTasks
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import Model, OverLimit
 from tlora_megatron.training.driven import requests
 
@@ -101,7 +101,7 @@ def submit(
     return {"request_id": str(RequestId(ModelId.of(model), seq_id, op)), "model_id": model.id}
 
 
-def _check_room(log: Journal, size: int) -> None:
+def _check_room(log: RequestLog, size: int) -> None:
     """Refuses a large request of a model of which too much waits: all tenants share the disk."""
     if size > LARGE_BYTES and log.waiting_bytes() > MOST_WAITING_BYTES:
         rule = f"have at most {MOST_WAITING_BYTES:,} bytes of requests without an answer"

@@ -2,19 +2,18 @@
 
     python -m tlora_megatron.service.engines.ray.bridge ADDRESS NAMESPACE
 
-It is told `start`, `adopt`, `post`, `read` and `end`; it says `ready`, `nodes` (about once a
-second: a sign of life), `events`, `gone` and `lost`. It ends with its stdin; gangs go on.
+It is told `start`, `adopt`, `sweep` and `end`; it says `ready`, `nodes` (about once a second: a
+sign of life), `ending`, `gone` and `lost`. It ends with its stdin; gangs go on.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -30,6 +29,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from tlora_megatron.channel import LinePipe
 from tlora_megatron.service.engines.ray.agent import Agent, reap
 
 _LOOK_S = 0.02
@@ -41,9 +41,7 @@ _GRACE_S = 20.0
 _REAP_S = 5.0
 _LEAVE_S = 10.0
 
-RemoteAgent = ray.remote(
-    max_restarts=0, max_task_retries=0, concurrency_groups={"mail": 1, "io": 8}
-)(Agent)
+RemoteAgent = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"io": 8})(Agent)
 _reap = ray.remote(num_cpus=0, max_retries=0)(reap)
 Key = tuple[str, int]
 
@@ -55,8 +53,6 @@ class Gang:
         self.key = key
         self.path = path
         self.agents = agents
-        self.since = 0
-        self.events: ray.ObjectRef | None = None
         self.watches = {rank: self._watch(rank) for rank in range(len(agents))}
         self.codes: dict[int, int | None] = {}
         self.reaping: list[ray.ObjectRef] = []
@@ -80,14 +76,8 @@ class Gang:
             any(self.codes.values()) or None in self.codes.values() or not self.watches or is_late
         )
 
-    def ask(self) -> None:
-        """Asks for new events, one question at a time."""
-        if self.events is None and self.end_s is None:
-            asked = self.agents[0].events.options(concurrency_group="io")
-            self.events = asked.remote(self.since)
-
-    def look(self) -> list[str]:
-        """Takes what was answered; returns new events."""
+    def look(self) -> None:
+        """Takes what was answered."""
         for rank, ref in list(self.watches.items()):
             if not _is_ready(ref):
                 continue
@@ -100,16 +90,6 @@ class Gang:
             else:
                 del self.watches[rank]
                 self.codes[rank] = answer["code"]
-        lines: list[str] = []
-        if self.events is not None and _is_ready(self.events):
-            ref, self.events = self.events, None
-            try:
-                lines = ray.get(ref, timeout=1)
-            except ray.exceptions.RayError:
-                return []  # the watch says it, too
-            if lines:
-                self.since = json.loads(lines[-1])["number"]
-        return lines
 
     def kill(self, ranks: list[int]) -> None:
         """Ends the actors, with which their ranks end, and asks all nodes to prove that of some."""
@@ -126,7 +106,8 @@ class Gang:
 class Bridge:
     """Connects to a cluster and serves one service."""
 
-    def __init__(self, address: str, namespace: str) -> None:
+    def __init__(self, address: str, namespace: str, pipe: LinePipe) -> None:
+        self._pipe = pipe
         self._prefix = f"{namespace}."
         ray.init(
             address=address,
@@ -143,9 +124,9 @@ class Bridge:
     def serve(self) -> None:
         """Serves until stdin ends or the cluster is lost."""
         self._say("ready", nodes=_nodes(), actors=_actors())
-        for line in _lines():
-            if line is not None:
-                order = json.loads(line)
+        while not self._pipe.is_over:
+            self._pipe.wait(_LOOK_S)
+            for order in self._pipe.receive():
                 getattr(self, f"_do_{order.pop('do')}")(**order)
             for gang in list(self._gangs.values()):
                 self._look(gang)
@@ -164,7 +145,7 @@ class Bridge:
         command: list[str],
         environment: Mapping[str, str],
     ) -> None:
-        """Begins to start a gang; `places` are address and number of places of each rank's node."""
+        """Begins to start a gang; `places` are address and worker slots of each rank's node."""
         kind = {"GPU": 1} if uses_gpus else {"CPU": 1}
         bundles = [{**kind, f"node:{address}": 0.001} for address, _ in places]
         group = placement_group(
@@ -179,8 +160,8 @@ class Bridge:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=rank
                 ),
-            ).remote(path, rank, command, environment, seats)
-            for rank, (_, seats) in enumerate(places)
+            ).remote(path, rank, command, environment, slots)
+            for rank, (_, slots) in enumerate(places)
         ]
         self._gangs[gang, epoch] = Gang((gang, epoch), path, agents)
 
@@ -209,15 +190,6 @@ class Bridge:
             ):
                 remove_placement_group(_group(name))
 
-    def _do_post(self, gang: str, epoch: int, command: str) -> None:
-        if found := self._gangs.get((gang, epoch)):
-            found.agents[0].post.options(concurrency_group="mail").remote(command)
-
-    def _do_read(self, gang: str, epoch: int, since: int) -> None:
-        """Reads a gang's events from a number on."""
-        if found := self._gangs.get((gang, epoch)):
-            found.since, found.events = since, None
-
     def _do_end(self, gang: str, epoch: int, unproved: list[int]) -> None:
         """Ends a gang; of some of its ranks the service has no proof by itself."""
         found = self._gangs.get((gang, epoch))
@@ -225,10 +197,7 @@ class Bridge:
             found.kill(unproved)
 
     def _look(self, gang: Gang) -> None:
-        lines = gang.look()
-        if lines:
-            self._say("events", gang=gang.key[0], epoch=gang.key[1], lines=lines)
-        gang.ask()
+        gang.look()
         if gang.is_missed and not gang.is_told:
             gang.is_told = True
             self._say("ending", gang=gang.key[0], epoch=gang.key[1], codes=list(gang.codes.items()))
@@ -241,7 +210,8 @@ class Bridge:
         if len(ready) < len(gang.reaping) and time.monotonic() < end_s + 2 * _REAP_S:
             return
         unproved = gang.unproved.difference(*(_proved(ref) for ref in ready))
-        remove_placement_group(_group(f"{self._prefix}{gang.key[0]}.{gang.key[1]}"))
+        with suppress(ValueError):  # another service's sweep may have been quicker
+            remove_placement_group(_group(f"{self._prefix}{gang.key[0]}.{gang.key[1]}"))
         del self._gangs[gang.key]
         self._say("gone", gang=gang.key[0], epoch=gang.key[1], is_proved=not unproved)
 
@@ -261,32 +231,19 @@ class Bridge:
         return True
 
     def _say(self, what: str, **more: Any) -> None:
-        os.write(_OUT, json.dumps({"say": what, **more}).encode() + b"\n")
+        self._pipe.send({"say": what, **more})
 
 
 def main(address: str, namespace: str) -> None:
     """Connects and serves; says why where it cannot connect."""
+    pipe = LinePipe.of_child()  # Ray prints on stdout
     try:
-        bridge = Bridge(address, namespace)
+        bridge = Bridge(address, namespace, pipe)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = f"{error}; it looks the same where the token is wrong"
-        os.write(_OUT, json.dumps({"say": "lost", "reason": reason}).encode() + b"\n")
+        pipe.send({"say": "lost", "reason": reason})
         return
     bridge.serve()
-
-
-def _lines() -> Iterator[str | None]:
-    """Lines of stdin until its end; None in between, every few milliseconds."""
-    rest = b""
-    while True:
-        readable, _, _ = select.select([0], [], [], _LOOK_S)
-        if readable:
-            data = os.read(0, 1 << 20)
-            if not data:
-                return
-            *lines, rest = (rest + data).split(b"\n")
-            yield from (line.decode() for line in lines)
-        yield None
 
 
 def _is_ready(ref: ray.ObjectRef) -> bool:
@@ -326,11 +283,6 @@ def _nodes() -> list[dict[str, Any]]:
     ]
 
 
-_OUT = 1
-
 if __name__ == "__main__":
-    # Ray writes to stdout as well: what it says goes to stderr, which is a log.
-    _OUT = os.dup(1)
-    os.dup2(2, 1)
     main(sys.argv[1], sys.argv[2])
     os._exit(0)

@@ -1,46 +1,97 @@
-"""The service's end of the bridge to Ray: a child process, and lines of JSON both ways."""
+"""The way to a Ray cluster: who may take it, and the child process through which it goes."""
 
 from __future__ import annotations
 
-import json
+import functools
+import importlib.util
 import os
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.service.engines.rank_process import inherited_environment
-from tlora_megatron.service.engines.ray.cluster import Cluster, package_path
+from tlora_megatron.service.engines.ranks import inherited_environment
+from tlora_megatron.service.supervisor import Child, package_path
 
-_COMMAND = (sys.executable, "-m", "tlora_megatron.service.engines.ray.bridge")
+AUTH = "RAY_AUTH_MODE"
+ADDRESS = "RAY_ADDRESS"
+_TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"
+_MODULE = "tlora_megatron.service.engines.ray"
 _CONNECT_S = 60.0
 _SILENCE_S = 30.0
 """Longest silence of the bridge: it speaks every second, unless a call of Ray does not return."""
+_LOOK_S = 0.05
+
+
+def cluster_address(address: str | None) -> str:
+    """The address of a cluster that asks for a token.
+
+    Args:
+        address: None = that of RAY_ADDRESS.
+
+    Raises:
+        ImportError: if Ray is not installed.
+        ValueError: if there is no address, or programs may talk to the cluster without a token.
+        RuntimeError: if nobody answers.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ImportError("--engine ray must find Ray; pip install 'tlora-megatron[ray]'")
+    address = address or os.environ.get(ADDRESS)
+    if not address:
+        raise ValueError(
+            f"{ADDRESS} must name a cluster for --engine ray, got none; `ray start --head` starts "
+            f"one, as docs/engines.md says, and --engine local needs none on one host"
+        )
+    mode = os.environ.get(AUTH)
+    if mode != "token":
+        raise ValueError(
+            f"{AUTH} must be token for --engine ray, got {mode}: whoever reaches a port of a Ray "
+            f"cluster without it can run code there; start the cluster and the service with "
+            f"{AUTH}=token and {_TOKEN_FILE}"
+        )
+    if _is_open(address):
+        raise ValueError(
+            f"the Ray cluster at {address} must ask for a token, got one that lets everybody in "
+            f"and run code; start all of its nodes with {AUTH}=token and {_TOKEN_FILE}"
+        )
+    return address
+
+
+@functools.cache
+def _is_open(address: str) -> bool:
+    """True if a program without a token gets in; it is ended as soon as it is refused."""
+    environment = {**inherited_environment(), AUTH: "disabled", "PYTHONPATH": package_path()}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "probe.log"
+        command = [sys.executable, "-m", f"{_MODULE}.probe_auth", address]
+        probe = Child(command, environment=environment, log=log)
+        try:
+            while True:
+                code = probe.exit_code  # before its words, so that none is missed
+                said = log.read_text(errors="replace")
+                if "Unauthenticated" in said or "AuthenticationError" in said:
+                    return False
+                if code is not None:
+                    break
+                time.sleep(_LOOK_S)
+        finally:
+            probe.kill()
+    if code == 0:
+        return True
+    raise RuntimeError(f"Ray must be reachable at {address}, got no answer")
 
 
 class Connection:
     """One bridge, from its start to its end."""
 
-    def __init__(self, cluster: Cluster, namespace: str, log: Path) -> None:
-        environment = {**inherited_environment(), **cluster.environment}
+    def __init__(self, address: str, namespace: str, log: Path) -> None:
+        environment = inherited_environment()
         environment |= {"PYTHONPATH": package_path(), "RAY_DEDUP_LOGS": "0"}
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(output, "wb") as errors:
-            self._process = subprocess.Popen(
-                [*_COMMAND, cluster.address, namespace],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,
-            )
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
-        self._rest = b""
+        command = [sys.executable, "-m", f"{_MODULE}.bridge", address, namespace]
+        self._child = Child(command, environment=environment, log=log, wire="lines")
         self._spoke_s = time.monotonic()
-        self._is_open = True
         self.is_ready = False
         """True once it is connected with Ray."""
         self.why: str | None = None
@@ -53,46 +104,26 @@ class Connection:
         is_silent = silence_s > (_SILENCE_S if self.is_ready else _CONNECT_S)
         if is_silent:
             self.why = self.why or f"Ray has not answered for {silence_s:.0f} s"
-        return not self._is_open or is_silent or self._process.poll() is not None
+        return is_silent or self._child.pipe.is_over or self._child.exit_code is not None
 
     @property
     def pid(self) -> int:
         """The bridge's process."""
-        return self._process.pid
+        return self._child.pid
 
     def send(self, do: str, **more: Any) -> None:
         """Tells the bridge one thing; one that has ended hears nothing."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
-            self._process.stdin.flush()
-        except (BrokenPipeError, ValueError):
-            self._is_open = False
+        self._child.pipe.send({"do": do, **more})
 
-    def receive(self) -> list[Mapping[str, Any]]:
+    def receive(self) -> Sequence[Mapping[str, Any]]:
         """Takes the bridge's messages that have come in; never waits."""
-        assert self._process.stdout is not None
-        if not self._is_open:
-            return []
-        data = self._process.stdout.read() or b""
-        if not data:
-            return []
-        self._spoke_s = time.monotonic()
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        words: list[Mapping[str, Any]] = [json.loads(line) for line in lines]
-        for word in words:
-            if word["say"] == "lost":
-                self.why = word["reason"]
-        return words
+        messages = self._child.pipe.receive()
+        for message in messages:
+            self._spoke_s = time.monotonic()
+            if message["say"] == "lost":
+                self.why = message["reason"]
+        return messages
 
     def close(self) -> None:
         """Ends the bridge; gangs go on."""
-        self._is_open = False
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                continue
+        self._child.kill()

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tlora_megatron.service.engines.protocol import NodeInfo
-from tlora_megatron.service.engines.rank_process import inherited_environment
+from tlora_megatron.service.engines.ranks import inherited_environment
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ _ANSWER_S = 30.0
 """For SLURM's controller to answer: on a big cluster it takes seconds when many ask."""
 _HEALTH_S = 10.0
 """Between two questions for the nodes' health."""
+_STEPS_S = 0.05
+"""For which an answer about steps serves all gangs that are looked at."""
 _KEPT = ("SLURM_CONF", "SLURM_JWT")
 """Variables by which SLURM's programs find the cluster; others would change a step's wishes."""
 _SICK = re.compile(r"down|drain|drng|fail|boot|maint|unk|inval|\*")
@@ -34,20 +36,22 @@ class Allocation:
 
     job: str
     nodes: tuple[NodeInfo, ...] = ()
-    """GPUs are what a step sees there; seats on nodes without any."""
+    """GPUs are what a step sees there; worker slots on nodes without any."""
     names: tuple[str, ...] = ()
     """SLURM's names of the nodes, in the same order."""
-    seats: int | None = None
+    slots: int | None = None
     """Places of a node without GPUs; None = one a core."""
     _asked_s: float = field(default=-1e9, init=False)
+    _steps: Mapping[str, str] | None = field(default=None, init=False)
+    _steps_s: float = field(default=0.0, init=False)
 
     @classmethod
-    def open(cls, gpus: int | None, seats: int | None) -> Allocation:
+    def open(cls, gpus: int | None, slots: int | None) -> Allocation:
         """The allocation that this process runs in, with what its nodes have.
 
         Args:
             gpus: of each node, or places where it has none; None = all that a step sees there.
-            seats: of nodes without GPUs; None = one a core.
+            slots: of nodes without GPUs; None = one a core.
 
         Raises:
             ValueError: if there is no allocation, or a node has fewer GPUs.
@@ -65,18 +69,18 @@ class Allocation:
                     f"--engine slurm must find {program} in PATH, got {os.environ['PATH']}"
                 )
         allocation = cls(job=job)
-        allocation._look_at_nodes(gpus, seats)
+        allocation._look_at_nodes(gpus, slots)
         return allocation
 
-    def _look_at_nodes(self, gpus: int | None, seats: int | None) -> None:
+    def _look_at_nodes(self, gpus: int | None, slots: int | None) -> None:
         """Asks a process on every node what a step sees there."""
         names = self.ask("scontrol", "show", "hostnames", self._fields()["NodeList"]).split()
         words = self.step_words(len(names), ("--ntasks-per-node=1",))
-        lines = self.ask(*words, *TASK, "look", str(seats or 0)).splitlines()
+        lines = self.ask(*words, *TASK, "look", str(slots or 0)).splitlines()
         found = {entry["node"]: entry for entry in map(json.loads, lines)}
         least = min(entry["gpus"] for entry in found.values())
         if not least:
-            self.seats = seats or gpus
+            self.slots = slots or gpus
         elif gpus is not None and gpus > least:
             raise ValueError(
                 f"--gpus must be at most {least} on each node of the allocation, got {gpus}"
@@ -97,12 +101,21 @@ class Allocation:
     def steps(self) -> Mapping[str, str]:
         """Name -> id of the steps that SLURM still has, until their last process has ended.
 
+        An answer serves a moment, or until `forget_steps`.
+
         Raises:
             RuntimeError: if SLURM does not answer.
         """
-        lines = self.ask("squeue", "--steps", f"--jobs={self.job}", "--noheader", "--format=%i|%j")
-        pairs = (line.strip().partition("|") for line in lines.splitlines())
-        return {name: step for step, _, name in pairs}
+        if self._steps is None or time.monotonic() > self._steps_s + _STEPS_S:
+            words = ("squeue", "--steps", f"--jobs={self.job}", "--noheader", "--format=%i|%j")
+            pairs = (line.strip().partition("|") for line in self.ask(*words).splitlines())
+            self._steps = {name: step for step, _, name in pairs}
+            self._steps_s = time.monotonic()
+        return self._steps
+
+    def forget_steps(self) -> None:
+        """Has the next question for the steps asked anew."""
+        self._steps = None
 
     def kill_step(self, step: str) -> None:
         """Sends SIGKILL to all processes of a step; one that has ended stays so."""

@@ -2,122 +2,222 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import logging
+import math
+import re
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from tlora_megatron.service.engines.past import PastGangs, gang_folders
-from tlora_megatron.service.engines.present import check_places, infos
-from tlora_megatron.service.engines.protocol import Cursor, GangInfo, NodeInfo
-from tlora_megatron.service.engines.rank_process import HOST_VARIABLE, RANK_COMMAND
+from tlora_megatron.append_log import LineReader
+from tlora_megatron.service.engines.base import FolderEngine, GangHandle
+from tlora_megatron.service.engines.endings import blame, say_died
+from tlora_megatron.service.engines.protocol import NodeInfo
+from tlora_megatron.service.engines.ranks import HOST_VARIABLE, RANK_COMMAND
 from tlora_megatron.service.engines.slurm.allocation import TASK, Allocation
-from tlora_megatron.service.engines.slurm.gang import SRUN_LOG, SRUN_PID, SlurmGang
-from tlora_megatron.service.home import Home
-from tlora_megatron.service.mail.folder import EventReader, GangFolder
-from tlora_megatron.service.messages import Command, GangEvent, GangSpec
-from tlora_megatron.service.processes import Life, identity_of
+from tlora_megatron.service.gang_folder import GangFolder
+from tlora_megatron.service.messages import GangSpec
+from tlora_megatron.service.supervisor import Child, ProcessHandle, identity_of, last_words
 
-_ASKED = "the service has ended it"
+logger = logging.getLogger(__name__)
+
+_SRUN_LOG, _SRUN_PID = "srun.log", "srun.pid"
 _LEAVE_S = 10
 """From the end of a gang's first process to the last one's, where none has failed."""
+_LOOK_S = 0.2
+"""Between two questions whether a step that was killed is gone."""
+_WATCH_S = 1.0
+"""Between two questions whether a step lives of which no srun tells."""
+_COMPLAINT = re.compile(r"tasks? (?P<tasks>[\d,\-\[\]]+): (?P<how>.+)")
+_EXIT = re.compile(r"Exited with exit code (\d+)")
+_SIGNALS: Mapping[str, int] = {
+    text: number for number in signal.valid_signals() if (text := signal.strsignal(number))
+}
 
 
-class SlurmEngine:
+class SlurmGang(GangHandle):
+    """The step of one start of a gang.
+
+    Args:
+        srun: the srun that has started it; over where it ran on another host.
+        child: the same as this process's child; None where it is not.
+    """
+
+    def __init__(
+        self,
+        folder: GangFolder,
+        spec: GangSpec,
+        allocation: Allocation,
+        srun: ProcessHandle,
+        child: Child | None = None,
+    ) -> None:
+        super().__init__(folder, spec)
+        self._allocation = allocation
+        self._srun = srun
+        self._child = child
+        self._said = LineReader(folder.path / _SRUN_LOG)
+        self._died: dict[str, Any] | None = None
+        """Body of the last event, once the gang is ending."""
+        self._asked_s = -math.inf
+
+    @property
+    def is_ending(self) -> bool:
+        """True once one of its processes was missed, or all are to end."""
+        return self._died is not None
+
+    def look(self) -> None:
+        """Ends the gang if one of its processes has ended; asks SLURM where nothing else tells."""
+        if self.is_over:
+            return
+        if self._died is None:
+            try:
+                self._notice()
+            except RuntimeError as error:
+                logger.warning("%s", error)
+        if self._died is not None and self._is_due(_LOOK_S):
+            self._end()
+
+    def kill(self, reason: str) -> None:
+        """Begins to end all processes by SIGKILL."""
+        if not self.is_over:
+            self._died = self._died or {"rank": 0, "reason": reason}
+            self._allocation.forget_steps()  # an older answer would prove nothing
+            self._end()
+
+    def release(self) -> None:
+        """Lets go of the step, which goes on."""
+        self._srun.close()
+
+    def _notice(self) -> None:
+        codes = complaints(self._said.read())
+        if codes:
+            self._died = blame(self.folder, codes)
+        elif self._srun.is_over and self._is_due(_WATCH_S):
+            if self.folder.path.name not in self._allocation.steps():
+                self._died = self._silent_end()
+            elif any(self.folder.path.glob("e*_*")):  # exit_K, end_K.json
+                self._died = blame(self.folder, dict.fromkeys(range(self.spec.world_size)))
+
+    def _silent_end(self) -> dict[str, Any]:
+        """The body of `died` for a step of which srun had nothing to say."""
+        if any(self.folder.pid(rank).exists() for rank in range(self.spec.world_size)):
+            return blame(self.folder, dict.fromkeys(range(self.spec.world_size)))
+        said = last_words(self.folder.path / _SRUN_LOG)
+        how = f"srun said: {said}" if said else "and srun said nothing"
+        return {"rank": 0, "reason": f"SLURM has not started the gang, {how}"}
+
+    def _end(self) -> None:
+        """Carries the ending on: no srun, no step, then the last event."""
+        if not self.folder.is_closed:
+            self.folder.close()
+        self._srun.kill()
+        try:
+            step = self._allocation.steps().get(self.folder.path.name)
+        except RuntimeError:
+            return  # without an answer there is no proof
+        if step is not None:
+            self._allocation.kill_step(step)
+        elif self._srun.is_over:
+            assert self._died is not None, "only a gang that is ending is ended"
+            say_died(self.folder, self._died)
+            self.is_over = True
+            self.release()
+            if self._child is not None:
+                self._child.wait()
+
+    def _is_due(self, pause_s: float) -> bool:
+        now_s = time.monotonic()
+        if now_s < self._asked_s + pause_s:
+            return False
+        self._asked_s = now_s
+        return True
+
+
+def complaints(lines: list[str]) -> dict[int, int]:
+    """Rank -> exit code, -n by signal n, of what srun reports of tasks that failed.
+
+    SIGTERM is what srun itself sends to the others; it is told only where there is nothing else.
+    """
+    codes: dict[int, int] = {}
+    for line in lines:
+        match = _COMPLAINT.search(line)
+        code = _code(match["how"]) if match else None
+        if match and code is not None:
+            codes |= dict.fromkeys(_numbers(match["tasks"]), code)
+    real = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
+    return real or codes
+
+
+def _code(how: str) -> int | None:
+    if found := _EXIT.match(how):
+        return int(found[1])
+    number = _SIGNALS.get(how.removesuffix(" (core dumped)"))
+    return None if number is None else -number
+
+
+def _numbers(text: str) -> list[int]:
+    """The numbers of `3`, `0-2,5` or `[0-2]`."""
+    ends = (part.partition("-") for part in text.strip("[]").split(","))
+    return [n for begin, _, end in ends for n in range(int(begin), int(end or begin) + 1)]
+
+
+class SlurmEngine(FolderEngine[SlurmGang]):
     """`GangEngine` inside one allocation; every gang is a step that outlives who has started it.
 
     Steps share the nodes: which GPU a rank takes is the service's choice, not SLURM's. All nodes
-    must see the service's folder. Gangs that an earlier engine has started in the allocation are
-    taken up; of others `died` is among the events.
+    must see the service's folder. A death costs a few questions to SLURM, tenths of a second;
+    otherwise `poll` asks nothing.
 
     Args:
         root: the service's folder.
         gpus: GPUs to use on each node, or places on nodes without any; None = all.
-        seats: places for processes on nodes without GPUs; None = one a core.
+        slots: worker slots of nodes without GPUs; None = one a core.
         rank_command: for tests.
     """
 
-    shares_gpus = False
+    kill_s = 10.0  # SLURM's programs take tenths of a second each, and ask over a network
 
     def __init__(
         self,
         root: Path | str,
         gpus: int | None = None,
         *,
-        seats: int | None = None,
+        slots: int | None = None,
         rank_command: Sequence[str] = RANK_COMMAND,
     ) -> None:
-        self._home = Home.open(root)
-        self._rank_command = tuple(rank_command)
-        self.allocation = Allocation.open(gpus, seats)
+        super().__init__(root, rank_command)
+        self.allocation = Allocation.open(gpus, slots)
         """The nodes, and what SLURM is asked about them."""
-        self._gangs: dict[tuple[str, int], SlurmGang] = {}
-        """Those that are not over, and those that are and were not told of since."""
-        self._past = PastGangs(self._home.root)
-        self._adopt()
+        self.adopt_all()
 
-    def start(self, spec: GangSpec) -> None:
-        """Starts the step of a gang; a second call with the same epoch does nothing."""
-        key = (spec.gang, spec.epoch)
-        folder = GangFolder(self._home.root, spec.gang, spec.epoch)
-        if key in self._gangs or folder.has_spec:
-            return
-        check_places(spec, [node.gpus for node in self.allocation.nodes])
-        folder.create(spec)
-        process = self._run(folder, spec)
-        folder.write(SRUN_PID, f"{identity_of(process.pid)}")
-        life = Life.of(process.pid)
-        assert life is not None, "a child that nobody has waited for has a life"
-        self._gangs[key] = SlurmGang(folder, spec, self.allocation, life, process)
+    def launch(self, folder: GangFolder, spec: GangSpec) -> SlurmGang:
+        """Starts the step of a gang."""
+        child = self._run(folder, spec)
+        folder.write(_SRUN_PID, f"{identity_of(child.pid)}")
+        return SlurmGang(folder, spec, self.allocation, child.handle, child)
 
-    def post(self, command: Command) -> None:
-        """Leaves a command in a gang's folder; one for a gang that is over is dropped."""
-        gang = self._gangs.get((command.gang, command.epoch))
-        if gang is not None:
-            gang.post(command)
-
-    def poll(self, since: Cursor) -> Sequence[GangEvent]:
-        """Events after the cursor; deaths are seen and acted on here, so call it often.
-
-        A death costs a few questions to SLURM, tenths of a second; otherwise it asks nothing.
-        """
-        events: list[GangEvent] = []
-        self._look()
-        events += self._past.events(since, self._gangs)
-        for key, gang in list(self._gangs.items()):
-            events += gang.events(since.get(key, 0))
-            if gang.is_over:
-                del self._gangs[key]
-        self._past.sweep(self._gangs)
-        return events
-
-    def kill(self, gang: str, epoch: int) -> bool:
-        """Ends all processes of a gang by SIGKILL; True when SLURM says that they are gone."""
-        known = self._gangs.get((gang, epoch))
-        return known is None or known.kill(_ASKED, self.allocation.steps)
-
-    def gangs(self) -> Sequence[GangInfo]:
-        """Gangs with processes, started here or taken up."""
-        self._look()
-        return infos(self._gangs)
+    def adopt(self, folder: GangFolder, *, has_stopped: bool) -> SlurmGang | None:
+        """Takes up a gang that an earlier engine has started in the allocation."""
+        if has_stopped and folder.path.name not in self.allocation.steps():
+            return None
+        pid = folder.path / _SRUN_PID
+        srun = ProcessHandle.known_as(pid.read_text()) if pid.exists() else ProcessHandle.over()
+        gang = SlurmGang(folder, folder.spec(), self.allocation, srun)
+        gang.look()
+        return gang
 
     def nodes(self) -> Sequence[NodeInfo]:
         """The allocation's nodes."""
         return self.allocation.nodes_now()
 
-    def close(self) -> None:
-        """Lets go of the gangs, which go on."""
-        for gang in self._gangs.values():
-            gang.release()
-        self._gangs.clear()
+    def look(self) -> None:
+        """Sees deaths and acts on them; all gangs share one answer of SLURM's."""
+        self.allocation.forget_steps()
+        super().look()
 
-    def _look(self) -> None:
-        steps = _Once(self.allocation)
-        for gang in self._gangs.values():
-            gang.look(steps)
-
-    def _run(self, folder: GangFolder, spec: GangSpec) -> subprocess.Popen[bytes]:
+    def _run(self, folder: GangFolder, spec: GangSpec) -> Child:
         """Starts the srun of a gang, in a session of its own."""
         hosts = [self.allocation.names[node] for node, _ in spec.gpus]
         folder.write("hosts", "".join(f"{host}\n" for host in hosts))
@@ -133,44 +233,6 @@ class SlurmEngine:
         environment = self.allocation.environment()
         if len(set(hosts)) > 1:
             environment[HOST_VARIABLE] = self.allocation.nodes[spec.gpus[0][0]].address
-        task = [*TASK, str(folder.path), str(self.allocation.seats or 0), *self._rank_command]
-        log = folder.path / SRUN_LOG
-        with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as said:
-            return subprocess.Popen(
-                [*words, *task],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-                umask=0o077,
-            )
-
-    def _adopt(self) -> None:
-        """Takes up the gangs of the folder that are not over."""
-        steps = _Once(self.allocation)
-        for folder in gang_folders(self._home):
-            last = EventReader(folder).last()
-            kind, name = last.kind if last else None, folder.path.name
-            if folder.has_spec and kind != "died" and (kind != "stopped" or name in steps()):
-                srun = folder.path / SRUN_PID
-                life = Life.known_as(srun.read_text()) if srun.exists() else Life.over()
-                spec = folder.spec()
-                gang = SlurmGang(folder, spec, self.allocation, life)
-                gang.look(steps)
-                self._gangs[spec.gang, spec.epoch] = gang
-        self._past.remove_old(self._gangs)
-
-
-class _Once:
-    """SLURM's steps, asked for once for all gangs of one look."""
-
-    def __init__(self, allocation: Allocation) -> None:
-        self._allocation = allocation
-        self._steps: Mapping[str, str] | None = None
-        self._asked_s = 0.0
-
-    def __call__(self) -> Mapping[str, str]:
-        if self._steps is None or time.monotonic() > self._asked_s + 0.05:
-            self._steps, self._asked_s = self._allocation.steps(), time.monotonic()
-        return self._steps
+        task = [*TASK, str(folder.path), str(self.allocation.slots or 0), *self.rank_command]
+        log = folder.path / _SRUN_LOG
+        return Child([*words, *task], environment=environment, log=log, umask=0o077)

@@ -1,7 +1,7 @@
-"""The first words of a step's process: takes its seat on its node and becomes a rank.
+"""The first words of a step's process: takes its slot on its node and becomes a rank.
 
-python -m tlora_megatron.service.engines.slurm.task FOLDER SEATS COMMAND...
-python -m tlora_megatron.service.engines.slurm.task look SEATS
+python -m tlora_megatron.service.engines.slurm.task FOLDER SLOTS COMMAND...
+python -m tlora_megatron.service.engines.slurm.task look SLOTS
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import os
 import sys
 from pathlib import Path
 
-from tlora_megatron.service.engines.local.seats import Seats
-from tlora_megatron.service.mail.folder import GangFolder
+from tlora_megatron.service.engines.ranks import WorkerSlots
+from tlora_megatron.service.gang_folder import GangFolder
 
 
 def main(argv: list[str]) -> None:
     """Becomes the rank of its number in the step; or prints what a step sees of its node."""
-    place, seats, *command = argv
-    here = Seats.of_host(None, int(seats) or None)
+    place, slots, *command = argv
+    here = WorkerSlots.of_host(None, int(slots) or None)
     if place == "look":
         name, count = os.environ["SLURMD_NODENAME"], len(here.devices)
         print(json.dumps({"node": name, "gpus": count, "places": here.count}))
         return
     rank = int(os.environ["SLURM_PROCID"])
-    _, seat = GangFolder.at(Path(place)).spec().gpus[rank]
-    environment = {**os.environ, **here.environment(seat)}
+    _, slot = GangFolder.at(Path(place)).spec().gpus[rank]
+    environment = {**os.environ, **here.environment(slot)}
     os.execvpe(command[0], [*command, place, str(rank)], environment)
 
 

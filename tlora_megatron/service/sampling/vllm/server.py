@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,9 +15,9 @@ from typing import Any
 
 import httpx
 
-from tlora_megatron.service.engines.endings import last_words
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
+from tlora_megatron.service.supervisor import Child
 
 COMMAND = ("vllm", "serve")
 _LOOK_S = 0.2
@@ -42,7 +43,7 @@ class Server:
 
     address: str
     key: str | None
-    process: asyncio.subprocess.Process | None = None
+    child: Child | None = None
     """None: somebody else's."""
 
     @property
@@ -53,7 +54,7 @@ class Server:
     @property
     def is_over(self) -> bool:
         """True if it was ours and has ended."""
-        return self.process is not None and self.process.returncode is not None
+        return self.child is not None and self.child.exit_code is not None
 
 
 async def start_server(
@@ -85,25 +86,17 @@ async def start_server(
     added = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_API_KEY": key}
     if settings.gpu is not None:
         added["CUDA_VISIBLE_DEVICES"] = settings.gpu
-    with log.open("wb") as output:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *settings.command,
-                *words,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=os.environ | added,
-                start_new_session=True,
-            )
-        except FileNotFoundError:
-            raise SamplerUnavailable(
-                "vLLM is not installed: pip install vllm, in an environment of its own if torch's "
-                "version differs, and put its `vllm` into PATH"
-            ) from None
-    server = Server(f"http://127.0.0.1:{port}", key, process)
     try:
-        await _wait_until_up(server, log)
+        command = (*settings.command, *words)
+        child = Child(command, environment=os.environ | added, log=log)
+    except FileNotFoundError:
+        raise SamplerUnavailable(
+            "vLLM is not installed: pip install vllm, in an environment of its own if torch's "
+            "version differs, and put its `vllm` into PATH"
+        ) from None
+    server = Server(f"http://127.0.0.1:{port}", key, child)
+    try:
+        await _wait_until_up(server, child)
     except BaseException:
         await end_server(server)
         raise
@@ -112,22 +105,20 @@ async def start_server(
 
 async def end_server(server: Server) -> None:
     """Ends a server of ours."""
-    if server.process is not None and server.process.returncode is None:
-        with suppress(ProcessLookupError):
-            server.process.terminate()
-        await server.process.wait()
+    if server.child is not None:
+        server.child.handle.send(signal.SIGTERM)
+        await server.child.ended()
+        server.child.close()
 
 
-async def _wait_until_up(server: Server, log: Path) -> None:
-    assert server.process is not None
+async def _wait_until_up(server: Server, child: Child) -> None:
     async with httpx.AsyncClient(headers=server.headers) as client:
         while not server.is_over:
             with suppress(httpx.TransportError):
                 if (await client.get(f"{server.address}/health")).is_success:
                     return
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(server.process.wait()), _LOOK_S)
-    raise SamplerUnavailable(f"vllm serve cannot be started: {last_words(log)}")
+            await asyncio.sleep(_LOOK_S)
+    raise SamplerUnavailable(f"vllm serve cannot be started: {child.last_words}")
 
 
 def _free_port() -> int:

@@ -18,8 +18,8 @@ from tests.unit.service.api.tinker.test_refusals import PROTO, model, post, sess
 from tests.unit.service.api.tinker.test_wire import datum, message
 from tlora_megatron.service.api.tinker.context import TenantContext
 from tlora_megatron.service.api.tinker.endings import Reaper
-from tlora_megatron.service.journal.files import Journal
 from tlora_megatron.service.keeping import KEEP_SESSIONS_S
+from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import TenantLimits, tables
 from tlora_megatron.service.store.sessions import Sessions
 
@@ -142,7 +142,7 @@ def test_requests_count_among_the_bytes_of_a_tenant(door: Door) -> None:
     client, models = door.client(), PlayedModels(door.home, door.store)
     model_id = model(client, session(client))
     (job,) = door.store.jobs.page()
-    journal = Journal(door.home.job(job.id))
+    journal = RequestLog(door.home.job(job.id))
 
     def send(seq_id: int) -> Any:
         body = message(datum(*range(200)))

@@ -19,7 +19,7 @@ KILLED = """
 import json, os, signal, sys
 from pathlib import Path
 from tests.helpers.http_service import open_door
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.journal.files import RequestLog
 from tlora_megatron.service.store.sessions import Sessions
 
 def killed(*args, **kwargs):
@@ -27,7 +27,7 @@ def killed(*args, **kwargs):
 
 root, where, route, body = sys.argv[1:]
 owner, _, name = where.partition(".")
-setattr({"Sessions": Sessions, "Journal": Journal}[owner], name, killed)
+setattr({"Sessions": Sessions, "RequestLog": RequestLog}[owner], name, killed)
 with open_door(Path(root)) as door:
     door.client().post(f"/api/v1/{route}", json=json.loads(body))
 """
@@ -70,7 +70,7 @@ def test_a_kill_before_the_load_of_a_model_is_made_good(door: Door, is_retried: 
         "path": f"tinker://{first}/weights/mine",
         "optimizer": True,
     }
-    post_and_die(door, "Journal.write_request", "load_weights", **body)
+    post_and_die(door, "RequestLog.write_request", "load_weights", **body)
     made = door.store.sessions.model(f"{session_id}:train:1", tenant="ann")
     assert not (door.home.job(made.job) / "requests").exists()
     if is_retried:

@@ -212,14 +212,14 @@ def test_a_retry_changes_nothing_and_late_ones_wait(door: Door) -> None:
 
 
 def test_an_answer_that_is_not_kept_is_gone(door: Door) -> None:
-    from tlora_megatron.service.journal.files import Journal
+    from tlora_megatron.service.request_log import RequestLog
 
     client, models = door.client(), PlayedModels(door.home, door.store)
     model_id = model(client, session(client))
     sent = post(client, "optim_step", model_id=model_id, seq_id=1, adam_params={}).json()
     models.step()
     (job,) = door.store.jobs.page()
-    journal = Journal(door.home.job(job.id))
+    journal = RequestLog(door.home.job(job.id))
     journal.prune(1)
     journal.drop_answer(1)
     assert post(client, "retrieve_future", request_id=sent["request_id"]).status_code == 410

@@ -15,22 +15,22 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launch import HANG_S, REPO
-from tlora_megatron.service.worker import lifeline as module
-from tlora_megatron.service.worker.lifeline import lifeline
+from tlora_megatron.service.worker import peer_watchdog as module
+from tlora_megatron.service.worker.peer_watchdog import peer_watchdog
 
 _CHILD = """
 import sys
 from pathlib import Path
-from tests.unit.service.test_lifeline import FileStore
-from tlora_megatron.service.worker.lifeline import lifeline
-with lifeline(FileStore(Path(sys.argv[1])), int(sys.argv[2]), 3, "127.0.0.1", lambda: None):
+from tests.unit.service.test_peer_watchdog import FileStore
+from tlora_megatron.service.worker.peer_watchdog import peer_watchdog
+with peer_watchdog(FileStore(Path(sys.argv[1])), int(sys.argv[2]), 3, "127.0.0.1", lambda: None):
     print("in", flush=True)
     sys.stdin.readline()
 """
 
 
 class FileStore:
-    """A store with only what a lifeline needs."""
+    """A store with only what a watchdog needs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,7 +66,7 @@ def other(store: FileStore, rank: int) -> subprocess.Popen[str]:
 
 
 def rank(store: FileStore, number: int, missed: Callable[[], None]):  # type: ignore[no-untyped-def]
-    return lifeline(store, number, 3, "127.0.0.1", missed)  # type: ignore[arg-type]
+    return peer_watchdog(store, number, 3, "127.0.0.1", missed)  # type: ignore[arg-type]
 
 
 def test_rank_0_notices_and_tells_the_others(store: FileStore) -> None:
@@ -103,7 +103,7 @@ def test_who_leaves_as_asked_is_not_missed(store: FileStore, number: int) -> Non
 
 def test_who_leaves_at_once_has_said_goodbye_to_all(store: FileStore) -> None:
     missed = threading.Event()
-    first = module._Lifeline(missed.set)
+    first = module._Watchdog(missed.set)
     first.open(store, "127.0.0.1")  # type: ignore[arg-type]
     with rank(store, 1, missed.set):
         first.leave()

@@ -1,6 +1,6 @@
 """Tries to enter a Ray cluster without a token.
 
-    python -m tlora_megatron.service.engines.ray.knock ADDRESS
+    python -m tlora_megatron.service.engines.ray.probe_auth ADDRESS
 
 Exit code 0: it is open to everybody. What it writes on stderr says when it was refused.
 """

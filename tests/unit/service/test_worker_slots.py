@@ -1,4 +1,4 @@
-"""The environment of a process at a seat of this host."""
+"""The environment of a process in a worker slot of this host."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import sys
 import pytest
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.service.engines.local.seats import Seats
+from tlora_megatron.service.engines.ranks import WorkerSlots
 
 
-def test_a_seat_of_several_cores_has_a_spare_that_can_be_forked(
+def test_a_slot_of_several_cores_has_a_worker_that_can_be_forked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
-    environment = Seats(devices=(), count=1).environment(0)
+    environment = WorkerSlots(devices=(), count=1).environment(0)
     assert environment["OMP_NUM_THREADS"] == "4"
     code = "import numpy, os; print(len(os.listdir('/proc/self/task')))"
     done = subprocess.run(

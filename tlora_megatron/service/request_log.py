@@ -10,35 +10,39 @@ Neither side holds any state: whatever dies, the other goes on from the files.
 from __future__ import annotations
 
 import json
-import os
-import re
-import secrets
+import logging
+import queue
+import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from tlora_megatron.files import flush, read_json, write_atomic, write_json
-from tlora_megatron.service.home import make_folder
+from tlora_megatron.channel import RequestFolder
+from tlora_megatron.files import read_json, write_json
+from tlora_megatron.service.home import Home
 from tlora_megatron.training.driven.requests import Answer, Request, RequestError, check_request
+
+logger = logging.getLogger(__name__)
 
 State = Literal["unknown", "waiting", "answered", "gone"]
 """unknown: never written. gone: carried out, and its answer has been removed."""
 
 _FORMAT = "1"
-_FILE = re.compile(r"(\d{8,})\.safetensors")
-_COVERED = "covered.json"
 _ANSWERS_S = 86_400.0
 """Answers stay so long at least, if nobody takes them."""
+_PATIENCE_S = 30.0
+"""A file that the first rank has seen may take so long to be seen on another host."""
+_LOOK_S = 0.01
 _TYPES = {"lengths": np.int32, "tokens": np.int32, "targets": np.int64}
 
 
-class Journal:
+class RequestLog:
     """Requests and answers of one driven job.
 
     Args:
@@ -46,8 +50,8 @@ class Journal:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._requests = folder / "requests"
-        self._answers = folder / "answers"
+        self._folder = RequestFolder(folder / "requests", folder / "answers", suffix=".safetensors")
+        self._covered = self._folder.requests / "covered.json"
 
     def write_request(self, number: int, request: Request) -> bool:
         """Leaves a request for the job; it is on the disk when this returns.
@@ -67,9 +71,8 @@ class Journal:
         check_request(request)
         if self.state(number) != "unknown":
             return False
-        make_folder(self._requests)
         metadata = {"op": request.op, "params": json.dumps(dict(request.params))}
-        return _write_once(self._request(number), _packed(request.arrays, metadata))
+        return self._folder.ask(_name(number), _packed(request.arrays, metadata))
 
     def has_request(self, number: int) -> bool:
         """True if a request of this number waits or was carried out since the last checkpoint."""
@@ -92,7 +95,7 @@ class Journal:
     def waiting_bytes(self) -> int:
         """Bytes of all requests that are not answered yet."""
         covered, total = self.covered(), 0
-        for number in _numbers(self._requests):
+        for number in _numbers(self._folder.asked()):
             if number > covered and not self.has_answer(number):
                 with suppress(FileNotFoundError):
                     total += self._request(number).stat().st_size
@@ -114,7 +117,6 @@ class Journal:
         Raises:
             OSError: if the disk refuses.
         """
-        make_folder(self._answers)
         metadata = {
             "metrics": json.dumps({key: repr(value) for key, value in answer.metrics.items()}),
             "values": json.dumps(dict(answer.values)),
@@ -124,7 +126,7 @@ class Journal:
         arrays = {} if answer.logprobs is None else {"logprobs": answer.logprobs}
         if answer.logprobs is not None and self.has_request(number):
             arrays["lengths"] = _unpacked(self._request(number), ("lengths",))[1]["lengths"]
-        write_atomic(self._answer(number), _packed(arrays, metadata))
+        self._folder.answer(_name(number), _packed(arrays, metadata))
 
     def has_answer(self, number: int) -> bool:
         """True if a request was answered and nobody has taken the answer."""
@@ -148,11 +150,11 @@ class Journal:
 
     def drop_answer(self, number: int) -> None:
         """Removes an answer that was taken and will not be asked for again."""
-        self._answer(number).unlink(missing_ok=True)
+        self._folder.drop_answer(_name(number))
 
     def covered(self) -> int:
         """Returns the number of the last request that a checkpoint counts; 0 = none."""
-        value = read_json(self._requests / _COVERED)
+        value = read_json(self._covered)
         return int(value["covered"]) if value else 0
 
     def prune(self, covered: int) -> None:
@@ -163,41 +165,146 @@ class Journal:
         """
         if covered <= self.covered():
             return
-        write_json(make_folder(self._requests) / _COVERED, {"covered": covered})
-        for number in _numbers(self._requests):
+        self._write_covered(covered)
+        for number in _numbers(self._folder.asked()):
             if number <= covered:
-                self._request(number).unlink(missing_ok=True)
+                self._folder.drop_request(_name(number))
         oldest = time.time() - _ANSWERS_S
-        for number in _numbers(self._answers):
+        for number in _numbers(self._folder.answered()):
             if number <= covered and _written_at(self._answer(number)) < oldest:
                 self.drop_answer(number)
 
     def forget(self) -> None:
         """Removes all requests and answers of a job that is over; what was asked is then `gone`."""
-        there = [*_numbers(self._requests), *_numbers(self._answers)]
+        there = [*_numbers(self._folder.asked()), *_numbers(self._folder.answered())]
         if not there:
             return
         covered = max(self.covered(), *there)
-        write_json(make_folder(self._requests) / _COVERED, {"covered": covered})
+        self._write_covered(covered)
         for number in there:
-            self._request(number).unlink(missing_ok=True)
+            self._folder.drop_request(_name(number))
             self.drop_answer(number)
 
     def held_bytes(self) -> int:
         """Bytes of all requests and answers on the disk."""
-        total = 0
-        for folder in (self._requests, self._answers):
-            with suppress(FileNotFoundError), os.scandir(folder) as entries:
-                for entry in entries:
-                    with suppress(FileNotFoundError):  # one that is removed meanwhile
-                        total += entry.stat().st_size
-        return total
+        return self._folder.held_bytes()
+
+    def _write_covered(self, covered: int) -> None:
+        self._covered.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(self._covered, {"covered": covered})
 
     def _request(self, number: int) -> Path:
-        return self._requests / f"{number:08d}.safetensors"
+        return self._folder.request(_name(number))
 
     def _answer(self, number: int) -> Path:
-        return self._answers / f"{number:08d}.safetensors"
+        return self._folder.result(_name(number))
+
+
+class _Task(NamedTuple):
+    job: str
+    run: Callable[[], None]
+
+
+class RequestLogs:
+    """The requests that wait in jobs' folders; `training.driven.clients.Clients`.
+
+    Answers are written by a thread, in their order: the disk keeps nobody waiting.
+
+    Args:
+        may_write: asked by a job's name before anything in its folder changes.
+    """
+
+    def __init__(self, root: Path, may_write: Callable[[str], bool]) -> None:
+        self._home = Home(root)
+        self._may_write = may_write
+        self._logs: dict[str, RequestLog] = {}
+        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        self._open = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def has_request(self, job: str, number: int) -> bool:
+        """True if the request is there."""
+        return self._of(job).has_request(number)
+
+    def is_answered(self, job: str, number: int) -> bool:
+        """True if it was answered."""
+        return self._of(job).has_answer(number)
+
+    def read(self, job: str, number: int) -> Request:
+        """Reads a request that the first rank has seen.
+
+        Raises:
+            RequestError: if it is damaged.
+            OSError: if it cannot be read for long: this rank then ends, and the gang with it.
+        """
+        end_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return self._of(job).read_request(number)
+            except OSError:
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(_LOOK_S)
+
+    def answer(self, job: str, number: int, answer: Answer) -> None:
+        """Has a request answered, unless it was before. Does not wait."""
+
+        def write() -> None:
+            if not self._of(job).has_answer(number):
+                self._of(job).write_answer(number, answer)
+
+        self._submit(job, write)
+
+    def covered(self, job: str, number: int) -> None:
+        """Has requests removed that a checkpoint counts. Does not wait."""
+        self._submit(job, lambda: self._of(job).prune(number))
+
+    def flush(self, job: str | None) -> None:
+        """Waits until everything so far is on the disk."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open)
+
+    def state_folder(self, path: str) -> Path:
+        """The folder of a state of any job of this service."""
+        return self._home.root / path
+
+    def _of(self, job: str) -> RequestLog:
+        if job not in self._logs:
+            self._logs[job] = RequestLog(self._home.job(job))
+        return self._logs[job]
+
+    def _submit(self, job: str, run: Callable[[], None]) -> None:
+        with self._changed:
+            self._open += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="tlora-answers", daemon=True)
+            self._thread.start()
+        self._tasks.put(_Task(job, run))
+
+    def _work(self) -> None:
+        while True:
+            task = self._tasks.get()
+            try:
+                self._carry_out(task)
+            except Exception:
+                logger.exception("an answer to the client of job %s is lost", task.job)
+            with self._changed:
+                self._open -= 1
+                self._changed.notify_all()
+
+    def _carry_out(self, task: _Task) -> None:
+        """Tries for a while what the disk refuses; a job of somebody else is left alone."""
+        end_s = time.monotonic() + _PATIENCE_S
+        while self._may_write(task.job):
+            try:
+                task.run()
+                return
+            except OSError as error:
+                if time.monotonic() > end_s:
+                    raise
+                logger.warning("job %s: an answer must wait: %s", task.job, error)
+                time.sleep(1.0)
 
 
 def _packed(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
@@ -220,26 +327,12 @@ def _unpacked(
         raise RequestError(f"{path.name} must be a whole file, got {error}") from error
 
 
-def _write_once(path: Path, content: bytes) -> bool:
-    """Writes a file unless there is one of that name; returns if it did."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    write_atomic(aside, content)
-    try:
-        os.link(aside, path)
-    except FileExistsError:
-        return False
-    finally:
-        aside.unlink(missing_ok=True)
-    flush(path.parent)
-    return True
+def _name(number: int) -> str:
+    return f"{number:08d}"
 
 
-def _numbers(folder: Path) -> list[int]:
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    return [int(found[1]) for found in map(_FILE.fullmatch, names) if found]
+def _numbers(names: list[str]) -> list[int]:
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def _written_at(path: Path) -> float:

@@ -25,7 +25,7 @@ GRACE_S = 2.0
 """From a death to the end of those who notice it by themselves: an engine that watches is quicker,
 and finds out who was first."""
 _BACKLOG = 1024
-_KEY = "lifeline"
+_KEY = "peer_watchdog"
 _GOODBYE = b"."
 _HELLO_S = 5.0
 _LOOK_S = 1.0
@@ -34,7 +34,7 @@ _SILENT_NODE_S = 5
 
 
 @contextmanager
-def lifeline(
+def peer_watchdog(
     store: Store, rank: int, world_size: int, host: str, on_lost: Callable[[], None]
 ) -> Iterator[None]:
     """Watches over the other ranks for the time of the block, which they leave together.
@@ -46,7 +46,7 @@ def lifeline(
     if world_size == 1:
         yield
         return
-    line = _Lifeline(on_lost)
+    line = _Watchdog(on_lost)
     if rank == 0:
         line.open(store, host)
     else:
@@ -56,7 +56,7 @@ def lifeline(
     line.leave()
 
 
-class _Lifeline:
+class _Watchdog:
     def __init__(self, on_lost: Callable[[], None]) -> None:
         self._on_lost = on_lost
         self._selector = selectors.DefaultSelector()
@@ -81,7 +81,7 @@ class _Lifeline:
 
     def watch(self) -> None:
         """Begins to watch."""
-        threading.Thread(target=self._watch, name="tlora-lifeline", daemon=True).start()
+        threading.Thread(target=self._watch, name="tlora-peer-watchdog", daemon=True).start()
 
     def leave(self) -> None:
         """Says goodbye; nobody is missed from now on."""

@@ -1,21 +1,21 @@
-"""Mail of gangs: whole lines only, each command once, and the lease that mail renews."""
+"""Logs of gangs: whole lines only, each command once, and the lease that commands renew."""
 
 from __future__ import annotations
 
 import errno
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tlora_megatron.append_log import AppendLog, LineReader
+from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.home import Lease, make_folder, write_lease
-from tlora_megatron.service.mail.folder import EventReader, GangFolder, Outbox
-from tlora_megatron.service.mail.lines import LineReader, LineWriter
-from tlora_megatron.service.mail.mailbox import FolderMailbox
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec
-from tlora_megatron.service.worker import deadline
-from tlora_megatron.service.worker.telling import Hearing, Teller
+from tlora_megatron.service.worker import gang_logs
+from tlora_megatron.service.worker.gang_logs import CommandReader, EventWriter
 
 
 def command(seq: int, kind: str = "renew", job: str | None = None, epoch: int = 1) -> Command:
@@ -47,23 +47,24 @@ def folder(spec: GangSpec, tmp_path: Path) -> GangFolder:
 @pytest.fixture
 def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(deadline, "now_s", lambda: now[0])
+    monkeypatch.setattr(gang_logs, "now_s", lambda: now[0])
     return now
 
 
 def test_torn_lines_wait_for_their_end_and_are_cut_off_by_the_next_writer(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    reader, writer = LineReader(path), LineWriter(path)
+    reader = LineReader(path)
     assert reader.read() == []
-    writer.append("one", durable=True)
+    one, two = command(1), command(2)
+    AppendLog(path, Command, "seq").append(one, durable=True)
     with path.open("ab") as file:
         file.write(b"tor")
-    assert reader.read() == ["one"]
+    assert reader.read() == [one.to_json()]
     assert not reader.has_more
     assert reader.read() == []
-    LineWriter(path).append("two", durable=False)
-    assert reader.read() == ["two"]
-    assert path.read_text() == "one\ntwo\n"
+    AppendLog(path, Command, "seq").append(two, durable=False)
+    assert reader.read() == [two.to_json()]
+    assert path.read_text() == f"{one.to_json()}\n{two.to_json()}\n"
 
 
 def test_folder_knows_its_own_path_and_spec(folder: GangFolder, spec: GangSpec) -> None:
@@ -74,35 +75,40 @@ def test_folder_knows_its_own_path_and_spec(folder: GangFolder, spec: GangSpec) 
         GangFolder.at(folder.path.parent)
 
 
-def test_mailbox_gives_each_command_once(folder: GangFolder) -> None:
-    box, post = FolderMailbox(folder), Outbox(folder).post
-    assert not box.wait(0.0)
-    threading.Timer(0.05, lambda: [post(command(seq)) for seq in (1, 2, 2, 1, 3)]).start()
-    assert box.wait(60.0)
-    taken = box.take()
+def test_each_command_is_in_the_log_once(folder: GangFolder) -> None:
+    reader, writer = folder.commands(), folder.commands()
+    assert not reader.wait(0.0)
+
+    def post() -> None:
+        for seq in (1, 2, 2, 1, 3):
+            writer.append(command(seq), durable=True)
+
+    threading.Timer(0.05, post).start()
+    assert reader.wait(60.0)
+    taken = reader.after(0)
     while len(taken) < 3:
-        taken += box.take()
+        taken += reader.after(taken[-1].seq)
     assert [each.seq for each in taken] == [1, 2, 3]
-    assert box.take() == []
+    assert reader.after(3) == []
 
 
 def test_second_controller_does_not_post_again_what_the_first_has(folder: GangFolder) -> None:
-    Outbox(folder).post(command(1))
-    second = Outbox(folder)
-    second.post(command(1))
-    second.post(command(2))
-    assert [each.seq for each in FolderMailbox(folder).take()] == [1, 2]
+    folder.commands().append(command(1), durable=True)
+    second = folder.commands()
+    for seq in (1, 2):
+        second.append(command(seq), durable=True)
+    assert [each.seq for each in folder.commands().after(0)] == [1, 2]
 
 
 def test_events_are_read_from_any_number(folder: GangFolder, spec: GangSpec) -> None:
-    teller, reader = Teller(spec, FolderMailbox(folder)), EventReader(folder)
+    writer, reader = EventWriter(spec, folder.events()), folder.events()
     assert reader.last() is None
     for step in range(4):
-        teller.tell("stepped", "j1", {"step": step})
+        writer.tell("stepped", "j1", {"step": step})
     assert [event.number for event in reader.after(0)] == [1, 2, 3, 4]
     assert reader.after(4) == []
     assert [event.number for event in reader.after(2)] == [3, 4]
-    teller.tell("ended", "j1", {})
+    writer.tell("ended", "j1", {})
     assert [event.kind for event in reader.after(4)] == ["ended"]
 
 
@@ -110,7 +116,8 @@ def test_events_are_read_from_any_number(folder: GangFolder, spec: GangSpec) -> 
 def test_events_of_a_long_life_are_found_from_any_number(
     folder: GangFolder, spec: GangSpec, number: int
 ) -> None:
-    with folder.events.open("w") as file:
+    path = folder.events().path
+    with path.open("w") as file:
         for count in range(1, 1001):
             body = {"words": "x" * (count % 97 * 13)}
             event = GangEvent(
@@ -118,85 +125,87 @@ def test_events_of_a_long_life_are_found_from_any_number(
             )
             file.write(event.to_json() + "\n")
         file.write('{"torn')
-    reader = EventReader(folder)
+    reader = folder.events()
     last = reader.last()
     assert last is not None
     assert last.number == 1000
     assert [event.number for event in reader.after(number)] == list(range(number + 1, 1001))
     assert reader.after(1000) == []
-    LineWriter(folder.events).append(last.to_json(), durable=False)
-    assert folder.events.read_text().count("torn") == 0
+    folder.events().append(replace(last, number=1001), durable=False)
+    assert path.read_text().count("torn") == 0
 
 
-def test_stopped_process_is_not_renewed_by_old_mail(
+def test_stopped_process_is_not_renewed_by_old_commands(
     folder: GangFolder, spec: GangSpec, now_s: list[float]
 ) -> None:
-    box = Outbox(folder)
-    hearing = Hearing(spec, FolderMailbox(folder))
+    log = folder.commands()
+    reader = CommandReader(spec, folder.commands())
     now_s[0] += 9.0
-    assert hearing.take() == []
-    box.post(command(1))
+    assert reader.take() == []
+    log.append(command(1), durable=True)
     now_s[0] += 0.9
-    assert [each["seq"] for each in hearing.take()] == [1]
-    assert hearing.deadline.left_s == pytest.approx(9.1)  # from the look that found nothing
-    box.post(command(2))
+    assert [each["seq"] for each in reader.take()] == [1]
+    assert reader.deadline.left_s == pytest.approx(9.1)  # from the look that found nothing
+    log.append(command(2), durable=True)
     now_s[0] += 50.0
-    assert hearing.take() == [{"kind": "stop", "job": None, "body": {"save": False}, "seq": 0}]
-    assert hearing.wait(60.0)
-    box.post(command(3))
-    assert hearing.take()[0]["kind"] == "stop"
+    assert reader.take() == [{"kind": "stop", "job": None, "body": {"save": False}, "seq": 0}]
+    assert reader.wait(60.0)
+    log.append(command(3), durable=True)
+    assert reader.take()[0]["kind"] == "stop"
 
 
 def test_job_is_written_only_under_its_lease(
     folder: GangFolder, spec: GangSpec, now_s: list[float]
 ) -> None:
-    box = Outbox(folder)
-    hearing = Hearing(spec, FolderMailbox(folder))
+    log = folder.commands()
+    reader = CommandReader(spec, folder.commands())
     job = make_folder(Path(spec.root) / "jobs" / "j1")
     write_lease(job, Lease(gang="g", epoch=1, lease=3))
-    assert not hearing.may_write("j1")
-    box.post(command(1, "prepare", "j1"))
-    box.post(command(2, "prepare", "j2", epoch=2))
-    assert [each["seq"] for each in hearing.take()] == [1]
-    assert hearing.may_write("j1")
-    assert not hearing.may_write("j2")
+    assert not reader.may_write("j1")
+    log.append(command(1, "prepare", "j1"), durable=True)
+    log.append(command(2, "prepare", "j2", epoch=2), durable=True)
+    assert [each["seq"] for each in reader.take()] == [1]
+    assert reader.may_write("j1")
+    assert not reader.may_write("j2")
     write_lease(job, Lease(gang="h", epoch=1, lease=4))
-    assert not hearing.may_write("j1")
+    assert not reader.may_write("j1")
     write_lease(job, Lease(gang="g", epoch=1, lease=3))
-    assert hearing.may_write("j1")
+    assert reader.may_write("j1")
     now_s[0] += 11.0
-    assert not hearing.may_write("j1")
+    assert not reader.may_write("j1")
 
 
 def test_events_that_the_disk_refuses_come_before_the_next_one(
     folder: GangFolder, spec: GangSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    teller, reader = Teller(spec, FolderMailbox(folder)), EventReader(folder)
-    teller.tell("started", None, {})
+    writer, reader = EventWriter(spec, folder.events()), folder.events()
+    writer.tell("started", None, {})
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        teller.tell("saved", "j1", {})
-        teller.tell("stepped", "j1", {})
+        writer.tell("saved", "j1", {})
+        writer.tell("stepped", "j1", {})
         assert [event.kind for event in reader.after(1)] == []
-    teller.tell("stepped", "j1", {})
+    writer.tell("stepped", "j1", {})
     events = [(event.number, event.kind) for event in reader.after(1)]
     assert events == [(2, "saved"), (3, "stepped"), (4, "stepped")]
 
 
 def test_damaged_line_is_a_gap_in_the_numbers(folder: GangFolder) -> None:
-    writer, reader = LineWriter(folder.events), EventReader(folder)
+    reader, path = folder.events(), folder.events().path
     events = [
         GangEvent(gang="g", epoch=1, number=number, at=0.0, kind="note") for number in (1, 2, 3)
     ]
-    for event in events:
-        line = "\0" * 40 if event.number == 2 else event.to_json()
-        writer.append(line, durable=False)
+    lines = [event.to_json() for event in events]
+    lines[1] = "\0" * 40
+    path.write_text("".join(f"{line}\n" for line in lines))
     assert reader.after(0) == [events[0], events[2]]
-    assert EventReader(folder).after(1) == [events[2]]
-    writer.append("\0" * 40, durable=False)
+    assert folder.events().after(1) == [events[2]]
+    with path.open("a") as file:
+        file.write("\0" * 40 + "\n")
     assert reader.last() == events[2]
-    writer.close()
+    folder.events().append(replace(events[2], number=4), durable=False)
+    assert [event.number for event in reader.after(3)] == [4]

@@ -1,4 +1,4 @@
-"""The journal of a driven job: written once, read by anybody, pruned behind a checkpoint."""
+"""The request log of a driven job: written once, read by anybody, pruned behind a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.training.driven.requests import Answer, Request, RequestError
 
 STEP = Request(op="optim_step", params={"learning_rate": 1e-3})
@@ -29,11 +29,11 @@ def batch(**arrays: object) -> Request:
 
 
 def test_request_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j1")
-    assert journal.state(1) == "unknown"
-    assert journal.write_request(1, batch())
-    assert journal.state(1) == "waiting"
-    found = Journal(tmp_path / "j1").read_request(1)
+    log = RequestLog(tmp_path / "j1")
+    assert log.state(1) == "unknown"
+    assert log.write_request(1, batch())
+    assert log.state(1) == "waiting"
+    found = RequestLog(tmp_path / "j1").read_request(1)
     assert (found.op, found.params) == ("forward_backward", {})
     assert {name: array.dtype for name, array in found.arrays.items()} == {
         "lengths": np.int32,
@@ -45,19 +45,19 @@ def test_request_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_second_request_of_a_number_changes_nothing(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    assert journal.write_request(1, STEP)
-    assert not journal.write_request(1, Request(op="leave"))
-    assert journal.read_request(1).op == "optim_step"
+    log = RequestLog(tmp_path)
+    assert log.write_request(1, STEP)
+    assert not log.write_request(1, Request(op="leave"))
+    assert log.read_request(1).op == "optim_step"
     assert os.listdir(tmp_path / "requests") == ["00000001.safetensors"]
 
 
 def test_answer_keeps_every_bit(tmp_path: Path) -> None:
-    journal, logprobs = Journal(tmp_path), np.array([-1e-7, -0.0, -80.5], np.float32)
-    assert journal.read_answer(1) is None
+    log, logprobs = RequestLog(tmp_path), np.array([-1e-7, -0.0, -80.5], np.float32)
+    assert log.read_answer(1) is None
     metrics = {"loss:sum": 0.1 + 0.2}
-    journal.write_answer(1, Answer(metrics=metrics, logprobs=logprobs, values={"step": 3}))
-    found = journal.read_answer(1)
+    log.write_answer(1, Answer(metrics=metrics, logprobs=logprobs, values={"step": 3}))
+    found = log.read_answer(1)
     assert found is not None
     assert (found.metrics, found.values, found.error) == (metrics, {"step": 3}, None)
     assert found.logprobs is not None
@@ -65,65 +65,65 @@ def test_answer_keeps_every_bit(tmp_path: Path) -> None:
 
 
 def test_answer_knows_its_sequences_when_their_request_is_gone(tmp_path: Path) -> None:
-    journal, request = Journal(tmp_path), batch()
-    journal.write_request(1, request)
+    log, request = RequestLog(tmp_path), batch()
+    log.write_request(1, request)
     logprobs = np.zeros(len(request.arrays["tokens"]), np.float32)
-    journal.write_answer(1, Answer(logprobs=logprobs))
-    journal.prune(1)
-    found = journal.read_answer(1)
+    log.write_answer(1, Answer(logprobs=logprobs))
+    log.prune(1)
+    found = log.read_answer(1)
     assert found is not None
     assert found.lengths is not None
     np.testing.assert_array_equal(found.lengths, request.arrays["lengths"])
 
 
 def test_error_has_its_category(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.write_answer(7, Answer(error="no", category="user"))
-    found = journal.read_answer(7)
+    log = RequestLog(tmp_path)
+    log.write_answer(7, Answer(error="no", category="user"))
+    found = log.read_answer(7)
     assert found is not None
     assert (found.error, found.category, found.logprobs) == ("no", "user", None)
 
 
 def test_checkpoint_prunes_requests_and_old_answers(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    log = RequestLog(tmp_path)
     for number in (1, 2, 3):
-        journal.write_request(number, STEP)
-        journal.write_answer(number, Answer())
+        log.write_request(number, STEP)
+        log.write_answer(number, Answer())
     os.utime(tmp_path / "answers" / "00000001.safetensors", (0, 0))
     os.utime(tmp_path / "answers" / "00000003.safetensors", (0, 0))
-    journal.prune(2)
-    assert [journal.has_request(n) for n in (1, 2, 3)] == [False, False, True]
-    assert [journal.state(n) for n in (1, 2, 3, 4)] == ["gone", "answered", "answered", "unknown"]
-    assert not journal.write_request(1, STEP), "it was carried out"
-    assert not journal.has_request(1)
-    assert journal.covered() == 2
-    journal.prune(1)
-    assert journal.covered() == 2, "never back"
+    log.prune(2)
+    assert [log.has_request(n) for n in (1, 2, 3)] == [False, False, True]
+    assert [log.state(n) for n in (1, 2, 3, 4)] == ["gone", "answered", "answered", "unknown"]
+    assert not log.write_request(1, STEP), "it was carried out"
+    assert not log.has_request(1)
+    assert log.covered() == 2
+    log.prune(1)
+    assert log.covered() == 2, "never back"
 
 
 def test_taken_answer_of_a_covered_request_is_gone(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.write_request(1, STEP)
-    journal.write_answer(1, Answer())
-    journal.prune(1)
-    journal.drop_answer(1)
-    assert journal.state(1) == "gone"
+    log = RequestLog(tmp_path)
+    log.write_request(1, STEP)
+    log.write_answer(1, Answer())
+    log.prune(1)
+    log.drop_answer(1)
+    assert log.state(1) == "gone"
 
 
 def test_damaged_request_is_a_sentence(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.write_request(1, STEP)
+    log = RequestLog(tmp_path)
+    log.write_request(1, STEP)
     (tmp_path / "requests" / "00000001.safetensors").write_bytes(b"\x10")
     with pytest.raises(RequestError, match="whole file"):
-        journal.read_request(1)
+        log.read_request(1)
 
 
 def test_bad_request_is_refused_where_it_is_written(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="weights must have one value"):
-        Journal(tmp_path).write_request(1, batch(weights=np.ones(2, np.float32)))
+        RequestLog(tmp_path).write_request(1, batch(weights=np.ones(2, np.float32)))
     assert not (tmp_path / "requests").exists()
 
 
-def test_journal_needs_no_torch() -> None:
-    code = "import sys, tlora_megatron.service.journal.files; assert 'torch' not in sys.modules"
+def test_request_log_needs_no_torch() -> None:
+    code = "import sys, tlora_megatron.service.request_log; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)

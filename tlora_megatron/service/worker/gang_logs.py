@@ -1,4 +1,4 @@
-"""Rank 0's ears and mouth: the resident loop's plain words as commands and events."""
+"""What rank 0 reads and writes for its gang: commands, under the lease they renew, and events."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tlora_megatron.append_log import AppendLog
 from tlora_megatron.service.home import Home, Lease, read_lease
-from tlora_megatron.service.mail.mailbox import Mailbox
 from tlora_megatron.service.messages import Command, EventKind, GangEvent, GangSpec
-from tlora_megatron.service.worker.deadline import Deadline
 
 logger = logging.getLogger(__name__)
 
@@ -24,15 +23,15 @@ _LOOK_S = 1.0
 """Between two looks at the deadline while a gang is idle."""
 
 
-class Teller:
+class EventWriter:
     """Numbers a gang's events without a gap; any thread may tell.
 
     What the disk refuses is told before the next event: every renewed lease brings one.
     """
 
-    def __init__(self, spec: GangSpec, mailbox: Mailbox) -> None:
+    def __init__(self, spec: GangSpec, events: AppendLog[GangEvent]) -> None:
         self._spec = spec
-        self._mailbox = mailbox
+        self._events = events
         self._number = 0
         self._untold: deque[GangEvent] = deque()
         self._turn = threading.Lock()
@@ -57,29 +56,31 @@ class Teller:
         try:
             while self._untold:
                 event = self._untold[0]
-                self._mailbox.tell(event, durable=event.kind in _DURABLE)
+                self._events.append(event, durable=event.kind in _DURABLE)
                 self._untold.popleft()
         except OSError as error:
             if len(self._untold) == 1:
                 logger.warning("the controller hears of nothing for now: %s", error)
 
 
-class Hearing:
-    """The mailbox that the resident loop of rank 0 sees; knows which jobs it may write.
+class CommandReader:
+    """The commands that the resident loop of rank 0 sees; knows which jobs it may write.
 
     Once the lease is over the loop is told to stop without saving, whatever else there is.
     """
 
-    def __init__(self, spec: GangSpec, mailbox: Mailbox) -> None:
+    def __init__(self, spec: GangSpec, commands: AppendLog[Command]) -> None:
         self._spec = spec
         self._home = Home(Path(spec.root))
-        self._mailbox = mailbox
+        self._commands = commands
+        self._seq = 0
         self._leases: dict[str, int] = {}
         self.deadline = Deadline(spec.lease_s)
 
     def take(self) -> list[dict[str, Any]]:
         """New commands of this epoch as mappings, each once; never waits."""
-        commands = self._mailbox.take()
+        commands = self._commands.after(self._seq)
+        self._seq = commands[-1].seq if commands else self._seq
         self.deadline.looked(found=bool(commands))
         if self.deadline.is_over:
             return [{"kind": "stop", "job": None, "body": {"save": False}, "seq": 0}]
@@ -96,7 +97,7 @@ class Hearing:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return False
-            if self._mailbox.wait(min(left_s, _LOOK_S, max(self.deadline.left_s, 0.0))):
+            if self._commands.wait(min(left_s, _LOOK_S, max(self.deadline.left_s, 0.0))):
                 return True
             self.deadline.looked(found=False)
         return True
@@ -110,3 +111,41 @@ class Hearing:
 
     def _is_mine(self, command: Command) -> bool:
         return (command.gang, command.epoch) == (self._spec.gang, self._spec.epoch)
+
+
+class Deadline:
+    """The end of a gang's lease, which every word of a controller puts off.
+
+    A controller that has lost sight of a gang gives its jobs away once the lease is over. A process
+    that was stopped for so long must not take commands that lay there for a sign of life: commands
+    renew the lease from the last look that did *not* find them.
+
+    Args:
+        lease_s: seconds from one sign of life of the controller to the end.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._looked_s = now_s()
+        self._end_s = self._looked_s + lease_s
+
+    def looked(self, *, found: bool) -> None:
+        """Notes a look for commands, and whether it found some."""
+        if found and not self.is_over:
+            self._end_s = self._looked_s + self._lease_s
+        self._looked_s = now_s()
+
+    @property
+    def is_over(self) -> bool:
+        """True once nothing has been heard of a controller for the lease's time."""
+        return self.left_s <= 0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the end."""
+        return self._end_s - now_s()
+
+
+def now_s() -> float:
+    """A clock that also runs while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from random import Random
 from typing import Any
 
+from tests.helpers.fake_gang import FakeGang, FakeTimes, FakeWork
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.service.engines.fake_gang import FakeGang, FakeTimes, FakeWork
 from tlora_megatron.service.engines.protocol import Cursor, GangInfo, NodeInfo
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec
 

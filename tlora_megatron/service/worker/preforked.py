@@ -1,6 +1,6 @@
-"""A spare process that has everything imported and waits to become a rank.
+"""A pre-forked worker: a process that has everything imported and waits to become a rank.
 
-    python -m tlora_megatron.service.worker.standby [--forks]
+    python -m tlora_megatron.service.worker.preforked [--forks]
 
 Orders are lines of JSON on stdin: `{"folder": ..., "rank": ..., "env": {...}}`. It becomes the rank
 of the first order; with `--forks` every order is given to a fork and it stays. Forks are for hosts
@@ -11,7 +11,6 @@ with its stdin, which is when the service ends; ranks it has become or forked go
 from __future__ import annotations
 
 import gc
-import json
 import os
 import random
 import select
@@ -21,8 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tlora_megatron.channel import LinePipe
 from tlora_megatron.ops.kernel_build import build_early
-from tlora_megatron.service.mail.folder import GangFolder
+from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.worker import rank as rank_process
 
 
@@ -52,46 +52,42 @@ def serve_orders(*, forks: bool) -> None:
         _check_may_fork()
         gc.collect()
         gc.freeze()  # what a rank collects would otherwise copy this process's pages
-    with suppress(BrokenPipeError):  # an order that came early lies in the pipe
-        os.write(1, b"ready\n")
+    pipe = LinePipe.of_child()
+    pipe.send({"ready": True})
     children: dict[int, tuple[int, GangFolder, int]] = {}
-    rest = b""
-    while True:
-        for descriptor in _readable([0, *children]):
-            if descriptor:
+    while not pipe.is_over:
+        for descriptor in _readable([pipe.fileno(), *children]):
+            if descriptor != pipe.fileno():
                 _note_end(*children.pop(descriptor))
                 os.close(descriptor)
                 continue
-            data = os.read(0, 65536)
-            if not data:
-                return
-            *lines, rest = (rest + data).split(b"\n")
-            for order in map(json.loads, lines):
-                _carry_out(order, children if forks else None)
+            for order in pipe.receive():
+                _carry_out(order, pipe, children if forks else None)
 
 
 def _carry_out(
-    order: dict[str, Any], children: dict[int, tuple[int, GangFolder, int]] | None
+    order: dict[str, Any], pipe: LinePipe, children: dict[int, tuple[int, GangFolder, int]] | None
 ) -> None:
     folder, rank = GangFolder.at(Path(order["folder"])), int(order["rank"])
     if children is None:
-        _become(folder, rank, order["env"])
+        _become(folder, rank, order["env"], pipe)
     child = os.fork()
     if child == 0:
         os.setsid()
         for descriptor in children:
             os.close(descriptor)
         random.seed()
-        _become(folder, rank, order["env"])
+        _become(folder, rank, order["env"], pipe)
     children[os.pidfd_open(child)] = (child, folder, rank)
 
 
-def _become(folder: GangFolder, rank: int, environment: dict[str, str]) -> NoReturn:
+def _become(folder: GangFolder, rank: int, environment: dict[str, str], pipe: LinePipe) -> NoReturn:
     """Turns this process into what a new one of the rank would be."""
     code = rank_process.FAILED
     try:
         os.environ.update(environment)
         log = os.open(folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        pipe.close()  # a rank takes no orders
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)

@@ -1,0 +1,277 @@
+"""Gangs as processes of this host, in sessions of their own: they outlive whoever started them.
+
+Nothing has to be installed for it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlora_megatron.service.engines.base import FolderEngine, GangHandle
+from tlora_megatron.service.engines.endings import blame, say_died
+from tlora_megatron.service.engines.preforked import COMMAND as WORKER_COMMAND
+from tlora_megatron.service.engines.preforked import PreforkedWorkers
+from tlora_megatron.service.engines.protocol import Cursor, NodeInfo
+from tlora_megatron.service.engines.ranks import RANK_COMMAND, WorkerSlots, inherited_environment
+from tlora_megatron.service.gang_folder import GangFolder
+from tlora_megatron.service.messages import GangEvent, GangSpec
+from tlora_megatron.service.supervisor import Child, ProcessHandle
+
+_HALF_STARTED = "its start was broken off, since the service ended in the middle of it"
+_LEAVE_S = 10.0
+"""For the ranks of a gang that has stopped as asked to be gone by themselves."""
+_WORD_S = 5.0
+"""For a parent that is not the engine to note how its child has ended."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Member:
+    """A rank's process, or where it will come from."""
+
+    rank: int
+    handle: ProcessHandle | None = None
+    """None until a process that another one forks has said who it is."""
+    parent: ProcessHandle | None = None
+    """Who was asked to fork it; None = nobody."""
+    child: Child | None = None
+    """None where it is not this process's child."""
+
+    def exit_code(self, folder: GangFolder) -> int | None:
+        """How it ended, -n by signal n; None if that is not known (yet)."""
+        code = self.child.exit_code if self.child is not None else None
+        return code if code is not None else folder.read_json(f"exit_{self.rank}")
+
+    def may_tell(self) -> bool:
+        """True if a process is there that will note how this one has ended."""
+        return self.parent is not None and not self.parent.is_over
+
+    @property
+    def is_missing(self) -> bool:
+        """True if its process runs no more, or none will come."""
+        if self.handle is not None:
+            return self.handle.is_ending
+        return self.parent is None or self.parent.is_over
+
+    @property
+    def is_gone(self) -> bool:
+        """True if nothing is left of its process, or there is none."""
+        return self.handle is None or self.handle.is_over
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ending:
+    kill_at_s: float
+    leaves: bool = False
+    """All that are missing have ended without a fault."""
+    to_blame: Sequence[Member] = ()
+    """Who was missed first; of them `died` tells."""
+    reason: str | None = None
+    """A sentence that `died` tells instead of naming a process."""
+    word_at_s: float = -math.inf
+    """Until then a parent's note of how they ended is waited for."""
+
+
+class LocalGang(GangHandle):
+    """The processes of one start of a gang."""
+
+    def __init__(self, folder: GangFolder, spec: GangSpec, members: Sequence[Member]) -> None:
+        super().__init__(folder, spec)
+        self._members = tuple(members)
+        self._ending: _Ending | None = None
+
+    @property
+    def is_ending(self) -> bool:
+        """True once a process was missed, or all are to end."""
+        return self._ending is not None
+
+    def look(self) -> None:
+        """Ends the gang if one of its processes has ended; waits for nothing."""
+        if self.is_over:
+            return
+        self._find_forks()
+        if self._ending is None or self._ending.leaves:
+            self._judge()
+        self._get_on()
+
+    def kill(self, reason: str) -> None:
+        """Begins to end all processes by SIGKILL."""
+        if not self.is_over and (self._ending is None or self._ending.leaves):
+            self._ending = _Ending(kill_at_s=-math.inf, reason=reason)
+            self._get_on()
+
+    def release(self) -> None:
+        """Lets go of the processes, which go on."""
+        for handle in self._handles():
+            handle.close()
+
+    def _handles(self) -> list[ProcessHandle]:
+        return [member.handle for member in self._members if member.handle is not None]
+
+    def _find_forks(self) -> None:
+        for member in self._members:
+            if member.handle is None and (path := self.folder.pid(member.rank)).exists():
+                member.handle = ProcessHandle.known_as(path.read_text())
+
+    def _judge(self) -> None:
+        """Decides what is to happen if ranks are missing."""
+        missing = [member for member in self._members if member.is_missing]
+        if not missing:
+            return
+        now_s = time.monotonic()
+        failed = [m for m in missing if m.handle is None or m.exit_code(self.folder) != 0]
+        if failed:
+            self._ending = _Ending(kill_at_s=now_s, to_blame=failed, word_at_s=now_s + _WORD_S)
+        elif self.has_stopped and (self._ending is None or self._ending.kill_at_s == math.inf):
+            self._ending = _Ending(kill_at_s=now_s + _LEAVE_S, leaves=True)
+        elif self._ending is None or len(missing) == len(self._members):
+            # Ended as if asked to: the others, which may still save, will say so.
+            self._ending = _Ending(kill_at_s=math.inf, leaves=True, to_blame=missing)
+
+    def _get_on(self) -> None:
+        """Carries an ending as far as it goes without waiting."""
+        ending = self._ending
+        if ending is None:
+            return
+        if time.monotonic() >= ending.kill_at_s:
+            if not self.folder.is_closed:
+                self.folder.close()
+                self._find_forks()  # one that says who it is later sees that it is too late
+            for handle in self._handles():
+                handle.kill()
+        is_empty = all(member.is_gone for member in self._members)
+        if is_empty and (time.monotonic() >= ending.word_at_s or not self._waits(ending)):
+            if not self.has_stopped:
+                say_died(self.folder, self._died(ending))
+            self.is_over = True
+            for member in self._members:
+                if member.child is not None:
+                    member.child.wait()  # or its number would stay taken
+            self.release()
+
+    def _waits(self, ending: _Ending) -> bool:
+        """True if somebody is about to note how the first to go has ended."""
+        return any(m.exit_code(self.folder) is None and m.may_tell() for m in ending.to_blame)
+
+    def _died(self, ending: _Ending) -> dict[str, Any]:
+        """The body of the gang's last event."""
+        if ending.reason is not None:
+            return {"rank": 0, "reason": ending.reason}
+        codes = {member.rank: member.exit_code(self.folder) for member in ending.to_blame}
+        return blame(self.folder, codes)
+
+
+class LocalEngine(FolderEngine[LocalGang]):
+    """`GangEngine` on this host, without a thread: what is due is done within `poll`.
+
+    Args:
+        root: the service's folder.
+        gpus: GPUs to use; None = all that this process may see, 0 = none.
+        slots: worker slots of a host without GPUs; None = one a core.
+        preforked: workers that wait; None = one a GPU, or one that forks, where memory allows;
+            0 = none.
+        rank_command, worker_command: for tests.
+    """
+
+    shares_gpus = True
+
+    def __init__(
+        self,
+        root: Path | str,
+        gpus: int | None = None,
+        *,
+        slots: int | None = None,
+        preforked: int | None = None,
+        rank_command: Sequence[str] = RANK_COMMAND,
+        worker_command: Sequence[str] = WORKER_COMMAND,
+    ) -> None:
+        super().__init__(root, rank_command)
+        self._slots = WorkerSlots.of_host(gpus, slots)
+        self._environment = inherited_environment()
+        self.workers = PreforkedWorkers(
+            self.home.standby, self._slots, self._environment, preforked, worker_command
+        )
+        """The processes that wait to become ranks."""
+        self.adopt_all()
+        self._replenish()
+
+    def launch(self, folder: GangFolder, spec: GangSpec) -> LocalGang:
+        """Starts the processes of a gang."""
+        members: list[Member] = []
+        error: OSError | None = None
+        try:
+            for rank, (_, slot) in enumerate(spec.gpus):
+                members.append(self._start(folder, rank, slot))
+        except OSError as found:
+            error = found
+        gang = LocalGang(folder, spec, members)
+        if error is not None:
+            gang.kill(f"its processes could not be started: {error}")
+        return gang
+
+    def adopt(self, folder: GangFolder, *, has_stopped: bool) -> LocalGang | None:
+        """Takes a gang up; one that is not whole is ended."""
+        spec = folder.spec()
+        members = [
+            Member(rank=rank, handle=_handle(folder, rank)) for rank in range(spec.world_size)
+        ]
+        gang = LocalGang(folder, spec, members)
+        if any(member.handle is None for member in members):
+            gang.kill(_HALF_STARTED)
+        if has_stopped:
+            gang.look()
+            if gang.is_over:
+                return None
+        return gang
+
+    def poll(self, since: Cursor) -> Sequence[GangEvent]:
+        """Events after the cursor, as in `FolderEngine`; starts workers that are missing."""
+        events = super().poll(since)
+        self._replenish()
+        return events
+
+    def nodes(self) -> Sequence[NodeInfo]:
+        """This host."""
+        return (NodeInfo(node=0, address="127.0.0.1", gpus=self._slots.count),)
+
+    def close(self) -> None:
+        """Ends the pre-forked workers and lets go of the gangs, which go on."""
+        self.workers.close()
+        super().close()
+
+    def _start(self, folder: GangFolder, rank: int, slot: int) -> Member:
+        """Starts one rank, in a worker that waits if there is one."""
+        environment = self._slots.environment(slot)
+        worker = self.workers.take(slot)
+        if worker is not None:
+            is_taken = worker.order(folder, rank, environment)
+            if is_taken and self.workers.forks:
+                return Member(rank=rank, parent=worker.child.handle)
+            if is_taken:
+                worker.child.pipe.close()
+                return Member(rank=rank, handle=worker.child.handle, child=worker.child)
+            if not self.workers.forks:
+                worker.child.kill()
+        child = Child(
+            [*self.rank_command, str(folder.path), str(rank)],
+            environment={**self._environment, **environment},
+            log=folder.log(rank),
+        )
+        return Member(rank=rank, handle=child.handle, child=child)
+
+    def _replenish(self) -> None:
+        """Starts workers while no gang is starting."""
+        if all(gang.has_spoken or gang.is_over for gang in self._gangs.values()):
+            self.workers.replenish()
+
+
+def _handle(folder: GangFolder, rank: int) -> ProcessHandle | None:
+    """The process of a rank that has said who it is; None if it has not."""
+    try:
+        return ProcessHandle.known_as(folder.pid(rank).read_text())
+    except FileNotFoundError:
+        return None

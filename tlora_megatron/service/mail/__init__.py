@@ -1,1 +1,0 @@
-"""How commands reach a gang and events leave it: append-only files."""
