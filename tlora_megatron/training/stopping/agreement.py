@@ -1,4 +1,4 @@
-"""Agrees between the ranks of a run on the round behind which all of them stop, or read mail."""
+"""Agrees between ranks on the round behind which all of them stop, or carry out commands."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class StopAgreement:
         self._signals = signals
         self.group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         """Free for others between `end_round` and `begin_round`; None = a world of one."""
-        self.mail_waits: Callable[[], bool] = lambda: False
-        """Asked on every rank; some rank's yes becomes everybody's `has_mail`."""
-        self.has_mail = False
-        """True if mail waited on some rank when the last round began; the same on all ranks."""
+        self.commands_wait: Callable[[], bool] = lambda: False
+        """Asked on every rank; some rank's yes becomes all ranks' `has_commands`."""
+        self.has_commands = False
+        """True if commands waited on some rank when the last round began; the same on all ranks."""
         self._words = torch.zeros(2, dtype=torch.int32, device="cpu")
         self._work: dist.Work | None = None
 
@@ -36,7 +36,7 @@ class StopAgreement:
         """Gives the other ranks this one's signal; collective, but does not wait."""
         self._signals.hold()
         if self.group is not None:
-            self._words[0], self._words[1] = self._signals.received, int(self.mail_waits())
+            self._words[0], self._words[1] = self._signals.received, int(self.commands_wait())
             self._work = dist.all_reduce(self._words, dist.ReduceOp.MAX, self.group, async_op=True)
 
     def end_round(self) -> int:
@@ -45,13 +45,13 @@ class StopAgreement:
         The same on all ranks. A world of one counts signals until now.
         """
         if self.group is None:
-            self.has_mail = self.mail_waits()
+            self.has_commands = self.commands_wait()
             return self._signals.received
         assert self._work is not None, "begin_round comes before end_round"
         self._work.wait()
         self._work = None
-        number, has_mail = self._words.tolist()
-        self.has_mail = bool(has_mail)
+        number, has_commands = self._words.tolist()
+        self.has_commands = bool(has_commands)
         return int(number)
 
     def wait_for_all(self) -> None:
