@@ -53,11 +53,11 @@ from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
 from tlora_megatron.training.job_files import JobFiles
-from tlora_megatron.training.job_saves import SavePolicy
+from tlora_megatron.training.job_saves import SavePolicy, StagedJob
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.preparation import PreparedJob
-from tlora_megatron.training.resident.staging import Order, StagedJob, Stager
+from tlora_megatron.training.resident.staging import Order, Stager
 from tlora_megatron.training.run.frozen_gc import frozen_gc
 from tlora_megatron.training.super_model import SuperModel
 

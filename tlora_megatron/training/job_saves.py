@@ -63,6 +63,20 @@ class SavePolicy:
         return now_s - self.saved_s - wait_s
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedJob:
+    """A job that can join between two rounds."""
+
+    state: JobState
+    digest: str
+    """The same on ranks that have read the same."""
+    copied: torch.cuda.Event | None
+    """The device has the adapter behind it."""
+    metrics: JobMetrics | None
+    """Opened where they are written."""
+    saving: SavePolicy
+
+
 class JobSaves:
     """Saves jobs beside their rounds. Every rank makes every call of `save` and `save_adapter`.
 

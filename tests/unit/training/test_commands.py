@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tlora_megatron.training.commands import JobCommands
-from tlora_megatron.training.job_saves import SavePolicy
-from tlora_megatron.training.resident.staging import Failed, StagedJob
+from tlora_megatron.training.job_saves import SavePolicy, StagedJob
+from tlora_megatron.training.resident.staging import Failed
 
 Event = tuple[str, str | None, Mapping[str, Any]]
 

@@ -17,7 +17,7 @@ from tlora_megatron.layers.slab import AdapterSlab, Copier
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.data.tokenize import fingerprint
 from tlora_megatron.training.formats.hf_checkpoint import all_finite
-from tlora_megatron.training.job_saves import SavePolicy
+from tlora_megatron.training.job_saves import SavePolicy, StagedJob
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.metrics import JobMetrics
 from tlora_megatron.training.preparation import PreparedJob, start_job
@@ -30,20 +30,6 @@ ReadOrder = Callable[[Order], PreparedJob]
 """Reads all that a job starts from and checks it; runs on a thread, on every rank."""
 _THREADS, _THREADS_BESIDE = 8, 4
 """That read a job's state; fewer while others train, whose thread has to get its turn in Python."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StagedJob:
-    """A job that can join between two rounds."""
-
-    state: JobState
-    digest: str
-    """The same on ranks that have read the same."""
-    copied: torch.cuda.Event | None
-    """The device has the adapter behind it."""
-    metrics: JobMetrics | None
-    """Opened where they are written."""
-    saving: SavePolicy
 
 
 class Failed(NamedTuple):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.training.job_saves import SavePolicy
+from tlora_megatron.training.job_saves import SavePolicy, StagedJob
 from tlora_megatron.training.resident import staging
-from tlora_megatron.training.resident.staging import StagedJob, Stager
+from tlora_megatron.training.resident.staging import Stager
 
 
 class DroppedWhenFound:
