@@ -31,7 +31,7 @@ class Loop:
     Args:
         run: the run's settings; its output folder must be writable.
         files: of the jobs.
-        events: takes what happens; None = nobody does. Called on every rank that has one.
+        events: takes what happens, on every rank that has one; None = it is not reported.
         evaluation: "stop" = of all rows at once, while the others wait; "interleave" = the job is
             held and keeps its slot, and `evaluate_part` scores a micro-batch of its rows at a time.
         placeholders: "always" = a failed job keeps its place in the packing; "if_unportioned" =

@@ -64,7 +64,7 @@ def _note(loop: Loop, asked: Asked, outcome: StepOutcome) -> Answer:
     job.updates += 1
     job.last_loss = loss
     tokens, targets = job.moved(number, applied=True)
-    told = StepOutcome(loss, outcome.grad_norm, True)
-    loop.note_step(StepReport(job, told, adam.learning_rate, tokens, targets, job.batch_time_s))
+    reported = StepOutcome(loss, outcome.grad_norm, True)
+    loop.note_step(StepReport(job, reported, adam.learning_rate, tokens, targets, job.batch_time_s))
     job.batch_time_s = 0.0
     return Answer(metrics={"grad_norm": outcome.grad_norm}, values={"step": job.updates})

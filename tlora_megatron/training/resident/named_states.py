@@ -65,7 +65,7 @@ class StateFiles:
         return self._save(job, number, target, name)
 
     def load_state(self, job: DrivenState, number: int, request: Request) -> bool:
-        """Begins to read a state on a thread; the job waits for it, and nobody else."""
+        """Begins to read a state on a thread; the job waits for it, the others train on."""
         folder = self._clients.state_folder(str(request.params["path"]))
         moments = bool(request.params.get("optimizer", True))
         self._loads[job.name] = StateLoad(job, number, folder, self._loop.backbone, moments=moments)

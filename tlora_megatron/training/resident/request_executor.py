@@ -68,7 +68,7 @@ class RequestExecutor:
 
     @property
     def has_news(self) -> bool:
-        """True if some job has a request of which nobody knows; the first rank asks."""
+        """True if some job has a request that no rank knows of; the first rank asks."""
         return any(
             job.known < job.done + _AHEAD and self._clients.has_request(job.name, job.known + 1)
             for job in self.jobs

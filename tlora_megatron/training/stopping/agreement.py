@@ -15,7 +15,7 @@ class StopAgreement:
 
     Signals reach ranks at different times, but all must stop behind the same round. Each round
     begins one asynchronous all-reduce of two ints over gloo and reads it at its end, when it is
-    long done: no GPU and no rank waits for it. A world of one asks nobody.
+    long done: no GPU and no rank waits for it. A world of one needs no answer.
 
     Args:
         signals: of this process; given on all ranks or on none.

@@ -23,7 +23,7 @@ class RunWatch:
     ) -> None:
         self._signals = signals
         self.agreement = agreement
-        """None = no signal stops the run, and nobody asks it for anything."""
+        """None = no signal stops the run, and no requests are taken."""
         self._hangs = hangs
 
     @classmethod
