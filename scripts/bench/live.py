@@ -11,8 +11,8 @@ Jobs of one rank on all linears train over random weights at the shapes of an 8B
 
 `join`: a prepared job joins 16 that train; from one wait for the device to the next, so with all
 copies of adapters. `join, first`: the first one, which meets an allocator that has seen none.
-`next round`: the round behind a join over the others. `resident over train`: rounds of the resident
-loop over rounds of `tlora train`'s loop, same jobs, in turns. `20 joins in 10 min`: share of the
+`next round`: the round behind a join over the others. `resident over train`: rounds of a loop
+that serves commands over those of a run, same jobs, in turns. `20 joins in 10 min`: share of the
 tokens that are lost if a job is prepared, joins and leaves every 30 seconds, from rounds with one
 such job over rounds without, in turns. `drawn` is how long a job is prepared for, beside training.
 Returns 1 if a figure misses what it must be: 50 ms, 0.5 %, 2 %.
@@ -50,20 +50,26 @@ from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank, BankShape
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
+from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
+from tlora_megatron.training.job_files import JobFiles
+from tlora_megatron.training.job_saves import SavePolicy, StagedJob
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.listener import SilentListener
-from tlora_megatron.training.loop import TrainingLoop
+from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.preparation import PreparedJob
-from tlora_megatron.training.resident.live_loop import LiveLoop
-from tlora_megatron.training.resident.loop import ResidentLoop
-from tlora_megatron.training.resident.staging import Order, StagedJob, Stager
+from tlora_megatron.training.resident.staging import Order, Stager
 from tlora_megatron.training.run.frozen_gc import frozen_gc
 from tlora_megatron.training.super_model import SuperModel
 
 MUST_JOIN_MS, MUST_OVER, MUST_LOST = 50.0, 0.5, 2.0
 _SEQUENCE, _SEQUENCES = 512, 64
 _JOINS = 5
+
+
+def files_of(run: RunSpec) -> JobFiles:
+    """The files of a loop's jobs, written by the first process."""
+    is_writer = dist.get_rank() == 0
+    return JobFiles(run, base_model="random", quantisation=None, has_metrics=is_writer)
 
 
 class Bench:
@@ -90,13 +96,16 @@ class Bench:
             engine, self.bank, self.run.groups, [], micro_batch_tokens=args.tokens
         )
         self.settings = RunSpec(output_dir=str(folder), tensorboard=False, checkpoint_every_steps=0)
-        self.live = LiveLoop(self.model, spec, self.settings, self.tell, base_model="random")
+        self.live = Loop(
+            self.model, spec, self.settings, files_of(self.settings), self,
+            evaluation="interleave", placeholders="if_unportioned", summaries="jobs",
+        )  # fmt: skip
         self.live.saver.expect(lora)
         group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         stager = Stager(
             self.bank, spec, self.read_order, lambda _: None, self.live.files.open_metrics
         )
-        self.resident = ResidentLoop(self.live, stager, group, self.tell)
+        self.commands = JobCommands(self.live, stager, group)
         self.events: list[tuple[float, str, str | None, Mapping[str, Any]]] = []
         self._number = 0
 
@@ -104,7 +113,7 @@ class Bench:
     def device(self) -> torch.device:
         return self.run.groups.device
 
-    def tell(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+    def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
         """Notes an event and its time."""
         self.events.append((time.perf_counter(), kind, job, body))
 
@@ -150,13 +159,10 @@ class Bench:
         adapter = Adapter(name=name, lora=job.lora, slab=slab)
         state = JobState(spec=job, data=data, plan=plan, adapter=adapter)
         metrics = self.live.files.open_metrics(state)
-        return StagedJob(
-            state=state, digest="", copied=None, metrics=metrics, checkpoint_every_s=0.0,
-            checkpoint_every_steps=0,
-        )  # fmt: skip
+        return StagedJob(state=state, digest="", copied=None, metrics=metrics, saving=SavePolicy())
 
     def join_ms(self, name: str) -> float:
-        """Milliseconds for which neighbours stand still, the device's copies included."""
+        """Milliseconds for which co-trained jobs stand still, the device's copies included."""
         staged = self.staged(name)
         wait_for_all()
         begin_s = time.perf_counter()
@@ -168,13 +174,13 @@ class Bench:
         """Seconds of one round alone."""
         wait_for_all()
         begin_s = time.perf_counter()
-        self.live.run_round()
+        self.live.step()
         wait_for_device()
         return time.perf_counter() - begin_s
 
 
 class Rounds:
-    """A mailbox that measures so many rounds of a loop that serves, then stops it."""
+    """A source of commands that measures so many rounds of a loop that serves, then stops it."""
 
     def __init__(self, count: int, commands: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
         self._count, self._commands = count, commands
@@ -195,7 +201,7 @@ class Rounds:
         return self._commands.get(self._looks, ())
 
 
-def train_s(loop: TrainingLoop, count: int) -> float:
+def train_s(loop: Loop, count: int) -> float:
     """Seconds of rounds as `tlora train` runs them."""
     with frozen_gc():
         wait_for_device()
@@ -209,10 +215,10 @@ def train_s(loop: TrainingLoop, count: int) -> float:
 def resident_s(
     bench: Bench, count: int, commands: Mapping[int, Sequence[Mapping[str, Any]]] | None = None
 ) -> float:
-    """Seconds of rounds in the resident loop, which looks for mail before each."""
-    mailbox = Rounds(count, commands or {})
-    bench.resident.serve(mailbox if dist.get_rank() == 0 else None)
-    return mailbox.seconds
+    """Seconds of rounds in a loop that serves commands, which it looks for before each."""
+    source = Rounds(count, commands or {})
+    bench.commands.serve(source if dist.get_rank() == 0 else None)
+    return source.seconds
 
 
 def measure_joins(bench: Bench) -> dict[str, tuple[float, str]]:
@@ -240,15 +246,13 @@ def _cycle(bench: Bench) -> int:
 
 
 def measure_overhead(bench: Bench, folder: Path) -> dict[str, tuple[float, str]]:
-    """Both loops in turns of one cycle over the same jobs; a turn's neighbours are the other's.
+    """Both loops in turns of one cycle over the same jobs; turns before and after are the other's.
 
     Machines have slow moments, so each pair of turns is one ratio, and the middle of all counts.
     `+-` is the standard error of that middle, from the middle half of the ratios.
     """
     settings = replace(bench.settings, output_dir=str(folder / "train"))
-    train = TrainingLoop(
-        bench.model, bench.run.spec, settings, SilentListener(), base_model="random"
-    )
+    train = Loop(bench.model, bench.run.spec, settings, files_of(settings))
     count, ratios = _cycle(bench), list[float]()
     turns: list[Callable[[], float]] = [
         partial(train_s, train, count),
@@ -345,7 +349,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = measure_joins(bench)
         found |= measure_overhead(bench, Path(folder))
         found |= measure_cost(bench)
-        bench.resident.close()
+        bench.commands.close()
+        bench.live.close()
     shape = "" if not args.tiny else "tiny, "
     rows = [
         {

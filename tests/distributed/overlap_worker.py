@@ -27,7 +27,6 @@ from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.runtime.backbone import model_config, model_dir, open_backbone
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.own_replica import own_replica
-from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.run.training_run import TrainingRun
 from tlora_megatron.training.super_model import SuperModel
 
@@ -95,7 +94,6 @@ def run_rounds(path: Path, options: dict[str, str], counts: tuple[int, ...]) -> 
             spec,
             tokenizer_dir=model_dir(config),
             base_model="base",
-            listener=SilentListener(),
             resolve_sharding=resolve_lora_sharding,
         ) as run:
             own, settled = own_replica(config), run.check_agreement

@@ -28,10 +28,10 @@ _LEAVES = ("ended", "left", "refused")
 
 
 class Script:
-    """A mailbox whose commands come at given looks into it, schedule after schedule.
+    """A source of commands that come at given looks into it, schedule after schedule.
 
-    A job that is to come back is prepared again once it is told to have left. A command with
-    `behind_step` also waits until its job has told that step.
+    A job that is to come back is prepared again once it is reported to have left. A command with
+    `behind_step` also waits until its job has reported that step.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,8 +48,10 @@ class Script:
         """False of jobs that a schedule has taken away."""
         return name not in self._lost
 
-    def tell(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
-        """Notes an event."""
+    def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+        """Notes an event, but those of this process alone."""
+        if kind == "progress":
+            return
         self._events.append((kind, job, body))
         if kind == "stepped":
             self._steps[job] = body["step"]
@@ -128,7 +130,7 @@ def main() -> None:
     script = Script(folder)
     slabs = note_slabs()
     staging.digest_of = digest_with_rank  # type: ignore[assignment]
-    with open_resident(config, tell=script.tell, may_write=script.may_write) as loop:
+    with open_resident(config, events=script, may_write=script.may_write) as loop:
         loop.serve(script if dist.get_rank() == 0 else None)
         left = [slab for slab in slabs if slab() is not None]
         assert not left, f"{len(left)} of {len(slabs)} adapters are still in memory"

@@ -1,7 +1,7 @@
 """A job's arithmetic does not depend on its neighbours, whatever becomes of them.
 
 All runs of one world size share one set of processes; each is a whole `train_run`, checked by the
-files it leaves, its log, and what its listener was told.
+files it leaves, its log, and the events of its loop.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def job_summary(output_dir: Path, name: str) -> dict[str, Any]:
 
 
 def told(output_dir: Path, name: str, key: str) -> list[dict[str, Any]]:
-    """The `step`s or `event`s of a job that the listener was told."""
-    entries = json.loads((output_dir / "told.json").read_text())
+    """The `step`s or `event`s of a job among the events."""
+    entries = json.loads((output_dir / "events.json").read_text())
     return [entry for entry in entries if entry["name"] == name and key in entry]
 
 

@@ -51,14 +51,14 @@ def _run(door: str, words: list[str]) -> int:
 
 def _kill_at(name: str, step: int) -> None:
     wait_for_saves()
-    on_step = RichProgress.on_step
+    emit = RichProgress.emit
 
-    def step_and_die(self: RichProgress, job: str, done: int, *rest: Any) -> None:
-        on_step(self, job, done, *rest)
-        if (job, done) == (name, step):
+    def emit_and_die(self: RichProgress, kind: str, job: str | None, body: Any) -> None:
+        emit(self, kind, job, body)
+        if (kind, job) == ("stepped", name) and body["step"] == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    RichProgress.on_step = step_and_die  # type: ignore[method-assign]
+    RichProgress.emit = emit_and_die  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.formats import atomic_directory, checkpoint
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.listener import JobStart, SilentListener
 from tlora_megatron.training.saving.saver import Saver, Target
 from tlora_megatron.training.stopping.signals import StopSignals
 
@@ -40,7 +39,7 @@ class Stop(Exception):
     """Ends a run on its way, on every rank at the same point."""
 
 
-class Recorder(SilentListener):
+class Recorder:
     """Notes where jobs start; stops the run when a job has done a step.
 
     Args:
@@ -56,17 +55,15 @@ class Recorder(SilentListener):
     ) -> None:
         self._output_dir, self._stop, self._on_step = output_dir, stop, on_step
 
-    def on_start(self, jobs: Sequence[JobStart]) -> None:
-        """Adds a line to `starts.jsonl`."""
-        if int(os.environ.get("RANK", "0")) == 0:
+    def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+        """Adds a line to `starts.jsonl`; stops where it was asked to."""
+        if kind == "begun" and int(os.environ.get("RANK", "0")) == 0:
             with (self._output_dir / "starts.jsonl").open("a") as file:
-                file.write(json.dumps({name: step for name, step, _ in jobs}) + "\n")
-
-    def on_step(self, name: str, step: int, loss: float, lr: float) -> None:
-        """Stops where it was asked to."""
-        self._on_step()
-        if (name, step) == self._stop:
-            raise Stop(f"{name} has done {step} steps")
+                file.write(json.dumps({name: at[0] for name, at in body["jobs"].items()}) + "\n")
+        if kind == "stepped":
+            self._on_step()
+            if (job, body["step"]) == self._stop:
+                raise Stop(f"{job} has done {body['step']} steps")
 
 
 def starts(output_dir: Path) -> list[dict[str, int]]:

@@ -29,8 +29,6 @@ from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.formats import atomic_directory
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
-from tlora_megatron.training.listener import SilentListener
-from tlora_megatron.training.saving import saver
 from tlora_megatron.training.saving.snapshot import SnapshotTaker
 
 MOMENTS = {
@@ -104,7 +102,7 @@ def live(life: dict[str, Any]) -> None:
     if life["seed"] is not None:
         _arm(random.Random(life["seed"]))
     config = load_config(life["config"], life["set"], life["output_dir"])
-    train_run(config, SilentListener())
+    train_run(config)
 
 
 def _fork(life: dict[str, Any]) -> None:

@@ -19,16 +19,14 @@ import torch.distributed as dist
 
 from tests.helpers.lean import draw_no_reports, keep_imports_from_collector
 from tlora_megatron.config.load import load_config
-from tlora_megatron.runtime import live_run
+from tlora_megatron.runtime import live_requests
 from tlora_megatron.runtime.controller import train_run
-from tlora_megatron.training.listener import SilentListener
-from tlora_megatron.training.live.changes import with_live_changes
-from tlora_megatron.training.live.mailbox import Request, RunMailbox
+from tlora_megatron.training.live_run import Request, RequestFolder, with_live_changes
 from tlora_megatron.training.resident.staging import Order, Stager
 from tlora_megatron.training.stopping.signals import StopSignals
 
 
-class Script(RunMailbox):
+class Script(RequestFolder):
     """Requests that come in by the number of rounds."""
 
     requests: tuple[tuple[int, Mapping[str, Any]], ...] = ()
@@ -42,7 +40,7 @@ class Script(RunMailbox):
         self._file = output_dir / "answers.json"
 
     @property
-    def has_mail(self) -> bool:
+    def has_requests(self) -> bool:
         self._looks += 1
         is_answered = len(self._answers) == len(self.requests) - len(self._left)
         return bool(self._left) and is_answered and self._looks >= self._left[0][0]
@@ -67,13 +65,13 @@ class WaitedStager(Stager):
 def main() -> None:
     """Runs every case; all processes take part in all of them."""
     draw_no_reports()
-    live_run.open_mailbox = Script
-    live_run.Stager = WaitedStager
+    live_requests.open_folder = Script
+    live_requests.Stager = WaitedStager
     for case in json.loads(Path(sys.argv[1]).read_text()):
         config = load_config(case["config"], case["set"], case["output_dir"])
         config, _ = with_live_changes(config)
         Script.requests = tuple(case["requests"])
-        train_run(config, SilentListener(), StopSignals(speaks=False))
+        train_run(config, signals=StopSignals(speaks=False))
         keep_imports_from_collector()
         dist.barrier()
     dist.destroy_process_group()

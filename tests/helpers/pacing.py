@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from tlora_megatron.training.resident.loop import ResidentLoop
+from tlora_megatron.training.commands import JobCommands
 
 _FILE = "may_reach"
 _HELD_S = 20.0
@@ -26,25 +26,24 @@ def allow(root: Path, step: int) -> None:
 def install(root: Path, num_steps: int) -> None:
     """Holds jobs of so many steps in all gangs that are forks of this process.
 
-    The first rank waits before a round, and the others wait for it; mail ends the wait.
+    The first rank waits before a round, and the others wait for it; commands end the wait.
     """
-    original = ResidentLoop._word
+    original = JobCommands._word
 
-    def word(self: ResidentLoop, mailbox, *, is_idle):  # type: ignore[no-untyped-def]
+    def word(self: JobCommands, source, *, is_idle):  # type: ignore[no-untyped-def]
         begin_s = time.monotonic()
-        while mailbox is not None and not is_idle and _is_held(self, root, num_steps, begin_s):
-            if mailbox.wait(_LOOK_S):
+        while source is not None and not is_idle and _is_held(self, root, num_steps, begin_s):
+            if source.wait(_LOOK_S):
                 break
-        return original(self, mailbox, is_idle=is_idle)
+        return original(self, source, is_idle=is_idle)
 
-    ResidentLoop._word = word  # type: ignore[method-assign]
+    JobCommands._word = word  # type: ignore[method-assign]
 
 
-def _is_held(loop: ResidentLoop, root: Path, num_steps: int, begin_s: float) -> bool:
-    live = loop.live
-    jobs = [job for job in live.super_model.jobs if job.is_active]
-    steps = [job.step for job in jobs if job.plan.num_steps == num_steps]
+def _is_held(commands: JobCommands, root: Path, num_steps: int, begin_s: float) -> bool:
+    loop = commands.loop
+    steps = [job.step for job in loop.active if job.plan.num_steps == num_steps]
     if not steps or min(steps) < int((root / _FILE).read_text()):
         return False
-    is_short = loop._preparing or loop._waiting or live.saver.is_busy
+    is_short = commands.is_preparing or loop.saver.is_busy
     return time.monotonic() - begin_s < (_BUSY_S if is_short else _HELD_S)

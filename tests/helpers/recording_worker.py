@@ -1,8 +1,8 @@
-"""Trains several configurations in one set of processes and records what listeners were told.
+"""Trains several configurations in one set of processes and records the events of their loops.
 
 `recording_worker.py CASES.json` with `[{"config": PATH, "output_dir": DIR}]`; the first process
-writes `DIR/told.json`: `[{"round": N, "name": JOB, "step": N} | {"round": N, "name": JOB, "event":
-TEXT}]` in order of time.
+writes `DIR/events.json`: `[{"round": N, "name": JOB, "step": N} | {"round": N, "name": JOB,
+"event": TEXT}]` in order of time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,23 @@ import torch.distributed as dist
 from tests.helpers.lean import draw_no_reports, keep_imports_from_collector
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
-from tlora_megatron.training.listener import SilentListener
 
 
-class Recorder(SilentListener):
+class Recorder:
     """Keeps steps and events, each with the number of the round it fell into."""
 
     def __init__(self) -> None:
         self.round = 1
-        self.told: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
 
-    def on_step(self, name: str, step: int, loss: float, lr: float) -> None:
-        """Keeps the step."""
-        self.told.append({"round": self.round, "name": name, "step": step})
-
-    def on_round(self, tokens_per_s: float) -> None:
-        """Counts."""
-        self.round += 1
-
-    def on_event(self, name: str, message: str) -> None:
-        """Keeps the event."""
-        self.told.append({"round": self.round, "name": name, "event": message})
+    def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+        """Keeps steps and notes, counts rounds."""
+        if kind == "progress":
+            self.round = body["rounds"] + 1
+        elif kind == "stepped":
+            self.events.append({"round": self.round, "name": job, "step": body["step"]})
+        elif kind == "note":
+            self.events.append({"round": self.round, "name": job, "event": body["message"]})
 
 
 def main() -> None:
@@ -52,7 +49,7 @@ def main() -> None:
         train_run(config, recorder)
         keep_imports_from_collector()
         if dist.get_rank() == 0:
-            (Path(case["output_dir"]) / "told.json").write_text(json.dumps(recorder.told))
+            (Path(case["output_dir"]) / "events.json").write_text(json.dumps(recorder.events))
         dist.barrier()
     dist.destroy_process_group()
 

@@ -15,7 +15,7 @@ from tests.helpers.standing_world import world
 
 WORKER = Path(__file__).parents[1] / "distributed" / "resident_worker.py"
 Command = tuple[int, Mapping[str, Any]]
-"""The look at the mailbox, counted from 1, at which a command is there at the earliest."""
+"""The look for commands, counted from 1, at which a command is there at the earliest."""
 Event = tuple[str, str | None, dict[str, Any]]
 
 

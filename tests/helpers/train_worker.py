@@ -16,7 +16,6 @@ import torch.distributed as dist
 from tests.helpers.lean import draw_no_reports, keep_imports_from_collector
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
-from tlora_megatron.training.listener import SilentListener
 
 
 def main() -> None:
@@ -26,7 +25,7 @@ def main() -> None:
         draw_no_reports()
     for case in cases:
         config = load_config(case["config"], case["set"], case["output_dir"])
-        train_run(config, SilentListener())
+        train_run(config)
         keep_imports_from_collector()
         dist.barrier()
     dist.destroy_process_group()

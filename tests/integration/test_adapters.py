@@ -36,7 +36,6 @@ from tlora_megatron.training.data.job_data import (
     load_job_data,
     load_tokenizer,
 )
-from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.packing.packing import Item, Placed, pack
 from tlora_megatron.training.run.training_run import TrainingRun
 
@@ -229,7 +228,6 @@ def test_logits_of_one_packed_micro_batch_equal_peft_s(
         spec,
         tokenizer_dir=base,
         base_model=str(base),
-        listener=SilentListener(),
         resolve_sharding=resolve_lora_sharding,
     ) as run:
         opened = open_backbone(

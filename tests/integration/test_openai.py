@@ -18,7 +18,6 @@ from tlora_megatron.client import Client
 from tlora_megatron.config.load import read_config
 from tlora_megatron.runtime import controller
 from tlora_megatron.service.store import open_store
-from tlora_megatron.training.listener import SilentListener
 
 QUICKSTART = REPO / "configs" / "quickstart"
 BASE = {"path": str(QUICKSTART / "base"), "dtype": "float32"}
@@ -89,7 +88,7 @@ def _trained_by_a_file(served: ServedHttp, job: str, chats: dict[str, Path], out
     }
     run = {"output_dir": str(output), "tensorboard": False}
     document = {"base_model": BASE, "jobs": [entry], "run": run}
-    controller.train_run(read_config(document, output), SilentListener())
+    controller.train_run(read_config(document, output))
     return output / "jobs" / "same" / "adapter"
 
 

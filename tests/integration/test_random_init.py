@@ -9,7 +9,6 @@ import pytest
 
 from tests.helpers.scenario import load_scenario, losses, make_scenario
 from tlora_megatron.runtime.controller import train_run
-from tlora_megatron.training.listener import SilentListener
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def test_weights_follow_the_seed(shape_only: Path) -> None:
     for name, seed in (("first", 0), ("again", 0), ("other", 1)):
         out = shape_only.parent / name
         overrides = (f"base_model.seed={seed}",)
-        train_run(load_scenario(shape_only, *overrides, output_dir=out), SilentListener())
+        train_run(load_scenario(shape_only, *overrides, output_dir=out))
         runs[name] = losses(out, "attention")
     assert len(runs["first"]) == 3
     assert runs["again"] == runs["first"]

@@ -10,7 +10,7 @@ import errno
 import json
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -546,18 +546,19 @@ class LimitedDisk(Recorder):
         self.events: list[tuple[str, str]] = []
         self.saved_at_event: dict[str, int] = {}
 
-    def on_step(self, name: str, step: int, loss: float, lr: float) -> None:
-        """Sets and lifts the limit."""
-        if (name, step) == self._begin:
-            limit_files(self._size_bytes)
-        if (name, step) == self._until:
-            limit_files(None)
-
-    def on_event(self, name: str, message: str) -> None:
-        """Keeps the event, and which checkpoint can be read at that time."""
-        self.events.append((name, message))
-        newest = find_checkpoint(checkpoints(self._output_dir, name))
-        self.saved_at_event[name] = newest.step if newest else 0
+    def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+        """Sets and lifts the limit; keeps notes, and which checkpoint can be read at their time."""
+        super().emit(kind, job, body)
+        if kind == "stepped":
+            if (job, body["step"]) == self._begin:
+                limit_files(self._size_bytes)
+            if (job, body["step"]) == self._until:
+                limit_files(None)
+        elif kind == "note":
+            assert job is not None
+            self.events.append((job, body["message"]))
+            newest = find_checkpoint(checkpoints(self._output_dir, job))
+            self.saved_at_event[job] = newest.step if newest else 0
 
 
 def limit_files(size_bytes: int | None) -> None:

@@ -28,7 +28,6 @@ from tlora_megatron.config.load import read_config
 from tlora_megatron.runtime import controller
 from tlora_megatron.service.home import VARIABLE, Home
 from tlora_megatron.service.supervisor import ProcessHandle
-from tlora_megatron.training.listener import SilentListener
 
 QUICKSTART = REPO / "configs" / "quickstart"
 BASE = {"path": str(QUICKSTART / "base"), "dtype": "float32"}
@@ -111,7 +110,7 @@ def trained_alone(service: Service, ids: dict[str, str], output: Path) -> None:
         portion = portion_of(service, ids[name])
         jobs.append(job(name, steps) | {"portion_tokens": portion})
     run = {"output_dir": str(output), "tensorboard": False}
-    controller.train_run(read_config(run_of(jobs) | {"run": run}, output), SilentListener())
+    controller.train_run(read_config(run_of(jobs) | {"run": run}, output))
 
 
 def portion_of(service: Service, job_id: str) -> int:

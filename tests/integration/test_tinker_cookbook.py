@@ -17,7 +17,6 @@ from tests.helpers.scenario import losses
 from tests.helpers.served_http import ServedHttp, serving_quickstart
 from tlora_megatron.config.load import read_config
 from tlora_megatron.runtime import controller
-from tlora_megatron.training.listener import SilentListener
 
 QUICKSTART = REPO / "configs" / "quickstart"
 SCRIPTS = REPO / "tests" / "helpers" / "tinker"
@@ -100,7 +99,7 @@ def trained_here(served: ServedHttp, rows: Path, folder: Path) -> list[float]:
             }
         ],
     }
-    controller.train_run(read_config(document, folder), SilentListener())
+    controller.train_run(read_config(document, folder))
     return losses(folder / "out", "same")
 
 

@@ -18,7 +18,7 @@ from tlora_megatron.config.reader import ConfigError, must, unknown
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.config.source import apply_override, read_document
-from tlora_megatron.training.live.mailbox import LiveRun
+from tlora_megatron.training.live_run import LiveRun
 from tlora_megatron.training.run.output_dir import CONFIG_NAME
 
 _SECTIONS = ("jobs", "defaults")

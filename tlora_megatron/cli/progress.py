@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
-
-from tlora_megatron.training.listener import JobStart
 
 _MOST_JOBS_IN_A_LINE = 8
 
@@ -38,7 +37,7 @@ class _Bars(Progress):
 
 
 class RichProgress:
-    """Shows live bars if `console` is a terminal, otherwise a line every `line_every_s` seconds.
+    """Shows events as live bars if `console` is a terminal, otherwise as a line now and then.
 
     Args:
         console: the console to print to.
@@ -59,27 +58,52 @@ class RichProgress:
         self._start_s = self._last_line_s = clock()
         self._tokens_per_s: float | None = None
         self._jobs: dict[str, _JobState] = {}
+        self._prepared: dict[str, int | None] = {}
+        """Last steps of jobs that are about to join."""
         self._bars = _make_bars(console) if console.is_terminal else None
         self._is_open = False
 
-    def on_start(self, jobs: Sequence[JobStart]) -> None:
-        """Begins the display with the jobs that will train; called once, before the first step."""
+    def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+        """Shows an event of the run; kinds that say nothing to a person are passed over."""
+        if kind == "begun":
+            self._begin(body["jobs"])
+        elif kind == "progress":
+            self._show_rate(body["tokens_per_s"])
+        elif job is None:
+            return
+        elif kind == "prepared":
+            self._prepared[job] = body["num_steps"]
+        elif kind == "joined":
+            self._add(job, body["from_step"], self._prepared.pop(job, None))
+            self._print(f"{job}: joins at step {body['from_step']}")
+        elif kind == "stepped":
+            self._show_step(job, body["step"], body["loss"], body["lr"])
+        elif kind == "left" and job in self._jobs:
+            self._print(f"{job}: is saved at step {body['step']} and leaves: cancelled")
+        elif kind == "note":
+            self._print(f"{job}: {body['message']}")
+
+    def close(self) -> None:
+        """Ends the display; a second call does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._bars is not None:
+            self._bars.stop()
+        else:
+            self._print(self._line(list(self._jobs)))
+
+    def _begin(self, jobs: Mapping[str, tuple[int, int | None]]) -> None:
         self._is_open = True
         self._start_s = self._last_line_s = self._clock()
-        for job in jobs:
-            self._add(job)
+        for name, (step, max_steps) in jobs.items():
+            self._add(name, step, max_steps)
         if self._bars is not None:
             self._bars.start()
         else:
-            self._print(f"training {len(jobs)} jobs: {', '.join(job[0] for job in jobs)}")
+            self._print(f"training {len(jobs)} jobs: {', '.join(jobs)}")
 
-    def on_join(self, job: JobStart) -> None:
-        """Shows a job that has joined those that train."""
-        self._add(job)
-        self._print(f"{job[0]}: joins at step {job[1]}")
-
-    def _add(self, job: JobStart) -> None:
-        name, step, max_steps = job
+    def _add(self, name: str, step: int, max_steps: int | None) -> None:
         if name in self._jobs and self._bars is not None:  # it was cancelled, and comes back
             bar = self._jobs[name].bar
             if bar is not None:
@@ -90,8 +114,7 @@ class RichProgress:
                 name, total=max_steps, completed=step, loss="", lr=""
             )
 
-    def on_step(self, name: str, step: int, loss: float, lr: float) -> None:
-        """Shows that job `name` has done its optimizer step `step`, counted from 1."""
+    def _show_step(self, name: str, step: int, loss: float, lr: float) -> None:
         job = self._jobs[name]
         job.step, job.loss = step, loss
         if self._bars is not None and job.bar is not None:
@@ -99,27 +122,12 @@ class RichProgress:
         else:
             self._print_line_if_due()
 
-    def on_round(self, tokens_per_s: float) -> None:
-        """Shows the recent tokens per second of all jobs together."""
+    def _show_rate(self, tokens_per_s: float) -> None:
         self._tokens_per_s = tokens_per_s
         if self._bars is not None:
             self._bars.footer = f"{tokens_per_s:,.0f} tokens/s"
         else:
             self._print_line_if_due()
-
-    def on_event(self, name: str, message: str) -> None:
-        """Shows a message about job `name`; an empty name means the run."""
-        self._print(f"{name}: {message}" if name else message)
-
-    def on_finish(self) -> None:
-        """Ends the display; a second call does nothing."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        if self._bars is not None:
-            self._bars.stop()
-        else:
-            self._print(self._line(list(self._jobs)))
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -25,8 +25,7 @@ from tlora_megatron.model.deployment import lay_out_world
 from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ranks import cli_command, run_ranks, threads_per_rank
-from tlora_megatron.training.listener import SilentListener
-from tlora_megatron.training.live.changes import with_live_changes
+from tlora_megatron.training.live_run import with_live_changes
 from tlora_megatron.training.stopping.signals import StopSignals, exit_code
 
 _EPILOG = """\
@@ -164,13 +163,13 @@ def _train(
     if is_main:
         for name in _DECISIONS:
             logging.getLogger(name).setLevel(logging.INFO)
-    show = RichProgress(open_console(stderr=stderr)) if is_main else SilentListener()
+    show = RichProgress(open_console(stderr=stderr)) if is_main else None
     try:
         summary = train_run(config, show, signals)
     finally:
         gc.enable()
-        # Also when it fails: a live display left on hides the cursor.
-        show.on_finish()
+        if show is not None:  # also when it fails: a live display left on hides the cursor
+            show.close()
     # Not when it fails: a rank that waits here for the others would keep torchrun from ending them.
     leave_process_group()
     return summary

@@ -16,7 +16,6 @@ from tlora_megatron.cli.train import add_config_arguments, run_exit_code
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ending import leave
 from tlora_megatron.runtime.launcher import join_agent, leave_process_group
-from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.stopping.signals import StopSignals
 
 _FILE = "DeepSpeed's JSON, with a section tlora or a tlora_config"
@@ -66,7 +65,7 @@ def _train(args: argparse.Namespace) -> int:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     join_agent()
     is_main = global_rank() == 0
-    show = RichProgress(open_console(stderr=args.json)) if is_main else SilentListener()
+    show = RichProgress(open_console(stderr=args.json)) if is_main else None
     signals = StopSignals(speaks=is_main)
     with signals.install():
         try:
@@ -75,13 +74,14 @@ def _train(args: argparse.Namespace) -> int:
                 config=args.deepspeed_config,
                 overrides=args.overrides,
                 output_dir=args.output_dir,
-                listener=show,
+                events=show,
                 signals=signals,
             )
             gc.enable()
             summary = engine.train()
         finally:
-            show.on_finish()
+            if show is not None:
+                show.close()
         # Not when it fails: a rank that waits here for the others would keep torchrun from ending
         # them.
         leave_process_group()

@@ -17,9 +17,9 @@ from tlora_megatron.config.load import config_to_dict, ignored_settings, read_co
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.runtime.dispatch_rates import resolve_round_timing
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
+from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.job_state import EvalResult
-from tlora_megatron.training.listener import RunListener, SilentListener
-from tlora_megatron.training.loop import TrainingLoop
+from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.run.environment import set_environment
 from tlora_megatron.training.run.training_run import TrainingRun
 from tlora_megatron.training.stopping.signals import StopSignals
@@ -39,7 +39,7 @@ def initialize(
     *,
     overrides: Sequence[str] = (),
     output_dir: str | None = None,
-    listener: RunListener | None = None,
+    events: EventSink | None = None,
     signals: StopSignals | None = None,
 ) -> DeepSpeedRun:
     """Puts a model under DeepSpeed and the configured jobs on it; every process must call it.
@@ -49,8 +49,7 @@ def initialize(
         config: a DeepSpeed JSON with a `tlora` section or a `tlora_config` file, or its values.
         overrides: `path=value` texts for the section.
         output_dir: replaces `run.output_dir`.
-        listener: is told what happens; None = nobody is. Ranks other than the first should leave it
-            silent.
+        events: takes what happens, on every rank that gives one; mostly that is the first alone.
         signals: installed by the caller; they stop the run behind a round with all jobs saved. None
             = handlers of signals are left alone. Given on every process or on none.
 
@@ -63,7 +62,7 @@ def initialize(
     for sentence in settings.changes:
         logger.info("%s", sentence)
     given = None if isinstance(model, str | Path) else model
-    return open_run(settings, given, listener, signals)
+    return open_run(settings, given, events, signals)
 
 
 def read_settings(
@@ -108,7 +107,7 @@ def read_settings(
 def open_run(
     settings: DeepSpeedConfig,
     model: Any = None,
-    listener: RunListener | None = None,
+    events: EventSink | None = None,
     signals: StopSignals | None = None,
 ) -> DeepSpeedRun:
     """Puts a base under DeepSpeed and the settings' jobs on it; every process must call it."""
@@ -119,7 +118,7 @@ def open_run(
     join_processes()
     with timeline.phase("base"):
         base = build_base(settings, model)
-    return DeepSpeedRun(base, settings.run, listener or SilentListener(), signals)
+    return DeepSpeedRun(base, settings.run, events, signals)
 
 
 class DeepSpeedRun:
@@ -133,11 +132,11 @@ class DeepSpeedRun:
         self,
         base: FrozenBase,
         config: RunConfig,
-        listener: RunListener,
+        events: EventSink | None,
         signals: StopSignals | None = None,
     ) -> None:
         self.base = base
-        self._listener = listener
+        self._events = events
         self._signals = signals
         self._run = self._open_run(config)
 
@@ -148,7 +147,7 @@ class DeepSpeedRun:
             self.base.spec,
             tokenizer_dir=Path(path),
             base_model=path,
-            listener=self._listener,
+            events=self._events,
             resolve_sharding=resolve_lora_sharding,
             resolve_timing=resolve_round_timing,
             signals=self._signals,
@@ -163,7 +162,7 @@ class DeepSpeedRun:
         return run
 
     @property
-    def loop(self) -> TrainingLoop:
+    def loop(self) -> Loop:
         """The loop over the jobs that are installed."""
         assert self._run.loop is not None, "a run has a loop once it has started"
         return self._run.loop

@@ -17,23 +17,24 @@ from tlora_megatron.runtime.backbone import (
     ready_process,
 )
 from tlora_megatron.runtime.dispatch_rates import resolve_round_timing
-from tlora_megatron.runtime.live_run import open_for_requests
+from tlora_megatron.runtime.live_requests import open_for_requests
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica
 from tlora_megatron.runtime.recompute_choice import choose_recompute
+from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.formats.quantised import quantisation_card
-from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.run.frozen_gc import frozen_gc
 from tlora_megatron.training.run.training_run import TrainingRun
 from tlora_megatron.training.stopping.signals import StopSignals
 
 
 def train_run(
-    config: RunConfig, listener: RunListener, signals: StopSignals | None = None
+    config: RunConfig, events: EventSink | None = None, signals: StopSignals | None = None
 ) -> dict[str, Any]:
     """Trains all jobs of a run; called by every process of it.
 
     Args:
+        events: takes what happens, on every rank that has one.
         signals: stop it behind a round; given on every process or on none.
 
     Returns:
@@ -59,7 +60,7 @@ def train_run(
         tokenizer_dir=model_dir(config),
         base_model=base_name(config),
         quantisation=quantisation_card(config.base_model, spec, quantisation),
-        listener=listener,
+        events=events,
         resolve_sharding=resolve_lora_sharding,
         choose_recompute=choose_recompute,
         resolve_timing=resolve_round_timing,

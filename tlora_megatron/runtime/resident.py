@@ -42,14 +42,16 @@ from tlora_megatron.runtime.backbone import (
 )
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica
+from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.data.job_data import load_tokenizer
 from tlora_megatron.training.driven.clients import Clients
+from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.formats.quantised import QuantisationCard, quantisation_card
+from tlora_megatron.training.job_files import JobFiles
+from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob
-from tlora_megatron.training.resident.live_loop import LiveLoop, Tell
-from tlora_megatron.training.resident.loop import ResidentLoop
 from tlora_megatron.training.resident.staging import Order, ReadOrder, Stager
 from tlora_megatron.training.run.determinism import check_deterministic
 from tlora_megatron.training.run.job_admission import check_fits_linears, prepare_for
@@ -75,19 +77,19 @@ _AGREE_TIMEOUT = timedelta(days=1)
 def open_resident(
     config: RunConfig,
     *,
-    tell: Tell,
+    events: EventSink,
     rendezvous: Rendezvous | None = None,
     read_order: ReadOrder | None = None,
     may_write: Callable[[str], bool] = lambda _: True,
     clients: Clients | None = None,
     targets: Sequence[str] | None = None,
     allows_blocks: bool = False,
-) -> Iterator[ResidentLoop]:
+) -> Iterator[JobCommands]:
     """Loads the base on this process and opens it for jobs; every process of the world calls it.
 
     Args:
         config: from `config.load.read_gang_config`; it has no jobs.
-        tell: is told of events on the first rank; of `out_of_memory` on any.
+        events: takes what happens, on every rank.
         rendezvous: where the world meets; None = as torchrun's environment says.
         read_order: reads all that a job starts from, on every rank, on a thread; None = tokenizes
             its files, and goes on from the newest checkpoint in its folder.
@@ -109,11 +111,12 @@ def open_resident(
     )
     watch = RunWatch.open(None, config.run.hang_timeout_s)
     read_order = read_order or _order_reader(opened)
-    live = _make_live_loop(opened, shape, tell, watch, may_write)
-    loop = _make_resident_loop(opened, live, read_order, tell, clients)
+    loop = _make_loop(opened, shape, events, watch, may_write)
+    commands = _make_commands(opened, loop, read_order, clients)
     try:
-        yield loop
+        yield commands
     finally:
+        commands.close()
         loop.close()
         watch.close()
 
@@ -154,46 +157,54 @@ def _open_base(config: RunConfig, rendezvous: Rendezvous | None) -> _Opened:
     return _Opened(config, spec, card, groups, linears, base.engine)
 
 
-def _make_live_loop(
+def _make_loop(
     opened: _Opened,
     shape: BankShape,
-    tell: Tell,
+    events: EventSink,
     watch: RunWatch,
     may_write: Callable[[str], bool],
-) -> LiveLoop:
+) -> Loop:
     run = opened.config.run
     super_model = _make_super_model(opened, shape)
     allow_open_files(_MANY_JOBS)
-    live = LiveLoop(
+    files = JobFiles(
+        run,
+        base_model=base_name(opened.config),
+        quantisation=opened.card,
+        has_metrics=opened.groups.is_writer,
+        may_write=may_write,
+    )
+    loop = Loop(
         super_model,
         opened.spec,
         run,
-        tell,
-        base_model=base_name(opened.config),
-        quantisation=opened.card,
+        files,
+        events,
+        evaluation="interleave",
+        placeholders="if_unportioned",
+        summaries="jobs",
         nano_rounds=start_nano_batches(run, super_model, resuming=False, traces=False),
         watch=watch,
-        may_write=may_write,
     )
     usual = LoraSpec(rank=_USUAL_RANK, target_modules=_off_experts(shape.targets))
-    live.saver.expect(*[usual] * _SAVED_AT_ONCE)
-    return live
+    loop.saver.expect(*[usual] * _SAVED_AT_ONCE)
+    return loop
 
 
-def _make_resident_loop(
-    opened: _Opened, live: LiveLoop, read_order: ReadOrder, tell: Tell, clients: Clients | None
-) -> ResidentLoop:
-    bank = live.super_model.bank
+def _make_commands(
+    opened: _Opened, loop: Loop, read_order: ReadOrder, clients: Clients | None
+) -> JobCommands:
+    bank = loop.super_model.bank
     check = partial(_check, opened, bank.shape)
-    stager = Stager(bank, opened.spec, read_order, check, live.files.open_metrics)
+    stager = Stager(bank, opened.spec, read_order, check, loop.files.open_metrics)
     group = None
     if dist.get_world_size() > 1:
         group = dist.new_group(backend="gloo", timeout=_AGREE_TIMEOUT)
-    return ResidentLoop(live, stager, group, tell, clients=clients)
+    return JobCommands(loop, stager, group, clients=clients)
 
 
 def _with_exact_sharding(config: RunConfig) -> RunConfig:
-    """Chooses, where the sharding is left open, one that keeps neighbours' bits."""
+    """Chooses, where the sharding is left open, one that keeps co-trained jobs' bits."""
     parallel = config.parallel
     if parallel.lora_sharding != "auto":
         return config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -146,3 +146,47 @@ class Evaluation:
             loss=sum(losses[begin : begin + count]) / targets,
             exact_match=sum(w == 0 for w in wrong[begin : begin + count]) / count,
         )
+
+
+class HeldJobs:
+    """Jobs that are scored a micro-batch at a time while others train; they keep their slots."""
+
+    def __init__(self) -> None:
+        self._jobs: list[JobState] = []
+        self._evaluation: Evaluation | None = None
+        """Of the first of them, under way."""
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def add(self, jobs: Sequence[JobState]) -> None:
+        """Holds jobs, which have rows to score, behind those that are held already."""
+        for job in jobs:
+            job.is_held = True
+        self._jobs += jobs
+
+    def score_part(
+        self, device: torch.device, score: Callable[[Evaluation], None]
+    ) -> tuple[JobState, EvalResult] | None:
+        """Scores a part of the first job's rows; returns the job, held no more, behind the last.
+
+        Args:
+            score: scores a part; collective over the world.
+        """
+        job = self._jobs[0]
+        if self._evaluation is None:
+            self._evaluation = Evaluation([job], [job], device)
+        score(self._evaluation)
+        if not self._evaluation.is_complete:
+            return None
+        (result,) = self._evaluation.results()
+        assert result is not None, "only jobs with rows are held"
+        self.drop(job)
+        job.is_held = False
+        return job, result
+
+    def drop(self, job: JobState) -> None:
+        """Scores a job no more, if it is held."""
+        if self._jobs and self._jobs[0] is job:
+            self._evaluation = None
+        self._jobs = [other for other in self._jobs if other is not job]

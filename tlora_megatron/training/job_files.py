@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.training.formats.atomic_directory import NotPermitted
@@ -39,7 +40,7 @@ class JobFiles:
         base_model: str,
         quantisation: QuantisationCard | None,
         has_metrics: bool,
-        may_write: Callable[[str], bool],
+        may_write: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self.saved_step: dict[str, int] = {}
         """The step of each job's last save, or at which it began."""
@@ -57,9 +58,29 @@ class JobFiles:
         """The job's folder, `OUT/jobs/NAME`."""
         return Path(self._run.output_dir) / "jobs" / job.name
 
-    def open(self, job: JobState) -> None:
-        """Begins or continues the metrics of a job, which is at the step where it starts."""
-        self.take(job, self.open_metrics(job))
+    def summary(self, job: JobState) -> dict[str, Any]:
+        """Returns plain values about a job, as a `summary.json` holds them."""
+        before, after = job.eval_before, job.eval_after
+        adapter = self.folder(job) / "adapter"
+        return {
+            "status": job.status,
+            "reason": job.reason,
+            "rank": job.spec.lora.rank,
+            "num_blocks": job.spec.lora.num_blocks,
+            "steps": job.step,
+            "max_steps": None if job.is_driven else job.plan.num_steps,
+            "skipped_steps": 0 if job.is_driven else job.step - job.updates,
+            "last_loss": job.last_loss,
+            "eval_loss_before": before and before.loss,
+            "eval_loss_after": after and after.loss,
+            "exact_match_before": before and before.exact_match,
+            "exact_match_after": after and after.exact_match,
+            "tokens": job.tokens,
+            "target_tokens": job.target_tokens,
+            "truncated_sequences": job.data.num_truncated,
+            "dropped_sequences": job.data.num_dropped,
+            "adapter": str(adapter) if job.status == "finished" else None,
+        }
 
     def open_metrics(self, job: JobState) -> JobMetrics | None:
         """Opens the metrics of a job that may be taken later; None where there are none.

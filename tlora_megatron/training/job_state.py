@@ -86,6 +86,12 @@ class JobState:
         return self.step >= self.plan.num_steps
 
     @property
+    def is_eval_due(self) -> bool:
+        """True if it is to be evaluated behind the step that it has just made."""
+        every = self.spec.eval_every_steps
+        return self.is_done or (every is not None and self.step % every == 0)
+
+    @property
     def is_at_end(self) -> bool:
         """True while its last batch has nothing left that waits."""
         return not self.queue and self.step + 1 >= self.plan.num_steps

@@ -113,8 +113,6 @@ class SuperModel(Generic[EngineT]):
         self._cut_for = cut_for
         self._ahead: tuple[object, FilledRound] | None = None
         """The next round, and the jobs and queues for which it was filled."""
-        self.while_running: Callable[[], None] = lambda: None
-        """Called once a round while the device runs it: for host work that need not come before."""
         self._rounds = 0
         self._round_begin_s = 0.0
         self._micro_batches: list[MicroBatch] = []
@@ -212,7 +210,6 @@ class SuperModel(Generic[EngineT]):
                 pipeline stages other than the last.
         """
         self._fill_ahead()
-        self.while_running()
         for micro_batch, items, losses_T in zip(
             self._micro_batches, self._contents, losses, strict=False
         ):

@@ -13,9 +13,11 @@ from __future__ import annotations
 import functools
 import json
 import os
+import pkgutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,30 +111,26 @@ def _mark() -> Any:
 
 def note(folder: Path) -> None:
     """Has this process note its parts from now on."""
-    from tlora_megatron.training import loop, super_model
-    from tlora_megatron.training.resident import desk, live_loop, mail
-    from tlora_megatron.training.resident import loop as resident
+    from tlora_megatron.training import super_model
 
     folder.mkdir(parents=True, exist_ok=True)
     parts, model = Parts(folder), super_model.SuperModel
-    for owner, name, part in (
-        (resident.ResidentLoop, "_word", "commands"),
-        (resident.ResidentLoop, "_at_boundary", "commands"),
-        (mail.Agreement, "begin", "commands"),
-        (mail.Agreement, "read", "commands"),
-        (desk.DrivenDesk, "advance", "commands"),
-        (model, "begin_round", "pack"),
-        (model, "train_round", "launch"),
-        (model, "end_round", "rest"),
-        (super_model, "step_adapters", "step and wait"),
-        (loop.TrainingLoop, "_log", "metrics"),
-        (live_loop.LiveLoop, "_log", "metrics"),
-        (live_loop.LiveLoop, "write_steps", "metrics"),
-        (loop.TrainingLoop, "_save", "save"),
-        (live_loop.LiveLoop, "_save", "save"),
-        (live_loop.LiveLoop, "evaluate_part", "evaluate"),
+    for place, name, part in (
+        ("commands:JobCommands", "_word", "commands"),
+        ("commands:JobCommands", "_at_boundary", "commands"),
+        ("resident.agreement:Agreement", "begin", "commands"),
+        ("resident.agreement:Agreement", "read", "commands"),
+        ("resident.request_executor:RequestExecutor", "advance", "commands"),
+        ("super_model:SuperModel", "begin_round", "pack"),
+        ("super_model:SuperModel", "train_round", "launch"),
+        ("super_model:SuperModel", "end_round", "rest"),
+        ("super_model", "step_adapters", "step and wait"),
+        ("loop:Loop", "note_step", "metrics"),
+        ("job_saves:JobSaves", "save", "save"),
+        ("loop:Loop", "evaluate_part", "evaluate"),
     ):
-        parts.count(owner, name, part)
+        with suppress(ImportError, AttributeError):  # an older checkout
+            parts.count(pkgutil.resolve_name(f"tlora_megatron.training.{place}"), name, part)
     parts.after(model, "begin_round", parts.before_launch)
     parts.after(super_model, "step_adapters", parts.behind_step)
 

@@ -343,8 +343,8 @@ class TestTrain:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         def train_run(config: Any, show: Any, signals: Any) -> dict[str, Any]:
-            show.on_start([("one", 0, config.jobs[0].max_steps)])
-            show.on_step("one", 5, 0.5, 1e-3)
+            show.emit("begun", None, {"jobs": {"one": [0, config.jobs[0].max_steps]}})
+            show.emit("stepped", "one", {"step": 5, "loss": 0.5, "lr": 1e-3})
             return {"run": RUN_RESULT, "jobs": {"one": JOB_RESULT}}
 
         controller(monkeypatch, train_run)
@@ -374,7 +374,7 @@ class TestTrain:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         def train_run(_: Any, show: Any, signals: Any) -> dict[str, Any]:
-            show.on_start([("one", 0, 5)])
+            show.emit("begun", None, {"jobs": {"one": [0, 5]}})
             return {"run": RUN_RESULT, "jobs": {"one": JOB_RESULT}}
 
         controller(monkeypatch, train_run)
@@ -440,8 +440,7 @@ class TestTrain:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         def train_run(_: Any, show: Any, signals: Any) -> dict[str, Any]:
-            show.on_start([("one", 0, 5)])
-            show.on_event("one", "saved")
+            assert show is None
             return {"run": RUN_RESULT, "jobs": {"one": JOB_RESULT}}
 
         monkeypatch.setenv("RANK", "1")
@@ -547,15 +546,15 @@ class TestProgress:
         now_s = 0.0
         out = io.StringIO()
         show = RichProgress(Console(file=out, width=200), clock=lambda: now_s)
-        show.on_start([("one", 2, 10), ("two", 0, 3), ("three", 0, None)])
-        show.on_step("one", 3, 1.5, 1e-3)
-        show.on_step("two", 3, 1.0, 1e-3)
+        show.emit("begun", None, {"jobs": {"one": [2, 10], "two": [0, 3], "three": [0, None]}})
+        show.emit("stepped", "one", {"step": 3, "loss": 1.5, "lr": 1e-3})
+        show.emit("stepped", "two", {"step": 3, "loss": 1.0, "lr": 1e-3})
         assert len(out.getvalue().splitlines()) == 1
         now_s = 65.0
-        show.on_round(1234.5)
-        show.on_event("two", "finished")
-        show.on_finish()
-        show.on_finish()
+        show.emit("progress", None, {"tokens_per_s": 1234.5})
+        show.emit("note", "two", {"message": "finished"})
+        show.close()
+        show.close()
         assert out.getvalue().splitlines()[1:] == [
             "[01:05]  1,234 tokens/s  one 3/10 loss 1.5000  three 0",
             "two: finished",
@@ -565,24 +564,24 @@ class TestProgress:
     def test_many_jobs_stay_one_line(self) -> None:
         out = io.StringIO()
         show = RichProgress(Console(file=out, width=300))
-        show.on_start([(f"job{index}", 0, 5) for index in range(20)])
-        show.on_finish()
+        show.emit("begun", None, {"jobs": {f"job{index}": [0, 5] for index in range(20)}})
+        show.close()
         assert out.getvalue().splitlines()[-1].endswith("job7 0/5  and 12 more")
 
     def test_bars_on_a_terminal(self) -> None:
         out = io.StringIO()
         show = RichProgress(Console(file=out, width=120, force_terminal=True))
-        show.on_start([("one[2]", 0, 10)])
-        show.on_step("one[2]", 4, 1.5, 1e-3)
-        show.on_round(1000)
-        show.on_event("one[2]", "saved")
-        show.on_finish()
+        show.emit("begun", None, {"jobs": {"one[2]": [0, 10]}})
+        show.emit("stepped", "one[2]", {"step": 4, "loss": 1.5, "lr": 1e-3})
+        show.emit("progress", None, {"tokens_per_s": 1000})
+        show.emit("note", "one[2]", {"message": "saved"})
+        show.close()
         for text in ("one[2]", "4/10", "loss 1.5000", "1,000 tokens/s", "one[2]: saved"):
             assert text in out.getvalue()
 
     def test_finish_without_start_shows_nothing(self) -> None:
         out = io.StringIO()
-        RichProgress(Console(file=out)).on_finish()
+        RichProgress(Console(file=out)).close()
         assert out.getvalue() == ""
 
 

@@ -14,7 +14,7 @@ from tests.helpers.scenario import make_scenario
 from tlora_megatron.cli.main import main
 from tlora_megatron.config.load import config_to_dict, load_config
 from tlora_megatron.training.data.job_data import ENTRY_NAME
-from tlora_megatron.training.live.mailbox import TOKENS, RunMailbox
+from tlora_megatron.training.live_run import TOKENS, RequestFolder
 from tlora_megatron.training.run.output_dir import CONFIG_NAME, hold_output_dir
 
 
@@ -27,24 +27,24 @@ class Run:
         document = config_to_dict(load_config(config, output_dir=str(self.output_dir)))
         (self.output_dir / CONFIG_NAME).write_text(json.dumps(document))
         self.requests: list[Mapping[str, Any]] = []
-        self._mailbox = RunMailbox(self.output_dir)
+        self._folder = RequestFolder(self.output_dir)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._answer)
         self._thread.start()
 
     def _answer(self) -> None:
         while not self._over.wait(0.01):
-            for request in self._mailbox.take():
+            for request in self._folder.take():
                 self.requests.append(request.body)
                 step = {"step": 4} if request.body["job"] == "narrow" else {"error": "no such"}
                 joins = {"round": 7, "from_step": 0, "num_steps": 9}
                 is_add = request.body["kind"] == "add"
-                self._mailbox.answer(request.number, joins if is_add else step)
+                self._folder.answer(request.number, joins if is_add else step)
 
     def close(self) -> None:
         self._over.set()
         self._thread.join()
-        self._mailbox.close()
+        self._folder.close()
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.runtime import backbone, controller
-from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.run.environment import ENVIRONMENT
 
 
@@ -35,4 +34,4 @@ def test_variables_are_set_before_the_device_starts(
         jobs=(),
     )
     with pytest.raises(Woken):
-        controller.train_run(config, SilentListener())
+        controller.train_run(config)

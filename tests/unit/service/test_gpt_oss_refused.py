@@ -19,6 +19,7 @@ from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.outcome import PrepareRules, Refused
 from tlora_megatron.service.prepare.submission import read_submissions
 from tlora_megatron.service.prepare.validate import validate
+from tlora_megatron.training.events import Reports
 
 REFUSED = "must not be of model_type gpt_oss yet, got one; train its jobs with tlora train"
 
@@ -54,7 +55,7 @@ def test_gangs_and_samplers(tmp_path: Path, base: Path) -> None:
     config = read_gang_config({"base_model": {"path": str(base)}}, tmp_path, output_dir=tmp_path)
     with (
         pytest.raises(ValueError, match=f"the base of a service {REFUSED}"),
-        open_resident(config, tell=lambda *_: None),
+        open_resident(config, events=Reports(None, logs=False)),
     ):
         pass
     with pytest.raises(ValueError, match=f"the base of a sampler {REFUSED}"):

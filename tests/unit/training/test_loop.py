@@ -8,62 +8,62 @@ from typing import Any
 import torch
 
 from tlora_megatron.config.schema import RunSpec
-from tlora_megatron.training.listener import SilentListener
-from tlora_megatron.training.loop import TrainingLoop
+from tlora_megatron.training.job_files import JobFiles
+from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.stopping.run_watch import RunWatch
 from tlora_megatron.training.stopping.signals import StopSignals
 
 
-class Told(SilentListener):
+class Kinds:
+    """Keeps what kinds of events there were."""
+
     def __init__(self) -> None:
-        self.calls: list[str] = []
+        self.found: list[str] = []
 
-    def on_start(self, jobs: Any) -> None:
-        self.calls.append("start")
-
-    def on_round(self, tokens_per_s: float) -> None:
-        self.calls.append("round")
+    def emit(self, kind: str, job: str | None, body: Any) -> None:
+        self.found.append(kind)
 
 
-def loop_over(job: SimpleNamespace, told: Told, watch: RunWatch | None = None) -> TrainingLoop:
+def loop_over(job: SimpleNamespace, kinds: Kinds, watch: RunWatch | None = None) -> Loop:
     super_model: Any = SimpleNamespace(
         jobs=(job,), groups=SimpleNamespace(is_writer=False, device=torch.device("cpu")),
         round=None, train_round=lambda: [],
     )  # fmt: skip
     backbone: Any = None
     run = RunSpec(output_dir="unused")
-    return TrainingLoop(super_model, backbone, run, told, base_model="base", watch=watch)
+    files = JobFiles(run, base_model="base", quantisation=None, has_metrics=False)
+    return Loop(super_model, backbone, run, files, kinds, watch=watch)
 
 
 def running_job() -> SimpleNamespace:
     return SimpleNamespace(
-        name="a", step=0, is_active=True, is_done=False, eval_before=1.0,
+        name="a", step=0, is_active=True, is_done=False, is_held=False, eval_before=1.0,
         data=SimpleNamespace(eval=()), plan=SimpleNamespace(num_steps=2),
     )  # fmt: skip
 
 
 def test_the_first_step_starts_and_none_runs_once_all_is_over() -> None:
-    job, told = running_job(), Told()
-    loop = loop_over(job, told)
-    assert (loop.step(), told.calls) == ([], ["start", "round"])
+    job, kinds = running_job(), Kinds()
+    loop = loop_over(job, kinds)
+    assert (loop.step(), kinds.found) == ([], ["begun", "progress"])
     loop.start()
     loop.step()
     job.is_active = False
     assert (loop.is_over, loop.step(), loop.rounds) == (True, [], 2)
-    assert told.calls == ["start", "round", "round"]
+    assert kinds.found == ["begun", "progress", "progress"]
 
 
 def test_nothing_is_over_before_the_start() -> None:
     job = running_job()
     job.is_active = False
-    loop = loop_over(job, Told())
+    loop = loop_over(job, Kinds())
     assert not loop.is_over
     loop.start()
     assert loop.is_over
 
 
 def test_another_may_run_the_round() -> None:
-    loop = loop_over(running_job(), Told())
+    loop = loop_over(running_job(), Kinds())
     ran: list[str] = []
 
     def run_round() -> list[Any]:
@@ -93,7 +93,7 @@ class StopBehind(RunWatch):
 
 def test_a_signal_ends_the_loop_behind_its_round_with_everything_saved() -> None:
     watch = StopBehind(2)
-    loop = loop_over(running_job(), Told(), watch)
+    loop = loop_over(running_job(), Kinds(), watch)
     loop.save_active = lambda: watch.calls.append("save")  # type: ignore[method-assign]
     loop.drain = lambda: watch.calls.append("drain") or ("a",)  # type: ignore
     loop.run()
@@ -106,7 +106,7 @@ def test_a_signal_ends_the_loop_behind_its_round_with_everything_saved() -> None
 
 def test_a_signal_in_the_last_round_changes_nothing() -> None:
     job, watch = running_job(), StopBehind(1)
-    loop = loop_over(job, Told(), watch)
+    loop = loop_over(job, Kinds(), watch)
 
     def run_round() -> list[Any]:
         job.is_active = False

@@ -47,8 +47,7 @@ from tlora_megatron.integrations.megatron_lm.same_model import (
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.fingerprint.check import check_base
 from tlora_megatron.training.formats.fingerprint_file import read_fingerprint
-from tlora_megatron.training.listener import SilentListener
-from tlora_megatron.training.loop import TrainingLoop
+from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.packing.packing import PackedBatch, RoundShape
 from tlora_megatron.training.run.environment import set_environment
 from tlora_megatron.training.run.nano_setup import nano_settings
@@ -93,7 +92,6 @@ class Session:
             settings.spec,
             tokenizer_dir=settings.tokenizer_dir,
             base_model=settings.base_model,
-            listener=SilentListener(),  # the console is the trainer's
             resolve_sharding=resolve_sharding,
             signals=signals,
         )
@@ -105,7 +103,7 @@ class Session:
             self._fingerprint = read_fingerprint(self._checkpoint)
 
     @property
-    def loop(self) -> TrainingLoop:
+    def loop(self) -> Loop:
         """The loop over the jobs, once the model stands."""
         assert self._run.loop is not None, "start comes first"
         return self._run.loop

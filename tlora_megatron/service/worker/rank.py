@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
 
 from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from tlora_megatron.config.schema import RunConfig
-    from tlora_megatron.training.resident.live_loop import LiveLoop
+    from tlora_megatron.training.loop import Loop
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class RankProcess:
         """On rank 0 from the time that the base is loaded."""
         self.events: EventWriter | None = None
         """On rank 0."""
-        self._newcomers: list[str] = []
+        self._joining: list[str] = []
 
     def serve(self, host: str | None) -> int:
         """Opens the super-model, serves the gang's commands to the end; returns the exit code."""
@@ -123,18 +123,18 @@ class RankProcess:
             peer_watchdog(store, self._rank, self._spec.world_size, at, self._miss),
             open_resident(
                 config,
-                tell=self.tell,
+                events=self,
                 rendezvous=place,
                 read_order=order_reader(config, self._spec.root),
                 may_write=self._may_write,
                 clients=RequestLogs(Path(self._spec.root), self._may_write),
-            ) as loop,
+            ) as commands,
         ):
-            self._score_base(loop.live, config, store)
+            self._score_base(commands.loop, config, store)
             if self._rank == 0:
                 # Not before: a large base may take longer to load than the lease lasts.
                 self.commands = CommandReader(self._spec, self._folder.commands())
-            self.tell(
+            self.emit(
                 "started",
                 None,
                 {
@@ -143,22 +143,22 @@ class RankProcess:
                     "base_s": time.monotonic() - met_s,
                 },
             )
-            loop.serve(self.commands)
+            commands.serve(self.commands)
         leave_together(store, self._rank)
         return LEASE_OVER if self._lease_is_over else 0
 
-    def _score_base(self, live: LiveLoop, config: RunConfig, store: Store) -> None:
+    def _score_base(self, loop: Loop, config: RunConfig, store: Store) -> None:
         """Leaves word of what the base says of a few tokens, unless somebody has; collective."""
         from tlora_megatron.training.resident.base_scores import score_base
 
         home, base = Home(Path(self._spec.root)), self._spec.base_model
         if self._rank == 0:
             store.set("to_score", json.dumps(_tokens_to_score(home, base, config)))
-        tokens = json.loads(store.get("to_score"))[: live.backbone.max_positions]
+        tokens = json.loads(store.get("to_score"))[: loop.backbone.max_positions]
         # Some folders have a tokenizer with more tokens than the base.
-        if len(tokens) < 2 or max(tokens) >= live.backbone.vocab_size:
+        if len(tokens) < 2 or max(tokens) >= loop.backbone.vocab_size:
             return
-        logprobs = score_base(live.super_model, live.backbone, tokens).tolist()
+        logprobs = score_base(loop.super_model, loop.backbone, tokens).tolist()
         if self._rank == 0:
             with suppress(OSError):  # nobody is told less than before
                 write_scores(home, base, BaseScores(tokens=tuple(tokens), logprobs=tuple(logprobs)))
@@ -170,7 +170,7 @@ class RankProcess:
             {
                 "reason": describe_failure(error),
                 "out_of_memory": out_of_memory,
-                "newcomers": self._newcomers if out_of_memory else [],
+                "newcomers": self._joining if out_of_memory else [],
                 "is_lost": is_lost_connection(error),
                 "at": time.time(),
             }
@@ -206,12 +206,12 @@ class RankProcess:
         assert self.commands is not None, "only rank 0 writes"
         return self.commands.may_write(job)
 
-    def tell(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
-        """Tells what the resident loop says; what is for the end is kept until then."""
+    def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+        """Reports what the loop reports; what is for the end is kept until then."""
         if kind == "out_of_memory":
-            self._newcomers = list(body["newcomers"])
+            self._joining = list(body["joining"])
             return
-        if self.events is None:
+        if self.events is None or kind not in get_args(EventKind):
             return
         if kind == "stopped" and self._lease_is_over:
             self._say(

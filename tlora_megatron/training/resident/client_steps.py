@@ -10,8 +10,8 @@ import torch
 from tlora_megatron.config.job import OptimizerSpec
 from tlora_megatron.training.driven.requests import AdamParams, Answer
 from tlora_megatron.training.driven.state import DrivenState
+from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_adapters
-from tlora_megatron.training.resident.live_loop import LiveLoop
 from tlora_megatron.training.super_model import StepReport
 
 
@@ -23,14 +23,14 @@ class Asked(NamedTuple):
     adam: AdamParams
 
 
-def step_together(live: LiveLoop, asked: Sequence[Asked]) -> Iterator[tuple[Asked, Answer]]:
+def step_together(loop: Loop, asked: Sequence[Asked]) -> Iterator[tuple[Asked, Answer]]:
     """Makes the steps of several jobs; waits for the device once. Collective over the world.
 
     A step whose gradient is not finite changes nothing, and the gradient is gone.
     """
     if not asked:
         return
-    model = live.super_model
+    model = loop.super_model
     slots = {job.name: slot for slot, job in enumerate(model.jobs)}
     none = torch.zeros((), device=model.groups.device)
     requests = [
@@ -40,7 +40,7 @@ def step_together(live: LiveLoop, asked: Sequence[Asked]) -> Iterator[tuple[Aske
     exact = model.round_shape.exactness is not None
     outcomes = step_adapters(model.bank, model.groups, requests, exact=exact)
     for one, outcome in zip(asked, outcomes, strict=True):
-        yield one, _note(live, one, outcome)
+        yield one, _note(loop, one, outcome)
 
 
 def _optimizer(adam: AdamParams) -> OptimizerSpec:
@@ -53,7 +53,7 @@ def _optimizer(adam: AdamParams) -> OptimizerSpec:
     )
 
 
-def _note(live: LiveLoop, asked: Asked, outcome: StepOutcome) -> Answer:
+def _note(loop: Loop, asked: Asked, outcome: StepOutcome) -> Answer:
     job, number, adam = asked
     if not outcome.applied:
         job.moved(number, applied=False)
@@ -64,7 +64,7 @@ def _note(live: LiveLoop, asked: Asked, outcome: StepOutcome) -> Answer:
     job.updates += 1
     job.last_loss = loss
     tokens, targets = job.moved(number, applied=True)
-    told = StepOutcome(loss, outcome.grad_norm, True)
-    live.note_step(StepReport(job, told, adam.learning_rate, tokens, targets, job.batch_time_s))
+    reported = StepOutcome(loss, outcome.grad_norm, True)
+    loop.note_step(StepReport(job, reported, adam.learning_rate, tokens, targets, job.batch_time_s))
     job.batch_time_s = 0.0
     return Answer(metrics={"grad_norm": outcome.grad_norm}, values={"step": job.updates})

@@ -10,7 +10,7 @@ from pathlib import Path
 from tlora_megatron.training.driven.clients import Clients
 from tlora_megatron.training.driven.requests import Answer, Category, Request
 from tlora_megatron.training.driven.state import DrivenState
-from tlora_megatron.training.resident.live_loop import LiveLoop
+from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.resident.state_load import StateLoad
 from tlora_megatron.training.saving.saver import Target
 from tlora_megatron.training.saving.snapshot import Snapshot
@@ -28,11 +28,11 @@ class StateFiles:
 
     def __init__(
         self,
-        live: LiveLoop,
+        loop: Loop,
         clients: Clients,
         answer: Callable[[DrivenState, int, Answer], None],
     ) -> None:
-        self._live = live
+        self._loop = loop
         self._clients = clients
         self._answer = answer
         self._loads: dict[str, StateLoad] = {}
@@ -46,13 +46,13 @@ class StateFiles:
         may_replace = bool(request.params.get("overwrite", False))
         check = partial(_check_name, folder, job.name, number, may_replace=may_replace)
         job.saving = number
-        target = self._live.files.state(job, folder, self._failed(job, number), check)
+        target = self._loop.files.state(job, folder, self._failed(job, number), check)
         job.saving = 0
         return self._save(job, number, target, folder)
 
     def save_for_sampler(self, job: DrivenState, number: int, request: Request) -> bool:
         """Publishes the adapter, for PEFT, by a name; False if it must wait for the disk."""
-        name, files = self._folder(job, FOLDER, request), self._live.files
+        name, files = self._folder(job, FOLDER, request), self._loop.files
         failed, permit = self._failed(job, number), partial(files.permit, job.name)
 
         def write(snapshot: Snapshot) -> int:
@@ -65,14 +65,14 @@ class StateFiles:
         return self._save(job, number, target, name)
 
     def load_state(self, job: DrivenState, number: int, request: Request) -> bool:
-        """Begins to read a state on a thread; the job waits for it, and nobody else."""
+        """Begins to read a state on a thread; the job waits for it, the others train on."""
         folder = self._clients.state_folder(str(request.params["path"]))
         moments = bool(request.params.get("optimizer", True))
-        self._loads[job.name] = StateLoad(job, number, folder, self._live.backbone, moments=moments)
+        self._loads[job.name] = StateLoad(job, number, folder, self._loop.backbone, moments=moments)
         return False
 
     def loads(self) -> dict[str, int | None]:
-        """How far states are read, in the form that `mail.Readiness` takes; by jobs' names."""
+        """How far states are read, in the form that `agreement.Readiness` takes; by jobs' names."""
         return {name: load.state for name, load in self._loads.items()}
 
     def is_loading(self, job: DrivenState) -> bool:
@@ -91,7 +91,7 @@ class StateFiles:
             job.finish(load.number)
             self._answer(job, load.number, Answer(error=error, category="user"))
             return
-        slab, model = job.adapter.slab, self._live.super_model
+        slab, model = job.adapter.slab, self._loop.super_model
         slab.wait_for_readers()
         for buffer, flat in found.buffers.items():
             slab.put(buffer, flat)
@@ -99,7 +99,9 @@ class StateFiles:
         job.updates = found.updates
         model.bank.refresh(next(i for i, other in enumerate(model.jobs) if other is job))
         job.moved(load.number, applied=True)
-        self._live.save_soon(job.name)  # its state may be replaced, and a replay would take that
+        self._loop.saves.make_due(
+            job.name
+        )  # its state may be replaced, and a replay would take that
         self._answer(job, load.number, Answer(values={"step": job.updates}))
 
     def forget(self, names: Collection[str]) -> None:
@@ -108,7 +110,7 @@ class StateFiles:
             del self._loads[name]
 
     def _folder(self, job: DrivenState, kind: str, request: Request) -> Path:
-        return self._live.files.folder(job) / kind / str(request.params["name"])
+        return self._loop.files.folder(job) / kind / str(request.params["name"])
 
     def _save(self, job: DrivenState, number: int, target: Target, folder: Path) -> bool:
         if job.name in self.full:
@@ -116,7 +118,7 @@ class StateFiles:
         self.full.add(job.name)
         path = f"jobs/{job.name}/{folder.parent.name}/{folder.name}"
         done = partial(self._answer, job, number, Answer(values={"path": path}))
-        self._live.saver.save(job, [target._replace(on_done=done)])
+        self._loop.saver.save(job, [target._replace(on_done=done)])
         job.finish(number)
         return True
 

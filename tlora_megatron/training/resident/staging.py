@@ -17,34 +17,19 @@ from tlora_megatron.layers.slab import AdapterSlab, Copier
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.data.tokenize import fingerprint
 from tlora_megatron.training.formats.hf_checkpoint import all_finite
+from tlora_megatron.training.job_saves import SavePolicy, StagedJob
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.metrics import JobMetrics
 from tlora_megatron.training.preparation import PreparedJob, start_job
 from tlora_megatron.training.resident.locked_ring import LockedRing
 
 Order = Mapping[str, Any]
-"""A request to prepare a job: `job` (its name here), `document`, when to save it (`StagedJob`)."""
+"""A request to prepare a job: `job` (its name here), `document`, and when to save it:
+`checkpoint_every_steps`, `checkpoint_every_s` (0 or absent = not by them)."""
 ReadOrder = Callable[[Order], PreparedJob]
 """Reads all that a job starts from and checks it; runs on a thread, on every rank."""
 _THREADS, _THREADS_BESIDE = 8, 4
 """That read a job's state; fewer while others train, whose thread has to get its turn in Python."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StagedJob:
-    """A job that can join between two rounds."""
-
-    state: JobState
-    digest: str
-    """The same on ranks that have read the same."""
-    copied: torch.cuda.Event | None
-    """The device has the adapter behind it."""
-    metrics: JobMetrics | None
-    """Opened where they are written."""
-    checkpoint_every_s: float
-    """0 = not by time."""
-    checkpoint_every_steps: int
-    """0 = not by steps."""
 
 
 class Failed(NamedTuple):
@@ -113,7 +98,7 @@ class Stager:
         return self._ordered[name].found
 
     def state(self, name: str) -> int | None:
-        """How far an ordered job is prepared, in the form that `mail.Readiness` takes."""
+        """How far an ordered job is prepared, in the form that `agreement.Readiness` takes."""
         found = self.found(name)
         if found is None:
             return None
@@ -190,8 +175,10 @@ class Stager:
                 digest=digest_of(prepared),
                 copied=copied,
                 metrics=self._open_metrics(state),
-                checkpoint_every_s=float(order.get("checkpoint_every_s", 0.0)),
-                checkpoint_every_steps=int(order.get("checkpoint_every_steps", 0)),
+                saving=SavePolicy(
+                    every_steps=int(order.get("checkpoint_every_steps", 0)),
+                    every_s=float(order.get("checkpoint_every_s", 0.0)),
+                ),
             )
         except BaseException:
             if self._ring is not None:  # others get the slab's memory: nothing may write there now

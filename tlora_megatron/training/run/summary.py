@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +16,12 @@ import torch.distributed as dist
 from tlora_megatron import timeline
 from tlora_megatron.config.schema import JobError
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.loop import TrainingLoop
+from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.round_timing import describe_rounds
 
 
 def summarize(
-    loop: TrainingLoop,
+    loop: Loop,
     groups: ParallelGroups,
     rejected: Sequence[JobError],
     nano_batches: dict[str, Any] | None,
@@ -35,7 +33,7 @@ def summarize(
         rejected: the jobs that were left out.
         nano_batches: from `summarize_nano_batches`.
     """
-    jobs = {job.name: job_summary(job, loop.job_dir(job)) for job in loop.jobs}
+    jobs = {job.name: loop.files.summary(job) for job in loop.jobs}
     for error in rejected:
         jobs[error.name] = {"status": "rejected", "reason": error.message}
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
@@ -70,7 +68,7 @@ def run_times() -> dict[str, Any]:
     return {"wall_time_s": sum(times.values()), "time_s": times}
 
 
-def summarize_nano_batches(loop: TrainingLoop) -> dict[str, Any] | None:
+def summarize_nano_batches(loop: Loop) -> dict[str, Any] | None:
     """Says how many nano-batches were asked for, chosen and run; call it before the engine closes.
 
     None for an engine that has no nano-batches.
@@ -85,7 +83,7 @@ def summarize_nano_batches(loop: TrainingLoop) -> dict[str, Any] | None:
     return {"asked": asked, "count": switch.count, **chosen, "ran": ran}
 
 
-def _balance(loop: TrainingLoop) -> dict[str, Any] | None:
+def _balance(loop: Loop) -> dict[str, Any] | None:
     """Says how rounds were shared out among replicas; None where one runs alone."""
     model = loop.super_model
     over = None if model.correction is None else model.correction.over_predicted
@@ -94,35 +92,6 @@ def _balance(loop: TrainingLoop) -> dict[str, Any] | None:
         ran = sorted(model.cp_sizes_run.items())
         found["micro_batches_by_cp_size"] = {str(size): count for size, count in ran}
     return found
-
-
-def job_summary(job: JobState, folder: Path) -> dict[str, Any]:
-    """Returns plain values about one job.
-
-    Args:
-        folder: of the job.
-    """
-    before, after = job.eval_before, job.eval_after
-    adapter = folder / "adapter"
-    return {
-        "status": job.status,
-        "reason": job.reason,
-        "rank": job.spec.lora.rank,
-        "num_blocks": job.spec.lora.num_blocks,
-        "steps": job.step,
-        "max_steps": None if job.is_driven else job.plan.num_steps,
-        "skipped_steps": 0 if job.is_driven else job.step - job.updates,
-        "last_loss": job.last_loss,
-        "eval_loss_before": before and before.loss,
-        "eval_loss_after": after and after.loss,
-        "exact_match_before": before and before.exact_match,
-        "exact_match_after": after and after.exact_match,
-        "tokens": job.tokens,
-        "target_tokens": job.target_tokens,
-        "truncated_sequences": job.data.num_truncated,
-        "dropped_sequences": job.data.num_dropped,
-        "adapter": str(adapter) if job.status == "finished" else None,
-    }
 
 
 def versions() -> dict[str, str]:

@@ -32,9 +32,10 @@ from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.evaluation import Scorer
+from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.formats.quantised import QuantisationCard
-from tlora_megatron.training.listener import RunListener
-from tlora_megatron.training.loop import TrainingLoop
+from tlora_megatron.training.job_files import JobFiles
+from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.metrics import write_summary
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
@@ -97,7 +98,7 @@ class TrainingRun:
         tokenizer_dir: Hugging Face folder of the tokenizer.
         base_model: what exported adapters call their base.
         quantisation: of the base.
-        listener: is told what happens; silent on all ranks but the first.
+        events: takes what happens, on every rank that has one; mostly that is the first alone.
         resolve_sharding: chooses the LoRA sharding.
         choose_recompute: chooses recompute, where `run.recompute` is auto.
         resolve_timing: shares rounds out by predicted time; None = balances tokens.
@@ -115,7 +116,7 @@ class TrainingRun:
         tokenizer_dir: Path,
         base_model: str,
         quantisation: QuantisationCard | None = None,
-        listener: RunListener,
+        events: EventSink | None = None,
         resolve_sharding: ShardingResolver,
         choose_recompute: RecomputeChooser = lambda *_: None,
         resolve_timing: TimingResolver | None = None,
@@ -126,9 +127,9 @@ class TrainingRun:
         self.tokenizer_dir = tokenizer_dir
         self.base_model = base_model
         self.quantisation = quantisation
-        self.listener = listener
+        self.events = events
         self.output_dir = Path(config.run.output_dir)
-        self.loop: TrainingLoop | None = None
+        self.loop: Loop | None = None
         self.facts: dict[str, Any] = {}
         """Facts that whoever drives the backbone adds to the summary's `run`."""
         self._resolve_sharding = resolve_sharding
@@ -177,7 +178,7 @@ class TrainingRun:
         *,
         round_shape: RoundShape = RoundShape(),  # noqa: B008 - frozen
         placement: StatePlacement | None = None,
-    ) -> TrainingLoop:
+    ) -> Loop:
         """Gives the linears their adapters and returns the loop over the jobs, not yet started.
 
         Args:
@@ -210,13 +211,18 @@ class TrainingRun:
         allow_open_files(len(self._jobs.prepared))
         watch = RunWatch.open(self._signals, self.config.run.hang_timeout_s)
         self._open.callback(watch.close)
-        self.loop = TrainingLoop(
+        files = JobFiles(
+            self.config.run,
+            base_model=self.base_model,
+            quantisation=self.quantisation,
+            has_metrics=groups.is_writer,
+        )
+        self.loop = Loop(
             super_model,
             self.spec,
             self.config.run,
-            self.listener,
-            base_model=self.base_model,
-            quantisation=self.quantisation,
+            files,
+            self.events,
             nano_rounds=start_nano_batches(self.config.run, super_model, resuming=self._resuming),
             watch=watch,
         )
@@ -236,7 +242,7 @@ class TrainingRun:
             self.loop.watch.wait_for_all()
         return summary
 
-    def _write_results(self, loop: TrainingLoop) -> dict[str, Any]:
+    def _write_results(self, loop: Loop) -> dict[str, Any]:
         super_model = loop.super_model
         report = Report(self.output_dir)
         if super_model.groups.is_writer:

@@ -17,7 +17,7 @@ class StopAgreement:
 
     Signals reach ranks at different times, but all must stop behind the same round. Each round
     begins one asynchronous all-reduce of two ints over gloo and reads it at its end, when it is
-    long done: no GPU and no rank waits for it. A world of one asks nobody.
+    long done: no GPU and no rank waits for it. A world of one needs no answer.
 
     Args:
         signals: of this process; given on all ranks or on none.
@@ -27,10 +27,10 @@ class StopAgreement:
         self._signals = signals
         self.group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         """Free for others between `end_round` and `begin_round`; None = a world of one."""
-        self.mail_waits: Callable[[], bool] = lambda: False
-        """Asked on every rank; some rank's yes becomes everybody's `has_mail`."""
-        self.has_mail = False
-        """True if mail waited on some rank when the last round began; the same on all ranks."""
+        self.commands_wait: Callable[[], bool] = lambda: False
+        """Asked on every rank; some rank's yes becomes all ranks' `has_commands`."""
+        self.has_commands = False
+        """True if commands waited on some rank when the last round began; the same on all ranks."""
         self._words = torch.zeros(2, dtype=torch.int32, device="cpu")
         self._work: dist.Work | None = None
 
@@ -38,7 +38,7 @@ class StopAgreement:
         """Gives the other ranks this one's signal; collective, but does not wait."""
         self._signals.hold()
         if self.group is not None:
-            self._words[0], self._words[1] = self._signals.received, int(self.mail_waits())
+            self._words[0], self._words[1] = self._signals.received, int(self.commands_wait())
             self._work = dist.all_reduce(self._words, dist.ReduceOp.MAX, self.group, async_op=True)
 
     def end_round(self) -> int:
@@ -47,13 +47,13 @@ class StopAgreement:
         The same on all ranks. A world of one counts signals until now.
         """
         if self.group is None:
-            self.has_mail = self.mail_waits()
+            self.has_commands = self.commands_wait()
             return self._signals.received
         assert self._work is not None, "begin_round comes before end_round"
         self._work.wait()
         self._work = None
-        number, has_mail = self._words.tolist()
-        self.has_mail = bool(has_mail)
+        number, has_commands = self._words.tolist()
+        self.has_commands = bool(has_commands)
         return int(number)
 
     def wait_for_all(self) -> None:
@@ -85,7 +85,7 @@ class RunWatch:
     ) -> None:
         self._signals = signals
         self.agreement = agreement
-        """None = no signal stops the run, and nobody asks it for anything."""
+        """None = no signal stops the run, and no requests are taken."""
         self._hangs = hangs
 
     @classmethod

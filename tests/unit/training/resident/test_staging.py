@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.helpers.launch import HANG_S
+from tlora_megatron.training.job_saves import SavePolicy, StagedJob
 from tlora_megatron.training.resident import staging
-from tlora_megatron.training.resident.staging import StagedJob, Stager
+from tlora_megatron.training.resident.staging import Stager
 
 
 class DroppedWhenFound:
@@ -37,7 +38,7 @@ def test_a_job_that_is_dropped_as_it_is_found_is_given_up_once(
     metrics: Any = SimpleNamespace(close=lambda: closed.append("once"))
     job = StagedJob(
         state=SimpleNamespace(), digest="7", copied=None, metrics=metrics,
-        checkpoint_every_s=0, checkpoint_every_steps=0,
+        saving=SavePolicy(),
     )  # type: ignore[arg-type]  # fmt: skip
     bank: Any = SimpleNamespace(device=torch.device("cpu"))
     stager = Stager(bank, None, None, None, None)  # type: ignore[arg-type]

@@ -1,60 +1,21 @@
-"""Commands for a resident loop, and how its ranks agree on them while a round computes.
+"""How ranks agree on what they carry out while a round computes.
 
-Only JSON travels: between ranks as bytes over gloo, which costs neither the GPU nor the round.
+Only JSON travels: as bytes over gloo, which costs neither the GPU nor the round.
 """
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-Mail = Mapping[str, Any]
-"""One command: `kind`, and where it has them `job`, `body` and `seq`; all values are of JSON."""
 
 _HEAD = 8
 _ROOM = 4096
 """Bytes that every round sends, the length of the message first; longer ones are sent behind."""
 _TEXT = 2048
-
-
-class Mailbox(Protocol):
-    """Where commands come in, on the first rank."""
-
-    def take(self) -> Sequence[Mail]:
-        """Returns the commands that have come since the last call, in order; never waits."""
-
-    def wait(self, seconds: float) -> object:
-        """Waits until there is something to take, but no longer than so many seconds."""
-
-
-class QueueMailbox:
-    """Commands from other threads of the same process."""
-
-    def __init__(self) -> None:
-        self._mail: list[Mail] = []
-        self._came = threading.Condition()
-
-    def post(self, mail: Mail) -> None:
-        """Hands a command over."""
-        with self._came:
-            self._mail.append(mail)
-            self._came.notify_all()
-
-    def take(self) -> Sequence[Mail]:
-        """Returns the commands that have come since the last call, in order; never waits."""
-        with self._came:
-            taken, self._mail = self._mail, []
-        return taken
-
-    def wait(self, seconds: float) -> object:
-        """Waits until there is something to take, but no longer than so many seconds."""
-        with self._came:
-            return self._came.wait_for(lambda: bool(self._mail), seconds)
 
 
 class Readiness:

@@ -11,7 +11,7 @@ import pytest
 from tlora_megatron.config.load import read_config
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.training.live.changes import FILE_NAME, LiveChanges, with_live_changes
+from tlora_megatron.training.live_run import FILE_NAME, LiveChanges, with_live_changes
 
 
 @pytest.fixture

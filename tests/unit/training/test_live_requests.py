@@ -8,42 +8,42 @@ from pathlib import Path
 
 import pytest
 
-from tlora_megatron.training.live import mailbox as module
-from tlora_megatron.training.live.mailbox import FOLDER, LiveRun, RunMailbox
+from tlora_megatron.training import live_run as module
+from tlora_megatron.training.live_run import FOLDER, LiveRun, RequestFolder
 from tlora_megatron.training.run.output_dir import hold_output_dir
 
 
 def test_a_request_is_answered_and_the_folder_is_the_users_alone(tmp_path: Path) -> None:
     with hold_output_dir(tmp_path):
-        mailbox = RunMailbox(tmp_path)
+        folder = RequestFolder(tmp_path)
         assert (tmp_path / FOLDER).stat().st_mode & 0o777 == 0o700
-        assert not mailbox.has_mail
+        assert not folder.has_requests
         answers = []
         asking = threading.Thread(
             target=lambda: answers.append(LiveRun(tmp_path).ask({"kind": "cancel", "job": "a"}))
         )
         asking.start()
-        while not mailbox.has_mail:
+        while not folder.has_requests:
             asking.join(0.005)
             assert asking.is_alive(), "it must wait for an answer"
-        (request,) = mailbox.take()
+        (request,) = folder.take()
         assert request.body == {"kind": "cancel", "job": "a"}
-        assert (mailbox.has_mail, mailbox.take()) == (False, [])
-        mailbox.answer(request.number, {"step": 3})
+        assert (folder.has_requests, folder.take()) == (False, [])
+        folder.answer(request.number, {"step": 3})
         asking.join()
         assert answers == [{"step": 3}]
-        mailbox.close()
+        folder.close()
     assert not (tmp_path / FOLDER).exists()
 
 
 def test_what_is_no_request_is_answered_too(tmp_path: Path) -> None:
-    mailbox = RunMailbox(tmp_path)
+    folder = RequestFolder(tmp_path)
     requests = tmp_path / FOLDER / "requests"
     (requests / "1").write_text("[1]")
     (requests / "2").write_text("{")
     (requests / "3").symlink_to("/etc/passwd")
     (requests / ".4.tmp").write_text("{}")  # is being written
-    assert mailbox.take() == []
+    assert folder.take() == []
     assert sorted(os.listdir(requests)) == [".4.tmp"]
     assert sorted(os.listdir(tmp_path / FOLDER / "answers")) == ["1", "2", "3"]
 
@@ -52,21 +52,21 @@ def test_without_a_live_run_there_is_a_sentence(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=r"a run must be training in .*, got none"):
             LiveRun(tmp_path)
-        RunMailbox(tmp_path)  # left by one that was killed
+        RequestFolder(tmp_path)  # left by one that was killed
 
 
 def test_a_run_that_ends_answers_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ALIVE_S", 0.0)
     with hold_output_dir(tmp_path):
-        mailbox = RunMailbox(tmp_path)
+        folder = RequestFolder(tmp_path)
         live = LiveRun(tmp_path)
         with pytest.raises(RuntimeError, match="has ended before it answered"):
-            live.ask({"kind": "cancel", "job": "a"}, wait=lambda _: mailbox.close())
+            live.ask({"kind": "cancel", "job": "a"}, wait=lambda _: folder.close())
 
 
 def test_a_link_in_the_folders_place_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     (tmp_path / FOLDER).symlink_to(tmp_path / "mine")
-    RunMailbox(tmp_path).close()
+    RequestFolder(tmp_path).close()
     assert (tmp_path / "mine" / "file").exists()

@@ -1,7 +1,7 @@
 """Carries out what clients ask of their jobs, at the boundaries between rounds.
 
 All ranks do the same behind the same round: the first one says how many requests there are, each
-reads them, and what was computed of one is brought together before anybody looks at it.
+reads them, and results are gathered before any rank uses them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from tlora_megatron.training.driven.clients import Clients
 from tlora_megatron.training.driven.requests import Answer, Request, RequestError, check_request
 from tlora_megatron.training.driven.state import DrivenState, gathered, judge
+from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.resident.client_steps import Asked, step_together
-from tlora_megatron.training.resident.live_loop import LiveLoop
 from tlora_megatron.training.resident.named_states import StateFiles
 
 News = Mapping[str, Any]
@@ -30,23 +30,23 @@ class _Next(NamedTuple):
     request: Request
 
 
-class DrivenDesk:
+class RequestExecutor:
     """The requests of all driven jobs of a loop.
 
     Args:
         clients: who keeps the requests.
     """
 
-    def __init__(self, live: LiveLoop, clients: Clients) -> None:
-        self._live = live
-        self._model = live.super_model
+    def __init__(self, loop: Loop, clients: Clients) -> None:
+        self._loop = loop
+        self._model = loop.super_model
         self._is_writer = self._model.groups.is_writer
         self._clients = clients
         self._answered: dict[str, set[int]] = {}
         """Requests that were answered before this loop got to them, by job."""
-        self._files = StateFiles(live, clients, self._answer)
-        live.files.before_checkpoint = clients.flush
-        live.on_counted = self._counted
+        self._files = StateFiles(loop, clients, self._answer)
+        loop.files.before_checkpoint = clients.flush
+        loop.saves.on_counted = self._counted
 
     @property
     def jobs(self) -> list[DrivenState]:
@@ -66,7 +66,7 @@ class DrivenDesk:
 
     @property
     def has_news(self) -> bool:
-        """True if some job has a request of which nobody knows; the first rank asks."""
+        """True if some job has a request that no rank knows of; the first rank asks."""
         return any(
             job.known < job.done + _AHEAD and self._clients.has_request(job.name, job.known + 1)
             for job in self.jobs
@@ -88,7 +88,7 @@ class DrivenDesk:
                 numbers = range(job.known + 1, last + 1)
                 old = [n for n in numbers if self._clients.is_answered(job.name, n)]
                 answered |= {job.name: old} if old else {}
-        full = [job.name for job in jobs if not self._live.saver.can_take(job)]
+        full = [job.name for job in jobs if not self._loop.saver.can_take(job)]
         return {"upto": upto, "answered": answered, "full": full}
 
     def forward_part(self) -> None:
@@ -103,7 +103,7 @@ class DrivenDesk:
                 job.to_score = rest
 
     def loads(self) -> dict[str, int | None]:
-        """How far states are read that jobs wait for; see `mail.Readiness`."""
+        """How far states are read that jobs wait for; see `agreement.Readiness`."""
         return self._files.loads()
 
     def advance(self, news: News | None, ready: Mapping[str, bool]) -> None:
@@ -129,10 +129,10 @@ class DrivenDesk:
         steps = {job.name: job.step for job in jobs}
         while self._carry_out(jobs):
             pass
-        self._live.save_due([job for job in jobs if job.step > steps[job.name]])
+        self._loop.saves.save_due([job for job in jobs if job.step > steps[job.name]])
         for job in jobs:
             if job.has_left:
-                self._live.end(job)
+                self._loop.end(job)
                 del self._answered[job.name]
 
     def flush(self) -> None:
@@ -167,7 +167,7 @@ class DrivenDesk:
             elif not self._carry_out_one(job, number, request):
                 continue  # it waits
             moved = True
-        for one, answer in step_together(self._live, asked):
+        for one, answer in step_together(self._loop, asked):
             self._answer(one.job, one.number, answer)
         return moved
 
@@ -179,7 +179,7 @@ class DrivenDesk:
             number = job.done + 1
             try:
                 request = self._clients.read(job.name, number)
-                model = self._live.backbone
+                model = self._loop.backbone
                 longest = job.spec.max_seq_len
                 check_request(request, vocab_size=model.vocab_size, longest=longest)
             except RequestError as error:

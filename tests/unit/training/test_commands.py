@@ -1,4 +1,4 @@
-"""The resident loop over rounds that are only counted."""
+"""Commands to a loop whose rounds are only counted."""
 
 from __future__ import annotations
 
@@ -10,47 +10,43 @@ from typing import Any
 import pytest
 import torch
 
-from tlora_megatron.training.resident.loop import ResidentLoop
-from tlora_megatron.training.resident.staging import Failed, StagedJob
+from tlora_megatron.training.commands import JobCommands
+from tlora_megatron.training.job_saves import SavePolicy, StagedJob
+from tlora_megatron.training.resident.staging import Failed
 
 Event = tuple[str, str | None, Mapping[str, Any]]
 
 
-class Live:
+class CountedLoop:
     """A loop without a model: jobs are names, and a round does what the test says."""
 
     def __init__(self) -> None:
         self.super_model = SimpleNamespace(groups=SimpleNamespace(is_writer=True), jobs=())
         self.files = SimpleNamespace(may_write=lambda name: name not in self.lost)
-        self.watch = None
+        self.saves = SimpleNamespace(due_by_time=list, save_moved=lambda _: None)
+        self.saver = SimpleNamespace(wait_for_room=lambda job: self.calls.append(job.name))
+        self.events: list[Event] = []
+        self.reports = SimpleNamespace(emit=lambda *event: self.events.append(event))
         self.jobs: list[str] = []
         self.lost: set[str] = set()
         self.calls: list[object] = []
         self.fails: Exception | None = None
         self.rounds = self.tokens = 0
 
-    has_work = property(lambda self: bool(self.jobs))
-    newcomers = property(lambda self: self.jobs[-1:])
+    has_work = has_round = property(lambda self: bool(self.jobs))
+    joining = property(lambda self: self.jobs[-1:])
+    active = property(lambda self: [SimpleNamespace(name=name, tokens=0) for name in self.jobs])
 
-    def names(self) -> list[str]:
-        return self.jobs
-
-    def due_by_time(self) -> list[str]:
-        return []
+    def start(self) -> None:
+        self.calls.append("start")
 
     def drain(self) -> None:
         self.calls.append("drain")
 
-    def close(self) -> None:
-        self.calls.append("close")
-
     def save_active(self) -> None:
         self.calls.append("save")
 
-    def wait_to_save(self, name: str) -> None:
-        self.calls.append(f"room for {name}")
-
-    def run_round(self) -> None:
+    def step(self) -> None:
         self.rounds += 1
         self.calls.append(tuple(self.jobs))
         if self.fails:
@@ -105,14 +101,11 @@ class Stager:
 
 def staged(name: str) -> StagedJob:
     state: Any = SimpleNamespace(name=name, step=0, tokens=0, plan=SimpleNamespace(num_steps=2))
-    return StagedJob(
-        state=state, digest="7", copied=None, metrics=None, checkpoint_every_s=0,
-        checkpoint_every_steps=0,
-    )  # fmt: skip
+    return StagedJob(state=state, digest="7", copied=None, metrics=None, saving=SavePolicy())
 
 
 class Script:
-    """A mailbox with the commands of each look."""
+    """A source with the commands of each look."""
 
     def __init__(self, *looks: Sequence[Mapping[str, Any]]) -> None:
         self.looks = [list(look) for look in looks]
@@ -125,31 +118,30 @@ class Script:
         return self.looks.pop(0) if self.looks else [{"kind": "stop"}]
 
 
-def serve(live: Live, stager: Stager, script: Script) -> list[Event]:
-    events: list[Event] = []
-    loop: Any = ResidentLoop(live, stager, None, lambda *event: events.append(event))  # type: ignore[arg-type]
+def serve(counted: CountedLoop, stager: Stager, script: Script) -> list[Event]:
+    loop, prepares = counted, stager  # type: Any, Any
     try:
-        loop.serve(script)
+        JobCommands(loop, prepares, None).serve(script)
     finally:
         gc.enable()
-    return events
+    return counted.events
 
 
 def test_commands_are_carried_out_in_order_behind_the_round_they_came_in() -> None:
-    live, stager = Live(), Stager(a=staged("a"), b=staged("b"))
+    loop, stager = CountedLoop(), Stager(a=staged("a"), b=staged("b"))
     prepare = [{"kind": "prepare", "job": name, "seq": i} for i, name in enumerate("ab")]
     join = {"kind": "join", "job": "a", "seq": 2}
-    events = serve(live, stager, Script(prepare, [join], [], [{"kind": "join", "job": "b"}], []))
+    events = serve(loop, stager, Script(prepare, [join], [], [{"kind": "join", "job": "b"}], []))
     assert [(kind, job) for kind, job, _ in events] == [
         ("applied", "a"), ("applied", "b"), ("prepared", "a"), ("prepared", "b"),
         ("joined", "a"), ("applied", "a"), ("joined", "b"), ("stopped", None),
     ]  # fmt: skip
-    rounds = [call for call in live.calls if isinstance(call, tuple) and call[0] != "leave"]
+    rounds = [call for call in loop.calls if isinstance(call, tuple) and call[0] != "leave"]
     assert rounds == [("a",), ("a",), ("a", "b"), ("a", "b")]
 
 
 def test_an_early_join_waits_until_the_job_is_prepared() -> None:
-    live, stager = Live(), Stager(a=None)
+    loop, stager = CountedLoop(), Stager(a=None)
     script = Script([{"kind": "prepare", "job": "a"}, {"kind": "join", "job": "a"}], [], [])
     take = script.take
 
@@ -159,7 +151,7 @@ def test_an_early_join_waits_until_the_job_is_prepared() -> None:
         return take()
 
     script.take = take_later  # type: ignore[method-assign]
-    events = serve(live, stager, script)
+    events = serve(loop, stager, script)
     assert [kind for kind, *_ in events] == ["prepared", "joined", "stopped"]
     assert script.waits[0] > 100 * script.waits[1], "looks often while a job is prepared"
 
@@ -168,51 +160,68 @@ def test_an_early_join_waits_until_the_job_is_prepared() -> None:
 def test_joins_of_one_moment_share_the_first_round(
     comes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live, stager = Live(), Stager(a=staged("a"), b=staged("b"))
+    loop, stager = CountedLoop(), Stager(a=staged("a"), b=staged("b"))
     prepare = [{"kind": "prepare", "job": name} for name in "ab"]
     first = {"kind": "join", "job": "a", "body": {"more": True}}
     monkeypatch.setattr(Script, "wait", lambda *_: comes)
-    serve(live, stager, Script(prepare, [first], [{"kind": "join", "job": "b", "body": {}}], []))
-    rounds = [call for call in live.calls if isinstance(call, tuple)]
+    serve(loop, stager, Script(prepare, [first], [{"kind": "join", "job": "b", "body": {}}], []))
+    rounds = [call for call in loop.calls if isinstance(call, tuple)]
     assert rounds[0] == (("a", "b") if comes else ("a",))
 
 
 def test_what_cannot_join_is_refused_with_its_reason() -> None:
-    live, stager = Live(), Stager(a=Failed("its data are gone"))
+    loop, stager = CountedLoop(), Stager(a=Failed("its data are gone"))
     orders = [{"kind": "prepare", "job": "a"}, {"kind": "join", "job": "a"}]
-    events = serve(live, stager, Script([*orders, {"kind": "join", "job": "z"}], []))
+    events = serve(loop, stager, Script([*orders, {"kind": "join", "job": "z"}], []))
     told = {job: body["error"] for kind, job, body in events if kind == "refused"}
     assert told["a"] == "its data are gone"
     assert "'z' must be prepared before it joins" in told["z"]
-    assert not live.jobs
+    assert not loop.jobs
     assert not stager.ordered
 
 
 def test_a_job_whose_files_are_another_s_leaves_unsaved() -> None:
-    live = Live()
-    live.jobs, live.lost = ["a", "b"], {"a"}
-    serve(live, Stager(), Script([]))
-    assert ("leave", "a", False, True) in live.calls
-    assert live.jobs == ["b"]
+    loop = CountedLoop()
+    loop.jobs, loop.lost = ["a", "b"], {"a"}
+    serve(loop, Stager(), Script([]))
+    assert ("leave", "a", False, True) in loop.calls
+    assert loop.jobs == ["b"]
 
 
-def test_a_round_out_of_memory_names_the_newcomers() -> None:
-    live = Live()
-    live.jobs, live.fails = ["a", "new"], torch.OutOfMemoryError("no room")
-    events: list[Event] = []
-    loop: Any = ResidentLoop(live, Stager(), None, lambda *event: events.append(event))  # type: ignore[arg-type]
+def test_a_round_out_of_memory_names_the_joining_jobs() -> None:
+    loop = CountedLoop()
+    loop.jobs, loop.fails = ["a", "new"], torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):
-        loop.serve(Script([]))
-    assert events == [("out_of_memory", None, {"newcomers": ["new"]})]
+        serve(loop, Stager(), Script([]))
+    assert loop.events == [("out_of_memory", None, {"joining": ["new"]})]
 
 
-def test_a_join_out_of_memory_names_the_newcomer() -> None:
-    live, stager = Live(), Stager(new=staged("new"))
-    events: list[Event] = []
-    loop: Any = ResidentLoop(live, stager, None, lambda *event: events.append(event))  # type: ignore[arg-type]
-    live.jobs, live.fails = ["a"], torch.OutOfMemoryError("no room")
-    live.run_round = lambda: None  # type: ignore[method-assign]
+def test_a_join_out_of_memory_names_the_joining_job() -> None:
+    loop, stager = CountedLoop(), Stager(new=staged("new"))
+    loop.jobs, loop.fails = ["a"], torch.OutOfMemoryError("no room")
+    loop.step = lambda: None  # type: ignore[method-assign]
     order = [{"kind": "prepare", "job": "new"}, {"kind": "join", "job": "new"}]
     with pytest.raises(torch.OutOfMemoryError):
-        loop.serve(Script(order, []))
-    assert events[-1] == ("out_of_memory", None, {"newcomers": ["new"]})
+        serve(loop, stager, Script(order, []))
+    assert loop.events[-1] == ("out_of_memory", None, {"joining": ["new"]})
+
+
+def test_a_job_that_leaves_is_saved_once_there_is_room() -> None:
+    loop = CountedLoop()
+    loop.jobs = ["a", "b"]
+    serve(loop, Stager(), Script([{"kind": "leave", "job": "a"}], []))
+    assert loop.calls.index("a") < loop.calls.index(("leave", "a", True, False))
+
+
+def test_commands_behind_a_round_of_the_run_need_no_serving() -> None:
+    loop, stager = CountedLoop(), Stager(a=staged("a"))
+    running, prepares = loop, stager  # type: Any, Any
+    commands = JobCommands(running, prepares, None)
+    orders: Any = Script([{"kind": "prepare", "job": "a"}, {"kind": "join", "job": "a"}])
+    try:
+        for has_commands in (False, True, False):
+            commands.behind_round(orders, has_commands=has_commands)
+    finally:
+        gc.enable()
+    assert [kind for kind, *_ in loop.events] == ["prepared", "joined"]
+    assert (loop.jobs, loop.rounds, orders.looks) == (["a"], 0, [])
