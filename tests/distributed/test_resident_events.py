@@ -52,8 +52,8 @@ def test_jobs_are_saved_by_time(gang: Resident) -> None:
     assert len(steps) > 1
 
 
-def test_steps_are_told_and_written_before_the_checkpoint_that_holds_them(gang: Resident) -> None:
-    """Others train on, so that steps wait for the next round where nothing else asks for them."""
+def test_steps_are_reported_and_written_before_their_checkpoint(gang: Resident) -> None:
+    """Two jobs train on, each saved behind steps of its own."""
     orders = [prepare(gang, name, checkpoint_every_steps=2) for name in ("first", "second")]
     joins = [{"kind": "join", "job": name} for name in ("first", "second")]
     events = gang.run([(1, order) for order in orders] + [(1, join) for join in joins])
