@@ -29,6 +29,7 @@ from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.formats import atomic_directory
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
+from tlora_megatron.training.saving import saver
 from tlora_megatron.training.saving.snapshot import SnapshotTaker
 
 MOMENTS = {
