@@ -63,7 +63,7 @@ class ShownService:
             )
         self.live.controller.context.state.set_aside.put([3], self.live.now_s)
         for name in {"night-shift"} & set(self.ids):
-            self.live.store.jobs.wish(self.ids[name], "pause")
+            self.live.store.jobs.request_action(self.ids[name], "pause")
         self.go_on()
 
     def go_on(self) -> None:

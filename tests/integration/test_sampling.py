@@ -197,7 +197,7 @@ def test_stop_texts_end_a_stream(served: Served) -> None:
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_wrong_wishes_are_answered_in_openai_s_format(
+def test_wrong_requests_are_answered_in_openai_s_format(
     served: Served, changes: dict[str, object], status: int, message: str
 ) -> None:
     wish = {"model": BASE, "prompt": "a", **changes}

@@ -15,7 +15,7 @@ from contextlib import suppress
 import tlora_megatron
 from tlora_megatron.cli import convert, inspect, profile, simulate, train
 from tlora_megatron.cli.plan import command as plan
-from tlora_megatron.cli.service import adapters, jobs, logs, serve, submit, tokens, wishes
+from tlora_megatron.cli.service import actions, adapters, jobs, logs, serve, submit, tokens
 from tlora_megatron.cli.tables import global_rank, open_console
 from tlora_megatron.config.reader import ConfigError, nearest
 from tlora_megatron.runtime.launcher import describe_failure
@@ -41,7 +41,7 @@ VARIABLES = (
 logger = logging.getLogger(__name__)
 
 _ON_RUNS = (train, inspect, convert, plan, profile, simulate)
-_ON_SERVICES = (serve, submit, jobs, logs, wishes, adapters, tokens)
+_ON_SERVICES = (serve, submit, jobs, logs, actions, adapters, tokens)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

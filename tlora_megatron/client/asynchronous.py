@@ -114,15 +114,15 @@ class AsyncClient:
 
     async def cancel(self, name: str) -> Job:
         """Asks to end a job before its time."""
-        return await self._send(calls.wish(name, "cancel"))
+        return await self._send(calls.request_action(name, "cancel"))
 
     async def pause(self, name: str) -> Job:
         """Asks to save a job and hold it."""
-        return await self._send(calls.wish(name, "pause"))
+        return await self._send(calls.request_action(name, "pause"))
 
     async def resume(self, name: str) -> Job:
         """Asks to let a paused job go on."""
-        return await self._send(calls.wish(name, "resume"))
+        return await self._send(calls.request_action(name, "resume"))
 
     async def wait(self, name: str) -> Job:
         """The job of an id or a name when it is over."""

@@ -212,7 +212,7 @@ def _asked_wait_s(answer: httpx.Response) -> float:
 
 
 T = TypeVar("T")
-Wish = Literal["cancel", "pause", "resume"]
+RequestedAction = Literal["cancel", "pause", "resume"]
 Params = Mapping[str, str | int | bool | list[str]]
 PAGE = 1000
 """Jobs of a page where all are asked for."""
@@ -278,7 +278,7 @@ def job(name: str) -> Call[Job]:
     return Call(method="GET", path=_path(name), read=_job)
 
 
-def wish(name: str, asked: Wish) -> Call[Job]:
+def request_action(name: str, asked: RequestedAction) -> Call[Job]:
     """Asks to end or hold a job, or to let it go on."""
     if asked == "cancel":
         return Call(method="DELETE", path=_path(name), read=_job)

@@ -111,15 +111,15 @@ class Client:
 
     def cancel(self, name: str) -> Job:
         """Asks to end a job before its time."""
-        return self._send(calls.wish(name, "cancel"))
+        return self._send(calls.request_action(name, "cancel"))
 
     def pause(self, name: str) -> Job:
         """Asks to save a job and hold it."""
-        return self._send(calls.wish(name, "pause"))
+        return self._send(calls.request_action(name, "pause"))
 
     def resume(self, name: str) -> Job:
         """Asks to let a paused job go on."""
-        return self._send(calls.wish(name, "resume"))
+        return self._send(calls.request_action(name, "resume"))
 
     def wait(self, name: str) -> Job:
         """The job of an id or a name when it is over."""

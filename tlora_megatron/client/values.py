@@ -55,7 +55,7 @@ class Job:
     name: str
     state: JobState
     wish: str | None
-    """The wish that is not carried out yet: cancel, pause or resume."""
+    """What was asked and is not carried out yet: cancel, pause or resume."""
     step: int
     num_steps: int | None
     tokens: int

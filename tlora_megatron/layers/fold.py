@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.linear import CodedInput, Computed, LinearLayout, OwnS
+from tlora_megatron.layers.linear import Computed, LinearLayout, OwnS, QuantisedInput
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear, SiteFactors
 from tlora_megatron.ops.quantised.weight import KnownRows, QuantWeight
@@ -73,7 +73,7 @@ class FoldStrategy:
 
     def forward(
         self,
-        x: torch.Tensor | CodedInput,
+        x: torch.Tensor | QuantisedInput,
         base: Base,
         bias_N: torch.Tensor | None,
         view: MicroBatchView,
@@ -81,7 +81,7 @@ class FoldStrategy:
     ) -> Computed:
         """Returns y `[T, N]`; see `GemmStrategy.forward`."""
         bound = self._bound(view)
-        if isinstance(x, CodedInput):
+        if isinstance(x, QuantisedInput):
             return self._of_codes(x, bound, base, bias_N, lane)
         full_TK = self.layout.gather_input(x) if lane is None else x
         y_TN, s = bound.forward(full_TK, base, bias_N)
@@ -94,7 +94,7 @@ class FoldStrategy:
 
     def _of_codes(
         self,
-        x: CodedInput,
+        x: QuantisedInput,
         bound: BoundLinear,
         base: Base,
         bias_N: torch.Tensor | None,

@@ -12,7 +12,7 @@ adapters' factors:
 A strategy returns a `Computed`. Here it becomes a node of autograd's graph (`multi_lora_linear`),
 or a result and the function that leads back (`multi_lora_linear_vjp`).
 
-Over a base in FP8, x of a sequence-parallel linear travels as codes (`CodedInput`) wherever the
+Over a base in FP8, x of a sequence-parallel linear travels as codes (`QuantisedInput`) wherever the
 adapters need no more of x than this rank's rows. A row's codes, and its s, are the same before and
 after: so the bits do not depend on which way was taken.
 
@@ -106,7 +106,7 @@ Backward = Callable[..., torch.Tensor | None]
 the factors' gradients to the jobs' slabs."""
 
 
-class CodedInput(NamedTuple):
+class QuantisedInput(NamedTuple):
     """The input of a sequence-parallel linear, of which codes were gathered."""
 
     x_WK: torch.Tensor
@@ -159,7 +159,7 @@ class GemmStrategy(Protocol):
 
     def forward(
         self,
-        x: torch.Tensor | CodedInput,
+        x: torch.Tensor | QuantisedInput,
         base: Base,
         bias_N: torch.Tensor | None,
         view: MicroBatchView,
@@ -247,7 +247,7 @@ def frozen_linear(
 
 
 def multi_lora_linear_vjp(
-    x: torch.Tensor | CodedInput,
+    x: torch.Tensor | QuantisedInput,
     base: Base,
     bias_N: torch.Tensor | None,
     strategy: GemmStrategy,
@@ -263,7 +263,7 @@ def multi_lora_linear_vjp(
 
 
 def _compute(
-    x: torch.Tensor | CodedInput,
+    x: torch.Tensor | QuantisedInput,
     base: Base,
     bias_N: torch.Tensor | None,
     strategy: GemmStrategy,
@@ -290,7 +290,7 @@ def gather_codes(
     strategy: GemmStrategy,
     view: MicroBatchView,
     transport: RankTransport,
-) -> CodedInput | None:
+) -> QuantisedInput | None:
     """Returns codes of all ranks' rows, and s; None where not `takes_codes`."""
     if not takes_codes(strategy, base):
         return None
@@ -307,14 +307,14 @@ def _gather(
     base: QuantWeight,
     transport: RankTransport,
     own_s: Callable[[], torch.Tensor] | None,
-) -> CodedInput:
+) -> QuantisedInput:
     own, s = base.rows_of(x_WK), None
     codes, scales = transport.gather_together([own.codes_TK, own.scales])
     if own_s is not None:
         s = own_s()  # while codes travel
         # In the rows of others there are zeros: a sum of one value and zeros has its bits.
         s = transport.sum_ranks(s).wait() if s.numel() else s
-    return CodedInput(x_WK, QuantRows(codes.wait(), scales.wait()), s)
+    return QuantisedInput(x_WK, QuantRows(codes.wait(), scales.wait()), s)
 
 
 def with_vjp(computed: Computed) -> tuple[torch.Tensor, Vjp]:
@@ -331,7 +331,7 @@ class _FrozenLinear(NamedTuple):
     exactness: Exactness | None
 
     def forward(
-        self, x: torch.Tensor | CodedInput, base: Base, bias_N: torch.Tensor | None
+        self, x: torch.Tensor | QuantisedInput, base: Base, bias_N: torch.Tensor | None
     ) -> Computed:
         """Returns y `[T, N]`; see `GemmStrategy.forward`."""
         layout, lane, exactness = self
@@ -345,7 +345,7 @@ class _FrozenLinear(NamedTuple):
 
         return Computed(y_TN, (), backward)
 
-    def _gathered(self, x: torch.Tensor | CodedInput, base: Base) -> tuple[torch.Tensor, Base]:
+    def _gathered(self, x: torch.Tensor | QuantisedInput, base: Base) -> tuple[torch.Tensor, Base]:
         """Returns what is multiplied, and with what."""
         layout, lane, _ = self
         if isinstance(x, torch.Tensor):

@@ -23,11 +23,11 @@ from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.black_box import BlackBoxStrategy, InputNorm, black_box_vjp
 from tlora_megatron.layers.fold import FoldStrategy
 from tlora_megatron.layers.linear import (
-    CodedInput,
     Computed,
     GemmStrategy,
     LinearLayout,
     MultiLoRALinear,
+    QuantisedInput,
     computes_base,
     multi_lora_linear,
     multi_lora_linear_vjp,
@@ -134,7 +134,7 @@ class MegatronLinearMixin(MultiAdapter):
         return _add_branch(adapters.output, input_, y), bias
 
     def product_vjp(
-        self, x: torch.Tensor | CodedInput, view: MicroBatchView, lane: Lane | None
+        self, x: torch.Tensor | QuantisedInput, view: MicroBatchView, lane: Lane | None
     ) -> tuple[torch.Tensor, Vjp]:
         """Returns what `forward` does, without autograd and in two dimensions, and the way back.
 
@@ -151,7 +151,7 @@ def product_vjp(
     base: Base,
     bias_N: torch.Tensor | None,
     adapters: LinearAdapters,
-    x: torch.Tensor | CodedInput,
+    x: torch.Tensor | QuantisedInput,
     view: MicroBatchView,
     lane: Lane | None,
 ) -> tuple[torch.Tensor, Vjp]:

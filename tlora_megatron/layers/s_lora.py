@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.linear import CodedInput, Computed, LinearLayout, OwnS
+from tlora_megatron.layers.linear import Computed, LinearLayout, OwnS, QuantisedInput
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear, SiteFactors
 from tlora_megatron.ops.lora.rank_places import RankPlaces
@@ -62,7 +62,7 @@ class SLoraStrategy:
 
     def forward(
         self,
-        x: torch.Tensor | CodedInput,
+        x: torch.Tensor | QuantisedInput,
         base: Base,
         bias_N: torch.Tensor | None,
         view: MicroBatchView,

@@ -1,4 +1,4 @@
-"""Keeps the books of a run, checks that they balance, and computes its numbers."""
+"""Keeps the accounts of a run, checks that they balance, and computes its numbers."""
 
 from __future__ import annotations
 

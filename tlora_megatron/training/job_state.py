@@ -152,7 +152,7 @@ class JobState:
         return tokens, targets
 
     def placeholder(self) -> JobState:
-        """Returns a stand-in that keeps this failed job's seat in the packing to its planned end.
+        """Returns a stand-in that keeps this failed job's place in the packing to its planned end.
 
         The others' sequences then meet the same micro-batches and ranks, in the same order, as if
         nothing had happened, and their sums are rounded the same.

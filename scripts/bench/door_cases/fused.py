@@ -168,7 +168,7 @@ def _clear(store: Store) -> None:
     while jobs := [job for job in store.jobs.page(limit=1000) if job.state not in OVER]:
         for job in jobs:
             if job.wish is None:
-                store.jobs.wish(job.id, "cancel")
+                store.jobs.request_action(job.id, "cancel")
         assert time.monotonic() < end_s, f"jobs must be over, got {jobs}"
         time.sleep(0.1)
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.bench.around_training.base import shapes
@@ -30,6 +30,8 @@ class Part:
     words: tuple[str, ...]
     starts_ahead: bool = False
     """It is started while the part before it measures, and waits with its imports done."""
+    shares_turn: bool = False
+    """It measures beside the part before it, for whose starting both wait most of the time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +69,13 @@ class Running:
                 start_new_session=True,  # so that all its processes can be ended
             )
 
-    def finish(self, timeout_s: float) -> Ended:
-        """Gives it its turn and waits for its end; behind the timeout it is ended."""
-        begin_s = time.monotonic()
+    def begin(self) -> None:
+        """Gives it its turn."""
         self._turn.touch()
+
+    def finish(self, timeout_s: float) -> Ended:
+        """Waits for its end; behind the timeout it is ended."""
+        begin_s = time.monotonic()
         try:
             code: int | None = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -104,8 +109,12 @@ def run_parts(
     try:
         for index, part in enumerate(parts):
             running, ahead = ahead or Running(part, work, commit), None
-            if index + 1 < len(parts) and parts[index + 1].starts_ahead:
-                ahead = Running(parts[index + 1], work, commit)
+            following = parts[index + 1] if index + 1 < len(parts) else None
+            if following is not None and following.starts_ahead:
+                ahead = Running(following, work, commit)
+            running.begin()
+            if ahead is not None and following is not None and following.shares_turn:
+                ahead.begin()
             yield part, running.finish(timeout_s), running.rows
     finally:
         for left in (running, ahead):
@@ -126,15 +135,18 @@ def parts_on_gpu(checkout: Path, layers: int | None) -> list[Part]:
     cut = () if layers is None else ("--layers", str(layers))
     flag = ("--megatron-lm", str(checkout), "--layers", "16")
     bf16 = "--precision bf16 --modes own --turns 1 --rounds 6"
-    fp8 = "--precision fp8 --modes own floor --turns 2 --rounds 3"
+    fp8 = "--precision fp8 --modes own floor --turns 1 --rounds 5"
     engine = "flag_speed --impl transformer_engine"
     return [
-        _part("step", f"step {_STEP} --turns 2 --rounds 3 --warmup 2", *_MIX, *cut),
+        _part("step", f"step {_STEP} --turns 2 --rounds 2 --warmup 1", *_MIX, *cut),
         _part("flag local", f"flag_speed --impl local {bf16}", *flag, ahead=True),
         _part("flag te bf16", f"{engine} {bf16}", *flag, ahead=True),
         _part("flag te fp8", f"{engine} {fp8}", *flag, ahead=True),
         _part("submit", "live_gang --start-only --gpus 1 --size", "six layers", ahead=True),
-        _part("train", "around_training --users-caches --cases", "six layers", ahead=True),
+        replace(
+            _part("train", "around_training --users-caches --cases", "six layers", ahead=True),
+            shares_turn=True,
+        ),
     ]
 
 

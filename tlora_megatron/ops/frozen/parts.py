@@ -143,17 +143,17 @@ def swiglu_vjp(
     x = x.contiguous()
     if row is None and column is None:
         return launch_forward(x), lambda dy: launch_backward(dy.contiguous(), x)
-    from tlora_megatron.ops.frozen import swiglu_triton as coded
+    from tlora_megatron.ops.frozen import swiglu_triton as quantising
 
     width = x.shape[-1] // 2
     y = (
-        coded.forward_with_codes(x, row)
-        if row and width <= coded.FORWARD_COLUMNS
+        quantising.forward_with_codes(x, row)
+        if row and width <= quantising.FORWARD_COLUMNS
         else launch_forward(x)
     )
-    if column is None or width > coded.BACKWARD_COLUMNS:
+    if column is None or width > quantising.BACKWARD_COLUMNS:
         return y, lambda dy: launch_backward(dy.contiguous(), x)
-    return y, lambda dy: coded.backward_with_codes(dy.contiguous(), x, column)
+    return y, lambda dy: quantising.backward_with_codes(dy.contiguous(), x, column)
 
 
 class _FusedSwiGLU(torch.autograd.Function):

@@ -155,10 +155,10 @@ def unpack_qkv_vjp(
         dq, dk, dv = (grad.contiguous() for grad in grads)
         if column is None:
             return launch_pack(dq, dk, dv, cos_TD, sin_TD, before, norms)
-        from tlora_megatron.ops.frozen import rotary_quantised_triton as coded
+        from tlora_megatron.ops.frozen import rotary_quantised_triton as quantising
 
-        if coded.fits(*sizes):  # not of `mixed`, which would live until then
-            return coded.pack((dq, dk, dv), cos_TD, sin_TD, before, norms, column)
+        if quantising.fits(*sizes):  # not of `mixed`, which would live until then
+            return quantising.pack((dq, dk, dv), cos_TD, sin_TD, before, norms, column)
         return launch_pack(dq, dk, dv, cos_TD, sin_TD, before, norms).flatten(1)
 
     return launch_unpack(mixed, cos_TD, sin_TD, norms), vjp

@@ -225,8 +225,8 @@ class Rates:
             moved = (rows * (columns + inner) + columns * inner) * self.element_bytes
             rate = self._gemms.rate(rows, columns, inner, backward=backward)
         else:
-            coded, written = (columns, inner) if backward else (inner, columns)
-            moved = rows * (coded + written * self.element_bytes) + columns * inner
+            quantised, written = (columns, inner) if backward else (inner, columns)
+            moved = rows * (quantised + written * self.element_bytes) + columns * inner
             rate = self._fp8_rate(rows, columns, inner, backward=backward)
         return max(flops / rate, moved / self.hardware.copy_bytes_per_s)
 

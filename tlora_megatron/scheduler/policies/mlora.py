@@ -64,7 +64,7 @@ def _first_with_room(
 ) -> tuple[Group, Proposal] | None:
     wide = [host for host in hosts if len(host.gpus) >= waiting.job.num_gpus]
     for host in sorted(wide, key=lambda host: (len(host.members), host.number)):
-        proposal = tentative.with_newcomer(host, waiting)
+        proposal = tentative.with_joining(host, waiting)
         if proposal is not None:
             return host, proposal
     return None

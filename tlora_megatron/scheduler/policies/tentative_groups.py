@@ -197,7 +197,7 @@ class TentativeGroups:
         least = sum([job.least_tokens_per_s for job in jobs])
         return least > _MOST_OF_FULL * self._speeds.full_speed(jobs[0].kind, num_gpus)
 
-    def with_newcomer(self, host: Group, waiting: Waiting) -> Proposal | None:
+    def with_joining(self, host: Group, waiting: Waiting) -> Proposal | None:
         """The host with one more member; None as in `propose`, or if a quota forbids it."""
         if host.base != waiting.job.base or not self.within_quota(waiting):
             return None

@@ -109,7 +109,7 @@ class ResidualGrouping:
             while low <= high:
                 middle = (low + high) // 2
                 host = tentative.groups[tier[middle][1]]
-                proposal = tentative.with_newcomer(host, waiting)
+                proposal = tentative.with_joining(host, waiting)
                 if proposal is None or not tentative.trains_more(proposal, host):
                     low = middle + 1
                 else:

@@ -93,7 +93,7 @@ class NetBenefit:
         roomy = [host for host in groups if tentative.has_room(host, waiting)]
         roomy.sort(key=lambda host: (-self._residual(host), host.number))
         for host in roomy[:_MOST_HOSTS]:
-            proposal = tentative.with_newcomer(host, waiting)
+            proposal = tentative.with_joining(host, waiting)
             if proposal is None or not tentative.trains_more(proposal, host):
                 continue
             possible = True

@@ -166,7 +166,7 @@ class EventHandler:
             return
         message += "; it is paused: make room and resume it"
         context.say("not_saved", message, job=live.id, gang=gang.name)
-        live.requested = context.store.jobs.wish(live.id, "pause", by="controller").wish
+        live.requested = context.store.jobs.request_action(live.id, "pause", by="controller").wish
         context.state.withdraw(live, context.clock())
         context.wants_actions = True
 

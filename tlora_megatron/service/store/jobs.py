@@ -138,7 +138,7 @@ class Jobs:
         with self._database.write() as connection:
             connection.execute(query.values(values), rows)
 
-    def wish(self, job: str, wish: RequestedAction, *, by: str = "") -> Job:
+    def request_action(self, job: str, action: RequestedAction, *, by: str = "") -> Job:
         """Notes what a user wants of a job; a controller carries it out.
 
         A job that is neither paused nor about to be cannot be resumed: it stays as it is.
@@ -150,19 +150,19 @@ class Jobs:
             found = job_of(connection, job)
             if found.state.is_over:
                 raise IllegalChange(
-                    f"job {found.name!r} ({job}) must be unfinished to {wish}, got one that is "
+                    f"job {found.name!r} ({job}) must be unfinished to {action}, got one that is "
                     f"{found.state}"
                 )
-            if found.wish == wish or (wish == "resume" and not _is_held(found)):
+            if found.wish == action or (action == "resume" and not _is_held(found)):
                 return found
             if found.wish == "cancel":
                 raise IllegalChange(
                     f"job {found.name!r} ({job}) must not be on its way to being cancelled to "
-                    f"{wish}, got one that is"
+                    f"{action}, got one that is"
                 )
             now = self._database.clock()
-            record(connection, now, "wished", job=job, body={"wish": wish, "by": by})
-            return _set(connection, found, {"wish": wish}, {})
+            record(connection, now, "wished", job=job, body={"wish": action, "by": by})
+            return _set(connection, found, {"wish": action}, {})
 
     def clear_wish(self, job: str, expected: RequestedAction) -> bool:
         """Clears a requested action that is carried out; False if it is another by now."""

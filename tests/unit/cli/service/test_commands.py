@@ -248,7 +248,7 @@ class TestWishes:
         out = capsys.readouterr().out
         assert out.startswith(f"one ({one['id']}): nothing to resume: it is running\n")
         assert store.events.last() == before
-        store.jobs.wish(one["id"], "pause")
+        store.jobs.request_action(one["id"], "pause")
         assert main(["resume", "one"]) == 0
         assert "resume asked; it is running" in capsys.readouterr().out
 

@@ -145,7 +145,7 @@ def test_files_of_several_bases_go_one_by_one(
     assert "FILE... must be of one base" in capsys.readouterr().err
 
 
-def test_lists_and_wishes_print_the_same(
+def test_lists_and_actions_print_the_same(
     address: str, door: Door, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = submit(run_file, capsys)

@@ -1,4 +1,4 @@
-"""`/v1/jobs`: submits, pages, wishes."""
+"""`/v1/jobs`: submits, pages, actions."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_pages_follow_each_other_and_hold_the_own_jobs_alone(door: Door) -> None
     assert admin.get(f"/v1/jobs/{theirs}").json()["tenant"] == "bob"
 
 
-def test_wishes_are_written_for_the_controller(door: Door) -> None:
+def test_actions_are_written_for_the_controller(door: Door) -> None:
     put_file(door)
     client = door.client()
     client.post("/v1/jobs", json=job())

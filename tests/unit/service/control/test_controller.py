@@ -117,13 +117,13 @@ def test_cancel_pause_and_resume(root: Path) -> None:
     names = ("stays", "pauses", "goes")
     jobs = {name: service.submit(name, steps=40, batch=2) for name in names}
     service.run(10)
-    service.store.jobs.wish(jobs["pauses"], "pause")
-    service.store.jobs.wish(jobs["goes"], "cancel")
+    service.store.jobs.request_action(jobs["pauses"], "pause")
+    service.store.jobs.request_action(jobs["goes"], "cancel")
     service.run(5)
     assert service.states() == {"stays": "running", "pauses": "paused", "goes": "cancelled"}
     step = service.job(jobs["pauses"]).step
     assert step >= 5
-    service.store.jobs.wish(jobs["pauses"], "resume")
+    service.store.jobs.request_action(jobs["pauses"], "resume")
     service.run(5)
     assert service.job(jobs["pauses"]).state == "running"
     service.run()
@@ -131,18 +131,18 @@ def test_cancel_pause_and_resume(root: Path) -> None:
     assert not (service.home.job(jobs["goes"]) / "adapter").exists()
 
 
-def test_wishes_of_jobs_that_wait(root: Path) -> None:
+def test_actions_for_jobs_that_wait(root: Path) -> None:
     service = LiveService(root)
     service.submit("busy", steps=50, batch=10, max_slowdown=1.0)
     service.run(5)
     waits = service.submit("waits", steps=5, batch=10, max_slowdown=1.0)
     gone = service.submit("gone", steps=5, batch=10, max_slowdown=1.0)
     service.run(2)
-    service.store.jobs.wish(waits, "pause")
-    service.store.jobs.wish(gone, "cancel")
+    service.store.jobs.request_action(waits, "pause")
+    service.store.jobs.request_action(gone, "cancel")
     service.run(2)
     assert service.states() == {"busy": "running", "waits": "paused", "gone": "cancelled"}
-    service.store.jobs.wish(waits, "resume")
+    service.store.jobs.request_action(waits, "resume")
     service.run()
     assert service.states() == {"busy": "finished", "waits": "finished", "gone": "cancelled"}
 
@@ -151,9 +151,9 @@ def test_a_pause_taken_back_while_the_job_still_leaves(root: Path) -> None:
     service = LiveService(root, times=FakeTimes(boundary_s=3.0))
     job = service.submit("one", steps=40)
     service.run(15)
-    service.store.jobs.wish(job, "pause")
+    service.store.jobs.request_action(job, "pause")
     service.run(1)
-    service.store.jobs.wish(job, "resume")
+    service.store.jobs.request_action(job, "resume")
     service.run()
     assert service.job(job).state == "finished"
 

@@ -87,7 +87,7 @@ def test_a_decision_says_who_waits_for_shorter_work(service: LiveService) -> Non
 
 
 def test_who_is_cancelled_in_its_pause_is_charged_no_more(service: LiveService) -> None:
-    service.store.jobs.wish(service.store.jobs.find("long", tenant="local").id, "cancel")
+    service.store.jobs.request_action(service.store.jobs.find("long", tenant="local").id, "cancel")
     service.run()
     assert service.states() == {"long": "cancelled", "short": "finished"}
     assert _held(service) == 0

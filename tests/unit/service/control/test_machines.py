@@ -87,7 +87,7 @@ def test_the_gpus_of_a_slow_gang_get_no_new_one(root: Path) -> None:
     service.run(60)
     assert "they get no jobs for a day" in service.sentences("slow")[0]
     assert service.job(one).state == "running"
-    service.store.jobs.wish(one, "cancel")
+    service.store.jobs.request_action(one, "cancel")
     service.run(5)
     two = service.submit("two", steps=30)
     service.run(10)

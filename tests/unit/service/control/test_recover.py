@@ -156,7 +156,7 @@ def test_who_stays_trains_on_though_the_model_refuses_the_rest(
     service.run(10)
     with monkeypatch.context() as patch:
         patch.setattr(service.controller.context.pricing.speeds, "rates", lambda *_: None)
-        service.store.jobs.wish(jobs[0], "cancel")
+        service.store.jobs.request_action(jobs[0], "cancel")
         service.run(3)
     service.run()
     assert service.states() == {"one": "cancelled", "two": "finished"}

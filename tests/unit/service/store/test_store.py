@@ -179,24 +179,24 @@ class TestChanges:
                 store.jobs.change(job.id, JobState.RUNNING)
         assert store.jobs.get(job.id).state is JobState.QUEUED
 
-    def test_wishes_are_told_kept_and_fulfilled(self, store: Store) -> None:
+    def test_actions_are_reported_kept_and_fulfilled(self, store: Store) -> None:
         gang(store)
         job = running(store)
         before = store.events.last()
-        store.jobs.wish(job.id, "pause", by="me")
+        store.jobs.request_action(job.id, "pause", by="me")
         assert [(e.kind, e.body["wish"]) for e in store.events.after(before)] == [
             ("wished", "pause")
         ]
         assert store.jobs.get(job.id).wish == "pause"
         assert store.jobs.change(job.id, JobState.PAUSED, release="left").wish is None
-        store.jobs.wish(job.id, "resume")
+        store.jobs.request_action(job.id, "resume")
         assert store.jobs.change(job.id, JobState.QUEUED).wish is None
-        store.jobs.wish(job.id, "cancel")
+        store.jobs.request_action(job.id, "cancel")
         with pytest.raises(IllegalChange, match="on its way to being cancelled to pause"):
-            store.jobs.wish(job.id, "pause")
+            store.jobs.request_action(job.id, "pause")
         store.jobs.change(job.id, JobState.CANCELLED)
         with pytest.raises(IllegalChange, match="unfinished to pause, got one that is cancelled"):
-            store.jobs.wish(job.id, "pause")
+            store.jobs.request_action(job.id, "pause")
 
 
 def _count(store: Store, table: str) -> int:

@@ -16,8 +16,8 @@ from tlora_megatron.cli.service.reach.ports import (
     ADAPTER,
     Accepted,
     JobRow,
+    RequestedAction,
     Row,
-    Wish,
     missing_job,
     warn,
 )
@@ -96,10 +96,10 @@ class FolderService:
         """The number of the last event."""
         return self._store.events.last()
 
-    def wish(self, jobs: Sequence[JobRow], wish: Wish) -> list[JobRow]:
-        """Notes the wish for all jobs or for none."""
+    def request_action(self, jobs: Sequence[JobRow], action: RequestedAction) -> list[JobRow]:
+        """Notes the action for all jobs or for none."""
         with self._store.transaction():
-            return [self._store.jobs.wish(job.id, wish, by="tlora") for job in jobs]
+            return [self._store.jobs.request_action(job.id, action, by="tlora") for job in jobs]
 
     def history(self, job: JobRow, *, follow: bool) -> Iterator[Row]:
         """The events of a job and its steps."""

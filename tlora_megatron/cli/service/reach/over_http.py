@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlora_megatron.cli.service.reach.in_folder import refuse_duplicates
-from tlora_megatron.cli.service.reach.ports import Accepted, JobRow, Row, Wish, missing_job, warn
+from tlora_megatron.cli.service.reach.ports import (
+    Accepted,
+    JobRow,
+    RequestedAction,
+    Row,
+    missing_job,
+    warn,
+)
 from tlora_megatron.config.jobs import as_job_list, read_job
 from tlora_megatron.config.load import SECTIONS
 from tlora_megatron.config.reader import ConfigError, must, unknown
@@ -165,19 +172,19 @@ class HttpService:
         unfinished = [(job.id, job.state) for job in self._client.jobs() if not job.state.is_over]
         return unfinished, self.counts()
 
-    def wish(self, jobs: Sequence[JobRow], wish: Wish) -> list[JobRow]:
+    def request_action(self, jobs: Sequence[JobRow], action: RequestedAction) -> list[JobRow]:
         """Asks for each job in turn; for none if one of them is over."""
         for job in jobs:
             if job.state.is_over:
                 raise ConfigError(
-                    f"job {job.name!r} ({job.id}) must be unfinished to {wish}, got one that is "
+                    f"job {job.name!r} ({job.id}) must be unfinished to {action}, got one that is "
                     f"{job.state}"
                 )
         ask = {
             "cancel": self._client.cancel,
             "pause": self._client.pause,
             "resume": self._client.resume,
-        }[wish]
+        }[action]
         return [ask(job.id) for job in jobs]
 
     def history(self, job: JobRow, *, follow: bool) -> Iterator[Row]:

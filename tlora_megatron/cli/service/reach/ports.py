@@ -21,7 +21,7 @@ def warn(sentences: Iterable[str]) -> None:
         console.print(f"warning: {sentence}", style="yellow")
 
 
-Wish = Literal["cancel", "pause", "resume"]
+RequestedAction = Literal["cancel", "pause", "resume"]
 Row = dict[str, Any]
 ADAPTER = "adapter"
 
@@ -109,7 +109,7 @@ class Service(Protocol):
     def news(self) -> object:
         """Equal to what it was before if no job has changed its state since."""
 
-    def wish(self, jobs: Sequence[JobRow], wish: Wish) -> list[JobRow]:
+    def request_action(self, jobs: Sequence[JobRow], action: RequestedAction) -> list[JobRow]:
         """Asks to end or hold jobs, or to let them go on."""
 
     def history(self, job: JobRow, *, follow: bool) -> Iterator[Row]:

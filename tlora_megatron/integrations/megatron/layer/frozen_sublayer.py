@@ -25,7 +25,7 @@ from tlora_megatron.integrations.megatron.layer.modules import (
     hangs_on_all,
     packs_saved_tensors,
 )
-from tlora_megatron.layers.linear import CodedInput, gather_codes, takes_codes
+from tlora_megatron.layers.linear import QuantisedInput, gather_codes, takes_codes
 from tlora_megatron.layers.quantised_linear import held_codes
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.frozen.parts import Vjp
@@ -85,7 +85,7 @@ class FrozenSublayer:
 
     def compute(
         self,
-        x: Tensor | CodedInput,
+        x: Tensor | QuantisedInput,
         view: MicroBatchView,
         lane: Lane | None,
         *,
@@ -110,7 +110,7 @@ class FrozenSublayer:
 
     def _chain(
         self,
-        x: Tensor | CodedInput,
+        x: Tensor | QuantisedInput,
         view: MicroBatchView,
         lane: Lane | None,
         *,
@@ -129,7 +129,9 @@ class FrozenSublayer:
             backs[0] = _restoring(restore, backs[0])  # the linear that reads x
         return value, functools.partial(_walk_back, backs)
 
-    def _recomputing(self, x: Tensor | CodedInput, view: MicroBatchView, lane: Lane | None) -> Vjp:
+    def _recomputing(
+        self, x: Tensor | QuantisedInput, view: MicroBatchView, lane: Lane | None
+    ) -> Vjp:
         surroundings = self.replay()
 
         def vjp(dy: Tensor) -> Tensor:
@@ -317,13 +319,13 @@ def run_in_lane(
     return x, residual
 
 
-def _gather(sublayer: FrozenSublayer, normed: Tensor, lane: Lane) -> Tensor | CodedInput:
+def _gather(sublayer: FrozenSublayer, normed: Tensor, lane: Lane) -> Tensor | QuantisedInput:
     """Gathers a norm's output, or its codes where they are enough, and lets other lanes run."""
     held = held_codes(sublayer.column)
     if held is not None:
         gemm = sublayer.column.tlora_adapters.gemm
-        coded = gather_codes(normed, held, gemm, lane.view, lane)
-        if coded is not None:
+        quantised = gather_codes(normed, held, gemm, lane.view, lane)
+        if quantised is not None:
             lane.yield_turn()
-            return coded
+            return quantised
     return lane.gather_and_yield(normed, keeps_local=not sublayer.repeats(lane.view))

@@ -32,7 +32,7 @@ def _beside(
     for group in list(tentative.groups.values()):
         if not _is_driven(group) or not tentative.has_room(group, waiting):
             continue
-        proposal = tentative.with_newcomer(group, waiting)
+        proposal = tentative.with_joining(group, waiting)
         if proposal is None:
             continue
         formed = proposal.group

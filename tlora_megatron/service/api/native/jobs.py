@@ -167,11 +167,13 @@ def router(service: Service) -> APIRouter:
 
 
 async def _wish(
-    service: Service, text: str, wish: RequestedAction, caller: Caller
+    service: Service, text: str, action: RequestedAction, caller: Caller
 ) -> dict[str, Any]:
     job = await service.read(visible_job, service, text, caller)
     by = f"token {caller.token}"
-    asked: Job = await service.change(lambda: service.store.jobs.wish(job.id, wish, by=by))
+    asked: Job = await service.change(
+        lambda: service.store.jobs.request_action(job.id, action, by=by)
+    )
     return shown_job(service, asked, caller)
 
 

@@ -149,7 +149,7 @@ def _level(row: Row) -> str:
 
 
 _DONE_WITHIN_S = 5.0
-"""A wish is answered when it is fulfilled, or after so long with the job as it is."""
+"""A action is answered when it is fulfilled, or after so long with the job as it is."""
 _LOOK_EVERY_S = 0.05
 _PAGE = 200
 _FULFILLED: Mapping[RequestedAction, frozenset[JobState]] = {
@@ -157,7 +157,7 @@ _FULFILLED: Mapping[RequestedAction, frozenset[JobState]] = {
     "pause": frozenset({JobState.PAUSED}),
     "resume": frozenset(JobState) - {JobState.PAUSED},
 }
-"""States in which a wish is fulfilled, beside those of a job that is over."""
+"""States in which a action is fulfilled, beside those of a job that is over."""
 
 Asking = tuple[Job, Mapping[str, Any]]
 """A job, and what was remembered of its request."""
@@ -202,8 +202,8 @@ def router(service: Service) -> APIRouter:
         """Looks at one job."""
         return _object(service, *_own(service, job, caller))
 
-    for wish in _FULFILLED:
-        routes.add_api_route(f"/{{job}}/{wish}", _wisher(service, wish), methods=["POST"])
+    for action in _FULFILLED:
+        routes.add_api_route(f"/{{job}}/{action}", _asker(service, action), methods=["POST"])
 
     @routes.get("/{job}/events")
     def events(
@@ -244,26 +244,28 @@ def asked_of(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return asked if asked is not None and asked.get("door") == DOOR else None
 
 
-def _wisher(service: Service, wish: RequestedAction) -> Callable[..., Any]:
+def _asker(service: Service, action: RequestedAction) -> Callable[..., Any]:
     async def ask(job: str, caller: Submitter) -> dict[str, Any]:
         found, asked = await service.read(_own, service, job, caller)
         try:
-            await service.change(lambda: service.store.jobs.wish(found.id, wish, by=caller.token))
+            await service.change(
+                lambda: service.store.jobs.request_action(found.id, action, by=caller.token)
+            )
         except IllegalChange as error:
             # Not 409, which the client takes for something that another attempt mends.
             raise ApiError(400, str(error)) from error
-        return _object(service, await _fulfilled(service, found.id, wish), asked)
+        return _object(service, await _fulfilled(service, found.id, action), asked)
 
-    ask.__doc__ = f"Asks to {wish} a job; answers when it is done, or soon after."
+    ask.__doc__ = f"Asks to {action} a job; answers when it is done, or soon after."
     return ask
 
 
-async def _fulfilled(service: Service, job: str, wish: RequestedAction) -> Job:
-    """The job when its wish is fulfilled; as it is, if that takes long or nobody serves."""
+async def _fulfilled(service: Service, job: str, action: RequestedAction) -> Job:
+    """The job when its action is fulfilled; as it is, if that takes long or nobody serves."""
     end_s = time.monotonic() + _DONE_WITHIN_S
     while True:
         found = await service.read(service.store.jobs.get, job)
-        is_done = found.state.is_over or found.state in _FULFILLED[wish]
+        is_done = found.state.is_over or found.state in _FULFILLED[action]
         if is_done or time.monotonic() > end_s or not await service.read(_is_served, service):
             return found
         await asyncio.sleep(_LOOK_EVERY_S)

@@ -15,10 +15,10 @@ from fastapi.responses import StreamingResponse
 from tlora_megatron.runtime.sampling.values import Piece, Prompt
 from tlora_megatron.service.api.access.gate import Submitter
 from tlora_megatron.service.api.errors import ApiError, native_format
+from tlora_megatron.service.api.sampling.bodies import ChatBody, CompletionBody, SamplingBody
 from tlora_megatron.service.api.sampling.models import Model, find_model
 from tlora_megatron.service.api.sampling.replies import ChatForm, CompletionForm, Form
 from tlora_megatron.service.api.sampling.token_names import TokenNames
-from tlora_megatron.service.api.sampling.wishes import ChatWish, CompletionWish, Wish
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.sampling.sampler import Sampler, SamplerUnavailable, SamplingRefused
 
@@ -32,22 +32,22 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["generation"])
 
     @routes.post("/completions")
-    async def complete(wish: CompletionWish, caller: Submitter, request: Request) -> Any:
+    async def complete(body: CompletionBody, caller: Submitter, request: Request) -> Any:
         """Continues texts."""
-        wish.check_rest()
+        body.check_rest()
         asked = _Asked(
-            _sampler(service), await service.read(find_model, service, caller, wish.model)
+            _sampler(service), await service.read(find_model, service, caller, body.model)
         )
-        return await _unless_gone(request, asked.complete(wish))
+        return await _unless_gone(request, asked.complete(body))
 
     @routes.post("/chat/completions")
-    async def chat(wish: ChatWish, caller: Submitter, request: Request) -> Any:
+    async def chat(body: ChatBody, caller: Submitter, request: Request) -> Any:
         """Answers messages, by the chat template of the base's tokenizer."""
-        wish.check_rest()
+        body.check_rest()
         asked = _Asked(
-            _sampler(service), await service.read(find_model, service, caller, wish.model)
+            _sampler(service), await service.read(find_model, service, caller, body.model)
         )
-        return await _unless_gone(request, asked.chat(wish))
+        return await _unless_gone(request, asked.chat(body))
 
     return routes
 
@@ -67,57 +67,59 @@ class _Asked:
         self._model = model
         self._names = TokenNames(sampler, model.base)
 
-    async def complete(self, wish: CompletionWish) -> Any:
+    async def complete(self, body: CompletionBody) -> Any:
         """Answers `/v1/completions`."""
         with _Sentences(self._model):
-            if wish.echo and wish.stream:
+            if body.echo and body.stream:
                 raise ApiError(400, "echo must be false with stream, got true", param="echo")
             encoded = [
                 await self._sampler.encode(self._model.base, prompt)
                 if isinstance(prompt, str)
                 else prompt
-                for prompt in wish.prompts
+                for prompt in body.prompts
             ]
-            prompts = [self._prompt(wish, tokens, wish.chosen) for tokens in encoded]
+            prompts = [self._prompt(body, tokens, body.chosen) for tokens in encoded]
             echoes: list[str] = []
-            if wish.echo:
+            if body.echo:
                 prompts = [_with_scores(prompt) for prompt in prompts]
                 echoes = [
                     prompt
                     if isinstance(prompt, str)
                     else await self._sampler.decode(self._model.base, prompt)
-                    for prompt in wish.prompts
+                    for prompt in body.prompts
                 ]
-            wants = wish.logprobs is not None
+            wants = body.logprobs is not None
             form = CompletionForm(self._model, self._names, wants, prompts, echoes)
-            return await self._reply(wish, prompts, form)
+            return await self._reply(body, prompts, form)
 
-    async def chat(self, wish: ChatWish) -> Any:
+    async def chat(self, body: ChatBody) -> Any:
         """Answers `/v1/chat/completions`."""
         with _Sentences(self._model):
-            tokens = await self._sampler.encode(self._model.base, wish.conversation)
-            prompts = [self._prompt(wish, tokens, wish.chosen)]
-            form = ChatForm(self._model, self._names, bool(wish.logprobs))
-            return await self._reply(wish, prompts, form)
+            tokens = await self._sampler.encode(self._model.base, body.conversation)
+            prompts = [self._prompt(body, tokens, body.chosen)]
+            form = ChatForm(self._model, self._names, bool(body.logprobs))
+            return await self._reply(body, prompts, form)
 
-    def _prompt(self, wish: Wish, tokens: Sequence[int], params: Any) -> Prompt:
+    def _prompt(self, body: SamplingBody, tokens: Sequence[int], params: Any) -> Prompt:
         adapter = self._model.adapter
         return Prompt(
             tokens=tuple(tokens),
             adapter=None if adapter is None else str(adapter),
             params=params,
-            num_samples=wish.num_samples,
+            num_samples=body.num_samples,
         )
 
-    async def _reply(self, wish: Wish, prompts: Sequence[Prompt], form: Form) -> Any:
-        if not wish.stream:
-            return await self._whole(wish, prompts, form)
+    async def _reply(self, body: SamplingBody, prompts: Sequence[Prompt], form: Form) -> Any:
+        if not body.stream:
+            return await self._whole(body, prompts, form)
         pieces = self._sampler.stream(self._model.base, prompts)
         first = await anext(pieces, None)  # what is refused has a status of its own
-        lines = self._lines(wish, prompts, form, first, pieces)
+        lines = self._lines(body, prompts, form, first, pieces)
         return StreamingResponse(lines, media_type="text/event-stream")
 
-    async def _whole(self, wish: Wish, prompts: Sequence[Prompt], form: Form) -> dict[str, Any]:
+    async def _whole(
+        self, body: SamplingBody, prompts: Sequence[Prompt], form: Form
+    ) -> dict[str, Any]:
         answers = await self._sampler.generate(self._model.base, prompts)
         choices: list[dict[str, Any]] = []
         for number, answer in enumerate(answers):
@@ -129,7 +131,7 @@ class _Asked:
 
     async def _lines(
         self,
-        wish: Wish,
+        body: SamplingBody,
         prompts: Sequence[Prompt],
         form: Form,
         first: Piece | None,
@@ -142,7 +144,7 @@ class _Asked:
             async for piece in _chain(first, pieces):
                 if piece.scores is not None:
                     continue
-                index = piece.prompt * wish.num_samples + piece.sample
+                index = piece.prompt * body.num_samples + piece.sample
                 opening = form.opening(index)
                 if opening is not None and index not in opened:
                     opened.add(index)
@@ -150,7 +152,7 @@ class _Asked:
                 made += len(piece.tokens)
                 choice = await form.chunk(index, piece)
                 yield _event(form.envelope([choice], is_chunk=True))
-            if wish.wants_usage:
+            if body.wants_usage:
                 end = form.envelope([], is_chunk=True)
                 yield _event({**end, "usage": _usage(prompts, made)})
         except (SamplingRefused, SamplerUnavailable) as error:

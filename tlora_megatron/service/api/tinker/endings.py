@@ -60,7 +60,7 @@ def _leave(context: TenantContext, model_id: str, *, keep: bool) -> Model:
     number = _write_last(context, model, keep=keep)
     if not number:
         with suppress(IllegalChange):
-            context.service.store.jobs.wish(model.job, "cancel", by="its client has gone")
+            context.service.store.jobs.request_action(model.job, "cancel", by="its client has gone")
     return context.sessions.leave(model, number)
 
 

@@ -216,7 +216,7 @@ def test_why_a_job_failed(client: OpenAI, file: str, door: Door) -> None:
     assert newest.message.endswith(f"{file} line 3")
 
 
-def test_wishes_are_asked(client: OpenAI, file: str, door: Door) -> None:
+def test_actions_are_asked(client: OpenAI, file: str, door: Door) -> None:
     jobs, job = client.fine_tuning.jobs, create(client, file)
     assert jobs.pause(job.id).status == "validating_files", "nobody serves"
     assert door.store.jobs.get(job.id).wish == "pause"

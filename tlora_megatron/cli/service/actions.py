@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from tlora_megatron.cli.service.reach.opening import add_reach_argument, reach_service
-from tlora_megatron.cli.service.reach.ports import JobRow, Service, Wish, find_jobs
+from tlora_megatron.cli.service.reach.ports import JobRow, RequestedAction, Service, find_jobs
 from tlora_megatron.cli.tables import open_console
 from tlora_megatron.service.rows import job_to_dict
 
-_WORDS: dict[Wish, tuple[str, str]] = {
+_WORDS: dict[RequestedAction, tuple[str, str]] = {
     "cancel": (
         "end jobs of a service before their time",
         "Ends jobs for good: the round under way ends, and they leave; their neighbours go on. "
@@ -32,35 +32,37 @@ _WORDS: dict[Wish, tuple[str, str]] = {
 
 def add_parser(commands: Any) -> None:
     """Adds the three subcommands to argparse's `commands`."""
-    for wish, (short, long) in _WORDS.items():
+    for action, (short, long) in _WORDS.items():
         parser = commands.add_parser(
-            wish,
+            action,
             help=short,
             description=long,
-            epilog=f"examples:\n  tlora {wish} mirror\n  tlora {wish} mirror sums --service DIR\n",
+            epilog=(
+                f"examples:\n  tlora {action} mirror\n  tlora {action} mirror sums --service DIR\n"
+            ),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("names", nargs="+", metavar="NAME", help="name or id of a job")
         add_reach_argument(parser)
         parser.add_argument("--json", action="store_true", help="print the jobs as JSON")
-        parser.set_defaults(command=partial(run, wish))
+        parser.set_defaults(command=partial(run, action))
 
 
-def run(wish: Wish, args: argparse.Namespace) -> int:
+def run(action: RequestedAction, args: argparse.Namespace) -> int:
     """Asks it of all jobs that are named."""
     with reach_service(args) as service:
-        asked = service.wish(find_jobs(service, args.names), wish)
+        asked = service.request_action(find_jobs(service, args.names), action)
         if args.json:
             print(json.dumps([job_to_dict(job) for job in asked], indent=2))
         else:
-            _tell(service, wish, asked)
+            _tell(service, action, asked)
     return 0
 
 
-def _tell(service: Service, wish: str, jobs: list[JobRow]) -> None:
+def _tell(service: Service, action: str, jobs: list[JobRow]) -> None:
     console = open_console()
     for job in jobs:
-        told = f"{wish} asked; it is" if job.wish == wish else "nothing to resume: it is"
+        told = f"{action} asked; it is" if job.wish == action else "nothing to resume: it is"
         console.print(f"{job.name} ({job.id}): {told} {job.state}")
     if not service.is_served:
         console.print(

@@ -41,7 +41,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class Wish(BaseModel):
+class SamplingBody(BaseModel):
     """The fields that both bodies have."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -101,7 +101,7 @@ class Wish(BaseModel):
 Tokens = Annotated[list[int], Field(min_length=1)]
 
 
-class CompletionWish(Wish):
+class CompletionBody(SamplingBody):
     """The body of `/v1/completions`."""
 
     prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1, max_length=128)]
@@ -121,7 +121,7 @@ class CompletionWish(Wish):
         return self.params(most, self.logprobs or 0)
 
 
-class ChatWish(Wish):
+class ChatBody(SamplingBody):
     """The body of `/v1/chat/completions`."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
