@@ -51,7 +51,8 @@ from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.commands import JobCommands
-from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
+from tlora_megatron.training.data.job_data import BatchPlan, JobData
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.job_saves import SavePolicy, StagedJob
 from tlora_megatron.training.job_state import JobState

@@ -33,8 +33,9 @@ from scripts.bench.harness.clock import wait_for_device
 from scripts.bench.harness.rows import append_rows, gpu_name
 from scripts.bench.planner.cases import model_spec
 from scripts.bench.rounds.mixes import lognormals
+from tlora_megatron.config.schema import Recompute
 from tlora_megatron.model.deployment import ReplicaRate
-from tlora_megatron.model.layout import RECOMPUTES, ParallelLayout, Recompute, RecomputeTable
+from tlora_megatron.model.layout import RECOMPUTES, ParallelLayout, RecomputeTable
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.choices import recompute_for_rows
@@ -43,7 +44,8 @@ from tlora_megatron.planner.cost.replica_rate import replica_rate
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
-from tlora_megatron.training.data.job_data import JobData, TokenSequence
+from tlora_megatron.training.data.job_data import JobData
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import PackedBatch
 from tlora_megatron.training.run.environment import let_segments_grow
 from tlora_megatron.training.super_model import SuperModel

@@ -21,13 +21,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from tlora_megatron.config.schema import Recompute
 from tlora_megatron.integrations.megatron import engine as recompute
 from tlora_megatron.integrations.megatron.model import (
     build_backbone,
     initialize_parallel,
     load_backbone,
 )
-from tlora_megatron.model.layout import ParallelLayout, Recompute
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.ops.routing import (
     Document,

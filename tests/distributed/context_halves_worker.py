@@ -19,7 +19,8 @@ from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
     equal,
     use_modules,
 )
-from tlora_megatron.model.layout import ParallelLayout, Recompute
+from tlora_megatron.config.schema import Recompute
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing import (
     Document,

@@ -16,7 +16,8 @@ from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
     use_modules,
     whole,
 )
-from tlora_megatron.model.layout import LoraSharding, Recompute
+from tlora_megatron.config.schema import Recompute
+from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.ops.lora.kernel_choice import Kernels, forced_kernels, problem_of
 from tlora_megatron.ops.routing import MicroBatchView, use_micro_batch
 

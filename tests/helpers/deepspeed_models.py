@@ -17,7 +17,8 @@ from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.config.load import read_config
 from tlora_megatron.layers.slab import initial_factors
 from tlora_megatron.model.backbone import LinearsSpec
-from tlora_megatron.training.data.job_data import BatchPlan, load_job_data, load_tokenizer
+from tlora_megatron.training.data.job_data import BatchPlan, load_job_data
+from tlora_megatron.training.data.tokenize import load_tokenizer
 
 DENSE_FAMILIES = ("qwen3", "mistral", "gpt_neox")
 EXPERT_FAMILIES = ("mixtral", "qwen2_moe")

@@ -20,7 +20,8 @@ from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.slab import initial_factors
 from tlora_megatron.model.backbone import over_base
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.training.data.job_data import BatchPlan, load_job_data, load_tokenizer
+from tlora_megatron.training.data.job_data import BatchPlan, load_job_data
+from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.fingerprint.reference import make_fingerprint
 from tlora_megatron.training.formats.fingerprint_file import write_fingerprint
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, weight_source

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tlora_megatron.config.job import JobSpec, LoraSpec
-from tlora_megatron.config.load import ParallelSpec, RunConfig
 from tlora_megatron.config.reader import must
+from tlora_megatron.config.schema import ParallelSpec, RunConfig
 from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.quantisation import base_quantisation, read_published_format
 from tlora_megatron.model.spec import read_model_spec

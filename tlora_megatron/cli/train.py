@@ -19,7 +19,8 @@ from tlora_megatron.cli.auto_plan import (
 from tlora_megatron.cli.live import add_live_arguments, change_live_run
 from tlora_megatron.cli.progress import RichProgress
 from tlora_megatron.cli.tables import global_rank, open_console, print_run
-from tlora_megatron.config.load import RunConfig, ignored_settings, load_config
+from tlora_megatron.config.load import ignored_settings, load_config
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.integrations.megatron import quiet
 from tlora_megatron.model.deployment import lay_out_world
 from tlora_megatron.model.weight_files import read_ahead

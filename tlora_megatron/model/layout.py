@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from tlora_megatron.config.replicas import Recompute
+from tlora_megatron.config.schema import Recompute
 
 LoraSharding = Literal["fold", "rank_exchange", "s_lora"]
 """Ways for tensor-parallel ranks to share standard adapters; block-diagonal ones need none.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from tlora_megatron.model.layout import Recompute
+from tlora_megatron.config.schema import Recompute
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.row_groups import RowGroups

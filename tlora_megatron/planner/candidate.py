@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from tlora_megatron.model.layout import LoraSharding, ParallelLayout, Recompute, stage_sizes
+from tlora_megatron.config.schema import Recompute
+from tlora_megatron.model.layout import LoraSharding, ParallelLayout, stage_sizes
 from tlora_megatron.model.quantisation import cut_block
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.workload import JobLoad

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from tlora_megatron.model.layout import RECOMPUTES, LoraSharding, Recompute, RecomputeTable
+from tlora_megatron.config.schema import Recompute
+from tlora_megatron.model.layout import RECOMPUTES, LoraSharding, RecomputeTable
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import SHARDINGS, Plan
 from tlora_megatron.planner.cost.cost_model import CostModel

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tlora_megatron.model.layout import RECOMPUTES, LoraSharding, Recompute
+from tlora_megatron.config.schema import Recompute
+from tlora_megatron.model.layout import RECOMPUTES, LoraSharding
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, chunk_multiple, job_misfit, misfit
 from tlora_megatron.planner.choices import sharding_options

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tlora_megatron.config.parallel_rules import MOST_TP, exact_shardings
-from tlora_megatron.model.layout import LoraSharding, Recompute
+from tlora_megatron.config.schema import Recompute
+from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import (
     EVEN,

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
+from tlora_megatron.config.schema import Recompute
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import StatePlacement
-from tlora_megatron.model.layout import ParallelLayout, Recompute
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
@@ -29,7 +30,8 @@ from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.sizes import ProfileSizes
 from tlora_megatron.profiling.timer import DeviceTimer
-from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
+from tlora_megatron.training.data.job_data import BatchPlan, JobData
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.round_timing import RoundTiming

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.config.load import RunConfig
-from tlora_megatron.config.schema import built_recompute
+from tlora_megatron.config.schema import RunConfig, built_recompute
 from tlora_megatron.layers.sites import PlainSite
 from tlora_megatron.layers.transformer_engine import TEProductMixin
 from tlora_megatron.model.backbone import Backbone

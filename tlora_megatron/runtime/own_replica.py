@@ -6,9 +6,7 @@ import logging
 import os
 from typing import NamedTuple
 
-from tlora_megatron.config.load import RunConfig
-from tlora_megatron.config.replicas import Recompute
-from tlora_megatron.config.schema import built_recompute
+from tlora_megatron.config.schema import Recompute, RunConfig, built_recompute
 from tlora_megatron.model.deployment import Deployment, lay_out_world
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout

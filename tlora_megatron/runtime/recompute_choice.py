@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.planner.candidate import Plan

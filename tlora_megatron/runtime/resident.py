@@ -43,7 +43,7 @@ from tlora_megatron.runtime.backbone import (
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica
 from tlora_megatron.training.commands import JobCommands
-from tlora_megatron.training.data.job_data import load_tokenizer
+from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.driven.clients import Clients
 from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.formats.quantised import QuantisationCard, quantisation_card

@@ -17,7 +17,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.service.home import Home, make_folder, read_json
+from tlora_megatron.files import read_json
+from tlora_megatron.service.home import Home, make_folder
 from tlora_megatron.service.store import (
     CheckpointNote,
     Model,

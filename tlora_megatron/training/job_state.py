@@ -11,7 +11,8 @@ import torch
 from tlora_megatron.config.job import JobSpec, ScheduleSpec
 from tlora_megatron.layers.adapter_bank import Adapter
 from tlora_megatron.ops.dropout import mix_ints
-from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
+from tlora_megatron.training.data.job_data import BatchPlan, JobData
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import Item, batch_items
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from scripts.bench.harness.clock import Timing, Watch, total
 from scripts.bench.step.jobs import Mix
 from tlora_megatron.config.job import HF_TARGETS, JobSpec
-from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence
 
 
 def run_stock(model: Any, mix: Mix, zero: Mapping[str, Any], steps: int) -> Timing:

@@ -11,7 +11,8 @@ import torch
 
 from scripts.bench.determinism.mixes import TARGETS, Mix, Plan, draw_mix
 from scripts.bench.harness.arguments import REPO
-from tlora_megatron.model.layout import ParallelLayout, Recompute
+from tlora_megatron.config.schema import Recompute
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
 MODEL = REPO / "configs/models/llama-3.1-8b.json"

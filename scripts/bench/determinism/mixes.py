@@ -21,7 +21,7 @@ from tlora_megatron.config.job import (
     OptimizerSpec,
     ScheduleSpec,
 )
-from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence
 
 RANKS = (1, 3, 8, 16, 33, 64, 128)
 DROPOUTS = (0.0, 0.05, 0.3)

@@ -19,7 +19,8 @@ from scripts.bench.determinism.contexts import Context
 from tests.helpers.kernel_case import KernelCase, gradients, make_case
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.ops.adamw import AdamUpdate, fused_adamw
+from tlora_megatron.ops.adamw import fused_adamw
+from tlora_megatron.ops.adamw_update import AdamUpdate
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.frozen.packed_attention import attend_documents_vjp

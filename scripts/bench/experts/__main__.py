@@ -44,7 +44,8 @@ from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
-from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
+from tlora_megatron.training.data.job_data import BatchPlan, JobData
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.job_state import JobState
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from scripts.bench.step.jobs import RANKS, Mix
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
-from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")

@@ -20,8 +20,9 @@ from torch import Tensor
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.graph_timing import Replay, time_interleaved, warm_up
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
+from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.frozen.parts import swiglu_vjp
-from tlora_megatron.ops.frozen.rms_norm import Beside, NormWeight, add_rms_norm_vjp
+from tlora_megatron.ops.frozen.rms_norm import Beside, add_rms_norm_vjp
 from tlora_megatron.ops.frozen.rotary import unpack_qkv_vjp
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
 from tlora_megatron.ops.quantised.triton_rows import RowTile, launch_encode, row_tile

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from scripts.bench.harness.arguments import REPO
-from tlora_megatron.config.base_model import EMBEDDING, HEAD
-from tlora_megatron.model.layout import Recompute
+from tlora_megatron.config.schema import EMBEDDING, HEAD, Recompute
 from tlora_megatron.model.quantisation import BaseQuantisation, quantised_on_reading
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan, misfit

@@ -12,7 +12,8 @@ from scripts.bench.planner.cases import Case
 from tlora_megatron.planner.cost.memory import ROW_TILE
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.profiling.synthetic_run import data_lengths
-from tlora_megatron.training.data.job_data import BatchPlan, TokenSequence
+from tlora_megatron.training.data.job_data import BatchPlan
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import Item, batch_items, fill_bins, round_up
 
 

@@ -28,8 +28,8 @@ from scripts.bench.harness.rows import append_rows
 from scripts.bench.planner.cases import model_spec
 from scripts.bench.rounds.mixes import LONGEST, Lengths, lognormals, public, with_documents
 from scripts.bench.rounds.simulate import DEPTHS, simulate
+from tlora_megatron.config.schema import Recompute
 from tlora_megatron.model.deployment import ReplicaRate
-from tlora_megatron.model.layout import Recompute
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.replica_rate import replica_rate
 from tlora_megatron.planner.hardware import load_profile

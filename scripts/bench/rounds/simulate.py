@@ -9,7 +9,7 @@ import numpy as np
 
 from scripts.bench.rounds.mixes import BATCH, Lengths, batches
 from tlora_megatron.model.deployment import ReplicaRate
-from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import Item, Round, batch_items, fill_bins
 from tlora_megatron.training.packing.recompute_cut import RoundRule, fill_by_time, round_ends_ps
 from tlora_megatron.training.round_depth import choose_depth

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
-from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence
 
 SHORTEST, LONGEST = 256, 2048
 RANKS = (4, 8, 16, 16, 24, 32, 64, 64)

@@ -15,9 +15,9 @@ from scripts.bench.harness.kernel_table import kernel_table
 from scripts.bench.harness.world import is_main
 from scripts.bench.step.jobs import Mix
 from scripts.bench.step.project import Project, real_tokens
-from tlora_megatron.config.base_model import EMBEDDING, HEAD
+from tlora_megatron.config.schema import EMBEDDING, HEAD, Recompute
 from tlora_megatron.layers.multi_adapter import attach
-from tlora_megatron.model.layout import ParallelLayout, Recompute
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import quantised_on_reading
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.profiling.synthetic_run import SyntheticRun

@@ -17,7 +17,7 @@ from tlora_megatron.config.job import JobSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
-from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.packing.packing import PackedBatch
 from tlora_megatron.training.super_model import SuperModel

@@ -10,7 +10,7 @@ import pytest
 
 from scripts.bench import live_throughput
 from scripts.bench.harness.turn_parts import PARTS, Parts
-from tlora_megatron.training.data.job_data import load_tokenizer
+from tlora_megatron.training.data.tokenize import load_tokenizer
 
 TOKENIZER = Path(__file__).parents[3] / "configs" / "quickstart" / "base"
 

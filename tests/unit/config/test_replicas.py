@@ -9,15 +9,10 @@ from typing import Any
 
 import pytest
 
-from tlora_megatron.config.load import (
-    RunConfig,
-    config_to_dict,
-    ignored_settings,
-    load_config,
-    read_config,
-)
+from tlora_megatron.config.load import config_to_dict, ignored_settings, load_config, read_config
 from tlora_megatron.config.parallel_rules import refuse_replicas
 from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.model.deployment import Deployment, lay_out_world
 from tlora_megatron.model.layout import ParallelLayout
 

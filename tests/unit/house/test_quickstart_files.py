@@ -11,7 +11,8 @@ from safetensors import safe_open
 
 from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.training.data.tokenize import Row, tokenize_rows
+from tlora_megatron.training.data.rows import Row
+from tlora_megatron.training.data.tokenize import tokenize_rows
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 BASE = CONFIGS / "quickstart" / "base"

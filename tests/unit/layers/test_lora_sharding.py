@@ -37,9 +37,8 @@ from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.ops.lora.linear_ops import LinearOps
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK
 from tlora_megatron.ops.lora.torch_ops import TorchOps
-from tlora_megatron.planner.candidate import Plan, misfit
+from tlora_megatron.planner.candidate import SHARDINGS, Plan, misfit
 from tlora_megatron.planner.choices import (
-    SHARDINGS,
     choose_lora_sharding,
     preferred,
     sharding_options,

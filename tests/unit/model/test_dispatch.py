@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.model.dispatch import admit, assign, cut, cut_evenly, turns
-from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import Item, fill_bins
 
 KINDS = (

@@ -17,7 +17,7 @@ from tlora_megatron.model.spec import (
     ModelSpec,
     read_model_spec,
 )
-from tlora_megatron.training.data.job_data import load_tokenizer
+from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.preparation import prepare_job
 
 SIZES = {

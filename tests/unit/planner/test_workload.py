@@ -20,7 +20,7 @@ from tlora_megatron.planner.rounds.model import RoundModel
 from tlora_megatron.planner.rounds.packer import Packer, num_micro_batches, timed_load
 from tlora_megatron.planner.rounds.spread import Part, spread_of
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
-from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import (
     batch_items,
     choose_num_micro_batches,

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.scenario import make_scenario
-from tlora_megatron.config.load import RunConfig, load_config
+from tlora_megatron.config.load import load_config
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.model.layout import ParallelLayout, RecomputeTable
 from tlora_megatron.runtime import recompute_choice
 from tlora_megatron.runtime.recompute_choice import choose_recompute

@@ -15,8 +15,9 @@ from tlora_megatron.service.prepare.outcome import PrepareRules, Validated
 from tlora_megatron.service.prepare.submission import read_submissions
 from tlora_megatron.service.prepare.validate import validate
 from tlora_megatron.service.worker.read_order import order_reader
-from tlora_megatron.training.data.job_data import load_job_data, load_tokenizer
+from tlora_megatron.training.data.job_data import load_job_data
 from tlora_megatron.training.data.mapped_tokens import MappedSequences
+from tlora_megatron.training.data.tokenize import load_tokenizer
 
 
 def test_an_order_is_the_job_as_it_was_accepted(tmp_path: Path) -> None:

@@ -18,18 +18,15 @@ from tests.helpers.scenario import make_scenario
 from tlora_megatron.channel import LinePipe
 from tlora_megatron.config.jobs import read_job
 from tlora_megatron.config.load import load_config
+from tlora_megatron.files import read_json
 from tlora_megatron.service.api.openai.uploads import LineCheck
-from tlora_megatron.service.home import Home, read_json
+from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.outcome import PrepareRules, Refused, Validated
 from tlora_megatron.service.prepare.submission import Submission, read_submissions
 from tlora_megatron.service.prepare.validate import validate
 from tlora_megatron.service.prepare.worker import serve
-from tlora_megatron.training.data.job_data import (
-    ENTRY_NAME,
-    BatchPlan,
-    load_job_data,
-    load_tokenizer,
-)
+from tlora_megatron.training.data.job_data import ENTRY_NAME, BatchPlan, load_job_data
+from tlora_megatron.training.data.tokenize import load_tokenizer
 
 
 @pytest.fixture(scope="module")

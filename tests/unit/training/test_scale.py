@@ -23,7 +23,8 @@ from tlora_megatron.layers.linear import multi_lora_linear
 from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.ops.dropout import mix32, mix_ints
 from tlora_megatron.ops.routing import Document, pack_micro_batch
-from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
+from tlora_megatron.training.data.job_data import BatchPlan, JobData
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.optimizer import square_sum
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.run import agreement, training_run

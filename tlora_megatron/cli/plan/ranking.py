@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from tlora_megatron.cli.plan.deployments import pipeline_cell, print_idle
-from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec, count_parameters
 from tlora_megatron.planner.candidate import runners
 from tlora_megatron.planner.cost import memory, step_terms
+from tlora_megatron.planner.fit import Dropped
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.outlook import outlook_of_teams, saved_by_rows
-from tlora_megatron.planner.search import Dropped, RankedPlan, SearchResult
+from tlora_megatron.planner.search import RankedPlan, SearchResult
 from tlora_megatron.planner.workload import JobLoad
 
 _GIB = 2.0**30

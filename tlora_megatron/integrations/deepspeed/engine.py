@@ -22,7 +22,7 @@ from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.model.backbone import LinearsSpec
 from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.nano.rounds import NanoSwitch
 from tlora_megatron.training.packing.isolation import ROUNDING, check_isolation, usual_difference
 from tlora_megatron.training.packing.packing import Item, PackedBatch, Placed, pack

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
-from tlora_megatron.config.load import BaseModelSpec
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.deepspeed import discover
 from tlora_megatron.integrations.deepspeed import model as models
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig

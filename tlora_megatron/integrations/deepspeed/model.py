@@ -18,7 +18,7 @@ from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from tlora_megatron.config.load import BaseModelSpec
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.model.quantisation import refuse_published
 from tlora_megatron.ops.frozen.packed_attention import attend_documents
 from tlora_megatron.ops.routing import current_micro_batch

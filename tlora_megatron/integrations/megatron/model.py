@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from tlora_megatron.config.schema import Recompute
 from tlora_megatron.integrations.megatron.base_weights import (
     OnMeta,
     hold_codes,
@@ -35,7 +36,7 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
 )
 from tlora_megatron.integrations.megatron.process_groups import lay_out_replicas
 from tlora_megatron.model.deployment import Deployment
-from tlora_megatron.model.layout import ParallelLayout, Recompute
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.nano.overlap import set_queues

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tlora_megatron.ops.host_copy import Array
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.lora.plan_tensors import (
-    Array,
     ItemBounds,
     ItemList,
     PlanTensors,

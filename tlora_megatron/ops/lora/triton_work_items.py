@@ -23,9 +23,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from tlora_megatron.ops.host_copy import Array
 from tlora_megatron.ops.lora.plan_tensors import (
     WORKSPACE_UNIT,
-    Array,
     ItemBounds,
     ItemList,
     PlanTensors,

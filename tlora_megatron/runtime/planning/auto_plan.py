@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.planner.advice import advise
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.layouts import SearchSpace

@@ -187,7 +187,8 @@ def _job_load(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> JobLoad:
 
 def _measure(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> dict[str, Any]:
     # Here, since they import numpy and transformers.
-    from tlora_megatron.training.data.job_data import load_job_data, load_tokenizer
+    from tlora_megatron.training.data.job_data import load_job_data
+    from tlora_megatron.training.data.tokenize import load_tokenizer
 
     data = load_job_data(job, load_tokenizer(tokenizer_dir), spec.vocab_size)
     rows = [len(s.tokens) - 1 for s in data.train]

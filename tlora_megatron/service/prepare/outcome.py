@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tlora_megatron.channel import Message
 from tlora_megatron.config.jobs import read_job
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.service.messages import Message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tlora_megatron.channel import Message
 from tlora_megatron.config.base_model import (
     ignored_base_settings,
     read_base_model,
@@ -28,7 +29,6 @@ from tlora_megatron.config.jobs import (
 from tlora_megatron.config.load import SECTIONS
 from tlora_megatron.config.reader import unknown
 from tlora_megatron.config.source import apply_override, read_document
-from tlora_megatron.service.messages import Message
 
 ASKED = "asked"
 """Key of a row's document that holds what the door by which a job came wants to remember."""

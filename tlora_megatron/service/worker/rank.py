@@ -251,7 +251,7 @@ def gang_config(spec: GangSpec) -> Any:
 def _tokens_to_score(home: Home, base: Mapping[str, Any], config: RunConfig) -> list[int]:
     """Tokens that a base is to score; none if it has, or if nobody can make tokens for it."""
     from tlora_megatron.runtime.backbone import model_dir
-    from tlora_megatron.training.data.job_data import load_tokenizer
+    from tlora_megatron.training.data.tokenize import load_tokenizer
 
     try:
         if read_scores(home, base) is not None:

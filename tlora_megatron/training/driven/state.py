@@ -13,7 +13,8 @@ import torch.distributed as dist
 from tlora_megatron.ops.dropout import mix_ints
 from tlora_megatron.ops.frozen.losses import KINDS, TokenInputs, token_losses
 from tlora_megatron.ops.host_copy import to_device
-from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
+from tlora_megatron.training.data.job_data import BatchPlan, JobData
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.driven.requests import Request
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.packing.packing import Item, MicroBatch, Placed

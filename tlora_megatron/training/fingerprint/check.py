@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import cut_by_length
-from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.evaluation import Scorer
 from tlora_megatron.training.formats.fingerprint_file import (
     FILE_NAME,

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tlora_megatron.config.base_model import BaseModelSpec
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.model.quantisation import (
     ADAPTER_METADATA,
     BLOCK,

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import Item, PackedBatch, Placed, pack, round_up
 
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 3e-2}

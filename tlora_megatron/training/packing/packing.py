@@ -23,7 +23,7 @@ from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
-from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.row_arrays import RowArrays, SentBatch, SentTokens
 
 

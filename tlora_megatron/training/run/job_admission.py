@@ -14,14 +14,14 @@ from typing import Any
 from torch import nn
 
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.config.load import RunConfig
-from tlora_megatron.config.schema import JobError
+from tlora_megatron.config.schema import JobError, RunConfig
 from tlora_megatron.layers.multi_adapter import check_blocks_fit
 from tlora_megatron.layers.sites import Site, check_targets
 from tlora_megatron.model.backbone import Backbone, check_block_sizes
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.training.data.job_data import JobData, load_tokenizer
+from tlora_megatron.training.data.job_data import JobData
+from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.formats.quantised import QuantisationCard, check_same_base
 from tlora_megatron.training.preparation import PreparedJob, prepare_job
 from tlora_megatron.training.run.job_folders import check_job_folders

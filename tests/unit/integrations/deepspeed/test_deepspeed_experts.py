@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.tiny_models import TINY_EXPERT_TYPES, TinyModelType, randomize, tiny_config
-from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
+from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.integrations.deepspeed import model as attention
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.discover import model_spec

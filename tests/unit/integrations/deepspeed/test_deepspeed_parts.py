@@ -25,7 +25,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 from tests.helpers.deepspeed_models import DELTA_NETS, MIXED, untrained
 from tests.helpers.tiny_models import randomize, tiny_config
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
-from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
+from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.integrations.deepspeed import model as attention
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.discover import model_spec, prepare_linear

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.integrations.megatron.layer.test_frozen_sublayer import ALL, SPEC
-from tlora_megatron.model.layout import RECOMPUTES, ParallelLayout, Recompute, RecomputeTable
+from tlora_megatron.config.schema import Recompute
+from tlora_megatron.model.layout import RECOMPUTES, ParallelLayout, RecomputeTable
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.helpers.adam_case import HYPERS, SIZES, AdamCase
-from tlora_megatron.ops.adamw import AdamUpdate, fused_adamw
+from tlora_megatron.ops.adamw import fused_adamw
+from tlora_megatron.ops.adamw_update import AdamUpdate
 
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -16,7 +16,7 @@ from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import AdapterSlab
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.ops.lora.linear_ops import SiteFactors
-from tlora_megatron.planner.choices import SHARDINGS
+from tlora_megatron.planner.candidate import SHARDINGS
 from tlora_megatron.planner.cost.adapter_sizes import (
     adapter_elements,
     copied_elements,

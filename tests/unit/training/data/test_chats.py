@@ -25,11 +25,12 @@ from tests.helpers.chat_templates import (
 )
 from tests.helpers.tiny_tokenizer import EOS_ID, VOCAB_SIZE, save_tiny_tokenizer, tiny_tokenizer
 from tlora_megatron.config.job import DataSpec, JobSpec
-from tlora_megatron.training.data.job_data import load_job_data, load_tokenizer
+from tlora_megatron.training.data.job_data import load_job_data
 from tlora_megatron.training.data.rows import parse_row, read_messages
 from tlora_megatron.training.data.tokenize import (
     TokenSequence,
     encode_prompt,
+    load_tokenizer,
     stop_tokens,
     tokenize_rows,
 )

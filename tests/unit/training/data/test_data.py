@@ -30,7 +30,8 @@ from tests.helpers.tiny_tokenizer import (
     tiny_tokenizer,
 )
 from tlora_megatron.config.job import DataSpec, JobSpec
-from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data, load_tokenizer
+from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
+from tlora_megatron.training.data.tokenize import load_tokenizer
 
 SHARED_TEXT = (
     Path(os.environ.get("TLORA_SHARED_DATA", Path(__file__).parents[5] / "shared" / "data"))

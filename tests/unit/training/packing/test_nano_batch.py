@@ -19,7 +19,7 @@ from tlora_megatron.parallel.nano.cuts import (
     padded_rows,
     shard_order,
 )
-from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.nano_batch_packer import NanoBatchPacker
 from tlora_megatron.training.packing.packing import (
     Item,

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import Item, Round
 from tlora_megatron.training.packing.portions import (
     ReplicaRoom,

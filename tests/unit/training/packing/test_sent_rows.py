@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tlora_megatron.ops.frozen.losses import KINDS
-from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.driven.requests import Request
 from tlora_megatron.training.driven.state import items_of
 from tlora_megatron.training.packing.packing import Item, Placed, fill_rows, pack

@@ -42,12 +42,13 @@ from tlora_megatron.layers.multi_adapter import MultiAdapter
 from tlora_megatron.layers.sites import EXPERT_LINEARS, Site
 from tlora_megatron.ops.experts.branch import (
     ExpertFactors,
+    ExpertOps,
     ExpertRuns,
     ExpertTarget,
     PlacedRows,
     TorchExpertOps,
 )
-from tlora_megatron.ops.experts.choice import ExpertOps, expert_ops
+from tlora_megatron.ops.experts.choice import expert_ops
 from tlora_megatron.ops.experts.factors import OuterFactors
 from tlora_megatron.ops.experts.outer import token_runs
 from tlora_megatron.ops.routing import current_micro_batch

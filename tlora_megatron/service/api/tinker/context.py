@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config.base_model import BaseModelSpec
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker.checkpoints import Checkpoints
 from tlora_megatron.service.api.tinker.errors import Gone, Refused, UnknownId

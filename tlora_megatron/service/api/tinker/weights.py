@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from tlora_megatron.files import read_json
 from tlora_megatron.service.api.access.gate import Caller, Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
@@ -32,7 +33,6 @@ from tlora_megatron.service.api.tinker.names import (
     TinkerPath,
 )
 from tlora_megatron.service.api.tinker.training import submit
-from tlora_megatron.service.home import read_json
 from tlora_megatron.service.store import Model
 from tlora_megatron.training.driven.requests import Request
 from tlora_megatron.training.saving.writer import AdapterVersion

@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tlora_megatron.config.schema import Recompute
 from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import head_norm_modules
-from tlora_megatron.model.layout import RECOMPUTES, LoraSharding, ParallelLayout, Recompute
+from tlora_megatron.model.layout import RECOMPUTES, LoraSharding, ParallelLayout
 from tlora_megatron.model.quantisation import quantised_on_reading
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing import (
