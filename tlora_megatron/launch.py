@@ -26,8 +26,7 @@ from tlora_megatron.cli.tables import global_rank, open_console, print_run
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.parallel.nano.overlap import set_queues
-from tlora_megatron.runtime.ending import leave
-from tlora_megatron.runtime.launcher import is_lost_connection, join_agent
+from tlora_megatron.runtime.launcher import is_lost_connection, join_agent, leave
 from tlora_megatron.training.run.environment import set_environment
 from tlora_megatron.training.stopping.signals import STOP_SIGNALS, StopSignals
 
@@ -50,7 +49,7 @@ class Launcher:
 
     def sharding_resolver(self) -> ShardingResolver:
         """Returns the function with which `tlora train` chooses a run's LoRA sharding, too."""
-        from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
+        from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
 
         return resolve_lora_sharding
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tlora_megatron.config.load import load_config
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.run import job_admission
-from tlora_megatron.training.run.agreement import check_agreement, content_digest
+from tlora_megatron.training.run.reading import check_agreement, content_digest
 
 
 def main(path: str, *overrides: str) -> None:

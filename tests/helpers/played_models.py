@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from sqlalchemy import update
 
-from tlora_megatron.runtime.sampling.adapter_key import PEFT_FILES
+from tlora_megatron.runtime.sampling.values import PEFT_FILES
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import JobState, Store, tables

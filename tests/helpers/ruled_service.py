@@ -15,8 +15,12 @@ from tlora_megatron.service.control.pricing import Pricing
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules
-from tlora_megatron.service.prepare.submission import Submission, split_submissions
+from tlora_megatron.service.prepare.submission import (
+    Outcome,
+    PrepareRules,
+    Submission,
+    split_submissions,
+)
 from tlora_megatron.service.prepare.validate import validate
 from tlora_megatron.service.store import Job, JobState, NewJob, open_store
 

@@ -27,8 +27,8 @@ from tlora_megatron.config.load import load_config
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.runtime.backbone import open_backbone
-from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.own_replica import own_replica
+from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
 from tlora_megatron.training.data.tokenize import TokenSequence, load_tokenizer
 from tlora_megatron.training.packing.packing import Item, Placed, pack

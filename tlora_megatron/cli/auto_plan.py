@@ -63,8 +63,8 @@ def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
     Raises:
         ValueError: if no plan fits; the message names changes that would make one fit.
     """
-    from tlora_megatron.runtime.planning.auto_plan import best_plan
     from tlora_megatron.runtime.planning.deployments import best_deployment, deployment_overrides
+    from tlora_megatron.runtime.planning.plan_inputs import best_plan
 
     starts_here = "RANK" not in os.environ
     num_gpus = (args.nproc or 1) if starts_here else int(os.environ["WORLD_SIZE"])

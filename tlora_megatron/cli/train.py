@@ -45,9 +45,9 @@ exit code: 0 all jobs finished, 1 a job or the run failed, 2 a mistake in the in
 _DECISIONS = (
     "tlora_megatron.integrations.megatron.nano_batches",
     "tlora_megatron.ops.kernel_build",
-    "tlora_megatron.runtime.base_log",
-    "tlora_megatron.runtime.dispatch_rates",
-    "tlora_megatron.runtime.lora_sharding",
+    "tlora_megatron.runtime.backbone",
+    "tlora_megatron.runtime.own_replica",
+    "tlora_megatron.runtime.recompute_choice",
     "tlora_megatron.runtime.own_replica",
     "tlora_megatron.runtime.recompute_choice",
     "tlora_megatron.training.round_timing",

@@ -15,8 +15,8 @@ from tlora_megatron import timeline
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import config_to_dict, ignored_settings, read_config
 from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.runtime.dispatch_rates import resolve_round_timing
-from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
+from tlora_megatron.runtime.own_replica import resolve_round_timing
+from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
 from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.job_state import EvalResult
 from tlora_megatron.training.loop import Loop

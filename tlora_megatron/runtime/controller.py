@@ -16,11 +16,9 @@ from tlora_megatron.runtime.backbone import (
     open_backbone,
     ready_process,
 )
-from tlora_megatron.runtime.dispatch_rates import resolve_round_timing
 from tlora_megatron.runtime.live_requests import open_for_requests
-from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
-from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica
-from tlora_megatron.runtime.recompute_choice import choose_recompute
+from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica, resolve_round_timing
+from tlora_megatron.runtime.recompute_choice import choose_recompute, resolve_lora_sharding
 from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.formats.quantised import quantisation_card
 from tlora_megatron.training.run.frozen_gc import frozen_gc

@@ -40,8 +40,8 @@ from tlora_megatron.runtime.backbone import (
     open_backbone,
     ready_process,
 )
-from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica
+from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
 from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.driven.clients import Clients

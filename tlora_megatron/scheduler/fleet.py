@@ -1,10 +1,10 @@
-"""The running groups and the GPUs they hold: the state that simulator and live service share."""
+"""The running groups and the GPUs they hold, what changes between decisions, and invariants."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from tlora_megatron.scheduler.change_log import ChangeLog
 from tlora_megatron.scheduler.cluster import ClusterShape, ClusterState, FreeGpus
 from tlora_megatron.scheduler.formation import (
     Parts,
@@ -15,10 +15,42 @@ from tlora_megatron.scheduler.formation import (
     speeds_in_bounds,
 )
 from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
-from tlora_megatron.scheduler.invariants import InvariantError, require
 from tlora_megatron.scheduler.jobs import Group, Job, Member
-from tlora_megatron.scheduler.policy import Decision, RegroupCost
+from tlora_megatron.scheduler.policy import Changes, Decision, RegroupCost
 from tlora_megatron.scheduler.queue import WaitingQueue
+
+
+class InvariantError(RuntimeError):
+    """The scheduler state is inconsistent: a bug in how it is kept, or in a policy."""
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Checks an invariant.
+
+    Raises:
+        InvariantError: with the given sentence, if it does not hold.
+    """
+    if not holds:
+        raise InvariantError(sentence)
+
+
+@dataclass(kw_only=True, slots=True)
+class ChangeLog:
+    """Records what happens since the last decision; its fields are those of `Changes`."""
+
+    arrived: set[int] = field(default_factory=set)
+    regrouped: set[int] = field(default_factory=set)
+    freed: bool = True
+
+    def take(self) -> Changes:
+        """Returns the changes so far and empties the log."""
+        changes = Changes(
+            arrived=frozenset(self.arrived), regrouped=frozenset(self.regrouped), freed=self.freed
+        )
+        self.arrived.clear()
+        self.regrouped.clear()
+        self.freed = False
+        return changes
 
 
 class Fleet:

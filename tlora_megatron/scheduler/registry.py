@@ -8,9 +8,8 @@ from functools import partial
 
 from tlora_megatron.config.reader import must, nearest
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.policies.elastic.policy import Elastic
-from tlora_megatron.scheduler.policies.isolated import Isolated
-from tlora_megatron.scheduler.policies.mlora import MemoryDriven
+from tlora_megatron.scheduler.policies.elastic import Elastic
+from tlora_megatron.scheduler.policies.simple import Isolated, MemoryDriven
 from tlora_megatron.scheduler.policies.tlora import ResidualGrouping
 from tlora_megatron.scheduler.policies.tlora_best import NetBenefit
 from tlora_megatron.scheduler.policy import Policy, Rules

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tlora_megatron.scheduler.invariants import require
+from tlora_megatron.scheduler.fleet import require
 from tlora_megatron.scheduler.jobs import Group, Job, Member
 
 Status = Literal["finished", "failed", "cancelled", "rejected"]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from tlora_megatron.scheduler.cluster import ClusterShape
+from tlora_megatron.scheduler.fleet import require
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.invariants import require
 from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
 from tlora_megatron.scheduler.policy import Policy, RegroupCost
 from tlora_megatron.scheduler.queue import WaitingQueue

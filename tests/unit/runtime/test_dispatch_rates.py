@@ -15,7 +15,7 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.replica_rate import replica_rate
 from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.runtime.dispatch_rates import rate_of_shape, rate_of_team, teams_of
+from tlora_megatron.runtime.own_replica import rate_of_shape, rate_of_team, teams_of
 
 LLAMA_8B = ModelSpec(
     model_type="llama", num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8,

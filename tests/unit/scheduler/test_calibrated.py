@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.helpers.floor_model import FloorModel
 from tlora_megatron.config.job import EXPERT_TARGETS
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.scheduler.calibrated import CalibratedSpeeds
-from tlora_megatron.scheduler.coarse_loads import coarse_lengths, coarse_load
+from tlora_megatron.scheduler.group_throughput import CalibratedSpeeds
+from tlora_megatron.scheduler.queue import coarse_lengths, coarse_load
 
 
 def _speeds() -> tuple[CalibratedSpeeds, int, int]:

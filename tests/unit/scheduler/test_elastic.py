@@ -11,8 +11,7 @@ from tlora_megatron.scheduler.cluster import ClusterState, FreeGpus
 from tlora_megatron.scheduler.fleet import Fleet
 from tlora_megatron.scheduler.formation import Parts
 from tlora_megatron.scheduler.jobs import Pause, Waiting
-from tlora_megatron.scheduler.policies.elastic.room import make_room
-from tlora_megatron.scheduler.policies.elastic.sizes import Sizes
+from tlora_megatron.scheduler.policies.elastic import Sizes, make_room
 from tlora_megatron.scheduler.policies.tentative_groups import TentativeGroups
 from tlora_megatron.scheduler.policy import Decision, RegroupCost, Rules
 from tlora_megatron.scheduler.queue import WaitingQueue

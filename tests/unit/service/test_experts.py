@@ -23,8 +23,13 @@ from tlora_megatron.service.control.pricing import Pricing, planned_base
 from tlora_megatron.service.control.records import LiveJob, gang_spec, plan_of, stats_of, take_stats
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused, Validated
-from tlora_megatron.service.prepare.submission import read_submissions
+from tlora_megatron.service.prepare.submission import (
+    Outcome,
+    PrepareRules,
+    Refused,
+    Validated,
+    read_submissions,
+)
 from tlora_megatron.service.prepare.validate import validate
 from tlora_megatron.service.store import JobState
 

@@ -12,9 +12,8 @@ import pytest
 
 from tests.helpers.launch import HANG_S
 from tlora_megatron.service.prepare import pool as pool_module
-from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules
 from tlora_megatron.service.prepare.pool import PreparePool
-from tlora_megatron.service.prepare.submission import Submission
+from tlora_megatron.service.prepare.submission import Outcome, PrepareRules, Submission
 
 STUB = """
 import json, os, sys, time

@@ -11,8 +11,7 @@ from tests.helpers.scenario import make_scenario
 from tlora_megatron.config.load import load_config
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import JobOrder
-from tlora_megatron.service.prepare.outcome import PrepareRules, Validated
-from tlora_megatron.service.prepare.submission import read_submissions
+from tlora_megatron.service.prepare.submission import PrepareRules, Validated, read_submissions
 from tlora_megatron.service.prepare.validate import validate
 from tlora_megatron.service.worker.read_order import order_reader
 from tlora_megatron.training.data.job_data import load_job_data

@@ -21,8 +21,13 @@ from tlora_megatron.config.load import load_config
 from tlora_megatron.files import read_json
 from tlora_megatron.service.api.openai.uploads import LineCheck
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.prepare.outcome import PrepareRules, Refused, Validated
-from tlora_megatron.service.prepare.submission import Submission, read_submissions
+from tlora_megatron.service.prepare.submission import (
+    PrepareRules,
+    Refused,
+    Submission,
+    Validated,
+    read_submissions,
+)
 from tlora_megatron.service.prepare.validate import validate
 from tlora_megatron.service.prepare.worker import serve
 from tlora_megatron.training.data.job_data import ENTRY_NAME, BatchPlan, load_job_data

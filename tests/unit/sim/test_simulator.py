@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.floor_model import FREE, World
-from tlora_megatron.scheduler.invariants import InvariantError
+from tlora_megatron.scheduler.fleet import InvariantError
 from tlora_megatron.scheduler.policy import Changes, Decision, Policy, RegroupCost, Rules
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
 from tlora_megatron.sim.events import FaultRates, Faults, draw_faults

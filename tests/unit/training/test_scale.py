@@ -27,7 +27,7 @@ from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.optimizer import square_sum
 from tlora_megatron.training.preparation import PreparedJob
-from tlora_megatron.training.run import agreement, training_run
+from tlora_megatron.training.run import reading, training_run
 from tlora_megatron.training.run.output_dir import claim_output_dir
 
 
@@ -172,19 +172,19 @@ def test_processes_must_read_the_same_configuration_and_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes with copies of their own, at paths of their own; the second one is made up."""
-    mine = agreement.content_digest(_run_config(tmp_path), [_prepared("a.jsonl", 3)])
-    copied = agreement.content_digest(_run_config(tmp_path / "b"), [_prepared("b.jsonl", 3)])
-    other_data = agreement.content_digest(_run_config(tmp_path), [_prepared("a.jsonl", 4)])
+    mine = reading.content_digest(_run_config(tmp_path), [_prepared("a.jsonl", 3)])
+    copied = reading.content_digest(_run_config(tmp_path / "b"), [_prepared("b.jsonl", 3)])
+    other_data = reading.content_digest(_run_config(tmp_path), [_prepared("a.jsonl", 4)])
     other_run = _run_config(tmp_path, micro_batch_tokens=64)
-    other_config = agreement.content_digest(other_run, [_prepared("a.jsonl", 3)])
+    other_config = reading.content_digest(other_run, [_prepared("a.jsonl", 3)])
     assert mine == copied
     assert len({mine, other_data, other_config}) == 3
 
     def gather(value: Any) -> list[Any]:
         return [value, other_data if isinstance(value, str) else value]
 
-    monkeypatch.setattr(agreement, "_gather", gather)
+    monkeypatch.setattr(reading, "_gather", gather)
     with pytest.raises(
         ValueError, match=r"must read the same configuration and data, got others on rank 1 than"
     ):
-        agreement.check_agreement(_run_config(tmp_path), [_prepared("a.jsonl", 3)])
+        reading.check_agreement(_run_config(tmp_path), [_prepared("a.jsonl", 3)])

@@ -1,4 +1,4 @@
-"""The planner's view of a configured run: the model's shape and every job's lengths.
+"""The planner's view of a configured run: the model's shape, every job's lengths, the fastest plan.
 
 Lengths come from the jobs' data through the base's tokenizer. That takes a while the first time, so
 they are kept in the user's cache directory. An option gives lengths for planning without data.
@@ -10,7 +10,8 @@ import hashlib
 import json
 import logging
 import os
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,82 @@ from tlora_megatron.files import read_object, write_atomic
 from tlora_megatron.model.backbone import check_block_sizes, over_base
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.planner.advice import advise
 from tlora_megatron.planner.hardware import (
     HardwareProfile,
     find_profile,
     profiles_in,
     shipped_profiles,
 )
+from tlora_megatron.planner.layouts import SearchSpace
+from tlora_megatron.planner.search import RankedPlan, search
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.runtime.planning.length_cuts import find_cuts
+
+_NAMED = 4
+"""Jobs that a sentence names; further ones are counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthCut:
+    """The cut of given lengths by the max_seq_len of some jobs."""
+
+    jobs: tuple[str, ...]
+    max_seq_len: int
+    sequences: float
+    """Share of sequences that are cut."""
+    tokens: float
+    """Share of tokens that are cut off."""
+    longest: int
+    """Tokens of the longest sequence."""
+
+    def __str__(self) -> str:
+        names = ", ".join(self.jobs[:_NAMED])
+        names += f" and {len(self.jobs) - _NAMED} more" if len(self.jobs) > _NAMED else ""
+        many = "s" if len(self.jobs) > 1 else ""
+        return (
+            f"--lengths: max_seq_len {self.max_seq_len} of job{many} {names} cuts "
+            f"{self.sequences:.2%} of the sequences and loses {self.tokens:.2%} of all tokens, as "
+            "training will; the plan is for what is left. Raise max_seq_len to "
+            f"{self.longest}, or give the lengths after the cut"
+        )
+
+
+def find_cuts(jobs: Iterable[JobSpec], lengths: LengthHistogram) -> list[LengthCut]:
+    """The cuts that given lengths need, one for each max_seq_len.
+
+    Args:
+        lengths: rows, one less than tokens.
+
+    Raises:
+        ConfigError: for a job whose `data.overlong` is error, as training does.
+    """
+    names: dict[int, list[str]] = {}
+    for job in jobs:
+        if lengths.longest < job.max_seq_len:
+            continue
+        if job.data.overlong == "error":
+            raise must(
+                "--lengths",
+                f"be at most max_seq_len {job.max_seq_len} of job {job.name!r}, whose "
+                "data.overlong is error",
+                lengths.longest + 1,
+                "raise max_seq_len, or set data.overlong: truncate to have the ends cut",
+            )
+        names.setdefault(job.max_seq_len, []).append(job.name)
+    return [_cut(tuple(own), limit, lengths) for limit, own in sorted(names.items())]
+
+
+def _cut(jobs: tuple[str, ...], limit: int, lengths: LengthHistogram) -> LengthCut:
+    tokens: Sequence[tuple[int, float]] = [(rows + 1, share) for rows, share in lengths.pairs]
+    lost = sum((length - limit) * share for length, share in tokens if length > limit)
+    return LengthCut(
+        jobs=jobs,
+        max_seq_len=limit,
+        sequences=sum(share for length, share in tokens if length > limit),
+        tokens=lost / sum(length * share for length, share in tokens),
+        longest=lengths.longest + 1,
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -229,3 +298,35 @@ def _write_cache(path: Path, known: dict[str, Any]) -> None:
         write_atomic(path, json.dumps(known), durable=False)
     except OSError as error:
         logger.debug("lengths are not kept: %s", error)
+
+
+def best_plan(
+    config: RunConfig,
+    num_gpus: int,
+    hardware: HardwareProfile,
+    lengths: LengthHistogram | None = None,
+) -> RankedPlan:
+    """Returns the plan with which `tlora train` is fastest; the same one on every process.
+
+    Raises:
+        ValueError: if none fits, with changes that would help; or if jobs or data cannot be used.
+    """
+    spec = plan_model(config)
+    jobs = plan_jobs(config, spec, lengths)
+    asked = config.parallel.lora_sharding
+    space = SearchSpace(
+        runs_in="train",
+        lora_sharding=None if asked == "auto" else asked,
+        largest_portion=largest_portion(config),
+        shard_optimizer=config.parallel.shard_optimizer or None,
+        deterministic=config.run.deterministic or None,
+    )
+    result = search(spec, jobs, hardware, num_gpus, space)
+    if result.best is None:
+        reasons = "; ".join(dropped.reason for dropped in result.dropped[:3])
+        advice = advise(spec, jobs, hardware, num_gpus, space, other_profiles(hardware))
+        raise ValueError(
+            f"--plan auto must find a plan that fits {num_gpus} x {hardware.gpu}, got none: "
+            f"{reasons}. {advice}"
+        )
+    return result.best

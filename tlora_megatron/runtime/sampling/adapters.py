@@ -16,7 +16,7 @@ from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.layers.slab.layout import SlabLayout
 from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.runtime.sampling.adapter_key import AdapterKey
+from tlora_megatron.runtime.sampling.values import AdapterKey
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.formats.peft import AdapterFile, export_adapter, load_adapter
 

@@ -11,12 +11,18 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.key_cache import Growth, KeyCache
-from tlora_megatron.runtime.sampling.adapter_key import AdapterKey
 from tlora_megatron.runtime.sampling.adapters import AdapterShelf
-from tlora_megatron.runtime.sampling.choice import Draws, choose, log_probabilities, top_of
 from tlora_megatron.runtime.sampling.text import TextStream
-from tlora_megatron.runtime.sampling.tracks import Request, Tell, Track
-from tlora_megatron.runtime.sampling.values import Piece, Prompt, Scores, StopReason
+from tlora_megatron.runtime.sampling.tracks import (
+    Draws,
+    Request,
+    Tell,
+    Track,
+    choose,
+    log_probabilities,
+    top_of,
+)
+from tlora_megatron.runtime.sampling.values import AdapterKey, Piece, Prompt, Scores, StopReason
 
 _SCORED_ROWS = 256
 """Rows of logits that exist at a time: 131 MB of fp32 at 128,256 tokens."""

@@ -18,7 +18,7 @@ from tlora_megatron.runtime.backbone import model_config, model_dir, open_backbo
 from tlora_megatron.runtime.own_replica import own_replica
 from tlora_megatron.runtime.sampling.adapters import AdapterShelf
 from tlora_megatron.runtime.sampling.batcher import Batcher, Words
-from tlora_megatron.runtime.sampling.limits import SamplerLimits
+from tlora_megatron.runtime.sampling.values import SamplerLimits
 from tlora_megatron.training.data.tokenize import load_tokenizer, stop_tokens
 from tlora_megatron.training.run.training_run import DTYPES
 

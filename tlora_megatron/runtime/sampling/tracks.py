@@ -1,14 +1,95 @@
-"""A sampler's notes of each request and of each sequence that grows."""
+"""A sampler's notes of each request and sequence that grows, and the choice of next tokens.
+
+A sequence draws one number a token from a generator of its own, so who is sampled beside it does
+not matter to it. The number is looked up in the sequence's own cumulative distribution.
+
+Shapes: n sequences, V tokens of the vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tlora_megatron.runtime.sampling.adapter_key import AdapterKey
-from tlora_megatron.runtime.sampling.choice import Draws
+import torch
+from torch import Tensor
+
 from tlora_megatron.runtime.sampling.text import TextStream
-from tlora_megatron.runtime.sampling.values import Piece, Prompt, TopLogprobs
+from tlora_megatron.runtime.sampling.values import (
+    AdapterKey,
+    Piece,
+    Prompt,
+    SamplingParams,
+    TokenLogprob,
+    TopLogprobs,
+)
+
+
+class Draws:
+    """The numbers of one sequence, in [0, 1)."""
+
+    def __init__(self, seed: int, sample: int) -> None:
+        # A text is hashed by sha512: neighbouring seeds have nothing in common.
+        self._random = random.Random(f"{seed}/{sample}")
+
+    def next(self) -> float:
+        """The next number."""
+        return self._random.random()
+
+
+def log_probabilities(logits_nV: Tensor) -> Tensor:
+    """Natural logarithms of the probabilities at temperature 1, fp32."""
+    return torch.log_softmax(logits_nV, dim=-1)
+
+
+def choose(
+    logits_nV: Tensor, params: Sequence[SamplingParams], draws: Sequence[Draws]
+) -> list[int]:
+    """Chooses the next token of each sequence; of equal ones, the smallest.
+
+    Temperature comes first, then the `top_k` likeliest, then the fewest of these that hold `top_p`.
+    """
+    chosen: list[int] = logits_nV.argmax(dim=-1).tolist()
+    drawn = [i for i, one in enumerate(params) if one.temperature > 0]
+    if drawn:
+        rows = torch.tensor(drawn, device=logits_nV.device)
+        found = _draw(logits_nV[rows], [params[i] for i in drawn], [draws[i].next() for i in drawn])
+        for index, token in zip(drawn, found, strict=True):
+            chosen[index] = token
+    return chosen
+
+
+def _draw(
+    logits_nV: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]
+) -> list[int]:
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits_nV.device)[:, None]
+
+    size = logits_nV.shape[1]
+    # The likeliest token has 0, whatever it is divided by: nothing becomes infinite.
+    below_nV = logits_nV.double() - logits_nV.double().amax(dim=-1, keepdim=True)
+    scaled_nV = below_nV / column([one.temperature for one in params])
+    p_nV, order_nV = scaled_nV.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(size, device=logits_nV.device)
+    p_nV = p_nV * (rank_V < column([one.top_k or size for one in params]))
+    before_nV = p_nV.cumsum(dim=-1) - p_nV
+    kept_n1 = p_nV.sum(dim=-1, keepdim=True) * column([one.top_p for one in params])
+    p_nV = p_nV * ((before_nV < kept_n1) | (rank_V == 0))
+    sums_nV = p_nV.cumsum(dim=-1)
+    wanted_n1 = column(numbers) * sums_nV[:, -1:]
+    places_n1 = torch.searchsorted(sums_nV, wanted_n1, right=True)
+    # A number just below 1 may round up to the sum, behind which nothing is left.
+    last_n1 = (p_nV > 0).sum(dim=-1, keepdim=True) - 1
+    return order_nV.gather(1, torch.minimum(places_n1, last_n1))[:, 0].tolist()
+
+
+def top_of(logprobs_V: Tensor, count: int) -> TopLogprobs:
+    """The likeliest tokens of one row."""
+    values, tokens = logprobs_V.topk(min(count, len(logprobs_V)))
+    pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+    return tuple(TokenLogprob(token, logprob) for token, logprob in pairs)
+
 
 Tell = Callable[[Piece | ValueError], None]
 """Is told a request's pieces, or the sentence that refuses it."""

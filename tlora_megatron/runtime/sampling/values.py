@@ -1,8 +1,9 @@
-"""Requests for samples from a base with an adapter, and what comes back; without torch."""
+"""Requests for samples from a base with an adapter, their bounds, and what comes back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 MOST_TOP_LOGPROBS = 20
@@ -142,3 +143,51 @@ class Answer:
     """none where max_tokens is 0"""
     prompt_logprobs: tuple[float | None, ...] | None = None
     top_prompt_logprobs: tuple[TopLogprobs | None, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerLimits:
+    """The most that one sampling process takes."""
+
+    adapters: int = 8
+    """held at a time"""
+    sequences: int = 128
+    """that grow at a time"""
+    step_tokens: int | None = None
+    """new tokens of a step; None = 2048 on a CPU and 8192 on a GPU"""
+    cache_bytes: int | None = None
+    """memory of keys and values; None = 512 MB on a CPU, half of what a GPU has left"""
+
+
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
+CHECKPOINT_FILES = ("state.json", "adapter.safetensors")
+
+
+class AdapterKey(NamedTuple):
+    """A folder of an adapter with the files that it had: one that is written anew is another."""
+
+    folder: str
+    is_checkpoint: bool
+    """True for a job's `checkpoints/step_N`, False for what PEFT loads."""
+    files: tuple[tuple[int, int, int], ...]
+    """inode, size and time of each"""
+
+    @classmethod
+    def of(cls, folder: str) -> AdapterKey:
+        """Looks at a folder.
+
+        Raises:
+            ValueError: if it holds no adapter.
+        """
+        path = Path(folder)
+        is_checkpoint = (path / CHECKPOINT_FILES[0]).is_file()
+        names = CHECKPOINT_FILES if is_checkpoint else PEFT_FILES
+        try:
+            found = [(path / name).stat() for name in names]
+        except OSError as error:
+            raise ValueError(
+                f"adapter must be a folder with {' and '.join(names)}, got {folder}: "
+                f"{error.strerror}"
+            ) from error
+        files = tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
+        return cls(folder, is_checkpoint, files)

@@ -11,8 +11,8 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tlora_megatron.service.api.access.gate import secret_of
 from tlora_megatron.service.api.errors import ApiError, Format, format_of, native_format
+from tlora_megatron.service.api.gate import secret_of
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -11,8 +11,8 @@ from fastapi.concurrency import run_in_threadpool
 
 from tlora_megatron.config.jobs import plain
 from tlora_megatron.config.schema import BaseModelSpec
-from tlora_megatron.service.api.access.gate import Gate
 from tlora_megatron.service.api.changes import Changes
+from tlora_megatron.service.api.gate import Gate
 from tlora_megatron.service.api.quota import Quota
 from tlora_megatron.service.bases import read_bases
 from tlora_megatron.service.home import Home

@@ -15,8 +15,8 @@ from tlora_megatron.service.control.records import (
     submission_of,
     take_stats,
 )
-from tlora_megatron.service.prepare.outcome import Outcome, Refused
 from tlora_megatron.service.prepare.pool import PreparePool
+from tlora_megatron.service.prepare.submission import Outcome, Refused
 from tlora_megatron.service.store import Event, JobState
 
 _KINDS = ("submitted", "wished")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tlora_megatron.scheduler.invariants import InvariantError
+from tlora_megatron.scheduler.fleet import InvariantError
 from tlora_megatron.scheduler.policy import RegroupCost
 from tlora_megatron.service.control.admit import Admission
 from tlora_megatron.service.control.context import Context
@@ -27,8 +27,8 @@ from tlora_megatron.service.control.show import StatusWriter
 from tlora_megatron.service.control.state import SchedulerState
 from tlora_megatron.service.engines.protocol import GangEngine
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.prepare.outcome import PrepareRules
 from tlora_megatron.service.prepare.pool import PreparePool
+from tlora_megatron.service.prepare.submission import PrepareRules
 from tlora_megatron.service.store import JobState, LockLost, Store, StoreError, open_store
 
 logger = logging.getLogger(__name__)

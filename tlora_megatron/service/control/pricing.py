@@ -19,8 +19,7 @@ from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, Link
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.planning.plan_inputs import base_shape
-from tlora_megatron.scheduler.calibrated import CalibratedSpeeds
-from tlora_megatron.scheduler.group_throughput import GroupThroughput
+from tlora_megatron.scheduler.group_throughput import CalibratedSpeeds, GroupThroughput
 from tlora_megatron.scheduler.jobs import Job
 from tlora_megatron.service.control.machines import Machines, hardware_profile
 from tlora_megatron.service.control.records import ALONE, LiveJob

@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from tlora_megatron.planner.workload import JobLoad
-from tlora_megatron.scheduler.fleet import Fleet
+from tlora_megatron.scheduler.fleet import Fleet, InvariantError
 from tlora_megatron.scheduler.formation import Parts, formed
 from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
-from tlora_megatron.scheduler.invariants import InvariantError
 from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
 from tlora_megatron.scheduler.policy import Decision, RegroupCost
 from tlora_megatron.scheduler.queue import WaitingQueue

@@ -11,8 +11,13 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused, Validated
-from tlora_megatron.service.prepare.submission import Submission
+from tlora_megatron.service.prepare.submission import (
+    Outcome,
+    PrepareRules,
+    Refused,
+    Submission,
+    Validated,
+)
 from tlora_megatron.service.supervisor import Child, package_path
 
 COMMAND = [sys.executable, "-m", "tlora_megatron.service.prepare.worker"]

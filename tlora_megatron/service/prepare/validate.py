@@ -28,8 +28,13 @@ from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.planner.workload import LengthHistogram, guessed_lengths
 from tlora_megatron.service.below import UserFiles
 from tlora_megatron.service.home import JOB_NAME, Home, make_folder
-from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused, Validated
-from tlora_megatron.service.prepare.submission import Submission
+from tlora_megatron.service.prepare.submission import (
+    Outcome,
+    PrepareRules,
+    Refused,
+    Submission,
+    Validated,
+)
 
 if TYPE_CHECKING:
     from tlora_megatron.model.spec import ModelSpec

@@ -15,8 +15,7 @@ from typing import Any
 
 from tlora_megatron.channel import LinePipe
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused
-from tlora_megatron.service.prepare.submission import Submission
+from tlora_megatron.service.prepare.submission import Outcome, PrepareRules, Refused, Submission
 from tlora_megatron.service.prepare.validate import validate
 
 logger = logging.getLogger(__name__)

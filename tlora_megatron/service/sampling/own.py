@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.channel import to_line
-from tlora_megatron.runtime.sampling.limits import SamplerLimits
-from tlora_megatron.runtime.sampling.values import Piece, Prompt
+from tlora_megatron.runtime.sampling.values import Piece, Prompt, SamplerLimits
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.sampling.sampler import (
     SamplerUnavailable,

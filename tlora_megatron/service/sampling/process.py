@@ -20,10 +20,9 @@ from typing import Any, TypeVar
 
 from tlora_megatron.channel import LinePipe, to_line
 from tlora_megatron.runtime.sampling.batcher import Batcher
-from tlora_megatron.runtime.sampling.limits import SamplerLimits
 from tlora_megatron.runtime.sampling.opening import open_batcher
 from tlora_megatron.runtime.sampling.tracks import Request
-from tlora_megatron.runtime.sampling.values import Piece
+from tlora_megatron.runtime.sampling.values import Piece, SamplerLimits
 from tlora_megatron.service.sampling.wire import piece_to_json, prompt_from_json, serve
 from tlora_megatron.training.data.tokenize import encode_prompt
 

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
 
 from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
-from tlora_megatron.runtime.ending import leave
-from tlora_megatron.runtime.launcher import describe_failure, is_lost_connection
+from tlora_megatron.runtime.launcher import describe_failure, is_lost_connection, leave
 from tlora_megatron.service.engines.ranks import HOST_VARIABLE
 from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import EventKind, GangSpec
-from tlora_megatron.service.sampling.base_scores import (
+from tlora_megatron.service.sampling.likeness import (
     MOST_TOKENS,
     TEXT,
     BaseScores,

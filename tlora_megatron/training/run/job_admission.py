@@ -32,7 +32,7 @@ from tlora_megatron.training.run.reading import (
     reads_here,
     share,
 )
-from tlora_megatron.training.run.resumption import check_resumption
+from tlora_megatron.training.run.summary import check_resumption
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from tlora_megatron.training.formats.quantised import (
     quantisation_card,
 )
 from tlora_megatron.training.preparation import PreparedJob, prepare_job
-from tlora_megatron.training.run.resumption import check_resumption
+from tlora_megatron.training.run.summary import check_resumption
 
 
 class ReadJob(NamedTuple):

@@ -42,7 +42,6 @@ from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob, start_job
 from tlora_megatron.training.report.report import Report
 from tlora_megatron.training.round_timing import RateCorrection, RoundTiming, read_correction
-from tlora_megatron.training.run.agreement import check_agreement
 from tlora_megatron.training.run.determinism import (
     check_deterministic,
     keep_fingerprints,
@@ -56,6 +55,7 @@ from tlora_megatron.training.run.output_dir import (
     hold_output_dir,
     make_output_dir,
 )
+from tlora_megatron.training.run.reading import check_agreement
 from tlora_megatron.training.run.summary import run_times, summarize, summarize_nano_batches
 from tlora_megatron.training.stopping.run_watch import RunWatch
 from tlora_megatron.training.stopping.signals import StopSignals

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tlora_megatron.runtime.sampling import adapters
-from tlora_megatron.runtime.sampling.adapter_key import AdapterKey
+from tlora_megatron.runtime.sampling.values import AdapterKey
 
 
 def test_a_checkpoint_that_goes_while_it_is_read_is_a_refusal_and_no_death(

@@ -11,10 +11,9 @@ import torch
 
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, tiny_tokenizer
 from tlora_megatron.integrations.megatron.key_cache import CacheShape, Growth, KeyCache
-from tlora_megatron.runtime.sampling.adapter_key import AdapterKey
 from tlora_megatron.runtime.sampling.batcher import Batcher, Words
 from tlora_megatron.runtime.sampling.tracks import Request
-from tlora_megatron.runtime.sampling.values import Piece, Prompt, SamplingParams
+from tlora_megatron.runtime.sampling.values import AdapterKey, Piece, Prompt, SamplingParams
 
 
 class Counting:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tlora_megatron.runtime.sampling.choice import Draws, choose, log_probabilities, top_of
+from tlora_megatron.runtime.sampling.tracks import Draws, choose, log_probabilities, top_of
 from tlora_megatron.runtime.sampling.values import SamplingParams, TokenLogprob
 
 PROBABILITIES = (0.1, 0.4, 0.2, 0.3)

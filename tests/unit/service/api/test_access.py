@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.http_service import Door, bearer, listening
 from tests.unit.service.api.test_jobs import job, put_file
-from tlora_megatron.service.api.access import gate
+from tlora_megatron.service.api import gate
 from tlora_megatron.service.store import NewJob, TenantLimits
 
 

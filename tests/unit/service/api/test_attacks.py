@@ -26,8 +26,7 @@ from tests.helpers.live_service import folder_in_memory
 from tests.unit.service.api.test_jobs import job, put_file
 from tlora_megatron.service.api import limits
 from tlora_megatron.service.home import make_folder
-from tlora_megatron.service.prepare.outcome import PrepareRules, Refused
-from tlora_megatron.service.prepare.submission import Submission
+from tlora_megatron.service.prepare.submission import PrepareRules, Refused, Submission
 from tlora_megatron.service.prepare.validate import validate
 from tlora_megatron.service.store import NewUpload, TenantLimits
 

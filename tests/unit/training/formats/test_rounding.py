@@ -21,7 +21,7 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import quantised_on_reading
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.ops.quantised.weight import encode_weight
-from tlora_megatron.runtime.base_log import EXPECTED, log_base, outliers
+from tlora_megatron.runtime.backbone import EXPECTED, log_base, outliers
 from tlora_megatron.training.formats import base_reader
 from tlora_megatron.training.formats.base_reader import read_base
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, RandomWeights, WeightSource

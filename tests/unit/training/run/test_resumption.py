@@ -13,7 +13,7 @@ from tlora_megatron.config.job import DataSpec, JobSpec, OptimizerSpec, Schedule
 from tlora_megatron.training.data.job_data import BatchPlan
 from tlora_megatron.training.formats.checkpoint import Checkpoint
 from tlora_megatron.training.preparation import PreparedJob
-from tlora_megatron.training.run.resumption import check_resumption
+from tlora_megatron.training.run.summary import check_resumption
 
 SPEC = JobSpec(name="a", data=DataSpec(train="a.jsonl"), batch_size=4, max_steps=20)
 

@@ -17,8 +17,8 @@ from fastapi import Path as InPath
 from fastapi.responses import FileResponse
 
 from tlora_megatron.files import replacing
-from tlora_megatron.service.api.access.gate import Reader
 from tlora_megatron.service.api.errors import refused
+from tlora_megatron.service.api.gate import Reader
 from tlora_megatron.service.api.native.jobs import visible_job
 from tlora_megatron.service.api.native.wire import CheckpointsAnswer, answers
 from tlora_megatron.service.api.service import Service

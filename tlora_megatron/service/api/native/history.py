@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 
-from tlora_megatron.service.api.access.gate import Reader
 from tlora_megatron.service.api.errors import refused
+from tlora_megatron.service.api.gate import Reader
 from tlora_megatron.service.api.native.following import Following, Listener
 from tlora_megatron.service.api.native.jobs import shown_event, visible_job
 from tlora_megatron.service.api.native.wire import answers

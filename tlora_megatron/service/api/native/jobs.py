@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from tlora_megatron.service.api.access.gate import Caller, Reader, Submitter
 from tlora_megatron.service.api.errors import ApiError, missing
+from tlora_megatron.service.api.gate import Caller, Reader, Submitter
 from tlora_megatron.service.api.native.wire import (
     DOCUMENT,
     JobAnswer,
@@ -17,8 +17,7 @@ from tlora_megatron.service.api.native.wire import (
     answers,
 )
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.api.submitting.documents import read_body
-from tlora_megatron.service.api.submitting.submit import submit
+from tlora_megatron.service.api.submitting import read_body, submit
 from tlora_megatron.service.rows import job_to_dict
 from tlora_megatron.service.store import LIVE, Job, JobState, NotFound, RequestedAction
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, Response
 
-from tlora_megatron.service.api.access.gate import Caller, Reader, Submitter
 from tlora_megatron.service.api.errors import ApiError, missing
+from tlora_megatron.service.api.gate import Caller, Reader, Submitter
 from tlora_megatron.service.api.native.jobs import own_job
 from tlora_megatron.service.api.openai.objects import (
     file_object,

@@ -7,8 +7,8 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from tlora_megatron.service.api.access.gate import Caller, Reader
 from tlora_megatron.service.api.errors import missing
+from tlora_megatron.service.api.gate import Caller, Reader
 from tlora_megatron.service.api.openai.jobs import asked_of
 from tlora_megatron.service.api.openai.objects import (
     adapter_name,

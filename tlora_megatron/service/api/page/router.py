@@ -17,8 +17,8 @@ from fastapi import APIRouter, Query
 from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from tlora_megatron.service.api.access.gate import Caller, Reader, Scraper
 from tlora_megatron.service.api.errors import missing
+from tlora_megatron.service.api.gate import Caller, Reader, Scraper
 from tlora_megatron.service.api.page import views
 from tlora_megatron.service.api.page.facts import Facts, Viewer, read_curve, read_facts
 from tlora_megatron.service.api.page.metrics import exposition

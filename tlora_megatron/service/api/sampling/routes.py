@@ -13,12 +13,16 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from tlora_megatron.runtime.sampling.values import Piece, Prompt
-from tlora_megatron.service.api.access.gate import Submitter
 from tlora_megatron.service.api.errors import ApiError, native_format
-from tlora_megatron.service.api.sampling.bodies import ChatBody, CompletionBody, SamplingBody
-from tlora_megatron.service.api.sampling.models import Model, find_model
-from tlora_megatron.service.api.sampling.replies import ChatForm, CompletionForm, Form
-from tlora_megatron.service.api.sampling.token_names import TokenNames
+from tlora_megatron.service.api.gate import Submitter
+from tlora_megatron.service.api.sampling.bodies import (
+    ChatBody,
+    CompletionBody,
+    Model,
+    SamplingBody,
+    find_model,
+)
+from tlora_megatron.service.api.sampling.replies import ChatForm, CompletionForm, Form, TokenNames
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.sampling.sampler import Sampler, SamplerUnavailable, SamplingRefused
 

@@ -23,7 +23,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
 from tlora_megatron.files import write_atomic
-from tlora_megatron.service.api.access.gate import Reader
+from tlora_megatron.service.api.gate import Reader
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker.checkpoints import Saved
 from tlora_megatron.service.api.tinker.context import TenantContext

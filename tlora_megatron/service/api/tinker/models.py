@@ -11,10 +11,9 @@ from fastapi import APIRouter, Request
 
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.source import apply_override
-from tlora_megatron.service.api.access.gate import Caller, Reader, Submitter
+from tlora_megatron.service.api.gate import Caller, Reader, Submitter
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.api.submitting.documents import check_setting
-from tlora_megatron.service.api.submitting.submit import submit
+from tlora_megatron.service.api.submitting import check_setting, submit
 from tlora_megatron.service.api.tinker import bodies
 from tlora_megatron.service.api.tinker.context import (
     TenantContext,

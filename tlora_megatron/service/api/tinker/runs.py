@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from tlora_megatron.service.api.access.gate import Reader, Submitter
+from tlora_megatron.service.api.gate import Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
 from tlora_megatron.service.api.tinker.checkpoints import Saved

@@ -9,8 +9,8 @@ from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Request, Response
 
-from tlora_megatron.service.api.access.gate import Reader, Submitter
 from tlora_megatron.service.api.errors import ApiError
+from tlora_megatron.service.api.gate import Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
 from tlora_megatron.service.api.tinker.context import TenantContext

@@ -13,14 +13,16 @@ from typing import Any
 from tlora_megatron.files import read_json
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, SamplingParams
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.sampling.base_scores import (
+from tlora_megatron.service.sampling.likeness import (
     MOST_TOKENS,
     TEXT,
     BaseScores,
+    Found,
+    dtype_of_logits,
     read_scores,
     scores_file,
+    unlike,
 )
-from tlora_megatron.service.sampling.likeness import Found, dtype_of_logits, unlike
 from tlora_megatron.service.sampling.sampler import SamplingRefused
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from tlora_megatron.runtime.sampling.adapter_key import AdapterKey
-from tlora_megatron.runtime.sampling.answers import gather
-from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt
+from tlora_megatron.runtime.sampling.text import gather
+from tlora_megatron.runtime.sampling.values import AdapterKey, Answer, Piece, Prompt
 from tlora_megatron.service.sampling.own import BaseOf
 from tlora_megatron.service.sampling.sampler import (
     SamplerUnavailable,
@@ -24,9 +23,10 @@ from tlora_megatron.service.sampling.vllm.server import (
     Server,
     VllmSettings,
     end_server,
+    pieces_of,
     start_server,
+    to_request,
 )
-from tlora_megatron.service.sampling.vllm.wire import pieces_of, to_request
 from tlora_megatron.training.data.rows import read_messages
 
 if TYPE_CHECKING:

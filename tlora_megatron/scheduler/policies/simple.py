@@ -1,4 +1,4 @@
-"""`mlora`: first come, first served; running groups take jobs as long as memory lasts.
+"""`isolated`, `isolated_sjf` and `mlora`: jobs alone, or in groups as long as memory lasts.
 
 After mLoRA's scheduler (arXiv 2312.02515): as many tasks as memory allows, in order, without
 checking how much slower the others become.
@@ -16,6 +16,29 @@ from tlora_megatron.scheduler.policies.hosts import Hosts
 from tlora_megatron.scheduler.policies.tentative_groups import Proposal, TentativeGroups
 from tlora_megatron.scheduler.policy import Changes, Decision, Rules
 from tlora_megatron.scheduler.queue import WaitingQueue
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Isolated:
+    """Starts jobs alone, in order; a job that does not fit lets others pass until it is overdue."""
+
+    speeds: Speeds
+    rules: Rules
+    shortest_first: bool = False
+    """Order jobs by the time they take alone; False: by submission."""
+    keeps_bounds: bool = True
+
+    def decide(
+        self, now_s: float, jobs: WaitingQueue, cluster: ClusterState, changes: Changes
+    ) -> list[Decision]:
+        """Starts waiting jobs on free GPUs; implements `Policy.decide`."""
+        if not len(jobs) or not cluster.free.num:
+            return []
+        ordered = jobs.by_size if self.shortest_first else jobs.by_arrival
+        others = ordered(self.rules.lookahead, cluster.may_run)
+        tentative = TentativeGroups(now_s, cluster, self.speeds, self.rules)
+        start_alone(tentative, jobs, cluster, changes, others)
+        return tentative.decisions()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

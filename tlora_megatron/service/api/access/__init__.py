@@ -1,1 +1,0 @@
-"""Who calls, what that tenant may do, and how much of it."""
