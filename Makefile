@@ -1,6 +1,9 @@
 # Six words for what is done often. TLORA_VENV names another environment than ./.venv.
-.PHONY: env quickstart test quick lint docs
+.PHONY: help env quickstart test quick lint docs
 PYTHON = $$(scripts/setup_env.sh test)
+
+help:        ## list these words (the default)
+	@sed -n 's/^\([a-z]*\): *## */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 env:         ## make ./.venv with all that tests and documentation need
 	@scripts/setup_env.sh dev

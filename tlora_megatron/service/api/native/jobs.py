@@ -91,9 +91,8 @@ def router(service: Service) -> APIRouter:
 
         The body is what `tlora train` reads, in YAML or JSON: a file with `jobs`, or one job's
         keys. `base_model` is the name of a base of the service. `data.train` is the id of an
-        uploaded file (`file-...`) or a path below the tenant's folder. With an `Idempotency-Key` a
-        client may repeat a request of which it does not know whether it arrived: it then gets
-        status 200 and the same jobs, or 409 if the body is another one.
+        uploaded file (`file-...`) or a path below the tenant's folder. With an `Idempotency-Key`
+        retries are safe: the same body gets the same jobs and status 200, another body 409.
         """
         body = await request.body()
         content_type = request.headers.get("content-type", "")

@@ -257,7 +257,7 @@ class Submitting:
         Args:
             asked: The request.
             caller: Who asks.
-            is_retry: The client has sent it before and does not know whether it arrived.
+            is_retry: The client sends it again, because no answer had come.
 
         Returns:
             The job, and what is remembered of its request.
