@@ -53,7 +53,7 @@ def ending(folder: GangFolder, rank: int) -> dict[str, Any]:
 
 def test_memory_that_is_gone_is_told_with_the_newcomers(folder: GangFolder) -> None:
     process = RankProcess(folder.spec(), 1, folder)
-    process.tell("out_of_memory", None, {"newcomers": ["j4"]})
+    process.emit("out_of_memory", None, {"newcomers": ["j4"]})
     assert process.fail(OutOfMemoryError("20 GiB of 1 GiB")) == OUT_OF_MEMORY
     found = ending(folder, 1)
     assert (found["out_of_memory"], found["newcomers"]) == (True, ["j4"])
@@ -72,7 +72,7 @@ def test_stop_past_the_lease_is_not_told_as_one(folder: GangFolder) -> None:
     process = RankProcess(spec, 0, folder)
     process.commands = CommandReader(spec, folder.commands())
     process.events = EventWriter(spec, folder.events())
-    process.tell("stopped", None, {})
+    process.emit("stopped", None, {})
     assert folder.events().last() is None
     assert "nothing was heard of a controller" in ending(folder, 0)["reason"]
     assert LEASE_OVER not in (0, FAILED, OUT_OF_MEMORY)

@@ -19,7 +19,7 @@ KILLED = """
 import json, os, signal, sys
 from pathlib import Path
 from tests.helpers.http_service import open_door
-from tlora_megatron.service.journal.files import RequestLog
+from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store.sessions import Sessions
 
 def killed(*args, **kwargs):
