@@ -53,7 +53,7 @@ def ending(folder: GangFolder, rank: int) -> dict[str, Any]:
 
 def test_memory_that_is_gone_is_told_with_the_newcomers(folder: GangFolder) -> None:
     process = RankProcess(folder.spec(), 1, folder)
-    process.emit("out_of_memory", None, {"newcomers": ["j4"]})
+    process.emit("out_of_memory", None, {"joining": ["j4"]})
     assert process.fail(OutOfMemoryError("20 GiB of 1 GiB")) == OUT_OF_MEMORY
     found = ending(folder, 1)
     assert (found["out_of_memory"], found["newcomers"]) == (True, ["j4"])
