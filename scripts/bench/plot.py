@@ -3,7 +3,6 @@
     python -m scripts.bench.plot linear       # results/lora_linear.png
     python -m scripts.bench.plot planner      # results/plan_vs_measured.png
     python -m scripts.bench.plot loads        # results/simulation_loads.png and a table
-    python -m scripts.bench.plot quality      # results/fp8_quality_curves.png
     python -m scripts.bench.plot fp8          # tables
     python -m scripts.bench.plot ablations    # a table; also: mixes, adversarial
 
@@ -28,7 +27,6 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from scripts.bench.fp8_quality.picture import plot_curves
 from scripts.bench.harness.arguments import RESULTS
 from scripts.bench.linear.results import geometric_mean
 from scripts.bench.linear.results import read_csv as read_linear
@@ -310,11 +308,6 @@ def _sweep(csv_path: Path, out: Path, args: argparse.Namespace) -> None:
     print(simulation_table(found))
 
 
-def _quality(csv_path: Path, out: Path, args: argparse.Namespace) -> None:
-    with csv_path.open(newline="") as file:
-        plot_curves(list(csv.DictReader(file)), out)
-
-
 def _fp8(csv_path: Path, out: Path, args: argparse.Namespace) -> None:
     with csv_path.open(newline="") as file:
         print(precision_tables(list(csv.DictReader(file))))
@@ -323,7 +316,6 @@ def _fp8(csv_path: Path, out: Path, args: argparse.Namespace) -> None:
 _PARTS: dict[str, tuple[str, Callable[[Path, Path, argparse.Namespace], None]]] = {
     "linear": ("lora_linear", _linear),
     "planner": ("plan_vs_measured", _planner),
-    "quality": ("fp8_quality_curves", _quality),
     "fp8": ("fp8", _fp8),
     "loads": ("simulation_loads", _sweep),
     "ablations": ("simulation_ablations", _sweep),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-_STACKS = {"hf_peft": "PEFT", "hf_compile": "PEFT, torch.compile", "hf_liger": "PEFT, Liger"}
 _HEAD = ("tokens/s", "ms", "ms of the floor", "step / floor", "rate over bf16", "peak GiB")
 
 
@@ -40,37 +39,3 @@ def _table(gpu: str, cells: Mapping[tuple[str, str, str], Mapping[str, str]]) ->
         )
         what = "PEFT" if is_peft else precision
         yield f"| {what}: {jobs} | " + " | ".join(values) + " |"
-
-
-def gain_table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Markdown: what eight jobs at once gain over each alone under the fastest other stack.
-
-    A row for each number of tokens that a job's optimizer step has; of equal rows the last counts.
-    """
-    alone: dict[int, dict[str, float]] = {}
-    ours: dict[int, dict[str, float]] = {}
-    for row in rows:
-        tokens, rate = _tokens_of_a_step(row["jobs"]), float(row["tokens_per_s"])
-        if row["mode"] in _STACKS:
-            alone.setdefault(tokens, {})[_STACKS[row["mode"]]] = rate
-        elif row["mode"] == "together":
-            ours.setdefault(tokens, {})[row["precision"]] = rate
-    lines = ["| tokens a step of a job | one job, best other stack | eight jobs, bf16 | FP8 base |"]
-    lines.append("|---" * 4 + "|")
-    for tokens in sorted(alone.keys() & ours.keys()):
-        stack, best = max(alone[tokens].items(), key=lambda item: item[1])
-        cells = [f"{tokens:,}", f"{best:,.0f} ({stack})"]
-        cells += [
-            f"{ours[tokens][precision]:,.0f} ({ours[tokens][precision] / best:.2f}x)"
-            for precision in ("bf16", "fp8")
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _tokens_of_a_step(jobs: str) -> int:
-    """Tokens of `8 (512 a step)` or `1 (8 x 1024)`; 0 for other mixes."""
-    words = jobs.partition("(")[2].rstrip(")").split()
-    if words[1:] == ["a", "step"]:
-        return int(words[0])
-    return int(words[0]) * int(words[2]) if words[1:2] == ["x"] else 0

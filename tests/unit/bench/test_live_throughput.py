@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from scripts.bench import live_throughput
 from scripts.bench.harness.turn_parts import PARTS, Parts
+from scripts.bench.live import throughput
 from tlora_megatron.training.data.tokenize import load_tokenizer
 
 TOKENIZER = Path(__file__).parents[3] / "configs" / "quickstart" / "base"
@@ -17,7 +18,7 @@ TOKENIZER = Path(__file__).parents[3] / "configs" / "quickstart" / "base"
 
 def test_texts_have_as_many_tokens_as_the_jobs_of_the_step_benchmark(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(TOKENIZER)
-    jobs = live_throughput.write_jobs(SimpleNamespace(size="toy"), tmp_path / "texts")
+    jobs = throughput.write_jobs(SimpleNamespace(size="toy"), tmp_path / "texts")
     assert [job["batch_size"] for job in jobs] == [1, 8, 2, 4, 8, 1, 4, 2]
     for line in Path(jobs[0]["data"]["train"]).read_text().splitlines():
         text = json.loads(line)["text"]
@@ -28,8 +29,8 @@ def test_tokens_are_those_of_all_jobs_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [100.0]
-    monkeypatch.setattr(live_throughput.time, "monotonic", lambda: now_s[0])
-    tokens = live_throughput.Tokens(tmp_path)
+    monkeypatch.setattr(throughput.time, "monotonic", lambda: now_s[0])
+    tokens = throughput.Tokens(tmp_path)
     for name in ("a", "b"):
         (tmp_path / "jobs" / name).mkdir(parents=True)
     for step in range(1, 5):
@@ -72,7 +73,17 @@ def test_a_service_that_is_too_slow_is_named() -> None:
     def rows(value: str) -> list[dict[str, str]]:
         return [{"case": "8B: live over train", "value": value}]
 
-    assert live_throughput.missed(rows("-2.9")) == []
-    assert live_throughput.missed(rows("-3.1")) == [
+    assert throughput.missed(rows("-2.9")) == []
+    assert throughput.missed(rows("-3.1")) == [
         "8B: live over train must be at least -3 %, got -3.1"
     ]
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit):
+        throughput.arguments([])
+    assert "--gpus must be 0 on a machine without a GPU, got 1" in capsys.readouterr().err
+    assert throughput.arguments(["--gpus", "0"]).gpus == 0

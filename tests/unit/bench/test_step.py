@@ -16,7 +16,7 @@ import pytest
 from scripts.bench.step import __main__ as step
 from scripts.bench.step import jobs, precision_rows
 from scripts.bench.step.precision_rows import PrecisionRow
-from scripts.bench.step.precision_table import gain_table, precision_tables
+from scripts.bench.step.precision_table import precision_tables
 from scripts.bench.step.rows import Row, verdicts
 from tests.helpers.standing_world import forked, world
 
@@ -220,11 +220,6 @@ def test_steps_of_equal_size_beside_other_stacks(tiny: Path, tmp_path: Path) -> 
         ("bf16", "hf_compile", "1 (1 x 512)"),
     ]
     assert {row["tokens"] for row in rows} == {"512"}
-    for row, rate in zip(rows, (17_000, 24_000, 5_000, 8_000), strict=True):
-        row["tokens_per_s"] = str(rate)
-    assert gain_table(rows).splitlines()[2:] == [
-        "| 512 | 8,000 (PEFT, torch.compile) | 17,000 (2.12x) | 24,000 (3.00x) |"
-    ]
 
 
 @pytest.mark.parametrize("name", jobs.EQUAL_STEPS)

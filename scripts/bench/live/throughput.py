@@ -1,21 +1,25 @@
 """Tokens a second of a service's gang beside `tlora train`, for the same eight jobs.
 
-`python -m scripts.bench.live --throughput` runs it, and its help says how.
+    python -m scripts.bench.live.throughput --csv scripts/bench/results/live.csv
+    python -m scripts.bench.live.throughput --before CHECKOUT             # and as it was there
+    python -m scripts.bench.live.throughput --gpus 0 --size toy --seconds 10      # on a CPU
 
 The jobs are those of `scripts.bench.step`, batches of 1 to 8, over a folder of random weights. Both
 sides are what a user runs: the command, and a controller with its store and a gang of its own that
 the policy `mlora` makes. Both write metrics and TensorBoard; nothing is evaluated. Tokens are read
 from the jobs' `metrics.jsonl` while they train, so that both are measured by the same clock: the
 slope of tokens over time. `harness.turn_parts` notes what the host of each does in a round.
+Returns 1 if the service is more than 3 % slower.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from scripts.bench.around_training.base import base_in
-from scripts.bench.harness.arguments import REPO
-from scripts.bench.harness.rows import gpu_name
+from scripts.bench.harness.arguments import REPO, bench_parser
+from scripts.bench.harness.rows import append_rows, gpu_name
 from scripts.bench.step.jobs import LONGEST, Mix, make_mixes
 from tests.helpers.ruled_service import RuledService
 from tlora_megatron.append_log import LineReader
@@ -70,7 +75,7 @@ class Found:
     """Milliseconds of a round by part of `turn_parts`, `idle` among them; none without a round."""
 
 
-def measure(args: Any, folder: Path) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Runs all sides; returns their rows."""
     base = base_in(folder / "base", args.size, args.dtype)
     if args.gpus:
@@ -84,15 +89,16 @@ def measure(args: Any, folder: Path) -> list[dict[str, Any]]:
     for turn in range(args.turns):
         for side in sides if turn % 2 == 0 else sides[::-1]:
             own = folder / f"{side.name.replace(' ', '_')}{turn}"
-            run = run_live if side.is_live else run_train
-            one = run(args, side, own, base, jobs, tokens)
+            one = run_side(args, side, own, base, jobs, tokens)
             tokens = tokens or one.micro_batch_tokens
             print(side.name, one, flush=True)
             found[side.name].append(one)
     return list(rows(args, found))
 
 
-def rows(args: Any, found: Mapping[str, Sequence[Found]]) -> Iterator[dict[str, Any]]:
+def rows(
+    args: argparse.Namespace, found: Mapping[str, Sequence[Found]]
+) -> Iterator[dict[str, Any]]:
     """Rows of `live.csv`: speeds, ratios, and the parts of a round."""
     speeds = {
         name: float(np.mean([one.tokens_per_s for one in own])) for name, own in found.items()
@@ -120,7 +126,7 @@ def rows(args: Any, found: Mapping[str, Sequence[Found]]) -> Iterator[dict[str, 
             yield row(f"{name} over train", 100 * (speeds[name] / speeds["train"] - 1), "%")
 
 
-def write_jobs(args: Any, folder: Path) -> list[dict[str, Any]]:
+def write_jobs(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Writes the jobs' texts; returns their entries of a configuration."""
     folder.mkdir()
     longest = LONGEST if args.size != "toy" else 64
@@ -166,6 +172,11 @@ class Tokens:
         if total > self._points[-1][1]:
             self._points.append((time.monotonic(), total))
 
+    def has_steps_of_all(self) -> bool:
+        """True once each of the eight jobs has stepped more than once."""
+        self.look()
+        return len(self.steps) == _JOBS and min(self.steps.values()) > 1
+
     def per_s(self, begin_s: float) -> float:
         """Tokens a second since a time: the slope of the line through all looks."""
         points = [point for point in self._points if point[0] >= begin_s]
@@ -174,42 +185,67 @@ class Tokens:
         return float(np.polyfit(times - times[0], totals, 1)[0])
 
 
-def watch(
-    args: Any, own: Path, notes: Path, wait: Callable[[Callable[[], bool]], None]
-) -> tuple[float, dict[str, float]]:
-    """Waits until all jobs step, then measures; returns the speed and the parts of a round.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Running:
+    """Jobs that a side trains."""
+
+    folder: Path
+    """Of the run: `jobs` lies in it."""
+    wait: Callable[[Callable[[], bool]], None]
+    """Returns as soon as something is so."""
+    micro_batch_tokens: Callable[[], int]
+    """Known once all jobs train."""
+
+
+def run_side(
+    args: argparse.Namespace,
+    side: Side,
+    own: Path,
+    base: Mapping[str, Any],
+    jobs: Sequence[Mapping[str, Any]],
+    tokens: int,
+) -> Found:
+    """Has a side train the jobs, measures once all of them step, and ends it.
 
     Args:
-        wait: returns as soon as something is true.
+        own: folder of all that it writes.
+        tokens: rows of a micro-batch of `tlora train`.
     """
-    tokens = Tokens(own)
-
-    def all_step() -> bool:
-        tokens.look()
-        return len(tokens.steps) == _JOBS and min(tokens.steps.values()) > 1
-
-    wait(all_step)
-    _wait_for(args.warm, tokens, wait)
-    begin_s, before = time.monotonic(), read_notes(notes)
-    _wait_for(args.seconds, tokens, wait)
-    after = read_notes(notes)
-    count = after.pop("rounds", 0) - before.get("rounds", 0)
-    parts = (
-        {name: 1e3 * (after[name] - before.get(name, 0.0)) / count for name in after}
-        if count
-        else {}
-    )
-    return tokens.per_s(begin_s), parts
+    own.mkdir()
+    with package(side.tree):
+        started = service(args, own, base, jobs) if side.is_live else train(own, base, jobs, tokens)
+        with started as running:
+            seen = Tokens(running.folder)
+            running.wait(seen.has_steps_of_all)
+            _look_for(args.warm, seen, running)
+            begin_s, before = time.monotonic(), read_notes(own / "notes")
+            _look_for(args.seconds, seen, running)
+            after = read_notes(own / "notes")
+            return Found(
+                tokens_per_s=seen.per_s(begin_s),
+                micro_batch_tokens=running.micro_batch_tokens(),
+                parts_ms=parts_of_a_round(before, after),
+            )
 
 
-def _wait_for(seconds: float, tokens: Tokens, wait: Callable[[Callable[[], bool]], None]) -> None:
+def _look_for(seconds: float, tokens: Tokens, running: Running) -> None:
     end_s = time.monotonic() + seconds
 
     def is_over() -> bool:
         tokens.look()
         return time.monotonic() > end_s
 
-    wait(is_over)
+    running.wait(is_over)
+
+
+def parts_of_a_round(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Milliseconds of a round by part, from notes before and behind some rounds."""
+    count = after.get("rounds", 0) - before.get("rounds", 0)
+    return {
+        name: 1e3 * (after[name] - before.get(name, 0.0)) / count
+        for name in after
+        if count and name != "rounds"
+    }
 
 
 def read_notes(folder: Path) -> dict[str, float]:
@@ -218,16 +254,11 @@ def read_notes(folder: Path) -> dict[str, float]:
     return {} if not files else dict(json.loads(files[-1].read_text()))
 
 
-def run_train(
-    args: Any,
-    side: Side,
-    own: Path,
-    base: Mapping[str, Any],
-    jobs: Sequence[Mapping[str, Any]],
-    tokens: int,
-) -> Found:
-    """Trains the jobs by `tlora train`, and ends it once they are measured."""
-    own.mkdir()
+@contextmanager
+def train(
+    own: Path, base: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]], tokens: int
+) -> Iterator[Running]:
+    """The command `tlora train`, killed at the end."""
     run = {
         "output_dir": str(own / "run"),
         "micro_batch_tokens": tokens,
@@ -236,7 +267,7 @@ def run_train(
     document = {"base_model": dict(base), "run": run, "jobs": list(jobs)}
     (own / "jobs.json").write_text(json.dumps(document))
     command = [*noting(own), "train", str(own / "jobs.json")]
-    with package(side.tree), (own / "log").open("w") as log:
+    with (own / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=own)
 
     def wait(is_reached: Callable[[], bool]) -> None:
@@ -247,41 +278,37 @@ def run_train(
             time.sleep(_LOOK_S)
 
     try:
-        speed, parts = watch(args, own / "run", own / "notes", wait)
+        yield Running(folder=own / "run", wait=wait, micro_batch_tokens=lambda: tokens)
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
-    return Found(tokens_per_s=speed, micro_batch_tokens=tokens, parts_ms=parts)
 
 
-def run_live(
-    args: Any,
-    side: Side,
+@contextmanager
+def service(
+    args: argparse.Namespace,
     own: Path,
     base: Mapping[str, Any],
     jobs: Sequence[Mapping[str, Any]],
-    tokens: int,
-) -> Found:
-    """Submits the jobs to a controller in this process, which starts a gang for them."""
+) -> Iterator[Running]:
+    """A controller in this process, which starts a gang for the jobs."""
     root = own / "service"
     settings = Settings(policy="mlora", checkpoint_every_s=args.save_every)
-    with package(side.tree):
-        engine = LocalEngine(
-            root, args.gpus, slots=None if args.gpus else 1, worker_command=noting(own)
+    engine = LocalEngine(
+        root, args.gpus, slots=None if args.gpus else 1, worker_command=noting(own)
+    )
+
+    def micro_batch_tokens() -> int:
+        (gang,) = engine.gangs()
+        return int(GangFolder(root, gang.gang, gang.epoch).spec().run["micro_batch_tokens"])
+
+    with RuledService(root, engine, pricing_of(engine.nodes(), settings), base, settings) as ruled:
+        ruled.submit(*({**job, "service": {"max_slowdown": 1000.0}} for job in jobs))
+        yield Running(
+            folder=root,
+            wait=lambda is_reached: ruled.until(is_reached, "the jobs train", _LIMIT_S),
+            micro_batch_tokens=micro_batch_tokens,
         )
-        with RuledService(
-            root, engine, pricing_of(engine.nodes(), settings), base, settings
-        ) as service:
-            service.submit(*({**job, "service": {"max_slowdown": 1000.0}} for job in jobs))
-
-            def wait(is_reached: Callable[[], bool]) -> None:
-                service.until(is_reached, "the jobs train", _LIMIT_S)
-
-            speed, parts = watch(args, root, own / "notes", wait)
-            gangs = engine.gangs()
-            assert len(gangs) == 1, f"all jobs must share a gang, got {gangs}"
-            run = GangFolder(root, gangs[0].gang, gangs[0].epoch).spec().run
-    return Found(tokens_per_s=speed, micro_batch_tokens=run["micro_batch_tokens"], parts_ms=parts)
 
 
 def noting(own: Path) -> tuple[str, ...]:
@@ -310,3 +337,41 @@ def missed(found: Sequence[Mapping[str, Any]]) -> list[str]:
     if float(case["value"]) >= -MUST_OVER:
         return []
     return [f"{case['case']} must be at least -{MUST_OVER:g} %, got {case['value']}"]
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = bench_parser(__doc__)
+    add = parser.add_argument
+    add("--size", choices=("8b", "six layers", "toy"), default="8b", help="of the base")
+    add("--dtype", default="bfloat16")
+    add("--gpus", type=int, choices=(0, 1), default=1, help="0 = on the CPU")
+    add("--before", type=Path, help="a checkout whose gang is measured, too")
+    add("--tokens", type=int, help="rows of a micro-batch (default: those of the gang)")
+    add("--turns", type=int, default=1, help="of each side")
+    add("--seconds", type=float, default=25.0, help="that each side is measured")
+    add("--warm", type=float, default=6.0, help="seconds of steps before that")
+    add("--save-every", type=float, default=60.0, help="seconds, of the service")
+    add("--scratch", type=Path, help="folder for base and service")
+    args = parser.parse_args(argv)
+    if args.gpus > torch.cuda.device_count():
+        parser.error(f"--gpus must be 0 on a machine without a GPU, got {args.gpus}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures all sides and appends their rows; returns the exit code."""
+    args = arguments(argv)
+    with tempfile.TemporaryDirectory(dir=args.scratch, ignore_cleanup_errors=True) as folder:
+        found = measure(args, Path(folder))
+    for row in found:
+        print(f"{row['case']}: {row['value']} {row['unit']}", flush=True)
+    if args.csv is not None:
+        append_rows(args.csv, found)
+    too_slow = missed(found)
+    print(*too_slow, sep="\n", file=sys.stderr)
+    return int(bool(too_slow))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

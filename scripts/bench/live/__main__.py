@@ -3,9 +3,6 @@
     python -m scripts.bench.live --csv scripts/bench/results/live.csv
     torchrun --standalone --nproc-per-node 2 -m scripts.bench.live --tp 2 --csv rows.csv
     python -m scripts.bench.live --tiny --jobs 4 --rank 8 --tokens 256      # on a CPU, to try it
-    python -m scripts.bench.live --throughput --csv scripts/bench/results/live.csv
-    python -m scripts.bench.live --throughput --before CHECKOUT             # and as it was there
-    python -m scripts.bench.live --throughput --gpus 0 --size toy --seconds 10      # on a CPU
 
 Jobs of one rank on all linears train over random weights at the shapes of an 8B model.
 
@@ -17,9 +14,7 @@ tokens that are lost if a job is prepared, joins and leaves every 30 seconds, fr
 such job over rounds without, in turns. `drawn` is how long a job is prepared for, beside training.
 Returns 1 if a figure misses what it must be: 50 ms, 0.5 %, 2 %.
 
-`--throughput` measures whole processes instead: a service's gang, with its controller, store, files
-and events, beside the command `tlora train`, for the same eight jobs, and what the host does in a
-round of each (`live_throughput.py`). It returns 1 if the service is more than 3 % slower.
+`scripts.bench.live.throughput` measures whole processes instead.
 """
 
 from __future__ import annotations
@@ -297,35 +292,6 @@ def measure_cost(bench: Bench) -> dict[str, tuple[float, str]]:
     }
 
 
-def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `--throughput` asks for."""
-    parser.add_argument("--throughput", action="store_true", help="whole processes, see above")
-    parser.add_argument("--size", choices=("8b", "six layers", "toy"), default="8b")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--gpus", type=int, default=1, help="1, or 0 = on the CPU")
-    parser.add_argument("--before", type=Path, help="a checkout whose gang is measured, too")
-    parser.add_argument("--seconds", type=float, default=25.0, help="that each side is measured")
-    parser.add_argument("--warm", type=float, default=6.0, help="seconds of steps before that")
-    parser.add_argument("--save-every", type=float, default=60.0, help="seconds, of the service")
-    parser.add_argument("--scratch", type=Path, help="folder for base and service")
-
-
-def throughput(args: argparse.Namespace) -> int:
-    """Measures a service beside `tlora train`; returns the exit code."""
-    from scripts.bench import live_throughput
-
-    args.turns = args.turns or 1
-    with tempfile.TemporaryDirectory(dir=args.scratch, ignore_cleanup_errors=True) as folder:
-        rows = live_throughput.measure(args, Path(folder))
-    for row in rows:
-        print(f"{row['case']}: {row['value']} {row['unit']}", flush=True)
-    if args.csv is not None:
-        append_rows(args.csv, rows)
-    missed = live_throughput.missed(rows)
-    print(*missed, sep="\n", file=sys.stderr)
-    return int(bool(missed))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures all cases and appends their rows."""
     parser = bench_parser(__doc__)
@@ -334,17 +300,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=16)
     parser.add_argument("--rank", type=int, default=64)
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        help="rows of a micro-batch (default: 4096; with --throughput those of the gang)",
-    )
-    parser.add_argument("--turns", type=int, help="of each loop (default: 24, or 1)")
-    add_throughput_arguments(parser)
+    parser.add_argument("--tokens", type=int, default=4096, help="rows of a micro-batch")
+    parser.add_argument("--turns", type=int, default=24, help="of each loop")
     args = parser.parse_args(argv)
-    if args.throughput:
-        return throughput(args)
-    args.tokens, args.turns = args.tokens or 4096, args.turns or 24
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args, Path(folder))
         found = measure_joins(bench)
