@@ -26,7 +26,7 @@ from tlora_megatron.cli.tables import global_rank, open_console, print_run
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.parallel.nano.overlap import set_queues
-from tlora_megatron.runtime.launcher import is_lost_connection, join_agent, leave
+from tlora_megatron.runtime.ranks import is_lost_connection, join_agent, leave
 from tlora_megatron.training.run.environment import set_environment
 from tlora_megatron.training.stopping.signals import STOP_SIGNALS, StopSignals
 

@@ -12,8 +12,8 @@ import torch
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import assert_run_equals_oracle, make_scenario, oracle_results
 from tests.helpers.standing_world import world
-from tlora_megatron.config.jobs import job_to_dict
 from tlora_megatron.config.load import load_config
+from tlora_megatron.config.sections import job_to_dict
 
 STEPS = 10
 LORA: dict[str, Any] = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.gang_driver import GangDriver, quickstart_base, quickstart_jobs
 from tests.helpers.launch import HANG_S
 from tlora_megatron.service.engines.local import LocalEngine
-from tlora_megatron.service.gang_folder import GangFolder
+from tlora_megatron.service.messages import GangFolder
 from tlora_megatron.service.supervisor import ProcessHandle, ended
 
 pytestmark = pytest.mark.multigpu

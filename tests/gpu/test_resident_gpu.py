@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers.resident_case import Command, Resident, resident
 from tests.helpers.tiny_models import GPU_SHAPE
-from tlora_megatron.training.resident.locked_ring import LockedRing
+from tlora_megatron.training.resident.saved_states import LockedRing
 
 pytestmark = pytest.mark.gpu
 

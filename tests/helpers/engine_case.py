@@ -16,9 +16,8 @@ import pytest
 
 from tests.helpers.launch import HANG_S
 from tlora_megatron.service.engines.protocol import GangEngine
-from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.messages import Command, GangEvent, GangSpec
+from tlora_megatron.service.messages import Command, GangEvent, GangFolder, GangSpec
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_rank")
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.helpers import fake_rank
-from tlora_megatron.service.gang_folder import GangFolder
+from tlora_megatron.service.messages import GangFolder
 from tlora_megatron.service.worker import preforked, rank
 
 

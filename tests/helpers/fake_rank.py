@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from tlora_megatron.service.gang_folder import GangFolder
+from tlora_megatron.service.messages import GangFolder
 from tlora_megatron.service.supervisor import identity_of
 from tlora_megatron.service.worker.gang_logs import CommandReader, EventWriter
 

@@ -19,8 +19,8 @@ from typing import Any
 from tests.helpers import forked_children
 from tests.helpers.gang_driver import GangDriver, digest, quickstart_base, quickstart_jobs
 from tlora_megatron.service.engines.local import LocalEngine
-from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.home import Lease, write_lease
+from tlora_megatron.service.messages import GangFolder
 
 STEPS = {"mirror": 14, "ordered": 10}
 PORTION = 1024

@@ -15,8 +15,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.service.api.app import make_app
-from tlora_megatron.service.api.server import make_server
+from tlora_megatron.service.api.server import make_app, make_server
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.bases import declare_bases
 from tlora_megatron.service.front import Place, listen

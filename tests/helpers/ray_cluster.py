@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.service.engines.ranks import inherited_environment
+from tlora_megatron.service.engines.protocol import inherited_environment
 from tlora_megatron.service.supervisor import Child, package_path
 
 _LOOPBACK = "127.0.0.2"

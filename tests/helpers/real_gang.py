@@ -13,7 +13,7 @@ from tests.helpers.gang_driver import GangDriver, quickstart_base
 from tests.helpers.gang_worker import LAYOUT, RUN, documents
 from tests.helpers.standing_world import forked
 from tlora_megatron.service.engines.protocol import GangEngine
-from tlora_megatron.service.gang_folder import GangFolder
+from tlora_megatron.service.messages import GangFolder
 
 
 def drive(case: str, root: Path, *args: object) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from tlora_megatron.config.job import EXPERT_TARGETS, SHARED_EXPERT_TARGETS, Lor
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.runtime.sampling.batcher import Batcher
 from tlora_megatron.runtime.sampling.opening import open_batcher
-from tlora_megatron.runtime.sampling.text import gather
-from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt, SamplerLimits
+from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt, SamplerLimits, gather
 from tlora_megatron.training.formats.peft import export_adapter
 
 ATTENTION, EVERYTHING = ("q_proj", "v_proj"), (

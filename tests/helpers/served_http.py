@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 
 from tests.helpers.launch import HANG_S, REPO, environment
-from tlora_megatron.service.home import Home
-from tlora_megatron.service.place import store_place
+from tlora_megatron.service.home import Home, store_place
 from tlora_megatron.service.store import open_store
 from tlora_megatron.service.supervisor import ProcessHandle
 

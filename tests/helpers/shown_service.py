@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.helpers.fake_gang import FakeTimes
 from tests.helpers.http_service import Door, listening
 from tests.helpers.live_service import TOKENS, LiveService
-from tlora_megatron.service.api.app import make_app
+from tlora_megatron.service.api.server import make_app
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.store import LIVE, Progress
 from tlora_megatron.training.metrics import METRICS_FILE

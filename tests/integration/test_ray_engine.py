@@ -27,12 +27,11 @@ from tests.helpers.engine_case import (
 )
 from tests.helpers.ray_cluster import RayCluster, ray_cluster, start_ray
 from tests.helpers.real_gang import digests, drive
-from tlora_megatron.service.engines.endings import say_died
-from tlora_megatron.service.engines.protocol import GangEngine
+from tlora_megatron.service.engines.protocol import GangEngine, say_died
 from tlora_megatron.service.engines.ray.connection import ADDRESS, AUTH, cluster_address
 from tlora_megatron.service.engines.ray.engine import RayEngine
-from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.home import Home
+from tlora_megatron.service.messages import GangFolder
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray (pip install 'tlora-megatron[ray]')"

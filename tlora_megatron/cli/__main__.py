@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from tlora_megatron.cli.main import main
-from tlora_megatron.runtime.launcher import leave
+from tlora_megatron.runtime.ranks import leave
 
 
 def run() -> NoReturn:

@@ -18,7 +18,7 @@ from tlora_megatron.cli.plan import command as plan
 from tlora_megatron.cli.service import actions, adapters, jobs, logs, serve, submit, tokens
 from tlora_megatron.cli.tables import global_rank, open_console
 from tlora_megatron.config.reader import ConfigError, nearest
-from tlora_megatron.runtime.launcher import describe_failure
+from tlora_megatron.runtime.ranks import describe_failure
 
 _OTHER_RANKS_WAIT_S = 5.0
 _EPILOG = """\

@@ -84,7 +84,7 @@ def _measure(args: argparse.Namespace, *, is_main: bool) -> HardwareProfile:
 
     from tlora_megatron.profiling.profile import ProfileRequest, measure_profile
     from tlora_megatron.profiling.sizes import FULL, TINY
-    from tlora_megatron.runtime.launcher import leave_process_group
+    from tlora_megatron.runtime.ranks import leave_process_group
 
     full = args.sizes == "full" or (args.sizes == "auto" and torch.cuda.is_available())
     with _progress(enabled=is_main) as progress:

@@ -23,8 +23,7 @@ from rich.table import Table
 from tlora_megatron.cli.tables import check_output, open_console
 from tlora_megatron.config.reader import must, read_spec
 from tlora_megatron.scheduler.registry import POLICIES
-from tlora_megatron.sim.cluster import load_cluster
-from tlora_megatron.sim.events import FaultRates
+from tlora_megatron.sim.cluster import FaultRates, load_cluster
 from tlora_megatron.sim.report import (
     COLUMNS,
     as_document,

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.cli.auto_plan import (
+from tlora_megatron.cli.live import add_live_arguments, change_live_run
+from tlora_megatron.cli.planner_options import (
     add_plan_arguments,
     check_plan_arguments,
     planned_overrides,
 )
-from tlora_megatron.cli.live import add_live_arguments, change_live_run
 from tlora_megatron.cli.progress import RichProgress
 from tlora_megatron.cli.tables import global_rank, open_console, print_run
 from tlora_megatron.config.load import ignored_settings, load_config
@@ -158,7 +158,7 @@ def _train(
     gc.disable()  # imports and the building of a model make no garbage; the loop turns it on
     quiet.install()
     from tlora_megatron.runtime.controller import train_run
-    from tlora_megatron.runtime.launcher import join_agent, leave_process_group
+    from tlora_megatron.runtime.ranks import join_agent, leave_process_group
 
     join_agent()
     if is_main:

@@ -8,9 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config.base_model import ignored_base_settings, read_base_model
 from tlora_megatron.config.job import JobSpec, ServiceSpec
-from tlora_megatron.config.jobs import ignored_job_settings, plain, read_jobs
 from tlora_megatron.config.parallel_rules import (
     check_cp_by_micro_batch,
     check_expert_sizes,
@@ -20,9 +18,17 @@ from tlora_megatron.config.parallel_rules import (
     settle_replicas,
 )
 from tlora_megatron.config.reader import must, read_spec, unknown
-from tlora_megatron.config.replicas import expand_short_form, short_form
 from tlora_megatron.config.rules import KNOWN_TARGETS, refuse_driven, resolve
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
+from tlora_megatron.config.sections import (
+    expand_short_form,
+    ignored_base_settings,
+    ignored_job_settings,
+    plain,
+    read_base_model,
+    read_jobs,
+    short_form,
+)
 from tlora_megatron.config.source import apply_override, read_document
 
 SECTIONS = ("base_model", "parallel", "run", "defaults", "jobs")

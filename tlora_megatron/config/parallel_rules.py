@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.reader import ConfigError, must
-from tlora_megatron.config.replicas import short_form
 from tlora_megatron.config.schema import ParallelSpec, ReplicaSpec, RunConfig, RunSpec
+from tlora_megatron.config.sections import short_form
 
 DETERMINISM_COST = (
     "0 to 5 % of a step on an H200, most with long documents, and rows that portions leave free"

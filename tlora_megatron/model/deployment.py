@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tlora_megatron.config.reader import read_spec
-from tlora_megatron.config.replicas import expand_short_form, short_form
 from tlora_megatron.config.schema import ParallelSpec, Recompute, ReplicaSpec
+from tlora_megatron.config.sections import expand_short_form, short_form
 from tlora_megatron.model.layout import ParallelLayout
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tlora_megatron.config.base_model import is_unquantised
 from tlora_megatron.config.schema import EMBEDDING, HEAD, BaseModelSpec
+from tlora_megatron.config.sections import is_unquantised
 from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.gpt_oss import MODEL_TYPE
 from tlora_megatron.model.layout import ParallelLayout

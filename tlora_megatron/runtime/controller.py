@@ -21,7 +21,7 @@ from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica, 
 from tlora_megatron.runtime.recompute_choice import choose_recompute, resolve_lora_sharding
 from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.formats.quantised import quantisation_card
-from tlora_megatron.training.run.frozen_gc import frozen_gc
+from tlora_megatron.training.run.environment import frozen_gc
 from tlora_megatron.training.run.training_run import TrainingRun
 from tlora_megatron.training.stopping.signals import StopSignals
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config.jobs import read_job
 from tlora_megatron.config.load import check_jobs_may_change, config_to_dict, fit_job
 from tlora_megatron.config.parallel_rules import check_job_over_experts
 from tlora_megatron.config.schema import RunConfig
+from tlora_megatron.config.sections import read_job
 from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.commands import Command, JobCommands

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from tlora_megatron import timeline
 from tlora_megatron.config.job import EXPERT_TARGETS, FUSED_EXPERT_TARGETS, LoraSpec
-from tlora_megatron.config.jobs import read_job
 from tlora_megatron.config.load import fit_job
 from tlora_megatron.config.parallel_rules import (
     check_job_over_experts,
@@ -24,6 +23,7 @@ from tlora_megatron.config.parallel_rules import (
     exact_shardings,
 )
 from tlora_megatron.config.schema import RunConfig
+from tlora_megatron.config.sections import read_job
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.slab import StatePlacement
@@ -44,7 +44,7 @@ from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica
 from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
 from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.data.tokenize import load_tokenizer
-from tlora_megatron.training.driven.clients import Clients
+from tlora_megatron.training.driven.requests import Clients
 from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.formats.quantised import QuantisationCard, quantisation_card
 from tlora_megatron.training.job_files import JobFiles

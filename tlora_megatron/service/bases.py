@@ -8,15 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config.base_model import read_base_model
-from tlora_megatron.config.jobs import plain
 from tlora_megatron.config.reader import must, read_spec
 from tlora_megatron.config.schema import BaseModelSpec
+from tlora_megatron.config.sections import plain, read_base_model
 from tlora_megatron.config.source import read_document
 from tlora_megatron.files import read_json, write_json
 from tlora_megatron.model.gpt_oss import MODEL_TYPE
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.service.home import Home
+from tlora_megatron.service.home import JOB_NAME, Home
 
 BASES_NAME = "bases.json"
 """In the service's folder: name -> section `base_model` with absolute paths."""
@@ -80,3 +79,40 @@ def _refuse_gpt_oss(word: str, base: BaseModelSpec) -> None:
     if kind == MODEL_TYPE:
         rule = f"name a base of another model_type than {MODEL_TYPE}"
         raise must("--base", rule, word, "train its jobs with tlora train")
+
+
+_OF_JOB = "job:"
+"""No declared name has a colon."""
+
+
+def base_of_job(home: Home, job_id: str) -> str:
+    """The name of a job's base: the one that was declared, or that of the job itself."""
+    own = _weights(_section_of_job(home, job_id))
+    declared = ((name, plain(asdict(base))) for name, base in read_bases(home).items())
+    found = (name for name, section in declared if _weights(section) == own)
+    return next(found, _OF_JOB + job_id)
+
+
+def base_section(home: Home, name: str) -> Mapping[str, Any]:
+    """The section `base_model` of a base.
+
+    Raises:
+        KeyError: if nobody has declared it.
+    """
+    if name.startswith(_OF_JOB):
+        return _section_of_job(home, name.removeprefix(_OF_JOB))
+    section: dict[str, Any] = plain(asdict(read_bases(home)[name]))
+    return section
+
+
+def _weights(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that say which weights these are, in whatever dtype they are held."""
+    return {key: value for key, value in section.items() if key not in ("dtype", "allow_change")}
+
+
+def _section_of_job(home: Home, job_id: str) -> Mapping[str, Any]:
+    found = read_json(home.job(job_id) / JOB_NAME)
+    if found is None:
+        raise KeyError(job_id)
+    section: dict[str, Any] = found["base_model"]
+    return section

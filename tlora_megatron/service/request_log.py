@@ -206,7 +206,7 @@ class _Task(NamedTuple):
 
 
 class RequestLogs:
-    """The requests that wait in jobs' folders; `training.driven.clients.Clients`.
+    """The requests that wait in jobs' folders; `training.driven.requests.Clients`.
 
     Answers are written by a thread, in their order: the disk keeps nobody waiting.
 

@@ -10,8 +10,19 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tlora_megatron.page.document import document, facts, legend, panels, swatch, table
-from tlora_megatron.page.svg import GRID, MUTED, css_color, draw, paint_color
+from tlora_megatron.page import (
+    GRID,
+    MUTED,
+    css_color,
+    document,
+    draw,
+    facts,
+    legend,
+    paint_color,
+    panels,
+    swatch,
+    table,
+)
 from tlora_megatron.sim.ledger import Summary, TimeLine, quantile, spread, time_line
 from tlora_megatron.sim.study import PolicyRun, Study, Yardsticks
 

@@ -17,8 +17,7 @@ from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
 from tlora_megatron.scheduler.policy import Policy, RegroupCost
 from tlora_megatron.scheduler.queue import WaitingQueue
-from tlora_megatron.sim.cluster import SimulatedFleet
-from tlora_megatron.sim.events import Clock, Events, Faults, Kind
+from tlora_megatron.sim.cluster import Clock, Events, Faults, Kind, SimulatedFleet
 from tlora_megatron.sim.ledger import Ledger
 
 _SAME_MOMENT_S = 1e-7

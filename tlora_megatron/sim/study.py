@@ -13,8 +13,7 @@ from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policy import RegroupCost, Rules
 from tlora_megatron.scheduler.registry import make_policy
 from tlora_megatron.sim.bounds import least_mean_jct_s, malleable_mean_jct_s
-from tlora_megatron.sim.cluster import ClusterSpec
-from tlora_megatron.sim.events import FaultRates, Faults, draw_faults
+from tlora_megatron.sim.cluster import ClusterSpec, FaultRates, Faults, draw_faults
 from tlora_megatron.sim.ledger import GpuCount, Ledger, Summary, summarise
 from tlora_megatron.sim.simulator import Simulator
 from tlora_megatron.sim.trace import Trace, TraceShape, shaped

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.config.jobs import job_to_dict, read_job
 from tlora_megatron.config.load import fit_job
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import RunConfig
+from tlora_megatron.config.sections import job_to_dict, read_job
 from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.training.run.output_dir import CONFIG_NAME, is_held
 

@@ -62,8 +62,7 @@ def serving(root: Path, base: Path = QUICKSTART) -> Iterator[Served]:
 
 def main() -> None:
     """Serves until it is ended."""
-    from tlora_megatron.service.api.app import make_app
-    from tlora_megatron.service.api.server import make_server, prepare_process
+    from tlora_megatron.service.api.server import make_app, make_server, prepare_process
     from tlora_megatron.service.api.service import Service
     from tlora_megatron.service.front import Place, listen
 

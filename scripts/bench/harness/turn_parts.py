@@ -120,7 +120,7 @@ def note(folder: Path) -> None:
         ("commands:JobCommands", "_at_boundary", "commands"),
         ("resident.agreement:Agreement", "begin", "commands"),
         ("resident.agreement:Agreement", "read", "commands"),
-        ("resident.request_executor:RequestExecutor", "advance", "commands"),
+        ("resident.client_steps:RequestExecutor", "advance", "commands"),
         ("super_model:SuperModel", "begin_round", "pack"),
         ("super_model:SuperModel", "train_round", "launch"),
         ("super_model:SuperModel", "end_round", "rest"),

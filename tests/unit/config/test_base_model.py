@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tlora_megatron.config.base_model import (
+from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.config.schema import BaseModelSpec
+from tlora_megatron.config.sections import (
     ignored_base_settings,
     read_base_model,
     refuse_quantization,
 )
-from tlora_megatron.config.reader import ConfigError
-from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tlora_megatron.config.jobs import job_to_dict, read_job
 from tlora_megatron.config.load import read_config
 from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.config.sections import job_to_dict, read_job
 from tlora_megatron.service.prepare.submission import split_submissions
 
 ENTRY: dict[str, Any] = {"name": "t", "driven": True, "lora": {"rank": 4}}

@@ -288,7 +288,7 @@ def _tree(root: Path, files: dict[str, str]) -> list[Import]:
         ("sim/engine.py", f"from {PACKAGE}.ops import segments", "ops.segments"),
         ("ops/segments.py", f"from {PACKAGE}.sim import engine", "sim"),
         ("planner/search.py", f"from {PACKAGE}.scheduler.policy import Policy", "scheduler.policy"),
-        ("runtime/launcher.py", f"from {PACKAGE}.cli.main import main", "cli.main"),
+        ("runtime/ranks.py", f"from {PACKAGE}.cli.main import main", "cli.main"),
     ],
 )
 def test_an_import_up_or_sideways_is_found(
@@ -310,7 +310,7 @@ def test_imports_down_are_allowed(tmp_path: Path) -> None:
         "layers/multi_adapter.py": "",
         "config/job.py": "import yaml",
         "cli/main.py": f"import {PACKAGE}\nfrom {PACKAGE}.runtime import launcher",
-        "runtime/launcher.py": f"from {PACKAGE}.sim import engine",
+        "runtime/ranks.py": f"from {PACKAGE}.sim import engine",
         "sim/engine.py": "",
     }
     found = _tree(tmp_path, files)

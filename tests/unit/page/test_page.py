@@ -10,8 +10,21 @@ import pytest
 
 from tests.helpers.html_page import Page, check_loads_nothing
 from tests.helpers.launch import HANG_S
-from tlora_megatron.page.document import document, facts, legend, panels, table, tiles
-from tlora_megatron.page.svg import GRID, JOB, NUM_COLORS, compact, css_color, draw, paint_color
+from tlora_megatron.page import (
+    GRID,
+    JOB,
+    NUM_COLORS,
+    compact,
+    css_color,
+    document,
+    draw,
+    facts,
+    legend,
+    paint_color,
+    panels,
+    table,
+    tiles,
+)
 
 EVIL = "<script>&\"'"
 
@@ -85,7 +98,7 @@ def test_compact_numbers(value: float, shown: str) -> None:
 
 def test_pages_are_imported_without_matplotlib_and_numpy(repo: Path) -> None:
     code = (
-        "import sys, tlora_megatron.page.document, tlora_megatron.page.svg\n"
+        "import sys, tlora_megatron.page, tlora_megatron.page\n"
         "print(*sorted({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
     )
     result = subprocess.run(

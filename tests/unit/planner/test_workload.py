@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from tests.helpers.planner_case import job
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.model.deployment import ReplicaRate
-from tlora_megatron.planner.rounds.load import ExpectedRounds, part_of
+from tlora_megatron.planner.rounds.load import ExpectedRounds, Part, part_of, spread_of
 from tlora_megatron.planner.rounds.model import RoundModel
 from tlora_megatron.planner.rounds.packer import Packer, num_micro_batches, timed_load
-from tlora_megatron.planner.rounds.spread import Part, spread_of
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import (

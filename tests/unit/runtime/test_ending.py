@@ -12,7 +12,7 @@ from tests.helpers.launch import HANG_S
 
 SCRIPT = """
 import atexit, sys, threading, time
-from tlora_megatron.runtime.launcher import leave
+from tlora_megatron.runtime.ranks import leave
 
 class Torn:
     def __del__(self):

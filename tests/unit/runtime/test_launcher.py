@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.runtime import launcher
+from tlora_megatron.runtime import ranks
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def client(shared: TCPStore) -> TCPStore:
 def meet(shared: TCPStore, world_size: int) -> list[int]:
     """The port that each rank of one life learns."""
     with ThreadPoolExecutor(world_size) as threads:
-        first = threads.submit(launcher._welcome, client(shared), world_size)
+        first = threads.submit(ranks._welcome, client(shared), world_size)
         others = [
-            threads.submit(launcher._arrive, client(shared), rank) for rank in range(1, world_size)
+            threads.submit(ranks._arrive, client(shared), rank) for rank in range(1, world_size)
         ]
         return [task.result(HANG_S) for task in (first, *others)]
 
@@ -54,19 +54,19 @@ def test_what_an_earlier_life_left_misleads_nobody(shared: TCPStore) -> None:
     # A life in which rank 1 came and rank 0 did not.
     shared.set("tlora/visit/1", "stale")
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(launcher._welcome, client(shared), 2)
+        first = threads.submit(ranks._welcome, client(shared), 2)
         time.sleep(0.3)
         assert not first.done(), "rank 0 must wait for rank 1 of its own life"
-        other = threads.submit(launcher._arrive, client(shared), 1)
+        other = threads.submit(ranks._arrive, client(shared), 1)
         assert first.result(HANG_S) == other.result(HANG_S)
 
 
 def test_ranks_that_do_not_come_are_named(
     shared: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "_MEET_S", 0.2)
+    monkeypatch.setattr(ranks, "_MEET_S", 0.2)
     with pytest.raises(RuntimeError, match=r"ranks must meet within 0.2 s, got none of \[1, 2\]"):
-        launcher._welcome(client(shared), 3)
+        ranks._welcome(client(shared), 3)
 
 
 def test_only_ranks_that_torchrun_may_restart_get_a_new_store(
@@ -80,11 +80,11 @@ def test_only_ranks_that_torchrun_may_restart_get_a_new_store(
         "WORLD_SIZE": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launcher.ctypes, "CDLL", lambda _: _Nothing())
-    launcher.join_agent()
+    monkeypatch.setattr(ranks.ctypes, "CDLL", lambda _: _Nothing())
+    ranks.join_agent()
     assert os.environ["MASTER_PORT"] == str(shared.port)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    launcher.join_agent()
+    ranks.join_agent()
     assert os.environ["MASTER_PORT"] != str(shared.port)
     # torch's own way to a process group now opens a store at that port.
     assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
@@ -99,13 +99,13 @@ class _Nothing:
 
 def test_without_torchrun_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(launcher.ctypes, "CDLL", lambda _: pytest.fail("must not be called"))
-    launcher.join_agent()
+    monkeypatch.setattr(ranks.ctypes, "CDLL", lambda _: pytest.fail("must not be called"))
+    ranks.join_agent()
 
 
 def test_a_rank_ends_with_its_agent() -> None:
     rank = (
-        "from tlora_megatron.runtime.launcher import join_agent; import time; join_agent(); "
+        "from tlora_megatron.runtime.ranks import join_agent; import time; join_agent(); "
         "print('joined', flush=True); time.sleep(3600)"
     )
     agent = (
@@ -139,7 +139,7 @@ def test_a_rank_ends_with_its_agent() -> None:
     ],
 )
 def test_a_lost_connection_is_explained(error: RuntimeError) -> None:
-    said = launcher.describe_failure(error)
+    said = ranks.describe_failure(error)
     assert said.startswith("the connection to another process of this run is lost")
     assert str(error).splitlines()[0] in said
     assert "\n" not in said
@@ -150,4 +150,4 @@ def test_a_lost_connection_is_explained(error: RuntimeError) -> None:
     [(ValueError("lora.rank must be at least 1, got 0"),) * 2, (RuntimeError(), "RuntimeError")],
 )
 def test_other_errors_speak_for_themselves(error: Exception, said: object) -> None:
-    assert launcher.describe_failure(error) == str(said)
+    assert ranks.describe_failure(error) == str(said)

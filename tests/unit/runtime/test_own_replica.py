@@ -12,8 +12,8 @@ import pytest
 
 from tests.helpers.layout_sites import SPEC
 from tlora_megatron.config.reader import read_spec
-from tlora_megatron.config.replicas import expand_short_form
 from tlora_megatron.config.schema import ParallelSpec, RunSpec
+from tlora_megatron.config.sections import expand_short_form
 from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.runtime.own_replica import (

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.floor_model import World
 from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
 from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
-from tlora_megatron.scheduler.policies.reservation import soonest_nodes
+from tlora_megatron.scheduler.policies.held_gpus import soonest_nodes
 from tlora_megatron.scheduler.policy import RegroupCost
 from tlora_megatron.scheduler.queue import WaitingQueue
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tlora_megatron.append_log import AppendLog, LineReader
-from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.home import Lease, make_folder, write_lease
-from tlora_megatron.service.messages import Command, GangEvent, GangSpec
+from tlora_megatron.service.messages import Command, GangEvent, GangFolder, GangSpec
 from tlora_megatron.service.worker import gang_logs
 from tlora_megatron.service.worker.gang_logs import CommandReader, EventWriter
 

@@ -14,8 +14,7 @@ import pytest
 from tests.helpers.launch import HANG_S
 from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.service.engines.preforked import PreforkedWorker
-from tlora_megatron.service.gang_folder import GangFolder
-from tlora_megatron.service.messages import Command, GangEvent, GangSpec
+from tlora_megatron.service.messages import Command, GangEvent, GangFolder, GangSpec
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_rank")
 FAKE_WORKER = (sys.executable, "-m", "tests.helpers.fake_preforked")

@@ -9,9 +9,8 @@ import pytest
 
 from tlora_megatron.service.engines import base
 from tlora_megatron.service.engines.base import PastGangs
-from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.messages import GangEvent
+from tlora_megatron.service.messages import GangEvent, GangFolder
 
 
 @pytest.fixture

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launch import HANG_S, REPO
-from tlora_megatron.service.worker import peer_watchdog as module
-from tlora_megatron.service.worker.peer_watchdog import peer_watchdog
+from tlora_megatron.service.worker import peers as module
+from tlora_megatron.service.worker.peers import peer_watchdog
 
 _CHILD = """
 import sys
 from pathlib import Path
 from tests.unit.service.test_peer_watchdog import FileStore
-from tlora_megatron.service.worker.peer_watchdog import peer_watchdog
+from tlora_megatron.service.worker.peers import peer_watchdog
 with peer_watchdog(FileStore(Path(sys.argv[1])), int(sys.argv[2]), 3, "127.0.0.1", lambda: None):
     print("in", flush=True)
     sys.stdin.readline()

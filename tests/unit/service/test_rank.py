@@ -12,11 +12,10 @@ import pytest
 
 from tests.helpers.launch import HANG_S
 from tlora_megatron.parallel.host_threads import host_threads
-from tlora_megatron.service.gang_folder import GangFolder
-from tlora_megatron.service.messages import GangSpec
+from tlora_megatron.service.messages import GangFolder, GangSpec
 from tlora_megatron.service.worker import rank as rank_module
 from tlora_megatron.service.worker.gang_logs import CommandReader, EventWriter
-from tlora_megatron.service.worker.meeting import leave_together
+from tlora_megatron.service.worker.peers import leave_together
 from tlora_megatron.service.worker.rank import (
     FAILED,
     LEASE_OVER,

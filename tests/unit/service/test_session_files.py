@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from tests.helpers.http_service import bearer
 from tests.helpers.older_service import ENDED, SESSION, unpack_b9fb101e
 from tests.helpers.postgres import postgres_server
-from tlora_megatron.service.api.app import make_app
+from tlora_megatron.service.api.server import make_app
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.session_files import take_up_sessions

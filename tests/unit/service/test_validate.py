@@ -16,8 +16,8 @@ import pytest
 from tests.helpers.chat_templates import ENDLESS_TEMPLATE
 from tests.helpers.scenario import make_scenario
 from tlora_megatron.channel import LinePipe
-from tlora_megatron.config.jobs import read_job
 from tlora_megatron.config.load import load_config
+from tlora_megatron.config.sections import read_job
 from tlora_megatron.files import read_json
 from tlora_megatron.service.api.openai.uploads import LineCheck
 from tlora_megatron.service.home import Home

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.service.engines.ranks import WorkerSlots
+from tlora_megatron.service.engines.protocol import WorkerSlots
 
 
 def test_a_slot_of_several_cores_has_a_worker_that_can_be_forked(

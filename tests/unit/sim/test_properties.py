@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.helpers.floor_model import FREE, World
 from tlora_megatron.scheduler.policy import Changes, Decision, Policy, RegroupCost, Rules
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
-from tlora_megatron.sim.events import Faults
+from tlora_megatron.sim.cluster import Faults
 from tlora_megatron.sim.simulator import Outcome, Simulator
 
 JOB = st.fixed_dictionaries(

@@ -10,7 +10,7 @@ from tests.helpers.floor_model import FREE, World
 from tlora_megatron.scheduler.fleet import InvariantError
 from tlora_megatron.scheduler.policy import Changes, Decision, Policy, RegroupCost, Rules
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
-from tlora_megatron.sim.events import FaultRates, Faults, draw_faults
+from tlora_megatron.sim.cluster import FaultRates, Faults, draw_faults
 from tlora_megatron.sim.ledger import GpuCount, quantile, summarise, time_line
 from tlora_megatron.sim.simulator import Simulator
 

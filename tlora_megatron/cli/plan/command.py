@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.cli.auto_plan import DEFAULT_HARDWARE, add_hardware_arguments
 from tlora_megatron.cli.plan.deployments import (
     advice_document,
     deployments_document,
@@ -24,7 +23,9 @@ from tlora_megatron.cli.plan.ranking import (
     print_teams,
     result_document,
 )
-from tlora_megatron.cli.plan.space_options import (
+from tlora_megatron.cli.planner_options import (
+    DEFAULT_HARDWARE,
+    add_hardware_arguments,
     add_space_arguments,
     asked_runner,
     naming_flags,

@@ -7,8 +7,8 @@ import json
 from functools import partial
 from typing import Any
 
-from tlora_megatron.cli.service.reach.opening import add_reach_argument, reach_service
-from tlora_megatron.cli.service.reach.ports import JobRow, RequestedAction, Service, find_jobs
+from tlora_megatron.cli.service.ports import JobRow, RequestedAction, Service, find_jobs
+from tlora_megatron.cli.service.reaching import add_reach_argument, reach_service
 from tlora_megatron.cli.tables import open_console
 from tlora_megatron.service.rows import job_to_dict
 

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.cli.service.reach.opening import add_reach_argument, reach_service
-from tlora_megatron.cli.service.reach.ports import JobRow, find_jobs
+from tlora_megatron.cli.service.ports import JobRow, find_jobs
+from tlora_megatron.cli.service.reaching import add_reach_argument, reach_service
 from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.reader import must
 

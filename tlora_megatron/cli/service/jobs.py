@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tlora_megatron.cli.service.reach.opening import add_reach_argument, reach_service
-from tlora_megatron.cli.service.reach.ports import JobRow, Service
+from tlora_megatron.cli.service.ports import JobRow, Service
+from tlora_megatron.cli.service.reaching import add_reach_argument, reach_service
 from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.reader import must, nearest
 from tlora_megatron.service.rows import job_to_dict

@@ -7,8 +7,8 @@ import json
 from datetime import datetime
 from typing import Any
 
-from tlora_megatron.cli.service.reach.opening import add_reach_argument, reach_service
-from tlora_megatron.cli.service.reach.ports import find_jobs
+from tlora_megatron.cli.service.ports import find_jobs
+from tlora_megatron.cli.service.reaching import add_reach_argument, reach_service
 from tlora_megatron.cli.tables import open_console
 
 _FOR_PROGRAMS = ("granted", "released")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.service import home
-from tlora_megatron.service.place import DATABASE, store_place
+from tlora_megatron.service.home import DATABASE, store_place
 
 if TYPE_CHECKING:
     from tlora_megatron.service.store import Store

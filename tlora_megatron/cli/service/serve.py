@@ -17,11 +17,15 @@ from tlora_megatron.cli.service.opening import add_service_argument, service_fol
 from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.reader import must
 from tlora_megatron.scheduler.registry import DEFAULT_POLICY, POLICIES
+from tlora_megatron.service.arguments import (
+    add_keeping_arguments,
+    add_sampler_arguments,
+    keep_sessions_s,
+    keeping_words,
+    sampler_words,
+)
 from tlora_megatron.service.bases import check_bases, declare_bases
-from tlora_megatron.service.home import Home
-from tlora_megatron.service.keeping import add_keeping_arguments, keep_sessions_s, keeping_words
-from tlora_megatron.service.place import remember_store, store_place
-from tlora_megatron.service.sampling.arguments import add_sampler_arguments, sampler_words
+from tlora_megatron.service.home import Home, remember_store, store_place
 
 if TYPE_CHECKING:
     from tlora_megatron.service.control.settings import Settings
@@ -300,7 +304,7 @@ def _make_engine(args: argparse.Namespace, home: Home) -> GangEngine:
 
 def _local_engine(gpus: int | None, home: Home) -> GangEngine:
     from tlora_megatron.service.engines.local import LocalEngine
-    from tlora_megatron.service.engines.ranks import WorkerSlots
+    from tlora_megatron.service.engines.protocol import WorkerSlots
 
     if WorkerSlots.of_host(None, None).devices:
         return LocalEngine(home.root, gpus)

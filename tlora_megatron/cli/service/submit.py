@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from tlora_megatron.cli.service.jobs import progress_words, state_words
-from tlora_megatron.cli.service.reach.opening import add_reach_argument, reach_service
-from tlora_megatron.cli.service.reach.ports import JobRow, Service
+from tlora_megatron.cli.service.ports import JobRow, Service
+from tlora_megatron.cli.service.reaching import add_reach_argument, reach_service
 from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.reader import must
 from tlora_megatron.service.rows import job_to_dict

@@ -1,4 +1,4 @@
-"""Finds the linears of any Hugging Face causal model that may carry adapters, and replaces them.
+"""Finds a model's linears that may carry adapters, replaces them, and leaves routed experts frozen.
 
 Under ZeRO-3 a module's own hooks gather its weight before forward and before backward. What is
 saved for backward is the parameter, not its data, so backward reads the gathered weight again.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from torch import nn
 
-from tlora_megatron.integrations.deepspeed.experts import refused_targets
+from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.layers.linear import LinearLayout, computes_base, multi_lora_linear
 from tlora_megatron.layers.multi_adapter import MultiAdapter, make_multi_adapter
 from tlora_megatron.layers.sites import Site, rank_sites
@@ -27,6 +27,45 @@ from tlora_megatron.model.backbone import LinearShape, LinearsSpec
 from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.ops.routing import current_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
+
+_NO_EXPERTS = "routed experts carry no adapters"
+_REFUSED = {
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "gate_up_proj"), _NO_EXPERTS),
+    "gate": "routers carry no adapters",
+    "shared_expert_gate": "it only weighs the shared expert",
+}
+"""Names that PEFT takes for parts of routed experts, or of what weighs them."""
+
+
+def has_experts(model: Any) -> bool:
+    """Returns True for a model with routed experts, which transformers calls so everywhere."""
+    return any("experts" in name.split(".") for name, _ in model.named_modules())
+
+
+def refused_targets(model: Any) -> dict[str, str]:
+    """Returns names that cannot be targets in a model with routed experts, with the reasons."""
+    return dict(_REFUSED) if has_experts(model) else {}
+
+
+def check_run_over_experts(model: Any, config: DeepSpeedConfig) -> None:
+    """Refuses settings that a model with routed experts cannot keep; others pass.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    if not has_experts(model):
+        return
+    if config.tp_size > 1:
+        raise ValueError(
+            "tensor_parallel.autotp_size must be 1 over a base with routed experts, which AutoTP "
+            f"does not cut as we need it, got {config.tp_size}"
+        )
+    if config.run.run.deterministic:
+        raise ValueError(
+            "run.deterministic must be false over a base with routed experts: an expert's rows "
+            "come in any number, which moves the last bits, got True"
+        )
+
 
 _IN_LAYER = re.compile(r"(?P<above>.*?)\.(?P<layer>\d+)\.(?P<below>.+)")
 

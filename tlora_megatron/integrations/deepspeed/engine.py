@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tlora_megatron.integrations.deepspeed import model as attention
-from tlora_megatron.integrations.deepspeed.discover import weight_shape
-from tlora_megatron.integrations.deepspeed.experts import has_experts
+from tlora_megatron.integrations.deepspeed.discover import has_experts, weight_shape
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.model.backbone import LinearsSpec
 from tlora_megatron.ops.routing import use_micro_batch

@@ -17,13 +17,12 @@ from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.deepspeed import discover
 from tlora_megatron.integrations.deepspeed import model as models
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
-from tlora_megatron.integrations.deepspeed.discover import prepare_linear
+from tlora_megatron.integrations.deepspeed.discover import check_run_over_experts, prepare_linear
 from tlora_megatron.integrations.deepspeed.engine import (
     DeepSpeedEngine,
     check_packing,
     prepare_output_layer,
 )
-from tlora_megatron.integrations.deepspeed.experts import check_run_over_experts
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import StatePlacement
 from tlora_megatron.model.backbone import LinearsSpec

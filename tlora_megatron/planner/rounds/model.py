@@ -13,9 +13,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.rounds.load import DrawnBatches, ExpectedRounds, Interned, RoundLoad
+from tlora_megatron.planner.rounds.load import (
+    DrawnBatches,
+    ExpectedRounds,
+    Interned,
+    ReplicaSpread,
+    RoundLoad,
+)
 from tlora_megatron.planner.rounds.packer import Packer, RoundShape, packed_rounds
-from tlora_megatron.planner.rounds.spread import ReplicaSpread
 from tlora_megatron.planner.workload import JobLoad
 
 _FLUID_ROUNDS = 32

@@ -14,6 +14,8 @@ from tlora_megatron.planner.rounds.load import (
     ROWS_BIT,
     DrawnBatches,
     ExpectedRounds,
+    Part,
+    ReplicaSpread,
     RoundLoad,
     fill,
     in_order,
@@ -21,8 +23,8 @@ from tlora_megatron.planner.rounds.load import (
     part_of,
     round_up,
     rows_of,
+    spread_of,
 )
-from tlora_megatron.planner.rounds.spread import Part, ReplicaSpread, spread_of
 from tlora_megatron.planner.workload import JobLoad
 
 _MOST_ROWS = 2**62

@@ -8,8 +8,8 @@ from typing import Literal
 
 from tlora_megatron.config.parallel_rules import settle_replicas
 from tlora_megatron.config.reader import must, read_spec
-from tlora_megatron.config.replicas import expand_short_form
 from tlora_megatron.config.schema import ParallelSpec, ReplicaSpec, RunConfig
+from tlora_megatron.config.sections import expand_short_form
 from tlora_megatron.planner.advice import advise
 from tlora_megatron.planner.deploy.deploy import RankedDeployment, deploy
 from tlora_megatron.planner.hardware import HardwareProfile

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import yaml
 
-from tlora_megatron.config.base_model import refuse_quantization
 from tlora_megatron.config.load import config_to_dict
 from tlora_megatron.config.parallel_rules import settle_deterministic
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig
+from tlora_megatron.config.sections import refuse_quantization
 from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.quantisation import refuse_published

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tlora_megatron.integrations.megatron.key_cache import Growth, KeyCache
 from tlora_megatron.runtime.sampling.adapters import AdapterShelf
-from tlora_megatron.runtime.sampling.text import TextStream
 from tlora_megatron.runtime.sampling.tracks import (
     Draws,
     Request,
@@ -22,7 +21,14 @@ from tlora_megatron.runtime.sampling.tracks import (
     log_probabilities,
     top_of,
 )
-from tlora_megatron.runtime.sampling.values import AdapterKey, Piece, Prompt, Scores, StopReason
+from tlora_megatron.runtime.sampling.values import (
+    AdapterKey,
+    Piece,
+    Prompt,
+    Scores,
+    StopReason,
+    TextStream,
+)
 
 _SCORED_ROWS = 256
 """Rows of logits that exist at a time: 131 MB of fp32 at 128,256 tokens."""

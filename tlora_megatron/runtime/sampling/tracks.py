@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tlora_megatron.runtime.sampling.text import TextStream
 from tlora_megatron.runtime.sampling.values import (
     AdapterKey,
     Piece,
     Prompt,
     SamplingParams,
+    TextStream,
     TokenLogprob,
     TopLogprobs,
 )

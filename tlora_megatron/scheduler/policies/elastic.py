@@ -9,8 +9,7 @@ from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.formation import Parts
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.jobs import Group, Job, Waiting
-from tlora_megatron.scheduler.policies.hosts import Hosts
-from tlora_megatron.scheduler.policies.tentative_groups import Proposal, TentativeGroups
+from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
 from tlora_megatron.scheduler.policies.tlora import list_schedule
 from tlora_megatron.scheduler.policies.tlora_best import NetBenefit
 from tlora_megatron.scheduler.policy import Changes, Decision

@@ -16,9 +16,8 @@ from tlora_megatron.scheduler.formation import (
 )
 from tlora_megatron.scheduler.group_throughput import Kinds, Speeds
 from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
-from tlora_megatron.scheduler.policies.claims import Claims
-from tlora_megatron.scheduler.policies.reservation import soonest_nodes
-from tlora_megatron.scheduler.policy import Decision, Rules
+from tlora_megatron.scheduler.policies.held_gpus import Claims, soonest_nodes
+from tlora_megatron.scheduler.policy import Changes, Decision, Rules
 
 _MOST_OF_FULL = 1.05
 """A group may be a little faster than the reference load that defines full speed."""
@@ -288,3 +287,38 @@ class TentativeGroups:
             )
             left, self._pausing = [], []
         return found
+
+
+class Hosts:
+    """Candidate hosts for waiting jobs, without the pairs that were tried before.
+
+    A group that has not changed since the last decision has already refused all jobs that waited
+    then; asking it again would cost time and change nothing. So a job that waited then is tried
+    against changed groups only.
+    """
+
+    def __init__(self, tentative: TentativeGroups, changes: Changes) -> None:
+        self._tentative = tentative
+        self._new = changes.arrived
+        self._changed = set(changes.regrouped)
+
+    def is_new(self, waiting: Waiting) -> bool:
+        """True if the job arrived after the last decision."""
+        return waiting.job.index in self._new
+
+    def mark_changed(self, group: Group) -> None:
+        """Notes that this decision has changed a group, so that old jobs are tried against it."""
+        self._changed.add(group.number)
+
+    def candidates(self, order: Iterable[Waiting]) -> list[Waiting]:
+        """The jobs of `order` for which there can be a host."""
+        groups = self._tentative.groups
+        changed = {groups[number].base for number in self._changed if number in groups}
+        return [w for w in order if w.job.index in self._new or w.job.base in changed]
+
+    def of(self, waiting: Waiting) -> list[Group]:
+        """Groups of the job's base model to try it against, by number."""
+        groups = self._tentative.groups
+        base = waiting.job.base
+        numbers = groups if self.is_new(waiting) else self._changed
+        return [groups[n] for n in sorted(numbers) if n in groups and groups[n].base == base]

@@ -20,10 +20,9 @@ from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.jobs import Group, Waiting
 from tlora_megatron.scheduler.policies.admission import start_alone
-from tlora_megatron.scheduler.policies.hosts import Hosts
-from tlora_megatron.scheduler.policies.reservation import soonest_nodes
+from tlora_megatron.scheduler.policies.held_gpus import soonest_nodes
 from tlora_megatron.scheduler.policies.separation import separate, shrink
-from tlora_megatron.scheduler.policies.tentative_groups import Proposal, TentativeGroups
+from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
 from tlora_megatron.scheduler.policy import Changes, Decision, Rules
 from tlora_megatron.scheduler.queue import WaitingQueue
 

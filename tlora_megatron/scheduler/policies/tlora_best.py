@@ -17,9 +17,8 @@ from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.jobs import Group, Waiting
 from tlora_megatron.scheduler.policies.admission import Choose, start_alone
-from tlora_megatron.scheduler.policies.hosts import Hosts
 from tlora_megatron.scheduler.policies.separation import grow, separate
-from tlora_megatron.scheduler.policies.tentative_groups import Proposal, TentativeGroups
+from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
 from tlora_megatron.scheduler.policies.tlora import MergeBenefit, list_schedule
 from tlora_megatron.scheduler.policy import Changes, Decision, Rules
 from tlora_megatron.scheduler.queue import WaitingQueue

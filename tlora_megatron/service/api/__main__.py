@@ -10,14 +10,16 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from tlora_megatron.service.api.app import make_app
-from tlora_megatron.service.api.server import make_server, prepare_process
+from tlora_megatron.service.api.server import make_app, make_server, prepare_process
 from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.arguments import (
+    add_keeping_arguments,
+    add_sampler_arguments,
+    keep_sessions_s,
+    open_sampler,
+)
 from tlora_megatron.service.front import Place, listen
-from tlora_megatron.service.home import Home
-from tlora_megatron.service.keeping import add_keeping_arguments, keep_sessions_s
-from tlora_megatron.service.place import store_place
-from tlora_megatron.service.sampling.arguments import add_sampler_arguments, open_sampler
+from tlora_megatron.service.home import Home, store_place
 from tlora_megatron.service.store import open_store
 
 

@@ -1,28 +1,171 @@
-"""The values that all routers of the service share: folder, store, bases and callers."""
+"""What all routers of a service share: folder, store, bases, callers, changes in groups, quotas."""
 
 from __future__ import annotations
 
+import asyncio
+import queue
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from fastapi.concurrency import run_in_threadpool
 
-from tlora_megatron.config.jobs import plain
 from tlora_megatron.config.schema import BaseModelSpec
-from tlora_megatron.service.api.changes import Changes
+from tlora_megatron.config.sections import plain
 from tlora_megatron.service.api.gate import Gate
-from tlora_megatron.service.api.quota import Quota
+from tlora_megatron.service.arguments import KEEP_SESSIONS_S
 from tlora_megatron.service.bases import read_bases
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.keeping import KEEP_SESSIONS_S
 from tlora_megatron.service.prepare.submission import base_key
 from tlora_megatron.service.sampling.sampler import InUse
-from tlora_megatron.service.store import Store
+from tlora_megatron.service.store import OverLimit, Store, StoreBusy, StoreFull, StoreUnreachable
+
+T = TypeVar("T")
+_MOST = 64
+"""Changes of a transaction: the controller waits for it."""
+_BROKEN = (StoreFull, StoreBusy, StoreUnreachable)
+"""After these nothing of a transaction is kept."""
+
+
+@dataclass(slots=True)
+class _Change:
+    call: Callable[[], Any]
+    future: Future[Any] = field(default_factory=Future)
+    value: Any = None
+    error: BaseException | None = None
+
+
+class Changes:
+    """Makes changes in a thread of its own, those that wait together in one transaction.
+
+    A change that the store refuses leaves the others of its transaction as they are.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: queue.SimpleQueue[_Change | None] = queue.SimpleQueue()
+        self._guard = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    async def make(self, call: Callable[[], T]) -> T:
+        """Makes a change of the store and returns its result; it is on the disk then."""
+        change = _Change(call)
+        with self._guard:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="changes", daemon=True)
+                self._thread.start()
+            self._waiting.put(change)
+        found: T = await asyncio.wrap_future(change.future)
+        return found
+
+    def close(self) -> None:
+        """Ends the thread after what waits."""
+        with self._guard:
+            if self._thread is not None:
+                self._waiting.put(None)
+                self._thread.join()
+                self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            batch = [self._waiting.get()]
+            while len(batch) < _MOST and not self._waiting.empty():
+                batch.append(self._waiting.get())
+            found = [change for change in batch if change is not None]
+            # Whoever asked may have gone away; what has begun is carried out all the same.
+            self._make([change for change in found if change.future.set_running_or_notify_cancel()])
+            if None in batch:
+                return
+
+    def _make(self, batch: list[_Change]) -> None:
+        broken: BaseException | None = None
+        try:
+            with self._store.transaction():
+                for change in batch:
+                    self._try(change)
+                    if isinstance(change.error, _BROKEN):
+                        broken = change.error
+                        raise broken
+        except BaseException as error:
+            broken = broken or error
+        for change in batch:
+            # One that refused by itself would have done so alone, too.
+            if broken is not None and change.error is None:
+                change.error = broken
+            if change.error is not None:
+                change.future.set_exception(change.error)
+            else:
+                change.future.set_result(change.value)
+
+    def _try(self, change: _Change) -> None:
+        try:
+            with self._store.part():
+                change.value = change.call()
+        except Exception as error:
+            change.error = error
+
+
+MEASURED_S = 15.0
+"""What doors keep is measured anew after so long; between, what is written is added."""
+
+
+class Quota:
+    """Holds tenants to the bytes that they may have; may be used by several threads."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._measures: list[Callable[[str], int]] = []
+        self._guard = threading.Lock()
+        self._known: dict[str, tuple[float, int]] = {}
+
+    def add_measure(self, measure: Callable[[str], int]) -> None:
+        """Counts what a door keeps for a tenant beside its uploads, in bytes."""
+        self._measures.append(measure)
+
+    def beside_uploads(self, tenant: str, *, fresh: bool = False) -> int:
+        """Bytes that doors keep for a tenant.
+
+        Args:
+            fresh: measures now; else what is known may be `MEASURED_S` old.
+        """
+        with self._guard:
+            measured_s, size = self._known.get(tenant, (float("-inf"), 0))
+        if not fresh and time.monotonic() < measured_s + MEASURED_S:
+            return size
+        now_s = time.monotonic()
+        size = sum(measure(tenant) for measure in self._measures)
+        with self._guard:
+            self._known[tenant] = now_s, size
+        return size
+
+    def check(self, tenant: str, size: int) -> None:
+        """Refuses bytes for which a tenant has no room.
+
+        Raises:
+            OverLimit: saying how much it has.
+        """
+        most = self._store.tenants.limits(tenant).upload_bytes
+        uploads = self._store.uploads.bytes_of(tenant)
+        if uploads + self.beside_uploads(tenant) + size <= most:
+            return
+        held = uploads + self.beside_uploads(tenant, fresh=True)  # a checkpoint may have made room
+        if held + size > most:
+            raise OverLimit(
+                f"the files and requests of a tenant must have at most {most:,} bytes together, "
+                f"got {held:,} and {size:,} more: checkpoints and a day's time free requests"
+            )
+
+    def note(self, tenant: str, size: int) -> None:
+        """Counts bytes that were written just now."""
+        with self._guard:
+            measured_s, known = self._known.get(tenant, (float("-inf"), 0))
+            self._known[tenant] = measured_s, known + size
+
 
 P = ParamSpec("P")
-T = TypeVar("T")
 Closer = Callable[[], Awaitable[None]]
 _KNOWN_S = 1.0
 """A controller gives a sign of life every three seconds."""

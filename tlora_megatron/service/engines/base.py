@@ -16,9 +16,8 @@ from typing import Generic, TypeVar
 
 from tlora_megatron.append_log import AppendLog
 from tlora_megatron.service.engines.protocol import Cursor, GangInfo, NodeInfo
-from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.messages import Command, GangEvent, GangSpec
+from tlora_megatron.service.messages import Command, GangEvent, GangFolder, GangSpec
 
 _ASKED = "the service has ended it"
 _LOOK_S = 0.005

@@ -13,13 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.service.engines.base import FolderEngine, GangHandle
-from tlora_megatron.service.engines.endings import blame, say_died
 from tlora_megatron.service.engines.preforked import COMMAND as WORKER_COMMAND
 from tlora_megatron.service.engines.preforked import PreforkedWorkers
-from tlora_megatron.service.engines.protocol import Cursor, NodeInfo
-from tlora_megatron.service.engines.ranks import RANK_COMMAND, WorkerSlots, inherited_environment
-from tlora_megatron.service.gang_folder import GangFolder
-from tlora_megatron.service.messages import GangEvent, GangSpec
+from tlora_megatron.service.engines.protocol import (
+    RANK_COMMAND,
+    Cursor,
+    NodeInfo,
+    WorkerSlots,
+    blame,
+    inherited_environment,
+    say_died,
+)
+from tlora_megatron.service.messages import GangEvent, GangFolder, GangSpec
 from tlora_megatron.service.supervisor import Child, ProcessHandle
 
 _HALF_STARTED = "its start was broken off, since the service ended in the middle of it"

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tlora_megatron.service.engines.ranks import WorkerSlots
-from tlora_megatron.service.gang_folder import GangFolder
+from tlora_megatron.service.engines.protocol import WorkerSlots
+from tlora_megatron.service.messages import GangFolder
 from tlora_megatron.service.supervisor import Child, available_memory_bytes
 
 logger = logging.getLogger(__name__)

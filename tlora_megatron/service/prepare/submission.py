@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlora_megatron.channel import Message
-from tlora_megatron.config.base_model import ignored_base_settings, read_base_model
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.config.jobs import (
+from tlora_megatron.config.load import SECTIONS
+from tlora_megatron.config.reader import unknown
+from tlora_megatron.config.sections import (
     as_job_list,
+    ignored_base_settings,
     ignored_job_settings,
     job_to_dict,
     plain,
+    read_base_model,
     read_job,
     read_jobs,
 )
-from tlora_megatron.config.load import SECTIONS
-from tlora_megatron.config.reader import unknown
 from tlora_megatron.config.source import apply_override, read_document
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 

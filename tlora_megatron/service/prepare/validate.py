@@ -16,13 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlora_megatron.config.base_model import read_base_model
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.config.jobs import job_to_dict
 from tlora_megatron.config.parallel_rules import check_no_portions
 from tlora_megatron.config.reader import must
 from tlora_megatron.config.rules import portion_of, resolve_job_paths
 from tlora_megatron.config.schema import BaseModelSpec
+from tlora_megatron.config.sections import job_to_dict, read_base_model
 from tlora_megatron.files import write_json
 from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.planner.workload import LengthHistogram, guessed_lengths

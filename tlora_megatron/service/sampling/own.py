@@ -1,4 +1,17 @@
-"""Samples by processes of our own, one a base: started when first asked, ended when idle."""
+"""Samples by a process of ours, asked over a Unix socket in lines of JSON.
+
+The socket is its user's alone, and lies in a folder of any depth.
+
+A connection carries one request, `{"op": ..., ...}`, and is closed to take it back:
+
+| op | fields | answers |
+|---|---|---|
+| `generate` | `prompts`, `seed` | `{"piece": ...}` for each piece, then `{"done": true}` |
+| `encode` | `text` or `messages` | `{"tokens": [...]}` |
+| `decode` | `tokens`, `each` | `{"text": ...}`, or `{"texts": [...]}` with one a token |
+
+`{"error": SENTENCE}` takes the place of an answer: of what was asked, not of the process.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +21,143 @@ import json
 import logging
 import os
 import secrets
+import socket
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tlora_megatron.channel import to_line
-from tlora_megatron.runtime.sampling.values import Piece, Prompt, SamplerLimits
+from tlora_megatron.runtime.sampling.values import (
+    Piece,
+    Prompt,
+    SamplerLimits,
+    SamplingParams,
+    Scores,
+    TokenLogprob,
+    TopLogprobs,
+)
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.sampling.sampler import (
     SamplerUnavailable,
     SamplingRefused,
     StreamingSampler,
 )
-from tlora_megatron.service.sampling.wire import connect, piece_from_json, prompt_to_json
 from tlora_megatron.service.supervisor import Child, last_words
+
+LINE_BYTES = 64 << 20
+"""The longest line that is read."""
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+_MOST_BYTES = 100
+"""Bytes of a socket's address, at most; the kernel takes 107."""
+T = TypeVar("T")
+
+
+def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
+    """A prompt without the fields that have their defaults."""
+    return _lean(prompt) | ({"params": _lean(prompt.params)})
+
+
+def prompt_from_json(value: Any) -> Prompt:
+    """Reads a prompt.
+
+    Raises:
+        ValueError: for what is none.
+    """
+    found = dict(_fields(Prompt, value, "prompt"))
+    params = dict(_fields(SamplingParams, found.pop("params", {}), "params"))
+    for name in ("stop", "stop_tokens"):
+        if name in params:
+            params[name] = tuple(params[name])
+    tokens = found.pop("tokens", ())
+    return Prompt(tokens=tuple(map(int, tokens)), params=SamplingParams(**params), **found)
+
+
+def piece_to_json(piece: Piece) -> dict[str, Any]:
+    """A piece without the fields that have their defaults."""
+    return _lean(piece)
+
+
+def piece_from_json(value: Mapping[str, Any]) -> Piece:
+    """Reads what `piece_to_json` wrote."""
+    found = dict(value)
+    for name in ("tokens", "logprobs"):
+        found[name] = tuple(found.get(name, ()))
+    found["top_logprobs"] = tuple(map(_top, found.get("top_logprobs", ())))
+    if scores := found.get("scores"):
+        top = tuple(None if one is None else _top(one) for one in scores.get("top", ()))
+        found["scores"] = Scores(logprobs=tuple(scores["logprobs"]), top=top)
+    return Piece(**found)
+
+
+def _top(pairs: Any) -> TopLogprobs:
+    return tuple(TokenLogprob(int(token), float(logprob)) for token, logprob in pairs)
+
+
+def _lean(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults."""
+    defaults = {field.name: field.default for field in fields(value)}
+    return {
+        name: one
+        for name, one in asdict(value).items()
+        if defaults[name] is MISSING or getattr(value, name) != defaults[name]
+    }
+
+
+def _fields(kind: type[Any], value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} must be an object, got {type(value).__name__}")
+    known = {field.name for field in fields(kind)}
+    if unknown := sorted(set(value) - known):
+        raise ValueError(f"{what} must have only {', '.join(sorted(known))}, got {unknown[0]}")
+    return value
+
+
+async def serve(path: Path, handler: Handler) -> asyncio.Server:
+    """Listens at a path, in the place of whoever did before; of mode 0600 from the start."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with suppress(FileNotFoundError):
+        path.unlink()
+    with _short(path) as address:
+        listener.bind(address)  # nobody can connect before it listens
+        os.chmod(path, 0o600)
+    return await asyncio.start_unix_server(handler, sock=listener, limit=LINE_BYTES)
+
+
+async def connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connects to a path.
+
+    Raises:
+        OSError: if nobody listens there.
+    """
+    with _short(path) as address:
+        return await asyncio.open_unix_connection(address, limit=LINE_BYTES)
+
+
+@contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """Yields a short name of a path."""
+    if len(os.fsencode(path)) <= _MOST_BYTES:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from tlora_megatron.runtime.sampling.batcher import Batcher
 from tlora_megatron.runtime.sampling.opening import open_batcher
 from tlora_megatron.runtime.sampling.tracks import Request
 from tlora_megatron.runtime.sampling.values import Piece, SamplerLimits
-from tlora_megatron.service.sampling.wire import piece_to_json, prompt_from_json, serve
+from tlora_megatron.service.sampling.own import piece_to_json, prompt_from_json, serve
 from tlora_megatron.training.data.tokenize import encode_prompt
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from tlora_megatron.runtime.sampling.text import gather
-from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt
+from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt, gather
 from tlora_megatron.service.home import remove_folder
 
 

@@ -7,21 +7,6 @@ except ImportError as error:
         "a service's store needs SQLAlchemy: pip install 'tlora-megatron[serve]'"
     ) from error
 
-from tlora_megatron.service.store.errors import (
-    IllegalChange,
-    KeyReused,
-    LeaseHeld,
-    LockHeld,
-    LockLost,
-    NameTaken,
-    NotFound,
-    OverLimit,
-    Refusal,
-    StoreBusy,
-    StoreError,
-    StoreFull,
-    StoreUnreachable,
-)
 from tlora_megatron.service.store.rows import (
     LOCAL,
     SCOPES,
@@ -51,8 +36,21 @@ from tlora_megatron.service.store.states import (
     LIVE,
     OVER,
     GangState,
+    IllegalChange,
     JobState,
+    KeyReused,
+    LeaseHeld,
+    LockHeld,
+    LockLost,
+    NameTaken,
+    NotFound,
+    OverLimit,
+    Refusal,
     RequestedAction,
+    StoreBusy,
+    StoreError,
+    StoreFull,
+    StoreUnreachable,
 )
 from tlora_megatron.service.store.store import Store, open_store
 

@@ -21,7 +21,7 @@ from sqlalchemy import Connection, Engine, select
 from sqlalchemy.exc import DBAPIError, InternalError, OperationalError
 
 from tlora_megatron.service.store import tables
-from tlora_megatron.service.store.errors import (
+from tlora_megatron.service.store.states import (
     LockLost,
     StoreBusy,
     StoreError,

@@ -14,10 +14,9 @@ from sqlalchemy import Connection, bindparam, delete, desc, exists, func, select
 from tlora_megatron.service.messages import Command, CommandKind, GangEvent, GangSpec
 from tlora_megatron.service.store import tables
 from tlora_megatron.service.store.database import Database
-from tlora_megatron.service.store.errors import IllegalChange, NotFound
 from tlora_megatron.service.store.events import record
 from tlora_megatron.service.store.rows import Gang
-from tlora_megatron.service.store.states import GANG_CHANGES, GangState
+from tlora_megatron.service.store.states import GANG_CHANGES, GangState, IllegalChange, NotFound
 from tlora_megatron.service.store.tables import find_all, gang_of, query_of, values_of
 
 _GANG, _COMMAND = tables.gang.c, tables.command.c

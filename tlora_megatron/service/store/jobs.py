@@ -10,11 +10,18 @@ from sqlalchemy import ColumnElement, Connection, bindparam, desc, func, select,
 
 from tlora_megatron.service.store import tables
 from tlora_megatron.service.store.database import Database
-from tlora_megatron.service.store.errors import IllegalChange, NotFound
 from tlora_megatron.service.store.events import record
 from tlora_megatron.service.store.leases import end_lease
 from tlora_megatron.service.store.rows import Job, NewJob, Progress
-from tlora_megatron.service.store.states import JOB_CHANGES, LIVE, OVER, JobState, RequestedAction
+from tlora_megatron.service.store.states import (
+    JOB_CHANGES,
+    LIVE,
+    OVER,
+    IllegalChange,
+    JobState,
+    NotFound,
+    RequestedAction,
+)
 from tlora_megatron.service.store.submitting import insert_jobs
 from tlora_megatron.service.store.tables import find_all, find_one, in_parts, job_of, query_of
 

@@ -14,9 +14,8 @@ from sqlalchemy import Connection, func, select, text
 
 from tlora_megatron.config.reader import must
 from tlora_megatron.service.store import tables
-from tlora_megatron.service.store.errors import KeyReused, NameTaken, OverLimit
 from tlora_megatron.service.store.rows import Job, NewJob
-from tlora_megatron.service.store.states import OVER, JobState
+from tlora_megatron.service.store.states import OVER, JobState, KeyReused, NameTaken, OverLimit
 from tlora_megatron.service.store.tables import in_parts, query_of, values_of
 
 _JOB = tables.job.c

@@ -36,8 +36,7 @@ from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from tlora_megatron.service.messages import Command, GangSpec
 from tlora_megatron.service.store import rows
-from tlora_megatron.service.store.errors import NotFound
-from tlora_megatron.service.store.states import OVER
+from tlora_megatron.service.store.states import OVER, NotFound
 
 Row = TypeVar("Row")
 Item = TypeVar("Item")

@@ -14,8 +14,8 @@ from sqlalchemy import Connection, desc, func, select, update
 from tlora_megatron.service.home import check_tenant
 from tlora_megatron.service.store import tables
 from tlora_megatron.service.store.database import Database
-from tlora_megatron.service.store.errors import NotFound, OverLimit
 from tlora_megatron.service.store.rows import SCOPES, NewUpload, TenantLimits, Token, Upload
+from tlora_megatron.service.store.states import NotFound, OverLimit
 from tlora_megatron.service.store.tables import find_all, find_one, query_of, values_of
 
 PREFIX = "tml-tlora-"

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from tlora_megatron.channel import LinePipe
 from tlora_megatron.ops.kernel_build import build_early
-from tlora_megatron.service.gang_folder import GangFolder
+from tlora_megatron.service.messages import GangFolder
 from tlora_megatron.service.worker import rank as rank_process
 
 

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
 
 from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
-from tlora_megatron.runtime.launcher import describe_failure, is_lost_connection, leave
-from tlora_megatron.service.engines.ranks import HOST_VARIABLE
-from tlora_megatron.service.gang_folder import GangFolder
+from tlora_megatron.runtime.ranks import describe_failure, is_lost_connection, leave
+from tlora_megatron.service.engines.protocol import HOST_VARIABLE
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.messages import EventKind, GangSpec
-from tlora_megatron.service.sampling.likeness import (
+from tlora_megatron.service.messages import EventKind, GangFolder, GangSpec
+from tlora_megatron.service.sampling.vllm.probe import (
     MOST_TOKENS,
     TEXT,
     BaseScores,
@@ -35,8 +34,7 @@ from tlora_megatron.service.sampling.likeness import (
 )
 from tlora_megatron.service.supervisor import identity_of
 from tlora_megatron.service.worker.gang_logs import CommandReader, EventWriter
-from tlora_megatron.service.worker.meeting import leave_together, meet, own_address
-from tlora_megatron.service.worker.peer_watchdog import peer_watchdog
+from tlora_megatron.service.worker.peers import leave_together, meet, own_address, peer_watchdog
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -148,7 +146,7 @@ class RankProcess:
 
     def _score_base(self, loop: Loop, config: RunConfig, store: Store) -> None:
         """Leaves word of what the base says of a few tokens, unless somebody has; collective."""
-        from tlora_megatron.training.resident.base_scores import score_base
+        from tlora_megatron.training.resident.client_steps import score_base
 
         home, base = Home(Path(self._spec.root)), self._spec.base_model
         if self._rank == 0:

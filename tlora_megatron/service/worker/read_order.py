@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config.jobs import read_job
 from tlora_megatron.config.schema import RunConfig
+from tlora_megatron.config.sections import read_job
 from tlora_megatron.service.below import UserFiles
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import JobOrder
 from tlora_megatron.training.data.job_data import TokenCache
 from tlora_megatron.training.data.jsonl_file import JsonlFile
 from tlora_megatron.training.preparation import PreparedJob
-from tlora_megatron.training.run.job_folders import check_job_folders
+from tlora_megatron.training.run.job_admission import check_job_folders
 from tlora_megatron.training.run.job_reader import JobReader
 
 

@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tlora_megatron.page.document import in_two_widths
-from tlora_megatron.page.svg import BAD, CARD, JOB, NUM_COLORS, TEXT, css_color, draw, paint_color
+from tlora_megatron.page import (
+    BAD,
+    CARD,
+    JOB,
+    NUM_COLORS,
+    TEXT,
+    css_color,
+    draw,
+    in_two_widths,
+    paint_color,
+)
 from tlora_megatron.training.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:

@@ -14,8 +14,18 @@ from typing import Any
 import numpy as np
 
 from tlora_megatron.files import BY_UMASK, read_object, write_atomic
-from tlora_megatron.page.document import document, facts, legend, panels, swatch, table, tiles
-from tlora_megatron.page.svg import NUM_COLORS, compact, css_color
+from tlora_megatron.page import (
+    NUM_COLORS,
+    compact,
+    css_color,
+    document,
+    facts,
+    legend,
+    panels,
+    swatch,
+    table,
+    tiles,
+)
 from tlora_megatron.timeline import time_line
 from tlora_megatron.training.nano.trace import TraceLine, read_trace
 from tlora_megatron.training.report.curves import (

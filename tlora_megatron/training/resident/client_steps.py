@@ -1,18 +1,34 @@
-"""Optimizer steps that clients ask for, those of several jobs together."""
+"""Carries out what clients ask, at the boundaries between rounds: passes, steps together, scores.
+
+All ranks do the same behind the same round: the first one says how many requests there are, each
+reads them, and results are gathered before any rank uses them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tlora_megatron.config.job import OptimizerSpec
-from tlora_megatron.training.driven.requests import AdamParams, Answer
-from tlora_megatron.training.driven.state import DrivenState
+from tlora_megatron.config.sections import read_job
+from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.training.driven.requests import (
+    AdamParams,
+    Answer,
+    Clients,
+    Request,
+    RequestError,
+    check_request,
+)
+from tlora_megatron.training.driven.state import NO_DATA, DrivenState, OpenPlan, gathered, judge
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_adapters
-from tlora_megatron.training.super_model import StepReport
+from tlora_megatron.training.preparation import PreparedJob, start_job
+from tlora_megatron.training.resident.saved_states import StateFiles
+from tlora_megatron.training.super_model import Engine, StepReport, SuperModel
 
 
 class Asked(NamedTuple):
@@ -68,3 +84,245 @@ def _note(loop: Loop, asked: Asked, outcome: StepOutcome) -> Answer:
     loop.note_step(StepReport(job, reported, adam.learning_rate, tokens, targets, job.batch_time_s))
     job.batch_time_s = 0.0
     return Answer(metrics={"grad_norm": outcome.grad_norm}, values={"step": job.updates})
+
+
+_RANK = 8
+"""Of an adapter that is still 0: it changes no bit of the base."""
+
+
+def score_base(
+    super_model: SuperModel[Engine], spec: Backbone, tokens: Sequence[int]
+) -> np.ndarray:
+    """Log-probabilities of all tokens but the first, fp32; waits for the device.
+
+    Collective over the world; the super-model must have no job.
+    """
+    assert not super_model.jobs, "the base is scored before jobs come"
+    lora = {"rank": _RANK, "target_modules": ["q_proj"]}
+    entry = {"name": "base", "driven": True, "lora": lora, "max_seq_len": len(tokens)}
+    prepared = PreparedJob(
+        spec=read_job(entry, None), data=NO_DATA, plan=OpenPlan(), checkpoint=None, imported=None
+    )
+    job = start_job(prepared, spec, super_model.bank.new_slab(prepared.spec.lora))
+    assert isinstance(job, DrivenState), "it is driven"
+    arrays: dict[str, np.ndarray] = {
+        "lengths": np.array([len(tokens) - 1], np.int32),
+        "tokens": np.array(tokens[:-1], np.int32),
+        "targets": np.array(tokens[1:], np.int64),
+    }
+    super_model.set_jobs([job])
+    try:
+        job.begin(1, Request(op="forward", arrays=arrays), super_model.groups.device)
+        while job.to_score:
+            (job.to_score,) = super_model.forward_part([job.to_score])
+        return gathered([job])[0]
+    finally:
+        super_model.set_jobs([])
+
+
+News = Mapping[str, Any]
+"""News that the first rank has seen: `upto`, last request of each job with new ones; `answered`,
+those of them that somebody has answered before; `full`, jobs that cannot be saved now."""
+_AHEAD = 64
+"""Requests of a job that are looked for beyond the last one that was carried out."""
+_CHANGE_NOTHING = ("forward", "save_state", "save_for_sampler")
+
+
+class _Next(NamedTuple):
+    job: DrivenState
+    number: int
+    request: Request
+
+
+class RequestExecutor:
+    """The requests of all driven jobs of a loop.
+
+    Args:
+        clients: who keeps the requests.
+    """
+
+    def __init__(self, loop: Loop, clients: Clients) -> None:
+        self._loop = loop
+        self._model = loop.super_model
+        self._is_writer = self._model.groups.is_writer
+        self._clients = clients
+        self._answered: dict[str, set[int]] = {}
+        """Requests that were answered before this loop got to them, by job."""
+        self._files = StateFiles(loop, clients, self._answer)
+        loop.files.before_checkpoint = clients.flush
+        loop.saves.on_counted = self._counted
+
+    @property
+    def jobs(self) -> list[DrivenState]:
+        """The driven jobs that train, in slot order."""
+        jobs = self._model.jobs
+        return [job for job in jobs if isinstance(job, DrivenState) and job.is_active]
+
+    @property
+    def has_work(self) -> bool:
+        """True if sequences wait that run without gradients."""
+        return any(job.to_score for job in self.jobs)
+
+    @property
+    def is_held_up(self) -> bool:
+        """True if a request waits for the disk."""
+        return any(job.done < job.known and job.running is None for job in self.jobs)
+
+    @property
+    def has_news(self) -> bool:
+        """True if some job has a request that no rank knows of; the first rank asks."""
+        return any(
+            job.known < job.done + _AHEAD and self._clients.has_request(job.name, job.known + 1)
+            for job in self.jobs
+        )
+
+    def news(self) -> News | None:
+        """Returns the first rank's news for the others; None if there is no driven job."""
+        jobs = self.jobs
+        if not jobs:
+            return None
+        upto: dict[str, int] = {}
+        answered: dict[str, list[int]] = {}
+        for job in jobs:
+            last = job.known
+            while last < job.done + _AHEAD and self._clients.has_request(job.name, last + 1):
+                last += 1
+            if last > job.known:
+                upto[job.name] = last
+                numbers = range(job.known + 1, last + 1)
+                old = [n for n in numbers if self._clients.is_answered(job.name, n)]
+                answered |= {job.name: old} if old else {}
+        full = [job.name for job in jobs if not self._loop.saver.can_take(job)]
+        return {"upto": upto, "answered": answered, "full": full}
+
+    def forward_part(self) -> None:
+        """Runs a micro-batch of the sequences that wait without gradients, if there are any."""
+        if not self.has_work:
+            return
+        slots = self._model.jobs
+        queues = [(j.to_score or []) if isinstance(j, DrivenState) else [] for j in slots]
+        left = self._model.forward_part(queues)
+        for job, rest in zip(slots, left, strict=True):
+            if isinstance(job, DrivenState) and job.to_score is not None:
+                job.to_score = rest
+
+    def loads(self) -> dict[str, int | None]:
+        """How far states are read that jobs wait for; see `agreement.Readiness`."""
+        return self._files.loads()
+
+    def advance(self, news: News | None, ready: Mapping[str, bool]) -> None:
+        """Answers what has run, and carries out what can be; every rank with the same news.
+
+        Args:
+            ready: of `loads`, what the ranks have agreed on.
+        """
+        if news is None:
+            return
+        jobs = self.jobs
+        names = {job.name for job in jobs}
+        self._files.forget(names)
+        self._answered = {name: old for name, old in self._answered.items() if name in names}
+        for job in jobs:
+            job.known = news["upto"].get(job.name, job.known)
+            self._answered.setdefault(job.name, set()).update(news["answered"].get(job.name, ()))
+        self._end_requests([job for job in jobs if job.has_run])
+        for job in jobs:
+            if job.name in ready and self._files.is_loading(job):
+                self._files.take_up(job, is_read=ready[job.name])
+        self._files.full = set(news["full"])
+        steps = {job.name: job.step for job in jobs}
+        while self._carry_out(jobs):
+            pass
+        self._loop.saves.save_due([job for job in jobs if job.step > steps[job.name]])
+        for job in jobs:
+            if job.has_left:
+                self._loop.end(job)
+                del self._answered[job.name]
+
+    def flush(self) -> None:
+        """Waits until all answers are on the disk, where they are written."""
+        if self._is_writer:
+            self._clients.flush(None)
+
+    def _end_requests(self, jobs: Sequence[DrivenState]) -> None:
+        if not jobs:
+            return
+        for job, logprobs in zip(jobs, gathered(jobs), strict=True):
+            running = job.running
+            assert running is not None, "it has run"
+            verdict = judge(running.request, logprobs)
+            job.end(is_good=verdict.error is None, loss=verdict.loss)
+            if verdict.error is not None:
+                self._refuse(job, running.number, verdict.error)
+                continue
+            metrics = {"loss:sum": verdict.loss}
+            self._answer(job, running.number, Answer(metrics=metrics, logprobs=logprobs))
+
+    def _carry_out(self, jobs: Sequence[DrivenState]) -> bool:
+        """Carries out the next request of every job that has one; False if none has."""
+        found = [entry for job in jobs if (entry := self._next(job)) is not None]
+        if not found:
+            return False
+        asked = []
+        moved = False
+        for job, number, request in found:
+            if request.op == "optim_step":
+                asked.append(Asked(job, number, request.adam()))
+            elif not self._carry_out_one(job, number, request):
+                continue  # it waits
+            moved = True
+        for one, answer in step_together(self._loop, asked):
+            self._answer(one.job, one.number, answer)
+        return moved
+
+    def _next(self, job: DrivenState) -> _Next | None:
+        """A job's next request, if it can be carried out; a wrong one is answered and passed."""
+        if self._files.is_loading(job):
+            return None
+        while job.done < job.known and job.running is None and not job.has_left:
+            number = job.done + 1
+            try:
+                request = self._clients.read(job.name, number)
+                model = self._loop.backbone
+                longest = job.spec.max_seq_len
+                check_request(request, vocab_size=model.vocab_size, longest=longest)
+            except RequestError as error:
+                job.finish(number)
+                self._refuse(job, number, str(error))
+                continue
+            is_old = number in self._answered.get(job.name, ())
+            if is_old and request.op in _CHANGE_NOTHING:
+                job.finish(number)
+                continue
+            return _Next(job, number, request)
+        return None
+
+    def _carry_out_one(self, job: DrivenState, number: int, request: Request) -> bool:
+        """Carries out a request that is no optimizer step; False if it must wait."""
+        if request.has_sequences:
+            job.begin(number, request, self._model.groups.device)
+            return True
+        if request.op == "leave":
+            job.has_left = True
+            job.finish(number)
+            self._answer(job, number, Answer(values={"step": job.updates}))
+            return True
+        carry_out: Mapping[str, Callable[[DrivenState, int, Request], bool]] = {
+            "save_state": self._files.save_state,
+            "save_for_sampler": self._files.save_for_sampler,
+            "load_state": self._files.load_state,
+        }
+        return carry_out[request.op](job, number, request)
+
+    def _answer(self, job: DrivenState, number: int, answer: Answer) -> None:
+        self._answered.get(job.name, set()).discard(number)
+        if self._is_writer:
+            self._clients.answer(job.name, number, answer)
+
+    def _refuse(self, job: DrivenState, number: int, error: str) -> None:
+        self._answer(job, number, Answer(error=error, category="user"))
+
+    def _counted(self, job: str, number: int) -> None:
+        """Hears that a checkpoint is on the disk, on the thread that trains."""
+        if self._is_writer:
+            self._clients.covered(job, number)

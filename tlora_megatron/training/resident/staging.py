@@ -21,7 +21,7 @@ from tlora_megatron.training.job_saves import SavePolicy, StagedJob
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.metrics import JobMetrics
 from tlora_megatron.training.preparation import PreparedJob, start_job
-from tlora_megatron.training.resident.locked_ring import LockedRing
+from tlora_megatron.training.resident.saved_states import LockedRing
 
 Order = Mapping[str, Any]
 """A request to prepare a job: `job` (its name here), `document`, and when to save it:

@@ -14,8 +14,7 @@ from tests.helpers.launch import HANG_S
 from tests.helpers.stored_jobs import finish, printed, serve_gang, start, submit
 from tlora_megatron.cli.main import main
 from tlora_megatron.config.reader import ConfigError
-from tlora_megatron.service.home import Home, make_folder
-from tlora_megatron.service.place import remember_store, store_place
+from tlora_megatron.service.home import Home, make_folder, remember_store, store_place
 from tlora_megatron.service.store import JobState, Store
 
 ON_SERVICES = [

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.planner_case import HARDWARE
-from tlora_megatron.cli.auto_plan import planned_overrides
 from tlora_megatron.cli.main import main
 from tlora_megatron.cli.plan.deployments import deployments_document
+from tlora_megatron.cli.planner_options import planned_overrides
 from tlora_megatron.cli.profile import profile_json
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.reader import ConfigError

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tlora_megatron.cli.auto_plan import planned_overrides
 from tlora_megatron.cli.main import main
+from tlora_megatron.cli.planner_options import planned_overrides
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.parallel_rules import check_run_over_experts
 from tlora_megatron.planner.candidate import Plan

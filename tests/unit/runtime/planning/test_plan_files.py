@@ -19,8 +19,8 @@ import yaml
 from tests.helpers.fp8_folders import make_fp8_folder, set_quantization
 from tests.helpers.launch import HANG_S
 from tests.helpers.planner_case import HARDWARE
-from tlora_megatron.cli.auto_plan import planned_overrides
 from tlora_megatron.cli.main import main
+from tlora_megatron.cli.planner_options import planned_overrides
 from tlora_megatron.cli.profile import profile_json
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.reader import ConfigError

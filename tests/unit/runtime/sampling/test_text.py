@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.tiny_tokenizer import EOS_ID, byte_ids, tiny_tokenizer
-from tlora_megatron.runtime.sampling.text import TextStream
+from tlora_megatron.runtime.sampling.values import TextStream
 
 TOKENIZER = tiny_tokenizer()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.service.api.changes import Changes
+from tlora_megatron.service.api.service import Changes
 from tlora_megatron.service.store import NewJob, Store, StoreFull, open_store
 
 

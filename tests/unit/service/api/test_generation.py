@@ -15,12 +15,12 @@ import pytest
 from tests.helpers.http_service import BASE, Door, bearer, listening, open_door
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.runtime.sampling.values import Piece, Prompt
-from tlora_megatron.service.home import Home
-from tlora_megatron.service.sampling.arguments import (
+from tlora_megatron.service.arguments import (
     add_sampler_arguments,
     open_sampler,
     sampler_words,
 )
+from tlora_megatron.service.home import Home
 from tlora_megatron.service.sampling.own import OwnSampler
 from tlora_megatron.service.sampling.sampler import (
     SamplerUnavailable,

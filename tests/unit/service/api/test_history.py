@@ -14,8 +14,7 @@ import pytest
 from tests.helpers.http_service import Door, bearer, listening
 from tests.helpers.launch import HANG_S
 from tests.helpers.stored_jobs import finish, serve_gang, start
-from tlora_megatron.service.api.native.following import Following, Listener
-from tlora_megatron.service.api.native.history import last_rows
+from tlora_megatron.service.api.native.history import Following, Listener, last_rows
 from tlora_megatron.service.history import Place
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.store import JobState, NewJob
@@ -130,8 +129,8 @@ def _listener(token: str = "t") -> Listener:
 def test_many_listeners_cost_one_look_and_one_that_lags_loses_nothing(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tlora_megatron.service.api.native.following._LOOK_S", 0.01)
-    monkeypatch.setattr("tlora_megatron.service.api.native.following._KEPT", 5)
+    monkeypatch.setattr("tlora_megatron.service.api.native.history._LOOK_S", 0.01)
+    monkeypatch.setattr("tlora_megatron.service.api.native.history._KEPT", 5)
     job = _running(door)
     _step(door, job, 1)
     following = Following(door.store, door.home)
@@ -161,7 +160,7 @@ def test_many_listeners_cost_one_look_and_one_that_lags_loses_nothing(
 
 
 def test_a_stream_ends_with_its_token(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlora_megatron.service.api.native.following._LOOK_S", 0.01)
+    monkeypatch.setattr("tlora_megatron.service.api.native.history._LOOK_S", 0.01)
     job = _running(door)
     made = door.store.tokens.make("ann")
     following = Following(door.store, door.home)

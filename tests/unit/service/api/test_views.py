@@ -14,7 +14,7 @@ from tests.helpers.http_service import Door, bearer, listening
 from tests.helpers.launch import HANG_S
 from tests.helpers.live_service import folder_in_memory
 from tests.helpers.shown_service import ShownService, shown_service
-from tlora_megatron.service.api.page import views, watching
+from tlora_megatron.service.api.page import router, views
 from tlora_megatron.service.api.page.facts import Viewer, read_facts
 from tlora_megatron.service.store import JobState, NewJob
 
@@ -162,7 +162,7 @@ def test_a_stream_ends_when_its_token_is_revoked(busy: Door) -> None:
 def test_a_tenant_may_not_open_streams_without_end(
     busy: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "MOST_STREAMS", 1)
+    monkeypatch.setattr(router, "MOST_STREAMS", 1)
     with listening(busy.app) as address, stream(address, busy.token("eve")) as first:
         lines = first.iter_lines()
         next(lines)

@@ -16,9 +16,15 @@ from tests.helpers.fake_vllm import make_app
 from tests.helpers.http_service import listening
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, TokenLogprob
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.sampling.likeness import TEXT, BaseScores, dtype_of_logits, write_scores
 from tlora_megatron.service.sampling.sampler import SamplingRefused
-from tlora_megatron.service.sampling.vllm.probe import Probe, ProbeSettings
+from tlora_megatron.service.sampling.vllm.probe import (
+    TEXT,
+    BaseScores,
+    Probe,
+    ProbeSettings,
+    dtype_of_logits,
+    write_scores,
+)
 from tlora_megatron.service.sampling.vllm.sampler import VllmSampler
 from tlora_megatron.service.sampling.vllm.server import Server
 

@@ -13,8 +13,8 @@ from tests.helpers.tiny_tokenizer import byte_ids, tiny_tokenizer
 from tlora_megatron.channel import to_line
 from tlora_megatron.runtime.sampling.tracks import Request, Tell
 from tlora_megatron.runtime.sampling.values import Piece, Prompt, SamplingParams, Scores
+from tlora_megatron.service.sampling.own import connect, prompt_to_json
 from tlora_megatron.service.sampling.process import SamplingProcess
-from tlora_megatron.service.sampling.wire import connect, prompt_to_json
 
 
 class Endless:

@@ -28,8 +28,8 @@ from tlora_megatron.service.store import (
     StoreFull,
     StoreUnreachable,
     open_store,
-    opening,
 )
+from tlora_megatron.service.store import store as opening
 
 
 def test_the_files_are_the_users_alone(tmp_path: Path) -> None:

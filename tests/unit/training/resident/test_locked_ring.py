@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tlora_megatron.training.resident.locked_ring import LockedRing
+from tlora_megatron.training.resident.saved_states import LockedRing
 
 
 class LateStream:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tlora_megatron.training.formats.peft import CONFIG_NAME
-from tlora_megatron.training.run.job_folders import check_job_folders
+from tlora_megatron.training.run.job_admission import check_job_folders
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.training.stopping import hang_watch
-from tlora_megatron.training.stopping.hang_watch import Beat, HangWatch
+from tlora_megatron.training.stopping import run_watch
+from tlora_megatron.training.stopping.run_watch import Beat, HangWatch
 from tlora_megatron.training.stopping.signals import StopSignals
 
 LIMIT_S = 0.4
@@ -19,8 +19,8 @@ LIMIT_S = 0.4
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_watch, "_FIRST_ROUNDS", 0)
-    monkeypatch.setattr(hang_watch, "_LOOK_S", 0.1)
+    monkeypatch.setattr(run_watch, "_FIRST_ROUNDS", 0)
+    monkeypatch.setattr(run_watch, "_LOOK_S", 0.1)
 
 
 class Run:
@@ -60,7 +60,7 @@ def test_a_rank_that_has_stopped_is_named(run: Run) -> None:
 def test_a_signal_does_not_wait_for_a_rank_that_has_died(
     monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    monkeypatch.setattr(hang_watch, "_FIRST_ROUNDS", 1)  # there is patience for 600 s
+    monkeypatch.setattr(run_watch, "_FIRST_ROUNDS", 1)  # there is patience for 600 s
     with run.watch.watching():
         run.watch.tick("round 4")
         assert not run.has_ended.wait(2 * LIMIT_S)
@@ -113,7 +113,7 @@ def test_verdicts(run: Run) -> None:
 
 
 def test_the_first_rounds_have_longer(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    monkeypatch.setattr(hang_watch, "_FIRST_ROUNDS", 3)
+    monkeypatch.setattr(run_watch, "_FIRST_ROUNDS", 3)
     patience = []
     for _ in range(4):
         patience.append(run.watch._patience_s)

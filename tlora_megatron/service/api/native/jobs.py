@@ -1,4 +1,4 @@
-"""`/v1/jobs`: sends jobs, lists them, looks at one, and ends or holds it."""
+"""`/v1/jobs`: sends jobs, lists them, looks at one, ends or holds it; the shapes of answers."""
 
 from __future__ import annotations
 
@@ -6,20 +6,117 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 
 from tlora_megatron.service.api.errors import ApiError, missing
 from tlora_megatron.service.api.gate import Caller, Reader, Submitter
-from tlora_megatron.service.api.native.wire import (
-    DOCUMENT,
-    JobAnswer,
-    JobsAnswer,
-    JobsPage,
-    answers,
-)
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting import read_body, submit
 from tlora_megatron.service.rows import job_to_dict
 from tlora_megatron.service.store import LIVE, Job, JobState, NotFound, RequestedAction
+
+_EXAMPLE = """\
+base_model: quickstart
+name: mirror
+data: {train: file-0123456789abcdef01234567}
+lora: {rank: 16}
+max_steps: 200
+service: {gpus: 1, max_slowdown: 1.5, priority: 0}
+"""
+
+
+class JobAnswer(BaseModel):
+    """A job; times are Unix seconds."""
+
+    id: str
+    name: str
+    tenant: str
+    state: str
+    wish: str | None
+    step: int
+    num_steps: int | None
+    tokens: int
+    loss: float | None
+    error: str | None
+    gang: str | None
+    gang_epoch: int | None
+    submitted_at: float
+    started_at: float | None
+    ended_at: float | None
+
+
+class JobsAnswer(BaseModel):
+    """The jobs of a submit."""
+
+    jobs: list[JobAnswer]
+    warnings: list[str]
+    served: bool
+
+
+class JobsPage(BaseModel):
+    """A page of jobs."""
+
+    jobs: list[JobAnswer]
+    next: str | None
+    """`after` of the next page; null behind the last one."""
+    counts: dict[str, int] | None
+    served: bool
+
+
+class CheckpointAnswer(BaseModel):
+    """A checkpoint on the disk."""
+
+    step: int
+    bytes: int
+    written_at: float
+
+
+class CheckpointsAnswer(BaseModel):
+    """The checkpoints of a job, the newest first."""
+
+    checkpoints: list[CheckpointAnswer]
+
+
+class ErrorBody(BaseModel):
+    """Why a request was refused."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every refusal."""
+
+    error: ErrorBody
+
+
+_WORDS = {
+    404: "there is no such job, or it is another tenant's",
+    409: "the job's state, its name or the idempotency key forbids it",
+}
+
+
+def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Refusals of a route, for the OpenAPI page."""
+    return {status: {"model": ErrorAnswer, "description": _WORDS[status]} for status in statuses}
+
+
+DOCUMENT: dict[str, Any] = {
+    "openapi_extra": {
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/yaml": {"schema": {"type": "string"}, "example": _EXAMPLE},
+                "application/json": {"schema": {"type": "object"}},
+            },
+        }
+    },
+    "responses": answers(409),
+}
+"""The OpenAPI page's description of a submit, besides its answer."""
+
 
 _FOR_ADMINS = ("granted", "released")
 _OF_GANGS = "its gang ended or was arranged anew: it goes on from its last checkpoint"

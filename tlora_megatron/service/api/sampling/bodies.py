@@ -9,15 +9,15 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tlora_megatron.config.jobs import plain
+from tlora_megatron.config.sections import plain
 from tlora_megatron.runtime.sampling.values import SamplingParams
 from tlora_megatron.service.api.errors import ApiError, missing, refused
 from tlora_megatron.service.api.gate import Caller
 from tlora_megatron.service.api.native.jobs import own_job
 from tlora_megatron.service.api.openai.objects import split_model
 from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.bases import base_of_job
 from tlora_megatron.service.prepare.submission import base_key
-from tlora_megatron.service.sampling.bases import base_of_job
 from tlora_megatron.service.store import Job
 
 ADAPTER = "adapter"

@@ -1,21 +1,169 @@
-"""What a tenant's Tinker clients have here: sessions, models, samplers, checkpoints, futures."""
+"""What a tenant's Tinker clients have here: sessions, models, checkpoints, and their answers."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from fastapi import Response
+from fastapi.responses import JSONResponse
 
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.api.tinker.checkpoints import Checkpoints
+from tlora_megatron.service.api.tinker.checkpoints import EPHEMERAL, Checkpoints, path_of
 from tlora_megatron.service.api.tinker.errors import Gone, Refused, UnknownId
-from tlora_megatron.service.api.tinker.futures import Futures
-from tlora_megatron.service.api.tinker.names import ModelId, SamplerId, check_session
+from tlora_megatron.service.api.tinker.names import ModelId, RequestId, SamplerId, check_session
+from tlora_megatron.service.api.tinker.protobuf import MEDIA_TYPE, encode_pass
+from tlora_megatron.service.home import Home
 from tlora_megatron.service.request_log import RequestLog
-from tlora_megatron.service.store import Model, Sampler, Session
+from tlora_megatron.service.store import Job, JobState, Model, NotFound, Sampler, Session, Store
 from tlora_megatron.service.store.sessions import Sessions
+from tlora_megatron.training.driven.requests import Answer
+
+Content = bytes | Mapping[str, Any]
+"""A result: protobuf, or JSON."""
+SAVE_FOR_SESSION = "save_weights_for_session"
+"""A save for one sampler alone, whose number ends the checkpoint's name."""
+_QUEUED: Mapping[JobState, str] = {
+    JobState.VALIDATING: "the service looks at the model's settings",
+    JobState.QUEUED: "the model waits for a place on the service's GPUs",
+    JobState.STARTING: "the model's place is being made ready",
+    JobState.PAUSED: "the model is paused: `tlora resume` lets it go on",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """There is no answer yet."""
+
+    queue_state: Literal["active", "paused_capacity"] = "active"
+    reason: str | None = None
+
+    def content(self, request_id: str) -> dict[str, Any]:
+        """The body that the client is sent."""
+        body = {"type": "try_again", "request_id": request_id, "queue_state": self.queue_state}
+        return body if self.reason is None else {**body, "queue_state_reason": self.reason}
+
+
+class Futures:
+    """The futures of one tenant's models."""
+
+    def __init__(self, home: Home, store: Store, tenant: str) -> None:
+        self._tenant = tenant
+        self._home = home
+        self._store = store
+
+    def is_answered(self, request: RequestId, model: Model) -> bool:
+        """True if an answer is on the disk; cheap, for those that wait for it."""
+        if request.seq_id == 0 and model.loaded_from is None:
+            return False
+        return self._log(model).has_answer(model.log_number(request.seq_id))
+
+    def model_of(self, request: RequestId) -> Model:
+        """The model of a request.
+
+        Raises:
+            UnknownId: if it is of no model of the tenant.
+            Gone: if the model was forgotten with its session.
+        """
+        found = self._store.sessions.model(str(request.of), tenant=self._tenant)
+        if found is not None:
+            return found
+        if isinstance(request.of, ModelId) and self._has_job(request.of):
+            raise Gone(f"the answer to {request} is not kept any more")
+        raise UnknownId(f"model_id must be one of the tenant's, got {str(request.of)!r:.200}")
+
+    def look(self, request: RequestId, model: Model) -> Content | Waiting:
+        """The answer to a request, or why there is none yet.
+
+        Raises:
+            UnknownId: if there was no such request.
+            Gone: if the answer was there and is not any more.
+        """
+        if request.seq_id == 0 and model.loaded_from is None:
+            return self._creation(model)
+        number, log = model.log_number(request.seq_id), self._log(model)
+        answer = log.read_answer(number)
+        if answer is not None:
+            return _content(request, model, answer)
+        state = log.state(number)
+        if state == "unknown":
+            raise UnknownId(f"request_id must be of a request that was made, got {str(request)!r}")
+        if state == "gone":
+            raise Gone(f"the answer to {request} is not kept any more: ask again")
+        return self._waiting(self._store.jobs.get(model.job))
+
+    def _has_job(self, model: ModelId) -> bool:
+        """True if a job has trained a model, which is then all that may be known of it."""
+        try:
+            self._store.jobs.find(model.job_name, tenant=self._tenant)
+        except NotFound:
+            return False
+        return True
+
+    def _creation(self, model: Model) -> Content | Waiting:
+        job = self._store.jobs.get(model.job)
+        if job.started_at is not None:
+            return {"type": "create_model", "model_id": model.id}
+        return self._waiting(job)
+
+    def _waiting(self, job: Job) -> Content | Waiting:
+        if job.state.is_over:
+            return _end_of(job)
+        reason = _QUEUED.get(job.state)
+        return Waiting() if reason is None else Waiting("paused_capacity", reason)
+
+    def _log(self, model: Model) -> RequestLog:
+        return RequestLog(self._home.job(model.job))
+
+
+def _end_of(job: Job) -> Mapping[str, Any]:
+    """The error of a request that its job will never answer."""
+    if job.state is JobState.FAILED:
+        return {"error": job.error or "the model's job has failed", "category": "server"}
+    words = "was cancelled" if job.state is JobState.CANCELLED else "has left"
+    return {"error": f"the model {words}: load a checkpoint of it", "category": "user"}
+
+
+def _content(request: RequestId, model: Model, answer: Answer) -> Content:
+    if answer.error is not None:
+        return {"error": answer.error, "category": answer.category or "server"}
+    if request.op in ("forward_backward", "forward"):
+        if answer.logprobs is None or answer.lengths is None:
+            return {"error": "the answer must have log-probabilities", "category": "server"}
+        return encode_pass(answer.logprobs, answer.lengths.tolist(), answer.metrics)
+    body: dict[str, Any] = {"type": request.op}
+    if request.op == "optim_step":
+        return {**body, "metrics": dict(answer.metrics)}
+    if request.op in ("save_weights", "save_weights_for_sampler", "save_weights_external"):
+        return {**body, "path": _path(model, answer)}
+    if request.op == SAVE_FOR_SESSION:
+        number = _path(model, answer).rpartition("/")[2].removeprefix(EPHEMERAL)
+        if not number.isdecimal():
+            raise UnknownId("request_id must be of a save for one sampler, got another save's")
+        sampler = SamplerId(model.session, int(number))
+        return {"type": "save_weights_for_sampler", "sampling_session_id": str(sampler)}
+    if request.op == "load_weights":
+        return {**body, "model_id": model.id, "path": model.loaded_from}
+    return {**body, "model_id": model.id}
+
+
+def _path(model: Model, answer: Answer) -> str:
+    if "path" not in answer.values:
+        raise UnknownId("request_id must be of a request that saved something, got another one's")
+    return str(path_of(ModelId.of(model), str(answer.values["path"])))
+
+
+def respond(found: Content | Waiting, request_id: str) -> Response:
+    """The response with a result, or with the news that there is none yet."""
+    if isinstance(found, Waiting):
+        return JSONResponse(found.content(request_id))
+    if isinstance(found, bytes):
+        return Response(found, media_type=MEDIA_TYPE)
+    return JSONResponse(dict(found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,9 @@ from tlora_megatron.service.api.tinker.context import (
     architecture_of,
     positions_of,
 )
-from tlora_megatron.service.api.tinker.endings import leave
 from tlora_megatron.service.api.tinker.errors import Refused, TinkerRoute
 from tlora_megatron.service.api.tinker.names import ModelId, RequestId
-from tlora_megatron.service.api.tinker.sessions import is_local
+from tlora_megatron.service.api.tinker.sessions import is_local, leave
 from tlora_megatron.service.store import Job, Model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -16,8 +16,8 @@ from tlora_megatron.service.api.tinker import (
     weights,
 )
 from tlora_megatron.service.api.tinker.context import TenantContext
-from tlora_megatron.service.api.tinker.endings import Reaper
 from tlora_megatron.service.api.tinker.protobuf import INSTALL, is_installed
+from tlora_megatron.service.api.tinker.sessions import Reaper
 
 PREFIX = "/api/v1"
 

@@ -13,9 +13,8 @@ from tlora_megatron.service.api.errors import ApiError
 from tlora_megatron.service.api.gate import Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
-from tlora_megatron.service.api.tinker.context import TenantContext
+from tlora_megatron.service.api.tinker.context import Content, TenantContext, Waiting, respond
 from tlora_megatron.service.api.tinker.errors import OutOfRoom, Refused, TinkerRoute
-from tlora_megatron.service.api.tinker.futures import Content, Waiting, respond
 from tlora_megatron.service.api.tinker.names import ModelId, RequestId
 from tlora_megatron.service.api.tinker.protobuf import decode_pass
 from tlora_megatron.service.api.tinker.sampling import SamplingTasks

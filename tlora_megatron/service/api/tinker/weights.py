@@ -17,9 +17,8 @@ from tlora_megatron.service.api.tinker.checkpoints import (
     check_ttl,
     folder_name,
 )
-from tlora_megatron.service.api.tinker.context import TenantContext
+from tlora_megatron.service.api.tinker.context import SAVE_FOR_SESSION, TenantContext
 from tlora_megatron.service.api.tinker.errors import Refused, TinkerRoute
-from tlora_megatron.service.api.tinker.futures import SAVE_FOR_SESSION
 from tlora_megatron.service.api.tinker.models import (
     check_optimizer,
     loaded_document,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.runtime.ranks import threads_per_rank
-from tlora_megatron.service.engines.ranks import inherited_environment
-from tlora_megatron.service.gang_folder import GangFolder
+from tlora_megatron.service.engines.protocol import inherited_environment
+from tlora_megatron.service.messages import GangFolder
 from tlora_megatron.service.supervisor import Child, ProcessHandle, ended
 
 _TASK = ("-m", "tlora_megatron.service.engines.ray.task")

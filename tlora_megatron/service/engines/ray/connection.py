@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.service.engines.ranks import inherited_environment
+from tlora_megatron.service.engines.protocol import inherited_environment
 from tlora_megatron.service.supervisor import Child, package_path
 
 AUTH = "RAY_AUTH_MODE"

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.service.engines.base import FolderEngine, GangHandle
-from tlora_megatron.service.engines.endings import blame, say_died
-from tlora_megatron.service.engines.protocol import NodeInfo
-from tlora_megatron.service.engines.ranks import HOST_VARIABLE, RANK_COMMAND
+from tlora_megatron.service.engines.protocol import (
+    HOST_VARIABLE,
+    RANK_COMMAND,
+    NodeInfo,
+    blame,
+    say_died,
+)
 from tlora_megatron.service.engines.ray.agent import reap
 from tlora_megatron.service.engines.ray.connection import Connection, cluster_address
-from tlora_megatron.service.gang_folder import GangFolder
 from tlora_megatron.service.home import make_folder
-from tlora_megatron.service.messages import GangSpec
+from tlora_megatron.service.messages import GangFolder, GangSpec
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tlora_megatron.service.engines.protocol import NodeInfo
-from tlora_megatron.service.engines.ranks import inherited_environment
+from tlora_megatron.service.engines.protocol import NodeInfo, inherited_environment
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,15 @@ from typing import Any
 
 from tlora_megatron.append_log import LineReader
 from tlora_megatron.service.engines.base import FolderEngine, GangHandle
-from tlora_megatron.service.engines.endings import blame, say_died
-from tlora_megatron.service.engines.protocol import NodeInfo
-from tlora_megatron.service.engines.ranks import HOST_VARIABLE, RANK_COMMAND
+from tlora_megatron.service.engines.protocol import (
+    HOST_VARIABLE,
+    RANK_COMMAND,
+    NodeInfo,
+    blame,
+    say_died,
+)
 from tlora_megatron.service.engines.slurm.allocation import TASK, Allocation
-from tlora_megatron.service.gang_folder import GangFolder
-from tlora_megatron.service.messages import GangSpec
+from tlora_megatron.service.messages import GangFolder, GangSpec
 from tlora_megatron.service.supervisor import Child, ProcessHandle, identity_of, last_words
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from tlora_megatron.service.engines.ranks import WorkerSlots
-from tlora_megatron.service.gang_folder import GangFolder
+from tlora_megatron.service.engines.protocol import WorkerSlots
+from tlora_megatron.service.messages import GangFolder
 
 
 def main(argv: list[str]) -> None:

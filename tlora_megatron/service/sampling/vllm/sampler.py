@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from tlora_megatron.runtime.sampling.text import gather
-from tlora_megatron.runtime.sampling.values import AdapterKey, Answer, Piece, Prompt
+from tlora_megatron.runtime.sampling.values import AdapterKey, Answer, Piece, Prompt, gather
 from tlora_megatron.service.sampling.own import BaseOf
 from tlora_megatron.service.sampling.sampler import (
     SamplerUnavailable,

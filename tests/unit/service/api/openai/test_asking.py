@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tlora_megatron.config.job import JobSpec, LoraSpec
-from tlora_megatron.config.jobs import read_job
 from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.config.sections import read_job
 from tlora_megatron.service.api.errors import ApiError
 from tlora_megatron.service.api.openai.objects import (
     adapter_name,

@@ -212,7 +212,7 @@ def test_the_sdk_reads_samples() -> None:
 def test_the_messages_are_read_without_the_sdk_and_torch() -> None:
     code = (
         "import sys\n"
-        "import tlora_megatron.service.api.app\n"
+        "import tlora_megatron.service.api.server\n"
         "from tlora_megatron.service.api.tinker.protobuf import messages\n"
         "messages().ForwardBackwardRequest()\n"
         "print(*sorted({'torch', 'tinker', 'transformers'} & set(sys.modules)))"

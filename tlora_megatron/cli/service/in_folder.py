@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlora_megatron.cli.service.reach.ports import (
+from tlora_megatron.cli.service.ports import (
     ADAPTER,
     Accepted,
     JobRow,
@@ -27,6 +27,7 @@ from tlora_megatron.service.home import Home
 if TYPE_CHECKING:
     from tlora_megatron.service.prepare.submission import Submission
     from tlora_megatron.service.store import Job, NewJob, Store
+
 
 _PAGE = 1000
 _NO_LINK = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC

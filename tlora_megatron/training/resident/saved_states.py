@@ -1,20 +1,82 @@
-"""States and adapters that clients have saved under names, and states that they load."""
+"""States that clients have saved under names: read on a thread, and copied to a GPU beside work."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
 
-from tlora_megatron.training.driven.clients import Clients
-from tlora_megatron.training.driven.requests import Answer, Category, Request
+import torch
+
+from tlora_megatron.layers.slab import Fill
+from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.training.driven.requests import Answer, Category, Clients, Request
 from tlora_megatron.training.driven.state import DrivenState
+from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.loop import Loop
-from tlora_megatron.training.resident.state_load import StateLoad
 from tlora_megatron.training.saving.saver import Target
 from tlora_megatron.training.saving.snapshot import Snapshot
 from tlora_megatron.training.saving.writer import FOLDER, publish
+
+_THREADS = 2
+"""That read: the thread that trains has to get its turn in Python."""
+
+
+class ReadState(NamedTuple):
+    """A state that a job can take up."""
+
+    buffers: dict[str, torch.Tensor]
+    """Buffers of its slab on this rank, on the host."""
+    updates: int
+
+
+class StateLoad:
+    """One state on its way into a job.
+
+    Args:
+        number: of the request.
+        moments: Adam's, too.
+    """
+
+    def __init__(
+        self, job: DrivenState, number: int, folder: Path, spec: Backbone, *, moments: bool
+    ) -> None:
+        self.number = number
+        self.found: ReadState | None = None
+        self.error: str | None = None
+        """Why there is none."""
+        arguments = (job, folder, spec, moments)
+        name = "tlora-load-state"
+        threading.Thread(target=self._work, args=arguments, name=name, daemon=True).start()
+
+    @property
+    def state(self) -> int | None:
+        """None while it is read, 1 once it is there, negative if it cannot be read."""
+        if self.error is not None:
+            return -1
+        return None if self.found is None else 1
+
+    def _work(self, job: DrivenState, folder: Path, spec: Backbone, moments: bool) -> None:
+        try:
+            self.found = _read(job, folder, spec, moments=moments)
+        except Exception as error:  # whatever is wrong with one state, the others train on
+            is_told = isinstance(error, ValueError | OSError)
+            text = str(error) if is_told else f"{type(error).__name__}: {error}"
+            self.error = text.replace(f"{folder}", folder.name)
+
+
+def _read(job: DrivenState, folder: Path, spec: Backbone, *, moments: bool) -> ReadState:
+    found = find_checkpoint(folder)
+    if found is None:
+        raise ValueError(f"path must lead to a state that was saved, got {folder.name}")
+    found.check_fits(job.spec, job.data, spec)
+    updates = int(found.state["progress"]["updates"]) if moments else 0
+    return ReadState(found.read(job.adapter.slab, _THREADS, moments=moments), updates)
+
 
 _STATES = "states"
 
@@ -144,3 +206,69 @@ def _check_name(folder: Path, job: str, number: int, *, may_replace: bool) -> No
         journal = {}
     if (journal.get("job"), journal.get("saved")) != (job, number):
         raise ValueError(f"name must be new, or overwrite true, got {folder.name!r}")
+
+
+_BUFFERS, _BUFFER_NUMEL = 12, 1 << 21
+"""96 MB in all: a buffer for each thread that reads, and some on their way. A round fills the GPU's
+queue, and a copy that is begun then waits for room in it (60 ms on an H200): few large ones."""
+
+
+class _Buffer(NamedTuple):
+    memory: torch.Tensor
+    copied: torch.cuda.Event
+    """The GPU has what was last put there."""
+
+
+class LockedRing:
+    """Copies values of the host to a GPU on a stream of its own; any thread may copy.
+
+    Its buffers are locked once. Locking memory stops the whole device, and torch would lock other
+    sizes for other jobs and keep them all.
+
+    Args:
+        memory: fp32 `[buffers, elements]`, page-locked.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, memory: torch.Tensor) -> None:
+        self.stream = stream
+        self._free: SimpleQueue[_Buffer] = SimpleQueue()
+        """The one that was used longest ago comes first."""
+        for row in memory:
+            self._free.put(_Buffer(row, torch.cuda.Event(blocking=True)))
+        self.numel = memory.shape[1]
+        """Elements that one copy brings at most."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> LockedRing:
+        """Locks the memory, for copies to a GPU."""
+        memory = torch.empty(_BUFFERS, _BUFFER_NUMEL, pin_memory=True)
+        return cls(torch.cuda.Stream(device), memory)
+
+    def copy(self, target: torch.Tensor, fill: Fill) -> None:
+        """Begins to copy what is filled in into flat fp32 memory of the GPU.
+
+        Waits for the GPU where it has not taken the buffers' last values yet.
+        """
+        if target.numel() <= self.numel:
+            self._copy_part(target, fill)
+            return
+        values = torch.empty(target.numel())
+        fill(values)
+        for into, part in zip(target.split(self.numel), values.split(self.numel), strict=True):
+            self._copy_part(into, partial(_copy, part))
+
+    def _copy_part(self, target: torch.Tensor, fill: Fill) -> None:
+        buffer = self._free.get()
+        try:
+            buffer.copied.synchronize()
+            locked = buffer.memory[: target.numel()]
+            fill(locked)
+            with torch.cuda.stream(self.stream):
+                target.copy_(locked, non_blocking=True)
+                buffer.copied.record(self.stream)
+        finally:
+            self._free.put(buffer)
+
+
+def _copy(values: torch.Tensor, room: torch.Tensor) -> None:
+    room.numpy()[:] = values.numpy()

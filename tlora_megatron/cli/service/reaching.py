@@ -1,26 +1,31 @@
-"""A service over HTTP; data files of this host are uploaded with the jobs that name them."""
+"""Reaches the service that a command names: its folder on this host, or a service over HTTP."""
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlora_megatron.cli.service.reach.in_folder import refuse_duplicates
-from tlora_megatron.cli.service.reach.ports import (
+from tlora_megatron.cli.service.in_folder import FolderService, refuse_duplicates
+from tlora_megatron.cli.service.opening import add_service_argument, is_address, open_service
+from tlora_megatron.cli.service.ports import (
     Accepted,
     JobRow,
     RequestedAction,
     Row,
+    Service,
     missing_job,
     warn,
 )
-from tlora_megatron.config.jobs import as_job_list, read_job
 from tlora_megatron.config.load import SECTIONS
 from tlora_megatron.config.reader import ConfigError, must, unknown
+from tlora_megatron.config.sections import as_job_list, read_job
 from tlora_megatron.config.source import apply_override, merge, read_document
+from tlora_megatron.service.home import VARIABLE
 
 if TYPE_CHECKING:
     from tlora_megatron.client import Client, Job
@@ -229,3 +234,26 @@ def open_address(address: str) -> Iterator[HttpService]:
         if error.status == _PASSES[0] or error.status >= _PASSES[1]:
             raise
         raise ConfigError(str(error)) from error
+
+
+def add_reach_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds `--service` for a command that also reaches services over HTTP."""
+    add_service_argument(
+        parser, also="or its address, http://HOST:PORT, with a token in TLORA_TOKEN"
+    )
+
+
+@contextmanager
+def reach_service(args: argparse.Namespace) -> Iterator[Service]:
+    """Opens the service that `--service` names, a folder or an address.
+
+    Raises:
+        ConfigError: as `open_service` and `open_address` do.
+    """
+    named = args.service or os.environ.get(VARIABLE) or ""
+    if is_address(named):
+        with open_address(named) as service:
+            yield service
+        return
+    with open_service(args) as found:
+        yield FolderService(found.home, found.store, found.how_to_serve)

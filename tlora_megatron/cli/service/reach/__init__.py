@@ -1,1 +1,0 @@
-"""How commands reach a service: through its folder, or over HTTP."""
