@@ -14,11 +14,11 @@ WORKER = """
     import os, signal, time
     import torch
     import torch.distributed as dist
-    from tlora_megatron.training.stopping import hang_watch
+    from tlora_megatron.training.stopping import run_watch
 
-    hang_watch._FIRST_ROUNDS = 0
+    run_watch._FIRST_ROUNDS = 0
     dist.init_process_group("gloo")
-    watch = hang_watch.HangWatch.of_world(3.0)
+    watch = run_watch.HangWatch.of_world(3.0)
     with watch.watching():
         dist.barrier()
         if dist.get_rank() == 1:
