@@ -24,12 +24,11 @@ from typing import Any
 from scripts.bench.around_training.base import base_in
 from scripts.bench.around_training.cases import RANKS, TEXTS
 from scripts.bench.harness.arguments import bench_parser
+from scripts.bench.harness.processes import wait_for_turn
 from scripts.bench.harness.rows import append_rows, gpu_name
-from scripts.bench.harness.turn import wait_for_turn
 from tests.helpers.gang_driver import DrivenJob, GangDriver, quickstart_base
 from tlora_megatron.ops.kernel_build import build, built_library
 from tlora_megatron.service.engines.local import LocalEngine
-from tlora_megatron.service.engines.preforked import COMMAND as WORKER_COMMAND
 from tlora_megatron.service.messages import GangFolder
 
 _LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -41,12 +40,7 @@ class Bench:
     """A gang on this host, jobs for it, and the rows that come of it."""
 
     def __init__(self, root: Path, base: Mapping[str, Any], world: int, args: Any) -> None:
-        worker: Sequence[str] = WORKER_COMMAND
-        if args.stacks is not None:
-            worker = (sys.executable, "-m", "scripts.bench.harness.stacks", str(args.stacks))
-        self.engine = LocalEngine(
-            root, args.gpus, slots=None if args.gpus else world, worker_command=worker
-        )
+        self.engine = LocalEngine(root, args.gpus, slots=None if args.gpus else world)
         self.world = world
         self.args = args
         self._gpu = gpu_name()
@@ -304,7 +298,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
     parser.add_argument("--steps", type=int, default=3, help="between two changes of layout")
     parser.add_argument("--save-every", type=float, default=5.0, help="seconds between checkpoints")
-    parser.add_argument("--stacks", type=Path, help="folder for what ranks' threads are busy with")
     parser.add_argument("--scratch", type=Path, help="folder for base and service")
     args = parser.parse_args(argv)
     wait_for_turn()

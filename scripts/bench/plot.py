@@ -3,7 +3,6 @@
     python -m scripts.bench.plot linear       # results/lora_linear.png
     python -m scripts.bench.plot planner      # results/plan_vs_measured.png
     python -m scripts.bench.plot loads        # results/simulation_loads.png and a table
-    python -m scripts.bench.plot fp8          # tables
     python -m scripts.bench.plot ablations    # a table; also: mixes, adversarial
 
 `--csv` and `--out` name other files.
@@ -32,7 +31,6 @@ from scripts.bench.linear.results import geometric_mean
 from scripts.bench.linear.results import read_csv as read_linear
 from scripts.bench.planner.results import Row as PlanRow
 from scripts.bench.planner.results import read_csv as read_plans
-from scripts.bench.step.precision_table import precision_tables
 
 # The multi-adapter linear: ratio to the frozen linear against the number of adapters.
 
@@ -308,15 +306,9 @@ def _sweep(csv_path: Path, out: Path, args: argparse.Namespace) -> None:
     print(simulation_table(found))
 
 
-def _fp8(csv_path: Path, out: Path, args: argparse.Namespace) -> None:
-    with csv_path.open(newline="") as file:
-        print(precision_tables(list(csv.DictReader(file))))
-
-
 _PARTS: dict[str, tuple[str, Callable[[Path, Path, argparse.Namespace], None]]] = {
     "linear": ("lora_linear", _linear),
     "planner": ("plan_vs_measured", _planner),
-    "fp8": ("fp8", _fp8),
     "loads": ("simulation_loads", _sweep),
     "ablations": ("simulation_ablations", _sweep),
     "mixes": ("simulation_mixes", _sweep),

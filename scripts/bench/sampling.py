@@ -83,12 +83,7 @@ def _adapters(root: Path, base: Mapping[str, Any], count: int) -> list[str]:
     for seed, folder in enumerate(folders):
         factors = initial_factors(spec, lora, seed)
         export_adapter(
-            folder,
-            lora=lora,
-            factors=factors,
-            model=spec,
-            base_model="base",
-            dtype=torch.bfloat16,
+            folder, lora=lora, factors=factors, model=spec, base_model="base", dtype=torch.bfloat16
         )
     return [str(folder) for folder in folders]
 

@@ -34,8 +34,8 @@ from scripts.bench.around_training.cases import CASES, TEXTS, Case, write_jobs
 from scripts.bench.around_training.command import Watched, beside_saves, watch
 from scripts.bench.around_training.disk import folder_bytes, write_s
 from scripts.bench.harness.arguments import REPO, bench_parser
+from scripts.bench.harness.processes import wait_for_turn
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
-from scripts.bench.harness.turn import wait_for_turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,13 +34,7 @@ class Watched:
 
 
 def watch(
-    tree: Path,
-    config: Path,
-    output_dir: Path,
-    *,
-    caches: Path | None,
-    log: Path,
-    nproc: int | None,
+    tree: Path, config: Path, output_dir: Path, *, caches: Path | None, log: Path, nproc: int | None
 ) -> Watched:
     """Trains with the package that lies in `tree` and reads its metrics while they are written.
 

@@ -24,10 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from scripts.bench.deepspeed.stock import run_stock
 from scripts.bench.harness.arguments import REPO, RESULTS, bench_parser
-from scripts.bench.harness.clock import Timing, timed, total
+from scripts.bench.harness.clock import Timing, is_main, timed, total
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
 from scripts.bench.harness.training_jobs import fresh_job
-from scripts.bench.harness.world import is_main
 from scripts.bench.step.jobs import Mix, make_mixes
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
@@ -172,11 +171,7 @@ def _super_model(
         fresh_job(spec, mix.data[i], bank, base.spec) for spec, i in zip(specs, chosen, strict=True)
     ]
     return SuperModel(
-        base.engine,
-        bank,
-        base.groups,
-        jobs,
-        micro_batch_tokens=args.micro_batch_tokens,
+        base.engine, bank, base.groups, jobs, micro_batch_tokens=args.micro_batch_tokens
     )
 
 

@@ -27,11 +27,7 @@ def run_stock(model: Any, mix: Mix, zero: Mapping[str, Any], steps: int) -> Timi
 
 
 def _job(
-    model: Any,
-    spec: JobSpec,
-    train: Sequence[TokenSequence],
-    zero: Mapping[str, Any],
-    steps: int,
+    model: Any, spec: JobSpec, train: Sequence[TokenSequence], zero: Mapping[str, Any], steps: int
 ) -> Timing:
     model.train()
     model.config.use_cache = False

@@ -32,17 +32,17 @@ from scripts.bench.determinism.cases import (
     DOCUMENTS,
     SIZES,
     Case,
+    Mix,
     Size,
     cases_of,
     dtype_here,
+    read_mix,
     timed_jobs,
 )
-from scripts.bench.determinism.mixes import Mix, read_mix
 from scripts.bench.determinism.training import Bits, Training, joined
 from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.clock import Marks, wait_for_all
+from scripts.bench.harness.clock import Marks, is_main, largest, say, wait_for_all
 from scripts.bench.harness.rows import append_rows, gpu_name
-from scripts.bench.harness.world import is_main, largest, say
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.packing.packing import RoundShape
@@ -58,9 +58,7 @@ class Count(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
     args = arguments(argv)
-    unequal = 0
-    for name in args.layouts:
-        unequal += measure(name, args)
+    unequal = sum(measure(name, args) for name in args.layouts)
     if dist.is_initialized():
         dist.destroy_process_group()
     return int(unequal > 0)
@@ -93,11 +91,7 @@ def mixes(args: argparse.Namespace) -> list[Mix]:
 
 
 def start(size: Size, case: Case, exactness: Exactness, default: bool) -> Training:
-    """Builds a layout's base model.
-
-    Args:
-        default: without exactness, to see that the check finds what it looks for.
-    """
+    """Builds a layout's base model; by default, without exactness, jobs' bits must differ."""
     run = SyntheticRun(size.spec(), case.layout, dtype=dtype_here(), recompute=case.recompute)
     shape = RoundShape(exactness=None if default else exactness)
     return Training(run, shape, size.micro_batch_tokens, case.nano_batches)
@@ -107,8 +101,8 @@ def check(training: Training, mix: Mix, steps: int, where: str, count: Count) ->
     """Trains a mix's watched job in all companies; adds to the count and names what differs."""
     expected = None
     for company, found in companies(training, mix, steps):
-        if expected is None:
-            expected = found
+        expected = expected or found
+        if company == "alone":
             continue
         is_equal = found.sha256() == expected.sha256()
         if not is_equal:
@@ -168,8 +162,6 @@ def report(
     args: argparse.Namespace, layout: str, count: Count, times: tuple[float | str, float | str]
 ) -> None:
     """Writes a row."""
-    if not (args.csv and is_main()):
-        return
     row = {
         "gpu": gpu_name(),
         "world": int(os.environ.get("WORLD_SIZE", "1")),
@@ -180,7 +172,8 @@ def report(
         "step_ms": times[0],
         "step_ms_default": times[1],
     }
-    append_rows(args.csv, [row])
+    if args.csv and is_main():
+        append_rows(args.csv, [row])
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

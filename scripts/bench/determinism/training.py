@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from scripts.bench.determinism.mixes import Plan
-from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from scripts.bench.determinism.cases import Plan
+from scripts.bench.harness.training_jobs import job_on
+from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
-from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
@@ -46,18 +46,10 @@ class Bits(NamedTuple):
 
 
 class Training:
-    """Trains jobs on one base model, which all of them share one after another.
-
-    Args:
-        shape: of the rounds; with an `Exactness` for the promise.
-    """
+    """Trains jobs on one base model; the rounds' shape has an `Exactness` for the promise."""
 
     def __init__(
-        self,
-        run: SyntheticRun,
-        shape: RoundShape,
-        micro_batch_tokens: int,
-        nano_batches: int = 1,
+        self, run: SyntheticRun, shape: RoundShape, micro_batch_tokens: int, nano_batches: int = 1
     ) -> None:
         self.run = run
         self.shape = shape
@@ -98,21 +90,12 @@ class Training:
         generator = torch.Generator(slab.master.device).manual_seed(plan.seed + run.groups.tp_rank)
         slab.master.normal_(0.0, run.spec.hidden_size**-0.5, generator=generator)
         train = plan.sequences(run.spec.vocab_size)
-        return JobState(
-            spec=spec,
-            data=JobData(train=train, eval=(), num_truncated=0, num_dropped=0),
-            plan=BatchPlan.for_job(spec, len(train)),
-            adapter=Adapter(name=spec.name, lora=spec.lora, slab=slab),
-        )
+        return job_on(slab, spec, train)
 
     def bits(
         self, plans: Sequence[Plan], name: str, steps: int, saved: Saved | None = None
     ) -> tuple[Bits, Saved]:
-        """Trains until a job has taken so many steps in all, and returns what it gave.
-
-        Args:
-            saved: the job's state to go on from.
-        """
+        """Trains until a job has taken so many steps, those before `saved` too; what it gave."""
         model = self.super_model(plans, None if saved is None else (name, saved))
         job = next(job for job in model.jobs if job.name == name)
         losses: list[tuple[float, float]] = []

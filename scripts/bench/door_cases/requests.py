@@ -89,10 +89,7 @@ async def _timed(call: Callable[[], Awaitable[httpx.Response]]) -> float:
 async def _upload(client: httpx.AsyncClient, token: str) -> str:
     file = ("train.jsonl", "\n".join([json.dumps(_LINE)] * 10).encode())
     answer = await client.post(
-        "/v1/files",
-        data={"purpose": "fine-tune"},
-        files={"file": file},
-        headers=_bearer(token),
+        "/v1/files", data={"purpose": "fine-tune"}, files={"file": file}, headers=_bearer(token)
     )
     assert answer.is_success, answer.text
     return str(answer.json()["id"])

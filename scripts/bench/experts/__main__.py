@@ -25,28 +25,32 @@ uniform; `--routing skewed` draws routers that prefer some experts.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from scripts.bench.experts.mixes import CASES, Case, make_mix
-from scripts.bench.experts.peft import measure_peft
+from scripts.bench.experts.mixes import CASES, make_mix
 from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.clock import Timing
+from scripts.bench.harness.clock import Timing, is_main, release, say
 from scripts.bench.harness.rows import append_rows, gpu_name
-from scripts.bench.harness.world import is_main, say
+from scripts.bench.harness.training_jobs import job_on
+from scripts.bench.step.jobs import ATTENTION
+from scripts.bench.step.peft import build_peft, run_peft
 from scripts.bench.step.project import Effort, Project, run_together
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
-from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.job_state import JobState
+
+PEFT_SHAPES = ((1, 1024), (8, 1024), (16, 1024), (32, 1024), (64, 1024))
+"""Sequences and their length: one of eight jobs' tokens, then as many as fit."""
+_MODES = {"together": "step"}
+"""Names that rows have for modes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,12 +63,7 @@ class _Project(Project):
         slab = bank.new_slab(spec.lora)
         whole = torch.empty(slab.layout.numel, device=bank.device)
         slab.put("master", whole.normal_(0.0, 0.1 * self.run.spec.hidden_size**-0.5))
-        return JobState(
-            spec=spec,
-            data=JobData(train=train, eval=(), num_truncated=0, num_dropped=0),
-            plan=BatchPlan.for_job(spec, len(train)),
-            adapter=Adapter(name=spec.name, lora=spec.lora, slab=slab),
-        )
+        return job_on(slab, spec, train)
 
 
 class Bench:
@@ -85,10 +84,10 @@ class Bench:
             project = _Project(run=run, micro_batch_tokens=self.args.tokens)
             for name in self.args.cases:
                 self._run_case(project, name)
-                _release()
+                release()
             run.close()
             del run, project
-            _release()
+            release()
         if self.args.peft:
             self._run_peft()
 
@@ -103,25 +102,33 @@ class Bench:
         rounds = args.micro_batches * -(-args.rounds // args.micro_batches)
         effort = Effort(args.micro_batches, rounds, 0, args.profile)
         timings = run_together(project, mix, effort)
-        floor_ms = _round_ms(timings.floor)
-        for mode, timing in (
-            ("floor", timings.floor),
-            ("adapters", timings.adapters),
-            ("step", timings.together),
-        ):
-            count = args.micro_batches if mode == "step" else 1
-            self._add(name, mode, timing, count, floor_ms * count)
+        floor_ms = timings["floor"].step_s * 1e3
+        for mode, timing in timings.items():
+            count = args.micro_batches if mode == "together" else 1
+            self._add(name, _MODES.get(mode, mode), timing, count, floor_ms * count)
 
     def _run_peft(self) -> None:
-        for batch, length, timing in measure_peft(self.args.model, self.spec):
-            name = f"1 x {batch} x {length}"
-            self._add(name, "hf_peft", timing, 1, None)
+        """One job with factors in bf16, PEFT's fastest, until memory ends."""
+        spec = self.spec
+        changes = {"num_hidden_layers": spec.num_layers, "vocab_size": spec.vocab_size}
+        model = build_peft(
+            self.args.model,
+            changes,
+            target_modules=list(ATTENTION),
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        )
+        for batch, length in PEFT_SHAPES:
+            timing = run_peft(model, batch, length, spec.vocab_size, 5)
+            if timing is None:
+                say(f"PEFT: {batch} x {length} tokens do not fit")
+                break
+            self._add(f"1 x {batch} x {length}", "hf_peft", timing, 1, None)
 
     def _add(
         self, name: str, mode: str, timing: Timing, count: int, floor_ms: float | None
     ) -> None:
-        args, case = self.args, CASES.get(name, PEFT_CASE)
-        step_ms = _round_ms(timing) * count
+        args, case = self.args, CASES.get(name, CASES["1x16"])
+        step_ms = timing.step_s * 1e3 * count
         row = {
             "gpu": gpu_name(),
             "world": args.ep,
@@ -149,13 +156,6 @@ class Bench:
             append_rows(args.csv, [row])
 
 
-PEFT_CASE = Case(ranks=(16,), expert_ranks=(16,))
-
-
-def _round_ms(timing: Timing) -> float:
-    return timing.seconds / timing.steps * 1e3
-
-
 def _skew(run: SyntheticRun) -> None:
     """Draws routers whose experts have weights of unlike lengths: some meet far more rows."""
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -164,11 +164,6 @@ def _skew(run: SyntheticRun) -> None:
             places = torch.randperm(len(weight), generator=generator, device="cuda")
             with torch.no_grad():
                 weight.mul_(3.0 / (1.0 + places.float() / 8.0).sqrt()[:, None])
-
-
-def _release() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def main() -> int:

@@ -51,7 +51,7 @@ from scripts.bench.flag_speed.cases import (
 )
 from scripts.bench.flag_speed.rows import Row, show, verdicts
 from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.life import live
+from scripts.bench.harness.processes import live
 from scripts.bench.harness.rows import append_rows
 
 _BESIDE = ("flag_modules", "own", "floor")

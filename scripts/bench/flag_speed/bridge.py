@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from scripts.bench.harness.world import is_main
+from scripts.bench.harness.clock import is_main
 
 
 def load_bridge(source: Path) -> str:

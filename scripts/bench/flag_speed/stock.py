@@ -31,8 +31,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from scripts.bench.flag_speed.bridge import load_bridge
 from scripts.bench.flag_speed.cases import ONE_JOB, ONE_LORA, STOCK, Case
 from scripts.bench.flag_speed.cut import cut_by_job
-from scripts.bench.harness.clock import allocated
-from scripts.bench.harness.world import largest, say
+from scripts.bench.harness.clock import allocated, largest, say
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.integrations.megatron.built.model import language_models
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention

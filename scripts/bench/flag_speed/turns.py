@@ -18,10 +18,9 @@ from scripts.bench.flag_speed.cases import STOCK, WARMUP, Case
 from scripts.bench.flag_speed.own import OwnTrainer
 from scripts.bench.flag_speed.rows import make_row
 from scripts.bench.flag_speed.stock import StockModes
-from scripts.bench.harness.clock import Marks, allocated, peak_bytes, wait_for_all
+from scripts.bench.harness.clock import Marks, allocated, is_main, largest, peak_bytes, wait_for_all
 from scripts.bench.harness.kernel_table import kernel_table
 from scripts.bench.harness.rows import gpu_name, versions
-from scripts.bench.harness.world import is_main, largest
 from tlora_megatron.integrations.megatron.built.head import BuiltHead
 from tlora_megatron.integrations.megatron.built.model import language_models
 from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer

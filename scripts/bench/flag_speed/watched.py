@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scripts.bench.harness.turn import wait_for_turn
+from scripts.bench.harness.processes import wait_for_turn
 from tlora_megatron import launch
 
 Iteration = Callable[[Any, Callable[[], Any]], Any]

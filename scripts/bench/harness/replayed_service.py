@@ -71,11 +71,7 @@ class Jobs:
         made = Submission(name=name, base_model={"path": job.base}, document=document)
         asked = {"gpus": job.num_gpus, "max_slowdown": job.max_slowdown, "priority": job.priority}
         return NewJob(
-            name=name,
-            document=json.loads(made.to_json()),
-            base=job.base,
-            key=name,
-            schedule=asked,
+            name=name, document=json.loads(made.to_json()), base=job.base, key=name, schedule=asked
         )
 
     def work(self, order: Mapping[str, Any]) -> FakeWork:

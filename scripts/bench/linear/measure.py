@@ -16,13 +16,7 @@ from scripts.bench.linear.baselines import BASELINES
 from scripts.bench.linear.check import MAX_ERROR, FrozenRows, worst_error
 from scripts.bench.linear.fused import FusedLinear, build_factors, row_groups, with_dropout
 from scripts.bench.linear.plain_factors import PlainFactors, draw_factors
-from scripts.bench.linear.quantised import (
-    FP8,
-    FrozenFp8,
-    GivenRows,
-    QuantisedRows,
-    quantised_bases,
-)
+from scripts.bench.linear.quantised import FP8, FrozenFp8, GivenRows, QuantisedRows, quantised_bases
 from scripts.bench.linear.results import Row, ratio
 from scripts.bench.linear.shapes import AdapterMix
 from scripts.bench.linear.workload import Backward, Forward, Frozen, Provider, Workload

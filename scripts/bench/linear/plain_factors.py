@@ -60,11 +60,7 @@ class Baseline(ABC):
     has_dropout = True
 
     def __init__(
-        self,
-        workload: Workload,
-        mix: AdapterMix,
-        factors: Sequence[PlainFactors],
-        dropout: float,
+        self, workload: Workload, mix: AdapterMix, factors: Sequence[PlainFactors], dropout: float
     ) -> None:
         self._sets = workload.sets
         self._mix = mix

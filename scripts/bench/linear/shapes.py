@@ -12,12 +12,7 @@ from tlora_megatron.profiling.sizes import LLAMA_8B, LLAMA_70B, TINY
 RANKS = (8, 16, 32, 64)
 SCALINGS = (2.0, 1.0, 0.5, 4.0)
 LONE_RANK = 16
-LINEARS = {
-    "qkv": "linear_qkv",
-    "o": "linear_proj",
-    "gate_up": "linear_fc1",
-    "down": "linear_fc2",
-}
+LINEARS = {"qkv": "linear_qkv", "o": "linear_proj", "gate_up": "linear_fc1", "down": "linear_fc2"}
 
 MODELS = {"8b": (LLAMA_8B, 1), "70b_tp4": (LLAMA_70B, 4), "tiny": (TINY.layer_spec, 1)}
 """A prefix of shape names: the model and the tensor-parallel size whose shard is measured."""

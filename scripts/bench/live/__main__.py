@@ -35,9 +35,8 @@ import torch
 import torch.distributed as dist
 
 from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.clock import wait_for_all, wait_for_device
+from scripts.bench.harness.clock import is_main, say, wait_for_all, wait_for_device
 from scripts.bench.harness.rows import append_rows, gpu_name
-from scripts.bench.harness.world import is_main, say
 from scripts.bench.planner.cases import model_spec
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.config.schema import RunSpec

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.life import live
+from scripts.bench.harness.processes import live
 from scripts.bench.harness.rows import gpu_name, versions
 from scripts.bench.megatron_lm.cases import LAYOUTS, Layout, Place, write_nano_jobs
 from scripts.bench.megatron_lm.rows import Oracle, Row, compare, verdicts, write

@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from scripts.bench.harness.arguments import REPO
-from tests.helpers.megatron_lm import (
-    COMMON,
-    RUNNER,
-    SIZES,
-    model_flags,
-    words,
-)
+from tests.helpers.megatron_lm import COMMON, RUNNER, SIZES, model_flags, words
 
 Precision = Literal["fp32", "bf16", "fp8", "fp8 blockwise", "fp8 delayed"]
 
@@ -137,12 +131,7 @@ LAYOUTS = (
     Layout(name="local bf16", precision="bf16"),
     Layout(name="local TP2+SP bf16", world=2, precision="bf16", flags=_TP2_SP),
     Layout(
-        name="local TP2+SP bf16 nano",
-        world=2,
-        precision="bf16",
-        flags=_TP2_SP,
-        nano=2,
-        says=_NANO,
+        name="local TP2+SP bf16 nano", world=2, precision="bf16", flags=_TP2_SP, nano=2, says=_NANO
     ),
     Layout(
         name="TE strict load",

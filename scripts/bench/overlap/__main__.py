@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from scripts.bench.harness.arguments import RESULTS, bench_parser
+from scripts.bench.harness.clock import out_of_time, say
 from scripts.bench.harness.rows import append_rows
-from scripts.bench.harness.world import out_of_time, say
 from scripts.bench.overlap.case_run import CaseRun
 from scripts.bench.overlap.cases import FROZEN, FROZEN_SKIPPED, NONE, SKIPPED, Bench, Case, Variant
 from tlora_megatron.integrations.megatron.model import initialize_parallel

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from scripts.bench.harness.clock import wait_for_all
-from scripts.bench.harness.world import out_of_time, say
+from scripts.bench.harness.clock import out_of_time, say, wait_for_all
 from scripts.bench.overlap.cases import Bench, Step, Variant
 from scripts.bench.overlap.check import GradientCheck
 from scripts.bench.overlap.rows import Timer, captured, row

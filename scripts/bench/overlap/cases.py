@@ -215,12 +215,7 @@ class Step:
     """Forward and backward of the decoder in one variant."""
 
     def __init__(
-        self,
-        bench: Bench,
-        variant: Variant,
-        batch: PackedBatch,
-        overlap: Overlap | None,
-        bank: Any,
+        self, bench: Bench, variant: Variant, batch: PackedBatch, overlap: Overlap | None, bank: Any
     ) -> None:
         self.variant, self.batch = variant, batch
         self._bench, self._overlap, self._bank = bench, overlap, bank

@@ -36,9 +36,8 @@ import torch
 import torch.distributed as dist
 
 from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.clock import peak_bytes, wait_for_all
+from scripts.bench.harness.clock import is_main, largest, peak_bytes, say, summed, wait_for_all
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
-from scripts.bench.harness.world import is_main, largest, say, summed
 from scripts.bench.planner.cases import CASES, NODES_CASES, Case, parse_case, predict
 from scripts.bench.planner.nodes import divide_into_nodes, over_nodes
 from scripts.bench.planner.results import Measured, Row, read_csv, report, show

@@ -37,9 +37,5 @@ def over_nodes(profile: HardwareProfile, nodes: int, world_size: int) -> Hardwar
     per_node = world_size // nodes
     near = tuple(point for point in profile.collectives if point.ranks <= per_node)
     return replace(
-        profile,
-        gpus_per_node=per_node,
-        inter_node=link,
-        nics_per_node=None,
-        collectives=near,
+        profile, gpus_per_node=per_node, inter_node=link, nics_per_node=None, collectives=near
     )

@@ -28,7 +28,7 @@ import yaml
 
 from scripts.bench.around_training.base import TOKENIZER
 from scripts.bench.harness.arguments import REPO, bench_parser
-from scripts.bench.harness.life import live
+from scripts.bench.harness.processes import live
 from scripts.bench.harness.rows import append_rows
 from scripts.bench.planner.cases import MEGATRON_CASES, Case, parse_case, predict
 from scripts.bench.planner.results import Measured, Row, report, show
@@ -116,10 +116,7 @@ def run(
 
 
 def write_case(
-    case: Case,
-    prediction: tuple[StepCost, MemoryUse],
-    hardware: HardwareProfile,
-    work: Path,
+    case: Case, prediction: tuple[StepCost, MemoryUse], hardware: HardwareProfile, work: Path
 ) -> Path:
     """Writes base, data and configuration of a case, and the planner's script for its plan."""
     _write_base(case, work / "base")

@@ -61,9 +61,8 @@ class IterationTimer:
 
     def _finish(self, session: Any, seconds: float) -> None:
         """Writes what was measured; every rank of a replica has counted the replica's tokens."""
-        from scripts.bench.harness.clock import peak_bytes
+        from scripts.bench.harness.clock import is_main, largest, peak_bytes, summed
         from scripts.bench.harness.rows import gpu_name, versions
-        from scripts.bench.harness.world import is_main, largest, summed
 
         layout = session.loop.super_model.groups.layout
         (tokens,) = summed([float(self._tokens)])

@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 
 from scripts.bench.harness.arguments import REPO, bench_parser
-from scripts.bench.harness.clock import Marks, wait_for_all, wait_for_device
+from scripts.bench.harness.clock import Marks, is_main, largest, wait_for_all, wait_for_device
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
-from scripts.bench.harness.world import is_main, largest
 from scripts.bench.sharding.layers import (
     FROZEN,
     LAYERS,

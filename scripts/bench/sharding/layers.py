@@ -18,12 +18,7 @@ from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import factor_shape
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing import (
-    Document,
-    MicroBatchView,
-    pack_micro_batch,
-    use_micro_batch,
-)
+from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.collectives import all_reduce
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 

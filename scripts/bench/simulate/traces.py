@@ -67,28 +67,10 @@ def synthetic(seed: int) -> Trace:
 ADVERSARIAL = {
     crowd.name: crowd
     for crowd in (
-        Crowd(
-            name="5,000 in a minute",
-            num_jobs=5000,
-            gap_s=_poisson(60 / 5000),
-        ),
-        Crowd(
-            name="1,000 at once",
-            num_jobs=1000,
-            gap_s=lambda rng: 0.0,
-        ),
-        Crowd(
-            name="all 1 GPU",
-            num_jobs=1500,
-            num_gpus=lambda rng: 1,
-            load=2.0,
-        ),
-        Crowd(
-            name="all 64 GPUs",
-            num_jobs=500,
-            num_gpus=lambda rng: 64,
-            load=2.0,
-        ),
+        Crowd(name="5,000 in a minute", num_jobs=5000, gap_s=_poisson(60 / 5000)),
+        Crowd(name="1,000 at once", num_jobs=1000, gap_s=lambda rng: 0.0),
+        Crowd(name="all 1 GPU", num_jobs=1500, num_gpus=lambda rng: 1, load=2.0),
+        Crowd(name="all 64 GPUs", num_jobs=500, num_gpus=lambda rng: 64, load=2.0),
         # Median 8 min, and a mean that the longest few make.
         Crowd(
             name="heavy tail",

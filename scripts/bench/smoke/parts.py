@@ -15,7 +15,7 @@ from pathlib import Path
 
 from scripts.bench.around_training.base import shapes
 from scripts.bench.harness.arguments import REPO
-from scripts.bench.harness.turn import TURN
+from scripts.bench.harness.processes import TURN
 
 _GRACE_S = 15.0
 _STEP = "--precisions bf16 fp8 --modes floor together"

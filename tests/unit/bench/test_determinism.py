@@ -9,8 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from scripts.bench.determinism.cases import SIZES
-from scripts.bench.determinism.mixes import BAD_LR, read_mix
+from scripts.bench.determinism.cases import BAD_LR, SIZES, read_mix
 from tests.helpers.exact_operations import OPERATIONS, Context, Shapes, search, unequal
 from tests.helpers.standing_world import forked
 from tlora_megatron.ops.exactness import Exactness

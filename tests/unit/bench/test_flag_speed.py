@@ -120,7 +120,7 @@ def test_one_job_fills_the_micro_batch_and_is_held_against_stock_lora(tmp_path: 
     ]
     assert list(verdicts(rows)) == [
         "local TP1 one job stock_peft: 1.25 of the flag's, goal 1.3; "
-        "tokens/s: flag 25600, stock_peft 20480",
+        "tokens/s: flag 25600, stock_peft 20480"
     ]
 
 

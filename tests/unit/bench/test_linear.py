@@ -28,13 +28,7 @@ CPU = torch.device("cpu")
 BASELINES = ("grouped_mm", "concat", "bridge_method", "peft_eager", "loop")
 
 
-def _error(
-    provider: str,
-    adapters: int,
-    dropout: float,
-    spoil: str = "",
-    by: float = 1.1,
-) -> float:
+def _error(provider: str, adapters: int, dropout: float, spoil: str = "", by: float = 1.1) -> float:
     """The checked error of a provider on a tiny fused linear in fp32."""
     shape = shapes.SHAPES["tiny_qkv"]
     made_of = workload.make_workload(shape, 48, device=CPU, dtype=torch.float32)

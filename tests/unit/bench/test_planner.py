@@ -110,11 +110,7 @@ def test_rows_read_back_with_the_columns_they_should_have(tmp_path: Path, repo: 
     again = script.repredicted(row, load_profile(repo / "configs/hardware/h200.json"))
     assert again.predicted_s != 9.0
     assert again.predicted_bytes > 2**34
-    measured = {
-        "predicted_s": 9.0,
-        "predicted_bytes": 1,
-        "predicted_round_tokens": 1,
-    }
+    measured = {"predicted_s": 9.0, "predicted_bytes": 1, "predicted_round_tokens": 1}
     assert replace(again, **measured) == row
 
 
