@@ -48,8 +48,9 @@ from scripts.bench.flag_speed.cases import (
     USERBUFFERS,
     Case,
     Place,
+    Row,
+    show,
 )
-from scripts.bench.flag_speed.rows import Row, show, verdicts
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.processes import live
 from scripts.bench.harness.rows import append_rows
@@ -92,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows += found
             if options.csv:
                 append_rows(options.csv, found)
-    for line in (*map(show, rows), *verdicts(rows)):
-        print(line)
+    for row in rows:
+        print(show(row, rows))
     return 1 if failed else 0
 
 

@@ -13,12 +13,19 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import itertools
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -28,17 +35,82 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from scripts.bench.flag_speed.bridge import load_bridge
 from scripts.bench.flag_speed.cases import ONE_JOB, ONE_LORA, STOCK, Case
-from scripts.bench.flag_speed.cut import cut_by_job
-from scripts.bench.harness.clock import allocated, largest, say
+from scripts.bench.harness.clock import allocated, is_main, largest, say
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.integrations.megatron.built.model import language_models
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing import use_micro_batch
-from tlora_megatron.training.packing.packing import PackedBatch
+from tlora_megatron.ops.routing import pack_micro_batch, use_micro_batch
+from tlora_megatron.training.packing.packing import PackedBatch, round_up
+
+
+def load_bridge(source: Path) -> str:
+    """Makes `megatron.bridge.peft` importable; returns Megatron-Bridge's version.
+
+    `megatron.bridge` itself would import its models, and with them half of its requirements: it
+    becomes an empty package. Of its utilities, the adapters need a print.
+
+    Args:
+        source: folder with `megatron/bridge/peft`, `utils` and `package_info.py`.
+    """
+    os.environ["NO_VCS_VERSION"] = "1"  # or it asks the git of another repository
+    package = _module("megatron.bridge")
+    package.__path__ = [str(source / "megatron" / "bridge")]
+    _module("megatron.bridge.utils.common_utils").print_rank_0 = (  # type: ignore[attr-defined]
+        lambda text: print(text) if is_main() else None
+    )
+    absent = not importlib.util.find_spec("transformer_engine")
+    if absent:  # it is imported for the class of one annotation
+        engine = _module("transformer_engine.pytorch")
+        engine.ops = SimpleNamespace(Sequential=object)  # type: ignore[attr-defined]
+        _module("transformer_engine").pytorch = engine  # type: ignore[attr-defined]
+    importlib.import_module("megatron.bridge.peft.lora")
+    if absent:
+        del sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"]
+        # It takes the names that megatron-core then has for classes.
+        sys.modules["megatron.bridge.peft.utils"].HAVE_TE = False  # type: ignore[attr-defined]
+    return str(importlib.import_module("megatron.bridge.package_info").__version__)
+
+
+def _module(name: str) -> ModuleType:
+    sys.modules[name] = module = ModuleType(name)
+    return module
+
+
+def cut_by_job(batch: PackedBatch, *, multiple: int) -> list[PackedBatch]:
+    """Returns each job's rows as a micro-batch of one adapter, in packed order.
+
+    Args:
+        multiple: divides the rows of each.
+    """
+    parts, begin = [], 0
+    for slot, group in itertools.groupby(batch.view.documents, lambda document: document.slot):
+        if slot == batch.view.num_slots:
+            break  # padding
+        documents = [replace(document, slot=0) for document in group]
+        length = sum(document.length for document in documents)
+        rows, size = slice(begin, begin + length), round_up(length, multiple)
+        begin += length
+        view = pack_micro_batch(
+            documents, num_slots=1, num_tokens=size, dropout_keys=(), cp_rank=0, cp_size=1
+        )
+        tokens_T, labels_T, weights_T = (
+            F.pad(values[rows], (0, size - length))
+            for values in (batch.tokens[0], batch.labels[0], batch.weights)
+        )
+        parts.append(
+            PackedBatch(
+                view=view,
+                tokens=tokens_T.unsqueeze(0),
+                labels=labels_T.unsqueeze(0),
+                weights=weights_T,
+                target_rows=torch.nonzero(weights_T).flatten(),
+            )
+        )
+    return parts
+
 
 _CHECKED = 3
 """Steps whose losses are held against the flag's; the flag's first blocks have them."""

@@ -27,8 +27,14 @@ from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.graph_timing import Replay, time_interleaved, warm_up
 from scripts.bench.harness.rows import append_rows, gpu_name
 from scripts.bench.linear.fused import build_factors, row_groups
-from scripts.bench.linear.shapes import MEASURED, SHAPES, AdapterMix, segment_lengths
-from scripts.bench.linear.workload import Workload, make_workload
+from scripts.bench.linear.workload import (
+    MEASURED,
+    SHAPES,
+    AdapterMix,
+    Workload,
+    make_workload,
+    segment_lengths,
+)
 from tlora_megatron.ops.lora.cuda_calls import GemmTile
 from tlora_megatron.ops.lora.cuda_ops import CudaLinear
 from tlora_megatron.ops.lora.kernel_choice import choose_ops

@@ -19,6 +19,9 @@ from typing import NamedTuple
 from scripts.bench.harness.arguments import REPO
 
 TURN = "TLORA_BENCH_TURN"
+MEGATRON_WORKER = Path(__file__).with_name("megatron_worker.py")
+"""What torchrun starts in the place of a checkout's script, which comes behind it."""
+ITERATION = "TLORA_BENCH_ITERATION"
 _POLL_S = 0.02
 
 

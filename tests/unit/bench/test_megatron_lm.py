@@ -127,7 +127,3 @@ def test_runs_that_share_gpus_have_different_ones_each() -> None:
     with devices.take(2) as first, devices.take(1) as second, devices.take(1) as third:
         assert first == (0, 1)
         assert {*second, *third} == {0, 1}
-
-
-def test_what_the_command_starts_is_there() -> None:
-    assert cases.WORKER.is_file()
