@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -51,7 +50,7 @@ from scripts.bench.flag_speed.cases import (
     Row,
     show,
 )
-from scripts.bench.harness.arguments import bench_parser
+from scripts.bench.harness.arguments import add_checkout, bench_parser, check_checkout
 from scripts.bench.harness.processes import live
 from scripts.bench.harness.rows import append_rows
 
@@ -116,9 +115,8 @@ def run(case: Case, place: Place, timeout_s: float) -> list[Row]:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line; ends with a usage error where it cannot be run."""
     parser = bench_parser(__doc__)
-    checkout = os.environ.get("MEGATRON_LM_PATH")
+    add_checkout(parser)
     add = parser.add_argument
-    add("--megatron-lm", type=Path, default=checkout and Path(checkout))
     add("--impl", nargs="+", choices=list(IMPLS), help="all that are installed")
     add(
         "--precision",
@@ -152,8 +150,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kernels", type=Path, help="write tables of kernels to this file")
     add("--timeout", type=float, default=400.0, help="seconds that a life of the script may take")
     options = parser.parse_args(argv)
-    if not ((options.megatron_lm or Path("nowhere")) / "pretrain_gpt.py").is_file():
-        parser.error("--megatron-lm (or MEGATRON_LM_PATH) must name a Megatron-LM checkout")
+    check_checkout(parser, options)
     _check_overlap(parser, options)
     package = (options.bridge or Path("nowhere")) / "megatron" / "bridge" / "peft"
     if not {*STOCK}.isdisjoint(options.modes or ()) and not package.is_dir():

@@ -30,7 +30,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,14 +37,21 @@ import torch.distributed as dist
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.clock import is_main, largest, peak_bytes, say, summed, wait_for_all
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
+from scripts.bench.harness.training_jobs import real_tokens
 from scripts.bench.planner.cases import CASES, NODES_CASES, Case, parse_case, predict
-from scripts.bench.planner.nodes import divide_into_nodes, over_nodes
 from scripts.bench.planner.results import Measured, Row, read_csv, report, show
-from scripts.bench.planner.rounds import packed_rounds, typical_window
+from scripts.bench.planner.rounds import (
+    divide_into_nodes,
+    over_nodes,
+    packed_rounds,
+    typical_window,
+)
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.planner.cost.memory import MemoryUse
 from tlora_megatron.planner.cost.step_terms import TERMS, StepCost
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
+from tlora_megatron.profiling.timer import CollectiveTimer, fit_link
 
 _WARM_ROUNDS, _FEWEST_ROUNDS = 2, 3
 _MEAN_OF, _SKIPPED = 256, 64
@@ -141,7 +147,7 @@ class Bench:
                 model.end_round(model.engine.forward_backward(batches))
                 wait_for_all()
                 times.append(time.perf_counter() - begin)
-                tokens.append(sum(map(_real_tokens, batches)))
+                tokens.append(sum(map(real_tokens, batches)))
             peak = peak_bytes()
             del model, batches
         finally:
@@ -163,6 +169,36 @@ class Bench:
         return any(largest([float(value)])) if dist.is_initialized() else value
 
 
+_BYTES = (1 << 20, 1 << 23, 1 << 26)
+
+
+def divide_into_nodes(nodes: int, world_size: int) -> None:
+    """Has NCCL take the processes of one machine for those of several; before it is started.
+
+    Raises:
+        ValueError: if the processes cannot be divided evenly.
+    """
+    if nodes < 1 or world_size % nodes:
+        raise ValueError(f"--nodes must divide the world of {world_size}, got {nodes}")
+    rank = int(os.environ.get("RANK", "0"))
+    os.environ["NCCL_HOSTID"] = f"node{rank // (world_size // nodes)}"
+
+
+def over_nodes(profile: HardwareProfile, nodes: int, world_size: int) -> HardwareProfile:
+    """The profile of smaller nodes with the link that an all-reduce over all of them has now."""
+    from tlora_megatron.integrations.megatron.model import initialize_parallel
+
+    initialize_parallel(ParallelLayout(dp_size=world_size))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    timer = CollectiveTimer(world_size, device)
+    link = fit_link([timer.measure("all_reduce", size) for size in _BYTES])
+    per_node = world_size // nodes
+    near = tuple(point for point in profile.collectives if point.ranks <= per_node)
+    return replace(
+        profile, gpus_per_node=per_node, inter_node=link, nics_per_node=None, collectives=near
+    )
+
+
 def repredicted(row: Row, hardware: HardwareProfile) -> Row:
     """A row with what the planner says now; what was measured stays."""
     if row.nodes > 1:
@@ -174,11 +210,6 @@ def repredicted(row: Row, hardware: HardwareProfile) -> Row:
         predicted_bytes=round(memory.allocated_bytes),
         predicted_round_tokens=round(cost.load.tokens),
     )
-
-
-def _real_tokens(batch: Any) -> int:
-    view = batch.view
-    return sum(p.length for p in view.pieces if p.document.slot != view.num_slots)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from scripts.bench.harness.arguments import REPO
+from scripts.bench.step.jobs import ATTENTION, MIXES, RANKS
 from tlora_megatron.config.schema import EMBEDDING, HEAD, Recompute
 from tlora_megatron.model.quantisation import BaseQuantisation, quantised_on_reading
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
@@ -19,10 +20,8 @@ from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 LLAMA_8B = REPO / "configs" / "models" / "llama-3.1-8b.json"
-RANKS = (4, 8, 16, 16, 24, 32, 64, 64)
-BATCHES = (1, 8, 2, 4, 8, 1, 4, 2)
+BATCHES = MIXES["batch 1-8"]
 """Sequences a step of each job, on one GPU; on more, as many times that."""
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LENGTHS = (256, 265, 272, 284, 296, 313, 338, 376, 517, 837, 1171, 1686, 2018)
 SHARES = (0.05, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.075, 0.045, 0.025, 0.005)
 """Shares of sequences with these lengths, in five data sets: see `step.jobs`."""

@@ -66,7 +66,6 @@ class Row:
     def of(
         cls, case: Case, prediction: tuple[StepCost, MemoryUse], measured: Measured, *, commit: str
     ) -> Row:
-        """The row of a case that was run."""
         plan, (cost, memory) = case.plan, prediction
         return cls(
             gpu=measured.gpu,

@@ -19,17 +19,25 @@ import shlex
 import string
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from scripts.bench.around_training.base import TOKENIZER
-from scripts.bench.harness.arguments import REPO, bench_parser
-from scripts.bench.harness.processes import live
-from scripts.bench.harness.rows import append_rows
+from scripts.bench.harness.arguments import REPO, add_checkout, bench_parser, check_checkout
+from scripts.bench.harness.clock import is_main, largest, peak_bytes, summed, wait_for_all
+from scripts.bench.harness.processes import (
+    ITERATION,
+    MEGATRON_WORKER,
+    live,
+    megatron_environment,
+    torchrun,
+)
+from scripts.bench.harness.rows import append_rows, gpu_name, versions
 from scripts.bench.planner.cases import MEGATRON_CASES, Case, parse_case, predict
 from scripts.bench.planner.results import Measured, Row, report, show
 from scripts.bench.planner.rounds import packed_rounds, typical_window
@@ -43,20 +51,10 @@ from tlora_megatron.profiling.synthetic_run import data_lengths
 from tlora_megatron.runtime.planning.plan_files import jobs_file, write_plan
 from tlora_megatron.runtime.planning.plan_inputs import plan_model
 
-WORKER = Path(__file__).with_name("under_megatron_worker.py")
 _WARM_ROUNDS, _FEWEST_ROUNDS, _SKIPPED = 3, 3, 8
 _MEAN_OF = 256
 _LEFT_OUT = ("--load", "--exit-on-missing-checkpoint")
 """Arguments of a script that random weights do not have, with their values."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Folders and device of all lives."""
-
-    checkout: Path
-    work: Path
-    on_cpu: bool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,10 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{case.name}: left out, {gib:.0f} GiB needed", flush=True)
             continue
         with tempfile.TemporaryDirectory() as work:
-            place = Place(
-                checkout=options.megatron_lm.resolve(), work=Path(work), on_cpu=options.cpu
-            )
-            measured = run(case, prediction, hardware, place, options)
+            measured = run(case, prediction, hardware, Path(work), options)
         if measured is None:
             failed += 1
             continue
@@ -95,7 +90,7 @@ def run(
     case: Case,
     prediction: tuple[StepCost, MemoryUse],
     hardware: HardwareProfile,
-    place: Place,
+    work: Path,
     options: argparse.Namespace,
 ) -> Measured | None:
     """One life of the script; None if it failed, whose output is then printed."""
@@ -103,11 +98,18 @@ def run(
     size = min(max(size, _FEWEST_ROUNDS), options.rounds)
     packed = packed_rounds(case, _MEAN_OF)
     first = typical_window(packed[: _SKIPPED + size], size, _WARM_ROUNDS)
-    script = write_case(case, prediction, hardware, place.work)
-    result = place.work / "measured.json"
-    command = command_of(script, case, place, iterations=first + size + 1)
-    window = {"TLORA_PLAN_WINDOW": f"{first},{size}", "TLORA_PLAN_RESULT": str(result)}
-    life = live(command, _environment(place) | window, place.work / "log", options.timeout)
+    script, result = write_case(case, prediction, hardware, work), work / "measured.json"
+    checkout = options.megatron_lm.resolve()
+    flags = flags_of(script, iterations=first + size + 1)
+    cpu = ["--cpu"] if options.cpu else []
+    trainer = (MEGATRON_WORKER, *cpu, checkout / "pretrain_gpt.py")
+    env = megatron_environment(checkout) | {
+        ITERATION: "scripts.bench.planner.under_megatron:begin",
+        "TLORA_PLAN_WINDOW": f"{first},{size}",
+        "TLORA_PLAN_RESULT": str(result),
+    }
+    command = torchrun(case.plan.num_gpus, *trainer, *flags)
+    life = live(command, env, work / "log", options.timeout)
     print(f"{case.name}: {life.seconds:.0f} s, exit {life.code}", flush=True)
     if life.code != 0 or not result.is_file():
         print(life.output[-6000:])
@@ -184,42 +186,84 @@ def _write_job(load: JobLoad, seed: int, work: Path) -> dict[str, Any]:
     }
 
 
-def command_of(script: Path, case: Case, place: Place, *, iterations: int) -> list[str]:
-    """The written script's command line with the worker in the launcher's place."""
+def flags_of(script: Path, *, iterations: int) -> list[str]:
+    """The flags of the written script, for so many iterations on random weights."""
     words = shlex.split(script.read_text(), comments=True)
     begin = words.index("$MEGATRON_LM/pretrain_gpt.py") + 1
     flags = [word for word in words[begin:] if word not in ("$@", "\n")]
     for flag in _LEFT_OUT:
-        place_of = flags.index(flag)
-        del flags[place_of : place_of + (2 if flag == "--load" else 1)]
+        place = flags.index(flag)
+        del flags[place : place + (2 if flag == "--load" else 1)]
     flags[flags.index("--train-iters") + 1] = str(iterations)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    return [
-        *(sys.executable, *launcher, str(case.plan.num_gpus), str(WORKER)),
-        *(["--cpu"] if place.on_cpu else []),
-        str(place.checkout / "pretrain_gpt.py"),
-        *flags,
-        *(("--lr", "1e-5", "--eval-interval", "1000000", "--num-workers", "0", "--mock-data")),
-    ]
+    more = ("--lr", "1e-5", "--eval-interval", "1000000", "--num-workers", "0", "--mock-data")
+    return [*flags, *more]
 
 
-def _environment(place: Place) -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    # The repository first: a checkout has packages `tests` and `scripts` of its own.
-    paths = [str(REPO), str(place.checkout), os.environ.get("PYTHONPATH")]
-    return inherited | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "MEGATRON_LM_PATH": str(place.checkout),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+class IterationTimer:
+    """Times iterations of the trainer in its processes, from one's beginning to the next one's.
+
+    Args:
+        first: number of the first iteration that is timed.
+        size: number of iterations.
+    """
+
+    def __init__(self, first: int, size: int, result: Path) -> None:
+        self._first, self._size, self._result = first, size, result
+        self._count = self._tokens = 0
+        self._begin = 0.0
+
+    def iteration(self, session: Any, run: Any) -> Any:
+        """Runs one iteration of the trainer."""
+        number = self._count
+        self._count += 1
+        if number == 0:
+            self._watch(session)
+        if number == self._first:
+            self._tokens = 0
+            wait_for_all()
+            self._begin = time.perf_counter()
+        if number == self._first + self._size:
+            wait_for_all()
+            self._finish(session, time.perf_counter() - self._begin)
+        return run()
+
+    def _watch(self, session: Any) -> None:
+        from scripts.bench.flag_speed.turns import real_tokens
+
+        feed = session._feed
+        fill = feed.fill
+
+        def watched(batches: Sequence[Any]) -> None:
+            self._tokens += real_tokens(batches)
+            fill(batches)
+
+        feed.fill = watched
+
+    def _finish(self, session: Any, seconds: float) -> None:
+        """Writes what was measured; every rank of a replica has counted the replica's tokens."""
+        layout = session.loop.super_model.groups.layout
+        (tokens,) = summed([float(self._tokens)])
+        (peak,) = largest([float(peak_bytes())])
+        if is_main():
+            measured = {
+                "gpu": gpu_name(),
+                "versions": versions("megatron-core"),
+                "seconds": seconds / self._size,
+                "tokens": tokens * layout.dp_size / layout.world_size / self._size,
+                "peak_bytes": int(peak),
+            }
+            self._result.write_text(json.dumps(measured))
+
+
+def begin() -> Callable[[Any, Any], Any]:
+    """What stands between the trainer and the session in a life of the script."""
+    first, size = map(int, os.environ["TLORA_PLAN_WINDOW"].split(","))
+    return IterationTimer(first, size, Path(os.environ["TLORA_PLAN_RESULT"])).iteration
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = bench_parser(__doc__)
-    checkout = os.environ.get("MEGATRON_LM_PATH")
-    parser.add_argument("--megatron-lm", type=Path, default=checkout and Path(checkout))
+    add_checkout(parser)
     parser.add_argument("--hardware", type=Path, default=Path("configs/hardware/h200.json"))
     parser.add_argument("--gpus", type=int, required=True, help="processes of each case")
     parser.add_argument("--cases", nargs="+", help="instead of those of so many GPUs")
@@ -228,8 +272,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a case may take")
     parser.add_argument("--cpu", action="store_true", help="gloo in the place of NCCL, to try out")
     options = parser.parse_args(argv)
-    if not ((options.megatron_lm or Path("nowhere")) / "pretrain_gpt.py").is_file():
-        parser.error("--megatron-lm (or MEGATRON_LM_PATH) must name a Megatron-LM checkout")
+    check_checkout(parser, options)
     return options
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench.harness.processes import Life
 from scripts.bench.megatron_lm import __main__ as layouts
-from scripts.bench.megatron_lm import cases, rows
+from scripts.bench.megatron_lm import cases
 from tests.helpers.launch import HANG_S
 from tests.helpers.megatron_lm import logged
 
@@ -30,12 +31,12 @@ def write_losses(out: Path, **jobs: list[float]) -> None:
 def test_a_row_a_job_with_its_largest_relative_error(tmp_path: Path) -> None:
     write_losses(tmp_path, chat=[4.0, 2.002], code=[5.0])
     layout = cases.LAYOUTS[0]
-    found = rows.compare(layout, tmp_path, ALONE, COMMON)
-    assert [(row.job, row.steps) for row in found] == [("chat", 2), ("code", 1)]
-    assert [row.max_rel_loss_error for row in found] == pytest.approx([1e-3, 0.0])
-    (sentence,) = rows.verdicts(found, ALONE)
+    found = cases.compare(layout, tmp_path, ALONE, COMMON)
+    assert [(row["job"], row["steps"]) for row in found] == [("chat", 2), ("code", 1)]
+    assert [row["max_rel_loss_error"] for row in found] == pytest.approx([1e-3, 0.0])
+    (sentence,) = cases.verdicts(layout, found, ALONE)
     assert sentence == f"{layout.name}: chat is 1.0e-03 off, at most 3e-06"
-    rows.write(found, tmp_path / "rows.csv")
+    cases.write(found, tmp_path / "rows.csv")
     with (tmp_path / "rows.csv").open() as file:
         written = list(csv.DictReader(file))
     columns = "gpu,world,versions,commit,megatron_lm,layout,precision,job,steps,max_rel_loss_error"
@@ -48,15 +49,15 @@ def test_a_loss_that_is_missing_or_no_number_is_wrong(
     tmp_path: Path, jobs: dict[str, list[float]]
 ) -> None:
     write_losses(tmp_path, code=[5.0], **jobs)
-    found = rows.compare(cases.LAYOUTS[0], tmp_path, ALONE, COMMON)
-    assert rows.verdicts(found, ALONE)
+    layout = cases.LAYOUTS[0]
+    found = cases.compare(layout, tmp_path, ALONE, COMMON)
+    assert cases.verdicts(layout, found, ALONE)
 
 
 def test_a_run_must_say_that_it_ran_as_asked(tmp_path: Path) -> None:
     layout = cases.Layout(name="x", nano=2, says="staggered")
     for output, expected in (("run staggered", None), ("run whole", "x: must say 'staggered'")):
-        run = layouts.Run(layout=layout, code=0, seconds=3.0, output=output)
-        assert layouts.failure(run) == expected
+        assert layouts.failure(layout, Life(0, 3.0, output)) == expected
     (tmp_path / "jobs.json").write_text(json.dumps({"run": {"tensorboard": False}, "jobs": []}))
     cases.write_nano_jobs(tmp_path, [layout])
     written = json.loads((tmp_path / cases.jobs_file(layout)).read_text())
@@ -78,8 +79,7 @@ def test_how_a_run_may_end(
     refusal: str, code: int | None, output: str, expected: str | None
 ) -> None:
     layout = cases.Layout(name="x", refusal=refusal)
-    run = layouts.Run(layout=layout, code=code, seconds=3.0, output=output)
-    sentence = layouts.failure(run)
+    sentence = layouts.failure(layout, Life(code, 3.0, output))
     assert sentence is None if expected is None else expected in sentence
 
 
