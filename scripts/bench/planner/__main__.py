@@ -40,12 +40,7 @@ from scripts.bench.harness.rows import append_rows, gpu_name, versions
 from scripts.bench.harness.training_jobs import real_tokens
 from scripts.bench.planner.cases import CASES, NODES_CASES, Case, parse_case, predict
 from scripts.bench.planner.results import Measured, Row, read_csv, report, show
-from scripts.bench.planner.rounds import (
-    divide_into_nodes,
-    over_nodes,
-    packed_rounds,
-    typical_window,
-)
+from scripts.bench.planner.rounds import packed_rounds, typical_window
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.planner.cost.memory import MemoryUse
 from tlora_megatron.planner.cost.step_terms import TERMS, StepCost
