@@ -12,8 +12,8 @@ of a batch, asynchronous NCCL all-reduces) is what `nccl` with 2 does.
 Every variant's input gradient is compared with that of the same step in fp32 first: one further
 from it than `none` (by half) is not timed. Variants take turns round by round, in an order that
 changes; a time is the median over rounds of the slowest process. `cpu_ms` is how long the host
-takes to start a step: near `step_ms`, the step waits for launches. `--graphs` times replays of CUDA
-graphs beside. The controller then chooses a number by steps of its own.
+takes to start a step: near `step_ms`, the step waits for launches. The controller then chooses a
+number by steps of its own.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ def main() -> int:
             if dist.get_rank() == 0:
                 append_rows(args.csv, [row])
             shown = ("mechanism", "nano_batches", "step_ms", "cpu_ms", "hidden_share")
-            graph = " graph" if row["graph"] else ""
-            say(f"{case.label}{graph} " + " ".join(f"{name} {row[name]}" for name in shown))
+            say(f"{case.label} " + " ".join(f"{name} {row[name]}" for name in shown))
     dist.destroy_process_group()
     return 0
 
@@ -95,9 +94,7 @@ def arguments() -> argparse.Namespace:
     parser = bench_parser(__doc__, csv=RESULTS / "tp_overlap.csv")
     parser.add_argument("--cases", type=words, default=list(CASES) if is_cuda else ["tiny:4x32:2"])
     parser.add_argument(
-        "--mechanisms",
-        type=words,
-        default=["nccl", "copy_engine", "two_shot"] if is_cuda else ["gloo"],
+        "--mechanisms", type=words, default=["nccl", "copy_engine"] if is_cuda else ["gloo"]
     )
     parser.add_argument(
         "--counts", type=lambda text: [int(n) for n in text.split(",")], default=list(COUNTS)
@@ -114,7 +111,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--controller-steps", type=int, default=CONTROLLER_STEPS)
     parser.add_argument("--no-controller", action="store_true")
     parser.add_argument("--no-check", action="store_true", help="of gradients, half the time")
-    parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--one-queue", action="store_true")
     parser.add_argument("--budget-s", type=float, default=500.0, help="no case begins after it")
     parser.add_argument("--dtype", default="bfloat16" if is_cuda else "float32")

@@ -4,24 +4,73 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import random
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
 
 from scripts.bench.harness.clock import out_of_time, say, wait_for_all
-from scripts.bench.overlap.cases import Bench, Step, Variant
-from scripts.bench.overlap.check import GradientCheck
-from scripts.bench.overlap.rows import Timer, captured, row
+from scripts.bench.harness.rows import gpu_name
+from scripts.bench.overlap.cases import FROZEN, NONE, Bench, Step, Variant
 from tlora_megatron.parallel.transport.tensor_collectives import (
+    Kind,
     TensorCollectives,
     make_tensor_collectives,
 )
 from tlora_megatron.training.nano.controller import HysteresisController, StepTime
 
+
+class GradientCheck:
+    """Holds one case's variants to the error that rounding alone makes in the unsplit step."""
+
+    def __init__(
+        self, bench: Bench, layers: int | None, make: Callable[[str], TensorCollectives]
+    ) -> None:
+        self._bench, self._layers, self._make = bench, layers, make
+        self._errors: dict[bool, float] = {}
+        """Error of the unsplit step's gradient against fp32, frozen or not."""
+        self._exact_gradients: dict[bool, torch.Tensor] = {}
+
+    def error(self, step: Step) -> float:
+        """Relative distance of the input's gradient from fp32's, for a step that has run.
+
+        The first step asked about, frozen or not, is the unsplit one.
+
+        Raises:
+            ArithmeticError: if it is half as far again as the unsplit step's.
+        """
+        frozen = step.variant.frozen
+        expected = self._exact(frozen)
+        actual = step.gradient().float()
+        error = ((actual - expected).norm() / expected.norm()).item()
+        allowed = max(1.5 * self._errors.setdefault(frozen, error), 1e-5)
+        if not error <= allowed:
+            raise ArithmeticError(
+                f"the input's gradient is {error:.3g} off fp32's, of which rounding is "
+                f"{self._errors[frozen]:.3g}"
+            )
+        return error
+
+    def _exact(self, frozen: bool) -> torch.Tensor:
+        if frozen not in self._exact_gradients:
+            exact = self._bench.in_fp32(self._layers)
+            for variant in (NONE, FROZEN):
+                step = exact.step(variant, self._make)
+                with step.installed():
+                    step()
+                self._exact_gradients[variant.frozen] = step.gradient().cpu()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return self._exact_gradients[frozen].to(self._bench.device)
+
+
 _LEAST_ROUNDS = 5
 """That a median is of, if `--rounds` are not fewer."""
-_GRAPHED = ("none", "nccl", "copy_engine", "skipped")
 
 
 class CaseRun:
@@ -33,7 +82,6 @@ class CaseRun:
         self.timer = Timer(bench.device)
         self._made: dict[str, TensorCollectives] = {}
         self.steps: dict[str, Step] = {}
-        self.calls: dict[str, Callable[[], None]] = {}
         self._check = GradientCheck(bench, args.layers, self._make)
         self._began = time.monotonic()
 
@@ -61,7 +109,7 @@ class CaseRun:
             random.Random(index).shuffle(keys)  # alike on all processes
             for key in keys:
                 with self.steps[key].installed():
-                    self.timer.run(key, self.calls[key])
+                    self.timer.run(key, self.steps[key])
         times = self.timer.result()
         for key, step in self.steps.items():
             yield row(self.bench, step, times, key, self.args.commit)
@@ -90,21 +138,17 @@ class CaseRun:
         except Exception as error:  # any: the others are to be timed all the same
             say(f"{key}: left out, {type(error).__name__}: {error}")
             return
-        self.steps[key], self.calls[key] = step, step
-        if self.args.graphs and variant.mechanism in _GRAPHED and not variant.frozen:
-            self._capture(key, step)
-
-    def _capture(self, key: str, step: Step) -> None:
-        try:
-            with step.installed():
-                self.calls[f"{key} graph"] = captured(step)
-            self.steps[f"{key} graph"] = step
-        except RuntimeError as error:
-            say(f"{key}: no graph, {error}")
+        self.steps[key] = step
 
     def _make(self, mechanism: str) -> TensorCollectives:
         if mechanism not in self._made:
-            self._made[mechanism] = make_collectives(mechanism, self.bench)
+            bench, kind = self.bench, cast(Kind, mechanism)
+            max_bytes = bench.case.num_tokens * bench.spec.hidden_size * bench.dtype.itemsize
+            made = make_tensor_collectives(
+                bench.run.groups.tp_group, bench.device, kind, max_bytes=max_bytes
+            )
+            made.prepare(2)
+            self._made[mechanism] = made
         return self._made[mechanism]
 
     def _controller(
@@ -141,12 +185,82 @@ class CaseRun:
         }
 
 
-def make_collectives(mechanism: str, bench: Bench) -> TensorCollectives:
-    """Collectives by name: the package's, or on GPUs one of `mechanisms.MECHANISMS`."""
-    group, device = bench.run.groups.tp_group, bench.device
-    max_bytes = bench.case.num_tokens * bench.spec.hidden_size * bench.dtype.itemsize
-    if mechanism in ("gloo", "skipped"):
-        return make_tensor_collectives(group, device, mechanism)
-    from scripts.bench.overlap.mechanisms import make_mechanism
+class Timer:
+    """Milliseconds of the steps of one case, and of the host's part in them.
 
-    return make_mechanism(mechanism, group, device, max_bytes)
+    Args:
+        before: steps that run untimed first. GPUs at their power limit clock by what they did a
+            moment ago: another variant, with more or fewer waits.
+        in_a_row: steps that are timed together, as a run has them: a round trip to the device is
+            shared.
+    """
+
+    def __init__(self, device: torch.device, *, before: int = 1, in_a_row: int = 3) -> None:
+        self.device = device
+        self._before, self._in_a_row = before, in_a_row
+        self.samples: dict[str, list[tuple[float, ...]]] = {}
+
+    def run(self, key: str, call: Callable[[], None]) -> None:
+        """Times a few calls in a row and keeps the sample under a key."""
+        for _ in range(self._before):
+            call()
+        wait_for_all()
+        begin = time.perf_counter()
+        for _ in range(self._in_a_row):
+            call()
+        started = time.perf_counter()
+        wait_for_all()
+        ended = time.perf_counter()
+        pair = tuple((t - begin) * 1e3 / self._in_a_row for t in (ended, started))
+        self.samples.setdefault(key, []).append(pair)
+
+    def result(self) -> dict[str, dict[str, float]]:
+        """Medians of the slowest process's times, by key."""
+        found = {}
+        for key, pairs in self.samples.items():
+            slowest = torch.tensor(pairs, dtype=torch.float64, device=self.device)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            steps, host = (sorted(column) for column in slowest.t().tolist())
+            found[key] = {
+                "step_ms": statistics.median(steps),
+                "p20_ms": steps[len(steps) // 5],
+                "p80_ms": steps[-1 - len(steps) // 5],
+                "cpu_ms": statistics.median(host),
+            }
+        return found
+
+
+def row(
+    bench: Bench, step: Step, times: Mapping[str, Mapping[str, float]], key: str, commit: str
+) -> dict[str, Any]:
+    """The row of the variant `key`, beside the times of all variants of the case, by key."""
+    case, variant, mine = bench.case, step.variant, times[key]
+    frozen = "frozen " if variant.frozen else ""
+    whole = times[f"{frozen}none 1"]["step_ms"]
+    bare = times.get(f"{frozen}none skipped 1", {}).get("step_ms", float("nan"))
+    exposed = whole - bare
+    times_ms = {name: round(value, 3) for name, value in mine.items()}
+    return {
+        "gpu": gpu_name(),
+        "world": dist.get_world_size(),
+        "commit": commit,
+        "model": case.model,
+        "tokens": f"{case.sequences}x{case.length}",
+        "adapters": 0 if variant.frozen else case.adapters,
+        "mechanism": variant.name,
+        "nano_batches": step.parts,
+        "step_ms": times_ms["step_ms"],
+        "no_comm_ms": round(bare, 3),
+        "no_split_ms": round(whole, 3),
+        "hidden_share": round((whole - mine["step_ms"]) / exposed, 3) if exposed else "",
+        "cpu_ms": times_ms["cpu_ms"],
+        "p20_ms": times_ms["p20_ms"],
+        "p80_ms": times_ms["p80_ms"],
+        "layers": bench.spec.num_layers,
+        "sequence_parallel": bench.layout.sequence_parallel,
+        "graph": False,
+        "settled_steps": "",
+        "links": "no P2P" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "P2P",
+        "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
+        "torch": torch.__version__,
+    }

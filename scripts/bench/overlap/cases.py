@@ -13,43 +13,26 @@ import torch.distributed as dist
 
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.parallel import collectives
 from tlora_megatron.parallel.nano.overlap import Overlap
 from tlora_megatron.parallel.transport.tensor_collectives import TensorCollectives
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.profiling.sizes import LLAMA_8B, LLAMA_70B, TINY
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.packing.packing import PackedBatch
 
 RANKS = (8, 16, 32, 64)
-_VOCABULARY = 1024
-"""Embedding and head are built and not timed."""
-
-
-def _llama(hidden: int, heads: int, kv_heads: int, ffn: int, layers: int) -> ModelSpec:
-    return ModelSpec(
-        model_type="llama",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=hidden // heads,
-        ffn_size=ffn,
-        vocab_size=_VOCABULARY,
-        max_positions=8192,
-        norm_eps=1e-5,
-        rope_theta=5e5,
-    )
 
 
 MODELS = {
-    "70b": _llama(8192, 64, 8, 28672, layers=8),
-    "8b": _llama(4096, 32, 8, 14336, layers=16),
-    "tiny": _llama(64, 4, 4, 160, layers=2),
+    "70b": replace(LLAMA_70B, num_layers=8),
+    "8b": replace(LLAMA_8B, num_layers=16),
+    "tiny": replace(TINY.layer_spec, num_kv_heads=4, ffn_size=160, num_layers=2),
 }
 """Shapes of Llama-3.1, as many layers as a pipeline stage may have: what the last nano-batch sends
-at the end of either pass has nothing to hide behind, however many there are."""
+at the end of either pass has nothing to hide behind, however many there are. Embedding and head
+are built and not timed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
