@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.around_training.base import base_in
-from scripts.bench.around_training.cases import RANKS, TEXTS
+from scripts.bench.around_training.command import RANKS, TEXTS
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.processes import wait_for_turn
 from scripts.bench.harness.rows import append_rows, gpu_name

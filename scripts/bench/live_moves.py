@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.around_training.base import base_in
-from scripts.bench.around_training.cases import TEXTS
+from scripts.bench.around_training.command import TEXTS
 from scripts.bench.harness.arguments import REPO, bench_parser
 from scripts.bench.harness.moves import Move, fused, moves, stays
 from scripts.bench.harness.rows import append_rows, gpu_name

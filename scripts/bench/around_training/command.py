@@ -1,4 +1,4 @@
-"""One `tlora train` command watched from outside: when it steps, when it ends."""
+"""The commands that are timed, watched from outside, and what the disk takes for bytes alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,77 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
+
+import yaml
+
+from scripts.bench.harness.arguments import REPO
+from tlora_megatron.config.job import HF_TARGETS
+
+RANKS = (4, 8, 16, 16, 32, 32, 64, 64)
+TEXTS = REPO / "configs" / "quickstart" / "data"
+"""Where no folder of texts is named."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A run over one of the bases, with every job stepping in every round."""
+
+    name: str
+    shape: str
+    rounds: int
+    save_every: int
+    """Steps between two checkpoints; 0 = at the end only."""
+    jobs: int = 8
+    tokens: int = 8192
+    """Tokens of a micro-batch; a job's sequences are cut to its share."""
+    cold: bool = False
+    """With empty caches of kernels."""
+
+
+CASES = (
+    Case(name="8b, 60 rounds", shape="8b", rounds=60, save_every=50),
+    Case(name="8b, saves every 50", shape="8b", rounds=110, save_every=50),
+    Case(name="8b, saves at the end", shape="8b", rounds=110, save_every=0),
+    Case(name="8b, 300 rounds", shape="8b", rounds=300, save_every=50),
+    Case(name="six layers, first time", shape="six layers", rounds=25, save_every=0, cold=True),
+    Case(name="six layers", shape="six layers", rounds=25, save_every=0),
+    Case(name="toy", shape="toy", rounds=6, save_every=2, jobs=3, tokens=384),
+)
+
+
+def write_jobs(case: Case, base: Path, texts: Path, output_dir: Path, file: Path) -> None:
+    """Writes the configuration of a case's run."""
+    found = sorted(path for path in texts.glob("*.jsonl") if not path.stem.endswith("_eval"))
+    if not found:
+        raise ValueError(f"--texts must be a folder with JSONL files, got {texts}")
+    data = islice(cycle(found), case.jobs)
+    document = {
+        "base_model": {"path": str(base), "dtype": "bfloat16"},
+        "run": {
+            "output_dir": str(output_dir),
+            "micro_batch_tokens": case.tokens,
+            "checkpoint_every_steps": case.save_every,
+        },
+        "jobs": [_job(case, number, path) for number, path in enumerate(data)],
+    }
+    file.write_text(yaml.safe_dump(document, sort_keys=False))
+
+
+def _job(case: Case, number: int, text: Path) -> dict[str, Any]:
+    rank = RANKS[number % len(RANKS)]
+    return {
+        "name": f"job{number}",
+        "data": {"train": str(text.resolve())},
+        "lora": {"rank": rank, "alpha": 2 * rank, "target_modules": list(HF_TARGETS)},
+        "batch_size": 1,
+        "max_seq_len": case.tokens // case.jobs,
+        "max_steps": case.rounds,
+        "optimizer": {"lr": 1e-4},
+    }
+
 
 _POLL_S = 0.01
 
@@ -22,15 +91,14 @@ class Watched:
     """Times of one command, in seconds since it was started."""
 
     wall_s: float
-    first_step_s: float
-    last_step_s: float
-    round_s: float
-    """Median time between two rounds."""
-    longest_s: float
-    """Longest time between two rounds."""
-    gaps_s: tuple[float, ...]
-    """All times between two rounds."""
+    rounds_s: Sequence[float]
+    """When each round had ended."""
     summary: dict[str, Any]
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between two rounds."""
+        return [after - before for before, after in itertools.pairwise(self.rounds_s)]
 
 
 def watch(
@@ -40,9 +108,6 @@ def watch(
 
     Args:
         caches: folder of built kernels; None = the user's.
-
-    Raises:
-        RuntimeError: with its last lines, if the command fails.
     """
     command = [sys.executable, "-m", "tlora_megatron.cli", "train", str(config)]
     command += [] if nproc is None else ["--nproc", str(nproc)]
@@ -61,27 +126,15 @@ def watch(
     if process.returncode or len(rounds_s) < 2:
         tail = log.read_text(errors="replace")[-2000:]
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {tail}")
-    gaps = [after - before for before, after in itertools.pairwise(rounds_s)]
-    return Watched(
-        wall_s=wall_s,
-        first_step_s=rounds_s[0],
-        last_step_s=rounds_s[-1],
-        round_s=statistics.median(gaps),
-        longest_s=max(gaps),
-        gaps_s=tuple(gaps),
-        summary=json.loads((output_dir / "summary.json").read_text()),
-    )
+    summary = json.loads((output_dir / "summary.json").read_text())
+    return Watched(wall_s=wall_s, rounds_s=rounds_s, summary=summary)
 
 
 def beside_saves(gaps_s: Sequence[float], every: int) -> tuple[float, float] | None:
     """Returns the mean round of the halves behind and before a save; None where no round is saved.
 
     A save holds up the rounds of the first half of its interval, if any; the last interval, which
-    ends with the run, does not count.
-
-    Args:
-        gaps_s: times between two rounds, the first one behind round 1.
-        every: rounds between two saves.
+    ends with the run, does not count. The first gap is the one behind round 1.
     """
     half, last = every // 2, len(gaps_s) + 1
     saves = range(every, last - every + 1, every) if half else ()
@@ -102,3 +155,24 @@ def _rounds(process: subprocess.Popen[bytes], metrics: Path, begin_s: float) -> 
         if has_ended:
             return seen
         time.sleep(_POLL_S)
+
+
+_BLOCK_BYTES = 64 << 20
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def write_s(num_bytes: int, file: Path) -> float:
+    """Seconds for a file of so many bytes, written by one thread and flushed; it is removed."""
+    block = os.urandom(_BLOCK_BYTES)
+    begin_s = time.monotonic()
+    with file.open("wb", buffering=0) as opened:
+        for begin in range(0, num_bytes, _BLOCK_BYTES):
+            opened.write(block[: num_bytes - begin])
+        os.fsync(opened.fileno())
+    taken_s = time.monotonic() - begin_s
+    file.unlink()
+    return taken_s
