@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.around_training.base import shapes, warm_page_cache, write_base
+from scripts.bench.around_training.base import warm_page_cache, write_base
 from scripts.bench.around_training.command import (
     CASES,
     TEXTS,
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, case: Case, commit: str, tree: Path, work: Path) -> None:
     base = work / "bases" / case.shape.replace(" ", "_")
-    size = write_base(shapes()[case.shape], base)
+    size = write_base(case.shape, base)
     warm_page_cache(base)
     output_dir, config = work / "out", work / "run.yaml"
     shutil.rmtree(output_dir, ignore_errors=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.around_training.base import TOKENIZER, shapes
+from scripts.bench.around_training.base import shape_of, write_config
 from scripts.bench.harness.arguments import REPO
 from scripts.bench.harness.processes import (
     ITERATION,
@@ -121,14 +121,9 @@ class Place:
 
     def prepare(self, case: Case) -> tuple[Path, Path]:
         """Writes base, texts and jobs; returns the files of the rows and of the log."""
-        base = self.work / "base"
-        base.mkdir(parents=True, exist_ok=True)
-        config = shapes()[MODELS[case.model]].config
-        config = config | {"num_hidden_layers": case.layers or config["num_hidden_layers"]}
-        kind = {"architectures": ["LlamaForCausalLM"]}
-        (base / "config.json").write_text(json.dumps(config | kind))
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (base / file).write_bytes((TOKENIZER / file).read_bytes())
+        config = shape_of(MODELS[case.model])
+        config["num_hidden_layers"] = case.layers or config["num_hidden_layers"]
+        write_config(config, self.work / "base")
         if case.jobs == ONE_JOB:
             write_one_job(case, self.work)
         else:

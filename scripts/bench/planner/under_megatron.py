@@ -27,8 +27,8 @@ from typing import Any
 
 import yaml
 
-from scripts.bench.around_training.base import TOKENIZER
-from scripts.bench.harness.arguments import REPO, add_checkout, bench_parser, check_checkout
+from scripts.bench.around_training.base import shape_of, write_config
+from scripts.bench.harness.arguments import add_checkout, bench_parser, check_checkout
 from scripts.bench.harness.clock import is_main, largest, peak_bytes, summed, wait_for_all
 from scripts.bench.harness.processes import (
     ITERATION,
@@ -148,11 +148,8 @@ def write_case(
 
 
 def _write_base(case: Case, folder: Path) -> None:
-    folder.mkdir(parents=True)
-    shape = json.loads((REPO / "configs" / "models" / "llama-3.1-8b.json").read_text())
     spec = case.spec
-    shape |= {
-        "architectures": ["LlamaForCausalLM"],
+    shape = {
         "hidden_size": spec.hidden_size,
         "num_hidden_layers": spec.num_layers,
         "num_attention_heads": spec.num_heads,
@@ -161,9 +158,7 @@ def _write_base(case: Case, folder: Path) -> None:
         "intermediate_size": spec.ffn_size,
         "vocab_size": spec.vocab_size,
     }
-    (folder / "config.json").write_text(json.dumps(shape))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((TOKENIZER / name).read_bytes())
+    write_config(shape_of("8b") | shape, folder)
 
 
 def _write_job(load: JobLoad, seed: int, work: Path) -> dict[str, Any]:

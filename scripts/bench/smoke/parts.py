@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scripts.bench.around_training.base import shapes
+from scripts.bench.around_training.base import shape_of
 from scripts.bench.harness.arguments import REPO
 from scripts.bench.harness.processes import TURN
 
@@ -153,7 +153,7 @@ def parts_on_gpu(checkout: Path, layers: int | None) -> list[Part]:
 def toy_parts(checkout: Path | None, work: Path) -> list[Part]:
     """The parts on a CPU, over models of two layers; under the flag the local spec alone."""
     model = work / "toy.json"
-    model.write_text(json.dumps(shapes()["toy"].config))
+    model.write_text(json.dumps(shape_of("toy")))
     step = f"step {_STEP} --turns 1 --rounds 1 --warmup 1 --tokens 512"
     flag = "flag_speed --model toy --tokens 256 --turns 1 --rounds 1 --modes own"
     gang = "live_gang --start-only --gpus 0 --size toy --dtype float32 --tokens 2048"

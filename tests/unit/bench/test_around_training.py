@@ -18,18 +18,18 @@ TOY = next(case for case in command.CASES if case.shape == "toy")
 
 
 def test_a_base_can_be_read_and_is_written_once(tmp_path: Path) -> None:
-    size = base.write_base(base.shapes()["toy"], tmp_path / "base")
+    size = base.write_base("toy", tmp_path / "base")
     check_weights(
         read_model_spec(tmp_path / "base" / "config.json"), HFCheckpoint(tmp_path / "base")
     )
     (file,) = (tmp_path / "base").glob("*.safetensors")
     written = file.stat().st_mtime_ns
-    assert base.write_base(base.shapes()["toy"], tmp_path / "base") == size == file.stat().st_size
+    assert base.write_base("toy", tmp_path / "base") == size == file.stat().st_size
     assert file.stat().st_mtime_ns == written
 
 
 def test_every_job_steps_in_every_round(tmp_path: Path) -> None:
-    base.write_base(base.shapes()["toy"], tmp_path / "base")
+    base.write_base("toy", tmp_path / "base")
     for case in command.CASES:
         command.write_jobs(
             case, tmp_path / "base", command.TEXTS, tmp_path / "out", tmp_path / "run.yaml"

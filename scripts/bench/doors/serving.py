@@ -1,6 +1,6 @@
 """A service over HTTP in a process of its own, with tenants and their tokens.
 
-python -m scripts.bench.door_cases.serving FOLDER BASE_FOLDER      # prints its port
+python -m scripts.bench.doors.serving FOLDER BASE_FOLDER      # prints its port
 """
 
 from __future__ import annotations
