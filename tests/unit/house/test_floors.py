@@ -406,7 +406,7 @@ def test_command_line_and_config_import_without_torch(repo: Path) -> None:
         f"import {PACKAGE}.service.store, {PACKAGE}.service.engines.slurm_engine\n"
         f"import {PACKAGE}.service.engines.local\n"
         f"import {PACKAGE}.service.engines.ray.engine, {PACKAGE}.service.engines.ray.agent\n"
-        f"import {PACKAGE}.service.sampling.own, {PACKAGE}.service.sampling.vllm_sampler.sampler\n"
+        f"import {PACKAGE}.service.sampling.own, {PACKAGE}.service.sampling.vllm_sampler\n"
         "print(*sorted({*heavy, 'psycopg', 'ray'} & set(sys.modules)))"
     )
     result = subprocess.run(
