@@ -31,7 +31,7 @@ from tests.helpers.played_models import set_state
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import OVER, JobState, Store, open_store
-from tlora_megatron.training.driven.requests import Answer, Request
+from tlora_megatron.training.driven_requests import Answer, Request
 
 ROUND_S = 0.02
 TOKENS_PER_S = 100_000.0

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from scripts.bench.harness.clock import out_of_time, say, wait_for_all
 from scripts.bench.harness.rows import gpu_name
 from scripts.bench.overlap.cases import FROZEN, NONE, Bench, Step, Variant
-from tlora_megatron.parallel.transport.tensor_collectives import (
+from tlora_megatron.parallel.tensor_collectives import (
     Kind,
     TensorCollectives,
     make_tensor_collectives,
