@@ -25,13 +25,13 @@ from scripts.bench.around_training.base import base_in
 from scripts.bench.around_training.command import RANKS, TEXTS
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.processes import wait_for_turn
-from scripts.bench.harness.rows import append_rows, gpu_name
+from scripts.bench.harness.rows import Figures, gpu_name
 from tests.helpers.gang_driver import DrivenJob, GangDriver, quickstart_base
+from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.ops.kernel_build import build, built_library
 from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.service.messages import GangFolder
 
-_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _ENDLESS = 100_000
 _CASES = {"8b": "8B", "six layers": "six layers", "toy": "toy", "quickstart": "quickstart"}
 
@@ -43,8 +43,14 @@ class Bench:
         self.engine = LocalEngine(root, args.gpus, slots=None if args.gpus else world)
         self.world = world
         self.args = args
-        self._gpu = gpu_name()
-        self.missed: list[str] = []
+        self.figures = Figures(
+            csv=args.csv,
+            commit=args.commit,
+            engine="local",
+            gpu=gpu_name(),
+            world=world,
+            about=f"{_CASES[args.size]}: ",
+        )
         self._submitted = 0
         self.driver = GangDriver(
             self.engine,
@@ -64,21 +70,7 @@ class Bench:
 
     def row(self, case: str, value: float, unit: str = "s", must: float | None = None) -> None:
         """Notes one figure, and whether it is one that must hold."""
-        limit = "" if must is None else f" (must {must:g})"
-        print(f"{case}: {value:.4g} {unit}{limit}", flush=True)
-        if must is not None and value > must:
-            self.missed.append(case)
-        found = {
-            "gpu": self._gpu,
-            "world": self.world,
-            "commit": self.args.commit,
-            "engine": "local",
-            "case": f"{_CASES[self.args.size]}: {case}",
-            "value": f"{value:.4g}",
-            "unit": unit,
-        }
-        if self.args.csv is not None:
-            append_rows(self.args.csv, [found])
+        self.figures.row(case, value, unit, most=must)
 
     def submit(self, steps: int = _ENDLESS) -> DrivenJob:
         """Adds a job, whose batch is its share of a micro-batch."""
@@ -90,7 +82,7 @@ class Bench:
         document = {
             "name": f"job{number}",
             "data": {"train": str(text.resolve())},
-            "lora": {"rank": rank, "alpha": 2 * rank, "target_modules": _LINEARS},
+            "lora": {"rank": rank, "alpha": 2 * rank, "target_modules": list(HF_TARGETS)},
             "batch_size": 2,
             "max_seq_len": length,
             "portion_tokens": length,
@@ -114,7 +106,6 @@ class Bench:
 
     @property
     def events(self) -> Sequence[Any]:
-        """All events so far."""
         return self.driver.events
 
     def all_step(self, beyond: int = 0) -> Callable[[], bool]:
@@ -327,7 +318,7 @@ def measure(args: Any, folder: Path) -> list[str]:
             work(bench)
         finally:
             bench.close()
-        missed.extend(bench.missed)
+        missed.extend(bench.figures.missed)
 
     if world == 1:
         run("life", measure_start if args.start_only else measure_life)

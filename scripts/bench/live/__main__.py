@@ -35,28 +35,28 @@ import torch
 import torch.distributed as dist
 
 from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.clock import is_main, say, wait_for_all, wait_for_device
-from scripts.bench.harness.rows import append_rows, gpu_name
+from scripts.bench.harness.clock import is_main, wait_for_all, wait_for_device
+from scripts.bench.harness.rows import Figures, gpu_name
+from scripts.bench.harness.training_jobs import job_on
 from scripts.bench.planner.cases import model_spec
-from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
+from scripts.bench.step.jobs import endless_job, sequence
+from tlora_megatron.config.job import JobSpec, LoraSpec
 from tlora_megatron.config.schema import RunSpec
-from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank, BankShape
+from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.data.job_data import BatchPlan, JobData
-from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.job_saves import SavePolicy, StagedJob
-from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.resident.staging import Order, Stager
 from tlora_megatron.training.run.determinism import frozen_gc
 from tlora_megatron.training.super_model import SuperModel
 
-MUST_JOIN_MS, MUST_OVER, MUST_LOST = 50.0, 0.5, 2.0
+MUST = {"join, median": 50.0, "resident over train": 0.5, "20 joins in 10 min": 2.0}
 _SEQUENCE, _SEQUENCES = 512, 64
 _JOINS = 5
 
@@ -116,25 +116,14 @@ class Bench:
         """A job whose batch fills half a micro-batch; each steps once in `jobs / 2` rounds."""
         self._number += 1
         per_round = max(2, self.args.tokens // _SEQUENCE)
-        return JobSpec(
-            name=name,
-            data=DataSpec(train="synthetic"),
-            lora=LoraSpec(rank=self.args.rank),
-            batch_size=per_round // 2,
-            max_seq_len=_SEQUENCE + 1,
-            max_steps=10**6,
-            seed=self._number,
-        )
+        lora = LoraSpec(rank=self.args.rank)
+        return endless_job(name, lora, per_round // 2, _SEQUENCE, self._number)
 
     def data(self, seed: int) -> JobData:
         """Sequences of one length, so that all rounds are equally long."""
         draw, size = np.random.default_rng(seed), min(_SEQUENCE, self.args.tokens // 2)
-        is_target = np.arange(size + 1) > size // 2
-        rows = (
-            draw.integers(0, self.run.spec.vocab_size, size + 1, dtype=np.int32)
-            for _ in range(_SEQUENCES)
-        )
-        train = tuple(TokenSequence(tokens, is_target) for tokens in rows)
+        vocab_size = self.run.spec.vocab_size
+        train = tuple(sequence(draw, size, vocab_size, 0.5) for _ in range(_SEQUENCES))
         return JobData(train=train, eval=(), num_truncated=0, num_dropped=0)
 
     def read_order(self, order: Order) -> PreparedJob:
@@ -149,10 +138,7 @@ class Bench:
         job = self.job_spec(name)
         slab = self.bank.new_slab(job.lora)
         slab.master.normal_(0.0, self.run.spec.hidden_size**-0.5)
-        data = self.data(job.seed)
-        plan = BatchPlan.for_job(job, len(data.train))
-        adapter = Adapter(name=name, lora=job.lora, slab=slab)
-        state = JobState(spec=job, data=data, plan=plan, adapter=adapter)
+        state = job_on(slab, job, self.data(job.seed).train)
         metrics = self.live.files.open_metrics(state)
         return StagedJob(state=state, digest="", copied=None, metrics=metrics, saving=SavePolicy())
 
@@ -309,28 +295,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         found |= measure_cost(bench)
         bench.commands.close()
         bench.live.close()
-    shape = "" if not args.tiny else "tiny, "
-    rows = [
-        {
-            "gpu": gpu_name(), "world": dist.get_world_size(), "commit": args.commit,
-            "engine": "none", "case": f"{shape}{args.jobs} jobs of rank {args.rank}: {case}",
-            "value": f"{value:.4g}", "unit": unit,
-        }
-        for case, (value, unit) in found.items()
-    ]  # fmt: skip
-    for row in rows:
-        say(f"{row['case']}: {row['value']} {row['unit']}")
-    if is_main() and args.csv is not None:
-        append_rows(args.csv, rows)
-    musts = {
-        "join, median": MUST_JOIN_MS,
-        "resident over train": MUST_OVER,
-        "20 joins in 10 min": MUST_LOST,
-    }
-    missed = [case for case, must in musts.items() if found[case][0] > must]
-    for case in missed:
-        say(f"{case} must be at most {musts[case]:g} {found[case][1]}, got {found[case][0]:.3g}")
-    return 1 if missed else 0
+    tiny = "tiny, " if args.tiny else ""
+    figures = Figures(
+        csv=args.csv,
+        commit=args.commit,
+        engine="none",
+        gpu=gpu_name(),
+        world=dist.get_world_size(),
+        about=f"{tiny}{args.jobs} jobs of rank {args.rank}: ",
+    )
+    for case, (value, unit) in found.items() if is_main() else ():
+        figures.row(case, value, unit, most=MUST.get(case))
+    return int(bool(figures.missed))
 
 
 if __name__ == "__main__":
