@@ -44,8 +44,6 @@ from tlora_megatron.sim.workload import load_mix
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchCase:
-    """A question to the planner."""
-
     model: str
     jobs: int
     gpus: int = 1024
@@ -56,7 +54,6 @@ class SearchCase:
 
     @property
     def name(self) -> str:
-        """The row's `what`."""
         program = "any program" if self.runs_in is None else self.runs_in
         most = "at most " if self.may_idle else ""
         return f"search {self.model} {self.jobs} jobs {most}{self.gpus} GPUs {program}"
@@ -197,7 +194,6 @@ def plans(case: SearchCase, repeats: int) -> tuple[int, float, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints a table and appends rows."""
     parser = bench_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="after the first")
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=list(POLICIES))

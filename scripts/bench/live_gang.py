@@ -63,13 +63,11 @@ class Bench:
         )
 
     def close(self) -> None:
-        """Ends all processes."""
         for info in self.engine.gangs():
             self.engine.kill(info.gang, info.epoch)
         self.engine.close()
 
     def row(self, case: str, value: float, unit: str = "s", must: float | None = None) -> None:
-        """Notes one figure, and whether it is one that must hold."""
         self.figures.row(case, value, unit, most=must)
 
     def submit(self, steps: int = _ENDLESS) -> DrivenJob:
@@ -92,7 +90,6 @@ class Bench:
         return self.driver.submit(f"j{number}", document, checkpoint_every_s=self.args.save_every)
 
     def timed(self, is_reached: Callable[[], bool]) -> float:
-        """Seconds until something is true."""
         begin_s = time.perf_counter()
         self.driver.run_until(is_reached)
         return time.perf_counter() - begin_s
@@ -122,7 +119,6 @@ class Bench:
         return check
 
     def kill_rank(self, rank: int) -> None:
-        """SIGKILLs one rank."""
         folder = GangFolder(self.driver.home.root, "g", self.driver.epoch)
         os.kill(int(folder.pid(rank).read_text().split()[0]), signal.SIGKILL)
 
@@ -275,7 +271,6 @@ def compare(bench: Bench, losses: Mapping[str, Mapping[int, float]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures; returns the exit code."""
     parser = bench_parser(__doc__)
     parser.add_argument("--gpus", type=int, default=1, help="GPUs; 0 = on the CPU")
     parser.add_argument("--world", type=int, help="processes on the CPU (default: 1)")

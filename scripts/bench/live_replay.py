@@ -69,7 +69,6 @@ class Accepted:
     notes: tuple[str, ...] = ()
 
     def load(self) -> JobLoad:
-        """The job as the planner sees it."""
         return self.own
 
 
@@ -82,7 +81,6 @@ class Jobs:
         self._done: list[Accepted] = []
 
     def load(self, job: Job) -> JobLoad:
-        """The drawn load of a job."""
         return self.study.speeds.load_of(job.kind)
 
     def num_steps(self, job: Job) -> int:
@@ -90,7 +88,6 @@ class Jobs:
         return max(1, round(job.tokens / self.load(job).batch_tokens))
 
     def submission(self, job: Job) -> NewJob:
-        """The job as a user would submit it."""
         name = f"trace-{job.index}"
         document = {"name": name, "index": job.index}
         made = Submission(name=name, base_model={"path": job.base}, document=document)
@@ -100,7 +97,6 @@ class Jobs:
         )
 
     def work(self, order: Mapping[str, Any]) -> FakeWork:
-        """The work of a job for a fake gang."""
         job = self.jobs[int(order["document"]["index"])]
         return FakeWork(kind=job.kind, tokens=job.tokens, num_steps=self.num_steps(job))
 
@@ -123,7 +119,6 @@ class Jobs:
         """Nothing is under way."""
 
     def poll(self) -> list[Accepted]:
-        """The accepted jobs."""
         done, self._done = self._done, []
         return done
 

@@ -36,8 +36,6 @@ GANGS = 50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """How much of everything."""
-
     submits: int
     writers: int
     queued: int
@@ -166,7 +164,6 @@ def measure(figures: Figures, place: str, sizes: Sizes) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the figures and appends them to a file."""
     parser = bench_parser(__doc__)
     parser.add_argument("--place", help="a file, or the URL of an empty PostgreSQL database")
     parser.add_argument("--submits", type=int, default=2000)

@@ -318,7 +318,6 @@ _PARTS: dict[str, tuple[str, Callable[[Path, Path, argparse.Namespace], None]]] 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draws one picture or prints one table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

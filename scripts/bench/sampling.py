@@ -38,7 +38,6 @@ _PROMPT = 128
 
 
 def main() -> int:
-    """Measures and writes rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--csv", type=Path, help="file that rows are appended to")
     parser.add_argument("--tiny", action="store_true", help="the quickstart's base")

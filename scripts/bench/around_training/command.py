@@ -53,7 +53,6 @@ CASES = (
 
 
 def write_jobs(case: Case, base: Path, texts: Path, output_dir: Path, file: Path) -> None:
-    """Writes the configuration of a case's run."""
     found = sorted(path for path in texts.glob("*.jsonl") if not path.stem.endswith("_eval"))
     if not found:
         raise ValueError(f"--texts must be a folder with JSONL files, got {texts}")
@@ -97,7 +96,6 @@ class Watched:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between two rounds."""
         return [after - before for before, after in itertools.pairwise(self.rounds_s)]
 
 
@@ -161,7 +159,6 @@ _BLOCK_BYTES = 64 << 20
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

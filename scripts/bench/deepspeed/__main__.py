@@ -12,9 +12,11 @@ parallel. Random weights; optimizer steps included; padding is not counted.
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,19 +24,110 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scripts.bench.deepspeed.stock import run_stock
 from scripts.bench.harness.arguments import REPO, RESULTS, bench_parser
-from scripts.bench.harness.clock import Timing, is_main, timed, total
+from scripts.bench.harness.clock import Timing, Watch, is_main, timed, total
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
 from scripts.bench.harness.training_jobs import fresh_job
 from scripts.bench.step.jobs import Mix, make_mixes
+from tlora_megatron.config.job import HF_TARGETS, JobSpec
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.engine import FrozenBase, build_base, join_processes
 from tlora_megatron.integrations.deepspeed.known_keys import check_deepspeed
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.super_model import SuperModel
+
+
+def run_stock(model: Any, mix: Mix, zero: Mapping[str, Any], steps: int) -> Timing:
+    """Each job by itself for so many steps, after two.
+
+    Args:
+        zero: the engine's `zero_optimization`.
+    """
+    jobs = zip(mix.specs, mix.data, strict=True)
+    return total([_job(model, spec, train, zero, steps) for spec, train in jobs])
+
+
+def _job(
+    model: Any, spec: JobSpec, train: Sequence[TokenSequence], zero: Mapping[str, Any], steps: int
+) -> Timing:
+    model.train()
+    model.config.use_cache = False
+    share = spec.batch_size // dist.get_world_size()
+    peft = _with_adapter(model, spec)
+    engine = _engine(peft, zero, share)
+    batches = _batches(train, spec.batch_size)
+    for _ in range(2):
+        _step(engine, next(batches), share)
+    watch, tokens = Watch(), 0
+    for _ in range(steps):
+        batch = next(batches)
+        tokens += sum(len(s.tokens) for s in batch)
+        _step(engine, batch, share)
+    timing = watch.timing(steps=steps, tokens=tokens)
+    engine.destroy()
+    peft.unload()
+    del engine, peft
+    gc.collect()
+    return timing
+
+
+def _with_adapter(model: Any, spec: JobSpec) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(
+        r=spec.lora.rank,
+        lora_alpha=spec.lora.alpha,
+        lora_dropout=spec.lora.dropout,
+        target_modules=list(HF_TARGETS),
+    )
+    return get_peft_model(model, lora)
+
+
+def _engine(peft: Any, zero: Mapping[str, Any], share: int) -> Any:
+    """DeepSpeed's engine over the adapter, with `share` sequences a step on each process."""
+    import deepspeed
+
+    trainable = [p for p in peft.parameters() if p.requires_grad]
+    config = {
+        "train_micro_batch_size_per_gpu": share,
+        "steps_per_print": 2**31,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": dict(zero) if zero["stage"] else {"stage": 1},
+    }
+    optimizer = torch.optim.AdamW(trainable, lr=2e-4, fused=torch.cuda.is_available())
+    engine, *_ = deepspeed.initialize(
+        model=peft, optimizer=optimizer, config=config, model_parameters=trainable
+    )
+    return engine
+
+
+def _batches(train: Sequence[TokenSequence], size: int) -> Iterator[list[TokenSequence]]:
+    endless = itertools.cycle(train)
+    while True:
+        yield list(itertools.islice(endless, size))
+
+
+def _step(engine: Any, batch: Sequence[TokenSequence], share: int) -> None:
+    rank = dist.get_rank()
+    mine = batch[rank * share : (rank + 1) * share]
+    longest = max(len(s.tokens) for s in mine)
+    ids = torch.zeros(share, longest, dtype=torch.int64)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for row, sequence in enumerate(mine):
+        tokens = torch.from_numpy(sequence.tokens).long()
+        ids[row, : len(tokens)] = tokens
+        mask[row, : len(tokens)] = 1
+        labels[row, : len(tokens)] = torch.where(torch.from_numpy(sequence.is_target), tokens, -100)
+    device = engine.device
+    out = engine(input_ids=ids.to(device), attention_mask=mask.to(device), labels=labels.to(device))
+    engine.backward(out.loss)
+    engine.step()
+
 
 MODEL = REPO / "configs" / "models" / "llama-3.1-8b.json"
 _ZERO3 = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True}
@@ -135,13 +228,11 @@ def _config(args: argparse.Namespace) -> DeepSpeedConfig:
 
 
 def run_together(base: FrozenBase, mix: Mix, args: argparse.Namespace) -> Timing:
-    """All jobs at once."""
     super_model = _super_model(base, mix, range(len(mix.specs)), args)
     return _timed(super_model, super_model.train_round, warmup=3, repeats=args.rounds)
 
 
 def run_alone(base: FrozenBase, mix: Mix, args: argparse.Namespace) -> Timing:
-    """Each job by itself, as many steps each."""
     timings = []
     for index in range(len(mix.specs)):
         super_model = _super_model(base, mix, [index], args)

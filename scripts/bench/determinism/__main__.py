@@ -56,7 +56,6 @@ class Count(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns its exit code."""
     args = arguments(argv)
     unequal = sum(measure(name, args) for name in args.layouts)
     if dist.is_initialized():
@@ -84,7 +83,6 @@ def measure(name: str, args: argparse.Namespace) -> int:
 
 
 def mixes(args: argparse.Namespace) -> list[Mix]:
-    """The mix that was given, or those of the seeds."""
     if args.mix is not None:
         return [read_mix(args.mix)]
     return [args.shape.mix(random.Random(seed), args.steps) for seed in range(args.seeds)]
@@ -161,7 +159,6 @@ def step_times(training: Training, documents: str, args: argparse.Namespace) -> 
 def report(
     args: argparse.Namespace, layout: str, count: Count, times: tuple[float | str, float | str]
 ) -> None:
-    """Writes a row."""
     row = {
         "gpu": gpu_name(),
         "world": int(os.environ.get("WORLD_SIZE", "1")),
@@ -177,7 +174,6 @@ def report(
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses and completes the command line."""
     parser = bench_parser(__doc__)
     add = parser.add_argument
     add("--size", choices=SIZES, default="8b", help="of the base model")

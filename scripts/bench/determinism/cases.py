@@ -49,7 +49,6 @@ class Plan:
     portion_tokens: int | None = None
 
     def spec(self) -> JobSpec:
-        """The job as a configuration has it; it never ends by itself."""
         lora = LoraSpec(
             rank=self.rank, alpha=2.0 * self.rank, dropout=self.dropout, target_modules=self.targets
         )
@@ -98,7 +97,6 @@ class Mix(NamedTuple):
 
 
 def read_mix(path: Path) -> Mix:
-    """Reads what `Mix.write` wrote."""
     found = json.loads(path.read_text())
     before, after = (tuple(map(_read_plan, found[when])) for when in ("before", "after"))
     return Mix(_read_plan(found["own"]), before, after, found["resume_at"])
@@ -160,7 +158,6 @@ class Size:
     """Rows of the longest sequence of a drawn mix."""
 
     def spec(self, model: Path = MODEL) -> ModelSpec:
-        """The model's shape."""
         return replace(read_model_spec(model), num_layers=self.layers, **self.changes)
 
     def mix(self, draw: random.Random, steps: int) -> Mix:
@@ -228,7 +225,6 @@ CASES = {
 
 
 def cases_of(world_size: int) -> list[str]:
-    """Names of the cases for so many processes."""
     return [name for name, case in CASES.items() if case.layout.world_size == world_size]
 
 
@@ -262,5 +258,4 @@ def timed_jobs(documents: str, tokens: int, dropout: float) -> tuple[Plan, ...]:
 
 
 def dtype_here() -> torch.dtype:
-    """bf16 where there is a GPU."""
     return torch.bfloat16 if torch.cuda.is_available() else torch.float32

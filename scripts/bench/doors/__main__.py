@@ -84,7 +84,6 @@ CASES: Mapping[str, tuple[str, Case]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures; returns the exit code."""
     parser = bench_parser(__doc__)
     parser.add_argument("cases", nargs="+", choices=list(CASES))
     parser.add_argument("--seconds", type=float, default=20.0, help="of requests")

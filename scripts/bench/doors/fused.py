@@ -50,7 +50,6 @@ class PretendedGang:
         """Most jobs in one round."""
 
     def play(self, ended: threading.Event) -> None:
-        """Goes on until it is told to end."""
         while not ended.wait(_LOOK_S):
             self._meet()
             taken = self._take()
@@ -89,7 +88,6 @@ def _answer(request: Request) -> Answer:
 
 @contextmanager
 def pretending(served: Served) -> Iterator[PretendedGang]:
-    """Plays in a thread."""
     gang, ended = PretendedGang(served), threading.Event()
     thread = threading.Thread(target=gang.play, args=(ended,), daemon=True)
     thread.start()

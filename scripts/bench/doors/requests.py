@@ -25,7 +25,6 @@ _LINE = {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant",
 
 
 def measure_requests(notes: Figures, folder: Path, *, seconds: float) -> None:
-    """Notes latencies of both kinds of request."""
     with serving(folder / "requests") as served, notes.load("requests: "):
         tokens = served.tokens(TENANTS)
         for number in range(TENANTS):
@@ -126,7 +125,6 @@ class Listener:
         self._tail = b""
 
     async def follow(self, address: str, token: str, marks: set[str]) -> None:
-        """Reads until it is cancelled."""
         host, port = urlsplit(address).hostname, urlsplit(address).port
         reader, writer = await asyncio.open_connection(host, port)
         head = f"GET /v1/stream HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {token}\r\n\r\n"

@@ -33,12 +33,10 @@ class Served(NamedTuple):
 
     @property
     def cpu_s(self) -> float:
-        """CPU time that its process has taken."""
         taken = self.process.cpu_times()
         return float(taken.user + taken.system)
 
     def tokens(self, count: int) -> list[str]:
-        """Tokens of as many tenants."""
         return [self.store.tokens.make(f"tenant-{number}").secret for number in range(count)]
 
 
@@ -61,7 +59,6 @@ def serving(root: Path, base: Path = QUICKSTART) -> Iterator[Served]:
 
 
 def main() -> None:
-    """Serves until it is ended."""
     from tlora_megatron.service.api.server import make_app, make_server, prepare_process
     from tlora_megatron.service.api.service import Service
     from tlora_megatron.service.front import Place, listen

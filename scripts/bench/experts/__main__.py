@@ -167,7 +167,6 @@ def _skew(run: SyntheticRun) -> None:
 
 
 def main() -> int:
-    """Measures what the arguments ask for."""
     parser = bench_parser(__doc__)
     parser.add_argument("--model", type=Path, default=Path("configs/models/qwen3-30b-a3b.json"))
     parser.add_argument("--layers", type=int, default=6)

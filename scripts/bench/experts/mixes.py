@@ -25,7 +25,6 @@ class Case:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Linears that every job adapts."""
         return ATTENTION if self.expert_ranks is None else (*ATTENTION, *EXPERTS)
 
     @property

@@ -94,7 +94,6 @@ class Case:
 
     @property
     def layout(self) -> str:
-        """The layout's name in the rows."""
         parts = [f"TP{self.tp}+SP" if self.sequence_parallel and self.tp > 1 else f"TP{self.tp}"]
         if self.nano > 1:
             parts.append(f"nano {self.nano}")
@@ -132,7 +131,6 @@ class Place:
         return self.work / f"{case.impl}.json", self.work / f"{case.impl}.log"
 
     def command(self, case: Case) -> list[str]:
-        """torchrun's command line."""
         backend = ["--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion"]
         files = {
             "--tokenizer-type": "HuggingFaceTokenizer",
@@ -164,11 +162,9 @@ class Place:
         return [*words, *USERBUFFERS.get(case.userbuffers, "").split()]
 
     def spec(self) -> ModelSpec:
-        """The base's shape."""
         return read_model_spec(self.work / "base" / "config.json")
 
     def environment(self, case: Case, rows: Path) -> dict[str, str]:
-        """For the processes of one life."""
         return megatron_environment(self.checkout) | {
             ITERATION: "scripts.bench.flag_speed.turns:begin",
             "TLORA_FLAG_CASE": str(self.work / "case.json"),
@@ -269,7 +265,6 @@ def make_row(case: Any, mode: str, common: Mapping[str, Any], measured: Mapping[
 
 
 def show(row: Row, rows: Sequence[Row]) -> str:
-    """A row as a line, beside those of its life."""
     life = {r["mode"]: r["step_ms"] for r in rows if r["impl"] == row["impl"]}
     others = {"floor": row["floor_ms"], "own": life.get("own"), "flag": life.get("flag")}
     over = "".join(f", {row['step_ms'] / ms:.3f}x {mode}" for mode, ms in others.items() if ms)

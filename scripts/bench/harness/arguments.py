@@ -30,7 +30,6 @@ def bench_parser(description: str | None, *, csv: Path | None = None) -> argpars
 
 
 def add_checkout(parser: argparse.ArgumentParser) -> None:
-    """Adds `--megatron-lm`."""
     checkout = os.environ.get("MEGATRON_LM_PATH")
     parser.add_argument("--megatron-lm", type=Path, default=checkout and Path(checkout))
 

@@ -54,7 +54,6 @@ class Timing(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step."""
         return self.seconds / self.steps
 
     def percentile_s(self, percent: int) -> float:

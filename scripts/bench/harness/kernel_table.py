@@ -80,7 +80,6 @@ def longest_waits(spans: Sequence[tuple[float, float]], most: int = 12) -> list[
 
 
 def kind_of(name: str) -> str:
-    """The kind of a kernel."""
     for kind, pattern in KINDS:
         if re.search(pattern, name, re.IGNORECASE):
             return kind

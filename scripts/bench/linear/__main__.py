@@ -102,7 +102,6 @@ def _line(row: Row) -> str:
 
 
 def report(rows: Sequence[Row], problems: Sequence[str], most: int = 20) -> None:
-    """Prints geometric means, and what went wrong."""
     print("\nratio to the frozen linear, forward + backward: geometric mean over shapes")
     print("(* = over fewer shapes)")
     print(summary_table(summary(rows)))
@@ -124,7 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses and completes the command line."""
     parser = bench_parser(__doc__)
     parser.add_argument("--shapes", type=names_of(SHAPES), default=MEASURED)
     parser.add_argument("--tokens", type=numbers(int), default=TOKENS)
@@ -165,7 +163,6 @@ def names_of(known: Collection[str], **groups: tuple[str, ...]) -> Callable[[str
 
 
 def numbers(kind: type[T]) -> Callable[[str], tuple[T, ...]]:
-    """A parser of comma-separated numbers."""
     return lambda text: tuple(kind(part) for part in text.split(","))
 
 

@@ -109,15 +109,12 @@ class Baseline(ABC):
         """Gradients are fresh in every call."""
 
     def gradients(self, backward: Backward) -> tuple[tuple[FactorGrads, ...], ...]:
-        """Gradients of set 0's factors, without padding."""
         return tuple((self._gradient(backward.grads, g),) for g in range(len(self._mix.ranks)))
 
     def dropped(self, x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`drop(x)` and its mask."""
         return torch.native_dropout(x_TK, self._p, True) if self._p else (x_TK, None)
 
     def undropped(self, grad_TK: torch.Tensor, mask_TK: torch.Tensor | None) -> torch.Tensor:
-        """Gradient of x from that of `drop(x)`."""
         if mask_TK is None:
             return grad_TK
         return torch.ops.aten.native_dropout_backward(grad_TK, mask_TK, 1.0 / (1.0 - self._p))

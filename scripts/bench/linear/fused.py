@@ -177,7 +177,6 @@ the codes of x and dy, as in a layer, where the kernels before the linear make t
 
 
 def quantised_bases(workload: Workload) -> tuple[QuantWeight, ...]:
-    """The weights of all buffer sets in FP8."""
     return tuple(encode_weight(operands.weight_NK) for operands in workload.sets)
 
 
@@ -201,7 +200,6 @@ class GivenRows(FusedLinear):
     """The FP8 linear with adapters whose input and gradient come with their codes."""
 
     def quantise(self, bases: Sequence[QuantWeight]) -> None:
-        """Makes the codes of all buffer sets."""
         self._given = [
             (base, base.rows_of(operands.x_TK), base.gradient_rows_of(operands.dy_TN))
             for base, operands in zip(bases, self._sets, strict=True)

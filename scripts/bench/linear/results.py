@@ -21,7 +21,6 @@ NOT_IN_CSV = ("spread", "frozen_spread")
 
 
 def cell_of(row: Row) -> str:
-    """The measured case in one line."""
     return (
         f"{row['shape']} {row['tokens']} x{row['adapters']} p={row['dropout']:g} {row['provider']}"
     )
@@ -35,7 +34,6 @@ def append_csv(path: Path, row: Row) -> None:
 
 
 def read_csv(paths: Iterable[Path]) -> list[Row]:
-    """Rows of CSV files with numbers as numbers."""
     kinds = dict.fromkeys(_TEXTS, str) | dict.fromkeys(_COUNTS, int)
     rows = []
     for path in paths:
@@ -46,7 +44,6 @@ def read_csv(paths: Iterable[Path]) -> list[Row]:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The mean of ratios."""
     return math.exp(sum(map(math.log, values)) / len(values))
 
 

@@ -37,7 +37,6 @@ class LinearShape:
 
     @property
     def site(self) -> Site:
-        """The linear's targets and local sizes."""
         spec, tp_size = MODELS[self.model]
         return make_site(spec, 0, self.linear, 0, tp_size)
 
@@ -61,7 +60,6 @@ class AdapterMix:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """End row of every adapter's segment."""
         return tuple(itertools.accumulate(self.lengths))
 
 
@@ -91,8 +89,6 @@ MAX_SETS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BufferSet:
-    """Operands of one call."""
-
     x_TK: torch.Tensor
     weight_NK: torch.Tensor
     dy_TN: torch.Tensor
@@ -140,23 +136,18 @@ def num_sets(set_bytes: int, cache_bytes: int) -> int:
 
 
 def l2_bytes(device: torch.device) -> int:
-    """Size of the GPU's L2 cache; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).L2_cache_size
 
 
 class TargetWeights(NamedTuple):
-    """One adapter at one target."""
-
     columns: OutputColumns
     lora_a_RK: torch.Tensor
     lora_b_RN: torch.Tensor
 
 
 class SlotWeights(NamedTuple):
-    """One adapter at all targets of the linear."""
-
     scaling: float
     targets: tuple[TargetWeights, ...]
 

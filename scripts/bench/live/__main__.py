@@ -109,7 +109,6 @@ class Bench:
         return self.run.groups.device
 
     def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
-        """Notes an event and its time."""
         self.events.append((time.perf_counter(), kind, job, body))
 
     def job_spec(self, name: str) -> JobSpec:
@@ -278,7 +277,6 @@ def measure_cost(bench: Bench) -> dict[str, tuple[float, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures all cases and appends their rows."""
     parser = bench_parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")

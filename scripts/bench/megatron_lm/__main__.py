@@ -80,7 +80,6 @@ class Devices:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
     options = parse(arguments)
     if options.prepare is not None:
         prepare(options.prepare)
@@ -221,7 +220,6 @@ def _versions(options: argparse.Namespace, place: Place) -> dict[str, str]:
 
 
 def _end_of(output: str) -> str:
-    """The lines that say most about a failure."""
     lines = output.splitlines()
     told = [x for x in lines if "Error" in x or "error:" in x or " must " in x]
     # torchrun's own follows, once a rank.

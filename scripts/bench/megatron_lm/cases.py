@@ -75,7 +75,6 @@ class Layout:
 
     @property
     def folder(self) -> str:
-        """The name as one word."""
         return self.name.replace(" ", "_").replace("+", "_")
 
 
@@ -152,7 +151,6 @@ class Place:
         return [*_WITHOUT_APEX, *(_TE if layout.transformer_engine else _LOCAL)]
 
     def environment(self, devices: tuple[int, ...]) -> dict[str, str]:
-        """For the processes of one run, on these GPUs."""
         ours = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
         return megatron_environment(self.checkout) | ours
 
@@ -223,5 +221,4 @@ def verdicts(layout: Layout, rows: Sequence[Row], expected: Oracle) -> list[str]
 
 
 def write(rows: Sequence[Row], path: Path) -> None:
-    """Replaces the CSV."""
     write_rows(path, [r | {"max_rel_loss_error": f"{r['max_rel_loss_error']:.2e}"} for r in rows])

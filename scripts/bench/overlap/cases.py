@@ -58,12 +58,10 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The case as it was given."""
         return f"{self.model}:{self.sequences}x{self.length}:{self.adapters}"
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the micro-batch."""
         return self.sequences * self.length
 
     def loads(self) -> list[JobLoad]:
@@ -92,7 +90,6 @@ class Variant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name in the results."""
         frozen = "frozen " if self.frozen else ""
         return f"{frozen}{self.mechanism}" + (" skipped" if self.skips else "")
 

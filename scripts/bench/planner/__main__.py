@@ -208,7 +208,6 @@ def repredicted(row: Row, hardware: HardwareProfile) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, or reports on a file."""
     args = _arguments(argv)
     if args.report:
         rows = read_csv(args.report)

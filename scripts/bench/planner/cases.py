@@ -209,6 +209,5 @@ def make_jobs(count: int, world_size: int, longest: int) -> tuple[JobLoad, ...]:
 
 
 def predict(case: Case, hardware: HardwareProfile) -> tuple[StepCost, MemoryUse]:
-    """The planner's prediction of time and memory."""
     cost = CostModel(case.spec, case.jobs, Rates(hardware)).step_cost(case.plan)
     return cost, MemoryModel(case.spec, case.jobs, hardware).use(case.plan)

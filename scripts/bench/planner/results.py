@@ -94,7 +94,6 @@ class Row:
 
     @property
     def case(self) -> str:
-        """The case in the form in which it is asked for."""
         vpp = f"x{self.vpp}" if self.vpp > 1 else ""
         cp = f" cp{self.cp}" if self.cp > 1 else ""
         batches = f" m{self.batches}" if self.batches else ""
@@ -104,7 +103,6 @@ class Row:
 
     @property
     def layout(self) -> str:
-        """The layout for reading."""
         vpp = f"x{self.vpp}" if self.vpp > 1 else ""
         cp = f" CP{self.cp}" if self.cp > 1 else ""
         return f"TP{self.tp} PP{self.pp}{vpp}{cp} DP{self.dp}"
@@ -132,7 +130,6 @@ class Row:
 
 
 def show(row: Row) -> str:
-    """A row for reading."""
     return (
         f"{row.predicted_s * 1e3:8.1f} ms predicted, {row.measured_s * 1e3:8.1f} measured "
         f"({row.time_error:+.1%}); {row.predicted_bytes / 2**30:6.1f} GiB, "
@@ -142,7 +139,6 @@ def show(row: Row) -> str:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """All rows of a file."""
     kinds = {f.name: {"int": int, "float": float, "str": str}[str(f.type)] for f in fields(Row)}
     with path.open(encoding="utf-8", newline="") as file:
         return [

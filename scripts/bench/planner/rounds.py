@@ -58,7 +58,6 @@ class _Batches:
         self._step = 0
 
     def next(self) -> list[Item]:
-        """The next one."""
         self._step += 1
         return batch_items([self._sequences[i] for i in self._plan.indices(self._step - 1)])
 

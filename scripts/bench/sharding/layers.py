@@ -37,8 +37,6 @@ DOCUMENT = 512
 
 
 class Strategy(NamedTuple):
-    """One way to hold adapters."""
-
     name: str
     sharding: LoraSharding
     blocks: bool = False
@@ -56,8 +54,6 @@ STRATEGIES = (
 
 
 class Case(NamedTuple):
-    """Number and rank of the adapters."""
-
     adapters: int
     rank: int
 
@@ -174,8 +170,6 @@ class Layers:
 
 
 class Batch(NamedTuple):
-    """One micro-batch of this rank."""
-
     view: MicroBatchView
     hidden: torch.Tensor
     gradient: torch.Tensor

@@ -36,7 +36,6 @@ _WHOLE_BYTES = 100 << 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints and writes what was found."""
     options = _arguments(argv)
     is_toy, checkout = options.size == "toy", options.megatron_lm
     begin_s = time.monotonic()
