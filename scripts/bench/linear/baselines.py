@@ -126,44 +126,56 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([F.pad(t, (0, 0, 0, rows - t.shape[0])) for t in tensors])
 
 
-class GroupedMM(Baseline):
-    """The best composition of torch's own kernels: grouped GEMMs over padded ranks.
+class _Composed(Baseline):
+    """The formula by torch's kernels: s, then the frozen GEMM adds onto the branch (beta = 1).
 
-    The rank-sized product is written first and the frozen GEMM adds onto it (beta = 1), a pass over
-    the output less than the reverse; backward likewise.
+    That is a pass over the output less than the reverse; backward likewise.
     """
+
+    _factor: torch.Tensor
+    """The scaling of each row of s and dS."""
+
+    @staticmethod
+    @abstractmethod
+    def _mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """The product, row group by row group where there are several."""
+
+    def forward(self, index: int) -> Forward:
+        operands, (a, b), ends = self._sets[index], self._weights[index], self._ends
+        dropped_TK, mask = self.dropped(operands.x_TK)
+        s_TR = self._mm(dropped_TK, a.transpose(-2, -1), ends).mul_(self._factor)
+        y_TN = self._mm(s_TR, b, ends).addmm_(operands.x_TK, operands.weight_NK.t())
+        return Forward(y_TN, (mask, dropped_TK, s_TR))
+
+    def backward(self, index: int, forward: Forward) -> Backward:
+        operands, (a, b), ends = self._sets[index], self._weights[index], self._ends
+        mask, dropped_TK, s_TR = forward.saved
+        ds_TR = self._mm(operands.dy_TN, b.transpose(-2, -1), ends).mul_(self._factor)
+        grad_b = self._mm(s_TR.t(), operands.dy_TN, ends)
+        grad_a = self._mm(ds_TR.t(), dropped_TK, ends)
+        dx_TK = self.undropped(self._mm(ds_TR, a, ends), mask)
+        return Backward(dx_TK.addmm_(operands.dy_TN, operands.weight_NK), (grad_a, grad_b))
+
+
+class GroupedMM(_Composed):
+    """Grouped GEMMs over padded ranks: the best composition of torch's own kernels."""
 
     name = "grouped_mm"
 
     def _prepare(self, factors: PlainFactors) -> tuple[torch.Tensor, torch.Tensor]:
+        self._factor = self._scaling_T1
         return stacked(factors.lora_a), stacked(factors.lora_b)
 
-    def forward(self, index: int) -> Forward:
-        operands, (a_GRK, b_GRN) = self._sets[index], self._weights[index]
-        dropped_TK, mask = self.dropped(operands.x_TK)
-        s_TR = F.grouped_mm(dropped_TK, a_GRK.transpose(1, 2), offs=self._ends)
-        s_TR.mul_(self._scaling_T1)
-        y_TN = F.grouped_mm(s_TR, b_GRN, offs=self._ends)
-        y_TN.addmm_(operands.x_TK, operands.weight_NK.t())
-        return Forward(y_TN, (mask, dropped_TK, s_TR))
-
-    def backward(self, index: int, forward: Forward) -> Backward:
-        operands, (a_GRK, b_GRN) = self._sets[index], self._weights[index]
-        mask, dropped_TK, s_TR = forward.saved
-        ds_TR = F.grouped_mm(operands.dy_TN, b_GRN.transpose(1, 2), offs=self._ends)
-        ds_TR.mul_(self._scaling_T1)
-        grad_b_GRN = F.grouped_mm(s_TR.t(), operands.dy_TN, offs=self._ends)
-        grad_a_GRK = F.grouped_mm(ds_TR.t(), dropped_TK, offs=self._ends)
-        dx_TK = self.undropped(F.grouped_mm(ds_TR, a_GRK, offs=self._ends), mask)
-        dx_TK.addmm_(operands.dy_TN, operands.weight_NK)
-        return Backward(dx_TK, (grad_a_GRK, grad_b_GRN))
+    @staticmethod
+    def _mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(a, b, offs=ends)
 
     def _gradient(self, grads: Any, slot: int) -> FactorGrads:
         rank = self._mix.ranks[slot]
         return FactorGrads(*(g[slot, :rank] for g in grads))
 
 
-class Concat(Baseline):
+class Concat(_Composed):
     """All factors side by side: every row computes every adapter's s, and a mask keeps its own.
 
     With one adapter this is the plain torch composition: mm for s, and beta = 1.
@@ -171,33 +183,16 @@ class Concat(Baseline):
 
     name = "concat"
 
-    def __init__(self, workload: Workload, mix: AdapterMix, *rest: Any) -> None:
-        super().__init__(workload, mix, *rest)
-        ranks = torch.tensor(mix.ranks)
-        of_column = torch.repeat_interleave(torch.arange(len(ranks)), ranks).to(workload.device)
-        of_row = torch.repeat_interleave(
-            torch.arange(len(ranks)).to(workload.device), self._lengths
-        )
-        own_TR = of_row[:, None] == of_column[None, :]
-        self._mask_TR = own_TR * self._scaling_G[of_column]
-
     def _prepare(self, factors: PlainFactors) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = torch.arange(len(self._mix.ranks), device=self._lengths.device)
+        ranks = torch.tensor(self._mix.ranks, device=slots.device)
+        of_column, of_row = (torch.repeat_interleave(slots, n) for n in (ranks, self._lengths))
+        self._factor = (of_row[:, None] == of_column[None, :]) * self._scaling_G[of_column]
         return torch.cat(factors.lora_a), torch.cat(factors.lora_b)
 
-    def forward(self, index: int) -> Forward:
-        operands, (a_RK, b_RN) = self._sets[index], self._weights[index]
-        dropped_TK, mask = self.dropped(operands.x_TK)
-        s_TR = torch.mm(dropped_TK, a_RK.t()).mul_(self._mask_TR)
-        y_TN = torch.mm(s_TR, b_RN).addmm_(operands.x_TK, operands.weight_NK.t())
-        return Forward(y_TN, (mask, dropped_TK, s_TR))
-
-    def backward(self, index: int, forward: Forward) -> Backward:
-        operands, (a_RK, b_RN) = self._sets[index], self._weights[index]
-        mask, dropped_TK, s_TR = forward.saved
-        ds_TR = torch.mm(operands.dy_TN, b_RN.t()).mul_(self._mask_TR)
-        grads = torch.mm(ds_TR.t(), dropped_TK), torch.mm(s_TR.t(), operands.dy_TN)
-        dx_TK = self.undropped(torch.mm(ds_TR, a_RK), mask)
-        return Backward(dx_TK.addmm_(operands.dy_TN, operands.weight_NK), grads)
+    @staticmethod
+    def _mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return torch.mm(a, b)
 
     def _gradient(self, grads: Any, slot: int) -> FactorGrads:
         begin = sum(self._mix.ranks[:slot])

@@ -25,7 +25,6 @@ from scripts.bench.linear.workload import (
 )
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
-from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.dropout import dropout_reference, mix_ints
 from tlora_megatron.ops.lora.linear_ops import Base, LinearOps, SiteFactors
 from tlora_megatron.ops.lora.torch_ops import TorchOps
@@ -41,7 +40,7 @@ from tlora_megatron.ops.row_groups import RowGroups
 
 
 def build_factors(workload: Workload, mix: AdapterMix) -> tuple[SiteFactors, ...]:
-    """Factors for every buffer set, such that the branch is about half of the frozen output.
+    """Factors for every buffer set: the branch is about half of the frozen output.
 
     All share one `RankLayout` and so one set of work lists, as the layers of a model do.
     """
@@ -58,22 +57,16 @@ def _bank_factors(workload: Workload, mix: AdapterMix, generator: torch.Generato
     ]
     device = workload.device
     bank = AdapterBank([site], loras, dtype=workload.dtype, device=device, ops=TorchOps())
-    adapters = [
-        _drawn_adapter(bank, site, index, lora, generator) for index, lora in enumerate(loras)
-    ]
+    adapters = []
+    for index, lora in enumerate(loras):
+        slab = bank.new_slab(lora)
+        slab.master.normal_(generator=generator)
+        std = {"lora_a": site.in_size**-0.5, "lora_b": 0.5 / (lora.scaling * lora.rank**0.5)}
+        views = slab.layout.views(slab.master)
+        torch._foreach_mul_(views, [std[factor.which] for factor in slab.layout.factors])
+        adapters.append(Adapter(name=f"job{index}", lora=lora, slab=slab))
     bank.install(adapters)
     return bank.fused_factors[site.index]
-
-
-def _drawn_adapter(
-    bank: AdapterBank, site: Site, index: int, lora: LoraSpec, generator: torch.Generator
-) -> Adapter:
-    slab = bank.new_slab(lora)
-    slab.master.normal_(generator=generator)
-    std = {"lora_a": site.in_size**-0.5, "lora_b": 0.5 / (lora.scaling * lora.rank**0.5)}
-    views = slab.layout.views(slab.master)
-    torch._foreach_mul_(views, [std[factor.which] for factor in slab.layout.factors])
-    return Adapter(name=f"job{index}", lora=lora, slab=slab)
 
 
 def with_dropout(factors: tuple[SiteFactors, ...], p: float) -> tuple[SiteFactors, ...]:
@@ -150,14 +143,11 @@ class FusedLinear:
 
     def gradients(self, backward: Backward) -> tuple[tuple[FactorGrads, ...], ...]:
         factors = self._factors[0]
-        return tuple(
-            tuple(
-                FactorGrads(a, b)
-                for a, b in zip(grad_a, grad_b, strict=True)
-                if a is not None and b is not None
-            )
-            for grad_a, grad_b in zip(factors.grad_a, factors.grad_b, strict=True)
-        )
+        found = []
+        for grad_a, grad_b in zip(factors.grad_a, factors.grad_b, strict=True):
+            pairs = zip(grad_a, grad_b, strict=True)
+            found.append(tuple(FactorGrads(a, b) for a, b in pairs if not (a is None or b is None)))
+        return tuple(found)
 
 
 def _targets(factors: SiteFactors, slot: int) -> list[TargetWeights]:

@@ -87,7 +87,7 @@ class CellMeasurer:
         self._versions = versions
         self._rounds = rounds
         self._frozen = self._captured(Frozen(workload))
-        self._frozen_rows = FrozenRows(workload.sets[0])
+        self._rows: dict[bool, FrozenRows] = {}
 
     def measure(
         self, name: str, adapters: AdapterSets, dropout: float
@@ -112,8 +112,7 @@ class CellMeasurer:
         provider.clear()
         results = replays.forward.first_output(), replays.backward.first_output()
         operands, ends = self._workload.sets[0], adapters.mix.ends
-        rows = self._quantised_rows if name in FP8 else self._frozen_rows
-        error = worst_error(provider, operands, rows, ends, results)
+        error = worst_error(provider, operands, self._frozen_rows(name), ends, results)
         if not error <= MAX_ERROR:
             return None, f"wrong: rel_error must be at most {MAX_ERROR}, got {error:.2e}"
         frozen = self._frozen
@@ -139,13 +138,17 @@ class CellMeasurer:
             return given
         return FusedLinear(name, ops, workload, factors, rows, bases)
 
+    def _frozen_rows(self, name: str) -> FrozenRows:
+        """What the frozen linear computes, of an FP8 base by its definition."""
+        is_fp8, operands = name in FP8, self._workload.sets[0]
+        if is_fp8 not in self._rows:
+            made = QuantisedRows(operands, self._quantised[0]) if is_fp8 else FrozenRows(operands)
+            self._rows[is_fp8] = made
+        return self._rows[is_fp8]
+
     @cached_property
     def _quantised(self) -> tuple[QuantWeight, ...]:
         return quantised_bases(self._workload)
-
-    @cached_property
-    def _quantised_rows(self) -> QuantisedRows:
-        return QuantisedRows(self._workload.sets[0], self._quantised[0])
 
     def _captured(self, provider: Provider) -> _Replays:
         """Runs the provider on every buffer set, then captures it."""

@@ -170,33 +170,21 @@ class Backward(NamedTuple):
 
 
 class Provider(Protocol):
-    """One way to compute the linear with its adapters; `index` picks the buffer set."""
+    """One way to compute the linear with its adapters; `index` picks the buffer set.
+
+    `backward` may add gradients to what `clear` zeroes. Of set 0, `weights` are the adapters slot
+    by slot, `keep` dropout's factors of x in fp32 `[T, K]` (None = no dropout), and `gradients`
+    those of the factors, `[slot][target]`.
+    """
 
     name: str
 
-    def forward(self, index: int) -> Forward:
-        """Output, and whatever backward needs."""
-        ...
-
-    def backward(self, index: int, forward: Forward) -> Backward:
-        """Gradients of x and every factor."""
-        ...
-
-    def weights(self) -> tuple[SlotWeights, ...]:
-        """The adapters of set 0, slot by slot."""
-        ...
-
-    def keep(self, forward: Forward) -> torch.Tensor | None:
-        """Dropout's factors of x in a forward of set 0, fp32 `[T, K]`; None = no dropout."""
-        ...
-
-    def clear(self) -> None:
-        """Zeroes the gradients that `backward` accumulates, if it does."""
-        ...
-
-    def gradients(self, backward: Backward) -> tuple[tuple[FactorGrads, ...], ...]:
-        """`[slot][target]`: gradients of set 0's factors."""
-        ...
+    def forward(self, index: int) -> Forward: ...
+    def backward(self, index: int, forward: Forward) -> Backward: ...
+    def weights(self) -> tuple[SlotWeights, ...]: ...
+    def keep(self, forward: Forward) -> torch.Tensor | None: ...
+    def clear(self) -> None: ...
+    def gradients(self, backward: Backward) -> tuple[tuple[FactorGrads, ...], ...]: ...
 
 
 class Frozen:

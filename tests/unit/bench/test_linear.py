@@ -34,10 +34,8 @@ def _error(provider: str, adapters: int, dropout: float, spoil: str = "", by: fl
     }
     if spoil:
         spoiled[spoil]().mul_(by)
-    frozen = check.FrozenRows(made_of.sets[0])
-    if provider in fused.FP8:
-        frozen = measurer._quantised_rows
-    return check.worst_error(made, made_of.sets[0], frozen, sets.mix.ends, (forward, backward))
+    frozen, results = measurer._frozen_rows(provider), (forward, backward)
+    return check.worst_error(made, made_of.sets[0], frozen, sets.mix.ends, results)
 
 
 FP8_ADAPTERS = [name for name in fused.FP8 if name != "frozen_fp8"]
