@@ -5,17 +5,14 @@
     python -m scripts.bench.around_training --cases toy            # on a CPU: shows that it works
 
 Each case is one command, started as users start it and watched from outside: a step counts from the
-moment that its line stands in `metrics.jsonl`. The base is a Hugging Face folder of random weights
-in the page cache; every job steps in every round. `before` is another checkout of the package,
-which takes turns with this one.
+moment that its line stands in `metrics.jsonl`. Weights are random, and in the page cache; every job
+steps in every round. `before` is another checkout of the package, which takes turns with this one.
 
-`first_step_s` runs from the start of the command to the end of its first round, `end_s` from the
-last round to the end of the command; `disk_s` is what this disk takes for as many bytes as the
-command left behind, written and flushed by one thread. `round_ms` is the median time between two
-rounds, `longest_ms` the longest: what a save holds up shows there. `behind_save_ms` and
-`before_save_ms` are the means of the first and the second half of the rounds between two saves:
-writing goes on beside the first. `time_s` are the phases of `summary.json`, and `stood_still_ms`
-the longest that rounds waited for a save, where the package says so.
+`disk_s` is what this disk takes for as many bytes as the command left behind. `round_ms` is the
+median time between two rounds, `longest_ms` the longest. `behind_save_ms` and `before_save_ms` are
+the means of the first and the second half of the rounds between two saves: writing goes on beside
+the first. `time_s` are the phases of `summary.json`, and `stood_still_ms` the longest that rounds
+waited for a save, where the package says so.
 """
 
 from __future__ import annotations

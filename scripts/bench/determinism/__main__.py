@@ -1,15 +1,12 @@
 """Checks that a job's bits are its own, and times what that costs.
 
-    python -m scripts.bench.determinism --csv scripts/bench/results/determinism.csv
-    torchrun --standalone --nproc-per-node 2 -m scripts.bench.determinism --layers 4
     python -m scripts.bench.determinism --size toy --steps 3 --rounds 2
 
 A watched job of each drawn mix trains alone, again, beside neighbours of which one's weights
 overflow, beside others, and resumed beside others; losses, gradient norms, weights and moments must
 have one sha256. `runs` and `equal` count those after the first. Then jobs that fill one micro-batch
 exactly train with the fastest kernels and with the exact ones in turns: `step_ms_default` and
-`step_ms` are medians of whole rounds. What packing by portions leaves empty is not in them.
-Returns 1 if a run is not equal.
+`step_ms` are medians of whole rounds. Returns 1 if a run is not equal.
 """
 
 from __future__ import annotations

@@ -1,25 +1,19 @@
 """Times training steps over bases with routed experts against the same base without any adapter.
 
-    python -m scripts.bench.experts --csv scripts/bench/results/experts.csv
     python -m scripts.bench.experts --cases experts --profile
-    python -m scripts.bench.experts --cases --peft
     python -m scripts.bench.experts --model configs/models/mixtral-8x7b.json --layers 4
-    torchrun --standalone --nproc-per-node 2 -m scripts.bench.experts --ep 2
 
 Cases: `attention` has eight jobs of ranks 4 to 64 on attention alone, `experts` the same on all
 linears, each expert with factors of its own; `experts_eighth` has an eighth of the rank there, and
-in `experts_outer` the experts share the outer factors;
-`1x16` is one job of rank 16, and so on. Every job has equally many rows of a micro-batch.
+in `experts_outer` the experts share the outer factors; `1x16` is one job of rank 16, and so on.
 
 Modes: `floor` is forward and input gradients of the frozen base, whose experts are one
 `torch.nn.functional.grouped_mm` each; `adapters` the same with all adapters and their gradients;
-`step` is whole rounds, packing and optimizer steps included, of `--micro-batches` a batch.
-`hf_peft` (with `--peft`) is one job of rank 16 on all linears and experts through transformers and
-PEFT, at large batches and at the 1,024 tokens that one of eight jobs has here.
+`step` is whole rounds of `--micro-batches` a batch. `hf_peft` (with `--peft`) is one job of rank 16
+on all linears and experts by transformers and PEFT.
 
-The head is cut to `--vocab-size`: the whole one takes as long as three layers, and the few layers
-that fit here would be measured beside it. Weights and tokens are random, so routing is nearly
-uniform; `--routing skewed` draws routers that prefer some experts.
+The head is cut to `--vocab-size`: the whole one takes as long as three layers. Weights and tokens
+are random, so routing is nearly uniform; `--routing skewed` draws routers that prefer some experts.
 """
 
 from __future__ import annotations

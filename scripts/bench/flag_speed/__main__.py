@@ -1,30 +1,23 @@
 """Times iterations of an unmodified `pretrain_gpt.py` with `--tlora-config` beside our own trainer.
 
-    python -m scripts.bench.flag_speed --megatron-lm CHECKOUT --csv rows.csv
     python -m scripts.bench.flag_speed --megatron-lm CHECKOUT --impl transformer_engine --tp 2
-    python -m scripts.bench.flag_speed --megatron-lm CHECKOUT --tp 2 --no-sp --nano 2
     python -m scripts.bench.flag_speed --megatron-lm CHECKOUT --model toy --tokens 256   # on a CPU
 
-One life of the script for each implementation. Inside it the modes take turns, block by block, so
-that all see the same clock:
+In one life of the script for each implementation the modes take turns, block by block:
 
-- `flag`: iterations of the trainer, the base by our kernels where it is plain.
-- `flag_modules`: the same iterations, the base by Megatron's modules (`TLORA_FLAG_COMPUTE`).
-- `own`: rounds of our own trainer: a second base of the same shape, the same jobs and data. With
+- `flag`: iterations of the trainer, all between two `train_step`s; `flag_modules`: the base by
+  Megatron's modules (`TLORA_FLAG_COMPUTE`) instead of our kernels.
+- `own`: rounds of our own trainer on a second base of the same shape, the same jobs and data. With
   `--precision fp8` it is quantised as `base_model.quantization: fp8` has it.
-- `floor`: forward and input gradients of Megatron's modules without any adapter, over the
+- `floor`: forward and input gradients of Megatron's modules without any adapter, over the whole
   micro-batches that the trainer ran.
-- `stock_peft`: one adapter of rank 16 trained on those micro-batches as Megatron-Bridge does, by
-  the adapters of a checkout of it (`--bridge`) and the settings of its recipe for Llama 3.1 8B.
-  `stock_fused_loss` adds Transformer Engine's fused cross-entropy, `stock_op_fuser` its fused
-  operations, `stock_in_turn` instead has each job step on its own rows, one after another.
-  `--jobs one` has the flag train that very adapter, and holds the losses together.
+- `stock_peft`: one adapter of rank 16 trained on those micro-batches by a checkout of
+  Megatron-Bridge (`--bridge`), as its recipe for Llama 3.1 8B does. `stock_fused_loss` adds
+  Transformer Engine's fused cross-entropy, `stock_op_fuser` its fused operations; `stock_in_turn`
+  has each job step on its own rows. `--jobs one` has the flag train that adapter, and compares.
 
-An iteration is all between two of the trainer's `train_step`s: packing, forward, backward, steps of
-jobs, logging. Eight jobs of ranks 4 to 64 on real texts fill every micro-batch. `--kernels FILE`
-writes what each mode launches in one iteration, by kind of kernel and by name. Weights are random.
-The floor runs whole micro-batches, also where flag and own run nano-batches (`--nano`); with
-`--tp-comm-overlap` it has Transformer Engine's userbuffers as the flag has.
+Eight jobs of ranks 4 to 64 on real texts fill every micro-batch; weights are random. `--kernels
+FILE` writes what each mode launches in one iteration.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
 """Times one multi-adapter linear, forward and backward, against the frozen linear beside it.
 
-    python -m scripts.bench.linear --csv scripts/bench/results/lora_linear.csv
-    python -m scripts.bench.linear --providers baselines --tokens 8192 --dropout 0 --csv ...
-    python -m scripts.bench.linear --providers fp8 --tokens 8192 --adapters 1,4,16 --dropout 0 \\
-        --csv scripts/bench/results/fp8_linear.csv
+    python -m scripts.bench.linear --providers baselines --tokens 8192 --dropout 0 --csv rows.csv
 
 Shapes are those of Llama-3.1-8B and of a rank of 70B at TP 4. A provider is `tlora` (the kernels
 chosen for this GPU), `tlora_torch`, `tlora_triton` or `tlora_cuda` (forced), `frozen`, `tlora_fp8`,
-`tlora_fp8_given` and `frozen_fp8` (over an FP8 base), or a baseline of `linear/baselines.py`. Each
-is checked against fp32 first (an FP8 base: against its definition), on what the captured graph
-computed; a cell with an error above the bound is reported as wrong and not written. Frozen and
-provider then run in turn as CUDA graphs over rotated buffers, so that both see the same clock;
-times are medians.
+`tlora_fp8_given` and `frozen_fp8` (over an FP8 base), or a baseline of `linear/baselines.py`. What
+the captured graph computes is checked against fp32 first (an FP8 base: against its definition); a
+wrong cell is reported and not written. Frozen and provider then run in turn as CUDA graphs over
+rotated buffers, so that both see the same clock; times are medians.
 """
 
 from __future__ import annotations

@@ -1,20 +1,15 @@
 """Measures the cost of jobs that join and leave a super-model while it trains.
 
-    python -m scripts.bench.live --csv scripts/bench/results/live.csv
-    torchrun --standalone --nproc-per-node 2 -m scripts.bench.live --tp 2 --csv rows.csv
     python -m scripts.bench.live --tiny --jobs 4 --rank 8 --tokens 256      # on a CPU, to try it
 
 Jobs of one rank on all linears train over random weights at the shapes of an 8B model.
 
 `join`: a prepared job joins 16 that train; from one wait for the device to the next, so with all
-copies of adapters. `join, first`: the first one, which meets an allocator that has seen none.
-`next round`: the round behind a join over the others. `resident over train`: rounds of a loop
-that serves commands over those of a run, same jobs, in turns. `20 joins in 10 min`: share of the
-tokens that are lost if a job is prepared, joins and leaves every 30 seconds, from rounds with one
-such job over rounds without, in turns. `drawn` is how long a job is prepared for, beside training.
-Returns 1 if a figure misses what it must be: 50 ms, 0.5 %, 2 %.
-
-`scripts.bench.live.throughput` measures whole processes instead.
+copies of adapters; `join, first` meets an allocator that has seen none. `resident over train`:
+rounds of a loop that serves commands over those of a run, same jobs, in turns. `20 joins in 10
+min`: share of the tokens that are lost if a job is prepared, joins and leaves every 30 seconds.
+Returns 1 if a figure misses what it must be. `scripts.bench.live.throughput` measures whole
+processes instead.
 """
 
 from __future__ import annotations

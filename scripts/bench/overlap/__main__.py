@@ -1,19 +1,13 @@
 """Times a decoder whose tensor-parallel communication is hidden behind nano-batches.
 
-    torchrun --standalone --nproc-per-node 4 -m scripts.bench.overlap \\
-        [--cases 70b:8x1024:4,...] [--budget-s 500] [--csv OUT.csv]
+Forward and backward of a few layers with adapters. `none` is the micro-batch whole, with Megatron's
+own collectives; `skipped` leaves them out; what lies between is the exposed communication, of which
+`hidden_share` is hidden. Mechanisms carry the communication of several nano-batches. `frozen` has
+no adapters. Domino's splitting (two halves of a batch, asynchronous NCCL) is `nccl` with 2.
 
-Forward and backward of a few layers with adapters, on this project's GPTModel. `none` is the
-micro-batch whole, with Megatron's own collectives; `skipped` leaves them out; what lies between is
-the exposed communication, of which `hidden_share` is hidden. Mechanisms carry the communication
-between the layers of several nano-batches. `frozen` has no adapters. Domino's splitting (two halves
-of a batch, asynchronous NCCL all-reduces) is what `nccl` with 2 does.
-
-Every variant's input gradient is compared with that of the same step in fp32 first: one further
-from it than `none` (by half) is not timed. Variants take turns round by round, in an order that
-changes; a time is the median over rounds of the slowest process. `cpu_ms` is how long the host
-takes to start a step: near `step_ms`, the step waits for launches. The controller then chooses a
-number by steps of its own.
+A variant whose input gradient is further from fp32's than `none`'s (by half) is not timed. Variants
+take turns round by round; a time is the median over rounds of the slowest process. `cpu_ms` is how
+long the host takes to start a step. The controller then chooses a number by steps of its own.
 """
 
 from __future__ import annotations

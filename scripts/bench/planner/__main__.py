@@ -1,22 +1,17 @@
 """The planner's step time and peak memory against the super-model's, on the GPUs at hand.
 
-    torchrun --standalone --nproc-per-node 4 -m scripts.bench.planner \\
-        --hardware configs/hardware/h200.json --csv scripts/bench/results/plan_vs_measured.csv
     python -m scripts.bench.planner --report scripts/bench/results/plan_vs_measured.csv
 
-Every case builds the project's own super-model on random weights under its layout, inside one
-torchrun, runs whole rounds (packing, pipeline, optimizer steps) and writes its row at once. The
-planner knows the jobs' lengths as histograms and predicts the mean round. Only a few rounds can be
-timed, so those are chosen whose tokens and padded rows are most like the mean of the first
-hundreds, which are packed without a model; the rounds before are packed and not run.
+Every case builds the super-model on random weights under its layout, inside one torchrun, and runs
+whole rounds. The planner knows the jobs' lengths as histograms and predicts the mean round. Those
+rounds are timed whose tokens and padded rows are most like the mean of the first hundreds, which
+are packed without a model; the rounds before are packed and not run.
 
 The world size decides which cases run, unless `--cases` does: `MODEL/LAYERS tpN ppN [cpN] RECOMPUTE
-JOBSj TOKENSt`, what is left of the world is data parallel. MODEL-fp8 has an FP8 base. A case that
-the planner thinks does not fit is left out. Megatron-LM's trainer has a command of its own
-(`scripts.bench.planner.under_megatron`). `--nodes 2` has NCCL treat the GPUs of one machine as
-those of two, which it connects by sockets; there, and on several nodes, the link is measured first.
-`--repredict OLD.csv --csv NEW.csv`
-measures nothing: it writes the rows of OLD with what the planner predicts now.
+JOBSj TOKENSt`, what is left of the world is data parallel. MODEL-fp8 has an FP8 base. `--nodes 2`
+has NCCL treat the GPUs of one machine as those of two, which it connects by sockets; there, and on
+several nodes, the link is measured first. `--repredict OLD.csv --csv NEW.csv` measures nothing: it
+writes the rows of OLD with what the planner predicts now.
 """
 
 from __future__ import annotations

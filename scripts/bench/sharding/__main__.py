@@ -1,17 +1,12 @@
 """Times each LoRA sharding over the frozen step, on the project's own decoder layers.
 
-    torchrun --standalone --nproc-per-node 4 -m scripts.bench.sharding \\
-        --models llama-3.1-8b llama-3.1-70b --csv scripts/bench/results/lora_sharding.csv
-
 A step is forward and backward of a few decoder layers over one packed micro-batch, and the sum over
-TP of the gradients that a strategy replicates; packing, output layer and AdamW are no part of it.
-All strategies and the frozen layers take turns, round by round; times are medians over rounds of
-the slowest rank. `block_diagonal` has the case's rank, `block_diagonal_equal_parameters` as much
-more as makes its parameters the same; `own_rank` says which. Collectives are counted where torch
-dispatches them, in forward and backward of their own, less those of the frozen layers: calls, and
-bytes of the whole tensor (gathered, or before it is scattered); the sums of gradients, one a job
-and step, stand apart. Before any case is timed, all strategies of a small one must agree. A row is
-written as soon as its case is done.
+TP of the gradients that a strategy replicates. All strategies and the frozen layers take turns;
+times are medians over rounds of the slowest rank. `block_diagonal` has the case's rank,
+`block_diagonal_equal_parameters` as much more as makes its parameters the same (`own_rank`).
+Collectives are counted where torch dispatches them, less those of the frozen layers: calls, and
+bytes of the whole tensor; the sums of gradients stand apart. Before any case is timed, all
+strategies of a small one must agree.
 """
 
 from __future__ import annotations

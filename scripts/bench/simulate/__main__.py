@@ -2,16 +2,11 @@
 
     python -m scripts.bench.simulate loads --traces DIR
     python -m scripts.bench.simulate ablations --traces DIR --seeds 101,102,103
-    python -m scripts.bench.simulate mixes --traces DIR --seeds 101,102
-    python -m scripts.bench.simulate adversarial --seeds 101
-    python -m scripts.bench.simulate decisions
 
 A load of 1 is a trace whose jobs, each alone, ask for all the GPU time the cluster has between the
-first and the last submission; arrivals are stretched or squeezed to get there. Policies were tuned
-on the seeds `tuning` (0 to 4); the seeds `held-out` (101 to 105) report.
-
-`adversarial` are drawn traces that are hard on a scheduler. `decisions` times decisions with 1,000
-waiting jobs of mixes that nobody has asked about yet.
+first and the last submission. Policies were tuned on the seeds `tuning` (0 to 4); `held-out` (101
+to 105) report. `adversarial` are drawn traces that are hard on a scheduler. `decisions` times
+decisions with 1,000 waiting jobs of mixes that nobody has asked about yet.
 
 Rows go to `results/simulation_PART.csv` (or `--csv`) as they come; cells that the file has already
 are left out. A mean completion time below the bound on all policies ends the run.

@@ -1,31 +1,21 @@
 """Times whole training steps of eight jobs against the same steps without any adapter.
 
-    python -m scripts.bench.step --csv scripts/bench/results/step.csv
     python -m scripts.bench.step --modes floor together --layers 4
-    python -m scripts.bench.step --precisions bf16 fp8 --csv scripts/bench/results/fp8.csv
-    torchrun --standalone --nproc-per-node 2 -m scripts.bench.step --tp 2 --sequence-parallel \\
-        --mixes "full micro-batch" --csv scripts/bench/results/step.csv
-
-Mixes: `batch 1-8` and `batch 1-4` have sequences of real lengths and rounds of one micro-batch;
-`full micro-batch` fills one micro-batch exactly, every third job on attention only.
-
-Modes: `floor` is forward and input gradients of the frozen backbone; `adapters` runs the same
-micro-batches with all jobs' branches and factor gradients; `together` is whole rounds of them,
-packing and optimizer steps included. `sequential` trains the same jobs one after another through
-this project. `hf_peft` is one job of rank 16 on all linears through Hugging Face transformers and
-PEFT (bf16, sdpa, no recompute, fused AdamW) at 8 x 1024 and 1 x 512 tokens, with factors in bf16
-and, as PEFT does by default, in fp32; it needs `--tp 1`.
-
-With `--precisions` a base of each is on the GPU, and their rounds and floors take turns, block by
-block. The rows have other columns then, and PEFT's fastest alone stands beside. Further
-modes are `hf_compile`, PEFT's model compiled by torch, and `hf_liger`, PEFT with Liger's kernels
-(extra `bench`); with mixes such as `"512 a step"` all train steps of so many tokens:
-
     python -m scripts.bench.step --precisions bf16 fp8 --modes together hf_peft hf_compile \\
         hf_liger --mixes "512 a step" "1024 a step" "2048 a step" "4096 a step" "8192 a step"
 
-Weights and tokens are random. `mfu` and `tflops_per_gpu` count the GEMMs of forward and input
-gradients for real tokens, adapters, attention and recompute left out; `mfu` is over the rate of an
+Mixes: `batch 1-8` and `batch 1-4` have sequences of real lengths and rounds of one micro-batch;
+`full micro-batch` fills one micro-batch exactly; in `512 a step` all steps have so many tokens.
+
+Modes: `floor` is forward and input gradients of the frozen backbone; `adapters` runs the same
+micro-batches with all jobs' branches and factor gradients; `together` is whole rounds, packing and
+optimizer steps included; `sequential` trains the jobs one after another. `hf_peft` is one job of
+rank 16 on all linears by transformers and PEFT (bf16, sdpa, fused AdamW), with factors in bf16 and,
+as PEFT does by default, in fp32; `hf_compile` is compiled by torch, `hf_liger` has Liger's kernels.
+
+With `--precisions` a base of each is on the GPU, and their rounds and floors take turns, block by
+block; rows have other columns then, and PEFT's fastest alone stands beside. Weights and tokens are
+random. `mfu` counts the GEMMs of forward and input gradients for real tokens, over the rate of an
 8192-cubed bf16 GEMM of the same run. Columns that a mode does not have are empty.
 """
 
