@@ -6,10 +6,11 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -86,7 +87,15 @@ class OwnTrainer:
         self._model.engine.nano_batches.close()
 
 
-T = TypeVar("T")
+class _Other(NamedTuple):
+    """A mode beside the trainer's own."""
+
+    mode: str
+    step: Callable[[], object]
+    tokens: Callable[[], int]
+    """Those of the step that has run last."""
+    beside: int
+    """Bytes that are held and are not the mode's."""
 
 
 class _Block(NamedTuple):
@@ -165,32 +174,30 @@ class Turns:
 
     def _end(self) -> None:
         assert self._marks is not None, "a block has marks"
-        peak = peak_bytes() - self._own_bytes - self._stock_bytes()
+        held = 0 if self._stock is None else self._stock.held_bytes()
+        peak = peak_bytes() - self._own_bytes - held
         self._blocks[self._mode].append(_Block(self._marks.seconds(), self._tokens, peak))
 
     def _measure_rest(self, session: Any) -> None:
         _compute_by_modules(False)
-        if self._own is not None:
-            self._blocks["own"].append(self._own_block(self._own))
-        if "floor" in self.case.modes:
-            self._blocks["floor"].append(self._floor_block(session))
-        for mode, step in self._stock_steps():
-            tokens = real_tokens(self._batches)
-            block = _timed(step, self.case.rounds, partial(int, tokens))
-            peak = block.peak_bytes - self._own_bytes - self._stock_bytes(besides=mode)
-            self._blocks[mode].append(block._replace(peak_bytes=peak))
+        for mode, step, tokens, beside in self._others(session):
+            block = _timed(step, self.case.rounds, tokens)
+            self._blocks[mode].append(block._replace(peak_bytes=block.peak_bytes - beside))
         wait_for_all()
 
-    def _own_block(self, own: OwnTrainer) -> _Block:
-        block = _timed(own.round, self.case.rounds, lambda: real_tokens(own.ran))
-        beside = self._other_bytes + self._stock_bytes()
-        return block._replace(peak_bytes=block.peak_bytes - beside)
-
-    def _stock_steps(self) -> Iterator[tuple[str, Callable[[], object]]]:
-        return iter(()) if self._stock is None else self._stock.steps(list(self._batches))
-
-    def _stock_bytes(self, besides: str = "") -> int:
-        return 0 if self._stock is None else self._stock.held_bytes(besides)
+    def _others(self, session: Any) -> Iterator[_Other]:
+        """Yields the modes that the trainer does not run, each while it can be run."""
+        tokens, own, stock = real_tokens(self._batches), self._own, self._stock
+        held = 0 if stock is None else stock.held_bytes()
+        if own is not None:
+            yield _Other("own", own.round, lambda: real_tokens(own.ran), self._other_bytes + held)
+        if "floor" in self.case.modes:
+            with self._without_adapters(session):
+                floor = self._floor(session)
+                yield _Other("floor", floor, lambda: tokens, self._own_bytes + held)
+        for mode, step in () if stock is None else stock.steps(list(self._batches)):
+            beside = self._own_bytes + stock.held_bytes(besides=mode)
+            yield _Other(mode, step, lambda: tokens, beside)
 
     def _look(self, session: Any, run: Callable[[], Any], number: int) -> Any:
         """Lists the kernels of one more iteration, and of the other modes behind the last."""
@@ -199,12 +206,8 @@ class Turns:
         _compute_by_modules(mode == "flag_modules")
         self._table(mode, lambda: answers.append(run()))
         if number == len(self._looks) - 1:
-            if self._own is not None:
-                self._table("own", self._own.round)
-            if "floor" in self.case.modes:
-                self._table("floor", lambda: self._without_adapters(session, self._floor(session)))
-            for stock, step in self._stock_steps():
-                self._table(stock, step)
+            for other in self._others(session):
+                self._table(other.mode, other.step)
             if self._own is not None:
                 self._own.close()
         return answers[0]
@@ -235,16 +238,9 @@ class Turns:
         if not {*STOCK}.isdisjoint(self.case.modes):
             self._stock = StockModes(session, self.case, lambda: self._batches)
 
-    def _floor_block(self, session: Any) -> _Block:
-        run, tokens = self._floor(session), real_tokens(self._batches)
-        block = self._without_adapters(
-            session, lambda: _timed(run, self.case.rounds, lambda: tokens)
-        )
-        beside = self._own_bytes + self._stock_bytes()
-        return block._replace(peak_bytes=block.peak_bytes - beside)
-
-    def _without_adapters(self, session: Any, run: Callable[[], T]) -> T:
-        """Runs the trainer's modules alone; the adapters are attached again behind it."""
+    @contextmanager
+    def _without_adapters(self, session: Any) -> Iterator[None]:
+        """The trainer's modules run alone; the adapters are attached again behind it."""
         bank = session.loop.super_model.bank
         linears = [
             (module.tlora_adapters.site, module)
@@ -254,10 +250,9 @@ class Turns:
         ]
         attach(linears, AdapterBank(bank.sites, [], dtype=bank.dtype, device=bank.device))
         _compute_by_modules(True)
-        result = run()
+        yield
         attach(linears, bank)
         _compute_by_modules(False)
-        return result
 
     def _floor(self, session: Any) -> Callable[[], None]:
         """Forward and input gradients of the trainer's model, on micro-batches that it has run."""

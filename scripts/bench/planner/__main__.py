@@ -74,7 +74,9 @@ class Bench:
             raise ValueError(f"--cases must be given for a world of {self.world_size}")
         for case in [parse_case(text, self.world_size) for text in texts]:
             if case.plan.num_micro_batches is not None:
-                raise ValueError(f"{case.name!r} is for scripts.bench.planner.under_megatron")
+                raise ValueError(
+                    f"{case.name!r} is of Megatron-LM's trainer, which is not run here"
+                )
             cost, memory = predict(case, self.hardware)
             if memory.total_bytes > self.hardware.memory_bytes:
                 say(f"{case.name}: left out, {memory.total_bytes / 2**30:.0f} GiB needed")

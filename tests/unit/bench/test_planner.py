@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,12 +14,11 @@ from scripts import datasheet_profiles
 from scripts.bench import plot
 from scripts.bench.harness.rows import append_rows
 from scripts.bench.planner import __main__ as script
-from scripts.bench.planner import cases, results, rounds, under_megatron
+from scripts.bench.planner import cases, results, rounds
 from tlora_megatron.cli.profile import profile_json
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.hardware import Link, load_profile
-from tlora_megatron.profiling.synthetic_run import data_lengths
 
 DATA_SHEETS = ("a100-80g", "l40s", "b200", "gb200")
 _PACKED = 15_000
@@ -129,26 +127,6 @@ def test_cases_are_told_as_they_are_asked_for() -> None:
     for text in ("8b/32 tp1 pp2x2 none 8j 4096t", "8b/32 tp1 pp2x3 none 8j 4096t m2"):
         with pytest.raises(ValueError, match="must fit its model"):
             cases.parse_case(text, 2)
-
-
-def test_a_case_under_megatron_lm_runs_the_script_that_the_planner_writes(
-    tmp_path: Path, repo: Path
-) -> None:
-    h200 = load_profile(repo / "configs/hardware/h200.json")
-    case = cases.parse_case("8b/32 tp1 pp2x4 cp2 selective 3j 8192t m4", 8)
-    script = under_megatron.write_case(case, cases.predict(case, h200), h200, tmp_path)
-    words = under_megatron.flags_of(script, iterations=7)
-    for flag, value in (
-        ("--num-layers-per-virtual-pipeline-stage", "4"),
-        ("--context-parallel-size", "2"),
-        ("--global-batch-size", "8"),
-        ("--seq-length", "8192"),
-        ("--train-iters", "7"),
-    ):
-        assert words[words.index(flag) + 1] == value
-    assert not {"--load", "--exit-on-missing-checkpoint", "$CHECKPOINT"} & set(words)
-    texts = [json.loads(line)["text"] for line in (tmp_path / "job1.jsonl").open()]
-    assert [len(text) for text in texts] == data_lengths(case.jobs[1])
 
 
 def test_the_report_says_errors_and_what_the_choice_is_worth() -> None:
