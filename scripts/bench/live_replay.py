@@ -253,51 +253,37 @@ def compared(study: Study, policy: str, root: Path, noise: float) -> dict[str, f
 
 def trace_study(source: Source, traces: Path, num_jobs: int, load: float) -> Study:
     """The first jobs of a trace on 128 A100, arriving at an offered load."""
-    cluster, profile = load_cluster(REPO / "configs/hardware/cluster-128xA100.yaml")
-    mix, specs = load_mix("paper")
     assert source.file is not None, "a trace that is drawn has no folder"
-    return Study(
-        trace=read_trace(traces / source.file),
-        cluster=cluster,
-        profile=profile,
-        mix=mix,
-        specs=specs,
-        options=Options(shape=replace(source.shape, most_jobs=num_jobs, load=load)),
-    )
+    shape = replace(source.shape, most_jobs=num_jobs, load=load)
+    return _study(read_trace(traces / source.file), Options(shape=shape))
+
+
+def _study(trace: Trace, options: Options, nodes: int | None = None) -> Study:
+    cluster, profile = load_cluster(REPO / "configs/hardware/cluster-128xA100.yaml")
+    cluster = cluster if nodes is None else replace(cluster, nodes=nodes)
+    mix, specs = load_mix("paper")
+    parts = {"cluster": cluster, "profile": profile, "mix": mix, "specs": specs}
+    return Study(trace=trace, options=options, **parts)
 
 
 REPLAYED = tuple(name for name, source in SOURCES.items() if source.file is not None)
 _RUNNING, _QUEUED = 1000, 10_000
 _LONG_S = 1.0e6
+_GPUS_PER_NODE = 8
 
 
 def crowd_study(running: int, queued: int) -> Study:
     """Jobs of one GPU that fill a cluster, and ten times as many that come a minute later."""
-    cluster, profile = load_cluster(REPO / "configs/hardware/cluster-128xA100.yaml")
-    nodes = -(-running // cluster.gpus_per_node)
-    mix, specs = load_mix("paper")
+    nodes = -(-running // _GPUS_PER_NODE)
     rows = [
         TraceRow(name=str(i), submit_s=0.0, duration_s=_LONG_S + i, num_gpus=1)
-        for i in range(nodes * cluster.gpus_per_node)
+        for i in range(nodes * _GPUS_PER_NODE)
     ]
-    rows += [
-        TraceRow(
-            name=str(len(rows) + i),
-            submit_s=600.0 + 0.1 * (i // 100),
-            duration_s=1000.0 + i % 370,
-            num_gpus=(1, 1, 1, 2, 8)[i % 5],
-        )
-        for i in range(queued)
-    ]
+    for i in range(queued):
+        times = {"submit_s": 600.0 + 0.1 * (i // 100), "duration_s": 1000.0 + i % 370}
+        rows.append(TraceRow(name=str(len(rows)), num_gpus=(1, 1, 1, 2, 8)[i % 5], **times))
     trace = Trace(name="crowd", rows=tuple(rows), dropped={})
-    return Study(
-        trace=trace,
-        cluster=replace(cluster, nodes=nodes),
-        profile=profile,
-        mix=mix,
-        specs=specs,
-        options=Options(max_slowdown=1.5),
-    )
+    return _study(trace, Options(max_slowdown=1.5), nodes)
 
 
 def crowded(study: Study, running: int, root: Path) -> dict[str, float]:
@@ -354,16 +340,10 @@ def _steps(replay: Replay, seconds: float) -> list[float]:
 
 
 _UNITS = {
-    "jobs": "jobs",
-    "running": "jobs",
-    "queued": "jobs",
-    "gangs": "gangs",
-    "decisions": "",
-    "memory": "GB",
-    "submits by 100": "1/s",
-    "live over simulated": "ratio",
-    "speed of the clock": "ratio",
-    "load average": "",
+    **dict.fromkeys(("jobs", "running", "queued"), "jobs"),
+    **dict.fromkeys(("live over simulated", "speed of the clock"), "ratio"),
+    **dict.fromkeys(("decisions", "load average"), ""),
+    **{"gangs": "gangs", "memory": "GB", "submits by 100": "1/s"},
 }
 """Units of the columns that are not seconds."""
 

@@ -16,7 +16,7 @@ import gc
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from scripts.bench.harness.clock import Timing, Watch, is_main, timed, total
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
 from scripts.bench.harness.training_jobs import fresh_job
 from scripts.bench.step.jobs import Mix, make_mixes
+from scripts.bench.step.project import whole_step
 from tlora_megatron.config.job import HF_TARGETS, JobSpec
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
@@ -41,11 +42,7 @@ from tlora_megatron.training.super_model import SuperModel
 
 
 def run_stock(model: Any, mix: Mix, zero: Mapping[str, Any], steps: int) -> Timing:
-    """Each job by itself for so many steps, after two.
-
-    Args:
-        zero: the engine's `zero_optimization`.
-    """
+    """Each job by itself under DeepSpeed and PEFT for so many steps, after two."""
     jobs = zip(mix.specs, mix.data, strict=True)
     return total([_job(model, spec, train, zero, steps) for spec, train in jobs])
 
@@ -53,17 +50,20 @@ def run_stock(model: Any, mix: Mix, zero: Mapping[str, Any], steps: int) -> Timi
 def _job(
     model: Any, spec: JobSpec, train: Sequence[TokenSequence], zero: Mapping[str, Any], steps: int
 ) -> Timing:
+    from peft import LoraConfig, get_peft_model
+
     model.train()
     model.config.use_cache = False
     share = spec.batch_size // dist.get_world_size()
-    peft = _with_adapter(model, spec)
+    lora = {"r": spec.lora.rank, "lora_alpha": spec.lora.alpha, "lora_dropout": spec.lora.dropout}
+    peft = get_peft_model(model, LoraConfig(**lora, target_modules=list(HF_TARGETS)))
     engine = _engine(peft, zero, share)
-    batches = _batches(train, spec.batch_size)
+    endless = itertools.cycle(train)
     for _ in range(2):
-        _step(engine, next(batches), share)
+        _step(engine, list(itertools.islice(endless, spec.batch_size)), share)
     watch, tokens = Watch(), 0
     for _ in range(steps):
-        batch = next(batches)
+        batch = list(itertools.islice(endless, spec.batch_size))
         tokens += sum(len(s.tokens) for s in batch)
         _step(engine, batch, share)
     timing = watch.timing(steps=steps, tokens=tokens)
@@ -72,18 +72,6 @@ def _job(
     del engine, peft
     gc.collect()
     return timing
-
-
-def _with_adapter(model: Any, spec: JobSpec) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    lora = LoraConfig(
-        r=spec.lora.rank,
-        lora_alpha=spec.lora.alpha,
-        lora_dropout=spec.lora.dropout,
-        target_modules=list(HF_TARGETS),
-    )
-    return get_peft_model(model, lora)
 
 
 def _engine(peft: Any, zero: Mapping[str, Any], share: int) -> Any:
@@ -104,12 +92,6 @@ def _engine(peft: Any, zero: Mapping[str, Any], share: int) -> Any:
         model=peft, optimizer=optimizer, config=config, model_parameters=trainable
     )
     return engine
-
-
-def _batches(train: Sequence[TokenSequence], size: int) -> Iterator[list[TokenSequence]]:
-    endless = itertools.cycle(train)
-    while True:
-        yield list(itertools.islice(endless, size))
 
 
 def _step(engine: Any, batch: Sequence[TokenSequence], share: int) -> None:
@@ -236,11 +218,7 @@ def run_alone(base: FrozenBase, mix: Mix, args: argparse.Namespace) -> Timing:
     timings = []
     for index in range(len(mix.specs)):
         super_model = _super_model(base, mix, [index], args)
-
-        def step(super_model: SuperModel = super_model) -> None:
-            while not super_model.train_round():
-                pass
-
+        step = whole_step(super_model)
         timings.append(_timed(super_model, step, warmup=2, repeats=args.steps))
     return total(timings)
 

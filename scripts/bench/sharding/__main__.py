@@ -26,12 +26,19 @@ import torch
 import torch.distributed as dist
 
 from scripts.bench.harness.arguments import REPO, bench_parser
-from scripts.bench.harness.clock import Marks, is_main, largest, wait_for_all, wait_for_device
+from scripts.bench.harness.clock import (
+    Marks,
+    is_main,
+    largest,
+    out_of_time,
+    release,
+    wait_for_all,
+    wait_for_device,
+)
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
 from scripts.bench.sharding.layers import (
     FROZEN,
     LAYERS,
-    LLAMA_70B,
     STRATEGIES,
     TINY,
     Batch,
@@ -45,6 +52,7 @@ from scripts.bench.sharding.layers import (
 )
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.profiling.sizes import LLAMA_70B
 
 CONFIGS = REPO / "configs" / "models"
 
@@ -52,10 +60,7 @@ CONFIGS = REPO / "configs" / "models"
 def check(layers: Layers, tokens: int) -> None:
     """Holds all strategies of a small case to the same layers in fp32.
 
-    In bf16, as far from it as `fold` and half of that again: rounding.
-
-    Raises:
-        SystemExit: naming the one that is further.
+    In bf16 they may be as far from it as `fold` and half of that again: rounding.
     """
     standard = [s for s in STRATEGIES if not s.blocks]
     exact = Layers(layers.spec, layers.layout, torch.float32)
@@ -194,11 +199,7 @@ def main() -> None:
         for case in args.cases:
             started = time.monotonic()
             faulthandler.dump_traceback_later(args.patience_s, exit=True)
-            # The first rank decides: all of them go on, or none.
-            left = torch.tensor(args.budget_s - (started - begin) - longest)
-            left = left.to(layers.groups.device)
-            dist.broadcast(left, 0)
-            if float(left) < 0:
+            if out_of_time(begin, args.budget_s - longest):
                 break
             rows = rows_of(layers, case, args, model)
             longest = max(longest, time.monotonic() - started)
@@ -207,8 +208,7 @@ def main() -> None:
         faulthandler.cancel_dump_traceback_later()
         layers.run.close()
         del layers
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release()
     dist.barrier()
     dist.destroy_process_group()
 

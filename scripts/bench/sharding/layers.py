@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,20 +20,12 @@ from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.collectives import all_reduce
+from tlora_megatron.profiling.sizes import TINY as SIZES
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
-TINY = ModelSpec(
-    model_type="llama", num_layers=2, hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=8,
-    ffn_size=128, vocab_size=128, max_positions=8192, norm_eps=1e-5, rope_theta=1e4,
-)  # fmt: skip
-LLAMA_70B = ModelSpec(
-    model_type="llama", num_layers=2, hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128,
-    ffn_size=28672, vocab_size=128, max_positions=8192, norm_eps=1e-5, rope_theta=5e5,
-)  # fmt: skip
-"""Shapes of Llama-3.1-70B's layers (its config.json on Hugging Face)."""
+TINY = replace(SIZES.layer_spec, num_heads=8, num_kv_heads=4, head_dim=8, ffn_size=128)
 LAYERS = {"tiny": 2, "llama-3.1-8b": 8, "llama-3.1-70b": 4}
 DOCUMENT = 512
-"""Rows of a document."""
 
 
 class Strategy(NamedTuple):
@@ -99,7 +91,7 @@ class Layers:
         """Makes a bank a strategy, with adapters drawn by name; returns their shapes."""
         loras = {}
         for strategy in strategies:
-            layout = dataclasses.replace(self.layout, lora_sharding=strategy.sharding)
+            layout = replace(self.layout, lora_sharding=strategy.sharding)
             ranks = {"tp_rank": self.groups.tp_rank, "pp_rank": 0}
             self.sites[strategy.name] = stage_sites(self.spec, layout, **ranks)
             lora = loras[strategy.name] = lora_of(strategy, case, self.spec, layout.tp_size)
