@@ -16,18 +16,17 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from scripts.bench.around_training.base import base_in
-from scripts.bench.around_training.command import RANKS, TEXTS
+from scripts.bench.around_training.command import TEXTS, job_document
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.processes import wait_for_turn
 from scripts.bench.harness.rows import Figures, gpu_name
 from tests.helpers.gang_driver import DrivenJob, GangDriver, quickstart_base
-from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.ops.kernel_build import build, built_library
 from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.service.messages import GangFolder
@@ -74,19 +73,9 @@ class Bench:
         """Adds a job, whose batch is its share of a micro-batch."""
         number = self._submitted
         self._submitted += 1
-        texts = sorted(path for path in TEXTS.glob("*.jsonl") if not path.stem.endswith("_eval"))
-        text = next(islice(cycle(texts), number, None))
-        rank, length = RANKS[number % len(RANKS)], self.args.tokens // self.args.jobs
-        document = {
-            "name": f"job{number}",
-            "data": {"train": str(text.resolve())},
-            "lora": {"rank": rank, "alpha": 2 * rank, "target_modules": list(HF_TARGETS)},
-            "batch_size": 2,
-            "max_seq_len": length,
-            "portion_tokens": length,
-            "max_steps": steps,
-            "optimizer": {"lr": 1e-4},
-        }
+        length = self.args.tokens // self.args.jobs
+        more = {"batch_size": 2, "portion_tokens": length, "max_steps": steps}
+        document = job_document(number, TEXTS, length=length, **more)
         return self.driver.submit(f"j{number}", document, checkpoint_every_s=self.args.save_every)
 
     def timed(self, is_reached: Callable[[], bool]) -> float:
@@ -110,10 +99,8 @@ class Bench:
         jobs = [job for job, driven in self.driver.jobs.items() if driven.ended is None]
 
         def check() -> bool:
-            counts = dict.fromkeys(jobs, 0)
-            for event in self.events:
-                if event.kind == "stepped" and event.epoch == self.driver.epoch:
-                    counts[event.job] = counts.get(event.job, 0) + 1
+            mine = (e for e in self.events if e.epoch == self.driver.epoch)
+            counts = Counter(e.job for e in mine if e.kind == "stepped")
             return all(counts[job] > beyond for job in jobs)
 
         return check
@@ -162,7 +149,7 @@ def measure_kill(bench: Bench) -> None:
     wait_for_spares(bench)
     epoch, deaths = bench.driver.epoch, len(bench.driver.deaths)
     bench.kill_rank(bench.world - 1)
-    begin_s, begin_at = time.perf_counter(), time.time()
+    begin_s = time.perf_counter()
     while any(info.alive for info in bench.driver.engine.gangs()):
         time.sleep(0.005)
     bench.row("SIGKILL of a rank to its notice", 1e3 * (time.perf_counter() - begin_s), "ms")
@@ -171,7 +158,6 @@ def measure_kill(bench: Bench) -> None:
     bench.driver.run_until(lambda: bench.driver.epoch > epoch)
     bench.driver.run_until(bench.all_step())
     took_s = time.perf_counter() - begin_s
-    show_timeline(bench, begin_at)
     base_s = note_start(bench)
     bench.row("SIGKILL of a rank to all jobs stepping again", took_s)
     bench.row("the same without loading the base", took_s - base_s, must=5.0)
@@ -182,20 +168,6 @@ def note_start(bench: Bench) -> float:
     body = next(event.body for event in reversed(bench.events) if event.kind == "started")
     print(json.dumps(body), flush=True)
     return float(body["base_s"])
-
-
-def show_timeline(bench: Bench, since_s: float) -> None:
-    """Prints who told what since a Unix time, each for the first time, in seconds behind it."""
-    first: dict[tuple[int, str, str | None], float] = {}
-    for event in bench.events:
-        if event.at >= since_s:
-            first.setdefault((event.epoch, event.kind, event.job), event.at - since_s)
-    rows: dict[tuple[int, str], list[str]] = {}
-    for (epoch, kind, job), at_s in sorted(first.items(), key=lambda item: item[1]):
-        if kind not in ("applied", "round"):
-            rows.setdefault((epoch, kind), []).append(f"{job or ''} {at_s:.2f}".strip())
-    for (epoch, kind), times in rows.items():
-        print(f"  epoch {epoch} {kind}: {', '.join(times)}", flush=True)
 
 
 def measure_resize(bench: Bench) -> dict[str, dict[int, float]]:
@@ -217,12 +189,10 @@ def change_layout(
 ) -> float:
     """Times a change until all jobs have stepped again; returns the seconds that the base took."""
     wait_for_spares(bench)
-    begin_s, begin_at = time.perf_counter(), time.time()
-    print(f"{case}: order at {begin_at:.2f}", flush=True)
+    begin_s = time.perf_counter()
     change(bench, tp_size)
     bench.driver.run_until(bench.all_step())
     bench.row(case, time.perf_counter() - begin_s, must=15.0)
-    show_timeline(bench, begin_at)
     base_s = note_start(bench)
     bench.timed(bench.all_step(beyond=bench.args.steps))
     return base_s

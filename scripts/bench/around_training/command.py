@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from scripts.bench.harness.arguments import REPO
 from tlora_megatron.config.job import HF_TARGETS
 
 RANKS = (4, 8, 16, 16, 32, 32, 64, 64)
+_POLL_S = 0.01
 TEXTS = REPO / "configs" / "quickstart" / "data"
 """Where no folder of texts is named."""
 
@@ -53,10 +53,11 @@ CASES = (
 
 
 def write_jobs(case: Case, base: Path, texts: Path, output_dir: Path, file: Path) -> None:
-    found = sorted(path for path in texts.glob("*.jsonl") if not path.stem.endswith("_eval"))
-    if not found:
-        raise ValueError(f"--texts must be a folder with JSONL files, got {texts}")
-    data = islice(cycle(found), case.jobs)
+    length = case.tokens // case.jobs
+    jobs = [
+        job_document(n, texts, length=length, batch_size=1, max_steps=case.rounds)
+        for n in range(case.jobs)
+    ]
     document = {
         "base_model": {"path": str(base), "dtype": "bfloat16"},
         "run": {
@@ -64,25 +65,25 @@ def write_jobs(case: Case, base: Path, texts: Path, output_dir: Path, file: Path
             "micro_batch_tokens": case.tokens,
             "checkpoint_every_steps": case.save_every,
         },
-        "jobs": [_job(case, number, path) for number, path in enumerate(data)],
+        "jobs": jobs,
     }
     file.write_text(yaml.safe_dump(document, sort_keys=False))
 
 
-def _job(case: Case, number: int, text: Path) -> dict[str, Any]:
+def job_document(number: int, texts: Path, *, length: int, **more: Any) -> dict[str, Any]:
+    """A job's part of a configuration: one of `RANKS`, one of the files of a folder of texts."""
+    found = sorted(path for path in texts.glob("*.jsonl") if not path.stem.endswith("_eval"))
+    if not found:
+        raise ValueError(f"--texts must be a folder with JSONL files, got {texts}")
     rank = RANKS[number % len(RANKS)]
     return {
         "name": f"job{number}",
-        "data": {"train": str(text.resolve())},
+        "data": {"train": str(found[number % len(found)].resolve())},
         "lora": {"rank": rank, "alpha": 2 * rank, "target_modules": list(HF_TARGETS)},
-        "batch_size": 1,
-        "max_seq_len": case.tokens // case.jobs,
-        "max_steps": case.rounds,
+        "max_seq_len": length,
         "optimizer": {"lr": 1e-4},
+        **more,
     }
-
-
-_POLL_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,7 +31,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One case; the fields are the CSV's columns."""
+    """One case; the fields are the CSV's columns; errors are predicted over measured, less 1."""
 
     gpu: str
     versions: str
@@ -94,32 +94,35 @@ class Row:
 
     @property
     def case(self) -> str:
-        vpp = f"x{self.vpp}" if self.vpp > 1 else ""
-        cp = f" cp{self.cp}" if self.cp > 1 else ""
+        """The case in the form in which it is asked for."""
         batches = f" m{self.batches}" if self.batches else ""
-        layout = f"tp{self.tp} pp{self.pp}{vpp}{cp}"
+        layout = f"tp{self.tp} pp{self.pp}{self._vpp}{self._cp.lower()}"
         model = f"{self.model.removeprefix('llama-3.1-')}/{self.layers}"
         return f"{model} {layout} {self.recompute} {self.jobs}j {self.tokens}t{batches}"
 
     @property
     def layout(self) -> str:
-        vpp = f"x{self.vpp}" if self.vpp > 1 else ""
-        cp = f" CP{self.cp}" if self.cp > 1 else ""
-        return f"TP{self.tp} PP{self.pp}{vpp}{cp} DP{self.dp}"
+        return f"TP{self.tp} PP{self.pp}{self._vpp}{self._cp} DP{self.dp}"
+
+    @property
+    def _vpp(self) -> str:
+        return f"x{self.vpp}" if self.vpp > 1 else ""
+
+    @property
+    def _cp(self) -> str:
+        return f" CP{self.cp}" if self.cp > 1 else ""
 
     @property
     def time_error(self) -> float:
-        """Predicted over measured, less 1."""
         return self.predicted_s / self.measured_s - 1
 
     @property
     def tokens_error(self) -> float:
-        """Predicted over measured tokens of a round, less 1."""
         return self.predicted_round_tokens / self.measured_round_tokens - 1
 
     @property
     def rate_error(self) -> float:
-        """Predicted over measured tokens per second, less 1: free of which rounds were measured."""
+        """Free of which rounds were measured."""
         predicted = self.predicted_round_tokens / self.predicted_s
         return predicted * self.measured_s / self.measured_round_tokens - 1
 
