@@ -104,13 +104,9 @@ def make_study(mix: str = "paper", seed: int = 0) -> Study:
     cluster, profile = load_cluster(HARDWARE / "cluster-128xA100.yaml")
     drawn, specs = load_mix(mix)
     return Study(
-        trace=Trace(name="crowd", rows=tuple(rows), dropped={}),
-        cluster=cluster,
-        profile=profile,
-        mix=drawn,
-        specs=specs,
-        options=Options(seed=seed),
-    )
+        trace=Trace(name="crowd", rows=tuple(rows), dropped={}), cluster=cluster, profile=profile,
+        mix=drawn, specs=specs, options=Options(seed=seed),
+    )  # fmt: skip
 
 
 def crowd(study: Study, rules: Rules) -> tuple[WaitingQueue, ClusterState]:
@@ -127,13 +123,9 @@ def crowd(study: Study, rules: Rules) -> tuple[WaitingQueue, ClusterState]:
         rates = study.speeds.rates((entry.job.kind,), 1)
         assert rates is not None, "a job that asks for one GPU must fit one"
         group = formed(
-            Parts(joining=(entry,)),
-            gpus=(number,),
-            rates=rates,
-            now_s=0.0,
-            cost=rules.cost,
+            Parts(joining=(entry,)), gpus=(number,), rates=rates, now_s=0.0, cost=rules.cost,
             number=number,
-        )
+        )  # fmt: skip
         state.groups[number] = group
         state.free.take(group.gpus)
     return WaitingQueue(jobs[RUNNING:]), state
@@ -197,13 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         count, first_ms, median_ms = measure()
         row = {
             "machine": args.machine or f"{os.cpu_count()} CPU cores, {platform.machine()}",
-            "versions": f"python {platform.python_version()}",
-            "commit": args.commit,
-            "what": what,
-            "count": count,
-            "first_ms": round(first_ms, 2),
-            "median_ms": round(median_ms, 2),
-        }
+            "versions": f"python {platform.python_version()}", "commit": args.commit, "what": what,
+            "count": count, "first_ms": round(first_ms, 2), "median_ms": round(median_ms, 2),
+        }  # fmt: skip
         print(f"{what:48} {count:7,} {first_ms:10.1f} {median_ms:11.1f}", flush=True)
         if args.csv is not None:
             append_rows(args.csv, [row])

@@ -43,23 +43,14 @@ class Bench:
         self.world = world
         self.args = args
         self.figures = Figures(
-            csv=args.csv,
-            commit=args.commit,
-            engine="local",
-            gpu=gpu_name(),
-            world=world,
+            csv=args.csv, commit=args.commit, engine="local", gpu=gpu_name(), world=world,
             about=f"{_CASES[args.size]}: ",
-        )
+        )  # fmt: skip
         self._submitted = 0
         self.driver = GangDriver(
-            self.engine,
-            root,
-            world,
-            base_model=base,
-            parallel=layout(world),
-            run={"micro_batch_tokens": args.tokens},
-            exact=False,
-        )
+            self.engine, root, world, base_model=base, parallel=layout(world),
+            run={"micro_batch_tokens": args.tokens}, exact=False,
+        )  # fmt: skip
 
     def close(self) -> None:
         for info in self.engine.gangs():

@@ -142,13 +142,9 @@ class Replay:
             NodeInfo(node=i, address="", gpus=shape.gpus_per_node) for i in range(shape.num_nodes)
         ]
         self.engine = FakeEngine(
-            nodes=nodes,
-            speeds=study.speeds,
-            work=jobs.work,
-            clock=lambda: self.now_s,
-            times=times,
-            writes=False,
-        )
+            nodes=nodes, speeds=study.speeds, work=jobs.work, clock=lambda: self.now_s,
+            times=times, writes=False,
+        )  # fmt: skip
         self.take_over()
 
     def take_over(self) -> None:
@@ -156,15 +152,11 @@ class Replay:
         self.store = open_store(self.home.store, clock=lambda: self.now_s)
         self.store.lock.take(stale_s=-1.0)
         self.controller = Controller(
-            home=self.home,
-            store=self.store,
-            engine=self.engine,
+            home=self.home, store=self.store, engine=self.engine,
             pricing=Pricing(lambda section: PlannedBase(model=self._models[section["path"]])),
-            validator=self.jobs,
-            settings=self._settings,
-            clock=lambda: self.now_s,
+            validator=self.jobs, settings=self._settings, clock=lambda: self.now_s,
             on_said=lambda sentence: None,
-        )
+        )  # fmt: skip
 
     def run(self) -> None:
         """Submits each job at its time, and ends when all are over."""
@@ -201,14 +193,9 @@ class Replay:
 def replay_settings(policy: str) -> Settings:
     """The settings of `tlora serve`, its looks stretched as a trace of weeks needs them."""
     return Settings(
-        policy=policy,
-        tick_s=10.0 * SPEEDUP,
-        look_s=10.0 * SPEEDUP,
-        coalesce_s=0.0,
-        lease_s=600.0 * SPEEDUP,
-        hang_s=600.0 * SPEEDUP,
-        decide_in_thread=False,
-    )
+        policy=policy, tick_s=10.0 * SPEEDUP, look_s=10.0 * SPEEDUP, coalesce_s=0.0,
+        lease_s=600.0 * SPEEDUP, hang_s=600.0 * SPEEDUP, decide_in_thread=False,
+    )  # fmt: skip
 
 
 def replay_times(study: Study, noise: float) -> FakeTimes:
@@ -216,14 +203,9 @@ def replay_times(study: Study, noise: float) -> FakeTimes:
     cost = study.cluster.regroup
     weights = max(2.0 * 8e9, 1.0)
     return FakeTimes(
-        start_s=cost.replan_s + weights / cost.weights_bytes_per_s,
-        prepare_s=1.0,
-        boundary_s=1.0,
-        stall_s=cost.admit_s,
-        report_s=3600.0,
-        checkpoint_s=3600.0,
-        noise=noise,
-    )
+        start_s=cost.replan_s + weights / cost.weights_bytes_per_s, prepare_s=1.0, boundary_s=1.0,
+        stall_s=cost.admit_s, report_s=3600.0, checkpoint_s=3600.0, noise=noise,
+    )  # fmt: skip
 
 
 def compared(study: Study, policy: str, root: Path, noise: float) -> dict[str, float]:
@@ -307,16 +289,12 @@ def crowded(study: Study, running: int, root: Path) -> dict[str, float]:
     decisions = replay.controller.decider.seconds
     found = {
         "running": float(states.get(JobState.RUNNING, 0)),
-        "queued": float(states.get(JobState.QUEUED, 0)),
-        "submits by 100": len(rest) / submit_s,
+        "queued": float(states.get(JobState.QUEUED, 0)), "submits by 100": len(rest) / submit_s,
         "longest wake-up while all arrive (CPU)": max(intake),
-        "longest decision while all arrive": arriving,
-        "decisions": float(len(decisions)),
-        "median decision": statistics.median(decisions),
-        "longest decision": max(decisions),
-        "median wake-up (CPU)": statistics.median(steps),
-        "longest wake-up (CPU)": max(steps),
-    }
+        "longest decision while all arrive": arriving, "decisions": float(len(decisions)),
+        "median decision": statistics.median(decisions), "longest decision": max(decisions),
+        "median wake-up (CPU)": statistics.median(steps), "longest wake-up (CPU)": max(steps),
+    }  # fmt: skip
     begin, begin_cpu = time.perf_counter(), time.process_time()
     replay.take_over()
     found["restart"] = time.perf_counter() - begin

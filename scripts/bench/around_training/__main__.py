@@ -88,25 +88,18 @@ def _row(
     longest_s = (run.get("saving") or {}).get("longest_stop_s")
     halves = beside_saves(gaps_s, case.save_every)
     return {
-        "gpu": gpu_name(),
-        "versions": versions("megatron-core"),
-        "commit": commit,
-        "case": case.name,
-        "base_bytes": size,
-        "wall_s": round(watched.wall_s, 2),
-        "first_step_s": round(rounds_s[0], 2),
-        "rounds_s": round(rounds_s[-1] - rounds_s[0], 2),
-        "end_s": round(watched.wall_s - rounds_s[-1], 2),
-        "written_bytes": written,
-        "disk_s": round(disk_s, 2),
-        "round_ms": round(statistics.median(gaps_s) * 1e3, 1),
+        "gpu": gpu_name(), "versions": versions("megatron-core"), "commit": commit,
+        "case": case.name, "base_bytes": size, "wall_s": round(watched.wall_s, 2),
+        "first_step_s": round(rounds_s[0], 2), "rounds_s": round(rounds_s[-1] - rounds_s[0], 2),
+        "end_s": round(watched.wall_s - rounds_s[-1], 2), "written_bytes": written,
+        "disk_s": round(disk_s, 2), "round_ms": round(statistics.median(gaps_s) * 1e3, 1),
         "longest_ms": round(max(gaps_s) * 1e3, 1),
         "behind_save_ms": "" if halves is None else round(halves[0] * 1e3, 1),
         "before_save_ms": "" if halves is None else round(halves[1] * 1e3, 1),
         "trained_s": round(run["train_time_s"], 2),
         "time_s": json.dumps({k: round(v, 2) for k, v in run.get("time_s", {}).items()}),
         "stood_still_ms": "" if longest_s is None else round(longest_s * 1e3, 2),
-    }
+    }  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -272,22 +272,13 @@ def _report(provider: str, timing: Timing, args: argparse.Namespace) -> None:
         return
     speed, peak = timing.tokens / timing.seconds, timing.peak_bytes / 2**30
     row = {
-        "provider": provider,
-        "layout": args.layout,
-        "gpus": args.world,
-        "mix": args.mix,
-        "layers": args.layers or "all",
-        "dropout": args.dropout,
-        "micro_batch_tokens": args.micro_batch_tokens,
-        "portion_tokens": args.portion_tokens,
-        "tokens_per_s": f"{speed:.0f}",
-        "seconds": f"{timing.seconds:.2f}",
-        "tokens": timing.tokens,
-        "peak_gib": f"{peak:.1f}",
-        "gpu": gpu_name(),
-        "versions": versions("deepspeed"),
-        "commit": args.commit,
-    }
+        "provider": provider, "layout": args.layout, "gpus": args.world, "mix": args.mix,
+        "layers": args.layers or "all", "dropout": args.dropout,
+        "micro_batch_tokens": args.micro_batch_tokens, "portion_tokens": args.portion_tokens,
+        "tokens_per_s": f"{speed:.0f}", "seconds": f"{timing.seconds:.2f}",
+        "tokens": timing.tokens, "peak_gib": f"{peak:.1f}", "gpu": gpu_name(),
+        "versions": versions("deepspeed"), "commit": args.commit,
+    }  # fmt: skip
     append_rows(args.csv, [row])
     print(
         f"{provider:9} {args.layout} x{args.world}  {speed:9,.0f} tokens/s  {peak:6.1f} GiB",

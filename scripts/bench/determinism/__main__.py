@@ -157,15 +157,10 @@ def report(
     args: argparse.Namespace, layout: str, count: Count, times: tuple[float | str, float | str]
 ) -> None:
     row = {
-        "gpu": gpu_name(),
-        "world": int(os.environ.get("WORLD_SIZE", "1")),
-        "commit": args.commit,
-        "layout": layout,
-        "runs": count.runs,
-        "equal": count.equal,
-        "step_ms": times[0],
+        "gpu": gpu_name(), "world": int(os.environ.get("WORLD_SIZE", "1")), "commit": args.commit,
+        "layout": layout, "runs": count.runs, "equal": count.equal, "step_ms": times[0],
         "step_ms_default": times[1],
-    }
+    }  # fmt: skip
     if args.csv and is_main():
         append_rows(args.csv, [row])
 

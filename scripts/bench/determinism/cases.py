@@ -53,15 +53,10 @@ class Plan:
             rank=self.rank, alpha=2.0 * self.rank, dropout=self.dropout, target_modules=self.targets
         )
         return endless_job(
-            self.name,
-            lora,
-            self.batch_size,
-            max(self.lengths),
-            self.seed,
-            optimizer=OptimizerSpec(lr=self.lr),
-            schedule=ScheduleSpec(name="constant"),
+            self.name, lora, self.batch_size, max(self.lengths), self.seed,
+            optimizer=OptimizerSpec(lr=self.lr), schedule=ScheduleSpec(name="constant"),
             portion_tokens=self.portion_tokens,
-        )
+        )  # fmt: skip
 
     def sequences(self, vocab_size: int) -> tuple[TokenSequence, ...]:
         """Random tokens; a third of each sequence's first ones are no targets."""
@@ -131,15 +126,10 @@ def _plan(draw: random.Random, name: str, longest: int, lr: float = 1e-2) -> Pla
         for _ in range(4 * batch_size)
     )
     return Plan(
-        name=name,
-        rank=draw.choice(RANKS),
-        dropout=draw.choice(DROPOUTS),
-        targets=draw.choice(TARGETS),
-        lengths=lengths,
-        batch_size=batch_size,
-        seed=draw.randint(0, 2**31 - 1),
-        lr=lr,
-    )
+        name=name, rank=draw.choice(RANKS), dropout=draw.choice(DROPOUTS),
+        targets=draw.choice(TARGETS), lengths=lengths, batch_size=batch_size,
+        seed=draw.randint(0, 2**31 - 1), lr=lr,
+    )  # fmt: skip
 
 
 MODEL = REPO / "configs/models/llama-3.1-8b.json"

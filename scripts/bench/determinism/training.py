@@ -75,14 +75,9 @@ class Training:
             for key, buffer in job.adapter.slab.buffers().items():
                 buffer.copy_(state.buffers[key])
         return SuperModel(
-            run.engine,
-            bank,
-            run.groups,
-            jobs,
-            micro_batch_tokens=self.micro_batch_tokens,
-            round_shape=self.shape,
-            cut_for=partial(rank_aware_cut, run.spec),
-        )
+            run.engine, bank, run.groups, jobs, micro_batch_tokens=self.micro_batch_tokens,
+            round_shape=self.shape, cut_for=partial(rank_aware_cut, run.spec),
+        )  # fmt: skip
 
     def _job(self, plan: Plan, bank: AdapterBank) -> JobState:
         spec, run = plan.spec(), self.run

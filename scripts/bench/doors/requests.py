@@ -98,14 +98,10 @@ async def _upload(client: httpx.AsyncClient, token: str) -> str:
 
 def _document(file: str) -> dict[str, Any]:
     return {
-        "base_model": BASE,
-        "name": uuid.uuid4().hex,
-        "data": {"train": file},
-        "lora": {"rank": 16, "alpha": 32, "target_modules": ["q_proj", "v_proj"]},
-        "batch_size": 8,
-        "max_seq_len": 64,
-        "max_steps": 200,
-    }
+        "base_model": BASE, "name": uuid.uuid4().hex, "data": {"train": file},
+        "lora": {"rank": 16, "alpha": 32, "target_modules": ["q_proj", "v_proj"]}, "batch_size": 8,
+        "max_seq_len": 64, "max_steps": 200,
+    }  # fmt: skip
 
 
 def _bearer(token: str) -> dict[str, str]:

@@ -124,25 +124,19 @@ class Bench:
         args, case = self.args, CASES.get(name, CASES["1x16"])
         step_ms = timing.step_s * 1e3 * count
         row = {
-            "gpu": gpu_name(),
-            "world": args.ep,
-            "commit": args.commit,
-            "model": args.model.stem,
-            "layers": args.layers,
-            "layout": f"EP{args.ep}" if args.ep > 1 else "one process",
+            "gpu": gpu_name(), "world": args.ep, "commit": args.commit, "model": args.model.stem,
+            "layers": args.layers, "layout": f"EP{args.ep}" if args.ep > 1 else "one process",
             "routing": args.routing if mode != "hf_peft" else "uniform",
-            "tokens_per_gpu": round(timing.tokens / timing.steps),
-            "micro_batches_per_step": count,
+            "tokens_per_gpu": round(timing.tokens / timing.steps), "micro_batches_per_step": count,
             "jobs": len(case.ranks),
             "targets": "attention" if case.expert_ranks is None else "all",
-            "expert_rank": case.shown_expert_rank,
-            "sharing": case.sharing,
+            "expert_rank": case.shown_expert_rank, "sharing": case.sharing,
             "mode": mode if mode != "hf_peft" else f"hf_peft ({name})",
             "step_ms": round(step_ms, 3),
             "floor_ms": "" if floor_ms is None else round(floor_ms, 3),
             "tokens": round(timing.tokens / timing.steps * count * args.ep),
             "peak_bytes": timing.peak_bytes,
-        }
+        }  # fmt: skip
         ratio = "" if floor_ms is None else f", {step_ms / floor_ms:.3f} of the floor"
         peak = timing.peak_bytes / 2**30
         say(f"{name:>16} {mode:>9} {step_ms:8.2f} ms{ratio}, peak {peak:.1f} GiB")

@@ -84,19 +84,13 @@ class Predictor:
         cost = CostModel(spec, jobs, Rates(self._hardware, times)).step_cost(plan)
         use = MemoryModel(spec, jobs, self._hardware).use(plan)
         return Row(
-            gpu=measured["gpu"],
-            commit=measured["commit"],
-            model=measured["model"],
-            layers=spec.num_layers,
-            case=name,
-            tokens=tokens,
-            micro_batches=steps,
-            mode=mode,
+            gpu=measured["gpu"], commit=measured["commit"], model=measured["model"],
+            layers=spec.num_layers, case=name, tokens=tokens, micro_batches=steps, mode=mode,
             predicted_ms=round(_seconds(cost, mode, steps) * 1e3, 3),
             measured_ms=float(measured["step_ms"]),
             predicted_bytes=0 if mode == "floor" else round(use.allocated_bytes),
             measured_bytes=int(measured["peak_bytes"]),
-        )
+        )  # fmt: skip
 
     def _spec(self, measured: Mapping[str, str]) -> ModelSpec:
         spec = read_model_spec(REPO / f"configs/models/{measured['model']}.json")

@@ -63,23 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for impl in options.impl:
             case = Case(
-                impl=impl,
-                precision=options.precision,
-                model=options.model,
-                layers=options.layers,
-                tp=options.tp,
-                tokens=options.tokens,
-                rounds=options.rounds,
-                turns=options.turns,
-                commit=options.commit,
-                kernels=options.kernels and options.kernels.resolve(),
-                modes=tuple(options.modes),
-                sequence_parallel=options.sp and options.tp > 1,
-                nano=options.nano,
-                userbuffers=options.tp_comm_overlap or "",
-                jobs=options.jobs,
+                impl=impl, precision=options.precision, model=options.model, layers=options.layers,
+                tp=options.tp, tokens=options.tokens, rounds=options.rounds, turns=options.turns,
+                commit=options.commit, kernels=options.kernels and options.kernels.resolve(),
+                modes=tuple(options.modes), sequence_parallel=options.sp and options.tp > 1,
+                nano=options.nano, userbuffers=options.tp_comm_overlap or "", jobs=options.jobs,
                 bridge=options.bridge and options.bridge.resolve(),
-            )
+            )  # fmt: skip
             found = run(case, place, options.timeout)
             failed += [] if found else [impl]
             rows += found

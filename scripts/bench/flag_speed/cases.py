@@ -248,20 +248,12 @@ Row = Mapping[str, Any]
 def make_row(case: Any, mode: str, common: Mapping[str, Any], measured: Mapping[str, Any]) -> Row:
     """A mode's row, of what a life's rows share, and of its own time, tokens and peak."""
     return {
-        "gpu": common["gpu"],
-        "world": case.tp,
-        "commit": case.commit,
-        "megatron_lm": common["megatron_lm"],
-        "impl": case.impl,
-        "precision": case.precision,
-        "layout": case.layout,
-        "mode": mode,
-        "rows": case.tokens,
-        "tokens": measured["tokens"],
-        "step_ms": measured["step_ms"],
-        "floor_ms": common["floor_ms"],
+        "gpu": common["gpu"], "world": case.tp, "commit": case.commit,
+        "megatron_lm": common["megatron_lm"], "impl": case.impl, "precision": case.precision,
+        "layout": case.layout, "mode": mode, "rows": case.tokens, "tokens": measured["tokens"],
+        "step_ms": measured["step_ms"], "floor_ms": common["floor_ms"],
         "peak_bytes": measured["peak_bytes"],
-    }
+    }  # fmt: skip
 
 
 def show(row: Row, rows: Sequence[Row]) -> str:

@@ -254,14 +254,10 @@ class StockTrainer:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         outs = get_forward_backward_func()(
-            forward_step_func=self._forward,
-            data_iterator=iter(batches),
-            model=[self._model],
-            num_microbatches=len(batches),
-            seq_length=self._seq_length,
-            micro_batch_size=1,
+            forward_step_func=self._forward, data_iterator=iter(batches), model=[self._model],
+            num_microbatches=len(batches), seq_length=self._seq_length, micro_batch_size=1,
             forward_only=False,
-        )
+        )  # fmt: skip
         self._optimizer.step()
         loss, tokens = torch.stack([out["loss"] for out in outs]).sum(0)
         return loss / tokens
@@ -286,25 +282,17 @@ def _model_over(theirs: Any, settings: dict[str, Any]) -> Any:
     """Builds a GPTModel as the trainer's, over the same memory for its weights."""
     config = copy.copy(theirs.config)
     plain = {
-        "timers": None,
-        "no_sync_func": None,
-        "grad_sync_func": None,
-        "param_sync_func": None,
-        "perform_initialization": False,
-        "calculate_per_token_loss": True,
-    }
+        "timers": None, "no_sync_func": None, "grad_sync_func": None, "param_sync_func": None,
+        "perform_initialization": False, "calculate_per_token_loss": True,
+    }  # fmt: skip
     for name, value in (plain | settings).items():
         setattr(config, name, value)
     model: Any = GPTModel(
-        config,
-        theirs.transformer_layer_spec,
-        theirs.vocab_size,
-        theirs.max_sequence_length,
+        config, theirs.transformer_layer_spec, theirs.vocab_size, theirs.max_sequence_length,
         share_embeddings_and_output_weights=theirs.share_embeddings_and_output_weights,
         position_embedding_type=theirs.position_embedding_type,
-        rotary_percent=theirs.rotary_percent,
-        rotary_base=theirs.rotary_base,
-    )
+        rotary_percent=theirs.rotary_percent, rotary_base=theirs.rotary_base,
+    )  # fmt: skip
     weights = dict(theirs.named_parameters())
     for name, parameter in model.named_parameters():
         parameter.data = weights.pop(name).data
@@ -337,14 +325,7 @@ def _copy_first_factors(model: Any, spec: ModelSpec, job: JobSpec) -> None:
 def _optimizer_config(job: JobSpec, config: Any) -> OptimizerConfig:
     ours = job.optimizer
     return OptimizerConfig(
-        optimizer="adam",
-        lr=ours.lr,
-        weight_decay=ours.weight_decay,
-        adam_beta1=ours.betas[0],
-        adam_beta2=ours.betas[1],
-        adam_eps=ours.eps,
-        clip_grad=ours.max_grad_norm,
-        bf16=config.bf16,
-        params_dtype=config.params_dtype,
-        use_distributed_optimizer=False,
-    )
+        optimizer="adam", lr=ours.lr, weight_decay=ours.weight_decay, adam_beta1=ours.betas[0],
+        adam_beta2=ours.betas[1], adam_eps=ours.eps, clip_grad=ours.max_grad_norm,
+        bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=False,
+    )  # fmt: skip

@@ -262,14 +262,10 @@ class Turns:
         def run() -> None:
             timers, config.timers = config.timers, None
             get_forward_backward_func()(
-                forward_step_func=engine.forward_step,
-                data_iterator=iter(batches),
-                model=engine.chunks,
-                num_microbatches=len(batches),
-                seq_length=engine.seq_length,
-                micro_batch_size=1,
-                forward_only=False,
-            )
+                forward_step_func=engine.forward_step, data_iterator=iter(batches),
+                model=engine.chunks, num_microbatches=len(batches), seq_length=engine.seq_length,
+                micro_batch_size=1, forward_only=False,
+            )  # fmt: skip
             engine.take_losses()
             config.timers = timers
 

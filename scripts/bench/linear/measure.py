@@ -174,18 +174,11 @@ class CellMeasurer:
         frozen_fwd, fwd, frozen_bwd, bwd = samples
         frozen_us = frozen_fwd.median_us + frozen_bwd.median_us
         return {
-            **self._versions,
-            "shape": self._workload.shape.name,
-            "tokens": self._workload.tokens,
-            "adapters": adapters,
-            "dropout": dropout,
-            "provider": name,
-            "fwd_us": fwd.median_us,
-            "bwd_us": bwd.median_us,
-            "frozen_fwd_us": frozen_fwd.median_us,
+            **self._versions, "shape": self._workload.shape.name, "tokens": self._workload.tokens,
+            "adapters": adapters, "dropout": dropout, "provider": name, "fwd_us": fwd.median_us,
+            "bwd_us": bwd.median_us, "frozen_fwd_us": frozen_fwd.median_us,
             "frozen_bwd_us": frozen_bwd.median_us,
-            "ratio": (fwd.median_us + bwd.median_us) / frozen_us,
-            "rel_error": error,
+            "ratio": (fwd.median_us + bwd.median_us) / frozen_us, "rel_error": error,
             "spread": max(fwd.spread, bwd.spread),
             "frozen_spread": max(frozen_fwd.spread, frozen_bwd.spread),
-        }
+        }  # fmt: skip

@@ -290,13 +290,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench.live.close()
     tiny = "tiny, " if args.tiny else ""
     figures = Figures(
-        csv=args.csv,
-        commit=args.commit,
-        engine="none",
-        gpu=gpu_name(),
-        world=dist.get_world_size(),
-        about=f"{tiny}{args.jobs} jobs of rank {args.rank}: ",
-    )
+        csv=args.csv, commit=args.commit, engine="none", gpu=gpu_name(),
+        world=dist.get_world_size(), about=f"{tiny}{args.jobs} jobs of rank {args.rank}: ",
+    )  # fmt: skip
     for case, (value, unit) in found.items() if is_main() else ():
         figures.row(case, value, unit, most=MUST.get(case))
     return int(bool(figures.missed))

@@ -241,26 +241,16 @@ def row(
     exposed = whole - bare
     times_ms = {name: round(value, 3) for name, value in mine.items()}
     return {
-        "gpu": gpu_name(),
-        "world": dist.get_world_size(),
-        "commit": commit,
-        "model": case.model,
+        "gpu": gpu_name(), "world": dist.get_world_size(), "commit": commit, "model": case.model,
         "tokens": f"{case.sequences}x{case.length}",
-        "adapters": 0 if variant.frozen else case.adapters,
-        "mechanism": variant.name,
-        "nano_batches": step.parts,
-        "step_ms": times_ms["step_ms"],
-        "no_comm_ms": round(bare, 3),
+        "adapters": 0 if variant.frozen else case.adapters, "mechanism": variant.name,
+        "nano_batches": step.parts, "step_ms": times_ms["step_ms"], "no_comm_ms": round(bare, 3),
         "no_split_ms": round(whole, 3),
         "hidden_share": round((whole - mine["step_ms"]) / exposed, 3) if exposed else "",
-        "cpu_ms": times_ms["cpu_ms"],
-        "p20_ms": times_ms["p20_ms"],
-        "p80_ms": times_ms["p80_ms"],
-        "layers": bench.spec.num_layers,
-        "sequence_parallel": bench.layout.sequence_parallel,
-        "graph": False,
-        "settled_steps": "",
+        "cpu_ms": times_ms["cpu_ms"], "p20_ms": times_ms["p20_ms"], "p80_ms": times_ms["p80_ms"],
+        "layers": bench.spec.num_layers, "sequence_parallel": bench.layout.sequence_parallel,
+        "graph": False, "settled_steps": "",
         "links": "no P2P" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "P2P",
         "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
         "torch": torch.__version__,
-    }
+    }  # fmt: skip

@@ -93,13 +93,9 @@ class Bench:
         first = typical_window(rounds[: _SKIPPED + size], size, _WARM_ROUNDS)
         measured_s, tokens, peak = self._measure(case, first, size)
         measured = Measured(
-            gpu=gpu_name(),
-            versions=versions("megatron-core"),
-            seconds=measured_s,
-            tokens=tokens,
-            peak_bytes=peak,
-            nodes=self.nodes,
-        )
+            gpu=gpu_name(), versions=versions("megatron-core"), seconds=measured_s, tokens=tokens,
+            peak_bytes=peak, nodes=self.nodes,
+        )  # fmt: skip
         row = Row.of(case, (cost, memory), measured, commit=self.args.commit)
         self.rows.append(row)
         terms = {

@@ -145,16 +145,11 @@ def parse_case(text: str, world_size: int) -> Case:
     if world_size % (tp * pp * cp):
         raise ValueError(f"tp * pp * cp must divide the world of {world_size}, got {text!r}")
     plan = Plan(
-        tp_size=tp,
-        pp_size=pp,
-        vpp_size=int(match["vpp"] or 1),
-        cp_size=cp,
-        dp_size=world_size // (tp * pp * cp),
-        sequence_parallel=tp > 1,
-        micro_batch_tokens=int(match["tokens"]),
-        recompute=cast(Recompute, match["recompute"]),
+        tp_size=tp, pp_size=pp, vpp_size=int(match["vpp"] or 1), cp_size=cp,
+        dp_size=world_size // (tp * pp * cp), sequence_parallel=tp > 1,
+        micro_batch_tokens=int(match["tokens"]), recompute=cast(Recompute, match["recompute"]),
         num_micro_batches=int(match["batches"]) if match["batches"] else None,
-    )
+    )  # fmt: skip
     spec = model_spec(match["model"].removesuffix("-fp8"))
     spec = replace(spec, num_layers=int(match["layers"]))
     reason = misfit(spec, plan)
@@ -166,13 +161,9 @@ def parse_case(text: str, world_size: int) -> Case:
     longest = min(LENGTHS[-1], plan.micro_batch_tokens // cp // 4)
     jobs = make_jobs(int(match["jobs"]), world_size, longest)
     return Case(
-        name=text.strip(),
-        model=match["model"],
-        spec=spec,
-        quantisation=quantisation,
-        plan=plan,
+        name=text.strip(), model=match["model"], spec=spec, quantisation=quantisation, plan=plan,
         jobs=jobs,
-    )
+    )  # fmt: skip
 
 
 def model_spec(name: str) -> ModelSpec:

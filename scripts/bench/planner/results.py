@@ -68,29 +68,16 @@ class Row:
     ) -> Row:
         plan, (cost, memory) = case.plan, prediction
         return cls(
-            gpu=measured.gpu,
-            versions=measured.versions,
-            commit=commit,
-            gpus=plan.num_gpus,
+            gpu=measured.gpu, versions=measured.versions, commit=commit, gpus=plan.num_gpus,
             model=case.model if case.model.startswith("tiny") else f"llama-3.1-{case.model}",
-            layers=case.spec.num_layers,
-            tp=plan.tp_size,
-            pp=plan.pp_size,
-            vpp=plan.vpp_size,
-            cp=plan.cp_size,
-            dp=plan.dp_size,
-            nodes=measured.nodes,
-            batches=plan.num_micro_batches or 0,
-            recompute=plan.recompute,
-            jobs=len(case.jobs),
-            tokens=plan.micro_batch_tokens,
-            predicted_s=round(cost.step_time_s, 5),
-            measured_s=round(measured.seconds, 5),
-            predicted_bytes=round(memory.allocated_bytes),
-            measured_bytes=measured.peak_bytes,
-            predicted_round_tokens=round(cost.load.tokens),
+            layers=case.spec.num_layers, tp=plan.tp_size, pp=plan.pp_size, vpp=plan.vpp_size,
+            cp=plan.cp_size, dp=plan.dp_size, nodes=measured.nodes,
+            batches=plan.num_micro_batches or 0, recompute=plan.recompute, jobs=len(case.jobs),
+            tokens=plan.micro_batch_tokens, predicted_s=round(cost.step_time_s, 5),
+            measured_s=round(measured.seconds, 5), predicted_bytes=round(memory.allocated_bytes),
+            measured_bytes=measured.peak_bytes, predicted_round_tokens=round(cost.load.tokens),
             measured_round_tokens=round(measured.tokens),
-        )
+        )  # fmt: skip
 
     @property
     def case(self) -> str:

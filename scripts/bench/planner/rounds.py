@@ -35,13 +35,9 @@ def packed_rounds(case: Case, count: int) -> list[PackedRound]:
     for index in range(count):
         queues = [queue or stream.next() for queue, stream in zip(queues, streams, strict=True)]
         filled, queues = fill_bins(
-            queues,
-            capacity=plan.micro_batch_tokens,
-            dp_size=plan.dp_size,
-            pp_size=plan.pp_size,
-            first_slot=index,
-            num_micro_batches=plan.num_micro_batches,
-        )
+            queues, capacity=plan.micro_batch_tokens, dp_size=plan.dp_size, pp_size=plan.pp_size,
+            first_slot=index, num_micro_batches=plan.num_micro_batches,
+        )  # fmt: skip
         loads = [sum(placed.item.length for placed in content) for content in filled.micro_batches]
         is_full = plan.num_micro_batches is not None
         rows = plan.micro_batch_tokens if is_full else round_up(max(loads), ROW_TILE * plan.cp_size)

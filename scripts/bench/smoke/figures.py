@@ -73,15 +73,10 @@ class Figure:
         limit = baseline * ratio * SHORT
         short = value > max(limit, baseline * ratio + self.slack_s)
         return Measured(
-            name=self.name,
-            value=value,
-            unit=self.unit,
-            baseline=baseline,
-            ratio=round(value / baseline, 3),
-            expected_ratio=round(ratio, 3) if compares else None,
-            source=self.source,
-            short=compares and short,
-        )
+            name=self.name, value=value, unit=self.unit, baseline=baseline,
+            ratio=round(value / baseline, 3), expected_ratio=round(ratio, 3) if compares else None,
+            source=self.source, short=compares and short,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,14 +188,10 @@ def _first_steps(gang_base: str, train_case: str) -> tuple[Figure, ...]:
     """
     case = "submit to first step, warm idle gang"
     submit = Figure(
-        name="warm submit to first step",
-        part="submit",
-        unit="s",
-        measured=Rows(column="value", row={"case": f"{gang_base}: {case}"}),
-        source="live.csv",
-        stated=Rows(column="value", row={"commit": "525c001", "case": f"8B: {case}"}),
-        slack_s=0.5,
-    )
+        name="warm submit to first step", part="submit", unit="s",
+        measured=Rows(column="value", row={"case": f"{gang_base}: {case}"}), source="live.csv",
+        stated=Rows(column="value", row={"commit": "525c001", "case": f"8B: {case}"}), slack_s=0.5,
+    )  # fmt: skip
     train = Figure(
         name="tlora train to its first step, six layers",
         part="train",

@@ -113,13 +113,9 @@ class Bench:
         sides = [Side(name, self.spec, self.layout, **sizes) for name in args.precisions]
         for mix in self._mixes():
             measure_in_turns(
-                sides,
-                mix,
-                warmup=args.warmup,
-                rounds=max(1, args.rounds // args.turns),
-                turns=args.turns,
-                adapters="adapters" in args.modes,
-            )
+                sides, mix, warmup=args.warmup, rounds=max(1, args.rounds // args.turns),
+                turns=args.turns, adapters="adapters" in args.modes,
+            )  # fmt: skip
             for side in sides:
                 floor_s = side.timing("floor").step_s
                 for mode in TOGETHER:
@@ -203,23 +199,16 @@ class Bench:
         row = {
             "gpu": gpu_name(),
             "versions": versions("megatron-core", *(["peft"] if mode == "hf_peft" else [])),
-            "commit": args.commit,
-            "model": args.model.stem,
-            "tp": args.tp,
-            "sequence_parallel": args.sequence_parallel,
-            "recompute": args.recompute,
-            "dropout": args.dropout,
-            "jobs": jobs,
-            "mode": mode,
-            "step_ms": round(timing.step_s * 1e3, 2),
-            **percentiles,
+            "commit": args.commit, "model": args.model.stem, "tp": args.tp,
+            "sequence_parallel": args.sequence_parallel, "recompute": args.recompute,
+            "dropout": args.dropout, "jobs": jobs, "mode": mode,
+            "step_ms": round(timing.step_s * 1e3, 2), **percentiles,
             "tokens": round(timing.tokens / timing.steps),
             "tokens_per_s": round(timing.tokens / timing.seconds, 1),
             "ratio_to_floor": "" if ratio is None else round(ratio, 3),
-            "peak_bytes": timing.peak_bytes,
-            "mfu": round(rate / self.peak_flops, 4),
+            "peak_bytes": timing.peak_bytes, "mfu": round(rate / self.peak_flops, 4),
             "tflops_per_gpu": round(rate / 1e12, 1),
-        }
+        }  # fmt: skip
         self._write(row, f"mfu {row['mfu']:.3f}", ratio)
 
     def _add_side(
@@ -230,18 +219,13 @@ class Bench:
             shared = " SP" if layout.sequence_parallel else ""
             gpu = f"{layout.tp_size} x {gpu}, TP{layout.tp_size}{shared}"
         row = {
-            "gpu": gpu,
-            "commit": self.args.commit,
-            "model": self.args.model.stem,
-            "jobs": jobs,
-            "mode": mode,
-            "precision": precision,
-            "step_ms": round(timing.step_s * 1e3, 2),
+            "gpu": gpu, "commit": self.args.commit, "model": self.args.model.stem, "jobs": jobs,
+            "mode": mode, "precision": precision, "step_ms": round(timing.step_s * 1e3, 2),
             "floor_ms": round(floor_s * 1e3, 2) if floor_s else "",
             "tokens": round(timing.tokens / timing.steps),
             "tokens_per_s": round(timing.tokens / timing.seconds, 1),
             "peak_bytes": timing.peak_bytes,
-        }
+        }  # fmt: skip
         self._write(row, precision, timing.step_s / floor_s if floor_s else None)
 
     def _write(self, row: dict[str, Any], what: str, over_floor: float | None) -> None:
