@@ -32,7 +32,6 @@ from scripts.bench.determinism.cases import (
     Mix,
     Size,
     cases_of,
-    dtype_here,
     read_mix,
     timed_jobs,
 )
@@ -87,7 +86,8 @@ def mixes(args: argparse.Namespace) -> list[Mix]:
 
 def start(size: Size, case: Case, exactness: Exactness, default: bool) -> Training:
     """Builds a layout's base model; by default, without exactness, jobs' bits must differ."""
-    run = SyntheticRun(size.spec(), case.layout, dtype=dtype_here(), recompute=case.recompute)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    run = SyntheticRun(size.spec(), case.layout, dtype=dtype, recompute=case.recompute)
     shape = RoundShape(exactness=None if default else exactness)
     return Training(run, shape, size.micro_batch_tokens, case.nano_batches)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from scripts.bench.harness.arguments import REPO
 from scripts.bench.step.jobs import endless_job, sequence
@@ -105,8 +104,7 @@ def _read_plan(fields: dict[str, Any]) -> Plan:
 def draw_mix(draw: random.Random, *, longest: int, portion_tokens: int, most_steps: int) -> Mix:
     """Draws a mix whose jobs have sequences of up to `longest` rows; one neighbour goes wrong.
 
-    Args:
-        portion_tokens: of the watched job; neighbours have as many, fewer, or no portions.
+    Neighbours have as many portion tokens as the watched job, fewer, or no portions.
     """
     own = replace(_plan(draw, "own", longest), portion_tokens=portion_tokens)
     before = [_plan(draw, f"before {i}", longest) for i in range(draw.randint(2, 4))]
@@ -233,19 +231,9 @@ def timed_jobs(documents: str, tokens: int, dropout: float) -> tuple[Plan, ...]:
     scale = tokens / 8192
     return tuple(
         Plan(
-            name=f"job{index}",
-            rank=16,
-            dropout=dropout,
-            targets=TARGETS[0],
+            name=f"job{index}", rank=16, dropout=dropout, targets=TARGETS[0],
             lengths=tuple(max(2, round(scale * length)) for length in lengths),
-            batch_size=len(lengths),
-            seed=index,
-            lr=1e-4,
-            portion_tokens=tokens,
+            batch_size=len(lengths), seed=index, lr=1e-4, portion_tokens=tokens,
         )
         for index, lengths in enumerate(DOCUMENTS[documents])
-    )
-
-
-def dtype_here() -> torch.dtype:
-    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    )  # fmt: skip

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,9 +51,6 @@ def load_bridge(source: Path) -> str:
 
     `megatron.bridge` itself would import its models, and with them half of its requirements: it
     becomes an empty package. Of its utilities, the adapters need a print.
-
-    Args:
-        source: folder with `megatron/bridge/peft`, `utils` and `package_info.py`.
     """
     os.environ["NO_VCS_VERSION"] = "1"  # or it asks the git of another repository
     package = _module("megatron.bridge")
@@ -80,11 +77,7 @@ def _module(name: str) -> ModuleType:
 
 
 def cut_by_job(batch: PackedBatch, *, multiple: int) -> list[PackedBatch]:
-    """Returns each job's rows as a micro-batch of one adapter, in packed order.
-
-    Args:
-        multiple: divides the rows of each.
-    """
+    """Returns each job's rows as a micro-batch of one adapter, in multiples of so many rows."""
     parts, begin = [], 0
     for slot, group in itertools.groupby(batch.view.documents, lambda document: document.slot):
         if slot == batch.view.num_slots:
@@ -100,15 +93,9 @@ def cut_by_job(batch: PackedBatch, *, multiple: int) -> list[PackedBatch]:
             F.pad(values[rows], (0, size - length))
             for values in (batch.tokens[0], batch.labels[0], batch.weights)
         )
-        parts.append(
-            PackedBatch(
-                view=view,
-                tokens=tokens_T.unsqueeze(0),
-                labels=labels_T.unsqueeze(0),
-                weights=weights_T,
-                target_rows=torch.nonzero(weights_T).flatten(),
-            )
-        )
+        values = {"tokens": tokens_T.unsqueeze(0), "labels": labels_T.unsqueeze(0)}
+        targets = torch.nonzero(weights_T).flatten()
+        parts.append(PackedBatch(view=view, weights=weights_T, target_rows=targets, **values))
     return parts
 
 
@@ -132,13 +119,6 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 """Changes of the model's configuration; the first has those of Bridge's recipe."""
 
 
-class _Step(NamedTuple):
-    """A step of the flag's one job."""
-
-    batches: list[PackedBatch]
-    loss: torch.Tensor
-
-
 class StockModes:
     """The stock modes of a life, which are checked once and then take their turns.
 
@@ -152,7 +132,8 @@ class StockModes:
     ) -> None:
         self._modes = [mode for mode in case.modes if mode in STOCK]
         self._trainers: dict[str, StockTrainer] = {}
-        self._first: list[_Step] = []
+        self._first: list[tuple[list[PackedBatch], torch.Tensor]] = []
+        """First steps of the flag's one job, and their losses."""
         if not self._modes:
             return
         assert case.bridge is not None, "the command line asks for it"
@@ -166,7 +147,7 @@ class StockModes:
             losses = take()
             if len(self._first) < _CHECKED:
                 whole = torch.stack([losses_T.sum() for losses_T in losses]).sum()
-                self._first.append(_Step(list(batches()), whole))
+                self._first.append((list(batches()), whole))
             return losses
 
         engine.take_losses = watched
@@ -179,8 +160,8 @@ class StockModes:
                 continue
             step = self._trainers[mode].step
             if mode == "stock_in_turn":
-                parts = [cut_by_job(batch, multiple=_ROWS) for batch in batches]
-                yield mode, partial(_run_each, step, parts)
+                parts = [[part] for batch in batches for part in cut_by_job(batch, multiple=_ROWS)]
+                yield mode, lambda step=step, parts=parts: [step(part) for part in parts]
             else:
                 yield mode, partial(step, batches)
 
@@ -192,13 +173,13 @@ class StockModes:
         """Makes a mode's trainer, and holds its first losses against the flag's."""
         try:
             trainer = self._make(_SETTINGS[mode])
-            found = [trainer.step(step.batches) for step in self._first]
+            found = [trainer.step(its) for its, _ in self._first]
         except Exception as error:  # the other modes' rows are worth having
             say(f"stock: {mode} does not run: {type(error).__name__}: {error}")
             return False
         self._trainers[mode] = trainer
         pairs = zip(found, self._first, strict=True)
-        errors = [abs(a.item() - b.loss.item()) / abs(b.loss.item()) for a, b in pairs]
+        errors = [abs(a.item() - b.item()) / abs(b.item()) for a, (_, b) in pairs]
         if not self._takes_steps:
             return True
         limit = _TOLERANCES[trainer.dtype]
@@ -209,14 +190,6 @@ class StockModes:
             f"{'' if is_right else f', must be within {limit:.0e}'}"
         )
         return is_right
-
-
-def _run_each(
-    step: Callable[[list[PackedBatch]], object], micro_batches: Sequence[Sequence[PackedBatch]]
-) -> None:
-    for parts in micro_batches:
-        for part in parts:
-            step([part])
 
 
 class StockTrainer:
@@ -232,7 +205,9 @@ class StockTrainer:
         config = model.config
         # Read where a linear is wrapped; built with it, the MLP would be another module.
         config.use_transformer_engine_op_fuser = fuses
-        _adapt(model)
+        lora = importlib.import_module("megatron.bridge.peft.lora")
+        targets = list(ONE_LORA["target_modules"])
+        lora.LoRA(target_modules=targets, dim=ONE_LORA["rank"], alpha=ONE_LORA["alpha"])(model)
         config.use_transformer_engine_op_fuser = False
         _copy_first_factors(model, session._run.spec, job)
         self.dtype = config.params_dtype
@@ -300,12 +275,6 @@ def _model_over(theirs: Any, settings: dict[str, Any]) -> Any:
     install_packed_attention([model])
     model.rotary_pos_emb.inv_freq = theirs.rotary_pos_emb.inv_freq
     return model
-
-
-def _adapt(model: Any) -> None:
-    lora = importlib.import_module("megatron.bridge.peft.lora")
-    targets = list(ONE_LORA["target_modules"])
-    lora.LoRA(target_modules=targets, dim=ONE_LORA["rank"], alpha=ONE_LORA["alpha"])(model)
 
 
 def _copy_first_factors(model: Any, spec: ModelSpec, job: JobSpec) -> None:

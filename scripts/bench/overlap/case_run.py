@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from scripts.bench.harness.clock import out_of_time, say, wait_for_all
+from scripts.bench.harness.clock import out_of_time, release, say, wait_for_all
 from scripts.bench.harness.rows import gpu_name
 from scripts.bench.overlap.cases import FROZEN, NONE, Bench, Step, Variant
 from tlora_megatron.parallel.tensor_collectives import (
@@ -39,10 +39,7 @@ class GradientCheck:
     def error(self, step: Step) -> float:
         """Relative distance of the input's gradient from fp32's, for a step that has run.
 
-        The first step asked about, frozen or not, is the unsplit one.
-
-        Raises:
-            ArithmeticError: if it is half as far again as the unsplit step's.
+        It is refused if it is half as far again as the unsplit step's, which must come first.
         """
         frozen = step.variant.frozen
         expected = self._exact(frozen)
@@ -64,8 +61,7 @@ class GradientCheck:
                 with step.installed():
                     step()
                 self._exact_gradients[variant.frozen] = step.gradient().cpu()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            release()
         return self._exact_gradients[frozen].to(self._bench.device)
 
 

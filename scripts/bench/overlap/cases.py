@@ -46,10 +46,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """`70b:8x1024:4`: model, sequences x tokens, adapters.
-
-        More adapters than sequences share the same tokens in as many shorter sequences.
-        """
+        """`70b:8x1024:4`: model, sequences x tokens, adapters, each of one sequence at least."""
         model, shape, adapters = text.split(":")
         sequences, length = map(int, shape.split("x"))
         if model not in MODELS:
