@@ -75,7 +75,6 @@ class Bench:
         return time.perf_counter() - begin_s
 
     def start(self, **more: Any) -> float:
-        """Starts the gang's next epoch; returns the seconds until it has."""
         epoch = self.driver.start(**more).epoch
         return self.timed(
             lambda: any(e.kind == "started" and e.epoch == epoch for e in self.events)
@@ -102,7 +101,6 @@ class Bench:
 
 
 def layout(tp_size: int) -> dict[str, Any]:
-    """The section `parallel`."""
     return {"tp_size": tp_size, "sequence_parallel": tp_size > 1}
 
 
@@ -122,7 +120,6 @@ def measure_start(bench: Bench) -> None:
 
 
 def measure_life(bench: Bench) -> None:
-    """Start, first steps, joins, and a kill."""
     measure_start(bench)
     for _ in range(bench.args.jobs - 1):
         bench.submit()

@@ -84,7 +84,6 @@ class Jobs:
         return self.study.speeds.load_of(job.kind)
 
     def num_steps(self, job: Job) -> int:
-        """Steps of its batch that its tokens are."""
         return max(1, round(job.tokens / self.load(job).batch_tokens))
 
     def submission(self, job: Job) -> NewJob:
@@ -103,7 +102,6 @@ class Jobs:
     # The controller's validator
 
     def submit(self, job_id: str, submission: Submission) -> None:
-        """Accepts a job at once."""
         job = self.jobs[int(submission.document["index"])]
         self._done.append(
             Accepted(
@@ -127,8 +125,6 @@ class Jobs:
 
 
 class Replay:
-    """A service on a clock of its own."""
-
     def __init__(self, jobs: Jobs, root: Path, settings: Settings, times: FakeTimes) -> None:
         study = jobs.study
         self.now_s = EPOCH_S

@@ -23,8 +23,8 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.rows import Figures
@@ -32,14 +32,6 @@ from tlora_megatron.service.messages import GangSpec
 from tlora_megatron.service.store import JobState, NewJob, Store, open_store
 
 GANGS = 50
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    submits: int
-    writers: int
-    queued: int
-    running: int
 
 
 def new_job() -> NewJob:
@@ -58,7 +50,6 @@ def new_job() -> NewJob:
 
 
 def timed(calls: int, call: Callable[[], object]) -> list[float]:
-    """Seconds of each call, in order of length."""
     times = []
     for _ in range(calls):
         begin = time.perf_counter()
@@ -67,27 +58,26 @@ def timed(calls: int, call: Callable[[], object]) -> list[float]:
     return sorted(times)
 
 
-def submits(figures: Figures, store: Store, sizes: Sizes) -> None:
-    """One submit after another, then many in each call."""
-    times = timed(sizes.submits, lambda: store.jobs.submit([new_job()]))
+def submits(figures: Figures, store: Store, args: Any) -> None:
+    times = timed(args.submits, lambda: store.jobs.submit([new_job()]))
     figures.row("submits", len(times) / sum(times), "1/s")
     figures.spread("submit", times)
-    calls = max(1, sizes.submits // 100)
+    calls = max(1, args.submits // 100)
     times = timed(calls, lambda: store.jobs.submit([new_job() for _ in range(100)]))
     figures.row("submits by 100", 100 * calls / sum(times), "1/s")
 
 
-def submits_at_once(figures: Figures, place: str, sizes: Sizes) -> None:
+def submits_at_once(figures: Figures, place: str, args: Any) -> None:
     """Several processes submit to one store."""
-    each = sizes.submits // sizes.writers
+    each = args.submits // args.writers
     context = multiprocessing.get_context("spawn")
-    with context.Pool(sizes.writers) as pool:
-        pool.map(_write, [(place, 1)] * sizes.writers, chunksize=1)  # they start and import
+    with context.Pool(args.writers) as pool:
+        pool.map(_write, [(place, 1)] * args.writers, chunksize=1)  # they start and import
         begin = time.perf_counter()
-        lists = pool.map(_write, [(place, each)] * sizes.writers, chunksize=1)
+        lists = pool.map(_write, [(place, each)] * args.writers, chunksize=1)
         took_s = time.perf_counter() - begin
-    figures.row(f"submits of {sizes.writers} at once", each * sizes.writers / took_s, "1/s")
-    figures.spread(f"submit of {sizes.writers} at once", sorted(itertools.chain(*lists)))
+    figures.row(f"submits of {args.writers} at once", each * args.writers / took_s, "1/s")
+    figures.spread(f"submit of {args.writers} at once", sorted(itertools.chain(*lists)))
 
 
 def _write(task: tuple[str, int]) -> list[float]:
@@ -96,22 +86,22 @@ def _write(task: tuple[str, int]) -> list[float]:
         return timed(count, lambda: store.jobs.submit([new_job()]))
 
 
-def fill(figures: Figures, store: Store, sizes: Sizes) -> None:
+def fill(figures: Figures, store: Store, args: Any) -> None:
     """Makes the jobs that wait and run; notes what a change of one costs."""
     for number in range(GANGS):
         spec = {"base_model": {}, "parallel": {}, "run": {}, "gpus": ((0, number),), "root": "/"}
         store.gangs.add(GangSpec(gang=f"g{number}", epoch=1, **spec))
-    jobs = store.jobs.submit([new_job() for _ in range(sizes.queued + sizes.running)])
+    jobs = store.jobs.submit([new_job() for _ in range(args.queued + args.running)])
     with store.transaction():
         for job in jobs:
             store.jobs.change(job.id, JobState.QUEUED, stats={"lengths": list(range(64))})
-    for number, job in enumerate(jobs[: sizes.running]):
+    for number, job in enumerate(jobs[: args.running]):
         with store.transaction():
             store.leases.grant(job.id, f"g{number % GANGS}", 1)
             store.jobs.change(job.id, JobState.STARTING)
             store.commands.write(f"g{number % GANGS}", 1, "join", job=job.id)
-    left = iter(jobs[: sizes.running])
-    times = timed(sizes.running, lambda: store.jobs.change(next(left).id, JobState.RUNNING))
+    left = iter(jobs[: args.running])
+    times = timed(args.running, lambda: store.jobs.change(next(left).id, JobState.RUNNING))
     figures.row("changes of state", len(times) / sum(times), "1/s")
     figures.spread("change of state", times)
 
@@ -134,7 +124,6 @@ def reads(figures: Figures, store: Store, place: str) -> None:
 
 
 def start(figures: Figures, place: str) -> None:
-    """A new process opens and loads the store."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         took_s, jobs, memory = pool.apply(_load, [place])
     figures.row(f"start with {jobs:,} jobs", took_s, "s")
@@ -149,16 +138,16 @@ def _load(place: str) -> tuple[float, int, int]:
     return took_s, len(found.jobs), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def measure(figures: Figures, place: str, sizes: Sizes) -> None:
+def measure(figures: Figures, place: str, args: Any) -> None:
     """Everything, in the order of the module's description."""
     with figures.load(""), open_store(place) as store:
-        submits(figures, store, sizes)
-        submits_at_once(figures, place, sizes)
+        submits(figures, store, args)
+        submits_at_once(figures, place, args)
         for page in iter(lambda: store.jobs.page(states={JobState.VALIDATING}, limit=5000), []):
             with store.transaction():
                 for job in page:
                     store.jobs.change(job.id, JobState.CANCELLED)
-        fill(figures, store, sizes)
+        fill(figures, store, args)
         start(figures, place)
         reads(figures, store, place)
 
@@ -171,11 +160,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--queued", type=int, default=10_000)
     parser.add_argument("--running", type=int, default=1000)
     args = parser.parse_args(argv)
-    sizes = Sizes(**{name: getattr(args, name) for name in Sizes.__dataclass_fields__})
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         place = args.place or f"{folder}/store.sqlite"
         engine = "store, PostgreSQL" if "://" in place else "store, SQLite"
-        measure(Figures(csv=args.csv, commit=args.commit, engine=engine), place, sizes)
+        measure(Figures(csv=args.csv, commit=args.commit, engine=engine), place, args)
     return 0
 
 

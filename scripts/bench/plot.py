@@ -110,7 +110,6 @@ def _top(panels: Sequence[Curves]) -> float:
 
 
 def _legend(panels: Sequence[Axes]) -> tuple[list[Any], list[str]]:
-    """One entry a provider over all panels."""
     found: dict[str, Any] = {}
     for panel in panels:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):

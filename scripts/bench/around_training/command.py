@@ -145,7 +145,6 @@ def beside_saves(gaps_s: Sequence[float], every: int) -> tuple[float, float] | N
 
 
 def _rounds(process: subprocess.Popen[bytes], metrics: Path, begin_s: float) -> Sequence[float]:
-    """Waits for the end; returns when each of the first job's steps was logged."""
     seen: list[float] = []
     while True:
         has_ended = process.poll() is not None  # before the look, which then sees the last step

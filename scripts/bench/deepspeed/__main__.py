@@ -247,7 +247,6 @@ def _super_model(
 def _timed(
     super_model: SuperModel, step: Callable[[], object], *, warmup: int, repeats: int
 ) -> Timing:
-    """Time of so many steps, and the tokens that they trained."""
     for _ in range(warmup):
         step()
     before = _tokens_done(super_model)

@@ -125,7 +125,6 @@ def companies(training: Training, mix: Mix, steps: int) -> list[tuple[str, Bits]
 
 
 def first_difference(expected: Bits, found: Bits) -> str:
-    """Names the step at which a loss or norm first differs."""
     pairs = zip(expected.losses, found.losses, strict=True)
     for step, (one, other) in enumerate(pairs):
         if one != other:

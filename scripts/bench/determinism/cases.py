@@ -85,7 +85,6 @@ class Mix(NamedTuple):
         return (*others[:place], self.own, *others[place:])
 
     def write(self, path: Path) -> None:
-        """Writes it for processes that cannot draw it themselves."""
         jobs = {"before": [*map(asdict, self.before)], "after": [*map(asdict, self.after)]}
         path.write_text(json.dumps({"own": asdict(self.own), **jobs, "resume_at": self.resume_at}))
 
@@ -149,7 +148,6 @@ class Size:
         return replace(read_model_spec(model), num_layers=self.layers, **self.changes)
 
     def mix(self, draw: random.Random, steps: int) -> Mix:
-        """Draws a mix for this size, whose watched job takes so many steps."""
         return draw_mix(
             draw, longest=self.longest, portion_tokens=self.portion_tokens, most_steps=steps
         )

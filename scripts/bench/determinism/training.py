@@ -38,7 +38,6 @@ class Bits(NamedTuple):
     """sha256 of weights and moments."""
 
     def sha256(self) -> str:
-        """One hash over losses and adapter."""
         numbers = [x for pair in self.losses for x in pair]
         digest = hashlib.sha256(struct.pack(f"={len(numbers)}d", *numbers))
         digest.update(self.adapter.encode())

@@ -148,7 +148,6 @@ def measure_streams(notes: Figures, folder: Path, *, listeners: int) -> None:
 
 
 async def _listen(served: Served, tokens: list[str], count: int) -> list[list[float]]:
-    """Seconds from each event to each listener."""
     marks: set[str] = set()
     all_of = [Listener() for _ in range(count)]
     tasks = []

@@ -24,8 +24,6 @@ QUICKSTART = Path(__file__).resolve().parents[3] / "configs/quickstart/base"
 
 
 class Served(NamedTuple):
-    """A service that answers."""
-
     home: Home
     store: Store
     address: str

@@ -91,8 +91,6 @@ def _start(command: Sequence[str], environment: dict[str, str], part: str) -> An
 
 
 class Tenant:
-    """One client with its adapter."""
-
     def __init__(self, plan: Plan, place: int) -> None:
         self._plan = plan
         self._number = plan.first + place

@@ -16,8 +16,6 @@ EXPERTS = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Jobs of one measurement."""
-
     ranks: tuple[int, ...]
     expert_ranks: tuple[int, ...] | None
     """Ranks on the experts; None = no adapter is on them."""
@@ -29,7 +27,6 @@ class Case:
 
     @property
     def shown_expert_rank(self) -> str:
-        """The ranks on the experts as a column shows them."""
         found = self.expert_ranks or ()
         return " ".join(map(str, found if len(set(found)) > 1 else found[:1]))
 

@@ -119,7 +119,6 @@ class Predictor:
 
 
 def _seconds(cost: StepCost, mode: str, steps: int) -> float:
-    """Seconds of what a mode times."""
     if mode == "step":
         return steps * cost.step_time_s
     floor_s = cost.gemm_s + cost.attention_s + cost.elementwise_s + cost.head_s + cost.host_s

@@ -27,6 +27,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -47,6 +48,7 @@ from scripts.bench.harness.arguments import add_checkout, bench_parser, check_ch
 from scripts.bench.harness.processes import live
 from scripts.bench.harness.rows import append_rows
 
+_FIELDS = {field.name for field in fields(Case)}
 _BESIDE = ("flag_modules", "own", "floor")
 
 
@@ -62,14 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             on_cpu=not torch.cuda.is_available(),
         )
         for impl in options.impl:
-            case = Case(
-                impl=impl, precision=options.precision, model=options.model, layers=options.layers,
-                tp=options.tp, tokens=options.tokens, rounds=options.rounds, turns=options.turns,
-                commit=options.commit, kernels=options.kernels and options.kernels.resolve(),
-                modes=tuple(options.modes), sequence_parallel=options.sp and options.tp > 1,
-                nano=options.nano, userbuffers=options.tp_comm_overlap or "", jobs=options.jobs,
-                bridge=options.bridge and options.bridge.resolve(),
-            )  # fmt: skip
+            asked = {name: value for name, value in vars(options).items() if name in _FIELDS}
+            case = Case(**asked | {"impl": impl})
             found = run(case, place, options.timeout)
             failed += [] if found else [impl]
             rows += found
@@ -149,6 +145,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         options.precision = "fp32"
     if options.kernels:
         options.kernels.unlink(missing_ok=True)
+    options.modes = tuple(options.modes)
+    options.sequence_parallel = options.sp and options.tp > 1
+    options.userbuffers = options.tp_comm_overlap or ""
+    options.kernels = options.kernels and options.kernels.resolve()
+    options.bridge = options.bridge and options.bridge.resolve()
     return options
 
 

@@ -77,7 +77,6 @@ class OwnTrainer:
         )
 
     def round(self) -> None:
-        """One round: packing, forward, backward, steps of jobs."""
         model = self._model
         self.ran = model.begin_round()
         model.end_round(model.engine.forward_backward(self.ran))
@@ -99,8 +98,6 @@ class _Other(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Iterations of one mode, one after another."""
-
     seconds: list[float]
     tokens: int
     peak_bytes: int

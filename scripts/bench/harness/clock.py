@@ -140,7 +140,6 @@ def is_main() -> bool:
 
 
 def say(text: str) -> None:
-    """Prints on the first process, at once."""
     if is_main():
         print(text, flush=True)
 
@@ -148,17 +147,16 @@ def say(text: str) -> None:
 def out_of_time(begin: float, budget_s: float) -> bool:
     """True once so many seconds have passed since `begin`, by the first process's clock."""
     answer = [time.monotonic() - begin > budget_s]
-    dist.broadcast_object_list(answer, src=0)
+    if dist.is_initialized():
+        dist.broadcast_object_list(answer, src=0)
     return answer[0]
 
 
 def largest(values: list[float]) -> list[float]:
-    """The largest of each value over the processes."""
     return _reduced(values, dist.ReduceOp.MAX)
 
 
 def summed(values: list[float]) -> list[float]:
-    """The sum of each value over the processes."""
     return _reduced(values, dist.ReduceOp.SUM)
 
 

@@ -25,8 +25,6 @@ _WARM_ROUNDS = 2
 
 
 class Sample(NamedTuple):
-    """Time of one call over the rounds."""
-
     median_us: float
     spread: float
     """Interquartile range over the median."""

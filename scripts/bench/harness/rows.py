@@ -110,7 +110,6 @@ class Figures:
             append_rows(self.csv, [named | {"value": shown, "unit": unit}])
 
     def spread(self, case: str, seconds: Sequence[float], *, p99_ms: float | None = None) -> None:
-        """Notes median, 99th percentile and longest of some times."""
         times = sorted(1e3 * second for second in seconds)
         late = times[min(len(times) - 1, int(0.99 * len(times)))]
         self.row(f"{case}, p50", times[len(times) // 2], "ms")

@@ -30,8 +30,6 @@ from tlora_megatron.ops.lora.linear_ops import OutputColumns
 
 
 class PlainFactors(NamedTuple):
-    """The adapters' factors of one buffer set."""
-
     lora_a: tuple[torch.Tensor, ...]
     """`[rank, K]` each."""
     lora_b: tuple[torch.Tensor, ...]

@@ -116,7 +116,6 @@ def worst_error(
 
 
 def _error(actual: torch.Tensor, wanted: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """`|actual - wanted| / |wanted|` in the 2-norm, over `dim` or everything."""
     assert actual.shape == wanted.shape, f"{actual.shape} is not the shape {wanted.shape}"
     difference = torch.linalg.vector_norm(actual.float() - wanted, dim=dim)
     return difference / torch.linalg.vector_norm(wanted, dim=dim).clamp(min=1e-30)

@@ -70,7 +70,6 @@ def _bank_factors(workload: Workload, mix: AdapterMix, generator: torch.Generato
 
 
 def with_dropout(factors: tuple[SiteFactors, ...], p: float) -> tuple[SiteFactors, ...]:
-    """The same factors, every adapter with this dropout."""
     p_S = torch.full_like(factors[0].dropout, p)
     return tuple(dataclasses.replace(f, dropout=p_S, has_dropout=p > 0) for f in factors)
 
@@ -171,8 +170,6 @@ def quantised_bases(workload: Workload) -> tuple[QuantWeight, ...]:
 
 
 class FrozenFp8(Frozen):
-    """The FP8 linear without adapters."""
-
     name = "frozen_fp8"
 
     def __init__(self, workload: Workload, bases: tuple[QuantWeight, ...]) -> None:

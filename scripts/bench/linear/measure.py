@@ -32,7 +32,6 @@ from tlora_megatron.ops.quantised.weight import QuantWeight
 
 
 def versions(device: torch.device, commit: str) -> dict[str, str]:
-    """The columns that say where and with what this process measures."""
     try:
         triton = str(importlib.import_module("triton").__version__)
     except ImportError:
@@ -70,7 +69,6 @@ class AdapterSets:
 
     @cached_property
     def plain(self) -> tuple[PlainFactors, ...]:
-        """Factors as the baselines get them: one pair for the whole output."""
         return draw_factors(self._workload, self.mix)
 
 

@@ -27,7 +27,6 @@ def cell_of(row: Row) -> str:
 
 
 def append_csv(path: Path, row: Row) -> None:
-    """Adds one row to a CSV file, its header first if the file is new."""
     kept = {name: value for name, value in row.items() if name not in NOT_IN_CSV}
     shown = {n: f"{v:.5g}" if isinstance(v, float) else v for n, v in kept.items()}
     append_rows(path, [shown])

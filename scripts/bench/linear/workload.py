@@ -153,8 +153,6 @@ class SlotWeights(NamedTuple):
 
 
 class FactorGrads(NamedTuple):
-    """Gradients of one adapter at one target, shaped as `TargetWeights`."""
-
     lora_a_RK: torch.Tensor
     lora_b_RN: torch.Tensor
 

@@ -57,7 +57,6 @@ _JOINS = 5
 
 
 def files_of(run: RunSpec) -> JobFiles:
-    """The files of a loop's jobs, written by the first process."""
     is_writer = dist.get_rank() == 0
     return JobFiles(run, base_model="random", quantisation=None, has_metrics=is_writer)
 
@@ -146,7 +145,6 @@ class Bench:
         return 1e3 * (time.perf_counter() - begin_s)
 
     def round_s(self) -> float:
-        """Seconds of one round alone."""
         wait_for_all()
         begin_s = time.perf_counter()
         self.live.step()
@@ -166,7 +164,6 @@ class Rounds:
         """The bench's jobs never end."""
 
     def take(self) -> Sequence[Mapping[str, Any]]:
-        """Looked at before every round."""
         if self._looks in (0, self._count):
             wait_for_device()
             self.seconds = time.perf_counter() - self.seconds
@@ -177,7 +174,6 @@ class Rounds:
 
 
 def train_s(loop: Loop, count: int) -> float:
-    """Seconds of rounds as `tlora train` runs them."""
     with frozen_gc():
         wait_for_device()
         begin_s = time.perf_counter()

@@ -61,7 +61,6 @@ class Devices:
 
     @contextmanager
     def take(self, count: int) -> Iterator[tuple[int, ...]]:
-        """Waits for so many, all different."""
         with self._changed:
             self._changed.wait_for(lambda: sum(map(bool, self._places)) >= count)
             emptiest = sorted(range(len(self._places)), key=lambda i: -self._places[i])

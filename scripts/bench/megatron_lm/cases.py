@@ -209,7 +209,6 @@ def compare(layout: Layout, out: Path, expected: Oracle, common: Mapping[str, st
 
 
 def verdicts(layout: Layout, rows: Sequence[Row], expected: Oracle) -> list[str]:
-    """Complaints about the losses of a layout's run; empty if all are right."""
     found, limit = [], LIMITS[layout.precision]
     for row in rows:
         job, num_steps, error = row["job"], len(expected[row["job"]]), row["max_rel_loss_error"]

@@ -162,7 +162,6 @@ class Bench:
         return Step(self, variant, self._batch(variant.count, overlap), overlap, bank)
 
     def forget_overlaps(self) -> None:
-        """Their collectives are going to be closed."""
         self._overlaps.clear()
 
     def _batch(self, count: int, overlap: Overlap | None) -> PackedBatch:
@@ -202,7 +201,6 @@ class Step:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Makes the decoder run this variant."""
         bench = self._bench
         attach(bench.run.linears, self._bank)
         if self._overlap is not None:

@@ -30,11 +30,20 @@ import torch
 import torch.distributed as dist
 
 from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.clock import is_main, largest, peak_bytes, say, summed, wait_for_all
-from scripts.bench.harness.rows import append_rows, gpu_name, versions
+from scripts.bench.harness.clock import (
+    is_main,
+    largest,
+    out_of_time,
+    peak_bytes,
+    release,
+    say,
+    summed,
+    wait_for_all,
+)
+from scripts.bench.harness.rows import append_rows
 from scripts.bench.harness.training_jobs import real_tokens
 from scripts.bench.planner.cases import CASES, NODES_CASES, Case, parse_case, predict
-from scripts.bench.planner.results import Measured, Row, read_csv, report, show
+from scripts.bench.planner.results import Row, read_csv, report, show
 from scripts.bench.planner.rounds import packed_rounds, typical_window
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.planner.cost.memory import MemoryUse
@@ -66,8 +75,7 @@ class Bench:
         return nodes, profile if nodes == 1 else over_nodes(profile, nodes, self.world_size)
 
     def run(self) -> None:
-        """All cases that there is time and memory for."""
-        end = time.monotonic() + self.args.budget_s
+        begin = time.monotonic()
         cases = CASES if self.nodes == 1 else NODES_CASES
         texts = self.args.cases or cases.get(self.world_size)
         if texts is None:
@@ -80,7 +88,7 @@ class Bench:
             cost, memory = predict(case, self.hardware)
             if memory.total_bytes > self.hardware.memory_bytes:
                 say(f"{case.name}: left out, {memory.total_bytes / 2**30:.0f} GiB needed")
-            elif self._any(time.monotonic() > end):
+            elif out_of_time(begin, self.args.budget_s):
                 say(f"{case.name}: left out for lack of time")
             else:
                 self._run_case(case, cost, memory)
@@ -91,16 +99,12 @@ class Bench:
         size = min(max(size, _FEWEST_ROUNDS), self.args.rounds)
         rounds = packed_rounds(case, _MEAN_OF)
         first = typical_window(rounds[: _SKIPPED + size], size, _WARM_ROUNDS)
-        measured_s, tokens, peak = self._measure(case, first, size)
-        measured = Measured(
-            gpu=gpu_name(), versions=versions("megatron-core"), seconds=measured_s, tokens=tokens,
-            peak_bytes=peak, nodes=self.nodes,
-        )  # fmt: skip
-        row = Row.of(case, (cost, memory), measured, commit=self.args.commit)
+        measured = self._measure(case, first, size)
+        where = {"commit": self.args.commit, "nodes": self.nodes}
+        row = Row.of(case, (cost, memory), measured, **where)
         self.rows.append(row)
-        terms = {
-            name: round(getattr(cost, name), 4) for name in TERMS if getattr(cost, name) > 5e-5
-        }
+        terms = {name: round(getattr(cost, name), 4) for name in TERMS}
+        terms = {name: seconds for name, seconds in terms.items() if seconds}
         say(f"{case.name}: {show(row)}  ({time.monotonic() - begin:.0f} s)")
         say(f"    predicted {json.dumps(terms)}")
         if is_main() and self.args.csv:
@@ -110,13 +114,8 @@ class Bench:
         """Mean seconds and tokens of `size` rounds from `first` on; the largest peak of a rank."""
         on_gpu = torch.cuda.is_available()
         dtype = torch.bfloat16 if on_gpu else torch.float32
-        run = SyntheticRun(
-            case.spec,
-            case.plan.layout,
-            dtype=dtype,
-            recompute=case.plan.recompute,
-            quantisation=case.quantisation,
-        )
+        base = {"recompute": case.plan.recompute, "quantisation": case.quantisation}
+        run = SyntheticRun(case.spec, case.plan.layout, dtype=dtype, **base)
         try:
             model = run.super_model(case.jobs, case.plan.micro_batch_tokens)
             if on_gpu:
@@ -144,28 +143,18 @@ class Bench:
             free, total = torch.cuda.mem_get_info()
             beside = (total - free - torch.cuda.memory_reserved()) / 2**30
             say(f"memory beside torch's: {beside:.1f} GiB")
-        held = torch.cuda.memory_allocated() if on_gpu else 0
-        if held > 2**30:
-            say(f"memory still held: {held / 2**30:.1f} GiB")
+        release()
         (whole,) = summed([statistics.fmean(tokens)])
         (largest_peak,) = largest([peak])
         whole /= case.plan.tp_size * case.plan.pp_size
         return statistics.fmean(times), whole, int(largest_peak)
-
-    def _any(self, value: bool) -> bool:
-        """True if the value holds on any rank: all must go the same way."""
-        return any(largest([float(value)])) if dist.is_initialized() else value
 
 
 _BYTES = (1 << 20, 1 << 23, 1 << 26)
 
 
 def divide_into_nodes(nodes: int, world_size: int) -> None:
-    """Has NCCL take the processes of one machine for those of several; before it is started.
-
-    Raises:
-        ValueError: if the processes cannot be divided evenly.
-    """
+    """Has NCCL take the processes of one machine for those of several; before it is started."""
     if nodes < 1 or world_size % nodes:
         raise ValueError(f"--nodes must divide the world of {world_size}, got {nodes}")
     rank = int(os.environ.get("RANK", "0"))

@@ -122,8 +122,6 @@ _CASE = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A layout and the jobs that run under it."""
-
     name: str
     model: str
     spec: ModelSpec

@@ -10,23 +10,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
+from scripts.bench.harness.rows import gpu_name, versions
 from scripts.bench.planner.cases import Case
 from tlora_megatron.planner.cost.memory import MemoryUse
 from tlora_megatron.planner.cost.step_terms import StepCost
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """Means over the timed rounds of a case."""
-
-    gpu: str
-    versions: str
-    seconds: float
-    tokens: float
-    """Rows of all jobs, without padding."""
-    peak_bytes: int
-    """Peak of the rank with most; 0 without CUDA."""
-    nodes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,19 +51,26 @@ class Row:
 
     @classmethod
     def of(
-        cls, case: Case, prediction: tuple[StepCost, MemoryUse], measured: Measured, *, commit: str
+        cls,
+        case: Case,
+        prediction: tuple[StepCost, MemoryUse],
+        measured: tuple[float, float, int],
+        *,
+        commit: str,
+        nodes: int = 1,
     ) -> Row:
-        plan, (cost, memory) = case.plan, prediction
+        """The row of a case, whose seconds, tokens and peak (0 without CUDA) were measured."""
+        plan, (cost, memory), (seconds, tokens, peak) = case.plan, prediction, measured
         return cls(
-            gpu=measured.gpu, versions=measured.versions, commit=commit, gpus=plan.num_gpus,
+            gpu=gpu_name(), versions=versions("megatron-core"), commit=commit, gpus=plan.num_gpus,
             model=case.model if case.model.startswith("tiny") else f"llama-3.1-{case.model}",
             layers=case.spec.num_layers, tp=plan.tp_size, pp=plan.pp_size, vpp=plan.vpp_size,
-            cp=plan.cp_size, dp=plan.dp_size, nodes=measured.nodes,
+            cp=plan.cp_size, dp=plan.dp_size, nodes=nodes,
             batches=plan.num_micro_batches or 0, recompute=plan.recompute, jobs=len(case.jobs),
             tokens=plan.micro_batch_tokens, predicted_s=round(cost.step_time_s, 5),
-            measured_s=round(measured.seconds, 5), predicted_bytes=round(memory.allocated_bytes),
-            measured_bytes=measured.peak_bytes, predicted_round_tokens=round(cost.load.tokens),
-            measured_round_tokens=round(measured.tokens),
+            measured_s=round(seconds, 5), predicted_bytes=round(memory.allocated_bytes),
+            measured_bytes=peak, predicted_round_tokens=round(cost.load.tokens),
+            measured_round_tokens=round(tokens),
         )  # fmt: skip
 
     @property

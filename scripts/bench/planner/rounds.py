@@ -18,8 +18,6 @@ from tlora_megatron.training.packing.packing import Item, batch_items, fill_bins
 
 
 class PackedRound(NamedTuple):
-    """Rows and micro-batches of one round."""
-
     tokens: int
     """Rows of all jobs over all ranks."""
     padded: int

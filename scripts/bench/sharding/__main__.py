@@ -145,7 +145,6 @@ def _timed(step: Callable[[], object], steps: int) -> float:
 
 
 def rows_of(layers: Layers, case: Case, args: argparse.Namespace, model: str) -> list[dict]:
-    """Times one case; one row a strategy."""
     chosen = [s for s in STRATEGIES if s.name in args.strategies]
     loras = layers.prepare(case, chosen)
     batch = make_batch(layers, case.adapters, args.tokens)

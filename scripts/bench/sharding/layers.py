@@ -116,7 +116,6 @@ class Layers:
         return bank
 
     def take(self, name: str) -> None:
-        """Gives the layers a strategy's adapters."""
         modules = [module for _, module in self.run.linears]
         attach(list(zip(self.sites[name], modules, strict=True)), self.banks[name])
 
@@ -199,7 +198,6 @@ def lora_of(strategy: Strategy, case: Case, spec: ModelSpec, tp_size: int) -> Lo
 
 
 def parameters(spec: ModelSpec, lora: LoraSpec) -> int:
-    """Parameters of one layer of an adapter."""
     names = [f"layers.0.{t}.lora_{w}" for t in lora.target_modules for w in "ab"]
     shapes = [factor_shape(spec, name, lora) for name in names]
     return sum(rows * columns for rows, columns in shapes)

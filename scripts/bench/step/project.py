@@ -72,7 +72,6 @@ class Project:
         return fresh_job(spec, train, bank, self.run.spec)
 
     def detach(self) -> None:
-        """Leaves the frozen backbone alone on the device."""
         run = self.run
         attach(run.linears, AdapterBank(run.sites, [], dtype=run.dtype, device=run.groups.device))
 
@@ -196,7 +195,6 @@ class Side:
             self._model = self._project.super_model(mix)
 
     def end(self) -> None:
-        """Drops jobs and timings."""
         with self._counting():
             self._model = None
             self._batches, self._pieces = [], {}
