@@ -99,19 +99,11 @@ class Jobs:
         job = self.jobs[int(order["document"]["index"])]
         return FakeWork(kind=job.kind, tokens=job.tokens, num_steps=self.num_steps(job))
 
-    # The controller's validator
-
     def submit(self, job_id: str, submission: Submission) -> None:
         job = self.jobs[int(submission.document["index"])]
-        self._done.append(
-            Accepted(
-                job=job_id,
-                document=submission.document,
-                own=self.load(job),
-                train_tokens=job.tokens,
-                num_steps=self.num_steps(job),
-            )
-        )
+        size = {"train_tokens": job.tokens, "num_steps": self.num_steps(job)}
+        document, own = submission.document, self.load(job)
+        self._done.append(Accepted(job=job_id, document=document, own=own, **size))
 
     def forget(self, job_id: str) -> None:
         """Nothing is under way."""

@@ -97,14 +97,10 @@ def _measure(batcher: Batcher, folders: list[str], sequences: int, args: Any) ->
         times_s.append(time.perf_counter() - step_s)
     step_ms = 1e3 * statistics.median(times_s[len(times_s) // 4 :])
     return {
-        "gpu": gpu_name(),
-        "commit": args.commit,
-        "adapters": len(folders),
-        "sequences": sequences,
-        "step_ms": round(step_ms, 2),
-        "tokens_per_s": round(1e3 * sequences / step_ms, 1),
+        "gpu": gpu_name(), "commit": args.commit, "adapters": len(folders), "sequences": sequences,
+        "step_ms": round(step_ms, 2), "tokens_per_s": round(1e3 * sequences / step_ms, 1),
         "whole_s": round(time.perf_counter() - begin_s, 2),
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -77,13 +77,10 @@ def job_document(number: int, texts: Path, *, length: int, **more: Any) -> dict[
         raise ValueError(f"--texts must be a folder with JSONL files, got {texts}")
     rank = RANKS[number % len(RANKS)]
     return {
-        "name": f"job{number}",
-        "data": {"train": str(found[number % len(found)].resolve())},
+        "name": f"job{number}", "data": {"train": str(found[number % len(found)].resolve())},
         "lora": {"rank": rank, "alpha": 2 * rank, "target_modules": list(HF_TARGETS)},
-        "max_seq_len": length,
-        "optimizer": {"lr": 1e-4},
-        **more,
-    }
+        "max_seq_len": length, "optimizer": {"lr": 1e-4}, **more,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -80,13 +80,10 @@ def _engine(peft: Any, zero: Mapping[str, Any], share: int) -> Any:
 
     trainable = [p for p in peft.parameters() if p.requires_grad]
     config = {
-        "train_micro_batch_size_per_gpu": share,
-        "steps_per_print": 2**31,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
-        "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": share, "steps_per_print": 2**31,
+        "bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True,
         "zero_optimization": dict(zero) if zero["stage"] else {"stage": 1},
-    }
+    }  # fmt: skip
     optimizer = torch.optim.AdamW(trainable, lr=2e-4, fused=torch.cuda.is_available())
     engine, *_ = deepspeed.initialize(
         model=peft, optimizer=optimizer, config=config, model_parameters=trainable
@@ -161,7 +158,7 @@ def _arguments() -> argparse.Namespace:
 
 def _mix(args: argparse.Namespace) -> Mix:
     """The jobs, with batches that every data-parallel rank has a part in: stock needs that."""
-    vocab = AutoConfig.for_model(**_model_values()).vocab_size
+    vocab = AutoConfig.for_model(**json.loads(MODEL.read_text())).vocab_size
     longest = min(2048, args.micro_batch_tokens)
     mixes = make_mixes(
         None, vocab_size=vocab, target_share=0.5, dropout=args.dropout, longest=longest
@@ -172,13 +169,11 @@ def _mix(args: argparse.Namespace) -> Mix:
     return replace(mix, specs=tuple(specs))
 
 
-def _model_values() -> dict[str, Any]:
-    return json.loads(MODEL.read_text())
-
-
 def _random_model(layers: int | None) -> Any:
     """The model's shapes in bf16 on this device, drawn where they lie."""
-    values = _model_values() | ({} if layers is None else {"num_hidden_layers": layers})
+    values = json.loads(MODEL.read_text()) | (
+        {} if layers is None else {"num_hidden_layers": layers}
+    )
     config = AutoConfig.for_model(**values)
     cuda = torch.cuda.is_available()
     torch.manual_seed(0)
@@ -229,12 +224,9 @@ def _super_model(
     portion = args.portion_tokens or None
     specs = [replace(mix.specs[index], portion_tokens=portion) for index in chosen]
     bank = AdapterBank(
-        [site for site, _ in base.linears],
-        [spec.lora for spec in specs],
-        dtype=torch.bfloat16,
-        device=base.groups.device,
-        placement=base.placement,
-    )
+        [site for site, _ in base.linears], [spec.lora for spec in specs], dtype=torch.bfloat16,
+        device=base.groups.device, placement=base.placement,
+    )  # fmt: skip
     attach(base.linears, bank)
     jobs = [
         fresh_job(spec, mix.data[i], bank, base.spec) for spec, i in zip(specs, chosen, strict=True)

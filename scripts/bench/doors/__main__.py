@@ -22,21 +22,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.doors import fused, requests
+from scripts.bench.doors import fused
+from scripts.bench.doors.requests import measure_requests, measure_streams
 from scripts.bench.doors.serving import BASE, QUICKSTART
 from scripts.bench.doors.tenants import Plan
 from scripts.bench.harness.arguments import REPO, bench_parser
 from scripts.bench.harness.rows import Figures, gpu_name
 
 Case = Callable[[Figures, Path, Any], None]
-
-
-def _requests(notes: Figures, folder: Path, args: Any) -> None:
-    requests.measure_requests(notes, folder, seconds=args.seconds)
-
-
-def _streams(notes: Figures, folder: Path, args: Any) -> None:
-    requests.measure_streams(notes, folder, listeners=args.listeners)
 
 
 def _plan(args: Any, sequences: int, length: int, steps: int = 0) -> Plan:
@@ -74,8 +67,8 @@ def _gpu(notes: Figures, folder: Path, args: Any) -> None:
 
 
 CASES: Mapping[str, tuple[str, Case]] = {
-    "requests": ("none", _requests),
-    "streams": ("none", _streams),
+    "requests": ("none", lambda n, folder, args: measure_requests(n, folder, seconds=args.seconds)),
+    "streams": ("none", lambda n, f, args: measure_streams(n, f, listeners=args.listeners)),
     "tenants": ("none", _tenants),
     "cpu": ("local", _cpu),
     "gpu": ("local", _gpu),

@@ -117,12 +117,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--sp", action=argparse.BooleanOptionalAction, default=True, help="sequence parallelism")
     add("--nano", type=int, default=1, help="nano-batches of a micro-batch, flag and own")
     add(
-        "--tp-comm-overlap",
-        nargs="?",
-        choices=list(USERBUFFERS),
-        const="userbuffers",
+        "--tp-comm-overlap", nargs="?", choices=list(USERBUFFERS), const="userbuffers",
         help="Transformer Engine's userbuffers; layers then run by the modules",
-    )
+    )  # fmt: skip
     add("--tokens", type=int, default=8192, help="rows of a micro-batch")
     add("--rounds", type=int, default=8, help="timed iterations of a mode in a turn")
     add("--turns", type=int, default=2, help="how often each mode has its turn")

@@ -17,7 +17,6 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,31 +38,23 @@ ADAPTERS = (4, 16, 1, 64)
 DROPOUT = (0.0, 0.1)
 
 
-@dataclass(slots=True)
-class Outcome:
-    """Rows and problems of a run so far."""
-
-    rows: list[Row] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    """Cells that failed, were wrong, or had no time."""
-
-
-def run(args: argparse.Namespace) -> Outcome:
-    """Measures every cell that there is time for; rows go to the CSV as they are measured."""
+def run(args: argparse.Namespace) -> tuple[list[Row], list[str]]:
+    """Measures every cell that there is time for; returns rows, and cells without one."""
     deadline = time.monotonic() + args.budget_s
-    outcome = Outcome()
+    rows: list[Row] = []
+    problems: list[str] = []
     for tokens, shape in itertools.product(args.tokens, args.shapes):
         if time.monotonic() > deadline:
-            outcome.problems.append(f"{shape} {tokens}: no time left")
+            problems.append(f"{shape} {tokens}: no time left")
             continue
-        for row in _measured(args, tokens, shape, deadline, outcome.problems):
-            outcome.rows.append(row)
+        for row in _measured(args, tokens, shape, deadline, problems):
+            rows.append(row)
             print(_line(row), flush=True)
             if args.csv is not None:
                 append_csv(args.csv, row)
         if args.device.type == "cuda":
             torch.cuda.empty_cache()
-    return outcome
+    return rows, problems
 
 
 def _measured(
@@ -113,9 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.report:
         report(read_csv(args.report), [])
         return 0
-    outcome = run(args)
-    report(outcome.rows, outcome.problems)
-    return int(any("no time left" not in problem for problem in outcome.problems))
+    rows, problems = run(args)
+    report(rows, problems)
+    return int(any("no time left" not in problem for problem in problems))
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -96,13 +96,9 @@ def _results(layers: Layers, strategies: Sequence[Strategy], tokens: int) -> dic
 
 def _errors(found: Result, expected: Result) -> list[float]:
     """Relative, the largest of a rank."""
-    errors = [_relative(found[i], expected[i]) for i in (0, 1)]
+    pairs = [(found[i].float(), expected[i].float()) for i in (0, 1)]
+    errors = [float((a - b).norm() / b.norm()) for a, b in pairs]
     return largest([*errors, abs(found[2] / expected[2] - 1)])
-
-
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    found, expected = found.float(), expected.float()
-    return float((found - expected).norm() / expected.norm())
 
 
 def count(layers: Layers, name: str, batch: Batch) -> Collectives:

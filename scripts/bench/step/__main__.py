@@ -149,12 +149,9 @@ class Bench:
     def _mixes(self) -> list[Mix]:
         args, vocab_size = self.args, self.spec.vocab_size
         mixes = make_mixes(
-            args.lengths,
-            vocab_size=vocab_size,
-            target_share=args.target_share,
-            dropout=args.dropout,
-            longest=min(LONGEST, args.tokens),
-        )
+            args.lengths, vocab_size=vocab_size, target_share=args.target_share,
+            dropout=args.dropout, longest=min(LONGEST, args.tokens),
+        )  # fmt: skip
         mixes.append(full_micro_batch(args.tokens, vocab_size=vocab_size, dropout=args.dropout))
         for name in EQUAL_STEPS:
             mixes.append(equal_steps(name, vocab_size=vocab_size, dropout=args.dropout))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,17 @@ def make_mixes(
     mixes = []
     for name, batches in MIXES.items():
         specs = [_spec(index, batch, dropout) for index, batch in enumerate(batches)]
-        drawn = (_draw_lengths(draw, pool, _SEQUENCES_PER_JOB) for _ in specs)
-        data = tuple(
-            tuple(sequence(draw, min(int(n), longest), vocab_size, target_share) for n in lengths)
-            for lengths in drawn
+        data = []
+        for _ in specs:
+            if pool is None:
+                lengths = np.interp(draw.random(_SEQUENCES_PER_JOB), _QUANTILES, _TOKENS)
+            else:
+                lengths = draw.choice(pool, _SEQUENCES_PER_JOB)
+            cut = (min(int(n), longest) for n in lengths)
+            data.append(tuple(sequence(draw, n, vocab_size, target_share) for n in cut))
+        mixes.append(
+            Mix(name=name, specs=tuple(specs), data=tuple(data), target_share=target_share)
         )
-        mixes.append(Mix(name=name, specs=tuple(specs), data=data, target_share=target_share))
     return mixes
 
 
@@ -127,14 +132,6 @@ def _read_lengths(path: Path) -> Iterator[int]:
         tokens = int(row["prompt_tokens"]) + int(row["completion_tokens"])
         if SHORTEST <= tokens <= LONGEST:
             yield tokens
-
-
-def _draw_lengths(
-    draw: np.random.Generator, pool: np.ndarray | None, count: int
-) -> Sequence[float] | np.ndarray:
-    if pool is not None:
-        return draw.choice(pool, count)
-    return np.interp(draw.random(count), _QUANTILES, _TOKENS)
 
 
 def sequence(
