@@ -192,11 +192,6 @@ def wait_for_spares(bench: Bench) -> None:
     bench.timed(lambda: bool(workers.by_slot) and all(w.is_ready for w in workers.by_slot.values()))
 
 
-def hand_over(bench: Bench, tp_size: int) -> None:
-    """Starts the gang with another layout beside itself; jobs move one by one."""
-    bench.driver.hand_over(parallel=layout(tp_size))
-
-
 def resize(bench: Bench, tp_size: int) -> None:
     """Saves all, ends the gang and starts it with another layout."""
     driver, epoch = bench.driver, bench.driver.epoch
@@ -210,7 +205,13 @@ def resize(bench: Bench, tp_size: int) -> None:
     driver.start(parallel=layout(tp_size))
 
 
-_CHANGES = {"": resize, ", beside the old gang": hand_over}
+_CHANGES: dict[str, Callable[[Bench, int], None]] = {
+    "": resize,
+    ", beside the old gang": lambda bench, tp_size: bench.driver.hand_over(
+        parallel=layout(tp_size)
+    ),
+}
+"""Jobs are saved and their gang starts anew, or move one by one to one that starts beside it."""
 
 
 def compare(bench: Bench, losses: Mapping[str, Mapping[int, float]]) -> None:

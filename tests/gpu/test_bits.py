@@ -18,9 +18,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from scripts.bench.determinism.__main__ import companies, start
+from scripts.bench.determinism.__main__ import Training, companies, start
 from scripts.bench.determinism.cases import CASES, SIZES, Mix, cases_of
-from scripts.bench.determinism.training import Training
 from tests.helpers.exact_operations import KINDS, OPERATIONS, Shapes, search
 from tests.helpers.one_process import one_process_groups
 from tests.helpers.standing_world import world

@@ -271,10 +271,8 @@ def _report(provider: str, timing: Timing, args: argparse.Namespace) -> None:
         "versions": versions("deepspeed"), "commit": args.commit,
     }  # fmt: skip
     append_rows(args.csv, [row])
-    print(
-        f"{provider:9} {args.layout} x{args.world}  {speed:9,.0f} tokens/s  {peak:6.1f} GiB",
-        flush=True,
-    )
+    what = f"{provider:9} {args.layout} x{args.world}"
+    print(f"{what}  {speed:9,.0f} tokens/s  {peak:6.1f} GiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -51,21 +51,18 @@ class PretendedGang:
 
     def play(self, ended: threading.Event) -> None:
         while not ended.wait(_LOOK_S):
-            self._meet()
             taken = self._take()
             if taken:
                 self._round(taken)
 
-    def _meet(self) -> None:
-        for job in self._served.store.jobs.page(states=[JobState.VALIDATING], limit=1000):
-            set_state(self._served.store, job.id, JobState.RUNNING)
-            self._logs[job.id] = (RequestLog(self._served.home.job(job.id)), 1)
-
     def _take(self) -> dict[str, Request]:
-        found = {}
-        for job, (log, number) in self._logs.items():
+        store, found = self._served.store, {}
+        for job in store.jobs.page(states=[JobState.VALIDATING], limit=1000):
+            set_state(store, job.id, JobState.RUNNING)
+            self._logs[job.id] = (RequestLog(self._served.home.job(job.id)), 1)
+        for job_id, (log, number) in self._logs.items():
             if log.state(number) == "waiting":
-                found[job] = log.read_request(number)
+                found[job_id] = log.read_request(number)
         return found
 
     def _round(self, taken: dict[str, Request]) -> None:

@@ -43,8 +43,6 @@ from tlora_megatron.training.job_state import JobState
 
 PEFT_SHAPES = ((1, 1024), (8, 1024), (16, 1024), (32, 1024), (64, 1024))
 """Sequences and their length: one of eight jobs' tokens, then as many as fit."""
-_MODES = {"together": "step"}
-"""Names that rows have for modes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,8 +96,8 @@ class Bench:
         timings = run_together(project, mix, effort)
         floor_ms = timings["floor"].step_s * 1e3
         for mode, timing in timings.items():
-            count = args.micro_batches if mode == "together" else 1
-            self._add(name, _MODES.get(mode, mode), timing, count, floor_ms * count)
+            count, shown = (args.micro_batches, "step") if mode == "together" else (1, mode)
+            self._add(name, shown, timing, count, floor_ms * count)
 
     def _run_peft(self) -> None:
         """One job with factors in bf16, PEFT's fastest, until memory ends."""

@@ -69,7 +69,5 @@ def idle_us(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def kind_of(name: str) -> str:
-    for kind, pattern in KINDS:
-        if re.search(pattern, name, re.IGNORECASE):
-            return kind
-    return "other"
+    found = (kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
+    return next(found, "other")

@@ -78,7 +78,9 @@ class Bench:
         shape = BankShape(
             targets=frozenset(lora.target_modules), kept_ranks=args.rank * (args.jobs + 2)
         )
-        self.bank = AdapterBank(self.run.sites, shape, dtype=self.run.dtype, device=self.device)
+        self.bank = AdapterBank(
+            self.run.sites, shape, dtype=self.run.dtype, device=self.run.groups.device
+        )
         attach(self.run.linears, self.bank)
         engine: Any = self.run.engine
         self.model = SuperModel(
@@ -97,10 +99,6 @@ class Bench:
         self.commands = JobCommands(self.live, stager, group)
         self.events: list[tuple[float, str, str | None, Mapping[str, Any]]] = []
         self._number = 0
-
-    @property
-    def device(self) -> torch.device:
-        return self.run.groups.device
 
     def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
         self.events.append((time.perf_counter(), kind, job, body))

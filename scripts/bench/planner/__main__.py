@@ -42,9 +42,16 @@ from scripts.bench.harness.clock import (
 )
 from scripts.bench.harness.rows import append_rows
 from scripts.bench.harness.training_jobs import real_tokens
-from scripts.bench.planner.cases import CASES, NODES_CASES, Case, parse_case, predict
+from scripts.bench.planner.cases import (
+    CASES,
+    NODES_CASES,
+    Case,
+    packed_rounds,
+    parse_case,
+    predict,
+    typical_window,
+)
 from scripts.bench.planner.results import Row, read_csv, report, show
-from scripts.bench.planner.rounds import packed_rounds, typical_window
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.planner.cost.memory import MemoryUse
 from tlora_megatron.planner.cost.step_terms import TERMS, StepCost

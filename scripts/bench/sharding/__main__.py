@@ -217,12 +217,11 @@ def _spec(model: str, num_layers: int | None) -> ModelSpec:
 
 def _write(rows: Sequence[dict[str, Any]], path: Path | None) -> None:
     for row in rows:
-        over = row["step_ms"] / row["frozen_ms"]
-        case = f"{row['model']} TP{row['world']} {row['adapters']} x {row['rank']}"
+        over, mib = row["step_ms"] / row["frozen_ms"], row["lora_bytes_per_layer"] / 2**20
         print(
-            f"{case}: {row['strategy']} {row['step_ms']:.2f} ms, {over:.3f} of frozen, "
-            f"{row['lora_collectives_per_layer']} collectives and "
-            f"{row['lora_bytes_per_layer'] / 2**20:.2f} MiB a layer",
+            f"{row['model']} TP{row['world']} {row['adapters']} x {row['rank']}: {row['strategy']} "
+            f"{row['step_ms']:.2f} ms, {over:.3f} of frozen, {row['lora_collectives_per_layer']} "
+            f"collectives and {mib:.2f} MiB a layer",
             flush=True,
         )
     if path is not None:

@@ -121,13 +121,11 @@ MIXES = ("paper", "measured")
 
 
 class Timed(NamedTuple):
-    """One decision."""
+    """One decision: its time, the groups it forms, the mixes it asked the model about."""
 
     took_ms: float
     formed: int
-    """Groups that it forms."""
     asked: int
-    """Mixes that it asked the model about."""
 
 
 def first_decision(

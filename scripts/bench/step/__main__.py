@@ -48,7 +48,7 @@ from scripts.bench.step.jobs import (
     mean_length,
     step_shape,
 )
-from scripts.bench.step.peft import Stack, build_peft, run_peft, speed_up
+from scripts.bench.step.peft import Stack, build_peft, run_peft
 from scripts.bench.step.project import (
     Effort,
     Mode,
@@ -165,7 +165,10 @@ class Bench:
     ) -> Iterator[tuple[str, Timing]]:
         """Yields the jobs' name and the timing of each shape that fits."""
         args = self.args
-        speed_up(stack)
+        if stack == "hf_liger":
+            from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+            apply_liger_kernel_to_llama()  # in this process for good
         changes = {} if args.layers is None else {"num_hidden_layers": args.layers}
         lora = {"target_modules": "all-linear", "lora_dropout": args.dropout}
         model = build_peft(args.model, changes, fp32_factors=fp32_factors, **lora)

@@ -37,14 +37,6 @@ def build_peft(
     return model.train()
 
 
-def speed_up(stack: Stack) -> None:
-    """Puts Liger's kernels in the place of Llama's, in this process for good, if asked for."""
-    if stack == "hf_liger":
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama()
-
-
 def run_peft(model: Any, batch: int, length: int, vocab_size: int, repeats: int) -> Timing | None:
     """Forward, backward and a fused AdamW step; every token is a target. None: out of memory."""
     device = next(model.parameters()).device

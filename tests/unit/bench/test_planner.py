@@ -14,7 +14,7 @@ from scripts import datasheet_profiles
 from scripts.bench import plot
 from scripts.bench.harness.rows import append_rows
 from scripts.bench.planner import __main__ as script
-from scripts.bench.planner import cases, results, rounds
+from scripts.bench.planner import cases, results
 from tlora_megatron.cli.profile import profile_json
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.rates import Rates
@@ -51,7 +51,7 @@ def test_the_planner_knows_the_mean_round_of_every_case(repo: Path) -> None:
     for case in distinct:
         load = CostModel(case.spec, case.jobs, rates).round_load(case.plan)
         count = min(max(int(_PACKED / sum(load.job_sequences)), 200), 800)
-        packed = rounds.packed_rounds(case, count)
+        packed = cases.packed_rounds(case, count)
         tokens, padded = (statistics.fmean(values) for values in zip(*packed, strict=True))
         errors[case.plan.num_gpus, case.name] = (
             load.tokens / tokens - 1,
@@ -77,9 +77,9 @@ def test_a_case_with_an_fp8_base_is_predicted_to_be_faster_and_smaller(repo: Pat
 
 def test_the_rounds_timed_are_like_the_mean_one() -> None:
     case = cases.parse_case("8b/32 tp1 pp1 none 2j 4096t", 2)
-    packed = rounds.packed_rounds(case, 256)
+    packed = cases.packed_rounds(case, 256)
     mean = statistics.fmean(r.tokens for r in packed)
-    first = rounds.typical_window(packed[:72], 8, 2)
+    first = cases.typical_window(packed[:72], 8, 2)
     assert 2 <= first <= 64
     window = statistics.fmean(r.tokens for r in packed[first : first + 8])
     worst = max(
@@ -90,9 +90,9 @@ def test_the_rounds_timed_are_like_the_mean_one() -> None:
 
 def test_a_window_is_compared_in_tokens_and_padded_rows() -> None:
     pairs = [(9, 20), (1, 1), (5, 9), (5, 10), (5, 10), (5, 10)]
-    packed = [rounds.PackedRound(*pair) for pair in pairs]
-    assert rounds.typical_window(packed, 2, 0) == 3
-    assert rounds.typical_window(packed, 2, 4) == 4
+    packed = [cases.PackedRound(*pair) for pair in pairs]
+    assert cases.typical_window(packed, 2, 0) == 3
+    assert cases.typical_window(packed, 2, 4) == 4
 
 
 def test_rows_read_back_with_the_columns_they_should_have(tmp_path: Path, repo: Path) -> None:
