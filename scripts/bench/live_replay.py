@@ -237,7 +237,6 @@ def _study(trace: Trace, options: Options, nodes: int | None = None) -> Study:
 
 
 REPLAYED = tuple(name for name, source in SOURCES.items() if source.file is not None)
-_RUNNING, _QUEUED = 1000, 10_000
 _LONG_S = 1.0e6
 _GPUS_PER_NODE = 8
 
@@ -324,8 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", type=float, default=1.0, help="offered load")
     parser.add_argument("--policy", default=Settings().policy)
     parser.add_argument("--noise", type=float, default=0.05)
-    parser.add_argument("--running", type=int, default=_RUNNING)
-    parser.add_argument("--queued", type=int, default=_QUEUED)
+    parser.add_argument("--running", type=int, default=1000)
+    parser.add_argument("--queued", type=int, default=10_000)
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where the store lies")
     args = parser.parse_args(argv)
     if not args.crowd and args.traces is None:

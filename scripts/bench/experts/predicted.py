@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.bench.experts.mixes import CASES, Case, make_mix
+from scripts.bench.experts.mixes import CASES, make_mix
 from scripts.bench.harness.arguments import REPO, RESULTS, bench_parser
 from scripts.bench.harness.rows import write_rows
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
@@ -143,14 +143,10 @@ def case_of(measured: Mapping[str, str]) -> str:
     keys = ("jobs", "targets", "expert_rank", "sharing")
     wanted = tuple(measured[key] for key in keys)
     for name, case in CASES.items():
-        if wanted == _shown(case):
+        targets = "attention" if case.expert_ranks is None else "all"
+        if wanted == (str(len(case.ranks)), targets, case.shown_expert_rank, case.sharing):
             return name
     raise ValueError(f"a row must be of a case of scripts.bench.experts, got {wanted}")
-
-
-def _shown(case: Case) -> tuple[str, str, str, str]:
-    targets = "attention" if case.expert_ranks is None else "all"
-    return str(len(case.ranks)), targets, case.shown_expert_rank, case.sharing
 
 
 def measured_rows(path: Path) -> list[dict[str, str]]:

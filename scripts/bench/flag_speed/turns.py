@@ -138,7 +138,9 @@ class Turns:
         if index >= len(self._plan):
             return self._look(session, run, index - len(self._plan))
         if index % size == 0:
-            self._begin(self._plan[index])
+            self._mode = self._plan[index]
+            _compute_by_modules(self._mode == "flag_modules")
+            wait_for_all()
         if index % size >= WARMUP:
             self._mark(index % size == WARMUP)
         answer = run()
@@ -154,11 +156,6 @@ class Turns:
             if self._own is not None and not self._looks:
                 self._own.close()
         return answer
-
-    def _begin(self, mode: str) -> None:
-        self._mode = mode
-        _compute_by_modules(mode == "flag_modules")
-        wait_for_all()
 
     def _mark(self, is_first: bool) -> None:
         if is_first:
@@ -322,12 +319,8 @@ def _timed(run: Callable[[], object], rounds: int, tokens: Callable[[], int]) ->
 
 def _compute_by_modules(on: bool) -> None:
     """Has plain layers and the head run by Megatron's modules, as `TLORA_FLAG_COMPUTE` does."""
-    PlainLayer.runs_now = _never if on else _NOW  # type: ignore[method-assign]
+    PlainLayer.runs_now = (lambda layer, half: False) if on else _NOW  # type: ignore
     BuiltHead.runs = property(lambda self: False) if on else _RUNS  # type: ignore[method-assign]
-
-
-def _never(layer: PlainLayer, half: str) -> bool:
-    return False
 
 
 _NOW, _RUNS = PlainLayer.runs_now, BuiltHead.runs

@@ -240,18 +240,17 @@ class _Batches:
     """A job's global batches one after another, as `SyntheticRun` has them."""
 
     def __init__(self, load: JobLoad, seed: int) -> None:
-        self._sequences = [_sequence(length) for length in data_lengths(load)]
+        rows = ((np.int32(0), np.True_, length + 1) for length in data_lengths(load))
+        both = (
+            (np.broadcast_to(token, n), np.broadcast_to(target, n)) for token, target, n in rows
+        )
+        self._sequences = [TokenSequence(*arrays) for arrays in both]
         self._plan = BatchPlan(len(self._sequences), load.batch_size, seed, max_steps=10**6)
         self._step = 0
 
     def next(self) -> list[Item]:
         self._step += 1
         return batch_items([self._sequences[i] for i in self._plan.indices(self._step - 1)])
-
-
-def _sequence(length: int) -> TokenSequence:
-    tokens = np.broadcast_to(np.int32(0), length + 1)
-    return TokenSequence(tokens, np.broadcast_to(np.True_, length + 1))
 
 
 def typical_window(rounds: Sequence[PackedRound], size: int, first: int) -> int:
