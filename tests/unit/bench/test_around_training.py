@@ -64,16 +64,6 @@ def test_steps_are_counted_while_the_command_runs(tmp_path: Path) -> None:
     assert seen
 
 
-def test_the_disk_s_floor_is_of_the_bytes_that_a_run_left(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    (out / "jobs").mkdir(parents=True)
-    (out / "a").write_bytes(b"x" * 1000)
-    (out / "jobs" / "b").write_bytes(b"x" * 234)
-    assert command.folder_bytes(out) == 1234
-    assert command.write_s(1234, tmp_path / "disk") >= 0
-    assert not (tmp_path / "disk").exists()
-
-
 def test_rounds_behind_a_save_are_held_against_those_before_the_next() -> None:
     rounds = [(2.0 if (number % 4) in (1, 2) else 1.0) for number in range(1, 15)]
     gaps = rounds[1:]  # between rounds 1 and 14

@@ -88,13 +88,6 @@ def test_the_rounds_timed_are_like_the_mean_one() -> None:
     assert abs(window / mean - 1) < 0.05 < 0.15 < worst
 
 
-def test_a_window_is_compared_in_tokens_and_padded_rows() -> None:
-    pairs = [(9, 20), (1, 1), (5, 9), (5, 10), (5, 10), (5, 10)]
-    packed = [cases.PackedRound(*pair) for pair in pairs]
-    assert cases.typical_window(packed, 2, 0) == 3
-    assert cases.typical_window(packed, 2, 4) == 4
-
-
 def test_rows_read_back_with_the_columns_they_should_have(tmp_path: Path, repo: Path) -> None:
     row = results.Row(
         gpu="g", versions="", commit="c", gpus=2, model="llama-3.1-8b", layers=32, tp=2, pp=1, dp=1,

@@ -74,23 +74,19 @@ def test_the_stated_quantiles_are_the_data_s(shared_data: Path) -> None:
         assert lengths[min(int(len(lengths) * quantile), len(lengths) - 1)] == tokens, quantile
 
 
-@pytest.mark.parametrize("name", ["lengths.csv", "lengths.csv.gz"])
-def test_lengths_from_a_file(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "share", "targets"),
+    [("lengths.csv", 1.0, 307), ("lengths.csv.gz", 0.5, 154), ("lengths.csv", 0.0, 1)],
+)
+def test_lengths_from_a_file(name: str, share: float, targets: int, tmp_path: Path) -> None:
     text = "prompt_tokens,completion_tokens\n1,2\n300,7\n5000,1\n"
     path = tmp_path / name
     path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
-    for mix in mixes(lengths=path):
-        assert {len(s.tokens) - 1 for data in mix.data for s in data} == {307}
-
-
-@pytest.mark.parametrize(("share", "targets"), [(1.0, 307), (0.5, 154), (0.0, 1)])
-def test_target_share(share: float, targets: int, tmp_path: Path) -> None:
-    path = tmp_path / "lengths.csv"
-    path.write_text("prompt_tokens,completion_tokens\n300,7\n")
     for mix in mixes(lengths=path, target_share=share):
-        for data in mix.data:
-            assert {int(s.is_target.sum()) for s in data} == {targets}
-            assert not any(s.is_target[0] for s in data)
+        for sequence in (sequence for data in mix.data for sequence in data):
+            assert len(sequence.tokens) - 1 == 307
+            assert int(sequence.is_target.sum()) == targets
+            assert not sequence.is_target[0]
 
 
 @pytest.fixture
@@ -150,35 +146,21 @@ def test_a_full_micro_batch_under_tensor_parallelism(tiny: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_bases_of_two_precisions_take_turns(tiny: Path, tmp_path: Path) -> None:
-    options = [*_options(tiny, tmp_path / "rows.csv"), "--mixes", "batch 1-4"]
+def test_bases_of_two_precisions_take_turns_beside_other_stacks(tiny: Path, tmp_path: Path) -> None:
+    modes = ("floor", "together", "hf_peft", "hf_compile")
+    options = [*_options(tiny, tmp_path / "rows.csv"), "--mixes", "512 a step", "--modes", *modes]
     forked("-m", "scripts.bench.step", *options, "--precisions", "bf16", "fp8")
     rows = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
     assert ",".join(rows[0]) == (
         "gpu,commit,model,jobs,mode,precision,step_ms,floor_ms,tokens,tokens_per_s,peak_bytes"
     )
-    modes = [(row["precision"], row["mode"]) for row in rows]
-    ours = [(p, mode) for p in ("bf16", "fp8") for mode in ("floor", "together")]
-    assert modes == [*ours, ("bf16", "hf_peft")]
-    assert len({row["tokens"] for row in rows[:4]}) == 1
+    ours = [(p, mode, "8 (512 a step)") for p in ("bf16", "fp8") for mode in modes[:2]]
+    assert [(row["precision"], row["mode"], row["jobs"]) for row in rows] == [
+        *ours, ("bf16", "hf_peft", "1 (1 x 512)"), ("bf16", "hf_compile", "1 (1 x 512)")
+    ]  # fmt: skip
+    assert {row["tokens"] for row in rows} == {"512"}
     for floor, together in (rows[:2], rows[2:4]):
         assert floor["step_ms"] == floor["floor_ms"] == together["floor_ms"]
-    assert rows[4]["jobs"] == "1 (8 x 512)"
-
-
-@pytest.mark.slow
-def test_steps_of_equal_size_beside_other_stacks(tiny: Path, tmp_path: Path) -> None:
-    modes = ("together", "hf_peft", "hf_compile")
-    options = [*_options(tiny, tmp_path / "rows.csv"), "--mixes", "512 a step", "--modes", *modes]
-    forked("-m", "scripts.bench.step", *options, "--precisions", "bf16", "fp8")
-    rows = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
-    assert [(row["precision"], row["mode"], row["jobs"]) for row in rows] == [
-        ("bf16", "together", "8 (512 a step)"),
-        ("fp8", "together", "8 (512 a step)"),
-        ("bf16", "hf_peft", "1 (1 x 512)"),
-        ("bf16", "hf_compile", "1 (1 x 512)"),
-    ]
-    assert {row["tokens"] for row in rows} == {"512"}
 
 
 @pytest.mark.parametrize("name", jobs.EQUAL_STEPS)
