@@ -27,19 +27,10 @@ COLUMNS = (
 
 def make_case(**changes: Any) -> Case:
     fields: dict[str, Any] = {
-        "impl": "local",
-        "precision": "bf16",
-        "model": "toy",
-        "layers": None,
-        "tp": 2,
-        "tokens": 256,
-        "rounds": 8,
-        "turns": 2,
-        "commit": "abc",
-        "kernels": None,
-        "modes": ("flag_modules", "own", "floor"),
-        "sequence_parallel": True,
-    }
+        "impl": "local", "precision": "bf16", "model": "toy", "layers": None, "tp": 2,
+        "tokens": 256, "rounds": 8, "turns": 2, "commit": "abc", "kernels": None,
+        "modes": ("flag_modules", "own", "floor"), "sequence_parallel": True,
+    }  # fmt: skip
     return Case(**(fields | changes))
 
 
@@ -115,12 +106,9 @@ def test_a_micro_batch_is_cut_into_one_for_each_job() -> None:
     documents = [Document(slot=0, length=3), Document(slot=2, length=2), Document(slot=2, length=4)]
     rows = torch.arange(12)
     batch = PackedBatch(
-        view=pack_micro_batch(documents, num_slots=3, num_tokens=12),
-        tokens=rows[None],
-        labels=rows[None] + 1,
-        weights=(rows % 2).float(),
-        target_rows=torch.arange(1, 12, 2),
-    )
+        view=pack_micro_batch(documents, num_slots=3, num_tokens=12), tokens=rows[None],
+        labels=rows[None] + 1, weights=(rows % 2).float(), target_rows=torch.arange(1, 12, 2),
+    )  # fmt: skip
     first, second = cut_by_job(batch, multiple=4)
     assert first.tokens.tolist() == [[0, 1, 2, 0]]
     assert second.tokens.tolist() == [[3, 4, 5, 6, 7, 8, 0, 0]]

@@ -197,15 +197,3 @@ def test_curves_share_their_shapes() -> None:
         "tlora": [(4, pytest.approx(1.1)), (16, pytest.approx(1.2))],
         "concat": [(4, pytest.approx(1.5))],
     }
-
-
-def test_the_plot_is_a_picture(tmp_path: Path) -> None:
-    csv = tmp_path / "rows.csv"
-    for tokens, adapters in itertools.product((2048, 8192), (1, 4)):
-        row = _row(provider="tlora", tokens=tokens, adapters=adapters, dropout=0.0)
-        results.append_csv(csv, row)
-    picture = tmp_path / "sub" / "lora.png"
-    assert plot.main(["linear", "--csv", str(csv), "--out", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"dropout must be one of the CSV's, got 0\.5"):
-        plot.plot_linear(results.read_csv([csv]), 0.5, picture)

@@ -6,6 +6,7 @@ import csv
 import json
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -101,18 +102,16 @@ def test_layouts_that_do_not_fit_are_left_out() -> None:
     assert len({layout.folder for layout in cases.LAYOUTS}) == len(cases.LAYOUTS)
 
 
-def test_no_gpu_has_two_runs_at_once() -> None:
-    devices, held, most = layouts.Devices(3), [0, 0, 0], []
+def test_a_gpu_has_as_many_runs_at_once_as_may_share_it() -> None:
+    devices, held, most = layouts.Devices(3), Counter[int](), []
 
     def run(count: int) -> None:
         with devices.take(count) as taken:
             assert len(taken) == count
-            for device in taken:
-                held[device] += 1
-            most.append(max(held))
+            held.update(taken)
+            most.append(max(held.values()))
             time.sleep(0.01)
-            for device in taken:
-                held[device] -= 1
+            held.subtract(taken)
 
     threads = [threading.Thread(target=run, args=(count,)) for count in (3, 2, 1, 1, 2, 3)]
     for thread in threads:
@@ -120,10 +119,7 @@ def test_no_gpu_has_two_runs_at_once() -> None:
     for thread in threads:
         thread.join(timeout=HANG_S)
     assert most == [1] * 6
-
-
-def test_runs_that_share_gpus_have_different_ones_each() -> None:
-    devices = layouts.Devices(2, share=2)
-    with devices.take(2) as first, devices.take(1) as second, devices.take(1) as third:
+    shared = layouts.Devices(2, share=2)
+    with shared.take(2) as first, shared.take(1) as second, shared.take(1) as third:
         assert first == (0, 1)
         assert {*second, *third} == {0, 1}

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from scripts import datasheet_profiles
-from scripts.bench import plot
 from scripts.bench.harness.rows import append_rows
 from scripts.bench.planner import __main__ as script
 from scripts.bench.planner import cases, results
@@ -170,9 +169,3 @@ def test_a_profile_of_one_gpu_gets_another_machines_links(repo: Path) -> None:
         "adapters fit; links and collectives are those of h200.json, not measured here"
     )
     assert found == replace(base, name="h100", notes=found.notes)
-
-
-def test_the_plot_is_a_picture(repo: Path, tmp_path: Path) -> None:
-    rows, picture = repo / "scripts/bench/results/plan_vs_measured.csv", tmp_path / "plan.png"
-    assert plot.main(["planner", "--csv", str(rows), "--out", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""The picture of the simulator's loads; those of the linear and the planner are theirs."""
+"""The pictures of the rows in results/."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts.bench import plot
+from scripts.bench.linear.results import read_csv
 
 
 def _row(policy: str, seed: int, jct_s: float, rate: float) -> dict[str, str]:
@@ -32,7 +33,17 @@ def test_ratios_are_over_the_isolated_run_of_the_same_cell() -> None:
     assert found["philly", 2.0, "no policy beats"]["mean_jct_s"] == [5.0, 5.0]
 
 
-def test_the_plot_is_a_picture(repo: Path, tmp_path: Path) -> None:
-    rows, picture = repo / "scripts/bench/results/simulation_loads.csv", tmp_path / "loads.png"
-    assert plot.main(["loads", "--csv", str(rows), "--out", str(picture)]) == 0
+@pytest.mark.parametrize(
+    ("what", "rows"),
+    [("linear", "lora_linear"), ("planner", "plan_vs_measured"), ("loads", "simulation_loads")],
+)
+def test_rows_become_a_picture(repo: Path, tmp_path: Path, what: str, rows: str) -> None:
+    file, picture = repo / f"scripts/bench/results/{rows}.csv", tmp_path / "picture.png"
+    assert plot.main([what, "--csv", str(file), "--out", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_dropout_must_be_of_the_rows(repo: Path, tmp_path: Path) -> None:
+    rows = read_csv([repo / "scripts/bench/results/lora_linear.csv"])
+    with pytest.raises(ValueError, match=r"dropout must be one of the CSV's, got 0\.5"):
+        plot.plot_linear(rows, 0.5, tmp_path / "picture.png")

@@ -21,19 +21,11 @@ COLUMNS = (
     "p50_ms,p80_ms,tokens,tokens_per_s,ratio_to_floor,peak_bytes,mfu,tflops_per_gpu"
 )
 TINY = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 96,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 
 
 def mixes(**changes: Any) -> list[Any]:
