@@ -134,7 +134,7 @@ def figures(gang_base: str, train_case: str) -> tuple[Figure, ...]:
     te_bf16, te_fp8 = local_bf16 | te, measured | te | {"precision": "fp8"}
     h200 = fp8 | jobs | {"commit": "c6ca12a", "gpu": "NVIDIA H200"}
     steps, flags, fp8_steps = "end_to_end.csv", "flag_speed.csv", "fp8.csv"
-    limit, bare = "the limit of scripts/bench/flag_speed", "over the bare FP8 model"
+    limit, bare = "a limit, no row", "over the bare FP8 model"
     step, engine = "8B step of eight jobs,", "flag, Transformer Engine"
     return (
         # README: "8B, eight jobs, one GPU" over the bare model, and the same with a base in FP8.
