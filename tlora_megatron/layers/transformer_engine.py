@@ -43,7 +43,6 @@ from tlora_megatron.ops.quantised.tensor_scale import (
     UNIT,
     Largest,
     OneScale,
-    cast_tensor,
     take_largest,
 )
 from tlora_megatron.ops.routing import MicroBatchView
@@ -224,9 +223,12 @@ def _rows(quantizer: Any, x_TK: Tensor, largest: Largest | None = None) -> Any:
     dtype = None if largest is None else _plain_scaling(quantizer)
     if largest is None or dtype is None or x_TK.numel() % UNIT:
         return quantizer(x_TK)
+    # Not at the top: triton is only there on machines with a GPU.
+    from tlora_megatron.ops.quantised.triton_tensor_scale import launch_cast
+
     codes = torch.empty_like(x_TK, dtype=torch.uint8)
     rows = quantizer.create_tensor_from_data(codes, fake_dtype=x_TK.dtype, internal=True)
-    cast_tensor(x_TK, largest, codes, rows._scale_inv, dtype)
+    launch_cast(x_TK, largest, codes, rows._scale_inv, dtype)
     return rows
 
 

@@ -63,21 +63,3 @@ def take_largest(x: Tensor) -> Largest | None:
     """Takes the largest magnitude of x off it; None if none was found, or x has changed since."""
     handed = take_handed(x)
     return handed.rows if handed is not None and isinstance(handed.rows, Largest) else None
-
-
-def cast_tensor(
-    x: Tensor, largest: Largest, codes: Tensor, inverse: Tensor, dtype: torch.dtype
-) -> None:
-    """Casts contiguous x, a multiple of `UNIT` elements, and writes the inverse of its scale.
-
-    `scale = most / amax`, where `most` is the dtype's largest value, and 1 where amax is 0 or
-    infinite. A NaN counts for nothing in amax, and gets a NaN's code.
-
-    Args:
-        codes: uint8, as x.
-        inverse: fp32 `[1]`.
-        dtype: `float8_e4m3fn` or `float8_e5m2`.
-    """
-    from tlora_megatron.ops.quantised.triton_tensor_scale import launch_cast
-
-    launch_cast(x, largest.parts, codes, inverse, dtype)

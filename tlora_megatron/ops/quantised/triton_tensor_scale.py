@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tlora_megatron.ops.quantised.tensor_scale import PARTS, UNIT
+from tlora_megatron.ops.quantised.tensor_scale import PARTS, UNIT, Largest
 from tlora_megatron.ops.quantised.triton_rows import code_columns
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
@@ -66,16 +66,25 @@ _cast = WarmKernel(_cast_kernel)
 
 def launch_cast(
     x: torch.Tensor,
-    parts: torch.Tensor,
+    largest: Largest,
     codes: torch.Tensor,
     inverse: torch.Tensor,
     dtype: torch.dtype,
 ) -> None:
-    """See `tensor_scale.cast_tensor`."""
+    """Casts contiguous x, a multiple of `UNIT` elements, and writes the inverse of its scale.
+
+    `scale = most / amax`, where `most` is the dtype's largest value, and 1 where amax is 0 or
+    infinite. A NaN counts for nothing in amax, and gets a NaN's code.
+
+    Args:
+        codes: uint8, as x.
+        inverse: fp32 `[1]`.
+        dtype: `float8_e4m3fn` or `float8_e5m2`.
+    """
     count = x.numel()
     _cast.launch(
         max(1, -(-count // _BLOCK)),
-        (x, parts, codes, inverse),
+        (x, largest.parts, codes, inverse),
         (count // UNIT,),
         (UNIT, PARTS, _BLOCK, dtype == torch.float8_e5m2),
         num_warps=_WARPS,

@@ -15,7 +15,6 @@ from tlora_megatron.ops.frozen import parts, rms_norm
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.quantised.tensor_scale import (
     ONE_SCALE,
-    cast_tensor,
     find_largest,
     take_largest,
 )
@@ -91,7 +90,9 @@ def test_cast_of_a_kernel(kind: str, dtype: torch.dtype) -> None:
     assert largest is not None
     codes = torch.full_like(x, 0xAA, dtype=torch.uint8)
     inverse = torch.full((1,), torch.nan, device=DEVICE)
-    cast_tensor(x, largest, codes, inverse, dtype)
+    from tlora_megatron.ops.quantised.triton_tensor_scale import launch_cast
+
+    launch_cast(x, largest, codes, inverse, dtype)
     amax = x.float().abs().max()
     scale = torch.full_like(amax, MOST[dtype]) / amax
     if kind in ("zeros", "inf"):
