@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.integrations.megatron.lazy_compile import lazy_compile
+from tlora_megatron.integrations.megatron.imports import lazy_compile
 
 START = """
 import sys
 from pathlib import Path
 from tlora_megatron.cli.main import main
 assert "torch" not in sys.modules, "the command line imports torch"
-from tlora_megatron.integrations.megatron import quiet
-quiet.install()
+from tlora_megatron.integrations.megatron import imports
+imports.quieten()
 from tlora_megatron.runtime import backbone, controller  # noqa: F401 - what a run imports
 backbone.import_backbone()
 from tlora_megatron.training.data.tokenize import load_tokenizer

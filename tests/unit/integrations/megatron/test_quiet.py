@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tlora_megatron.integrations.megatron import quiet
+from tlora_megatron.integrations.megatron import imports
 
 GPT_MODEL = "megatron.core.models.gpt.gpt_model"
 
@@ -26,7 +26,7 @@ def _restored() -> Iterator[None]:
 def _heard(message: str, category: type[Warning], module: str) -> bool:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        quiet.install()
+        imports.quieten()
         warnings.warn_explicit(message, category, "somewhere.py", 1, module=module)
     return bool(caught)
 
@@ -77,8 +77,8 @@ def test_only_the_known_warnings_are_silent(
 
 
 def test_only_the_known_log_record_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    quiet.install()
-    quiet.install()
+    imports.quieten()
+    imports.quieten()
     logger = logging.getLogger(GPT_MODEL)
     logger.warning("GPTModel IS DEPRECATED. GPTModel is only accepting %s.", "fixes")
     logger.warning("GPTModel has no layers")

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from tlora_megatron.parallel.nano.overlap import VARIABLE, set_queues, shown_in_order
+from tlora_megatron.parallel.overlap import VARIABLE, set_queues, shown_in_order
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tlora_megatron.parallel.nano.overlap import NO_LIMIT, LaneRoom, lane_room
+from tlora_megatron.parallel.overlap import NO_LIMIT, LaneRoom, lane_room
 
 GPU = torch.device("cuda", 0)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tlora_megatron.ops.lora.cuda_arguments import ExchangeArguments
-from tlora_megatron.parallel.transport import copy_engine
-from tlora_megatron.parallel.transport.copy_engine import CopyEngineCollectives
-from tlora_megatron.parallel.transport.peer_memory import Copy, Exchange, Lane, Sum
+from tlora_megatron.parallel import copy_engine
+from tlora_megatron.parallel.copy_engine import CopyEngineCollectives
+from tlora_megatron.parallel.peer_memory import Copy, Exchange, Lane, Sum
 
 RANK, SIZE = 1, 4
 ADDRESSES = (1 << 20, 2 << 20, 3 << 20, 4 << 20)

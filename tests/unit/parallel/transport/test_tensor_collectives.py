@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
-from tlora_megatron.parallel.transport import tensor_collectives
-from tlora_megatron.parallel.transport.copy_engine import encoded
-from tlora_megatron.parallel.transport.peer_memory import Copy, Exchange, Place, Sum
-from tlora_megatron.parallel.transport.tensor_collectives import (
+from tlora_megatron.parallel import tensor_collectives
+from tlora_megatron.parallel.copy_engine import encoded
+from tlora_megatron.parallel.peer_memory import Copy, Exchange, Place, Sum
+from tlora_megatron.parallel.tensor_collectives import (
     SkippedCollectives,
     make_tensor_collectives,
 )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tlora_megatron.training.driven.requests import (
+from tlora_megatron.training.driven_requests import (
     LOSSES,
     AdamParams,
     Request,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano.cuts import cut_by_length
+from tlora_megatron.parallel.nano_cuts import cut_by_length
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import Item, RoundShape
 from tlora_megatron.training.packing.recompute_cut import RoundRule, fill_by_time, round_ends_ps
