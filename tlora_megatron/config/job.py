@@ -96,7 +96,7 @@ class LoraSpec:
     )
     expert_sharing: Literal["none", "outer"] = rule(
         "outer: all routed experts of a layer share A of gate_proj and up_proj (or of linear_fc1) "
-        "and B of down_proj, as vLLM and SGLang serve them; none: each expert has its own factors",
+        "and B of down_proj, as vLLM and SGLang serve them",
         default="none",
     )
     use_rslora: bool = rule(

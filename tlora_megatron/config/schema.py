@@ -109,8 +109,7 @@ class ParallelSpec:
     )
     ep_size: int = rule(
         "processes that share the routed experts of each layer (expert parallelism, Megatron's "
-        "--expert-model-parallel-size); they are data-parallel, context-parallel or, with "
-        "expert_tp_size 1, tensor-parallel processes as well",
+        "--expert-model-parallel-size; see experts.md)",
         default=1,
         ge=1,
     )
@@ -170,16 +169,15 @@ class RunSpec:
         ge=1,
     )
     deterministic: bool = rule(
-        "the same bits of a job's losses and adapter in every run of one fingerprint (kind of "
-        "device, layout, versions), beside any jobs: fills in portion_tokens and lora_sharding, "
-        "and refuses what cannot keep it (see determinism.md)",
+        "the same bits of a job's losses and adapter beside any jobs, on one kind of device, "
+        "layout and version: fills in portion_tokens and lora_sharding, and refuses what cannot "
+        "keep it (see determinism.md)",
         default=False,
     )
     round_depth: Literal[1, 2, 4, "auto"] = rule(
         "micro-batches that a data-parallel replica gets in a round. 1: one, balanced by tokens. "
         "2, 4: so many, shared out by predicted time; jobs with small batches step less often. "
-        "auto: by predicted time, and deeper only where all jobs together gain 5 %, or the "
-        "smallest loses no more (see rounds.md)",
+        "auto: by predicted time, deeper only where it pays (see rounds.md)",
         default=1,
     )
     correct_speeds: bool = rule(
