@@ -43,11 +43,7 @@ class Message:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: if it is something else.
-        """
+        """Reads what `to_json` wrote; raises `ValueError` if it is something else."""
         try:
             return cls(**json.loads(line))
         except (TypeError, ValueError) as error:
@@ -59,13 +55,8 @@ class Message:
 class RequestFolder:
     """Requests as files of one folder, and answers of the same names as files of another one.
 
-    Each is written whole or not at all. Neither side holds any state: whatever dies, the other one
-    goes on from the files.
-
-    Args:
-        requests, answers: made when something is written there.
-        suffix: of all files' names.
-        durable: what is written outlives a fall of the machine.
+    Each is written whole or not at all, and outlives a fall of the machine if `durable`. Neither
+    side holds any state: whatever dies, the other one goes on from the files.
     """
 
     def __init__(
@@ -154,9 +145,7 @@ class RequestFolder:
 class LinePipe:
     """Lines of JSON both ways between a process and its child; nothing waits but `wait`.
 
-    Args:
-        reading: descriptor, owned by it from now on; None = it is only written to.
-        writing: the same for the other way.
+    It owns both descriptors; without one to read from it is only written to.
     """
 
     def __init__(self, reading: int | None, writing: int) -> None:

@@ -28,8 +28,8 @@ from scripts.bench.harness.rows import append_rows, gpu_name
 from scripts.bench.harness.turn import wait_for_turn
 from tests.helpers.gang_driver import DrivenJob, GangDriver, quickstart_base
 from tlora_megatron.ops.kernel_build import build, built_library
+from tlora_megatron.service.engines.local import COMMAND as WORKER_COMMAND
 from tlora_megatron.service.engines.local import LocalEngine
-from tlora_megatron.service.engines.preforked import COMMAND as WORKER_COMMAND
 from tlora_megatron.service.messages import GangFolder
 
 _LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

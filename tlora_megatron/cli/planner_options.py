@@ -68,11 +68,7 @@ def check_plan_arguments(args: argparse.Namespace) -> None:
 
 
 def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
-    """The best plan for this run's processes as overrides, equal on every process.
-
-    Raises:
-        ValueError: if no plan fits; the message names changes that would make one fit.
-    """
+    """The best plan for this run's processes, as overrides; `ValueError` if none fits."""
     from tlora_megatron.runtime.planning.deployments import best_deployment, deployment_overrides
     from tlora_megatron.runtime.planning.plan_inputs import best_plan
 

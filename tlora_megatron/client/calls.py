@@ -41,11 +41,7 @@ def is_address(service: str) -> bool:
 
 
 def check_address(address: str) -> str:
-    """The address without what follows host, port and path.
-
-    Raises:
-        ValueError: if it is none, or holds a password.
-    """
+    """The address up to its path; raises `ValueError` if it is none, or has a password."""
     try:
         parts = urlsplit(address)
         port = parts.port
@@ -62,11 +58,7 @@ def check_address(address: str) -> str:
 
 
 def find_token(address: str) -> str:
-    """The token for a service: from the environment, or a file that nobody else can read.
-
-    Raises:
-        ValueError: if there is none, or others can read the file.
-    """
+    """The token from the environment, or a file that others cannot read, or else a `ValueError`."""
     given = os.environ.get(TOKEN_VARIABLE, "").strip()
     if given:
         return given

@@ -78,18 +78,12 @@ def read_config(
     settle: bool = True,
     files_may_be_missing: bool = False,
 ) -> RunConfig:
-    """Checks a configuration that has already been read.
+    """Checks a configuration that has already been read, as `load_config` does.
 
     Args:
         folder: where relative paths start.
-        output_dir: as in `load_config`.
         targets: as in `check_job`.
         base_model: replaces the section `base_model`, which may then be absent.
-        settle: as in `load_config`.
-        files_may_be_missing: as in `load_config`.
-
-    Raises:
-        ConfigError: as in `load_config`.
     """
     for key in document:
         if key not in SECTIONS:
@@ -120,11 +114,7 @@ def read_gang_config(
 
     Args:
         sections: `base_model`, and where they differ from the defaults `parallel` and `run`.
-        folder: where relative paths start.
         output_dir: the folder that holds `jobs/NAME`.
-
-    Raises:
-        ConfigError: as in `load_config`.
     """
     known = ("base_model", "parallel", "run")
     for key in sections:
@@ -138,11 +128,7 @@ def read_gang_config(
 
 
 def check_jobs_may_change(parallel: ParallelSpec, run: RunSpec) -> None:
-    """Refuses settings that are chosen from all jobs of a run, where further ones may come.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Refuses settings that are chosen from all jobs of a run, where further ones may come."""
     where = "for a super-model whose jobs come and go"
     if parallel.is_unlike:
         raise must("parallel.replicas", f"be alike {where}", short_form(parallel.replicas or ()))
@@ -157,7 +143,6 @@ def fit_job(job: JobSpec, config: RunConfig, *, may_be_driven: bool = False) -> 
     """Fits a job that was read alone to the super-model that it is to join.
 
     Args:
-        config: of the super-model.
         may_be_driven: somebody hands clients' requests to the super-model.
 
     Raises:
@@ -178,10 +163,7 @@ def _settled(config: RunConfig, *, settle: bool = True) -> RunConfig:
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """Plain values from which `load_config` reads the same configuration.
-
-    Jobs that were left out are missing.
-    """
+    """Plain values from which `load_config` reads the same configuration, without jobs left out."""
     document: dict[str, Any] = plain(
         {
             "base_model": asdict(config.base_model),

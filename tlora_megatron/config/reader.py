@@ -49,11 +49,7 @@ def unknown(path: str, key: Any, valid: Iterable[str]) -> ConfigError:
 
 
 def read_spec(kind: type[T], raw: Any, path: str) -> T:
-    """Makes a `kind` from a mapping, checked against its annotations and its fields' limits.
-
-    Raises:
-        ConfigError: for the first unknown key, missing key, wrong type or value out of range.
-    """
+    """Makes a `kind` from a mapping, checked by annotations and limits, or refuses it."""
     spec: T = _read_dataclass(kind, raw, path, partial=False)
     return spec
 
@@ -204,11 +200,7 @@ def _join(path: str, key: Any) -> str:
 
 
 def nearest(value: Any, options: Iterable[Any], *, likeness: float = 0.6) -> str:
-    """The remedy that names the option most like `value`; empty where none is like it.
-
-    Args:
-        likeness: least ratio of `difflib`, 1 = equal.
-    """
+    """The remedy that names the option most like `value`, by `difflib`'s ratio; or else empty."""
     words = [str(option) for option in options]
     near = difflib.get_close_matches(str(value), words, n=1, cutoff=likeness)
     return f"did you mean {near[0]}?" if near else ""

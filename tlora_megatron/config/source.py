@@ -17,11 +17,7 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def read_document(path: Path, name: str = "configuration file") -> dict[str, Any]:
-    """Reads the mapping that a YAML or JSON (`.json`) file holds.
-
-    Args:
-        path: the file.
-        name: what the user calls it, for errors.
+    """Reads the mapping that a YAML or JSON (`.json`) file holds, which the user calls `name`.
 
     Raises:
         ConfigError: if the file is missing or malformed, repeats a key, or holds no mapping.
@@ -35,12 +31,7 @@ def read_document(path: Path, name: str = "configuration file") -> dict[str, Any
 
 
 def parse_document(content: bytes, what: str, *, is_json: bool) -> dict[str, Any]:
-    """Reads the mapping that YAML or JSON holds.
-
-    Args:
-        content: its bytes.
-        what: its name in errors.
-        is_json: JSON; else YAML.
+    """Reads the mapping that YAML or JSON holds; `what` is its name in errors.
 
     Raises:
         ConfigError: if it is malformed, repeats a key, or holds no mapping.
@@ -94,11 +85,7 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:
-    """Sets one value in place: `run.seed=1`, `jobs[0].lora.rank=8`, `jobs.gsm8k.lora.rank=8`.
-
-    Raises:
-        ConfigError: if the text is not `path=value`, or the path does not lead anywhere.
-    """
+    """Sets one value in place: `run.seed=1`, `jobs[0].lora.rank=8`, `jobs.gsm8k.lora.rank=8`."""
     path, equals, text = override.partition("=")
     path = path.strip()
     if not equals or not path:

@@ -196,11 +196,7 @@ class HardwareProfile:
 
 
 def load_profile(path: str | Path) -> HardwareProfile:
-    """Reads a profile from YAML or JSON; unknown keys are errors.
-
-    Raises:
-        ConfigError: if the file is missing or holds anything that is not a profile.
-    """
+    """Reads a profile from YAML or JSON; a `ConfigError` names what is unknown or missing."""
     path = Path(path)
     document = read_document(path, "hardware profile")
     try:
@@ -248,7 +244,6 @@ def find_profile(name: str, folders: Sequence[Path], option: str = "--hardware")
 
     Args:
         name: a path with a suffix, or the name of a file without one.
-        folders: where to look for a name.
         option: the option or key with which the user gave the name.
 
     Raises:

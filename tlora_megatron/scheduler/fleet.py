@@ -97,10 +97,7 @@ class Fleet:
         self.changes.freed = True
 
     def carry_on(self, group: Group, without: Collection[Member], now_s: float) -> None:
-        """Lets the remaining members of a closed group train on.
-
-        They keep their speeds where the model says that they cannot be: they run.
-        """
+        """Lets the remaining members of a closed group train on, whatever the model says."""
         gone = {member.job.index for member in without}
         parts = Parts(running=tuple((group, m) for m in group.members if m.job.index not in gone))
         if not len(parts):
@@ -122,9 +119,6 @@ class Fleet:
         """Dissolves and forms groups as decided, and takes the jobs that start from the queue.
 
         Args:
-            decisions: of one call of a policy.
-            queue: the waiting jobs.
-            now_s: the time.
             cost: pauses of the new groups.
             keeps_bounds: require that every new group keeps its members' bounds.
 

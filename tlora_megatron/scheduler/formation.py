@@ -54,11 +54,7 @@ def formed(
     number: int,
     vacated_s: float = 0.0,
 ) -> Group:
-    """Forms a group of `parts` on `gpus`; it trains after its save, move and re-plan.
-
-    Args:
-        vacated_s: seconds until those who held the GPUs have saved their state.
-    """
+    """Forms a group on `gpus`; it trains after its save, move and re-plan, and others' saves."""
     ready_s = max([now_s + vacated_s, *(group.ready_s for group, _ in parts.running)])
     ready_s += _pause_s(parts, gpus, cost)
     by_kind = rates.by_kind
@@ -91,10 +87,7 @@ def _joined(waiting: Waiting, tokens_per_s: float, ready_s: float) -> Member:
 def carried_on(
     group: Group, parts: Parts, *, rates: GroupRates, now_s: float, number: int
 ) -> Group:
-    """Forms the group that remains when members of `group` leave: same GPUs, no pause.
-
-    It may keep its plan, so that no member becomes slower because another one leaves.
-    """
+    """Forms the group that remains when members leave: same GPUs, no pause."""
     members = tuple(
         Member(
             job=member.job,
@@ -117,11 +110,7 @@ def carried_on(
 def paused(
     group: Group, member: Member, *, now_s: float, cost: RegroupCost, end_by_s: float = math.inf
 ) -> Waiting:
-    """A member that leaves its GPUs to others for a while, and waits to come back.
-
-    Args:
-        end_by_s: when others who were paused before need these GPUs.
-    """
+    """A member that leaves its GPUs for a while; others who were paused need them by `end_by_s`."""
     left = group.tokens_left(member, now_s)
     back_s = cost.pause_s((), group.gpus, [member.job]) + left / member.tokens_per_s
     return Waiting(

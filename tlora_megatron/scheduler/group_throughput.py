@@ -64,8 +64,7 @@ Kinds = tuple[int, ...]
 class Speeds:
     """A cache of the models' estimates: each question of a run is computed once.
 
-    Jobs with equal base model, adapter, batch and lengths are of one *kind*, a small integer. A
-    trace has tens of kinds and hundreds of thousands of questions about them.
+    Jobs with equal base model, adapter, batch and lengths are of one *kind*, a small integer.
     """
 
     def __init__(self, models: Mapping[str, GroupThroughput]) -> None:
@@ -152,19 +151,13 @@ class Speeds:
         return GroupRates(by_kind, total, memory_bytes)
 
     def prepare(self, kind: int, most: int) -> None:
-        """Asks the model all that decisions ask about one job, so that none has to wait for it.
-
-        Callers do so when a job is submitted; `most` are the GPUs of the cluster.
-        """
+        """Asks the model, for up to `most` GPUs, all that decisions will ask about a job."""
         self.sizes(kind, most)
         for power in range(min(most, _LARGEST_FULL).bit_length()):
             self.full_speed(kind, 1 << power)
 
     def sizes(self, kind: int, most: int) -> Mapping[int, float]:
-        """Numbers of GPUs that are worth holding for one job, with its speed on them.
-
-        Powers of two up to `most`, each faster than the one before by 2 % at least.
-        """
+        """Numbers of GPUs worth holding, with its speed on them: powers of two, each 2 % faster."""
         key = (kind, most)
         if key not in self._sizes:
             self._sizes[key] = dict(self._worth_holding(kind, most))
@@ -192,11 +185,7 @@ class Speeds:
         return self._residual[key]
 
     def full_speed(self, kind: int, num_gpus: int) -> float:
-        """Tokens per second when the GPUs have enough work: a large batch of short sequences.
-
-        No group of this base model is faster, except for small differences from cheaper adapters
-        or longer sequences.
-        """
+        """Tokens per second when the GPUs have enough work: a large batch of short sequences."""
         if num_gpus > _LARGEST_FULL:
             return num_gpus / _LARGEST_FULL * self.full_speed(kind, _LARGEST_FULL)
         base = self._loads[kind][0]
@@ -269,11 +258,7 @@ class CalibratedSpeeds(Speeds):
     def measured(
         self, kinds: Kinds, num_gpus: int, tokens_per_s: float, rounds: int
     ) -> float | None:
-        """Notes the speed of a group that did not change meanwhile.
-
-        Returns:
-            The factor now in use if it has changed by 15 % or more, else None.
-        """
+        """Notes the speed of a group; returns the factor in use if it changed by 15 %."""
         predicted = super().rates(kinds, num_gpus)
         if predicted is None or not predicted.total or tokens_per_s <= 0:
             return None

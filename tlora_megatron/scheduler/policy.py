@@ -56,12 +56,7 @@ class RegroupCost:
         return sum(job.state_bytes for job in jobs) / self.state_bytes_per_s
 
     def pause_s(self, sources: tuple[Group, ...], gpus: tuple[int, ...], moved: list[Job]) -> float:
-        """Pause of a new group in seconds.
-
-        Args:
-            sources: the groups it is formed from.
-            gpus: its GPUs.
-            moved: jobs whose state comes from elsewhere: other groups, or checkpoints.
+        """Pause in seconds of a new group, whose moved jobs' state comes from elsewhere.
 
         A group formed from nothing costs 0: the start is part of the duration a trace records.
         """

@@ -49,10 +49,9 @@ class Home:
 
     @classmethod
     def open(cls, root: str | Path | None = None) -> Home:
-        """Opens the service's folder and makes it if it is missing.
+        """Opens the service's folder and makes it if it is missing;
 
-        Args:
-            root: None = that of the environment variable TLORA_SERVICE, or `~/.tlora`.
+        None = TLORA_SERVICE or `~/.tlora`.
 
         Raises:
             ValueError: if the folder cannot be made or used, or belongs to somebody else.
@@ -142,11 +141,7 @@ class Home:
 
 
 def check_tenant(name: str) -> str:
-    """The name, if a tenant may be called so.
-
-    Raises:
-        ValueError: if it may not.
-    """
+    """The name, if a tenant may be called so; raises `ValueError` if it may not."""
     if not _TENANT.fullmatch(name):
         raise ValueError(
             "a tenant's name must be at most 32 lower-case letters, digits and hyphens, the first "
@@ -205,7 +200,6 @@ def store_place(of: Home, database: str | None = None) -> str | Path:
     """Where a service's store is: its folder's SQLite file, or a database that it remembers.
 
     Args:
-        of: the service's folder.
         database: address to use from now on; None = what is remembered.
 
     Raises:

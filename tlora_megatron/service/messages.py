@@ -228,12 +228,7 @@ class GangFolder:
         return (self.path / "spec.json").exists()
 
     def spec(self) -> GangSpec:
-        """Reads what `create` wrote.
-
-        Raises:
-            OSError: if it is not there.
-            ValueError: if it is not a spec.
-        """
+        """Reads what `create` wrote; raises `OSError` or `ValueError` if it is not there."""
         return GangSpec.from_json((self.path / "spec.json").read_text())
 
     def write(self, name: str, text: str) -> None:

@@ -43,28 +43,20 @@ _TYPES = {"lengths": np.int32, "tokens": np.int32, "targets": np.int64}
 
 
 class RequestLog:
-    """Requests and answers of one driven job.
-
-    Args:
-        folder: of the job.
-    """
+    """Requests and answers of one driven job, in its folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = RequestFolder(folder / "requests", folder / "answers", suffix=".safetensors")
         self._covered = self._folder.requests / "covered.json"
 
     def write_request(self, number: int, request: Request) -> bool:
-        """Leaves a request for the job; it is on the disk when this returns.
+        """Leaves a request for the job on the disk; False if its number is taken: the first counts.
 
         Args:
             number: from 1. Requests are carried out in the order of their numbers, without a gap.
 
-        Returns:
-            False if there was one of this number before: the first counts.
-
         Raises:
             RequestError: if it cannot be carried out, whatever the base.
-            OSError: if the disk refuses.
         """
         if number < 1:
             raise RequestError(f"number must be at least 1, got {number}")
@@ -79,12 +71,7 @@ class RequestLog:
         return self._request(number).exists()
 
     def read_request(self, number: int) -> Request:
-        """Reads a request.
-
-        Raises:
-            RequestError: if the file is damaged.
-            OSError: if there is none, or the disk refuses.
-        """
+        """Reads a request; raises `RequestError` if it is damaged, `OSError` if not there."""
         metadata, arrays = _unpacked(self._request(number))
         try:
             op, params = metadata["op"], json.loads(metadata["params"])
@@ -158,11 +145,7 @@ class RequestLog:
         return int(value["covered"]) if value else 0
 
     def prune(self, covered: int) -> None:
-        """Removes what a checkpoint has made superfluous; the caller has the job's lease.
-
-        Args:
-            covered: the last request that the checkpoint counts.
-        """
+        """Removes what a checkpoint has made superfluous, up to the last request that it counts."""
         if covered <= self.covered():
             return
         self._write_covered(covered)
@@ -208,10 +191,7 @@ class _Task(NamedTuple):
 class RequestLogs:
     """The requests that wait in jobs' folders; `training.driven_requests.Clients`.
 
-    Answers are written by a thread, in their order: the disk keeps nobody waiting.
-
-    Args:
-        may_write: asked by a job's name before anything in its folder changes.
+    A thread writes answers, in their order; `may_write` is asked by a job's name before.
     """
 
     def __init__(self, root: Path, may_write: Callable[[str], bool]) -> None:
@@ -232,12 +212,7 @@ class RequestLogs:
         return self._of(job).has_answer(number)
 
     def read(self, job: str, number: int) -> Request:
-        """Reads a request that the first rank has seen.
-
-        Raises:
-            RequestError: if it is damaged.
-            OSError: if it cannot be read for long: this rank then ends, and the gang with it.
-        """
+        """Reads a request that the first rank has seen; raises `RequestError` if it is damaged."""
         end_s = time.monotonic() + _PATIENCE_S
         while True:
             try:

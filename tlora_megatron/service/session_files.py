@@ -37,12 +37,11 @@ _FILES = ("models", "samplers", "checkpoints", "beat", "session.json")
 def take_up_sessions(home: Home, store: Store) -> list[str]:
     """Writes what files say of sessions into the store, in one transaction, and moves them aside.
 
-    Files are moved only behind the commit, and a session that the store has is not read again: a
-    kill at any moment loses nothing and doubles nothing. Samples stay the files that they are.
+    They are moved behind the commit, and a session that the store has is not read again. Samples
+    stay.
 
     Returns:
-        Sentences about what was done: how many sessions were taken up, and which cannot be read.
-        Those stay where they are.
+        Sentences: how many sessions were taken up, and which cannot be read and stay.
     """
     for removed in home.tenants.glob("*/tinker/.s*"):
         shutil.rmtree(removed, ignore_errors=True)

@@ -77,11 +77,7 @@ class Limits:
 
 
 def limits_of(jobs: Iterable[Job], speeds: Speeds, num_gpus: int) -> Limits:
-    """The greatest speeds on a cluster of `num_gpus` GPUs.
-
-    A job is tried on the numbers of GPUs that policies give: powers of two, what jobs of its kind
-    ask for, and halves of that.
-    """
+    """The greatest speeds on `num_gpus` GPUs, of the numbers that policies give to a job."""
     powers = [1 << power for power in range(num_gpus.bit_length())]
     sizes: dict[int, set[int]] = {}
     for job in jobs:
@@ -105,10 +101,7 @@ def _fastest(speeds: Speeds, kind: int, sizes: Iterable[int]) -> float:
 
 
 def _full(speeds: Speeds, base: str, kinds: Iterable[int]) -> float:
-    """Tokens per second of a GPU that trains a cheap adapter on as many short sequences as it can.
-
-    The sequences are as short as any of the jobs', and of a length that leaves no row empty.
-    """
+    """Tokens per second of a GPU that trains a cheap adapter on short sequences."""
     loads = [speeds.load_of(kind) for kind in kinds if speeds.base_of(kind) == base]
     shortest = max(_SHORTEST, min(load.lengths.pairs[0][0] for load in loads))
     length = 1 << (shortest.bit_length() - 1)
@@ -130,10 +123,7 @@ def _full(speeds: Speeds, base: str, kinds: Iterable[int]) -> float:
 
 
 def exceeded_by(limits: Limits, speeds: Speeds) -> list[str]:
-    """Groups that train faster than the limits allow, in words; the bounds hold if there is none.
-
-    Looks at all groups of the limits' kinds that `speeds` was asked about.
-    """
+    """Groups that train faster than the limits allow, in words; the bounds hold if none."""
     found = []
     for kinds, num_gpus, rates in speeds.answers():
         if not limits.fastest.keys() >= set(kinds):
@@ -166,8 +156,7 @@ def fluid_s(demands: Sequence[Demand], num_gpus: int) -> float:
 def mean_busy_s(demands: Sequence[Demand], num_gpus: int) -> float:
     """Mean of busy times and half fastest times, on one machine that serves the smallest job.
 
-    A job that ends at C cannot have done its work around a time later than C less half its fastest
-    time, whatever it trained with.
+    A job that ends at C cannot have done its work around a time later than C less half that time.
     """
     served = _serve(demands, num_gpus, lambda demand, left_s: demand.gpu_s)
     return _mean(
@@ -187,13 +176,7 @@ class _Served:
 def _serve(
     demands: Sequence[Demand], num_gpus: int, first: Callable[[Demand, float], float]
 ) -> list[_Served]:
-    """One machine of all GPUs serves the job for which `first` is least, and may change any time.
-
-    Args:
-        demands: the jobs.
-        num_gpus: GPUs of the machine.
-        first: a job's place from its demand and the seconds of work that it has left.
-    """
+    """One machine of all GPUs serves the job for which `first` is least."""
     served = [_Served() for _ in demands]
     arrivals = sorted(range(len(demands)), key=lambda index: demands[index].submit_s)
     queue: list[tuple[float, int, float]] = []

@@ -55,8 +55,6 @@ class Simulator:
 
         Args:
             jobs: in order of submission; `Job.index` is the place in the list.
-            shape: shape of the cluster.
-            policy: the scheduling policy.
             speeds: speeds of groups; the same object that the policy asks.
             cost: pauses of groups that change.
             faults: failures and cancellations; None: there are none.

@@ -123,9 +123,9 @@ class Study:
         return self.offered_load if asked is None else asked
 
     def yardsticks(self) -> Yardsticks | None:
-        """Bounds that no policy beats, and an estimate of what is within reach.
+        """Bounds that no policy beats, and an estimate of what is within reach;
 
-        None where faults were drawn: which jobs finish then depends on the policy.
+        None with faults.
         """
         if self.options.faults != FaultRates():
             return None
@@ -138,12 +138,7 @@ class Study:
         )
 
     def run(self, policy: str, on_progress: Callable[[float], None] | None = None) -> PolicyRun:
-        """Replays the trace under a policy.
-
-        Raises:
-            ValueError: if there is no such policy.
-            InvariantError: if the ledger does not balance.
-        """
+        """Replays the trace under a policy; raises `ValueError` or `InvariantError`."""
         options = self.options
         rules = Rules(
             lookahead=options.lookahead,

@@ -108,7 +108,6 @@ def load_mix(name: str) -> tuple[JobMix, dict[str, ModelSpec]]:
 
     Raises:
         ConfigError: if there is none, or the file is not a mix.
-        ValueError: if a base model cannot be read, or has routed experts.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml", ".json"):
@@ -248,10 +247,7 @@ def _speed_alone(row: TraceRow, drawn: Attributes, speeds: Speeds) -> tuple[int,
 
 
 def _as_costed(load: JobLoad) -> JobLoad:
-    """The load as the cost model sees it, so that similar jobs are of one kind.
-
-    Kernels round ranks up to multiples of 16, and every dropout rate costs the same.
-    """
+    """The load as the cost model sees it: with ranks in 16s, and any dropout as one."""
     return replace(
         load,
         rank=-(-load.rank // _RANK_STEP) * _RANK_STEP,
@@ -268,10 +264,7 @@ def state_bytes(spec: ModelSpec, load: JobLoad) -> float:
 
 
 def flops_per_token(spec: ModelSpec) -> float:
-    """The least operations that a token needs: frozen linears and output layer, both passes.
-
-    Attention, adapters and recomputation are left out.
-    """
+    """The least operations that a token needs in frozen linears and output layer."""
     return 4.0 * (spec.num_layers * spec.row_weights + spec.vocab_size * spec.hidden_size)
 
 

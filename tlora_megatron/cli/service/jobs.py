@@ -34,12 +34,7 @@ STATE_STYLE = {
 
 
 def job_table(jobs: Iterable[JobRow], now_s: float | None = None) -> Table:
-    """A row a job: what it is called, how far it is, where it runs.
-
-    Args:
-        jobs: in the order of the rows.
-        now_s: Unix time from which ages count; None: now.
-    """
+    """A row a job, in order: what it is called, how far it is, where it runs, its age now."""
     now_s = time.time() if now_s is None else now_s
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for column in ("job", "id", "state", "steps", "loss", "tokens", "gang", "age"):

@@ -91,11 +91,7 @@ class Service(Protocol):
         """
 
     def find(self, name: str) -> JobRow:
-        """The job of an id or a name.
-
-        Raises:
-            ConfigError: if there is none.
-        """
+        """The job of an id or a name; raises `ConfigError` if there is none."""
 
     def get(self, jobs: Sequence[str]) -> list[JobRow]:
         """The jobs of these ids, as they are now."""

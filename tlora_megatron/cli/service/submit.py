@@ -23,11 +23,7 @@ _LINE_EVERY_S = 5.0
 
 
 def wait_for(service: Service, jobs: Sequence[JobRow], console: Console) -> bool:
-    """Waits until all jobs have ended.
-
-    Returns:
-        True if all of them have finished.
-    """
+    """Waits until all jobs have ended; returns True if all of them have finished."""
     show = _Bars(console) if console.is_terminal else _Lines(console)
     ids = [job.id for job in jobs]
     try:

@@ -61,9 +61,6 @@ def gate_passes(spec: ModelSpec, size: int) -> tuple[float, float]:
     Forward, x is read for the sigmoid, the result is weighed and added to the routed experts'.
     Backward, the sigmoid's gradient is a product in fp32, summed over the row; dy is weighed, and
     both gradients of x are added to each other and to the routed experts'.
-
-    Args:
-        size: bytes of an element of the base's activations.
     """
     if spec.shared_ffn_size is None:
         return 0.0, 0.0
@@ -79,12 +76,8 @@ def shared_bytes(
     """Counts what a shared expert keeps and works in; nothing without one.
 
     Kept are gate and up, what comes out before it is weighed, and the weight; for adapters also
-    their inputs and rank columns.
-
-    Args:
-        ranks: rank columns by linear (`SavedInputs.ranks`).
-        size: bytes of an element of the base's activations.
-        keeps_input: False where the routed experts' adapters keep the same rows.
+    their inputs and rank columns (`SavedInputs.ranks`), unless the routed experts' keep the same
+    rows.
     """
     if spec.shared_ffn_size is None:
         return SharedBytes(0.0, 0.0)
@@ -107,12 +100,8 @@ _STEPS = 1024
 def fullest_share(ranks: int, experts: int) -> float:
     """Returns the expected rows of the fullest of some ranks over those of the mean one.
 
-    Sums of `experts` exponential variables are gamma variables, whose distribution is taken by
-    Wilson and Hilferty's approximation (PNAS 17, 1931).
-
-    Args:
-        ranks: that share the rows.
-        experts: of each rank; those of several layers where the sum over layers counts.
+    Sums of `experts` exponential variables, of a rank or all layers, are gamma variables, whose
+    distribution is taken by Wilson and Hilferty's approximation (PNAS 17, 1931).
     """
     if ranks == 1:
         return 1.0
@@ -170,12 +159,7 @@ def expert_split(spec: ModelSpec, plan: Plan) -> ExpertSplit | None:
 
 
 def check_predictable(spec: ModelSpec, jobs: Sequence[JobLoad]) -> None:
-    """Refuses what no prediction knows of a base with routed experts.
-
-    Raises:
-        ValueError: for gpt-oss, or a job with a target that is neither on the attention linears nor
-            on the experts that there are.
-    """
+    """Refuses gpt-oss, and jobs with a target that a base with routed experts does not predict."""
     if spec.experts is None:
         return
     refuse_gpt_oss(spec.model_type, "the base of a prediction")
@@ -229,11 +213,7 @@ class RoutedWork:
         self._spec, self._rates = spec, rates
 
     def cost(self, plan: Plan, rows: float) -> RoutedCost:
-        """The time of one layer.
-
-        Args:
-            rows: of a context-parallel rank's micro-batch.
-        """
+        """The time of one layer on the rows of a context-parallel rank's micro-batch."""
         split = expert_split(self._spec, plan)
         assert split is not None, "the model has experts"
         own, routed = rows * split.row_share, rows * split.routed
@@ -281,11 +261,7 @@ class RoutedWork:
         return forward, backward
 
     def _passes(self, split: ExpertSplit, rows: float) -> _Both:
-        """Time of passes that spread rows, weigh and activate them, and sum them up again.
-
-        Each row is read and written where it is spread, read where it is summed, and the sum of
-        all its experts' is written; backward likewise.
-        """
+        """Time of passes that spread rows, weigh and activate them, and sum them up again."""
         size, hidden, inner = self._rates.element_bytes, split.hidden_size, split.inner
         ordered = 2 * 2 * hidden if split.ep_size > 1 else 0
         moved = (2 + 1 + 1 / split.spec.top_k) * hidden + ordered

@@ -34,7 +34,10 @@ TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
 }
 """Status -> the word for programs; other ones are `invalid_request_error` or `server_error`."""
-_KEPT = {NotFound: 404, KeyReused: 409, NameTaken: 409, IllegalChange: 409, OverLimit: 429}
+_KEPT: Mapping[type[Exception], int] = {
+    **dict.fromkeys((KeyReused, NameTaken, IllegalChange), 409),
+    **{NotFound: 404, OverLimit: 429, ConfigError: 400},
+}
 _OWN_WORDS = {
     StoreFull: (507, "the service's disk must have room: nothing of this change was kept"),
     StoreBusy: (503, "the service's store is busy: nothing of this change was kept; try again"),
@@ -54,15 +57,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Takes what the client is told.
-
-        Args:
-            status: Of HTTP.
-            message: `<name> must <rule>, got <value>`, and the remedy.
-            param: The field or parameter that is wrong.
-            code: A word for programs that says more than the status.
-            headers: Of the answer.
-        """
+        """Takes a status, `<name> must <rule>, got <value>`, the wrong field, a programs' word."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -112,12 +107,7 @@ def missing(what: str, got: str) -> ApiError:
 
 
 def install(app: FastAPI, formats: Mapping[str, Format]) -> None:
-    """Lets an app answer all errors in sentences.
-
-    Args:
-        app: The app.
-        formats: Beginning of a path -> the format of errors below it; others are native.
-    """
+    """Lets an app answer all errors in sentences, by beginnings of paths; others are native."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         found = as_api_error(error)
@@ -136,8 +126,6 @@ def as_api_error(error: Exception) -> ApiError:
     for kind, status in _KEPT.items():
         if isinstance(error, kind):
             return ApiError(status, str(error))
-    if isinstance(error, ConfigError):
-        return ApiError(400, str(error))
     if isinstance(error, RequestValidationError):
         return _of_validation(error)
     if isinstance(error, StarletteHTTPException):

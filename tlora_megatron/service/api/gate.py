@@ -30,11 +30,7 @@ class Bucket:
         self._at = clock()
 
     def take(self, tenant: str) -> None:
-        """Takes one request.
-
-        Raises:
-            ApiError: 429, with the seconds after which there is room again.
-        """
+        """Takes one request; refuses one too many with the seconds after which there is room."""
         now = self._clock()
         self._room = min(self._most, self._room + (now - self._at) * self.rate_per_s)
         self._at = now
@@ -87,28 +83,21 @@ class Gate:
         self._buckets: dict[str, Bucket] = {}
 
     async def admit(self, secret: str | None) -> Caller:
-        """The caller of a token.
-
-        Raises:
-            ApiError: 401 if there is no such token, 429 if its tenant asks too often.
-        """
+        """The caller of a token; refuses an unknown one, and a tenant that asks too often."""
         caller = await self.know(secret)
         self._bucket(caller).take(caller.tenant)
         return caller
 
     async def know(self, secret: str | None) -> Caller:
-        """The caller of a token, without counting a request.
-
-        Raises:
-            ApiError: 401 if there is no such token.
-        """
+        """The caller of a token, without counting a request; refuses an unknown one."""
         if not secret:
             raise _unknown("a request must bring a token, got none")
         found = self._known.get(secret)
         if found is None or found[0] <= self._clock():
             caller = await run_in_threadpool(self._find, secret)
-            self._remember(secret, caller)
-            return caller
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            found = self._known[secret] = (self._clock() + KNOWN_S, caller)
         return found[1]
 
     def _find(self, secret: str) -> Caller:
@@ -118,11 +107,6 @@ class Gate:
         return Caller(
             token.tenant, token.scopes, token.id, self._store.tenants.limits(token.tenant)
         )
-
-    def _remember(self, secret: str, caller: Caller) -> None:
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
-        self._known[secret] = (self._clock() + KNOWN_S, caller)
 
     def _bucket(self, caller: Caller) -> Bucket:
         rate = caller.limits.requests_per_s

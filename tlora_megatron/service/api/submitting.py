@@ -34,11 +34,7 @@ WHAT = "the body"
 
 
 def read_body(content: bytes, content_type: str) -> dict[str, Any]:
-    """The mapping that a request brings.
-
-    Args:
-        content: The body.
-        content_type: Its header; JSON if it says so, else YAML.
+    """The mapping in a body, JSON if its content type says so, else YAML.
 
     Raises:
         ConfigError: if it is too large, malformed, too deep, or uses aliases.
@@ -144,10 +140,9 @@ class References:
         return found
 
     def base(self, named: Any) -> dict[str, Any]:
-        """The section `base_model` of a base that the service offers.
+        """The section `base_model` of a base by its name or `{path:
 
-        Args:
-            named: its name, or `{path: NAME}`; None: the only one.
+        NAME}`; None: of the only one.
         """
         if isinstance(named, dict) and set(named) <= {"path"}:
             named = named.get("path")
@@ -263,21 +258,15 @@ async def submit(
     """Submits all jobs of a document, or none.
 
     Args:
-        service: The service.
-        caller: Whose jobs they are.
-        document: A file of `tlora train`, or one job beside its `base_model`; it names bases and
-            files as `References` reads them.
-        key: Idempotency key: the same key with the same document gives the jobs that it made.
-            None: always new jobs.
-        asked: What a door wants to remember in the rows' documents.
-        also: Called with the jobs in the transaction that makes them: what it writes is kept with
-            them or not at all, and if it raises there are no jobs.
+        document: a file of `tlora train`, or one job beside its `base_model`; see `References`.
+        key: the same key with the same document gives the jobs that it made; None: always new ones.
+        asked: what a door wants to remember in the rows' documents.
+        also: called with the jobs in their transaction; if it raises there are no jobs.
 
     Raises:
         ConfigError: for the first mistake in the document.
         KeyReused: if the key came before with another document.
-        NameTaken: if an unfinished job of the tenant has a name.
-        OverLimit: if the tenant would have more jobs than it may.
+        NameTaken, OverLimit: as `Jobs.submit`.
     """
     if key is not None and (not key.isprintable() or not 0 < len(key.strip()) <= _LONGEST_KEY):
         raise must("Idempotency-Key", f"be 1 to {_LONGEST_KEY} characters of text", key)

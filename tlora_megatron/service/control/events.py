@@ -29,11 +29,7 @@ class EventHandler:
         self._measurements = measurements
 
     def apply(self, events: Sequence[GangEvent]) -> Mapping[str, str]:
-        """Applies events in one transaction.
-
-        Returns:
-            Gangs whose events have a gap, and what came instead; no more of theirs are applied.
-        """
+        """Applies events in one transaction; returns what came instead in gangs with a gap."""
         if not events:
             return {}
         with self._context.store.transaction():

@@ -160,11 +160,8 @@ def check_hardware(settings: Settings) -> None:
 def hardware_profile(settings: Settings, slots: int) -> HardwareProfile:
     """Returns the profile that was asked for, the GPU's by its name, or a rough one of CPUs.
 
-    Args:
-        slots: workers that share a machine's memory where it has no GPU.
-
-    Raises:
-        ValueError: if there is none.
+    `slots` workers share the memory of a machine without GPUs. Raises `ValueError` if there is
+    none.
     """
     if settings.hardware is not None:
         return plan_hardware(settings.hardware)

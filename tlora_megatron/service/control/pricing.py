@@ -106,11 +106,7 @@ class Pricing:
         return base in self._bases
 
     def add_base(self, base: str, section: Mapping[str, Any]) -> None:
-        """Adds a base model.
-
-        Raises:
-            ValueError: if its files cannot be read.
-        """
+        """Adds a base model; raises `ValueError` if its files cannot be read."""
         if base not in self._bases:
             self._bases[base] = self._make(section)
             self._sections[base] = section
@@ -125,10 +121,9 @@ class Pricing:
         return {pool: self._bases[_base_of(pool)].weights_bytes for pool in self._models}
 
     def price(self, live: LiveJob, most_gpus: int) -> Job | None:
-        """The job as policies see it, by present speeds.
+        """The job as policies see it, by present speeds, on as many GPUs as its memory needs.
 
-        It asks for more GPUs than its user said where its memory needs them; then `num_gpus` of
-        the job in memory grows. None if `most_gpus` cannot hold it.
+        Then `num_gpus` of the job in memory grows. None if `most_gpus` cannot hold it.
         """
         assert live.load is not None, f"job {live.id} must be validated before it is priced"
         own = self._bases[live.base]

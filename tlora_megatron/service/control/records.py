@@ -147,10 +147,7 @@ class LiveGang:
     gathers_until_s: float = -math.inf
 
     def gather(self, now_s: float) -> None:
-        """Lets a fresh gang's first jobs, one of which is prepared now, join together.
-
-        A new process's first round takes seconds on a GPU, and later jobs wait for it.
-        """
+        """Lets a fresh gang's first jobs join together: its first round takes seconds."""
         if self.is_fresh:
             self.gathers_from_s = min(self.gathers_from_s, now_s)
             most_s = self.gathers_from_s + _GATHER_S

@@ -127,11 +127,9 @@ class SchedulerState:
     def end_late_pauses(self, now_s: float) -> bool:
         """Lets jobs that can no longer come back within their bounds wait before all others.
 
-        The jobs on their GPUs are slower than predicted. No plan holds such a bound, so that those
-        GPUs would stay taken for ever; each job has a new bound from its next start on.
-
-        Returns:
-            True if there was one.
+        Those on their GPUs are slower than predicted, and no plan holds such a bound: the GPUs
+        would stay taken for ever. Each has a new bound from its next start on. True if there was
+        one.
         """
         late = [w for w in self.queue.paused() if w.pause and w.pause.back_by_s < now_s]
         for waiting in late:
@@ -159,10 +157,9 @@ class SchedulerState:
         return [self.numbers[m.job.index] for group in own for m in group.members]
 
     def targets(self, now_s: float, *, shares: bool = False) -> list[Target]:
-        """The gangs as they are decided to be, in the order of their groups.
+        """The gangs as decided, in their groups' order;
 
-        Args:
-            shares: the engine starts gangs on GPUs that others still have.
+        `shares`: gangs may start on GPUs still taken.
         """
         targets = []
         for number, group in self.fleet.cluster.groups.items():
@@ -180,10 +177,7 @@ class SchedulerState:
         return targets
 
     def _fits_beside(self, group: Group) -> bool:
-        """True if a gang of the group has memory beside those that still have its GPUs.
-
-        It loads the base while they train, and trains while they have nothing but theirs.
-        """
+        """True if a gang has memory to load its base while others train on its GPUs."""
         loads = self._loads(group)
         plan = self.pricing.plan(group.base, loads, len(group.gpus))
         own = self.pricing.memory(group.base, loads, plan)

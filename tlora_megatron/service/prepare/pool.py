@@ -34,12 +34,8 @@ class _Request:
 class PreparePool:
     """Validates jobs in processes of their own; every call returns at once.
 
-    A process that dies takes down the one job that it was reading; the next job gets a new one.
-
-    Args:
-        rules: what the service demands of jobs.
-        workers: processes, at most; each holds about half a gigabyte of memory.
-        limit_s: seconds after which a job that is still being read is given up.
+    A process that dies takes down the one job that it was reading; so does one that takes
+    `limit_s`. Each of the `workers` holds about half a gigabyte of memory.
     """
 
     def __init__(self, rules: PrepareRules, *, workers: int = 1, limit_s: float = 3600.0) -> None:

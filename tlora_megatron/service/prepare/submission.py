@@ -159,10 +159,9 @@ class Submitted(NamedTuple):
 
 
 def read_submissions(path: str | Path, overrides: Sequence[str] = ()) -> Submitted:
-    """Reads the jobs of a YAML or JSON file.
+    """Reads the jobs of a YAML or JSON file of a run, or of one with a single job's keys.
 
     Args:
-        path: a run's file, or one with a single job's keys beside `base_model`.
         overrides: texts `path=value`, applied in order before any check.
 
     Raises:
@@ -176,10 +175,7 @@ def read_submissions(path: str | Path, overrides: Sequence[str] = ()) -> Submitt
 
 
 def split_submissions(document: Mapping[str, Any], folder: Path) -> Submitted:
-    """Reads the jobs of a document.
-
-    Args:
-        folder: where relative paths start.
+    """Reads the jobs of a document, whose relative paths start at a folder.
 
     Raises:
         ConfigError: for the first mistake.

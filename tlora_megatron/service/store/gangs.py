@@ -88,9 +88,7 @@ class Gangs:
         *,
         why: str | None = None,
     ) -> Gang:
-        """Changes a gang's state. `ended` is said with proof that its processes are gone.
-
-        Its jobs keep their states and leases: those belong into the same transaction.
+        """Changes a gang's state; `ended` is said with proof that its processes are gone.
 
         Raises:
             IllegalChange: if the state may not follow the present one.
@@ -147,11 +145,7 @@ class Gangs:
             return {(name, epoch): heard for name, epoch, heard in connection.execute(query)}
 
     def get(self, name: str, epoch: int) -> Gang:
-        """One start of a gang.
-
-        Raises:
-            NotFound: if there is none.
-        """
+        """One start of a gang; raises `NotFound` if there is none."""
         with self._database.read() as connection:
             return gang_of(connection, name, epoch)
 

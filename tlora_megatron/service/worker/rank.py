@@ -66,15 +66,9 @@ def run_rank(
     folder: GangFolder,
     host: str | None = None,
 ) -> int:
-    """Lives the whole life of one process of a gang.
+    """Lives the whole life of one process of a gang; returns its exit code.
 
     A process that fails says why in `end_K.json` before it ends, and in its log.
-
-    Args:
-        host: as in `meet`.
-
-    Returns:
-        The exit code with which the process is to end.
     """
     _set_up(spec, rank)
     process = RankProcess(spec, rank, folder)

@@ -35,18 +35,14 @@ _BLOCK = 1 << 20
 def archive_of(folder: Path, archives: Path, name: str, outward: Callable[[str], str]) -> Path:
     """The zip file of a folder's plain files, made where none of this state is there.
 
-    Files are stored as they are, since weights do not shrink. All of them are opened first, so
-    that a checkpoint that is replaced meanwhile is sent as it was.
+    All are opened first, so that a checkpoint that is replaced meanwhile is sent as it was.
 
     Args:
-        folder: Its links and subfolders are left out.
-        archives: Where archives lie.
-        name: Of the archive; what the folder is, not how it was at some time.
-        outward: Takes the host's paths out of the text of JSON files.
+        name: what the folder is, not how it was at some time.
+        outward: takes the host's paths out of the text of JSON files.
 
     Raises:
         FileNotFoundError: if there is no such folder, or nothing in it.
-        OSError: if the disk refuses.
     """
     with ExitStack() as opened:
         handle = os.open(folder, _FOLDER)

@@ -123,11 +123,7 @@ _OF_GANGS = "its gang ended or was arranged anew: it goes on from its last check
 
 
 def own_job(service: Service, text: str, tenant: str) -> Job:
-    """The tenant's job of an id or a name.
-
-    Raises:
-        ApiError: 404 if it has none, also where another tenant has.
-    """
+    """The tenant's job of an id or a name; 404 if it has none, also where another tenant has."""
     try:
         return service.store.jobs.find(text, tenant=tenant)
     except (NotFound, UnicodeEncodeError):

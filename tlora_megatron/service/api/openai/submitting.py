@@ -88,11 +88,7 @@ class Numbers(BaseModel):
 
 
 def check_request(asked: Asked) -> None:
-    """Refuses what a service cannot do, by name.
-
-    Raises:
-        ApiError: for the first such thing.
-    """
+    """Refuses by name the first thing that a service cannot do."""
     if asked.integrations:
         raise refused("integrations", "be left out", asked.integrations, "metrics are in events")
     if asked.suffix is not None and not _SUFFIX.fullmatch(asked.suffix):
@@ -129,14 +125,7 @@ def numbers_of(asked: Asked) -> Numbers:
 def job_entry(
     asked: Asked, numbers: Numbers, *, name: str, train: str, validation: str | None
 ) -> dict[str, Any]:
-    """The entry of `jobs` that a request means.
-
-    Args:
-        asked: The request, checked.
-        numbers: Its hyperparameters.
-        name: Of the job.
-        train: File of training data.
-        validation: File of evaluation data, if there is one.
+    """The entry of `jobs` that a checked request means.
 
     Raises:
         ConfigError: if a key of the metadata has a value that its setting cannot have.
@@ -252,19 +241,7 @@ class Submitting:
     async def submit(
         self, asked: Asked, caller: Caller, *, is_retry: bool
     ) -> tuple[Job, dict[str, Any]]:
-        """Submits a request's job.
-
-        Args:
-            asked: The request.
-            caller: Who asks.
-            is_retry: The client sends it again, because no answer had come.
-
-        Returns:
-            The job, and what is remembered of its request.
-
-        Raises:
-            ApiError: if the request cannot be met.
-        """
+        """Submits a request's job, or finds it for a retry; with what is remembered of it."""
         numbers = numbers_of(asked)
         check_request(asked)
         await self._service.read(self._check_names, asked, caller)

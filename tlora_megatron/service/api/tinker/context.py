@@ -20,7 +20,7 @@ from tlora_megatron.service.api.tinker.protobuf import MEDIA_TYPE, encode_pass
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import Job, JobState, Model, NotFound, Sampler, Session, Store
-from tlora_megatron.service.store.sessions import Sessions
+from tlora_megatron.service.store.tenants import Sessions
 from tlora_megatron.training.driven_requests import Answer
 
 Content = bytes | Mapping[str, Any]
@@ -63,12 +63,7 @@ class Futures:
         return self._log(model).has_answer(model.log_number(request.seq_id))
 
     def model_of(self, request: RequestId) -> Model:
-        """The model of a request.
-
-        Raises:
-            UnknownId: if it is of no model of the tenant.
-            Gone: if the model was forgotten with its session.
-        """
+        """The model of a request; raises `UnknownId`, or `Gone` if it was forgotten."""
         found = self._store.sessions.model(str(request.of), tenant=self._tenant)
         if found is not None:
             return found
@@ -77,12 +72,7 @@ class Futures:
         raise UnknownId(f"model_id must be one of the tenant's, got {str(request.of)!r:.200}")
 
     def look(self, request: RequestId, model: Model) -> Content | Waiting:
-        """The answer to a request, or why there is none yet.
-
-        Raises:
-            UnknownId: if there was no such request.
-            Gone: if the answer was there and is not any more.
-        """
+        """The answer to a request, or why there is none yet; raises `UnknownId` or `Gone`."""
         if request.seq_id == 0 and model.loaded_from is None:
             return self._creation(model)
         number, log = model.log_number(request.seq_id), self._log(model)
@@ -189,23 +179,14 @@ class TenantContext:
         return Futures(self.service.home, self.service.store, self.tenant)
 
     def session(self, session_id: str) -> Session:
-        """The session of an id.
-
-        Raises:
-            UnknownId: if the tenant has none.
-        """
+        """The session of an id; raises `UnknownId` if the tenant has none."""
         found = self.sessions.get(check_session(session_id), tenant=self.tenant)
         if found is None:
             raise UnknownId(f"session_id must be one of the tenant's, got {session_id!r:.200}")
         return found
 
     def open_session(self, session_id: str) -> Session:
-        """A session that goes on.
-
-        Raises:
-            UnknownId: if the tenant has none of this id.
-            Gone: if it has ended.
-        """
+        """A session that goes on; raises `UnknownId` if there is none, `Gone` if it has ended."""
         session = self.session(session_id)
         if session.ended is not None:
             raise Gone(
@@ -215,23 +196,14 @@ class TenantContext:
         return session
 
     def model(self, model_id: str) -> Model:
-        """The model of an id.
-
-        Raises:
-            UnknownId: if the tenant has none.
-        """
+        """The model of an id; raises `UnknownId` if the tenant has none."""
         found = self.sessions.model(str(ModelId.parse(model_id)), tenant=self.tenant)
         if found is None:
             raise UnknownId(f"model_id must be one of the tenant's, got {model_id!r:.200}")
         return found
 
     def open_model(self, model_id: str) -> Model:
-        """A model that takes requests.
-
-        Raises:
-            UnknownId: if the tenant has none of this id.
-            Gone: if it has left, or its session has ended.
-        """
+        """A model that takes requests; raises `UnknownId`, or `Gone` if it has left."""
         with self.service.store.database.read():
             self.open_session(ModelId.parse(model_id).session)
             model = self.model(model_id)
@@ -240,11 +212,7 @@ class TenantContext:
         return model
 
     def sampler(self, sampler_id: str) -> Sampler:
-        """The sampler of an id.
-
-        Raises:
-            UnknownId: if the tenant has none.
-        """
+        """The sampler of an id; raises `UnknownId` if the tenant has none."""
         found = self.sessions.sampler(str(SamplerId.parse(sampler_id)), tenant=self.tenant)
         if found is None:
             raise UnknownId(f"sampling_session_id must be one of the tenant's, got {sampler_id!r}")
@@ -292,11 +260,7 @@ class TenantContext:
         return sum(self.request_log(model).held_bytes() for model in models)
 
     def base(self, name: str) -> BaseModelSpec:
-        """The base of a name.
-
-        Raises:
-            Refused: if the service offers none of this name.
-        """
+        """The base of a name; raises `Refused` if the service offers none of this name."""
         bases = self.service.bases()
         if name not in bases:
             offered = ", ".join(bases) or "none: `tlora serve --base NAME=PATH` offers one"

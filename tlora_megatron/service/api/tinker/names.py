@@ -54,11 +54,7 @@ class ModelId:
 
     @classmethod
     def parse(cls, text: str) -> ModelId:
-        """Reads the id.
-
-        Raises:
-            UnknownId: if it is none.
-        """
+        """Reads the id; raises `UnknownId` if it is none."""
         found = _MODEL.fullmatch(text)
         if found is None:
             raise UnknownId(f"model_id must be one that create_model gave, got {text!r:.200}")
@@ -77,11 +73,7 @@ class SamplerId:
 
     @classmethod
     def parse(cls, text: str) -> SamplerId:
-        """Reads the id.
-
-        Raises:
-            UnknownId: if it is none.
-        """
+        """Reads the id; raises `UnknownId` if it is none."""
         found = _SAMPLER.fullmatch(text)
         if found is None:
             raise UnknownId(
@@ -104,11 +96,7 @@ class RequestId:
 
     @classmethod
     def parse(cls, text: str) -> RequestId:
-        """Reads the id.
-
-        Raises:
-            UnknownId: if it is none.
-        """
+        """Reads the id; raises `UnknownId` if it is none."""
         found = _REQUEST.fullmatch(text)
         if found is None:
             raise UnknownId(f"request_id must be one that this service gave, got {text!r:.200}")
@@ -135,11 +123,7 @@ class TinkerPath:
 
     @classmethod
     def parse(cls, text: str) -> TinkerPath:
-        """Reads the path.
-
-        Raises:
-            UnknownId: if it is none.
-        """
+        """Reads the path; raises `UnknownId` if it is none."""
         found = _PATH.fullmatch(text)
         if found is None:
             raise UnknownId(
@@ -155,11 +139,7 @@ def new_session() -> str:
 
 
 def check_session(text: str) -> str:
-    """Returns the id of a session, which names a folder.
-
-    Raises:
-        UnknownId: if it is none.
-    """
+    """Returns the id of a session, which names a folder; raises `UnknownId` if it is none."""
     if not re.fullmatch(_SESSION, text):
         raise UnknownId(f"session_id must be one that create_session gave, got {text!r:.200}")
     return text

@@ -70,10 +70,7 @@ class Pass:
 
 
 def decode_pass(body: bytes, encoding: str | None = None) -> Pass:
-    """Reads a request in protobuf.
-
-    Args:
-        encoding: the header `Content-Encoding`; `zstd` bodies are unpacked.
+    """Reads a request in protobuf, `zstd` or plain as the header `Content-Encoding` says.
 
     Raises:
         WireError: if the body is no such request.
@@ -222,8 +219,7 @@ def encode_pass(
     """The result of a forward pass.
 
     Args:
-        logprobs: of all targets, one datum behind the other.
-        lengths: tokens of each datum.
+        logprobs: of all targets, one datum behind the other; `lengths` are tokens of each datum.
         metrics: by names `NAME:REDUCTION`, as the SDK joins those of several chunks.
     """
     module = messages()
@@ -241,11 +237,7 @@ def encode_pass(
 
 
 def encode_sample(answer: Answer, last_n: int | None = None) -> bytes:
-    """The result of sampling from one prompt.
-
-    Args:
-        last_n: number of the prompt's last tokens whose log-probabilities are given; None = all.
-    """
+    """The result of sampling, with log-probabilities of the prompt's last tokens; None = of all."""
     module = messages()
     output = module.SampleResponse()
     for sampled in answer.sequences:
