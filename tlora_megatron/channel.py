@@ -3,7 +3,7 @@
 | wire | who writes | who reads | is left when both have died | carries |
 |---|---|---|---|---|
 | `append_log.AppendLog` | one process | any number | yes | a gang's commands, its events |
-| `RequestFolder` | any number ask | one answers | yes | what clients ask of driven jobs |
+| `RequestFolder` | any number ask | one answers | yes | what is asked of driven jobs and runs |
 | `LinePipe` | a process and its child | both | no | orders to processes of the service |
 
 A message is one JSON object on one line, and `RequestFolder` takes any bytes. Nothing here needs
@@ -60,11 +60,17 @@ class RequestFolder:
     """
 
     def __init__(
-        self, requests: Path, answers: Path, *, suffix: str = "", durable: bool = True
+        self,
+        requests: Path,
+        answers: Path,
+        *,
+        suffix: str = "",
+        durable: bool = True,
+        mode: int = 0o600,
     ) -> None:
         self.requests, self.answers = requests, answers
         self._suffix = suffix
-        self._durable = durable
+        self._durable, self._mode = durable, mode
 
     def request(self, name: str) -> Path:
         """The file of a request."""
@@ -83,7 +89,7 @@ class RequestFolder:
         path = self.request(name)
         aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomic(aside, content, durable=self._durable)
+        write_atomic(aside, content, durable=self._durable, mode=self._mode)
         try:
             os.link(aside, path)
         except FileExistsError:
@@ -102,7 +108,7 @@ class RequestFolder:
         """
         path = self.result(name)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomic(path, content, durable=self._durable)
+        write_atomic(path, content, durable=self._durable, mode=self._mode)
 
     def asked(self) -> list[str]:
         """Names of the requests that are there, in order."""

@@ -271,7 +271,10 @@ def run(args: argparse.Namespace) -> int:
     with signals.install():
         summary = _train(config, signals, is_main=is_main, stderr=args.json)
         if is_main and summary:
-            _print_summary(summary, config, as_json=args.json)
+            if args.json:
+                print(json.dumps(summary, indent=2))
+            else:
+                print_run(open_console(), summary, config.run.output_dir)
     return run_exit_code(summary, signals)
 
 
@@ -334,13 +337,6 @@ def _print_warnings(config: RunConfig, notes: Sequence[str]) -> None:
         console.print(f"warning: {sentence}", style="yellow")
     for error in config.job_errors:
         console.print(f"warning: job {error.name} is left out: {error.message}", style="yellow")
-
-
-def _print_summary(summary: dict[str, Any], config: RunConfig, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(summary, indent=2))
-    else:
-        print_run(open_console(), summary, config.run.output_dir)
 
 
 def _positive(text: str) -> int:

@@ -279,12 +279,22 @@ def request_action(name: str, asked: RequestedAction) -> Call[Job]:
 
 def view(name: str, params: Params | None = None) -> Call[dict[str, Any]]:
     """Asks for cluster, groups or decisions."""
-    return Call(method="GET", path=f"/v1/{name}", read=_mapping, params=params or {})
+    return Call(
+        method="GET",
+        path=f"/v1/{name}",
+        read=_mapping,
+        params=params or {},
+    )
 
 
 def metrics(name: str, tail: int) -> Call[list[dict[str, Any]]]:
     """Asks for the last steps and evaluations of a job."""
-    return Call(method="GET", path=_path(name, "metrics"), read=_rows, params={"tail": tail})
+    return Call(
+        method="GET",
+        path=_path(name, "metrics"),
+        read=_rows,
+        params={"tail": tail},
+    )
 
 
 def events(name: str, last: str | None, *, follow: bool) -> Call[None]:

@@ -189,7 +189,9 @@ def ignored_settings(config: RunConfig) -> tuple[str, ...]:
         why = "with deterministic" if config.run.deterministic else "without parallel.replicas"
         found.append(f"run.correct_speeds has no effect {why}")
     found += _ignored_overlap(config.run, tp_size)
-    found += _ignored_memory(config.run)
+    run = config.run
+    if run.gpu_memory_gb is not None and run.recompute != "auto":
+        found.append(f"run.gpu_memory_gb has no effect with recompute {run.recompute}")
     found += ignored_base_settings(config.base_model)
     for job in config.jobs:
         found += ignored_job_settings(job)
@@ -228,13 +230,6 @@ def _with_portions(run: RunSpec, job: JobSpec, path: str) -> JobSpec:
     """Gives a job the run's portions unless it has its own."""
     _check_portion(job.portion_tokens, run, path)
     return replace(job, portion_tokens=job.portion_tokens or run.portion_tokens)
-
-
-def _ignored_memory(run: RunSpec) -> list[str]:
-    """One sentence if a budget of memory is given that nothing asks for."""
-    if run.gpu_memory_gb is None or run.recompute == "auto":
-        return []
-    return [f"run.gpu_memory_gb has no effect with recompute {run.recompute}"]
 
 
 def _ignored_overlap(run: RunSpec, tp_size: int) -> list[str]:

@@ -10,7 +10,7 @@ import re
 import reprlib
 import types
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -77,7 +77,8 @@ def _read_dataclass(kind: Any, raw: Any, path: str, *, partial: bool) -> Any:
     if partial:
         return values
     for name, item in known.items():
-        if name not in values and _is_required(item):
+        has_default = item.default is not MISSING or item.default_factory is not MISSING
+        if name not in values and not has_default:
             raise ConfigError(
                 f"{_join(path, name)} must be given: {item.metadata.get('doc', item.name)}"
             )
@@ -96,10 +97,6 @@ def _misplaced(path: str, key: Any, hints: dict[str, Any]) -> ConfigError | None
         if is_dataclass(hint) and key in {item.name for item in fields(hint)}:
             return ConfigError(f"{_join(path, key)} is not a known key; did you mean {name}.{key}?")
     return None
-
-
-def _is_required(item: Field[Any]) -> bool:
-    return item.default is MISSING and item.default_factory is MISSING
 
 
 def _read_value(raw: Any, hint: Any, path: str, limits: Any, partial: bool) -> Any:

@@ -81,17 +81,15 @@ def limits_of(jobs: Iterable[Job], speeds: Speeds, num_gpus: int) -> Limits:
     powers = [1 << power for power in range(num_gpus.bit_length())]
     sizes: dict[int, set[int]] = {}
     for job in jobs:
-        sizes.setdefault(job.kind, set(powers)).update(_halvings(job.num_gpus))
+        sizes.setdefault(job.kind, set(powers)).update(
+            job.num_gpus >> power for power in range(job.num_gpus.bit_length())
+        )
     return Limits(
         fastest={kind: _fastest(speeds, kind, tried) for kind, tried in sizes.items()},
         full={
             base: _full(speeds, base, sizes) for base in dict.fromkeys(map(speeds.base_of, sizes))
         },
     )
-
-
-def _halvings(num: int) -> list[int]:
-    return [num >> power for power in range(num.bit_length())]
 
 
 def _fastest(speeds: Speeds, kind: int, sizes: Iterable[int]) -> float:

@@ -266,7 +266,7 @@ def write_report(
 
 
 def _page(study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None) -> str:
-    until_s = _until_s(runs)
+    until_s = quantile(sorted(record.end_s for record in runs[0].ledger.records), _SHOWN)
     pictures = {
         "Completion time": completion_times(runs),
         "Slowdown while running": slowdowns(runs),
@@ -283,10 +283,6 @@ def _page(study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None
         f"<h2>Pictures</h2>{legend(colors)}{panels(pictures, columns=2, least_px=480)}"
         f"<h2>What the GPUs do</h2>{panels(lines, columns=1, least_px=480)}",
     )
-
-
-def _until_s(runs: Sequence[PolicyRun]) -> float:
-    return quantile(sorted(record.end_s for record in runs[0].ledger.records), _SHOWN)
 
 
 def _facts(study: Study) -> dict[str, str]:

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.policies.admission import Choose, grow, separate, shrink, start_alone
+from tlora_megatron.scheduler.policies.admission import grow, separate, shrink, start_alone
 from tlora_megatron.scheduler.policies.held_gpus import soonest_nodes
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
 from tlora_megatron.scheduler.policy import Changes, Decision, Rules
@@ -226,16 +226,20 @@ class NetBenefit:
         tentative = TentativeGroups(now_s, cluster, self.speeds, rules)
         if len(jobs):
             others = jobs.by_size(rules.lookahead, cluster.may_run)
-            left = start_alone(tentative, jobs, cluster, changes, others, self._sizes(cluster))
+            left = start_alone(
+                tentative,
+                jobs,
+                cluster,
+                changes,
+                others,
+                lambda order: _Sizes(self.speeds, order, cluster).choose,
+            )
             if rules.use_residual:
                 self._merge(tentative, left, Hosts(tentative, changes), len(jobs))
         elif changes.freed and cluster.free.num:
             separate(tentative, rules)
             grow(tentative)
         return tentative.decisions()
-
-    def _sizes(self, cluster: ClusterState) -> Callable[[Sequence[Waiting]], Choose]:
-        return lambda order: _Sizes(self.speeds, order, cluster).choose
 
     def _merge(
         self, tentative: TentativeGroups, left: list[Waiting], hosts: Hosts, num_waiting: int
@@ -267,7 +271,9 @@ class NetBenefit:
         """The best host and its merge; if no merge pays, whether any host could take the job."""
         best, most, possible = None, 0.0, False
         roomy = [host for host in groups if tentative.has_room(host, waiting)]
-        roomy.sort(key=lambda host: (-self._residual(host), host.number))
+        roomy.sort(
+            key=lambda host: (-self.speeds.residual(host.kinds, len(host.gpus)), host.number)
+        )
         for host in roomy[:_MOST_HOSTS]:
             proposal = tentative.with_joining(host, waiting)
             if proposal is None or not tentative.trains_more(proposal, host):
@@ -277,9 +283,6 @@ class NetBenefit:
             if gain > most:
                 best, most = (host, proposal), gain
         return possible if best is None else best
-
-    def _residual(self, group: Group) -> float:
-        return self.speeds.residual(group.kinds, len(group.gpus))
 
 
 class _Sizes:
@@ -296,7 +299,8 @@ class _Sizes:
         """Proposes the best number of GPUs that the free ones and the job's bound allow."""
         asked = waiting.job.num_gpus
         others = self._held_up(tentative, waiting)
-        for size in sorted(_halvings(asked), key=lambda size: self._cost_s(waiting, size, others)):
+        sizes = [asked >> power for power in range(asked.bit_length())]
+        for size in sorted(sizes, key=lambda size: self._cost_s(waiting, size, others)):
             proposal = tentative.alone(waiting, size)
             if proposal is not None:
                 return proposal if self._ends_earlier(tentative, waiting, proposal.group) else None
@@ -323,11 +327,3 @@ class _Sizes:
         time_s = waiting.tokens_left / rates.total
         others_share = (others + _EXPECTED) / self._num_gpus
         return (time_s * (1 + others_share * num_gpus), num_gpus)
-
-
-def _halvings(num: int) -> tuple[int, ...]:
-    """The number, half of it, and so on down to 1, rounded down."""
-    sizes = [num]
-    while sizes[-1] > 1:
-        sizes.append(sizes[-1] // 2)
-    return tuple(sizes)

@@ -107,7 +107,8 @@ class Controller:
                 self._reload()
             self._step(now_s)
             if self._trouble is not None:
-                self._recovered()
+                self.context.say("recovered", f"{self._trouble}: all is well again")
+            self._trouble = None
         except LockLost:
             raise
         except StoreError as error:
@@ -186,10 +187,6 @@ class Controller:
         if self._trouble is None:
             self._trouble = what
             self.context.on_said(f"{message}: gangs train on, nothing new starts until it is back")
-
-    def _recovered(self) -> None:
-        self.context.say("recovered", f"{self._trouble}: all is well again")
-        self._trouble = None
 
     def close(self) -> None:
         """Stops deciding; gangs train on."""

@@ -174,7 +174,8 @@ def hardware_profile(settings: Settings, slots: int) -> HardwareProfile:
             f"--hardware must name the profile of this machine's GPUs, got none for {name!r}: "
             "`tlora profile` measures one, and a similar GPU's is better than none"
         )
-    return replace(plan_hardware(_CPU), memory_bytes=_host_memory() / slots)
+    memory_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return replace(plan_hardware(_CPU), memory_bytes=memory_bytes / slots)
 
 
 def gpu_name() -> str | None:
@@ -188,7 +189,3 @@ def gpu_name() -> str | None:
     except OSError:
         pass
     return None
-
-
-def _host_memory() -> float:
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

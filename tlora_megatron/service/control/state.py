@@ -340,7 +340,7 @@ class SchedulerState:
 
     def reprice(self, now_s: float) -> None:
         """Prices all jobs again, after measured speeds have moved away from those in use."""
-        waiting = [self.queue[live.number] for live in self._waiting()]
+        waiting = [self.queue[n] for live in self.jobs.values() if (n := live.number) in self.queue]
         for entry in waiting:
             self.queue.remove(entry.job.index)
             live = self.numbers[entry.job.index]
@@ -352,9 +352,6 @@ class SchedulerState:
                 live = self.numbers[member.job.index]
                 live.priced = self._priced(live)
             self.refresh(group, now_s)
-
-    def _waiting(self) -> list[LiveJob]:
-        return [live for live in self.jobs.values() if live.number in self.queue]
 
     def _priced(self, live: LiveJob) -> Job:
         found = self.pricing.price(live, self.machines.shape.num_gpus) or live.priced

@@ -99,16 +99,14 @@ class PreforkedWorkers:
         for slot in missing[: max(0, room)]:
             environment = {**self._environment, **self._slots.environment(slot)}
             command = [*self._command, *(["--forks"] if self.forks else [])]
-            self.by_slot[slot] = PreforkedWorker(command, environment, self._log(slot))
+            log = self._folder / f"worker_{slot}.log"
+            self.by_slot[slot] = PreforkedWorker(command, environment, log)
 
     def close(self) -> None:
         """Ends all that wait."""
         for worker in self.by_slot.values():
             worker.child.kill()
         self.by_slot.clear()
-
-    def _log(self, slot: int) -> Path:
-        return self._folder / f"worker_{slot}.log"
 
     def _give_up(self, worker: PreforkedWorker) -> None:
         """Starts no more of them: ranks that start by themselves say what is wrong."""

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from tlora_megatron.service.prepare.submission import (
     Outcome,
@@ -160,13 +160,9 @@ class _Worker:
         if not answers:
             return None
         self.request = None
-        return _outcome(answers[0])
-
-
-def _outcome(answer: dict[str, Any]) -> Outcome:
-    if "refused" in answer:
-        return Refused(**answer["refused"])
-    return Validated(**answer["validated"])
+        if "refused" in answers[0]:
+            return Refused(**answers[0]["refused"])
+        return Validated(**answers[0]["validated"])
 
 
 def _died(request: _Request, exit_code: int) -> Refused:

@@ -17,6 +17,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -252,13 +253,9 @@ def _copy_start(folder: int, target: Path, what: str, depth: int) -> None:
                 raise ValueError(f"{what} must hold files and no links, got {name!r}")
             with (
                 open(os.open(name, _FILE, dir_fd=folder), "rb") as source,
-                open(target / name, "xb", opener=_private) as copy,
+                open(target / name, "xb", opener=partial(os.open, mode=0o600)) as copy,
             ):
                 shutil.copyfileobj(source, copy, 1 << 20)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 _NICE = 10

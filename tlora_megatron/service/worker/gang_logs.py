@@ -78,7 +78,8 @@ class CommandReader:
         self.deadline.looked(found=bool(commands))
         if self.deadline.is_over:
             return [{"kind": "stop", "job": None, "body": {"save": False}, "seq": 0}]
-        mine = [command for command in commands if self._is_mine(command)]
+        own = (self._spec.gang, self._spec.epoch)
+        mine = [command for command in commands if (command.gang, command.epoch) == own]
         for command in mine:
             if command.kind == "prepare" and command.job is not None:
                 self._leases[command.job] = int(command.body["lease"])
@@ -102,9 +103,6 @@ class CommandReader:
             return False
         mine = Lease(gang=self._spec.gang, epoch=self._spec.epoch, lease=self._leases[job])
         return read_lease(self._home.job(job)) == mine and not self.deadline.is_over
-
-    def _is_mine(self, command: Command) -> bool:
-        return (command.gang, command.epoch) == (self._spec.gang, self._spec.epoch)
 
 
 class Deadline:

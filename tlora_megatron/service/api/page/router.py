@@ -56,18 +56,14 @@ def docs_router() -> APIRouter:
 
 def _policy(text: str) -> str:
     """Lets the browser run the page's own script, and load nothing but the description."""
-    hashes = {
-        kind: " ".join(_hash(part) for part in re.findall(f"<{kind}>(.*?)</{kind}>", text, re.S))
-        for kind in ("script", "style")
-    }
+    hashes = {}
+    for kind in ("script", "style"):
+        parts = re.findall(f"<{kind}>(.*?)</{kind}>", text, re.S)
+        hashes[kind] = " ".join(f"'{_digest(part)}'" for part in parts)
     return (
         f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']}; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-
-
-def _hash(part: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()}'"
 
 
 _LOOK_S = 0.25
@@ -198,15 +194,14 @@ class Watching:
         found = self._store.decisions.newest(NEWEST)
         rows = {job.id: job for job in self._store.jobs.many(jobs_of(found))}
         revoked = {token.id for token in self._store.tokens.all() if token.revoked_at is not None}
-        shown = [(sight, _encoded(facts, sight.viewer)) for sight in sights]
+        shown = [
+            (sight, {name: event(name, view(facts, sight.viewer)) for name, view in PARTS.items()})
+            for sight in sights
+        ]
         for sight, parts in shown:
             body = decision_page(found, rows, sight.viewer, NEWEST)
             parts["decisions"] = event("decisions", body)
         return shown, frozenset(revoked)
-
-
-def _encoded(facts: Facts, viewer: Viewer) -> dict[str, bytes]:
-    return {name: event(name, view(facts, viewer)) for name, view in PARTS.items()}
 
 
 def event(name: str, body: object) -> bytes:

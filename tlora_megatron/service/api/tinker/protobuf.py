@@ -178,15 +178,12 @@ def _row(tensor: Any, name: str, length: int, what: str) -> np.ndarray:
     if tensor.WhichOneof("encoding") == "sparse_csr":
         raise Refused(f"{what} must be dense, got a sparse tensor")
     if list(tensor.shape) not in ([], [length]):
-        raise Refused(f"{what} must have a value a token, [{length}], got {_shape(tensor)}")
+        got = str(list(tensor.shape)[:8])
+        raise Refused(f"{what} must have a value a token, [{length}], got {got}")
     row = _flat(tensor.dense, dtype, what)
     if len(row) != length:
         raise Refused(f"{what} must have a value a token, {length}, got {len(row)}")
     return row.astype(wanted, copy=False)
-
-
-def _shape(tensor: Any) -> str:
-    return str(list(tensor.shape)[:8])
 
 
 def _dtype_of(tensor: Any, name: str, what: str) -> tuple[np.dtype, np.dtype]:
