@@ -81,11 +81,7 @@ class RequestFolder:
         return self.answers / f"{name}{self._suffix}"
 
     def ask(self, name: str, content: bytes) -> bool:
-        """Leaves a request; False if there is one of this name, which counts.
-
-        Raises:
-            OSError: if the disk refuses.
-        """
+        """Leaves a request; False if there is one of this name, which counts."""
         path = self.request(name)
         aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -101,11 +97,7 @@ class RequestFolder:
         return True
 
     def answer(self, name: str, content: bytes) -> None:
-        """Answers a request; a second answer takes the first one's place.
-
-        Raises:
-            OSError: if the disk refuses.
-        """
+        """Answers a request; a second answer takes the first one's place."""
         path = self.result(name)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomic(path, content, durable=self._durable, mode=self._mode)

@@ -80,11 +80,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file; None if there is no file.
-
-    Raises:
-        ValueError: naming the file, if it holds something else.
-    """
+    """The value in a JSON file; None if there is no file, a `ValueError` names it if damaged."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -94,11 +90,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no file.
-
-    Raises:
-        ValueError: naming the file, if it holds anything else.
-    """
+    """The object in a JSON file; None if there is no file, a `ValueError` names it if damaged."""
     try:
         return dict(json.loads(path.read_bytes()))
     except FileNotFoundError:
@@ -154,11 +146,7 @@ class UserFiles:
 
     @contextmanager
     def open_folder(self, path: str | Path, what: str) -> Iterator[int]:
-        """Opens a folder; yields a descriptor for `dir_fd`, closed afterwards.
-
-        Raises:
-            ValueError: as `open_file` does.
-        """
+        """Opens a folder as `open_file` does; yields a descriptor for `dir_fd`."""
         try:
             handle = self._open(path, what, _FOLDER)
         except OSError as error:

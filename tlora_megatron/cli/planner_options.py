@@ -56,11 +56,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_plan_arguments(args: argparse.Namespace) -> None:
-    """Refuses options without effect.
-
-    Raises:
-        ConfigError: for the planner's options without `--plan`.
-    """
+    """Refuses the planner's options without `--plan`, where they have no effect."""
     for name in ("hardware", "lengths", "replicas"):
         given = getattr(args, name)
         if args.plan is None and given is not None:

@@ -204,11 +204,7 @@ def portion_of(
 def resolve_job_paths(
     job: JobSpec, path: str, folder: Path, *, files_may_be_missing: bool = False
 ) -> JobSpec:
-    """Makes the job's paths, which start at a folder, absolute.
-
-    Raises:
-        ConfigError: naming the key of what is not there, unless files may be missing.
-    """
+    """Makes the job's paths, which start at a folder, absolute; refuses missing ones."""
 
     def file(key: str, value: str | None) -> str | None:
         if value is None or (job.driven and key == "data.train"):

@@ -253,11 +253,7 @@ _SIZES = {"TP": "tp_size", "PP": "pp_size", "CP": "cp_size"}
 
 
 def expand_short_form(raw: Any, path: str) -> Any:
-    """Returns a short form as the list of mappings that it stands for; all else as it is.
-
-    Raises:
-        ConfigError: for a short form that is none, naming the part.
-    """
+    """Returns a short form as the list of mappings that it stands for; all else as it is."""
     if not isinstance(raw, str):
         return raw
     # A `+` within a layout has no spaces around it and no count behind it.

@@ -1,14 +1,9 @@
 """Chooses a deployment: replicas of one kind or several, and how many of each.
 
-Of a set of kinds: up to `_EXACT` GPUs all counts of all sets of at most `_MOST_KINDS` kinds are
-looked at, except those that a bound shows to be worse than the best so far. Beyond that, each set
-starts from what the bound would have if replicas could be divided, and gives some up for others
-while that helps.
-
-Kinds that another replaces are left out, counts are found against a bound, and the best are run
-through the dispatcher on drawn rounds. Alike replicas are always among them, and unlike ones must
-beat them by `MARGIN`.
-
+Up to `_EXACT` GPUs all counts of all sets of at most `_MOST_KINDS` kinds are looked at, except those
+that a bound rules out. Beyond that, each set starts from the bound's shares and is changed while
+that helps. The best are run through the dispatcher on drawn rounds; unlike replicas must beat alike
+ones by `MARGIN`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 The bound is the dual of a linear program. For prices p of the kinds, no division of the work ends
 before `sum over classes of the least p * cost` / `sum over replicas of p`. Prices rise where a kind
 has more than its part of the work; the shares are what the prices lead to, averaged.
-
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 `tlora train` and Megatron-LM place ranks alike (Megatron's order tp-cp-ep-dp-pp): tensor-parallel
 neighbours are next to each other, then context-parallel ones, replicas, and stages last. A node
 holds `gpus_per_node` consecutive ranks.
-
-
 """
 
 from __future__ import annotations

@@ -63,11 +63,7 @@ class LengthHistogram:
 
     @classmethod
     def from_counts(cls, counts: Iterable[tuple[int, float]]) -> LengthHistogram:
-        """Makes a histogram from lengths and how often each occurs, in any order.
-
-        Raises:
-            ValueError: if there is no length, or a length or count is not positive.
-        """
+        """Makes a histogram from lengths and how often each occurs, all positive, in any order."""
         merged: Counter[int] = Counter()
         for length, count in counts:
             if not 0 < count < math.inf:

@@ -24,11 +24,7 @@ class InvariantError(RuntimeError):
 
 
 def require(holds: bool, sentence: str) -> None:
-    """Checks an invariant.
-
-    Raises:
-        InvariantError: with the given sentence, if it does not hold.
-    """
+    """Raises `InvariantError` with the given sentence if something does not hold."""
     if not holds:
         raise InvariantError(sentence)
 
@@ -190,11 +186,7 @@ class Fleet:
         )
 
     def charge(self, job: Job) -> None:
-        """Counts the GPUs that a starting job asks for against its tenant.
-
-        Raises:
-            InvariantError: if that is beyond the tenant's quota.
-        """
+        """Counts the GPUs that a starting job asks for against its tenant's quota."""
         held = self.cluster.tenant_gpus.get(job.tenant, 0) + job.num_gpus
         quota = self.cluster.quotas.get(job.tenant, held)
         require(held <= quota, f"tenant {job.tenant!r} must hold at most {quota} GPUs, got {held}")
@@ -221,11 +213,7 @@ class Fleet:
         self.changes.freed = True
 
     def rates(self, parts: Parts, num_gpus: int) -> GroupRates:
-        """Speeds of the members of a group.
-
-        Raises:
-            InvariantError: if it does not fit the memory.
-        """
+        """Speeds of the members of a group, which must fit the memory."""
         rates = self._speeds.rates(parts.kinds, num_gpus)
         if rates is None:
             names = ", ".join(job.name for job in parts.jobs)

@@ -1,11 +1,8 @@
 """Speeds of jobs that train together: the planner's model, a cache, and what gangs measure.
 
-The planner's `GroupModel` implements `GroupThroughput`; tests use a table. Schedulers and the
-simulator ask nothing else about speed or memory.
-
-A predicted speed is multiplied by the median of measured over predicted speed of the same mix on as
-many GPUs, else of the same base model on as many GPUs, else of that base on the nearest number of
-GPUs, else by 1. So a machine that is slow on one GPU does not look fast on two, never tried.
+The planner's `GroupModel` implements `GroupThroughput`; tests use a table. A predicted speed is
+multiplied by the median of measured over predicted speed of the same mix on as many GPUs, else of the
+same base on as many GPUs, else of that base on the nearest number of GPUs, else by 1.
 """
 
 from __future__ import annotations
@@ -92,11 +89,7 @@ class Speeds:
         return ((kinds, num_gpus, rates) for (kinds, num_gpus), rates in known if rates is not None)
 
     def kind(self, base: str, load: JobLoad) -> int:
-        """The kind of a base model and load; loads that differ only by name are different kinds.
-
-        Raises:
-            ValueError: if the base model is not known.
-        """
+        """The kind of a known base and a load; loads that differ by name only are different."""
         if base not in self._models:
             known = ", ".join(self._models)
             raise ValueError(f"base model must be one of {known}, got {base!r}")

@@ -2,7 +2,6 @@
 
 After mLoRA's scheduler (arXiv 2312.02515): as many tasks as memory allows, in order, without
 checking how much slower the others become.
-
 """
 
 from __future__ import annotations

@@ -66,11 +66,7 @@ def own_token(home: Home, store: Store) -> str:
 
 
 def listen(place: Place) -> socket.socket:
-    """A socket that listens; children inherit it.
-
-    Raises:
-        ConfigError: if the address cannot be used.
-    """
+    """A socket that listens, and that children inherit; a `ConfigError` for a bad address."""
     family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
     try:
         listener = socket.create_server((place.host, place.port), family=family, backlog=2048)

@@ -99,11 +99,7 @@ class RequestLog:
         return "answered" if self._answer(number).exists() else "gone"
 
     def write_answer(self, number: int, answer: Answer) -> None:
-        """Answers a request; the caller has the job's lease.
-
-        Raises:
-            OSError: if the disk refuses.
-        """
+        """Answers a request; the caller has the job's lease."""
         metadata = {
             "metrics": json.dumps({key: repr(value) for key, value in answer.metrics.items()}),
             "values": json.dumps(dict(answer.values)),

@@ -1,10 +1,7 @@
 """Takes up the sessions that versions before table version 4 kept as JSON files.
 
-tenants/TENANT/tinker/SESSION/session.json          who came, and why it ended
-                      .../beat                      its time is that of the last heartbeat
-                      .../models/N.json             a model, with the id of its job
-                      .../samplers/N.json           what a sampler samples from
-                      .../checkpoints/N/KIND/NAME.json    a client's words about a checkpoint
+Below `tenants/TENANT/tinker/SESSION`: `session.json`; `beat`, whose time is that of the last
+heartbeat; `models/N.json`; `samplers/N.json`; `checkpoints/N/KIND/NAME.json`, a client's words.
 """
 
 from __future__ import annotations

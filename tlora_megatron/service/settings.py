@@ -35,21 +35,13 @@ def read_bases(home: Home) -> dict[str, BaseModelSpec]:
 
 
 def check_bases(words: Sequence[str]) -> None:
-    """Reads bases as `declare_bases` does, and adds none.
-
-    Raises:
-        ConfigError: for the first mistake.
-    """
+    """Reads bases as `declare_bases` does, and adds none."""
     for word in words:
         _read_word(word)
 
 
 def declare_bases(home: Home, words: Sequence[str]) -> None:
-    """Adds bases, `NAME=DIR` or `NAME=FILE` with a section `base_model`; a known name is replaced.
-
-    Raises:
-        ConfigError: for the first mistake; nothing was added.
-    """
+    """Adds or replaces bases `NAME=DIR`, or `NAME=FILE` with a section; none at a mistake."""
     added = dict(_read_word(word) for word in words)
     if added:
         known = read_json(home.root / BASES_NAME) or {}

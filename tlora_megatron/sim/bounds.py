@@ -1,25 +1,10 @@
 """Mean completion times that no policy beats, and what ideal resizing and pre-emption would bring.
 
-Each bound is the answer to an easier question than the simulator's: placement, memory, slowdown
-bounds, quotas and pauses are left out, and
-
-- *alone*: every job has the whole cluster to itself;
-- *fluid*: the cluster is one machine on which any job can use all GPUs at full speed, and the job
-  with the least work left goes first. Nothing ends the jobs of one machine earlier on average;
-- *mean busy times*: on the same machine a job's work lies around its mean busy time, and half of
-  the job's own fastest time must come after that. Serving the smallest jobs first gives the least
-  sum of mean busy times.
-
-The greatest of the three counts. They rest on two properties of the speeds: no job trains faster
-in a group than alone on the GPUs that suit it best, and no group trains more tokens per second on a
-GPU than a cheap adapter with a large batch. `exceeded_by` checks both on every group that was asked
-about.
-
-Malleable shortest remaining time: every job trains alone on a power of two of the GPUs. Whenever
-one comes or ends, GPUs are shared out anew: the job with the least time left is served first, on
-the number of GPUs that suits it and those behind it. A change costs a pause. Placement, memory of
-nodes, slowdown bounds, quotas and fusing are ignored, and nothing says that this order is the best,
-so this is no bound.
+Each bound answers an easier question, without placement, memory, slowdown bounds, quotas and pauses:
+*alone*, every job has the whole cluster; *fluid*, any job can use all GPUs at full speed and the
+least work left goes first; *mean busy times*, half of a job's fastest time must come after its mean
+busy time. The greatest counts, if no group is faster than its best members allow (`exceeded_by`).
+Malleable shortest remaining time, with jobs alone on powers of two GPUs, is an estimate and no bound.
 """
 
 from __future__ import annotations

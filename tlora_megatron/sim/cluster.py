@@ -194,11 +194,7 @@ class ClusterSpec:
 
 
 def load_cluster(path: str | Path) -> tuple[ClusterSpec, HardwareProfile]:
-    """Reads a cluster and the profile of its GPUs.
-
-    Raises:
-        ConfigError: if either file is missing or invalid.
-    """
+    """Reads a cluster and the profile of its GPUs, or raises a `ConfigError`."""
     path = Path(path)
     document = read_document(path, "--cluster")
     try:

@@ -256,12 +256,7 @@ _SHOWN = 0.99
 def write_report(
     path: str | Path, study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None
 ) -> None:
-    """Writes the page of a study.
-
-    Raises:
-        ImportError: if matplotlib is missing.
-        OSError: if the file cannot be written.
-    """
+    """Writes the page of a study; an `ImportError` without matplotlib."""
     Path(path).write_text(_page(study, runs, yardsticks), encoding="utf-8")
 
 

@@ -80,11 +80,7 @@ class Simulator:
         )
 
     def run(self) -> Outcome:
-        """Runs until every job has ended, and checks that the ledger balances.
-
-        Raises:
-            InvariantError: if it does not balance or a decision breaks a rule.
-        """
+        """Runs until every job has ended; an `InvariantError` if the ledger does not balance."""
         begin = time.perf_counter()
         clock = Clock()
         self._push_known_events()

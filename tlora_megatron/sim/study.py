@@ -172,11 +172,7 @@ class Study:
 
 
 def check_policies(names: Sequence[str]) -> None:
-    """Refuses unknown and repeated names of policies.
-
-    Raises:
-        ValueError: naming the known policies.
-    """
+    """Refuses unknown and repeated names of policies."""
     if not names or len(set(names)) < len(names):
         raise must("--policy", "name policies once each", ",".join(names))
     for name in names:

@@ -243,11 +243,7 @@ def _may_be_load(load: float | None) -> bool:
 
 
 def shaped(trace: Trace, shape: TraceShape, num_gpus: int, seed: int) -> Trace:
-    """Shapes a trace for a cluster of `num_gpus` GPUs.
-
-    Raises:
-        ValueError: if no job is left, or a load is asked for of jobs that all come at once.
-    """
+    """Shapes a trace for `num_gpus` GPUs; refuses one without jobs, or a load for a burst."""
     rng = Random(f"sample {seed}")
     dropped = Counter(trace.dropped)
     rows: list[TraceRow] = []

@@ -104,11 +104,7 @@ def shipped_mixes() -> tuple[str, ...]:
 
 
 def load_mix(name: str) -> tuple[JobMix, dict[str, ModelSpec]]:
-    """Reads a mix by name or path, and the shapes of its base models.
-
-    Raises:
-        ConfigError: if there is none, or the file is not a mix.
-    """
+    """Reads a mix by name or path, and the shapes of its base models; refuses what is none."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml", ".json"):
         if name not in shipped_mixes():

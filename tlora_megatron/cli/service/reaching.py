@@ -214,12 +214,7 @@ class HttpService:
 
 @contextmanager
 def open_address(address: str) -> Iterator[HttpService]:
-    """Opens the service of an address.
-
-    Raises:
-        ConfigError: for a wrong address, a missing token, and what the service refuses in the
-            block.
-    """
+    """Opens the service of an address; raises `ConfigError` also for what it refuses inside."""
     from tlora_megatron.client import Client, ServiceError
 
     try:

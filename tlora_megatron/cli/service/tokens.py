@@ -55,11 +55,7 @@ def add_service_argument(parser: argparse.ArgumentParser, *, also: str = "") -> 
 
 @contextmanager
 def open_service(args: argparse.Namespace) -> Iterator[OpenService]:
-    """Opens the service that `--service` names; it must be there.
-
-    Raises:
-        ConfigError: if nobody has served that folder yet, or the store refuses what is asked.
-    """
+    """Opens a service that is there; raises `ConfigError`, inside for what the store refuses."""
     root = service_folder(args.service)
     if not any((root / name).is_file() for name in ("store.sqlite", DATABASE)):
         named = args.service or os.environ.get(home.VARIABLE) or ""
@@ -84,11 +80,7 @@ def is_address(service: str) -> bool:
 
 
 def service_folder(given: str | None) -> Path:
-    """The folder that `--service`, the environment or the default names; it may be missing.
-
-    Raises:
-        ConfigError: if it is an address.
-    """
+    """The folder, perhaps missing, that `--service`, the environment or the default names."""
     named = given or os.environ.get(home.VARIABLE) or home.DEFAULT
     if is_address(named):
         raise must("--service", "be a folder of this host for this command", named)

@@ -1,19 +1,10 @@
 """Predicts the time of a layer's router and experts, routed and shared, as a plan divides them.
 
-Its linears are those of a dense MLP: products, adapters and collectives are counted as theirs. Here
-is what lies around them: the sigmoid of each row, which weighs the result, and the sum with what
-the routed experts return.
-
 Nobody knows a router's choices before it has seen the jobs' tokens, so they are assumed: the shares
-of a layer's experts in its rows are taken for those of independent exponential variables, in which
-every division of the rows among the experts is equally likely. The most loaded of 128 experts then
-has 5.4 times the mean, as real routers are said to have (4 to 8), and the most loaded of 8 has 2.7
-times. A rank with several experts has their sum, and the more there are, the nearer it is to the
-mean. No jobs' routing was recorded for this.
-
-Rates are those of a profile's dense products, passes and collectives. What they leave out, the
-choice of experts above all, is fitted to measured rows (`expert_times`); of several GPUs that share
-experts nothing was measured.
+of a layer's experts in its rows are taken for those of independent exponential variables. The most
+loaded of 128 experts then has 5.4 times the mean (real routers: 4 to 8), of 8 it has 2.7 times. What
+a profile's rates leave out, the choice of experts above all, is fitted to measured rows
+(`expert_times`); of several GPUs that share experts nothing was measured.
 """
 
 from __future__ import annotations

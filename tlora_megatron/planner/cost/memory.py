@@ -2,7 +2,6 @@
 
 Checked against measured peaks of Llama-3.1-8B without recompute on one H200 at 8,192 rows: 41.8 GB
 without adapters, and 64.7 GB with eight adapters of ranks 4 to 64.
-
 """
 
 from __future__ import annotations

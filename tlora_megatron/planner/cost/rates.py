@@ -1,19 +1,10 @@
 """Predicts times of single operations by a profile's points, and of collectives over nodes.
 
-`python -m scripts.bench.experts.predicted --fit` fits the times around routed experts to
-scripts/bench/results/experts.csv: one H200, six layers of
-Qwen3-30B-A3B and four of Mixtral 8x7B, 8,192 rows a micro-batch.
-
-NCCL's own model of collectives over nodes is `ncclTopoTuneModel` (src/graph/tuning.cc of NCCL 2.28
-to 2.30); the terms here are its terms. A ring passes through all of a group's GPUs of a node before
-it leaves the node, and there are as many rings as cards near those GPUs, each leaving and arriving
-by its own card ("rails"). So a node of m GPUs of the group sends over m cards at once. What a
-node's GPUs pass to each other is the same number of bytes over NVLink, at the same time: the slower
-of the two counts. A tree is a chain within a node and a double binary tree between nodes; every
-node sends the tensor up and down once, and between two nodes in one direction only.
-
-Left out: NVLS and SHARP, which sum in switches and are faster; PAT; networks that share their
-switches' uplinks.
+`python -m scripts.bench.experts.predicted --fit` fits the times around routed experts. Collectives
+over nodes are timed by the terms of NCCL's own model, `ncclTopoTuneModel` (src/graph/tuning.cc of
+NCCL 2.28 to 2.30): a ring passes through all of a group's GPUs of a node before it leaves by one of
+the cards near them, all of which send at once; a tree sends the tensor up and down once. Left out:
+NVLS, SHARP, PAT, and networks that share their switches' uplinks.
 """
 
 from __future__ import annotations

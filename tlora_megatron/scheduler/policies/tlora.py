@@ -1,18 +1,10 @@
-"""`tlora`: residual-capacity-aware hierarchical incremental grouping.
+"""`tlora` and `tlora_best`: incremental grouping by residual capacity, and by what it brings.
 
-A reconstruction of tLoRA's Adapter Scheduler (arXiv 2602.07263) from public descriptions. Jobs are
-queued by urgency, then by residual capacity. Each job searches for the running group that it fits
-most tightly: a binary search over groups sorted by residual capacity, first groups within one
-node, then within one rack, then across the cluster. A merge must raise the joint throughput and
-keep every member within its slowdown bound; the merged group becomes a candidate again. When
-nothing waits, fused jobs move to free GPUs if the parts train faster than the whole. While a job is
-overdue, groups give back the GPUs that no member asks for.
-
-
-Differences from `tlora`: the shortest work comes first. Several hosts are tried, because a host
-with more residual capacity may refuse a job that one with less takes. A merge must bring more than
-waiting for free GPUs would, counting the delay of the host's members and the GPU time that the
-queue saves. A job may start on fewer GPUs than it asks for; groups get the rest when nothing waits.
+A reconstruction of tLoRA's Adapter Scheduler (arXiv 2602.07263) from public descriptions: the most
+urgent job goes to the group that it fits most tightly, by binary search over residual capacity, first
+within a node, then a rack, then anywhere. A merge must raise the joint throughput within all bounds.
+When nothing waits, fused jobs move to free GPUs if that pays. `tlora_best` takes the shortest work
+first, tries several hosts, and wants more of a merge than waiting for free GPUs would bring.
 """
 
 from __future__ import annotations

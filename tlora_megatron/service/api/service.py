@@ -134,11 +134,7 @@ class Quota:
         return size
 
     def check(self, tenant: str, size: int) -> None:
-        """Refuses bytes for which a tenant has no room.
-
-        Raises:
-            OverLimit: saying how much it has.
-        """
+        """Refuses bytes for which a tenant has no room (`OverLimit`)."""
         most = self._store.tenants.limits(tenant).upload_bytes
         uploads = self._store.uploads.bytes_of(tenant)
         if uploads + self.beside_uploads(tenant) + size <= most:

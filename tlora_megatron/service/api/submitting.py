@@ -34,11 +34,7 @@ WHAT = "the body"
 
 
 def read_body(content: bytes, content_type: str) -> dict[str, Any]:
-    """The mapping in a body, JSON if its content type says so, else YAML.
-
-    Raises:
-        ConfigError: if it is too large, malformed, too deep, or uses aliases.
-    """
+    """The mapping in a body of JSON if its type says so, else of YAML, or a `ConfigError`."""
     is_json = "json" in content_type.lower()
     most, kind = (MOST_JSON_BYTES, "JSON") if is_json else (MOST_YAML_BYTES, "YAML")
     if len(content) > most:
@@ -51,11 +47,7 @@ def read_body(content: bytes, content_type: str) -> dict[str, Any]:
 
 
 def check_setting(text: str, what: str) -> None:
-    """Refuses a setting in YAML that would unfold, nest deeply or take long to read.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Refuses a setting in YAML that would unfold, nest deeply or take long to read."""
     if len(text) > MOST_SETTING:
         raise must(what, f"have at most {MOST_SETTING} characters", len(text))
     _check_yaml(text.encode("utf-8", "replace"), what)
@@ -119,11 +111,7 @@ class References:
         self._tenant = tenant
 
     def resolve(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        """The document with the sections of bases and the paths of files instead of names.
-
-        Raises:
-            ConfigError: for the first name that means nothing to this tenant.
-        """
+        """The document with sections of bases and paths of files instead of the tenant's names."""
         found = as_job_list(document)
         found["base_model"] = self.base(document.get("base_model"))
         if "defaults" in found:

@@ -1,9 +1,8 @@
 """Asks the policy what should run, on a snapshot and in a thread, and weighs its answer.
 
-What has changed meanwhile makes an answer void. A decision that moves or resizes running groups
-must gain more than its pause costs; jobs may always start, or join a group where it is. A group
-that was moved stays for a while, and the cluster makes few moves a minute. Some policies have
-weighed the pause themselves. Bounds are the policy's; nothing here breaks one.
+What has changed meanwhile makes an answer void. A decision that moves or resizes running groups must
+gain more than its pause costs, and moves are few; jobs may always start, or join a group where it is.
+Bounds are the policy's; nothing here breaks one.
 """
 
 from __future__ import annotations

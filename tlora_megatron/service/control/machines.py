@@ -37,11 +37,7 @@ class Machines:
 
     @classmethod
     def of(cls, nodes: Sequence[NodeInfo]) -> Machines:
-        """The cluster of an engine's nodes.
-
-        Raises:
-            ValueError: if there is no GPU and no worker slot.
-        """
+        """The cluster of an engine's nodes; raises `ValueError` if they have no worker slot."""
         widest = max((node.gpus for node in nodes), default=0)
         if not widest:
             raise ValueError("an engine must have at least one GPU or worker slot, got none")
@@ -149,11 +145,7 @@ def pause_from_json(kept: Mapping[str, Any], machines: Machines) -> Pause | None
 
 
 def check_hardware(settings: Settings) -> None:
-    """Refuses, before anything is started, a profile that does not exist.
-
-    Raises:
-        ValueError: as `pricing_of`.
-    """
+    """Refuses, before anything is started, a profile that does not exist."""
     hardware_profile(settings, slots=1)
 
 

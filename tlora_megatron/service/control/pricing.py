@@ -80,11 +80,7 @@ class PlannedBase:
 
 
 def planned_base(section: Mapping[str, Any], hardware: HardwareProfile) -> PlannedBase:
-    """The costs of a base model on some hardware.
-
-    Raises:
-        ValueError: if the model's config.json cannot be read.
-    """
+    """The costs of a base on some hardware; raises `ValueError` without its config.json."""
     spec = read_spec(BaseModelSpec, dict(section), "base_model")
     dtype = replace(hardware, dtype=spec.dtype)
     return PlannedBase(model=GroupModel(base_shape(spec), dtype))
@@ -178,11 +174,7 @@ def _named(loads: Sequence[JobLoad]) -> list[JobLoad]:
 
 
 def pricing_of(nodes: Sequence[NodeInfo], settings: Settings) -> Pricing:
-    """Prices by the planner, on the hardware of these machines.
-
-    Raises:
-        ValueError: if the profile that was asked for does not exist.
-    """
+    """Prices by the planner on these machines; raises `ValueError` for an unknown profile."""
     shape = Machines.of(nodes).shape
     profile = hardware_profile(settings, shape.gpus_per_node).of_nodes(shape.gpus_per_node)
     profile = replace(profile, inter_node=profile.inter_node or _NETWORK)

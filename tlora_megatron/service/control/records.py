@@ -258,11 +258,7 @@ def stats_of(load: JobLoad, *, tokens: float, num_steps: int) -> dict[str, Any]:
 
 
 def submission_of(document: Mapping[str, Any]) -> Submission:
-    """The submission that a row's document holds.
-
-    Raises:
-        ValueError: if it holds something else.
-    """
+    """The submission that a row's document holds, or a `ValueError`."""
     beside = (ASKED, ORDER)
     fields = {name: value for name, value in document.items() if name not in beside}
     return Submission.from_json(json.dumps(fields))

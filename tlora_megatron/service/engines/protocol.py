@@ -49,11 +49,7 @@ class GangEngine(Protocol):
         """True if a gang may start on GPUs that another one still has."""
 
     def start(self, spec: GangSpec) -> None:
-        """Begins to start a gang and returns; `started` or `died` follows as an event.
-
-        Raises:
-            RuntimeError: if the engine itself cannot be reached.
-        """
+        """Begins to start a gang and returns; `started` or `died` follows as an event."""
 
     def post(self, command: Command) -> None:
         """Hands a command over; the same one twice has the effect of one."""

@@ -130,11 +130,7 @@ class Allocation:
         return self.nodes
 
     def ask(self, *words: str) -> str:
-        """Returns the answer of one of SLURM's programs.
-
-        Raises:
-            RuntimeError: if it does not, with its own words.
-        """
+        """Returns what one of SLURM's programs answers, or a `RuntimeError` in its words."""
         try:
             done = subprocess.run(
                 words,

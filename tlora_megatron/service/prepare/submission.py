@@ -129,11 +129,7 @@ class Submission(Message):
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def job_spec(self) -> JobSpec:
-        """The job; its `service` says what it asks of the cluster.
-
-        Raises:
-            ConfigError: if the document is none that `split_submissions` made.
-        """
+        """The job of a document; its `service` says what it asks of the cluster."""
         return read_job(dict(self.document), None, path=f"jobs.{self.name}")
 
     @property
@@ -175,11 +171,7 @@ def read_submissions(path: str | Path, overrides: Sequence[str] = ()) -> Submitt
 
 
 def split_submissions(document: Mapping[str, Any], folder: Path) -> Submitted:
-    """Reads the jobs of a document, whose relative paths start at a folder.
-
-    Raises:
-        ConfigError: for the first mistake.
-    """
+    """Reads the jobs of a document, with relative paths from a folder, or a `ConfigError`."""
     document = as_job_list(document)
     for key in document:
         if key not in SECTIONS:

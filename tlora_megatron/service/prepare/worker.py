@@ -1,11 +1,9 @@
 """A process of the pool: takes submissions on stdin, answers on stdout, one line of JSON each.
 
-Here its data are read for the only time: from then on its tokens come from the cache. Imports torch
-when it is called: a controller calls it through the pool.
-
     python -m tlora_megatron.service.prepare.worker
 
-It ends when its stdin does, and with that when the controller dies, however that happens.
+Here a job's data are read for the only time, its tokens cached. It ends when its stdin does, and with
+that when the controller dies.
 """
 
 from __future__ import annotations

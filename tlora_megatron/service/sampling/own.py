@@ -1,16 +1,9 @@
-"""Samples by a process of ours, asked over a Unix socket in lines of JSON.
+"""Samples by a process of ours, asked over its user's own Unix socket in lines of JSON.
 
-The socket is its user's alone, and lies in a folder of any depth.
-
-A connection carries one request, `{"op": ..., ...}`, and is closed to take it back:
-
-| op | fields | answers |
-|---|---|---|
-| `generate` | `prompts`, `seed` | `{"piece": ...}` for each piece, then `{"done": true}` |
-| `encode` | `text` or `messages` | `{"tokens": [...]}` |
-| `decode` | `tokens`, `each` | `{"text": ...}`, or `{"texts": [...]}` with one a token |
-
-`{"error": SENTENCE}` takes the place of an answer: of what was asked, not of the process.
+A connection carries one request, `{"op": ..., ...}`, and is closed to take it back. `generate`, with
+`prompts` and `seed`, is answered by `{"piece": ...}` for each piece and `{"done": true}`; `encode`,
+with `text` or `messages`, by `{"tokens": [...]}`; `decode`, with `tokens` and `each`, by `text` or
+`texts`. `{"error": SENTENCE}` may take an answer's place.
 """
 
 from __future__ import annotations

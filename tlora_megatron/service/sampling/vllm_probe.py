@@ -5,7 +5,6 @@ cache/base_scores/KEY.json    written by the first gang that opens a base, once
 A 16-bit model multiplies its head in 16 bits, too, so all its logits are numbers of 8 (bfloat16) or
 11 (float16) significant bits. Log-probabilities of one place differ by what logits differ, and vLLM
 tells them in fp32: whether logits lie on such a grid can be seen without a word of the server.
-
 """
 
 from __future__ import annotations

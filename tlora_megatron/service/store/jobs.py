@@ -181,11 +181,7 @@ class Jobs:
         return sorted(found, key=lambda job: job.number)
 
     def find(self, text: str, *, tenant: str = "local") -> Job:
-        """The tenant's job of an id, or the unfinished one of a name, or else the newest of it.
-
-        Raises:
-            NotFound: if there is none.
-        """
+        """The tenant's job of an id, or the unfinished, else newest, one of a name."""
         mine = query_of(Job).where(_JOB.tenant == tenant)
         named = mine.where(_JOB.name == text)
         queries = (

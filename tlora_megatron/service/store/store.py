@@ -220,11 +220,7 @@ def newest() -> int:
 
 
 def bring_up(database: Database) -> None:
-    """Makes the tables of an empty database, or changes those of an older version.
-
-    Raises:
-        StoreError: if a newer version of the package made them.
-    """
+    """Makes the tables of an empty database, or changes older ones; refuses newer ones."""
     with database.read() as connection:
         if _version(connection) == newest():
             return
@@ -314,11 +310,7 @@ class Store:
 
 
 def open_store(place: str | Path, *, clock: Callable[[], float] | None = None) -> Store:
-    """Opens a store, as `open_database` does, and makes it if it is not there.
-
-    Raises:
-        StoreError: if it cannot be opened, or a newer version of the package made it.
-    """
+    """Opens a store as `open_database` does, or makes it; a `StoreError` if it cannot be."""
     database = open_database(place, clock)
     try:
         bring_up(database)

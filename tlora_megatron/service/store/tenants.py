@@ -124,11 +124,7 @@ class Tokens:
             return find_all(connection, Token, query)
 
     def revoke(self, token: str) -> Token:
-        """Takes a token back; one that was taken back stays so.
-
-        Raises:
-            NotFound: if there is none of this id.
-        """
+        """Takes a token back; one that was taken back stays so."""
         change = update(tables.token).where(_TOKEN.id == token, _TOKEN.revoked_at.is_(None))
         with self._database.write() as connection:
             connection.execute(change.values(revoked_at=self._database.clock()))

@@ -242,11 +242,7 @@ class Arrival:
 
 
 async def receive(arrival: Arrival, parts: AsyncIterator[bytes]) -> NewUpload:
-    """Takes a whole request; checks and writes beside the event loop.
-
-    Raises:
-        ApiError: for the first reason to refuse it; nothing is kept.
-    """
+    """Takes a whole request, or raises `ApiError`; checks and writes beside the event loop."""
     try:
         async for part in parts:
             if part:

@@ -200,11 +200,7 @@ class ChatBody(SamplingBody):
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages with their contents as texts.
-
-        Raises:
-            ApiError: for parts of a content that are no text.
-        """
+        """The messages with their contents as texts; refuses other parts of a content."""
         return [_with_text(index, message) for index, message in enumerate(self.messages)]
 
 

@@ -73,11 +73,7 @@ class Checkpoints:
         user_metadata: Mapping[str, str] | None = None,
         ttl_seconds: int | None = None,
     ) -> None:
-        """Remembers what a client says of a checkpoint that it asks for.
-
-        Raises:
-            Refused: if it may not live so long.
-        """
+        """Remembers what a client says of a checkpoint, and how long it may live."""
         now = self._clock()
         note = CheckpointNote(
             model=str(path.model),

@@ -39,11 +39,7 @@ def is_installed() -> bool:
 
 @cache
 def messages() -> Any:
-    """The module of the generated message classes.
-
-    Raises:
-        ImportError: if the package `tinker` is missing.
-    """
+    """The module of the generated message classes; an `ImportError` without the package."""
     if _NAME in sys.modules:
         return sys.modules[_NAME]
     package = find_spec("tinker")

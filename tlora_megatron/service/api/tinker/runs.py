@@ -286,11 +286,7 @@ class Signer:
         return f"{body}.{self._mac(body)}"
 
     def read(self, text: str) -> Grant:
-        """The grant of a word.
-
-        Raises:
-            NotSigned: if it was not signed here, or its time is over.
-        """
+        """The grant of a word; raises `NotSigned` if it was not signed here or its time is over."""
         body, _, mac = text.partition(".")
         if not hmac.compare_digest(mac.encode(), self._mac(body).encode()):
             raise NotSigned("an address must hold a token that this service gave")
