@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import tlora_megatron
 from tlora_megatron.cli import convert, inspect, plan, profile, simulate, train
-from tlora_megatron.cli.service import actions, jobs, serve, submit, tokens
+from tlora_megatron.cli.service import actions, jobs, serve, tokens
 from tlora_megatron.cli.tables import global_rank, open_console
 from tlora_megatron.config.reader import ConfigError, nearest
 from tlora_megatron.runtime.ranks import describe_failure
@@ -39,10 +39,10 @@ VARIABLES = (
 
 logger = logging.getLogger(__name__)
 
-_RUNS = (train, inspect, convert, plan, profile, simulate, serve, submit, jobs)
 _ADD_PARSERS = (
-    *(module.add_parser for module in _RUNS),
-    *(actions.add_logs_parser, actions.add_parser, actions.add_adapters_parser, tokens.add_parser),
+    *(module.add_parser for module in (train, inspect, convert, plan, profile, simulate, serve)),
+    *(jobs.add_submit_parser, jobs.add_parser, actions.add_logs_parser, actions.add_parser),
+    *(actions.add_adapters_parser, tokens.add_parser),
 )
 
 

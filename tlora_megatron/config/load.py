@@ -17,7 +17,7 @@ from tlora_megatron.config.parallel_rules import (
     settle_deterministic,
     settle_replicas,
 )
-from tlora_megatron.config.reader import must, read_spec, unknown
+from tlora_megatron.config.reader import apply_override, must, read_document, read_spec, unknown
 from tlora_megatron.config.rules import KNOWN_TARGETS, refuse_driven, resolve
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.config.sections import (
@@ -29,7 +29,6 @@ from tlora_megatron.config.sections import (
     read_jobs,
     short_form,
 )
-from tlora_megatron.config.source import apply_override, read_document
 
 SECTIONS = ("base_model", "parallel", "run", "defaults", "jobs")
 

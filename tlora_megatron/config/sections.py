@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tlora_megatron.config.job import HF_TARGETS, JobSpec
-from tlora_megatron.config.reader import ConfigError, check_partial, must, nearest, read_spec
+from tlora_megatron.config.reader import ConfigError, check_partial, merge, must, nearest, read_spec
 from tlora_megatron.config.rules import (
     KNOWN_TARGETS,
     check_job,
@@ -33,7 +33,6 @@ from tlora_megatron.config.schema import (
     Recompute,
     ReplicaSpec,
 )
-from tlora_megatron.config.source import merge
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears that are one GEMM."""

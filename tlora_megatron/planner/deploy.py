@@ -1,9 +1,9 @@
 """Chooses a deployment: replicas of one kind or several, and how many of each.
 
-Up to `_EXACT` GPUs all counts of all sets of at most `_MOST_KINDS` kinds are looked at, except those
-that a bound rules out. Beyond that, each set starts from the bound's shares and is changed while
-that helps. The best are run through the dispatcher on drawn rounds; unlike replicas must beat alike
-ones by `MARGIN`.
+Up to `_EXACT` GPUs all counts of all sets of at most `_MOST_KINDS` kinds are looked at, except
+those that a bound rules out. Beyond that, each set starts from the bound's shares and is changed
+while that helps. The best are run through the dispatcher on drawn rounds; unlike replicas must beat
+alike ones by `MARGIN`.
 """
 
 from __future__ import annotations

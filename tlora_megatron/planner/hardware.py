@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tlora_megatron.config.job import rule
-from tlora_megatron.config.reader import ConfigError, must, read_spec
-from tlora_megatron.config.source import read_document
+from tlora_megatron.config.reader import ConfigError, must, read_document, read_spec
 from tlora_megatron.files import shipped_folder
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """Speeds of jobs that train together: the planner's model, a cache, and what gangs measure.
 
 The planner's `GroupModel` implements `GroupThroughput`; tests use a table. A predicted speed is
-multiplied by the median of measured over predicted speed of the same mix on as many GPUs, else of the
-same base on as many GPUs, else of that base on the nearest number of GPUs, else by 1.
+multiplied by the median of measured over predicted speed of the same mix on as many GPUs, else of
+the same base on as many GPUs, else of that base on the nearest number of GPUs, else by 1.
 """
 
 from __future__ import annotations

@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tlora_megatron.config.reader import must, nearest
-from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policies.admission import start_alone
 from tlora_megatron.scheduler.policies.elastic import Elastic
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
 from tlora_megatron.scheduler.policies.tlora import NetBenefit, ResidualGrouping
-from tlora_megatron.scheduler.policy import Changes, Decision, Policy, Rules
+from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision, Policy, Rules
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 
 

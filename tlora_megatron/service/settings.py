@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config.reader import must, read_spec
+from tlora_megatron.config.reader import must, read_document, read_spec
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.config.sections import plain, read_base_model
-from tlora_megatron.config.source import read_document
 from tlora_megatron.files import read_json, write_json
 from tlora_megatron.model.gpt_oss import MODEL_TYPE
 from tlora_megatron.model.spec import read_model_spec

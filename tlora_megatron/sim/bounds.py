@@ -1,10 +1,11 @@
 """Mean completion times that no policy beats, and what ideal resizing and pre-emption would bring.
 
-Each bound answers an easier question, without placement, memory, slowdown bounds, quotas and pauses:
-*alone*, every job has the whole cluster; *fluid*, any job can use all GPUs at full speed and the
-least work left goes first; *mean busy times*, half of a job's fastest time must come after its mean
-busy time. The greatest counts, if no group is faster than its best members allow (`exceeded_by`).
-Malleable shortest remaining time, with jobs alone on powers of two GPUs, is an estimate and no bound.
+Each bound answers an easier question, without placement, memory, slowdown bounds, quotas and
+pauses: *alone*, every job has the whole cluster; *fluid*, any job can use all GPUs at full speed
+and the least work left goes first; *mean busy times*, half of a job's fastest time must come after
+its mean busy time. The greatest counts, if no group is faster than its best members allow
+(`exceeded_by`). Malleable shortest remaining time, with jobs alone on powers of two GPUs, is an
+estimate and no bound.
 """
 
 from __future__ import annotations

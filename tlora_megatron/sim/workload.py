@@ -9,8 +9,7 @@ from random import Random
 from typing import TypeVar
 
 from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, rule
-from tlora_megatron.config.reader import ConfigError, must, read_spec
-from tlora_megatron.config.source import read_document
+from tlora_megatron.config.reader import ConfigError, must, read_document, read_spec
 from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from scripts.bench.control_tower import NOW_S, RUNNING, WAITING, crowd, make_study
-from tlora_megatron.scheduler.cluster import ClusterState
-from tlora_megatron.scheduler.policy import Changes, Rules
+from tlora_megatron.scheduler.policy import Changes, ClusterState, Rules
 from tlora_megatron.scheduler.queue import WaitingQueue
 from tlora_megatron.scheduler.registry import make_policy
 from tlora_megatron.sim.study import Study

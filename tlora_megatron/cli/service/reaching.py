@@ -22,9 +22,15 @@ from tlora_megatron.cli.service.ports import (
 )
 from tlora_megatron.cli.service.tokens import add_service_argument, is_address, open_service
 from tlora_megatron.config.load import SECTIONS
-from tlora_megatron.config.reader import ConfigError, must, unknown
+from tlora_megatron.config.reader import (
+    ConfigError,
+    apply_override,
+    merge,
+    must,
+    read_document,
+    unknown,
+)
 from tlora_megatron.config.sections import as_job_list, read_job
-from tlora_megatron.config.source import apply_override, merge, read_document
 from tlora_megatron.service.home import VARIABLE
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Sizes of adapters on routed experts, and the bytes that experts keep and work in.
 
-Coefficients of products are those of adapters on dense linears. Counted in bytes is what kernels read
-and write for each row of a context-parallel rank: of every factor that meets a row the copy is read
-in both directions, and its gradient is read and written.
+Coefficients of products are those of adapters on dense linears. Counted in bytes is what kernels
+read and write for each row of a context-parallel rank: of every factor that meets a row the copy is
+read in both directions, and its gradient is read and written.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Nobody knows a router's choices before it has seen the jobs' tokens, so they are assumed: the shares
 of a layer's experts in its rows are taken for those of independent exponential variables. The most
-loaded of 128 experts then has 5.4 times the mean (real routers: 4 to 8), of 8 it has 2.7 times. What
-a profile's rates leave out, the choice of experts above all, is fitted to measured rows
+loaded of 128 experts then has 5.4 times the mean (real routers: 4 to 8), of 8 it has 2.7 times.
+What a profile's rates leave out, the choice of experts above all, is fitted to measured rows
 (`expert_times`); of several GPUs that share experts nothing was measured.
 """
 

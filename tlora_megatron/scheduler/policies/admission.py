@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tlora_megatron.scheduler.cluster import ClusterState
-from tlora_megatron.scheduler.formation import Parts
+from tlora_megatron.scheduler.fleet import Parts
 from tlora_megatron.scheduler.policies.tentative_groups import Proposal, TentativeGroups
-from tlora_megatron.scheduler.policy import Changes, Rules
+from tlora_megatron.scheduler.policy import Changes, ClusterState, Rules
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 
 Choose = Callable[[TentativeGroups, Waiting], Proposal | None]

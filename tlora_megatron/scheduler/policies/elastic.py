@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tlora_megatron.scheduler.cluster import ClusterState
-from tlora_megatron.scheduler.formation import Parts
+from tlora_megatron.scheduler.fleet import Parts
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
 from tlora_megatron.scheduler.policies.tlora import NetBenefit, list_schedule
-from tlora_megatron.scheduler.policy import Changes, Decision
+from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision
 from tlora_megatron.scheduler.queue import Group, Job, Waiting, WaitingQueue
 
 _EXPECTED = 0.05

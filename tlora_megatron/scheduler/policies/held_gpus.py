@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
-from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
+from tlora_megatron.scheduler.policy import ClusterShape, FreeGpus
 from tlora_megatron.scheduler.queue import Group, Waiting
 
 

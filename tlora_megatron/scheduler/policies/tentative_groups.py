@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tlora_megatron.scheduler.cluster import ClusterState, FreeGpus
-from tlora_megatron.scheduler.formation import (
+from tlora_megatron.scheduler.fleet import (
     Parts,
     ends_in_bounds,
     formed,
@@ -16,7 +15,7 @@ from tlora_megatron.scheduler.formation import (
 )
 from tlora_megatron.scheduler.group_throughput import Kinds, Speeds
 from tlora_megatron.scheduler.policies.held_gpus import Claims, soonest_nodes
-from tlora_megatron.scheduler.policy import Changes, Decision, Rules
+from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision, FreeGpus, Rules
 from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting
 
 _MOST_OF_FULL = 1.05

@@ -1,10 +1,11 @@
 """`tlora` and `tlora_best`: incremental grouping by residual capacity, and by what it brings.
 
 A reconstruction of tLoRA's Adapter Scheduler (arXiv 2602.07263) from public descriptions: the most
-urgent job goes to the group that it fits most tightly, by binary search over residual capacity, first
-within a node, then a rack, then anywhere. A merge must raise the joint throughput within all bounds.
-When nothing waits, fused jobs move to free GPUs if that pays. `tlora_best` takes the shortest work
-first, tries several hosts, and wants more of a merge than waiting for free GPUs would bring.
+urgent job goes to the group that it fits most tightly, by binary search over residual capacity,
+first within a node, then a rack, then anywhere. A merge must raise the joint throughput within all
+bounds. When nothing waits, fused jobs move to free GPUs if that pays. `tlora_best` takes the
+shortest work first, tries several hosts, and wants more of a merge than waiting for free GPUs would
+bring.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policies.admission import grow, separate, shrink, start_alone
 from tlora_megatron.scheduler.policies.held_gpus import soonest_nodes
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
-from tlora_megatron.scheduler.policy import Changes, Decision, Rules
+from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision, Rules
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 
 _DELAY_WEIGHT, _OTHERS_WEIGHT = 2.0, 3.0

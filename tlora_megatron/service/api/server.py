@@ -18,9 +18,8 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import tlora_megatron
-from tlora_megatron.service.api import errors
-from tlora_megatron.service.api.errors import ApiError, Format, format_of, native_format
-from tlora_megatron.service.api.gate import secret_of
+from tlora_megatron.service.api import gate
+from tlora_megatron.service.api.gate import ApiError, Format, format_of, native_format, secret_of
 from tlora_megatron.service.api.native import archives, history, jobs
 from tlora_megatron.service.api.openai import routes as openai
 from tlora_megatron.service.api.page import router as page
@@ -225,7 +224,7 @@ class LimitedProtocol(H11Protocol):
             self.transport.close()
 
 
-_FORMATS: Mapping[str, errors.Format] = {tinker.PREFIX: tinker_format}
+_FORMATS: Mapping[str, gate.Format] = {tinker.PREFIX: tinker_format}
 """Beginning of a path -> the format of its errors, where it is not ours and OpenAI's."""
 
 
@@ -247,7 +246,7 @@ def make_app(service: Service) -> FastAPI:
         lifespan=lifespan,
     )
     app.state.service = service
-    errors.install(app, _FORMATS)
+    gate.install(app, _FORMATS)
     app.add_middleware(Limits, formats=_FORMATS, know=service.gate.know)
     app.add_middleware(Latencies)
     for room in (jobs, history, archives):

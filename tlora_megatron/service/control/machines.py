@@ -10,7 +10,7 @@ from typing import Any
 
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.runtime.planning.plan_inputs import plan_hardware, profile_of_gpu
-from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
+from tlora_megatron.scheduler.policy import ClusterShape, FreeGpus
 from tlora_megatron.scheduler.queue import Pause
 from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.service.settings import Settings

@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from tlora_megatron.planner.workload import JobLoad
-from tlora_megatron.scheduler.fleet import Fleet, InvariantError
-from tlora_megatron.scheduler.formation import Parts, formed
+from tlora_megatron.scheduler.fleet import Fleet, InvariantError, Parts, formed
 from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
 from tlora_megatron.scheduler.policy import Decision, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting, WaitingQueue

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tlora_megatron.channel import Message
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import SECTIONS
-from tlora_megatron.config.reader import unknown
+from tlora_megatron.config.reader import apply_override, read_document, unknown
 from tlora_megatron.config.sections import (
     as_job_list,
     ignored_base_settings,
@@ -26,7 +26,6 @@ from tlora_megatron.config.sections import (
     read_job,
     read_jobs,
 )
-from tlora_megatron.config.source import apply_override, read_document
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 

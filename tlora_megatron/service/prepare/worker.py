@@ -2,8 +2,8 @@
 
     python -m tlora_megatron.service.prepare.worker
 
-Here a job's data are read for the only time, its tokens cached. It ends when its stdin does, and with
-that when the controller dies.
+Here a job's data are read for the only time, its tokens cached. It ends when its stdin does, and
+with that when the controller dies.
 """
 
 from __future__ import annotations

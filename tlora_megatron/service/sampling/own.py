@@ -1,9 +1,9 @@
 """Samples by a process of ours, asked over its user's own Unix socket in lines of JSON.
 
-A connection carries one request, `{"op": ..., ...}`, and is closed to take it back. `generate`, with
-`prompts` and `seed`, is answered by `{"piece": ...}` for each piece and `{"done": true}`; `encode`,
-with `text` or `messages`, by `{"tokens": [...]}`; `decode`, with `tokens` and `each`, by `text` or
-`texts`. `{"error": SENTENCE}` may take an answer's place.
+A connection carries one request, `{"op": ..., ...}`, and is closed to take it back. `generate`,
+with `prompts` and `seed`, is answered by `{"piece": ...}` for each piece and `{"done": true}`;
+`encode`, with `text` or `messages`, by `{"tokens": [...]}`; `decode`, with `tokens` and `each`, by
+`text` or `texts`. `{"error": SENTENCE}` may take an answer's place.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from fastapi import Path as InPath
 from fastapi.responses import FileResponse
 
 from tlora_megatron.files import replacing
-from tlora_megatron.service.api.errors import refused
-from tlora_megatron.service.api.gate import Reader
+from tlora_megatron.service.api.gate import Reader, refused
 from tlora_megatron.service.api.native.jobs import CheckpointsAnswer, answers, visible_job
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.home import make_folder

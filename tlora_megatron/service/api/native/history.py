@@ -18,8 +18,7 @@ from fastapi import APIRouter, Header, Query, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 
-from tlora_megatron.service.api.errors import ApiError, refused
-from tlora_megatron.service.api.gate import Reader
+from tlora_megatron.service.api.gate import ApiError, Reader, refused
 from tlora_megatron.service.api.native.jobs import answers, shown_event, visible_job
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.history import History, Place, Told

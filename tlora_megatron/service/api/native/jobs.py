@@ -8,8 +8,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from tlora_megatron.service.api.errors import ApiError, missing
-from tlora_megatron.service.api.gate import Caller, Reader, Submitter
+from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter, missing
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting import read_body, submit
 from tlora_megatron.service.rows import job_to_dict

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
 
-from tlora_megatron.service.api.errors import ApiError, missing
-from tlora_megatron.service.api.gate import Caller, Reader, Submitter
+from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter, missing
 from tlora_megatron.service.api.native.jobs import own_job, shown_event
 from tlora_megatron.service.api.openai.objects import (
     DOOR,

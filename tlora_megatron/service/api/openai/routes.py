@@ -8,8 +8,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, Response
 
-from tlora_megatron.service.api.errors import ApiError, missing
-from tlora_megatron.service.api.gate import Caller, Reader, Submitter
+from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter, missing
 from tlora_megatron.service.api.native.jobs import own_job
 from tlora_megatron.service.api.openai import jobs
 from tlora_megatron.service.api.openai.jobs import asked_of

@@ -16,10 +16,8 @@ from weakref import WeakValueDictionary
 from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr
 
 from tlora_megatron.config.job import JobSpec, OptimizerSpec
-from tlora_megatron.config.reader import ConfigError, check_partial, nearest
-from tlora_megatron.config.source import merge
-from tlora_megatron.service.api.errors import ApiError, missing, refused
-from tlora_megatron.service.api.gate import Caller
+from tlora_megatron.config.reader import ConfigError, check_partial, merge, nearest
+from tlora_megatron.service.api.gate import ApiError, Caller, missing, refused
 from tlora_megatron.service.api.openai.objects import DOOR, split_model
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting import submit

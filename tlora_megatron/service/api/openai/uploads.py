@@ -18,7 +18,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.concurrency import run_in_threadpool
 
-from tlora_megatron.service.api.errors import ApiError, refused
+from tlora_megatron.service.api.gate import ApiError, refused
 from tlora_megatron.service.home import Home, make_folder
 from tlora_megatron.service.store import NewUpload
 from tlora_megatron.training.data.rows import parse_row

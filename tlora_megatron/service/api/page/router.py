@@ -22,8 +22,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.concurrency import run_in_threadpool
 
-from tlora_megatron.service.api.errors import ApiError, missing
-from tlora_megatron.service.api.gate import Caller, Reader, Scraper
+from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Scraper, missing
 from tlora_megatron.service.api.page import views
 from tlora_megatron.service.api.page.facts import Facts, Viewer, exposition, read_curve, read_facts
 from tlora_megatron.service.api.page.views import PARTS, decision_page, jobs_of

@@ -11,8 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tlora_megatron.config.sections import plain
 from tlora_megatron.runtime.sampling.values import SamplingParams
-from tlora_megatron.service.api.errors import ApiError, missing, refused
-from tlora_megatron.service.api.gate import Caller
+from tlora_megatron.service.api.gate import ApiError, Caller, missing, refused
 from tlora_megatron.service.api.native.jobs import own_job
 from tlora_megatron.service.api.openai.objects import split_model
 from tlora_megatron.service.api.service import Service

@@ -13,8 +13,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from tlora_megatron.runtime.sampling.values import Piece, Prompt
-from tlora_megatron.service.api.errors import ApiError, native_format
-from tlora_megatron.service.api.gate import Submitter
+from tlora_megatron.service.api.gate import ApiError, Submitter, native_format
 from tlora_megatron.service.api.sampling.bodies import (
     ChatBody,
     CompletionBody,

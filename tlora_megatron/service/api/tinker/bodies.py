@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from tlora_megatron.runtime.sampling import values
-from tlora_megatron.service.api.errors import ApiError
+from tlora_megatron.service.api.gate import ApiError
 from tlora_megatron.training.driven_requests import RequestError
 
 

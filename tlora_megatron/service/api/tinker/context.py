@@ -17,9 +17,8 @@ from tlora_megatron.service.api.tinker.bodies import Gone, Refused, UnknownId
 from tlora_megatron.service.api.tinker.checkpoints import EPHEMERAL, Checkpoints, path_of
 from tlora_megatron.service.api.tinker.names import ModelId, RequestId, SamplerId, check_session
 from tlora_megatron.service.api.tinker.protobuf import MEDIA_TYPE, encode_pass
-from tlora_megatron.service.home import Home
 from tlora_megatron.service.request_log import RequestLog
-from tlora_megatron.service.store import Job, JobState, Model, NotFound, Sampler, Session, Store
+from tlora_megatron.service.store import Job, JobState, Model, NotFound, Sampler, Session
 from tlora_megatron.service.store.tenants import Sessions
 from tlora_megatron.training.driven_requests import Answer
 
@@ -46,68 +45,6 @@ class Waiting:
         """The body that the client is sent."""
         body = {"type": "try_again", "request_id": request_id, "queue_state": self.queue_state}
         return body if self.reason is None else {**body, "queue_state_reason": self.reason}
-
-
-class Futures:
-    """The futures of one tenant's models."""
-
-    def __init__(self, home: Home, store: Store, tenant: str) -> None:
-        self._tenant = tenant
-        self._home = home
-        self._store = store
-
-    def is_answered(self, request: RequestId, model: Model) -> bool:
-        """True if an answer is on the disk; cheap, for those that wait for it."""
-        if request.seq_id == 0 and model.loaded_from is None:
-            return False
-        return self._log(model).has_answer(model.log_number(request.seq_id))
-
-    def model_of(self, request: RequestId) -> Model:
-        """The model of a request; raises `UnknownId`, or `Gone` if it was forgotten."""
-        found = self._store.sessions.model(str(request.of), tenant=self._tenant)
-        if found is not None:
-            return found
-        if isinstance(request.of, ModelId) and self._has_job(request.of):
-            raise Gone(f"the answer to {request} is not kept any more")
-        raise UnknownId(f"model_id must be one of the tenant's, got {str(request.of)!r:.200}")
-
-    def look(self, request: RequestId, model: Model) -> Content | Waiting:
-        """The answer to a request, or why there is none yet; raises `UnknownId` or `Gone`."""
-        if request.seq_id == 0 and model.loaded_from is None:
-            return self._creation(model)
-        number, log = model.log_number(request.seq_id), self._log(model)
-        answer = log.read_answer(number)
-        if answer is not None:
-            return _content(request, model, answer)
-        state = log.state(number)
-        if state == "unknown":
-            raise UnknownId(f"request_id must be of a request that was made, got {str(request)!r}")
-        if state == "gone":
-            raise Gone(f"the answer to {request} is not kept any more: ask again")
-        return self._waiting(self._store.jobs.get(model.job))
-
-    def _has_job(self, model: ModelId) -> bool:
-        """True if a job has trained a model, which is then all that may be known of it."""
-        try:
-            self._store.jobs.find(model.job_name, tenant=self._tenant)
-        except NotFound:
-            return False
-        return True
-
-    def _creation(self, model: Model) -> Content | Waiting:
-        job = self._store.jobs.get(model.job)
-        if job.started_at is not None:
-            return {"type": "create_model", "model_id": model.id}
-        return self._waiting(job)
-
-    def _waiting(self, job: Job) -> Content | Waiting:
-        if job.state.is_over:
-            return _end_of(job)
-        reason = _QUEUED.get(job.state)
-        return Waiting() if reason is None else Waiting("paused_capacity", reason)
-
-    def _log(self, model: Model) -> RequestLog:
-        return RequestLog(self._home.job(model.job))
 
 
 def _end_of(job: Job) -> Mapping[str, Any]:
@@ -173,10 +110,55 @@ class TenantContext:
         """The checkpoints of the tenant's models."""
         return Checkpoints(self.service.home, self.service.store, self.tenant)
 
-    @property
-    def futures(self) -> Futures:
-        """The futures of the tenant's models."""
-        return Futures(self.service.home, self.service.store, self.tenant)
+    def is_answered(self, request: RequestId, model: Model) -> bool:
+        """True if an answer is on the disk; cheap, for those that wait for it."""
+        if request.seq_id == 0 and model.loaded_from is None:
+            return False
+        return self.request_log(model).has_answer(model.log_number(request.seq_id))
+
+    def model_of(self, request: RequestId) -> Model:
+        """The model of a request; raises `UnknownId`, or `Gone` if it was forgotten."""
+        found = self.sessions.model(str(request.of), tenant=self.tenant)
+        if found is not None:
+            return found
+        if isinstance(request.of, ModelId) and self._has_job(request.of):
+            raise Gone(f"the answer to {request} is not kept any more")
+        raise UnknownId(f"model_id must be one of the tenant's, got {str(request.of)!r:.200}")
+
+    def look(self, request: RequestId, model: Model) -> Content | Waiting:
+        """The answer to a request, or why there is none yet; raises `UnknownId` or `Gone`."""
+        if request.seq_id == 0 and model.loaded_from is None:
+            return self._creation(model)
+        number, log = model.log_number(request.seq_id), self.request_log(model)
+        answer = log.read_answer(number)
+        if answer is not None:
+            return _content(request, model, answer)
+        state = log.state(number)
+        if state == "unknown":
+            raise UnknownId(f"request_id must be of a request that was made, got {str(request)!r}")
+        if state == "gone":
+            raise Gone(f"the answer to {request} is not kept any more: ask again")
+        return self._waiting(self.service.store.jobs.get(model.job))
+
+    def _has_job(self, model: ModelId) -> bool:
+        """True if a job has trained a model, which is then all that may be known of it."""
+        try:
+            self.service.store.jobs.find(model.job_name, tenant=self.tenant)
+        except NotFound:
+            return False
+        return True
+
+    def _creation(self, model: Model) -> Content | Waiting:
+        job = self.service.store.jobs.get(model.job)
+        if job.started_at is not None:
+            return {"type": "create_model", "model_id": model.id}
+        return self._waiting(job)
+
+    def _waiting(self, job: Job) -> Content | Waiting:
+        if job.state.is_over:
+            return _end_of(job)
+        reason = _QUEUED.get(job.state)
+        return Waiting() if reason is None else Waiting("paused_capacity", reason)
 
     def session(self, session_id: str) -> Session:
         """The session of an id; raises `UnknownId` if the tenant has none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from tlora_megatron.service.api.errors import ApiError
+from tlora_megatron.service.api.gate import ApiError
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import models, runs, sampling, sessions, training
 from tlora_megatron.service.api.tinker.context import TenantContext

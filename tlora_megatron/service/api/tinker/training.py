@@ -10,8 +10,7 @@ from weakref import WeakValueDictionary
 from fastapi import APIRouter, Request, Response
 
 from tlora_megatron.files import read_json
-from tlora_megatron.service.api.errors import ApiError
-from tlora_megatron.service.api.gate import Caller, Reader, Submitter
+from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
 from tlora_megatron.service.api.tinker.bodies import OutOfRoom, Refused, TinkerRoute
@@ -131,10 +130,10 @@ def _take_pass(context: TenantContext, body: bytes, encoding: str | None) -> dic
 async def wait_for(context: TenantContext, request: RequestId) -> Content | Waiting:
     """The answer to a model's request; if there is none within `POLL_S`, why not."""
     read = context.service.read
-    model = await read(context.futures.model_of, request)
+    model = await read(context.model_of, request)
     end_s = time.monotonic() + POLL_S
     while True:
-        found = await read(context.futures.look, request, model)
+        found = await read(context.look, request, model)
         if not isinstance(found, Waiting):
             return _outward(context, found)
         if time.monotonic() >= end_s:
@@ -147,7 +146,7 @@ async def _until_answered(
 ) -> None:
     """Returns when an answer is on the disk, or the time has come."""
     pause_s = 0.002
-    while time.monotonic() < end_s and not context.futures.is_answered(request, model):
+    while time.monotonic() < end_s and not context.is_answered(request, model):
         await asyncio.sleep(pause_s)
         pause_s = min(0.025, pause_s * 1.3)
 
