@@ -40,8 +40,9 @@ _GRID = [round(2 ** (power / 4)) for power in range(85)]
 class SpeedBound:
     """Bounds for one mix of jobs on one model and machine.
 
-    A round takes at least as long as its slowest stage at its best number of micro-batches, one of
-    which holds the longest sequence, and every job's step. `is_full`: that number may be any.
+    Lower bound: the slowest stage at its best number of micro-batches, plus all optimizer steps.
+    Each micro-batch holds its part of the rows, and one of them the longest sequence. That number
+    may be any if `is_full`, as Megatron-LM's trainer fixes it.
     """
 
     def __init__(self, model: CostModel, *, is_full: bool) -> None:

@@ -105,7 +105,7 @@ class Changes:
 
 
 MEASURED_S = 15.0
-"""What doors keep is measured anew after so long; between, what is written is added."""
+"""What APIs keep is measured anew after so long; between, what is written is added."""
 
 
 class Quota:
@@ -118,11 +118,11 @@ class Quota:
         self._known: dict[str, tuple[float, int]] = {}
 
     def add_measure(self, measure: Callable[[str], int]) -> None:
-        """Counts what a door keeps for a tenant beside its uploads, in bytes."""
+        """Counts what an API keeps for a tenant beside its uploads, in bytes."""
         self._measures.append(measure)
 
     def beside_uploads(self, tenant: str, *, fresh: bool = False) -> int:
-        """Bytes that doors keep for a tenant; else than `fresh`, they may be `MEASURED_S` old."""
+        """Bytes that APIs keep for a tenant; unless `fresh`, they may be `MEASURED_S` old."""
         with self._guard:
             measured_s, size = self._known.get(tenant, (float("-inf"), 0))
         if not fresh and time.monotonic() < measured_s + MEASURED_S:

@@ -241,7 +241,7 @@ async def submit(
     Args:
         document: a file of `tlora train`, or one job beside its `base_model`; see `References`.
         key: the same key with the same document gives the jobs that it made; None: always new ones.
-        asked: what a door wants to remember in the rows' documents.
+        asked: what an API wants to remember in the rows' documents.
         also: called with the jobs in their transaction; if it raises there are no jobs.
 
     Raises:
