@@ -99,6 +99,14 @@ def read_object(path: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path} must hold a JSON object, got {error}") from error
 
 
+def modified_s(path: Path, missing: float = 0.0) -> float:
+    """When a file was written last, or a folder last got or lost one; `missing` if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return missing
+
+
 def flush(path: Path) -> None:
     """Waits until a file's bytes, or a folder's names, are on the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

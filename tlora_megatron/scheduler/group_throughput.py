@@ -104,7 +104,6 @@ class Speeds:
         return self._loads[kind][0]
 
     def load_of(self, kind: int) -> JobLoad:
-        """The load of a kind."""
         return self._loads[kind][1]
 
     def rates(self, kinds: Kinds, num_gpus: int) -> GroupRates | None:

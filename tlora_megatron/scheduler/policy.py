@@ -19,7 +19,6 @@ class ClusterShape:
 
     @property
     def num_gpus(self) -> int:
-        """Number of all GPUs."""
         return self.num_nodes * self.gpus_per_node
 
     def gpus_of(self, node: int) -> range:
@@ -27,7 +26,6 @@ class ClusterShape:
         return range(node * self.gpus_per_node, (node + 1) * self.gpus_per_node)
 
     def rack_of(self, node: int) -> int:
-        """The rack of a node."""
         return node // self.nodes_per_rack
 
     def tier(self, gpus: Iterable[int]) -> int:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from tlora_megatron.channel import RequestFolder
-from tlora_megatron.files import read_json, write_json
+from tlora_megatron.files import modified_s, read_json, write_json
 from tlora_megatron.service.home import Home
 from tlora_megatron.training.driven_requests import Answer, Request, RequestError, check_request
 
@@ -67,7 +67,6 @@ class RequestLog:
         return self._folder.ask(_name(number), _packed(request.arrays, metadata))
 
     def has_request(self, number: int) -> bool:
-        """True if a request of this number waits or was carried out since the last checkpoint."""
         return self._request(number).exists()
 
     def read_request(self, number: int) -> Request:
@@ -150,7 +149,7 @@ class RequestLog:
                 self._folder.drop_request(_name(number))
         oldest = time.time() - _ANSWERS_S
         for number in _numbers(self._folder.answered()):
-            if number <= covered and _written_at(self._answer(number)) < oldest:
+            if number <= covered and modified_s(self._answer(number), oldest) < oldest:
                 self.drop_answer(number)
 
     def forget(self) -> None:
@@ -204,7 +203,6 @@ class RequestLogs:
         return self._of(job).has_request(number)
 
     def is_answered(self, job: str, number: int) -> bool:
-        """True if it was answered."""
         return self._of(job).has_answer(number)
 
     def read(self, job: str, number: int) -> Request:
@@ -304,10 +302,3 @@ def _name(number: int) -> str:
 
 def _numbers(names: list[str]) -> list[int]:
     return [int(name) for name in names if name.isdecimal()]
-
-
-def _written_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return time.time()

@@ -61,7 +61,6 @@ def fluid_flow(jobs: Sequence[JobLoad], shape: RoundShape) -> Flow:
 
 
 def fluid_rounds(jobs: Sequence[JobLoad], shape: RoundShape, flow: Flow) -> ExpectedRounds:
-    """Rounds of a shape, given its flow."""
     fullest = []
     for count, tokens, sequences in flow.rounds:
         bins = count * shape.dp_size

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from tlora_megatron.append_log import AppendLog
+from tlora_megatron.files import modified_s
 from tlora_megatron.service.engines.protocol import Cursor, GangInfo, NodeInfo
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import Command, GangEvent, GangFolder, GangSpec
@@ -235,15 +236,7 @@ class PastGangs:
     def remove_old(self, present: Collection[Key]) -> None:
         """Removes the folders of gangs that were over for a week, or of the oldest of very many."""
         folders = [f for f in GangFolder.all_of(self._home) if (f.gang, f.epoch) not in present]
-        changed = sorted(((_changed_s(f.path), f.path) for f in folders), reverse=True)
+        changed = sorted(((modified_s(f.path), f.path) for f in folders), reverse=True)
         for place, (changed_s, path) in enumerate(changed):
             if place >= _KEEP or time.time() - changed_s > _KEEP_S:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _changed_s(path: Path) -> float:
-    """When a folder last got or lost a file; 0 if it is gone."""
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0

@@ -203,7 +203,6 @@ class Leases:
 
 
 def end_lease(connection: Connection, job: Job, now: float, why: str) -> None:
-    """Ends the lease of a job, if it has one."""
     if job.lease is None:
         return
     connection.execute(

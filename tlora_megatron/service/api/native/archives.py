@@ -16,7 +16,7 @@ from fastapi import APIRouter
 from fastapi import Path as InPath
 from fastapi.responses import FileResponse
 
-from tlora_megatron.files import replacing
+from tlora_megatron.files import modified_s, replacing
 from tlora_megatron.service.api.gate import Reader, refused
 from tlora_megatron.service.api.native.jobs import CheckpointsAnswer, answers, visible_job
 from tlora_megatron.service.api.service import Service
@@ -98,16 +98,9 @@ def _write(path: Path, files: dict[str, BinaryIO], outward: Callable[[str], str]
                 shutil.copyfileobj(file, target, _BLOCK)
 
 
-def _asked_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # somebody else prunes, too
-        return 0.0
-
-
 def _prune(archives: Path) -> None:
     """Removes archives that were not asked for lately; whoever reads one reads it to its end."""
-    paths = sorted(archives.glob("*.zip"), key=_asked_at)
+    paths = sorted(archives.glob("*.zip"), key=modified_s)
     for path in paths[:-_KEPT]:
         path.unlink(missing_ok=True)
 

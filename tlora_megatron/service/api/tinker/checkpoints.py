@@ -130,7 +130,6 @@ class Checkpoints:
         self._sessions.forget_note(saved.note.model, saved.note.kind, saved.note.name)
 
     def folder(self, version: AdapterVersion) -> Path:
-        """The folder of a version."""
         return version.folder(self._home.jobs)
 
     def sweep(self, model: Model, in_use: InUse, *, keep: int, is_over: bool) -> None:
