@@ -17,12 +17,12 @@ from tlora_megatron.config.load import config_to_dict, ignored_settings, read_co
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.runtime.own_replica import resolve_round_timing
 from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
-from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.job_state import EvalResult
 from tlora_megatron.training.loop import Loop
+from tlora_megatron.training.metrics import EventSink
 from tlora_megatron.training.run.determinism import set_environment
 from tlora_megatron.training.run.training_run import TrainingRun
-from tlora_megatron.training.stopping.signals import StopSignals
+from tlora_megatron.training.signals import StopSignals
 from tlora_megatron.training.super_model import StepReport
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tlora_megatron.layers.sites import Site, TargetShard
 from tlora_megatron.layers.slab import AdapterSlab
-from tlora_megatron.layers.slab.layout import SlabLayout
+from tlora_megatron.layers.slab_layout import SlabLayout
 from tlora_megatron.ops.experts.branch import ExpertArenas, ExpertFactors, ExpertTarget
 from tlora_megatron.ops.experts.factors import CHUNK, OuterFactors, OuterSide, OuterTarget
 

@@ -5,8 +5,8 @@ is saved for backward is decided by a strategy; there is one for each way in whi
 adapters' factors:
 
     strategy                     its place in a linear
-    layers.fold                  in the base GEMM: factors lie as the base's weight does
-    layers.s_lora                in the base GEMM: both factors are sharded
+    shardings.FoldStrategy       in the base GEMM: factors lie as the base's weight does
+    shardings.SLoraStrategy      in the base GEMM: both factors are sharded
     layers.black_box             behind the base, which is called as it is
 
 A strategy returns a `Computed`. Here it becomes a node of autograd's graph (`multi_lora_linear`),

@@ -21,7 +21,6 @@ from torch import nn
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.black_box import BlackBoxStrategy, InputNorm, black_box_vjp
-from tlora_megatron.layers.fold import FoldStrategy
 from tlora_megatron.layers.linear import (
     Computed,
     GemmStrategy,
@@ -33,7 +32,7 @@ from tlora_megatron.layers.linear import (
     multi_lora_linear_vjp,
 )
 from tlora_megatron.layers.quantised_linear import held_base
-from tlora_megatron.layers.s_lora import SLoraStrategy
+from tlora_megatron.layers.shardings import FoldStrategy, SLoraStrategy
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.lora.linear_ops import Base

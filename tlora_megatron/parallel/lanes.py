@@ -27,7 +27,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from tlora_megatron.ops.routing import MicroBatchView, bind_micro_batch, current_micro_batch
-from tlora_megatron.parallel.collectives import Pending
+from tlora_megatron.parallel.collectives import Pending, TensorCollectives
 from tlora_megatron.parallel.lane_tape import (
     AutogradTape,
     Exchange,
@@ -38,7 +38,6 @@ from tlora_megatron.parallel.lane_tape import (
     SideStream,
     VjpTape,
 )
-from tlora_megatron.parallel.tensor_collectives import TensorCollectives
 
 
 class Lane:

@@ -25,9 +25,9 @@ import greenlet
 import torch
 
 from tlora_megatron.ops.routing import MicroBatchView
+from tlora_megatron.parallel.collectives import TensorCollectives
 from tlora_megatron.parallel.lane_tape import AutogradTape, SideStream, VjpTape, make_side_stream
 from tlora_megatron.parallel.lanes import Lane, Turn
-from tlora_megatron.parallel.tensor_collectives import TensorCollectives
 
 _MARGIN = 0.1
 """Share of the peak that stays free. Whole rounds on an H200 reserve 1.02 to 1.04 of what they

@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from tlora_megatron import timeline
-from tlora_megatron.training.stopping.signals import (
+from tlora_megatron.training.signals import (
     STOP_SIGNALS,
     SignalCounter,
     SignalPipe,

@@ -45,10 +45,10 @@ from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
 from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.driven_requests import Clients
-from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.formats.quantised import QuantisationCard, quantisation_card
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.loop import Loop
+from tlora_megatron.training.metrics import EventSink
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob
@@ -57,7 +57,7 @@ from tlora_megatron.training.run.determinism import check_deterministic
 from tlora_megatron.training.run.job_admission import check_fits_linears, prepare_for
 from tlora_megatron.training.run.nano_setup import start_nano_batches
 from tlora_megatron.training.run.training_run import DTYPES, Linears, allow_open_files
-from tlora_megatron.training.stopping.run_watch import RunWatch
+from tlora_megatron.training.run_watch import RunWatch
 from tlora_megatron.training.super_model import Engine, SuperModel
 
 _MANY_JOBS = 256

@@ -15,13 +15,19 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.training.driven_requests import Clients, NoClients
-from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.job_saves import StagedJob
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import Loop
-from tlora_megatron.training.resident.agreement import Agreement, Readiness, gather_texts
+from tlora_megatron.training.metrics import EventSink
 from tlora_megatron.training.resident.client_steps import RequestExecutor
-from tlora_megatron.training.resident.staging import Failed, Order, Stager
+from tlora_megatron.training.resident.staging import (
+    Agreement,
+    Failed,
+    Order,
+    Readiness,
+    Stager,
+    gather_texts,
+)
 from tlora_megatron.training.run.determinism import frozen_gc
 
 Command = Mapping[str, Any]

@@ -17,15 +17,14 @@ from tlora_megatron import timeline
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.driven_jobs import DrivenState
-from tlora_megatron.training.events import Reports
 from tlora_megatron.training.formats.atomic_directory import NotPermitted
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.metrics import JobMetrics, write_summary
+from tlora_megatron.training.metrics import JobMetrics, Reports, write_summary
 from tlora_megatron.training.round_timing import write_correction
+from tlora_megatron.training.run_watch import RunWatch
 from tlora_megatron.training.saving.saver import Saver, Target
 from tlora_megatron.training.saving.writer import WriterDied
-from tlora_megatron.training.stopping.run_watch import RunWatch
 from tlora_megatron.training.super_model import SuperModel
 
 logger = logging.getLogger(__name__)

@@ -12,13 +12,13 @@ from tlora_megatron import timeline
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.evaluation import HeldJobs
-from tlora_megatron.training.events import EventSink, Reports
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.job_saves import JobSaves, SavePolicy, StagedJob
 from tlora_megatron.training.job_state import EvalResult, JobState
+from tlora_megatron.training.metrics import EventSink, Reports
 from tlora_megatron.training.nano.rounds import NanoRounds
-from tlora_megatron.training.stopping.run_watch import RunWatch
-from tlora_megatron.training.stopping.signals import stop_sentence
+from tlora_megatron.training.run_watch import RunWatch
+from tlora_megatron.training.signals import stop_sentence
 from tlora_megatron.training.super_model import StepReport, SuperModel
 
 

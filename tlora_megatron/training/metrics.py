@@ -1,4 +1,4 @@
-"""Writes a run's numbers: `metrics.jsonl` per job, `summary.json`, TensorBoard and W&B.
+"""A run's events as one stream, and the files of numbers that it writes.
 
 All files are strict JSON: a NaN or inf is written as null and its line carries `"nonfinite": true`.
 Importing this module needs neither torch nor TensorBoard nor W&B.
@@ -9,14 +9,57 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tlora_megatron.files import BY_UMASK, write_atomic
 
 logger = logging.getLogger(__name__)
+
+
+class EventSink(Protocol):
+    """Takes the events of a loop, on every rank that gives it one; mostly that is the first alone.
+
+    Kinds are those of `service.messages.EventKind`, and for the process itself:
+
+    - begun: before the first step; `{"jobs": {name: [step, last step or None]}}`.
+    - progress: behind every round; `{"rounds": int, "tokens_per_s": float}`, over all so far.
+    - out_of_memory: on any rank; `{"joining": [name]}`, jobs that were in their first round.
+    """
+
+    def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+        """Takes one event; it must not wait.
+
+        Args:
+            job: its name; None = it is the whole loop's.
+            body: values of JSON.
+        """
+
+
+class Reports:
+    """Hands events on: to a sink, if there is one, and what is for people to the log.
+
+    Args:
+        logs: this process writes the log.
+    """
+
+    def __init__(self, sink: EventSink | None, *, logs: bool) -> None:
+        self._sink = sink
+        self._logs = logs
+
+    def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+        """Hands an event on; see `EventSink.emit`."""
+        if self._sink is not None:
+            self._sink.emit(kind, job, body)
+
+    def note(self, job: str, message: str) -> None:
+        """Reports a sentence about a job."""
+        self.emit("note", job, {"message": message})
+        if self._logs:
+            logger.info("job %s: %s", job, message)
+
 
 METRICS_FILE = "metrics.jsonl"
 _TRAIN_SCALARS = ("loss", "grad_norm", "lr", "time_s")

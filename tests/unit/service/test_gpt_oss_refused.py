@@ -18,7 +18,7 @@ from tlora_megatron.service.bases import declare_bases, read_bases
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.submission import PrepareRules, Refused, read_submissions
 from tlora_megatron.service.prepare.validate import validate
-from tlora_megatron.training.events import Reports
+from tlora_megatron.training.metrics import Reports
 
 REFUSED = "must not be of model_type gpt_oss yet, got one; train its jobs with tlora train"
 

@@ -20,12 +20,12 @@ from tlora_megatron.integrations.megatron.layer.modules import built_class
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import built_norm
 from tlora_megatron.integrations.megatron.staggered import stagger
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
-from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.overlap import LaneRoom, Overlap, lane_room
-from tlora_megatron.parallel.tensor_collectives import (
+from tlora_megatron.parallel.collectives import (
     TensorCollectives,
     make_tensor_collectives,
 )
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.parallel.overlap import LaneRoom, Overlap, lane_room
 from tlora_megatron.training.nano.rounds import NanoSettings
 
 _RECOMPUTED_NORMS = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm")

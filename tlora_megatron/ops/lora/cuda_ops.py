@@ -44,7 +44,7 @@ from tlora_megatron.ops.lora.linear_ops import (
 )
 from tlora_megatron.ops.lora.plan_tensors import ItemBounds, ItemList, PlanTensors
 from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places
-from tlora_megatron.ops.lora.triton_config import UpConfig
+from tlora_megatron.ops.lora.tiling import UpConfig
 from tlora_megatron.ops.lora.triton_parts import gather
 from tlora_megatron.ops.lora.triton_up import up, up_dropped, up_onto
 from tlora_megatron.ops.row_groups import RowGroups

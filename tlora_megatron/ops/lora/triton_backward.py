@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 
 from tlora_megatron.ops.lora.linear_ops import KernelLinear
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK
-from tlora_megatron.ops.lora.triton_config import BackwardUpConfig
+from tlora_megatron.ops.lora.tiling import RANK_CHUNK, BackwardUpConfig
 from tlora_megatron.ops.lora.triton_parts import (
     CHUNK,
     FIELDS,

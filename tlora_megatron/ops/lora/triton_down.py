@@ -8,8 +8,7 @@ import triton.language as tl
 
 from tlora_megatron.ops.dropout_triton import dropped_below, row_hash
 from tlora_megatron.ops.lora.linear_ops import KernelLinear
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK
-from tlora_megatron.ops.lora.triton_config import DownConfig
+from tlora_megatron.ops.lora.tiling import RANK_CHUNK, DownConfig
 from tlora_megatron.ops.lora.triton_parts import (
     CHUNK,
     FIELDS,

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from tlora_megatron.ops.lora.linear_ops import BoundLinear, KernelLinear, SiteFactors
 from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places, plan_places
+from tlora_megatron.ops.lora.tiling import KernelConfig, kernel_config
 from tlora_megatron.ops.lora.triton_backward import backward_up
-from tlora_megatron.ops.lora.triton_config import KernelConfig, kernel_config
 from tlora_megatron.ops.lora.triton_down import down
 from tlora_megatron.ops.lora.triton_parts import gather
 from tlora_megatron.ops.lora.triton_sums import backward_down

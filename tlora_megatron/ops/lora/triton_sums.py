@@ -15,8 +15,7 @@ import triton.language as tl
 
 from tlora_megatron.ops.dropout_triton import drop_zero, dropped_below, row_hash
 from tlora_megatron.ops.lora.linear_ops import KernelLinear
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK
-from tlora_megatron.ops.lora.triton_config import BackwardDownConfig
+from tlora_megatron.ops.lora.tiling import RANK_CHUNK, BackwardDownConfig
 from tlora_megatron.ops.lora.triton_parts import (
     CHUNK,
     FIELDS,

@@ -14,7 +14,7 @@ import triton.language as tl
 from tlora_megatron.ops.dropout_triton import drop_zero, dropped_below, row_hash
 from tlora_megatron.ops.lora.linear_ops import KernelLinear
 from tlora_megatron.ops.lora.plan_tensors import PlanTensors
-from tlora_megatron.ops.lora.triton_config import UpConfig
+from tlora_megatron.ops.lora.tiling import UpConfig
 from tlora_megatron.ops.lora.triton_parts import (
     CHUNK,
     FIELDS,

@@ -35,12 +35,14 @@ from tlora_megatron.ops.lora.plan_tensors import (
 from tlora_megatron.ops.lora.tiling import (
     RANK_CHUNK,
     ROW_TILE,
+    BackwardDownConfig,
+    BackwardUpConfig,
     Borders,
+    DownConfig,
     portion_borders,
     row_runs,
     run_table,
 )
-from tlora_megatron.ops.lora.triton_config import BackwardDownConfig, BackwardUpConfig, DownConfig
 
 
 def up_items(plan: PlanTensors, block_rows: int) -> ItemList:

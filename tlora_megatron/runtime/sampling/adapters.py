@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
-from tlora_megatron.layers.slab.layout import SlabLayout
+from tlora_megatron.layers.slab_layout import SlabLayout
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.runtime.sampling.values import AdapterKey
 from tlora_megatron.training.formats.checkpoint import find_checkpoint

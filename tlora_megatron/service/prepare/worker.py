@@ -66,7 +66,7 @@ def _tidy(root: Path) -> None:
 
 def _import_early() -> None:
     """Imports early what the first submission would wait for."""
-    import tlora_megatron.training.run.job_reader  # noqa: F401
+    import tlora_megatron.training.run.reading  # noqa: F401
 
 
 if __name__ == "__main__":

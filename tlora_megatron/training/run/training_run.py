@@ -32,11 +32,10 @@ from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.evaluation import Scorer
-from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.formats.quantised import QuantisationCard
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.loop import Loop
-from tlora_megatron.training.metrics import write_summary
+from tlora_megatron.training.metrics import EventSink, write_summary
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob, start_job
@@ -57,8 +56,8 @@ from tlora_megatron.training.run.output_dir import (
 from tlora_megatron.training.run.reading import check_agreement
 from tlora_megatron.training.run.report import Report
 from tlora_megatron.training.run.summary import run_times, summarize, summarize_nano_batches
-from tlora_megatron.training.stopping.run_watch import RunWatch
-from tlora_megatron.training.stopping.signals import StopSignals
+from tlora_megatron.training.run_watch import RunWatch
+from tlora_megatron.training.signals import StopSignals
 from tlora_megatron.training.super_model import SuperModel
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.sites import Site, rank_sites
 from tlora_megatron.layers.slab import AdapterSlab, WholeTensor, find_whole_tensors
-from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
+from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.safetensors_file import PendingTensor, Scratch

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tlora_megatron.training.stopping.signals import StopSignals
+from tlora_megatron.training.signals import StopSignals
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ Factors of single routed experts come behind all dense ones, in the same order: 
 replicas of them, so they are summed and counted by themselves. Those that all experts of a layer
 share (`lora.expert_sharing`) are dense ones: every rank has them whole, and under tensor
 parallelism a part of their gradient, by rows or by columns of experts. They come first of all.
+
 """
 
 from __future__ import annotations

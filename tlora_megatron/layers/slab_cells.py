@@ -10,6 +10,7 @@ finds an atom in it. The sum of one adapter's gradient over unlike replicas is
 
 Factors of one target recur at a constant stride over the layers: a cell is a few views
 `[layers, rank, columns]`, however many layers there are.
+
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.layers.slab.layout import Factor, SlabLayout
+from tlora_megatron.layers.slab_layout import Factor, SlabLayout
 from tlora_megatron.parallel.collectives import all_gather_rows, reduce_scatter_rows
 from tlora_megatron.parallel.groups import ReplicaCells
 
