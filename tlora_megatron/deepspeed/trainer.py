@@ -56,7 +56,6 @@ class MultiLoRATrainer(Trainer):
     `eval_NAME_loss`. Callbacks may log, evaluate, save or stop, as in Trainer.
 
     Args:
-        model: a causal model of transformers.
         args: with `deepspeed`; its `output_dir` replaces `run.output_dir`.
 
     Raises:
@@ -181,11 +180,7 @@ class MultiLoRATrainer(Trainer):
         return metrics
 
     def predict(self, *_: Any, **__: Any) -> PredictionOutput:
-        """Refused: adapters are used through PEFT or vLLM.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Refused: adapters are used through PEFT or vLLM."""
         raise NotImplementedError(
             "predict must be called on a model with one adapter: load OUT/jobs/NAME/adapter by PEFT"
         )
@@ -215,21 +210,13 @@ class MultiLoRATrainer(Trainer):
                     logger.warning("job %s has no adapter: %s", job.name, job.reason)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: the jobs of one section are the trials.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Refused: the jobs of one section are the trials."""
         raise NotImplementedError(
             "hyperparameter_search must be left out: give each trial a job of its own in tlora.jobs"
         )
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: there is an adapter for each job.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Refused: there is an adapter for each job."""
         raise NotImplementedError(
             "push_to_hub must be called for each adapter: hf upload REPO OUT/jobs/NAME/adapter"
         )

@@ -66,11 +66,7 @@ class BankShape:
         return cls(targets=frozenset(targets), block_targets=frozenset(blocks))
 
     def check_holds(self, name: str, lora: LoraSpec) -> None:
-        """Refuses a job that the bank has no place for.
-
-        Raises:
-            ValueError: naming the job and the targets.
-        """
+        """Refuses a job that the bank has no place for."""
         is_block = lora.is_block_diagonal
         held = self.block_targets if is_block else self.targets
         if missing := sorted(set(lora.target_modules) - held):
@@ -86,11 +82,8 @@ class AdapterBank:
     """The adapters in their slots, over the sites of this rank.
 
     Args:
-        sites: the linears that may carry adapters, on this rank.
         holds: the adapters of all jobs that it may ever hold, or their shape.
-        dtype: of the compute copies.
         ops: kernels that compute the linears; None = the fastest for this device and dtype.
-        placement: of the adapters' master weights and moments.
     """
 
     def __init__(

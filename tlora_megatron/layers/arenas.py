@@ -54,9 +54,6 @@ class ArenaRoom:
 
     Kept memory has rows to spare: adapters that stay in their slots are not copied when another
     one comes behind them. Where it must grow, an arena after the other is copied into a larger one.
-
-    Args:
-        kept_ranks: see `BankShape.kept_ranks`.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, kept_ranks: int) -> None:
@@ -81,7 +78,6 @@ class ArenaRoom:
         """Returns `[rows, columns]`, zeros behind the rows that stay; `clear_dirty` must follow.
 
         Args:
-            key: names the arena.
             stay: number of its first rows that keep their values.
             kept: rows to keep memory for.
         """

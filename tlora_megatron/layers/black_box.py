@@ -87,12 +87,7 @@ class BlackBoxStrategy:
         view: MicroBatchView,
         norm: InputNorm | None = None,
     ) -> Computed:
-        """Returns `base_y + branch(norm(x))`, `[W, N]`; there must be factors.
-
-        Args:
-            x_WK: what the base got.
-            base_WN: what it returned.
-        """
+        """Returns `base_y + branch(norm(x))`, `[W, N]`; there must be factors."""
         factors, num_rows, layout = self.factors, view.rows.ends[-1], self.layout
         assert factors is not None, f"site {self._index} must have factors, got none"
         bound = self._ops.bind(factors, view.rows)

@@ -42,7 +42,6 @@ def expert_factors(
     Args:
         slabs: of the adapters, slot by slot.
         scaling: fp32 `[slots]`.
-        dtype: of the arenas.
     """
     spans: list[tuple[_Span, ...]] = []
     positions = [0]
@@ -125,7 +124,6 @@ def outer_factors(
 
     Args:
         slabs: of the adapters, slot by slot.
-        copies: of the same.
         scaling: fp32 `[slots]`.
     """
     shared: list[tuple[OuterTarget, ...]] = []

@@ -158,7 +158,6 @@ def product_vjp(
 
     Args:
         bias_N: of a row-parallel linear it is added behind the reduction; there is no lane then.
-        adapters: with a strategy for the GEMM.
         x: `[T, K]`, gathered where there is a lane, which then also reduces y and dx.
     """
     gemm, output = adapters.gemm, adapters.output

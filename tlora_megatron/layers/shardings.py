@@ -47,11 +47,7 @@ from tlora_megatron.parallel.lanes import Lane
 
 
 class FoldStrategy:
-    """Computes base and branch in one GEMM; a `GemmStrategy`.
-
-    Args:
-        block_diagonal_only: only block-diagonal adapters; standard ones are computed elsewhere.
-    """
+    """Computes base and branch in one GEMM; a `GemmStrategy`."""
 
     def __init__(
         self,

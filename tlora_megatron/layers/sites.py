@@ -220,11 +220,7 @@ def _stage_linears(
 
 
 def check_targets(spec: Backbone, layout: ParallelLayout, job: str, targets: Sequence[str]) -> None:
-    """Refuses targets that some layer of a built model lacks: an adapter covers all layers.
-
-    Raises:
-        ValueError: naming the job, the target and the first layer that lacks it.
-    """
+    """Refuses targets that some layer of a built model lacks: an adapter covers all layers."""
     if layout.stage_linears is None:
         return
     held = {pair for stage in layout.stage_linears for pair in stage}

@@ -69,7 +69,6 @@ def turns(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> list[int]:
 
     Args:
         lengths: rows of each sequence.
-        rates: one for each replica.
 
     Returns:
         Places in `lengths`.
@@ -106,7 +105,6 @@ def assign(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> Assignment:
 
     Args:
         lengths: rows of each sequence.
-        rates: one for each replica.
 
     Raises:
         ValueError: if no replica can hold a sequence.
@@ -130,7 +128,6 @@ def cut(lengths: Sequence[int], budget: int, fewest: int = 0) -> list[list[int]]
 
     Args:
         lengths: rows of each sequence, at most `budget`.
-        budget: rows that a micro-batch may hold.
         fewest: micro-batches that there must be, for which some may stay empty.
 
     Returns:
@@ -152,7 +149,6 @@ def share_out(
 
     Args:
         lengths: rows of each sequence.
-        rates: one for each replica.
         stages: of each replica's pipeline, which needs as many micro-batches to be full. Without
             sequences it has one empty micro-batch; a replica without a pipeline has none. None =
             there are no pipelines.

@@ -312,9 +312,6 @@ def make_tensor_collectives(
         max_bytes: bytes that copy engines carry at once, best the largest x of a call (the gathered
             one of an all-gather). A lane holds about as much memory; a larger x takes several
             rounds.
-
-    Raises:
-        ValueError: if `kind` names none, or one that cannot run here.
     """
     if kind not in get_args(Kind):
         raise ValueError(

@@ -79,7 +79,6 @@ class Lane:
         """Begins layers; returns the tensor that they begin with.
 
         Args:
-            records: keep a tape of them.
             num_read: number of reductions whose results anything reads; later ones are left out.
         """
         torch.set_grad_enabled(records)

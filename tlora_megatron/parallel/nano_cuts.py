@@ -95,7 +95,6 @@ def balanced_cuts(
     Args:
         costs: of each document, above 0.
         jobs: the job of each document; documents of one job are side by side.
-        num_parts: at most so many.
 
     Returns:
         `(0, ..., len(costs))`: part i is documents `[cuts[i], cuts[i + 1])`, none of them empty.

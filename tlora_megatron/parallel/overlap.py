@@ -78,9 +78,6 @@ def set_queues(*, overlaps: bool) -> None:
     """Sets CUDA_DEVICE_MAX_CONNECTIONS, unless the user did.
 
     A 1 is replaced for nano-batches all the same, because Megatron's own launchers set it.
-
-    Args:
-        overlaps: nano-batches are going to hide each other's communication.
     """
     given = os.environ.get(VARIABLE)
     if not overlaps:
@@ -184,11 +181,7 @@ def join(lanes: Sequence[Lane]) -> None:
 
 
 class Overlap:
-    """The number of nano-batches of a model, and the streams and collectives that they run with.
-
-    Args:
-        num_nano_batches: parts of a micro-batch, at most; may be set between rounds.
-    """
+    """The number of nano-batches of a model, and the streams and collectives that they run with."""
 
     def __init__(
         self, num_nano_batches: int, collectives: TensorCollectives, device: torch.device

@@ -38,7 +38,6 @@ class DeviceTimer:
 
         Args:
             seconds: about how long to measure; three turns at least.
-            most: turns.
             ahead: the device waits until the host has queued everything: for calls that take the
                 host longer than the device.
         """

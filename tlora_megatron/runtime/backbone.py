@@ -62,12 +62,7 @@ _OUTLIER = 1.25
 def log_base(
     quantisation: BaseQuantisation | None, spec: ModelSpec, model: Any, rounding: Rounding
 ) -> None:
-    """Logs a quantised base on the first process; collective over the world.
-
-    Args:
-        model: this rank's part of the base.
-        rounding: what was lost in reading it.
-    """
+    """Logs a quantised base on the first process; collective over the world."""
     if quantisation is None:
         return
     first = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
@@ -169,11 +164,7 @@ def ready_process(config: RunConfig, layout: ParallelLayout) -> None:
 
 
 def import_backbone() -> None:
-    """Imports Megatron-core and what is built on it.
-
-    Raises:
-        ImportError: if it is missing, or needs triton.
-    """
+    """Imports Megatron-core and what is built on it."""
     try:
         from tlora_megatron.integrations.megatron.imports import lazy_compile
 

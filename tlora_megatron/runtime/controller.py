@@ -52,11 +52,7 @@ logger = logging.getLogger(__name__)
 def open_for_requests(
     run: TrainingRun, linears: Linears, loop: Loop
 ) -> Iterator[Callable[[], None]]:
-    """Yields what the loop calls behind its rounds; every rank of the run calls it.
-
-    Args:
-        linears: that have the run's adapters.
-    """
+    """Yields what the loop calls behind its rounds; every rank of the run calls it."""
     agreement = loop.watch.agreement
     if agreement is None:
         yield lambda: None
@@ -97,9 +93,6 @@ class LiveRequests:
     """Requests to a run as commands to its loop; what becomes of them is answered and kept.
 
     Adding a job is preparing it and letting it join, cancelling it is letting it leave.
-
-    Args:
-        record: keeps what was changed for the next start of the run.
     """
 
     def __init__(self, folder: RequestFolder, loop: Loop, record: _Record) -> None:
@@ -280,9 +273,6 @@ def train_run(
 
     Returns:
         The content of `OUT/summary.json`; empty on every process but the writer.
-
-    Raises:
-        ValueError: for input that cannot be used, before any training.
     """
     timeline.begin_run()
     spec = read_model_spec(model_config(config))

@@ -85,11 +85,7 @@ def warn_of_sharding(config: RunConfig, groups: ParallelGroups) -> None:
 def check_replicas_fit(
     spec: ModelSpec, quantisation: BaseQuantisation | None, own: OwnReplica
 ) -> None:
-    """Refuses layouts that do not divide the model, those of other replicas too.
-
-    Raises:
-        ValueError: naming the size.
-    """
+    """Refuses layouts that do not divide the model, those of other replicas too."""
     layouts = [own.layout]
     if own.deployment is not None:
         layouts = [kind.parallel_layout(1) for kind in own.deployment.kinds]

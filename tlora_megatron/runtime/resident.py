@@ -98,9 +98,6 @@ def open_resident(
         clients: who keeps the requests of driven jobs; None = there are no such jobs.
         targets: that jobs may adapt; None = all that PEFT can name.
         allows_blocks: jobs may have block-diagonal adapters.
-
-    Raises:
-        ValueError: if the base or the layout cannot be used.
     """
     opened = _open_base(config, rendezvous)
     held = frozenset(opened.spec.peft_targets if targets is None else targets)

@@ -63,7 +63,6 @@ class JobCommands:
     `serve` runs rounds until a command stops it. A run that ends by itself calls `behind_round`.
 
     Args:
-        stager: prepares jobs beside the rounds.
         group: of gloo over the world; in `serve` nothing else uses it. None = a world of one.
         events: takes what becomes of commands; None = the loop's.
         clients: who keeps the requests of driven jobs; None = there are no such jobs.
@@ -119,7 +118,6 @@ class JobCommands:
         """Carries out commands behind a round of the loop's own `run`; collective.
 
         Args:
-            source: as for `serve`.
             has_commands: some have come; the same on all ranks.
         """
         ready, commands = self._readiness().read(), []

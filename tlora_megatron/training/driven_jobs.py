@@ -243,7 +243,6 @@ def collect(
 
     Args:
         jobs: in slot order.
-        items: of the micro-batch, as they were packed.
         nll_T: negative log-probabilities of the rows that ran; anything in other jobs' rows.
     """
     nll_T = micro_batch.restore_order(nll_T)

@@ -38,7 +38,6 @@ class Evaluation:
     """One evaluation of some of the jobs in the slots, which may take part after part.
 
     Args:
-        slots: the jobs of all slots.
         jobs: those to evaluate; they must keep a slot and their weights until it is complete.
     """
 
@@ -79,8 +78,6 @@ class Evaluation:
         after another: no job's scores depend on who is evaluated beside it.
 
         Args:
-            packer: packs the present slots.
-            slots: the names of the jobs in them.
             micro_batches: at most so many of every replica; None = a round's worth of each job.
         """
         waiting = [name for name in slots if self._queues.get(name)]
@@ -168,11 +165,7 @@ class HeldJobs:
     def score_part(
         self, device: torch.device, score: Callable[[Evaluation], None]
     ) -> tuple[JobState, EvalResult] | None:
-        """Scores a part of the first job's rows; returns the job, held no more, behind the last.
-
-        Args:
-            score: scores a part; collective over the world.
-        """
+        """Scores a part of the first job's rows; returns the job, held no more, behind the last."""
         job = self._jobs[0]
         if self._evaluation is None:
             self._evaluation = Evaluation([job], [job], device)

@@ -76,11 +76,7 @@ class StagedJob:
 
 
 class JobSaves:
-    """Saves jobs beside their rounds. Every rank makes every call of `save` and `save_adapter`.
-
-    Args:
-        reports: takes `saved`, `not_saved`, `left` and `ended`, on the writer.
-    """
+    """Saves jobs beside their rounds. Every rank makes every call of `save` and `save_adapter`."""
 
     def __init__(
         self,
@@ -170,11 +166,7 @@ class JobSaves:
         self.save([job for job in jobs if self.has_moved(job)])
 
     def export(self, job: JobState, directory: Path) -> None:
-        """Writes a job's present adapter and waits until it is on the disk; collective.
-
-        Raises:
-            ValueError, OSError: on the writer; see `Loop.export`.
-        """
+        """Writes a job's present adapter and waits until it is on the disk; collective."""
         errors: list[Exception] = []
         target = self.files.adapter(job, errors.append, directory)
         with timeline.phase("export"):

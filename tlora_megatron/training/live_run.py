@@ -48,14 +48,7 @@ class Request(NamedTuple):
 
 
 class RequestFolder:
-    """The run's side of its requests, on the process that writes its files.
-
-    Args:
-        output_dir: of the run, which holds it.
-
-    Raises:
-        OSError: if the folder cannot be made.
-    """
+    """The run's side of its requests, on the process that writes its files."""
 
     def __init__(self, output_dir: Path) -> None:
         self.folder = output_dir / FOLDER
@@ -102,9 +95,6 @@ class RequestFolder:
 
 class LiveRun:
     """The side of a process that asks something of a run.
-
-    Args:
-        output_dir: of the run.
 
     Raises:
         ValueError: if no run trains there, or it is somebody else's.
@@ -178,11 +168,7 @@ class LiveChanges:
 
     @classmethod
     def read(cls, output_dir: Path) -> LiveChanges:
-        """The changes of the run in a folder; none if nothing was changed.
-
-        Raises:
-            ConfigError: if the file holds something else.
-        """
+        """The changes of the run in a folder; none if nothing was changed."""
         path = output_dir / FILE_NAME
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
@@ -197,11 +183,7 @@ class LiveChanges:
             ) from error
 
     def write(self, output_dir: Path) -> None:
-        """Keeps the changes.
-
-        Raises:
-            OSError: if the disk refuses.
-        """
+        """Keeps the changes."""
         document = {"added": list(self.added.values()), "cancelled": self.cancelled}
         write_atomic(output_dir / FILE_NAME, json.dumps(document, indent=2), mode=BY_UMASK)
 

@@ -29,8 +29,6 @@ class Loop:
     own, who call `close` at the end. `commands.JobCommands` lets jobs join and leave.
 
     Args:
-        run: the run's settings; its output folder must be writable.
-        files: of the jobs.
         events: takes what happens, on every rank that has one; None = it is not reported.
         evaluation: "stop" = of all rows at once, while the others wait; "interleave" = the job is
             held and keeps its slot, and `evaluate_part` scores a micro-batch of its rows at a time.
@@ -39,7 +37,6 @@ class Loop:
         summaries: "run" = `jobs` keeps those that have ended, for the summary of the run; "jobs" =
             each has a summary of its own, and is forgotten behind it.
         nano_rounds: chooses the number of nano-batches; None = it stays as it is.
-        watch: sees the rounds, and stops the loop at a signal; None = nothing does.
     """
 
     def __init__(
@@ -168,7 +165,6 @@ class Loop:
         the disk.
 
         Args:
-            save: write a checkpoint.
             lost: somebody else owns its files by now.
 
         Returns:
@@ -263,7 +259,6 @@ class Loop:
         Raises:
             ValueError: on the writer, if a weight is not finite or the directory holds something
                 else.
-            OSError: on the writer, if the disk refuses.
         """
         self.saves.export(job, directory)
 

@@ -34,7 +34,6 @@ class EventSink(Protocol):
 
         Args:
             job: its name; None = it is the whole loop's.
-            body: values of JSON.
         """
 
 
@@ -75,18 +74,14 @@ class JobMetrics:
     buffer goes out with a later line. Close it, or use it as a context manager.
 
     Args:
-        output_dir: the run's output folder; `jobs/NAME` is created under it.
-        job_name: the job's name, already checked to be a plain folder name.
         tensorboard: write events to `OUT/jobs/NAME/tensorboard`; without the package one warning is
             logged for all jobs and nothing is written.
-        wandb_project: W&B project; None = no W&B.
         may_write: asked before the file changes; once it says no, nothing more is written.
         resume_step: the last step the checkpoint holds. Lines of later steps are dropped, because
             the resumed job takes those steps again. 0 = start afresh: every line is dropped.
 
     Raises:
         ValueError: if the file to continue has a line that is not a JSON object with a step.
-        ImportError: if W&B was asked for and is not installed.
     """
 
     def __init__(
@@ -129,14 +124,10 @@ class JobMetrics:
         """Writes one optimizer step.
 
         Args:
-            step: the job's own step, from 1.
             loss: mean over the step's target tokens, before its update.
             grad_norm: 2-norm over the whole adapter, before clipping.
-            lr: learning rate of this update.
             target_tokens: tokens the loss is taken over, in the whole global batch.
-            tokens: all tokens of the global batch.
             time_s: wall time since the job's previous step.
-            skipped: the update was left out because loss or gradient was not finite.
 
         Raises:
             RuntimeError: if `step` is not greater than the last one, since each step stands once.
@@ -160,7 +151,6 @@ class JobMetrics:
 
         Args:
             step: updates done so far; 0 = before training.
-            eval_loss: mean over the target tokens of the evaluation data.
             exact_match: share of sequences generated exactly, 0 to 1; None = not measured.
         """
         if step <= self._last_eval_step:
@@ -254,9 +244,6 @@ def write_summary(
     """Writes `summary.json` into a folder atomically, NaN and inf as null, and returns its path.
 
     Call it on global rank 0 only.
-
-    Args:
-        permit: see `write_atomic`.
     """
     path = Path(folder) / "summary.json"
     text = json.dumps(without_nonfinite(summary), indent=2, allow_nan=False) + "\n"

@@ -45,7 +45,6 @@ def choose_depth(jobs: Sequence[Batches], rates: Sequence[ReplicaRate]) -> list[
 
     Args:
         jobs: at least one.
-        rates: one for each replica.
     """
     outlooks = [outlook(jobs, rates, DEPTHS[0])]
     for depth in DEPTHS[1:]:

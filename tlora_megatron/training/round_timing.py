@@ -47,7 +47,6 @@ class RateCorrection:
 
     Args:
         rates: as predicted, one for each replica.
-        own: number of this process's replica.
         frozen: the speeds stay as predicted; times are still measured.
     """
 
@@ -256,11 +255,7 @@ def describe_rounds(
     busy: BusyShare,
     over_predicted: float | None,
 ) -> dict[str, Any] | None:
-    """Values for `summary.json`; None without speeds of replicas.
-
-    Args:
-        over_predicted: measured over predicted time.
-    """
+    """Values for `summary.json`; None without speeds of replicas."""
     if timing is None:
         return None
     return {

@@ -60,7 +60,6 @@ class HangWatch:
     dead or unreachable. While another rank gets on, or is outside of the loop, it waits.
 
     Args:
-        limit_s: seconds.
         store: of this run alone; None = nothing is watched.
         signals: once one has come, a rank that does not answer ends the process at once: torchrun
             sends it also when another rank has died, and no round can end without that one.
@@ -335,7 +334,6 @@ class RunWatch:
 
         Args:
             signals: of this process; None = no signal stops the run.
-            hang_timeout_s: see `RunSpec.hang_timeout_s`.
         """
         agreement = None if signals is None else StopAgreement(signals)
         return cls(signals, agreement, HangWatch.of_world(hang_timeout_s, signals))

@@ -71,10 +71,7 @@ class SuperModel(Generic[EngineT]):
     Args:
         engine: an `Engine`; a `Scorer` is enough where a trainer runs the training rounds, between
             `begin_round` and `end_round`.
-        jobs: in slot order.
         micro_batch_tokens: token budget of one micro-batch, over its context-parallel ranks.
-        round_shape: the driver's demands on rounds.
-        cut_for: chooses where the jobs' micro-batches are cut into nano-batches.
         timing: shares rounds out by predicted time; None = balances tokens.
         correction: of the speeds in `timing`; None = they stay as predicted.
     """
@@ -230,11 +227,7 @@ class SuperModel(Generic[EngineT]):
     def evaluate(
         self, jobs: Sequence[JobState], on_part: Callable[[], None] = lambda: None
     ) -> list[EvalResult | None]:
-        """Evaluates adapters on their jobs' evaluation rows, packed together; None without any.
-
-        Args:
-            on_part: called before each round's worth of rows.
-        """
+        """Evaluates adapters on their jobs' evaluation rows, packed together; None without any."""
         evaluation = Evaluation(self.jobs, jobs, self.groups.device)
         while not evaluation.is_complete:
             on_part()
@@ -257,9 +250,6 @@ class SuperModel(Generic[EngineT]):
 
     def forward_part(self, queues: Sequence[list[Item]]) -> list[list[Item]]:
         """Runs some of the sequences of clients without gradients; at most a micro-batch each.
-
-        Args:
-            queues: of each slot.
 
         Returns:
             What is left of each.

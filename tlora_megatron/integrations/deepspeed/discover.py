@@ -48,11 +48,7 @@ def refused_targets(model: Any) -> dict[str, str]:
 
 
 def check_run_over_experts(model: Any, config: DeepSpeedConfig) -> None:
-    """Refuses settings that a model with routed experts cannot keep; others pass.
-
-    Raises:
-        ValueError: naming the key.
-    """
+    """Refuses settings that a model with routed experts cannot keep; others pass."""
     if not has_experts(model):
         return
     if config.tp_size > 1:

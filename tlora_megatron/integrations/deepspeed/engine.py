@@ -170,9 +170,6 @@ def check_packing(model: Any, spec: LinearsSpec, groups: ParallelGroups, plain: 
 
     Args:
         plain: name of the attention implementation that the model came with.
-
-    Raises:
-        ValueError: with the number that is off.
     """
     engine, dtype = DeepSpeedEngine(model, groups), next(model.parameters()).dtype
     check_isolation(
@@ -312,9 +309,6 @@ def base_of_model(model: Any) -> BaseModelSpec:
 
 def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
     """Reads the base, unless it is given, and puts it under DeepSpeed; collective over the world.
-
-    Raises:
-        ValueError: if the model is not supported, saying why.
     """
     tp_size = config.tp_size
     if dist.get_world_size() % tp_size:

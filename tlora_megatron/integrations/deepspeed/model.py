@@ -83,9 +83,6 @@ def load_model(base: BaseModelSpec, engine: dict[str, Any], *, tp_size: int) -> 
 
     Drawn weights are transformers'; under ZeRO-3 they are others than below it.
 
-    Args:
-        engine: what `deepspeed.initialize` will get.
-
     Raises:
         ValueError: if the folder is quantised, or transformers cannot build the model.
         ImportError: if ZeRO-3 needs accelerate and there is none.
@@ -124,11 +121,7 @@ def _zero_init(engine: dict[str, Any]) -> Any:
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Refuses a model that is not a bare base.
-
-    Raises:
-        ValueError: naming the first module with an adapter.
-    """
+    """Refuses a model that is not a bare base."""
     for name, module in model.named_modules():
         if hasattr(module, "base_layer"):
             raise ValueError(f"the model must carry no adapters yet, got some at {name}")
@@ -156,11 +149,7 @@ def turn_dropout_off(model: nn.Module) -> None:
 
 
 def start_engine(model: Any, engine: dict[str, Any]) -> Any:
-    """Hands a model to DeepSpeed, where AutoTP and ZeRO-3 cut its weights, and freezes it.
-
-    Raises:
-        ValueError: if DeepSpeed refuses.
-    """
+    """Hands a model to DeepSpeed, where AutoTP and ZeRO-3 cut its weights, and freezes it."""
     engine = dict(engine)
     # AutoTP hooks what it leaves whole, and fails on what is frozen; what it cuts it unfreezes.
     model.requires_grad_(engine.get("tensor_parallel", {}).get("autotp_size", 1) > 1)
@@ -176,11 +165,7 @@ def start_engine(model: Any, engine: dict[str, Any]) -> Any:
 
 
 def check_finite(model: nn.Module) -> None:
-    """Refuses a base with NaN or infinity; every rank looks at the part that it holds.
-
-    Raises:
-        ValueError: naming the weight.
-    """
+    """Refuses a base with NaN or infinity; every rank looks at the part that it holds."""
     for name, parameter in model.named_parameters():
         held = _held(parameter).detach()
         if held.numel() and not all_finite(held):

@@ -85,7 +85,6 @@ def current_groups(
     Args:
         deployment: unlike replicas; collective over the world, as their cells have groups.
         num_layers: of the model, which unlike replicas may cut into unlike stages.
-        with_experts: the model has routed experts that carry adapters.
     """
     cuda = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -152,7 +151,6 @@ class MegatronEngine:
 
     Args:
         vocab_size: number of tokens; further rows of the output layer are padding.
-        nano: how nano-batches exchange their tensors.
     """
 
     def __init__(

@@ -81,7 +81,6 @@ class KeyCache:
         """Writes the keys and values of new rows; returns those of all, in the order asked for.
 
         Args:
-            layer: counted from 0.
             new_T: rows that the new ones go to, int64.
             all_K: rows to read, int64.
         """

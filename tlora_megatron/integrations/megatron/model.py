@@ -195,10 +195,6 @@ def build_backbone(
         recompute: of micro-batches whose view names none: `selective` recomputes every MLP in
             backward, `full` every layer. Both need the micro-batch bound again in recompute:
             `ops.routing.bind_current`.
-        quantisation: of the base; its linears then have codes, and never had other weights.
-
-    Raises:
-        ValueError: if the layout does not divide the model.
     """
     check_layout(spec, layout)
     if quantisation is not None:
@@ -333,14 +329,9 @@ def load_backbone(
     Args:
         directory: a Hugging Face directory with safetensors; None draws the weights by `seed`,
             the same ones whatever the layout (see `RandomWeights`).
-        quantisation: the one that the model was built with.
 
     Returns:
         How far the codes of quantised linears are from their weights.
-
-    Raises:
-        ValueError: if the directory's weights are missing, corrupt, not finite, or of another
-            architecture.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     part: dict[str, Any] = {

@@ -46,7 +46,6 @@ class JobOptimizer(MegatronOptimizer):
     parameter of the frozen model, so the trainer has nothing to save, load or clip.
 
     Args:
-        config: Megatron's; unused but by the trainer.
         end_round: steps the jobs; returns the largest gradient norm and the largest learning rate
             among those that stepped, 0 where none did.
     """
@@ -210,7 +209,6 @@ class MegatronLmEngine:
         chunks: the trainer's model chunks, wrapped as it holds them.
         vocab_size: number of tokens; further columns of the logits are padding.
         seq_length: rows of a micro-batch over its context-parallel ranks.
-        nano: how nano-batches exchange their tensors.
         head: computes target rows alone; None = the model's own head computes all rows.
         parts: those that tensor-parallel ranks agree on before each evaluation; before each
             training round whoever runs it asks them. None = nobody is asked.
@@ -358,9 +356,6 @@ def check_engine_isolation(engine: MegatronLmEngine) -> None:
     Collective over the world; call it before adapters are attached. Micro-batches have the
     trainer's own size, for which a model may have been built. FP8 of activations is off, whose
     scales may look at whole micro-batches; `OwnCompute` tells of that.
-
-    Raises:
-        ValueError: see `check_isolation`.
     """
     models = language_models(engine.chunks)
     config = models[0].config

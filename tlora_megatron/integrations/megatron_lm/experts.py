@@ -86,9 +86,6 @@ _ROUNDING = 1e-5
 def set_rotary_frequencies(model: Any, spec: ModelSpec) -> None:
     """Gives a built model the rope scaling that its script has left out.
 
-    Args:
-        spec: what the arguments describe.
-
     Raises:
         ValueError: if the model has frequencies that nobody asked for.
     """
@@ -220,9 +217,6 @@ def check_router(values: Any, where: str) -> None:
     Args:
         values: Megatron's arguments, or a TransformerConfig.
         where: ends the rule: what asks for it.
-
-    Raises:
-        ValueError: naming the flag.
     """
     _check(ROUTER, values, where)
     in_bf16 = values.params_dtype == torch.bfloat16

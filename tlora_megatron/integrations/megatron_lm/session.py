@@ -67,8 +67,6 @@ class Session:
 
     Args:
         args: Megatron's, validated; `train_iters` is set when all jobs have ended.
-        resolve_sharding: chooses the LoRA sharding.
-        signals: stop the run behind a round.
     """
 
     def __init__(

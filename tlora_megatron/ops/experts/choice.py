@@ -82,7 +82,6 @@ def expert_linear_dgrad(
     given: it adds to gradients of A.
 
     Args:
-        saved: from `expert_linear`.
         source: what dy was spread from.
     """
     whole, dy = _cuda_ops(dy_QN, weight_LNK), _read_at(source, dy_QN)

@@ -67,11 +67,7 @@ def kernel_choice(device: torch.device, dtype: torch.dtype) -> KernelChoice:
 
 
 def choose_ops(device: torch.device, dtype: torch.dtype) -> LinearOps:
-    """Returns the implementation that `kernel_choice` names, one object a process.
-
-    Raises:
-        ValueError: where `kernel_choice` raises one.
-    """
+    """Returns the implementation that `kernel_choice` names, one object a process."""
     return _make(kernel_choice(device, dtype).name)
 
 

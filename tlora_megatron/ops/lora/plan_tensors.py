@@ -297,11 +297,7 @@ class _Plans:
 
 
 def update_plans(rows: RowGroups, other: RowGroups, device: torch.device) -> None:
-    """Writes the tables of `other` over those of `rows`, in place: before a graph's replay.
-
-    Raises:
-        ValueError: where `PlanTensors.update` raises one.
-    """
+    """Writes the tables of `other` over those of `rows`, in place: before a graph's replay."""
     assert not other.cuts, "plans of several portions are not replayed"
     for plan in rows.cached(("plan tensors", device), _Plans).of_value.values():
         plan.update(other.ends)

@@ -161,11 +161,7 @@ def down(
     config: DownConfig,
     window: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Returns s, `[PlanTensors.ranked_rows, ROW_TILE]` in the dtype of x.
-
-    Args:
-        window: as `BoundLinear.down` takes it.
-    """
+    """Returns s, `[PlanTensors.ranked_rows, ROW_TILE]` in the dtype of x."""
     factors, plan, depth = linear.factors, linear.plan, x_TK.shape[1]
     items = plan.work_items(
         ("down", config, depth, window),

@@ -22,11 +22,7 @@ from tlora_megatron.training.formats.peft import AdapterFile, export_adapter, lo
 
 
 class AdapterShelf:
-    """A few adapters in a bank, by their keys.
-
-    Args:
-        most: adapters that are held at a time.
-    """
+    """A few adapters in a bank, by their keys."""
 
     def __init__(self, bank: AdapterBank, spec: Backbone, most: int) -> None:
         self._bank = bank

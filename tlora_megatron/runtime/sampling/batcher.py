@@ -63,11 +63,7 @@ class Words:
 
 
 class Batcher:
-    """Requests that wait, and sequences that grow.
-
-    Args:
-        most_sequences: that grow at a time.
-    """
+    """Requests that wait, and sequences that grow."""
 
     def __init__(
         self, model: Steps, shelf: AdapterShelf, words: Words, *, most_sequences: int
@@ -86,9 +82,6 @@ class Batcher:
 
     def request(self, prompt: Prompt, number: int, seed: int, tell: Tell) -> Request:
         """Checks a request; `add` takes it.
-
-        Args:
-            seed: where the prompt has none.
 
         Raises:
             ValueError: for what the base or the sampler cannot do.

@@ -34,9 +34,6 @@ def open_batcher(base: Mapping[str, Any], limits: SamplerLimits) -> Batcher:
 
     On a CPU the weights are held in fp32, whatever the base says: bf16 is slower there, and the
     same weights in fp32 are exact.
-
-    Raises:
-        ValueError: if the base cannot be used.
     """
     on_gpu = torch.cuda.is_available()
     step_tokens = limits.step_tokens or (_GPU_TOKENS if on_gpu else _CPU_TOKENS)
@@ -70,11 +67,7 @@ def open_batcher(base: Mapping[str, Any], limits: SamplerLimits) -> Batcher:
 
 
 def read_words(folder: Path, spec: ModelSpec) -> Words:
-    """Reads the tokenizer of a base, and which of its tokens end a sequence.
-
-    Raises:
-        ValueError: if there is no tokenizer.
-    """
+    """Reads the tokenizer of a base, and which of its tokens end a sequence."""
     tokenizer = load_tokenizer(folder)
     positions = spec.max_positions
     if spec.sliding_window is not None:  # the base runs without a window

@@ -49,11 +49,7 @@ _FILES = ("adapter.safetensors", "optimizer.safetensors", "state.json")
 
 
 def checkpoint_state(job: JobState, quantisation: QuantisationCard | None = None) -> str:
-    """Returns the text of `state.json` for a job as it is now.
-
-    Args:
-        quantisation: of the base.
-    """
+    """Returns the text of `state.json` for a job as it is now."""
     state = {
         "format": _FORMAT,
         "job": asdict(job.spec),
@@ -77,12 +73,9 @@ def write_checkpoint(
 
     Args:
         state: from `checkpoint_state`.
-        weights: the whole canonical factors.
         moments: the same of Adam's moments, with the moment and a dot before each name.
-        permit: see `replace_directory`.
 
     Raises:
-        OSError: if the disk refuses.
         ValueError: if a tensor is not finite; the job could not go on from it. Either way the
             earlier checkpoints are untouched.
     """
@@ -200,9 +193,6 @@ class Checkpoint:
         """Loads weights, moments and progress into a job on this rank, whatever its layout.
 
         `check_fits` comes before.
-
-        Args:
-            copier: see `AdapterSlab.load`.
         """
         slab = job.adapter.slab
         with safe_open(self.path / "adapter.safetensors", "pt") as weights:
@@ -273,9 +263,6 @@ def find_checkpoint(directory: Path) -> Checkpoint | None:
     """The newest readable checkpoint below `directory`, or `directory` itself if it is one.
 
     One that cannot be read (a disk fault; writing is atomic) is passed over with a warning.
-
-    Returns:
-        None if there is none at all.
 
     Raises:
         ValueError: if there are some and none can be read: starting afresh would lose the job.

@@ -156,11 +156,7 @@ def _mlp_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
 
 
 def check_layout(spec: ModelSpec, layout: ParallelLayout) -> None:
-    """Refuses a layout that does not divide the model.
-
-    Raises:
-        ValueError: naming the size that does not divide.
-    """
+    """Refuses a layout that does not divide the model."""
     tp_size, experts = layout.tp_size, spec.experts
     sizes = [
         ("num_heads", spec.num_heads, "tp_size", tp_size),

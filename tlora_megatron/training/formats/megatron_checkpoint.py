@@ -251,11 +251,7 @@ def plan_megatron_checkpoint(
 
 
 def check_destination(directory: Path, size_bytes: int) -> None:
-    """Refuses a directory that holds something, or a disk without room.
-
-    Raises:
-        ValueError: saying which.
-    """
+    """Refuses a directory that holds something, or a disk without room."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"OUT must be a new or empty directory, got {directory}")
     folder = next(path for path in directory.absolute().parents if path.is_dir())
@@ -280,14 +276,9 @@ def write_megatron_checkpoint(
 
     Args:
         directory: new or empty; filled under another name, which it takes at the end.
-        planned: from `plan_megatron_checkpoint`.
         extra_flags: words that go to the file of flags behind the architecture's.
         fingerprint: of the base, to be written beside the weights.
         on_bytes: called with the size of every part once it is on the disk.
-
-    Raises:
-        ValueError: if the destination cannot take it.
-        OSError: if the file system refuses.
     """
     check_destination(directory, planned.size_bytes)
     # A link to an empty folder was given on purpose: it is filled where it leads.

@@ -84,11 +84,7 @@ def _shared_expert(ffn_size: int) -> dict[str, Any]:
 
 
 def megatron_flags(spec: ModelSpec) -> list[str]:
-    """`megatron_arguments` as words of a command line.
-
-    Raises:
-        NotImplementedError: for what Megatron-LM has no argument for.
-    """
+    """`megatron_arguments` as words of a command line."""
     arguments = megatron_arguments(spec)
     if not arguments["group_query_attention"]:
         del arguments["num_query_groups"]

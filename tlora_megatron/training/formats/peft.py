@@ -147,19 +147,12 @@ def write_adapter(
     Args:
         directory: missing, empty, or holding an earlier adapter.
         factors: canonical whole factors, all layers of all targets.
-        base_model: what PEFT should load as the base, a path or a hub name.
         quantisation: of the base: a README names it, and the metadata of the weights.
-        dtype: of the stored tensors.
         stacks_experts: routed experts of a layer become one tensor, which PEFT does not load.
-        permit: see `replace_directory`.
-
-    Returns:
-        The number of bytes written.
 
     Raises:
         ValueError: if factors are missing, not finite or of the wrong shape, if two targets hold
             the same module, or if the directory holds something else.
-        OSError: if the directory cannot be written.
     """
     directory = Path(directory)
     modules = hf_targets(lora.target_modules)

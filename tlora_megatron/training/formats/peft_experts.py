@@ -82,11 +82,7 @@ def _read_rows(factor: PendingTensor, expert: int, rows: slice, scratch: Scratch
 def stacked_tensor(
     factor: PendingTensor, target: str, rows: slice, model: ModelSpec
 ) -> PendingTensor:
-    """Returns one target's tensor of all experts, as vLLM and SGLang name it.
-
-    Args:
-        factor: as of `expert_tensors`, and so are the others.
-    """
+    """Returns one target's tensor of all experts, as vLLM and SGLang name it."""
     layer, _, side = split_name(factor.name)
     letter, experts = "A" if side == "lora_a" else "B", model.experts
     assert experts is not None, "the factor is of routed experts"
@@ -105,9 +101,6 @@ def _read_stacked(
 
 def common_matrix(factor_ERC: Tensor, what: str) -> Tensor:
     """Returns the one matrix of a factor that all experts share.
-
-    Args:
-        what: the factor and whose it is, for the error.
 
     Raises:
         ValueError: naming the first expert that has another one.

@@ -89,7 +89,6 @@ def write_tensors(
     """Writes a new file and returns its size; the disk's space is reserved before the first byte.
 
     Raises:
-        OSError: if the disk refuses.
         ValueError: if a value is not finite.
     """
     file = _plan(tensors, metadata, dtype)

@@ -87,9 +87,6 @@ class HysteresisController:
 
     While times vary by less than half of `HYSTERESIS`, every change is to a count that is truly
     faster, so a mix sees at most `limit` - 1 of them.
-
-    Args:
-        limit: the highest count.
     """
 
     def __init__(self, limit: int = MOST_COUNT) -> None:
@@ -274,9 +271,6 @@ class AimdController:
 
     As public accounts give it, with a margin of `HYSTERESIS`; the second horizon tries 4 more, to
     have something to compare. It never settles. tLoRA (arXiv 2602.07263), equation 2.
-
-    Args:
-        limit: the highest count.
     """
 
     def __init__(self, limit: int = 16) -> None:

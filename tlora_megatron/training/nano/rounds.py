@@ -128,7 +128,6 @@ class NanoRounds:
         switch: the engine's; set between rounds. A number that has not run yet is tried only where
             all processes have room for it.
         trace: records the choices, on the writer; None elsewhere.
-        jobs: all jobs of the run, at the steps where they start.
         resuming: goes on with the last choice in the trace; else begins a new trace.
     """
 
@@ -196,11 +195,7 @@ class NanoRounds:
             self._set_count()
 
     def jobs_changed(self, jobs: Sequence[JobState]) -> None:
-        """Forgets the times of rounds with other jobs; every process calls it between rounds.
-
-        Args:
-            jobs: all that the run knows now.
-        """
+        """Forgets the times of rounds with other jobs; every process calls it between rounds."""
         self._jobs = tuple(jobs)
         self._pending = None
         self._time_s, self._tokens, self._most = 0.0, 0, 1

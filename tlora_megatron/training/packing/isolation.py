@@ -93,8 +93,6 @@ def check_isolation(
         run: forward and backward of micro-batches as in training; returns weighted losses of this
             process's rows, nothing where it computes none (`training.super_model.Engine`).
         embeddings: of this process, whose outputs require grad; none on later pipeline stages.
-        name: of the model's class, for the sentence.
-        dtype: of the base's weights.
         num_rows: of a micro-batch over its context-parallel ranks.
         longest: the most tokens of a document that the model takes.
 

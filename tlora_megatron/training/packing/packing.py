@@ -151,7 +151,6 @@ def fill_bins(
 
     Args:
         queues: what is left of each slot's batch; empty for a slot that waits.
-        capacity: tokens a micro-batch may hold.
         first_slot: has the first turn, modulo the number of slots. Where one sequence fills a
             micro-batch, it is the only slot that gets any room, so callers go round.
         num_micro_batches: on every data-parallel rank; None = `choose_num_micro_batches`.
@@ -274,11 +273,7 @@ def pack(
     num_parts: int = 1,
     exactness: Exactness | None = None,
 ) -> PackedBatch:
-    """Builds one rank's micro-batch of `num_tokens` rows (over all CP ranks) from placed items.
-
-    Args:
-        token_budget, num_parts, exactness: see `pack_micro_batch`.
-    """
+    """Builds one rank's micro-batch of `num_tokens` rows (over all CP ranks) from placed items."""
     view = pack_micro_batch(
         documents_of(placed),
         num_slots=num_slots,

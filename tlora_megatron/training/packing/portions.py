@@ -81,7 +81,6 @@ def fill_with_portions(
         portion_tokens: of each slot, on each data-parallel rank, at most `capacity`; None = its
             sequences go one by one to whatever room there is.
         rooms: of unlike replicas; None = `dp_size` times `capacity`.
-        queues: as `packing.fill_bins`, like the rest.
 
     Returns:
         The round, and what is left of each queue.

@@ -150,7 +150,6 @@ def fill_by_time(
 
     Args:
         queues: what is left of each slot's batch; empty for a slot that waits.
-        first_slot: has the first turn, modulo the number of slots.
 
     Returns:
         The round, and what is left of each queue.

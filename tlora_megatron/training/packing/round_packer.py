@@ -85,11 +85,7 @@ class RoundPacker:
     of them run all micro-batches."""
 
     def pack_round(self, queues: Sequence[list[Item]], *, first_slot: int) -> PackedRound:
-        """Fills the round's micro-batches from the queues and packs this rank's.
-
-        Args:
-            first_slot: has the first turn; see `packing.fill_bins`.
-        """
+        """Fills the round's micro-batches from the queues and packs this rank's."""
         return self.pack_filled(self.fill_round(queues, first_slot=first_slot))
 
     def fill_round(self, queues: Sequence[list[Item]], *, first_slot: int) -> FilledRound:

@@ -35,12 +35,7 @@ class ReadState(NamedTuple):
 
 
 class StateLoad:
-    """One state on its way into a job.
-
-    Args:
-        number: of the request.
-        moments: Adam's, too.
-    """
+    """One state on its way into a job."""
 
     def __init__(
         self, job: DrivenState, number: int, folder: Path, spec: Backbone, *, moments: bool
@@ -82,11 +77,7 @@ _STATES = "states"
 
 
 class StateFiles:
-    """Saves jobs under names that their clients give, and loads states.
-
-    Args:
-        answer: answers a request.
-    """
+    """Saves jobs under names that their clients give, and loads states."""
 
     def __init__(
         self,
@@ -193,11 +184,7 @@ class StateFiles:
 
 
 def _check_name(folder: Path, job: str, number: int, *, may_replace: bool) -> None:
-    """Refuses a name that another request has used; runs on the writer's thread.
-
-    Raises:
-        ValueError: naming it.
-    """
+    """Refuses a name that another request has used; runs on the writer's thread."""
     if may_replace or not folder.exists():
         return
     try:

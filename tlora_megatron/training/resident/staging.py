@@ -165,9 +165,7 @@ class Stager:
     """Prepares one job after another on a thread.
 
     Args:
-        read_order: reads and checks a job.
         check: refuses what this super-model has no place for; raises a `ValueError`.
-        open_metrics: opens a job's metrics, where they are written.
     """
 
     def __init__(

@@ -85,9 +85,7 @@ def check_base(
     Call it before adapters are attached.
 
     Args:
-        where: folder of the fingerprint, for the sentence.
         micro_batch_tokens: a shorter one than the text scores the text's beginning.
-        fills_budget: see `RoundShape`.
 
     Returns:
         The largest error of a data-parallel rank's model.
@@ -125,9 +123,6 @@ def check_base_of_run(
 
     Args:
         in_fp8: the base's linears are.
-
-    Raises:
-        ValueError: see `check_base`.
     """
     base = config.base_model
     if base.path is None or base.random_init:

@@ -53,7 +53,6 @@ def make_fingerprint(
 
     Args:
         dtype: weights are rounded to it first: the type in which the base is stored.
-        on_layer: called with each layer's number once it has run.
 
     Raises:
         ValueError: if the base gives a token no probability that is a number.

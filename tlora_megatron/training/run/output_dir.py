@@ -97,11 +97,7 @@ def claim_output_dir(output_dir: Path, config: RunConfig) -> bool:
 
 
 def make_output_dir(output_dir: Path) -> None:
-    """Makes the directory of a run that begins, where it is missing.
-
-    Raises:
-        ValueError: if it cannot be made.
-    """
+    """Makes the directory of a run that begins, where it is missing."""
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

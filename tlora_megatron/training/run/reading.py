@@ -41,8 +41,6 @@ class JobReader:
     """Reads jobs over one base, their tokens through a cache.
 
     Args:
-        base: section `base_model` of the configuration.
-        cache: of tokenized files.
         micro_batch_tokens: rows of the longest sequence that can be trained.
         budget: what the user calls that, for the sentence.
         tp_size: tensor-parallel ranks that must be able to divide a block-diagonal adapter.
@@ -82,10 +80,6 @@ class JobReader:
         Args:
             keys: of its tokens in the cache, where they are known.
             saved: the job's own checkpoints; None = it has none.
-            values: look at every value of a checkpoint.
-
-        Raises:
-            ValueError: naming the job.
         """
         check_block_sizes(job.name, job.lora, self.spec, self._tp_size)
         cached = CachedData(NO_DATA, {})

@@ -91,11 +91,7 @@ def write_report(output_dir: Path) -> Path:
 
 
 class Report:
-    """A run's page, whose curves can be drawn on a thread before its summary is known.
-
-    Args:
-        output_dir: the run's folder.
-    """
+    """A run's page, whose curves can be drawn on a thread before its summary is known."""
 
     def __init__(self, output_dir: Path) -> None:
         self._output_dir = Path(output_dir)

@@ -109,8 +109,6 @@ def summarize(
 
     Args:
         groups: of the writer, whose layout is that of the first replica.
-        rejected: the jobs that were left out.
-        nano_batches: from `summarize_nano_batches`.
     """
     jobs = {job.name: loop.files.summary(job) for job in loop.jobs}
     for error in rejected:

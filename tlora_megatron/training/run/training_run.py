@@ -93,18 +93,10 @@ class TrainingRun:
     call. Use it as a context manager, or call `close`: that releases its files, however it ends.
 
     Args:
-        spec: shape of the backbone.
-        tokenizer_dir: Hugging Face folder of the tokenizer.
         base_model: what exported adapters call their base.
-        quantisation: of the base.
         events: takes what happens, on every rank that has one; mostly that is the first alone.
-        resolve_sharding: chooses the LoRA sharding.
-        choose_recompute: chooses recompute, where `run.recompute` is auto.
         resolve_timing: shares rounds out by predicted time; None = balances tokens.
         signals: stop the loop; given on every process or on none.
-
-    Raises:
-        ValueError: for input that cannot be used.
     """
 
     def __init__(
@@ -161,9 +153,6 @@ class TrainingRun:
         """Waits for the jobs' data; refuses processes that have read different files.
 
         Collective over the world.
-
-        Raises:
-            ValueError: if the data, or a job, cannot be used.
         """
         with timeline.phase("data"):
             self._jobs.settle()

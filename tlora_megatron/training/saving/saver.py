@@ -157,7 +157,6 @@ class Saver:
 
     Args:
         jobs: all that may be saved; of others `expect` must be told.
-        memory_gb: `run.save_memory_gb`.
         on_wait: called before a wait for memory, and whenever something was written meanwhile: a
             slow disk is no run that hangs.
     """
@@ -265,9 +264,6 @@ class Saver:
         """Waits until everything is on the disk, and reports each job's as soon as it is.
 
         What is submitted by those who are told of it is waited for, too.
-
-        Raises:
-            WriterDied: if the thread has ended.
         """
         begin_s = time.perf_counter()
         try:
@@ -278,11 +274,7 @@ class Saver:
             self.times.drain_s += time.perf_counter() - begin_s
 
     def close(self) -> None:
-        """Drains, ends the thread and gives the memory back; a second call does nothing.
-
-        Raises:
-            WriterDied: if the thread has ended.
-        """
+        """Drains, ends the thread and gives the memory back; a second call does nothing."""
         self.drain()
         self._writer.close()
         if self._memory is not None:

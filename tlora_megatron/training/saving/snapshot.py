@@ -80,9 +80,6 @@ class HostMemory:
     """fp32 memory of the host, page-locked where a GPU copies into it.
 
     A thread touches and locks the pages, which takes 0.3 s a GB, while the run goes on.
-
-    Args:
-        device: of the tensors that are copied from.
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
@@ -139,7 +136,6 @@ def save_memory_numel(sizes: list[int], memory_gb: float | None) -> int:
 
     Args:
         sizes: elements of each job's snapshot; the largest always finds room.
-        memory_gb: `run.save_memory_gb`.
     """
     allowed = _free_bytes() // 4 if memory_gb is None else memory_gb * 1e9
     padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]

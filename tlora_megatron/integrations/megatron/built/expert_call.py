@@ -78,7 +78,6 @@ class RankColumns:
         """Adds to the first linear's output, in its memory.
 
         Args:
-            runs: of the rows.
             expert: the only one whose rows they are; None = all of the rank.
         """
         if self.first is None:
@@ -297,8 +296,6 @@ def begin_call(
     Collective over the sources, without a wait of the host.
 
     Args:
-        sent: this rank's rows.
-        view: of the micro-batch.
         window: the rows of it that this rank has.
     """
     counts_ES = count_rows(sent.routing_map_TE, view, window)

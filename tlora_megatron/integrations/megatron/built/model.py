@@ -149,9 +149,6 @@ def discover(
     Args:
         chunks: this rank's model: one, or as many as it has virtual pipeline stages.
         spec: of the whole model; layers are numbered as in Hugging Face.
-
-    Raises:
-        ValueError: naming what in the model adapters do not work with, or differs from `spec`.
     """
     found: dict[tuple[int, str], nn.Module] = {}
     of_experts: dict[int, nn.Module] = {}
@@ -197,11 +194,7 @@ def record_stages(
 
 
 def check_config(config: Any, required: dict[str, tuple[Any, ...]]) -> None:
-    """Refuses values of a TransformerConfig; fields that this version lacks are ignored.
-
-    Raises:
-        ValueError: naming the field.
-    """
+    """Refuses values of a TransformerConfig; fields that this version lacks are ignored."""
     for name, allowed in required.items():
         value = getattr(config, name, allowed[0])
         if value not in allowed:

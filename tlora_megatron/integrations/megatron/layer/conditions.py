@@ -137,11 +137,7 @@ def _show(value: Any) -> str:
 
 
 def why_not_stream(config: Any, column: Any) -> str | None:
-    """Returns why a half must add to the residual stream by itself; None if our kernels may.
-
-    Args:
-        column: its column-parallel linear.
-    """
+    """Returns why a half must add to the residual stream by itself; None if our kernels may."""
     if not config.fp32_residual_connection:
         return None
     if not is_te_linear(column):

@@ -140,7 +140,6 @@ class StackedWeights(nn.Module, MultiAdapter):
         """Returns dx, and what is still to be given `product`'s input: None without adapters.
 
         Args:
-            saved: from `product`.
             source: what dy was spread from.
         """
         return expert_linear_dgrad(dy_QN, self.stacked, saved, runs, self.factors, source)
@@ -150,7 +149,6 @@ class SharedExpert(nn.Module):
     """The shared expert of one layer, with Megatron's names of its weights.
 
     Args:
-        config: Megatron's configuration of the model.
         ffn_size: of the whole expert.
     """
 
@@ -248,11 +246,7 @@ class OuterCall:
         return scale(self._back(s_QC), self.tokens, self.second)
 
     def add_to_second(self, s_TC: Tensor | None, y_TH: Tensor) -> None:
-        """Adds to the experts' summed output.
-
-        Args:
-            s_TC: from `sum_second`.
-        """
+        """Adds to the experts' summed output."""
         if self.second is not None and s_TC is not None:
             expand(s_TC, y_TH, self.tokens, self.second.shared)
 
@@ -263,7 +257,6 @@ class OuterCall:
 
         Args:
             h_QK: returns what `sum_second` was given.
-            s_TC: from there.
         """
         if self.second is None:
             return

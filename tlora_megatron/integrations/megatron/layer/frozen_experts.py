@@ -59,9 +59,6 @@ class FrozenExperts(nn.Module):
     """Router and experts of one layer, with Megatron's names of their weights.
 
     Args:
-        config: Megatron's configuration of the model.
-        spec: of the experts.
-        ep_size: ranks that share the experts.
         expert_tp: tensor-parallel ranks that share each of them.
         shared_ffn_size: of the expert that all rows meet; None = there is none.
     """

@@ -176,7 +176,6 @@ def make_plain(
     """Turns a layer into a `PlainLayer`, in place.
 
     Args:
-        halves: those for which `why_not_half` gives None.
         rotary: of the model; None where no attention is among them.
     """
     # No attributes that torch would register.
