@@ -90,10 +90,7 @@ def open_folder(output_dir: Path) -> RequestFolder | None:
 
 
 class LiveRequests:
-    """Requests to a run as commands to its loop; what becomes of them is answered and kept.
-
-    Adding a job is preparing it and letting it join, cancelling it is letting it leave.
-    """
+    """Requests to a run as commands to its loop; what becomes of them is answered and kept."""
 
     def __init__(self, folder: RequestFolder, loop: Loop, record: _Record) -> None:
         self._folder, self._loop, self._record = folder, loop, record

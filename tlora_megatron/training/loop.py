@@ -265,8 +265,6 @@ class Loop:
     def drain(self) -> tuple[str, ...]:
         """Waits until everything that was saved or exported is on the disk; not collective.
 
-        What could not be written becomes its job's event.
-
         Returns:
             Names of the jobs that could not be written since the last call; none on ranks that
             write nothing.
@@ -359,10 +357,7 @@ class Loop:
         self.reports.emit("evaluated", job.name, {"step": job.step, **scores})
 
     def _retire(self, jobs: Sequence[JobState]) -> None:
-        """Frees the slots of jobs that ended; failed ones leave a placeholder where it is needed.
-
-        Jobs that are held are ended once they are evaluated.
-        """
+        """Frees the slots of jobs that ended; failed ones leave a placeholder where needed."""
         over = [job for job in jobs if not job.is_held]
         for job in over:
             if job.is_active:

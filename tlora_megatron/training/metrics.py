@@ -147,8 +147,6 @@ class JobMetrics:
     def log_eval(self, step: int, eval_loss: float, exact_match: float | None) -> None:
         """Writes one evaluation after `step` updates; a step evaluated before is not repeated.
 
-        A resumed job may evaluate its resume step again, and the last step may be due twice.
-
         Args:
             step: updates done so far; 0 = before training.
             exact_match: share of sequences generated exactly, 0 to 1; None = not measured.

@@ -141,10 +141,7 @@ def _counted(groups: ParallelGroups, slab: AdapterSlab) -> list[torch.Tensor]:
 def _losses_and_norms(
     bank: AdapterBank, groups: ParallelGroups, requests: Sequence[StepRequest], *, exact: bool
 ) -> tuple[list[float], list[float]]:
-    """Whole-world losses and gradient norms, one collective and one host sync for all jobs.
-
-    The loss of an adapter that some rank could not compute with as it is is NaN.
-    """
+    """Whole-world losses and gradient norms, one collective and one host sync for all jobs."""
     losses, squares = [], []
     for request in requests:
         slab = bank.adapters[request.slot].slab

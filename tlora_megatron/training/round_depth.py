@@ -41,8 +41,6 @@ class Outlook:
 def choose_depth(jobs: Sequence[Batches], rates: Sequence[ReplicaRate]) -> list[Outlook]:
     """Compares the rounds of a mix at several depths, the chosen one last.
 
-    A pure function of the jobs' own batches, so that a run that goes on chooses the same.
-
     Args:
         jobs: at least one.
     """

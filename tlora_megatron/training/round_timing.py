@@ -82,10 +82,7 @@ class RateCorrection:
             self._pending.append((partial(self._seconds, begin, end), predicted_ps))
 
     def settle(self) -> None:
-        """Agrees on what the rounds so far say; collective over the world.
-
-        Called where the host has waited for the device.
-        """
+        """Agrees on what the rounds so far say; collective over the world."""
         for seconds, predicted_ps in self._pending:
             self._measured_s += seconds()
             self._predicted_s += predicted_ps * 1e-12

@@ -169,7 +169,11 @@ class HangWatch:
     def _judge(self, before: Sequence[Beat], after: Sequence[Beat]) -> str:
         """Says what hinders the run, from two looks at all ranks' beats; empty if one gets on."""
         if not before or not after:
-            keeper = "torchrun's agent" if _agent_keeps_store() else "rank 0"
+            keeper = (
+                "torchrun's agent"
+                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+                else "rank 0"
+            )
             return f"{keeper} on host {self._keeper}, which keeps the run's store, does not answer"
         silent = [
             rank
@@ -230,10 +234,6 @@ class HangWatch:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-def _agent_keeps_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:
@@ -302,10 +302,7 @@ class StopAgreement:
             dist.barrier(self.group)
 
     def close(self) -> None:
-        """Gives the group up; a second call does nothing.
-
-        Behind a failed round it stays: others may never answer, and its end waits for them.
-        """
+        """Gives the group up; a second call does nothing."""
         if self.group is not None and self._work is None:
             dist.destroy_process_group(self.group)
             self.group = None

@@ -308,8 +308,7 @@ def base_of_model(model: Any) -> BaseModelSpec:
 
 
 def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
-    """Reads the base, unless it is given, and puts it under DeepSpeed; collective over the world.
-    """
+    """Reads the base, unless it is given, and puts it under DeepSpeed; collective."""
     tp_size = config.tp_size
     if dist.get_world_size() % tp_size:
         raise ValueError(

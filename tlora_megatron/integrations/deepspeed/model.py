@@ -81,8 +81,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def load_model(base: BaseModelSpec, engine: dict[str, Any], *, tp_size: int) -> Any:
     """Reads or draws a causal model; under ZeRO-3 without TP every rank only ever holds its part.
 
-    Drawn weights are transformers'; under ZeRO-3 they are others than below it.
-
     Raises:
         ValueError: if the folder is quantised, or transformers cannot build the model.
         ImportError: if ZeRO-3 needs accelerate and there is none.
@@ -207,11 +205,9 @@ def require_grad_from_embedding(model: Any) -> None:
 
     Set before them, it would make ZeRO-3 gather the embedding for its backward, which has none.
     """
-    model.get_input_embeddings().register_forward_hook(_require_grad)
-
-
-def _require_grad(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    return output.requires_grad_(torch.is_grad_enabled())
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: output.requires_grad_(torch.is_grad_enabled())
+    )
 
 
 def recompute_layers(model: Any) -> None:

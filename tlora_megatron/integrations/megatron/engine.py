@@ -194,10 +194,7 @@ class MegatronEngine:
         )
 
     def _hidden(self, batch: PackedBatch) -> torch.Tensor:
-        """Output of the stage's layers, `[T, 1, H]`, normed behind the last layer.
-
-        Not `GPTModel.forward`: that would go on to the logits of all rows.
-        """
+        """Output of the stage's layers, `[T, 1, H]`, normed behind the last layer."""
         hidden = None
         with use_micro_batch(batch.view):
             if self.model.pre_process:

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import nn
 
 from tlora_megatron.config.schema import Recompute
 from tlora_megatron.integrations.megatron.base_weights import (
@@ -227,7 +227,10 @@ def build_backbone(
     for decoder_layer in model.decoder.layers:
         freeze_layer(decoder_layer)
     if pre_process:
-        model.embedding.register_forward_hook(_require_grad)
+        # A re-entrant checkpoint drops adapters' gradients if no input requires grad.
+        model.embedding.register_forward_hook(
+            lambda module, args, output: output.requires_grad_(torch.is_grad_enabled())
+        )
     return model
 
 
@@ -308,11 +311,6 @@ def _add_bias(linear: Any) -> None:
 def _stage(spec: ModelSpec, layout: ParallelLayout) -> range:
     rank = parallel_state.get_pipeline_model_parallel_rank()
     return layout.stage_layers(spec.num_layers, rank)
-
-
-def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Keeps adapters' gradients: a re-entrant checkpoint drops them if no input requires grad."""
-    return output.requires_grad_(torch.is_grad_enabled())
 
 
 def load_backbone(

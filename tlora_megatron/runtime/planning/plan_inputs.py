@@ -147,10 +147,7 @@ def profile_of_gpu(gpu: str) -> HardwareProfile | None:
 
 
 def other_profiles(hardware: HardwareProfile) -> tuple[HardwareProfile, ...]:
-    """The profiles that advice may name beside a run's own, with the run's dtype.
-
-    Of the same GPU they are those that join nodes, where the run's own does not.
-    """
+    """The profiles that advice may name beside a run's own, with the run's dtype."""
     found = {
         path.stem: profile
         for folder in _profile_folders()[::-1]

@@ -85,8 +85,6 @@ class AdapterShelf:
 def read_checkpoint(folder: Path, *, model: Backbone) -> AdapterFile:
     """Reads the adapter of a job's checkpoint, by way of what the job would export.
 
-    So it is checked as all adapters are, and fused targets become those of Hugging Face.
-
     Raises:
         ValueError: if the checkpoint cannot be read, or is of another base.
     """

@@ -182,10 +182,7 @@ class Batcher:
         self._tracks.append(Track(request=request, tokens=tokens, rows=rows[: len(tokens)]))
 
     def _plan(self) -> list[tuple[Track, int]]:
-        """New tokens of each sequence in this step, in the order of slots.
-
-        Samples come first, a token each; prompts share what is left of the step.
-        """
+        """New tokens of each sequence in this step, in the order of slots."""
         left = self._model.step_tokens
         plan = []
         for track in sorted(self._tracks, key=lambda one: one.sample is None):

@@ -249,10 +249,7 @@ class TokenCache:
         return CachedData(data, found)
 
     def prune(self, idle_s: float = _IDLE_S) -> None:
-        """Removes what nobody has used for long, and what writers that were killed have left.
-
-        A job that still asks for such an entry makes it again.
-        """
+        """Removes what nobody has used for long, and what writers that were killed have left."""
         for path in self.folder.glob("*/*"):
             is_entry = path.name == ENTRY_NAME
             with suppress(OSError):

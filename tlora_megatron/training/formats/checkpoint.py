@@ -101,11 +101,7 @@ def write_state(
 
 
 def remove_old_checkpoints(directory: Path, step: int, permit: Permit = always) -> None:
-    """Removes all but the two newest checkpoints up to a step; a disk that refuses is logged.
-
-    It takes most of a second for an adapter of gigabytes, so whoever waits for the newest one is
-    told first. Somebody else may own the folder by then, and removes them himself.
-    """
+    """Removes all but the two newest checkpoints up to a step; a disk that refuses is logged."""
     # Those beyond the step could not be read and are not ours to count, or it would be the oldest.
     newest = f"step_{step:08d}"
     try:
@@ -190,10 +186,7 @@ class Checkpoint:
                             )
 
     def restore(self, job: JobState, copier: Copier | None = None) -> None:
-        """Loads weights, moments and progress into a job on this rank, whatever its layout.
-
-        `check_fits` comes before.
-        """
+        """Loads weights, moments and progress into a job on this rank, whatever its layout."""
         slab = job.adapter.slab
         with safe_open(self.path / "adapter.safetensors", "pt") as weights:
             slab.load(weights.get_tensor, copier=copier)

@@ -225,8 +225,6 @@ class _Place(NamedTuple):
 class GptOssExperts:
     """A `WeightSource` of a gpt-oss base: what is not an expert's is read as it is stored.
 
-    The last tensor of an expert that was read stays in memory: gate and up lie in one.
-
     Args:
         device: where experts are decoded and returned.
     """

@@ -135,10 +135,7 @@ def _stacks(spec: ModelSpec, part: Part, place: Place) -> list[tuple[int, int]]:
 
 
 def _extra_states(spec: ModelSpec, part: Part) -> list[str]:
-    """Keys of empty objects, as `ShardedObject.unique_key` writes them: offset and global shape.
-
-    The norms' are asked for by Transformer Engine's spec only, from 2.0 on.
-    """
+    """Keys of empty objects, as `ShardedObject.unique_key` writes them: offset and global shape."""
     if part == "output":
         return ["decoder.final_layernorm._extra_state/shard_0_1"]
     if part == "embedding":

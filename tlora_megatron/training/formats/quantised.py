@@ -58,8 +58,7 @@ class QuantizedSource(HFCheckpoint):
         )
 
     def check(self, spec: ModelSpec, quantisation: BaseQuantisation) -> None:
-        """Holds names, types and shapes of all tensors to the folder's config.json, reading none.
-        """
+        """Holds names, types and shapes of all tensors to config.json, reading none."""
         quantised = _weights(spec, quantisation)
         for name in hf_shapes(spec):
             dtype = self.dtype(name)
@@ -214,8 +213,7 @@ class QuantisationCard:
 def quantisation_card(
     base: BaseModelSpec, spec: ModelSpec, quantisation: BaseQuantisation | None
 ) -> QuantisationCard | None:
-    """Returns the card of a configured base, the same in every layout; None without quantisation.
-    """
+    """Returns the card of a configured base, the same in every layout; None if unquantised."""
     if quantisation is None:
         return None
     digest = hashlib.sha256(json.dumps([quantisation.kind, sorted(quantisation.linears)]).encode())

@@ -140,7 +140,9 @@ class HysteresisController:
     @property
     def times(self) -> dict[int, float]:
         """Seconds a token of the counts in the latest trial."""
-        return {count: _typical(blocks) for count, blocks in self._blocks.items()}
+        return {
+            count: sum(map(median, blocks)) / len(blocks) for count, blocks in self._blocks.items()
+        }
 
     def _begin_mix(self, step: StepTime) -> None:
         """Goes to a new mix of jobs; this step does not count, since memory is reserved anew."""
@@ -260,10 +262,6 @@ class HysteresisController:
             for block in blocks
         ]
         return max(HYSTERESIS, 2 * 0.67 / 1.59 * median(ranges))
-
-
-def _typical(blocks: list[list[float]]) -> float:
-    return sum(map(median, blocks)) / len(blocks)
 
 
 class AimdController:

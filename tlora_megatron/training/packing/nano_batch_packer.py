@@ -73,7 +73,7 @@ class NanoBatchPacker:
         """The items of each nano-batch, those without rows left out, and parts without any."""
         whole = _uncut(placed)
         cuts = cut_to_fit(
-            [_as_document(items) for items in whole],
+            [Document(slot=p[0].slot, length=sum(x.item.length for x in p)) for p in whole],
             self.num_nano_batches,
             multiple=self.multiple,
             most_rows=self.most_rows,
@@ -129,11 +129,6 @@ def _uncut(placed: Sequence[Placed]) -> list[list[Placed]]:
 
     groups = itertools.groupby(enumerate(placed), key=owner)
     return [[p for _, p in group] for _, group in groups]
-
-
-def _as_document(items: Sequence[Placed]) -> Document:
-    """Returns one document as long as all of these."""
-    return Document(slot=items[0].slot, length=sum(p.item.length for p in items))
 
 
 def _places(

@@ -120,7 +120,12 @@ class JobAdmission:
         if self.prepared:
             return
         own = None if self._reading is None else self._reading.result()
-        shared = share(own if own is None or isinstance(own, Failed) else _data_of(own))
+        read: list[JobData | Failed] | Failed | None
+        if own is None or isinstance(own, Failed):
+            read = own
+        else:
+            read = [x.data if isinstance(x, PreparedJob) else Failed(str(x)) for x in own]
+        shared = share(read)
         if own is None:
             assert shared is not None, "the first process reads"
             own = shared if isinstance(shared, Failed) else self._prepare_all(shared)
@@ -258,7 +263,3 @@ def check_fits_linears(
     check_targets(spec, layout, job.name, job.lora.target_modules)
     check_block_sizes(job.name, job.lora, spec, layout.tp_size)
     check_blocks_fit(job.name, job.lora, linears)
-
-
-def _data_of(outcomes: _Outcomes) -> list[JobData | Failed]:
-    return [one.data if isinstance(one, PreparedJob) else Failed(str(one)) for one in outcomes]

@@ -229,10 +229,7 @@ class Sources:
 
 
 class SentRows(NamedTuple):
-    """The rows that a layer routes, on a rank that has all of its experts.
-
-    Backward reads their copies at the experts from them, so that nobody keeps these.
-    """
+    """The rows that a layer routes, on a rank that has all of its experts."""
 
     x_TH: Tensor
     """The layer's input, which its router keeps as well."""

@@ -6,8 +6,6 @@ experts (`TEGroupedMLP`), around each expert's own linear in `SequentialMLP`. Wh
 base, its dispatcher and its collectives stay Megatron's. Between dispatch and combine there is no
 collective inside the linears, also where tensor parallelism cuts experts.
 
-Factors that experts share multiply rows outside of them (`expert_outer`).
-
 Kept for backward are each linear's input of all rows that arrived, and the rank-sized s. Around the
 grouped GEMM, where no row comes from another rank, the first one's input is taken from the layer's
 again instead.
@@ -59,8 +57,6 @@ _TORCH = TorchExpertOps()
 
 def adapt_experts(layer: Any) -> nn.Module:
     """Makes the routed experts of a Megatron MoE layer able to carry adapters, in place.
-
-    A second call changes nothing.
 
     Returns:
         The experts' module, which is bound to the sites of both linears.

@@ -76,7 +76,9 @@ def freeze(chunks: Sequence[nn.Module]) -> None:
                 if getattr(module, name, False):
                     setattr(module, name, False)
         if hasattr(model, "embedding"):
-            model.embedding.register_forward_hook(_require_grad)
+            model.embedding.register_forward_hook(
+                lambda module, args, output: output.requires_grad_(torch.is_grad_enabled())
+            )
 
 
 def require_whole_weights(chunks: Sequence[nn.Module]) -> None:
@@ -108,10 +110,6 @@ def _check_loaded(module: nn.Module, keys: Any) -> None:
                 f"{name} of the checkpoint must be finite, got NaN or infinity: the base is "
                 "damaged; convert it anew"
             )
-
-
-def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output.requires_grad_(torch.is_grad_enabled())
 
 
 _LINEAR_CLASSES = {

@@ -271,8 +271,6 @@ def _why_not_head(model: Any, forced: str | None) -> list[WhyNot]:
 def _times(model: Any, half: Half | None) -> float | None:
     """Estimates from what was measured on an H200 at 8B shapes (results/flag_speed.csv).
 
-    Bf16 and FP8 are alike; the halves' shares follow from their bytes.
-
     Args:
         half: that runs by modules; None = the whole layer.
     """

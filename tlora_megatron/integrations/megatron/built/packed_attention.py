@@ -68,10 +68,7 @@ def _replace_core(attention: Any) -> None:
 
 
 class DocumentRotaryEmbedding(RotaryEmbedding):
-    """A rotary embedding whose rows are those of each token's position in its document.
-
-    Outside `use_micro_batch` it behaves as before.
-    """
+    """A rotary embedding whose rows are those of each token's position in its document."""
 
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
         """Returns angles of this rank's rows, `[T, 1, 1, dim]`; with YaRN its factor too."""

@@ -101,10 +101,7 @@ class FrozenExperts(nn.Module):
 
     @property
     def parts(self) -> tuple[Any, Inner, Any]:
-        """What a frozen sublayer has: a first linear, what is between, and a second one.
-
-        Edges move rows for the routed experts alone: a shared expert's linears do so themselves.
-        """
+        """What a frozen sublayer has: a first linear, what is between, and a second one."""
         if self.shared_experts is None:
             return self.rows_in, self.compute_vjp, self.rows_out
         return _Edge(_WHOLE), self._beside_shared_vjp, _Edge(_WHOLE)
@@ -142,7 +139,9 @@ class FrozenExperts(nn.Module):
         """
         routing, router_back = route_vjp(x_TH, self.router.weight, self.spec, self.router.bias)
         window = None if view is None else self._adapted_rows(view, x_TH)
-        slots = None if view is None or window is None else _slots(view, window, x_TH.device)
+        slots = None
+        if view is not None and window is not None:
+            slots = RowSlots(view.rows.row_slots(x_TH.device)[window], view.num_slots)
         rows = sort_rows(routing.experts_TK, self.spec.num_experts, slots)
         journey = self.exchange.begin(rows.counts_ES)
         outer = self._outer_call(view, window, rows, journey)
@@ -225,10 +224,6 @@ class FrozenExperts(nn.Module):
             journey=journey,
             tokens=token_runs(view.rows.ends, window),
         )
-
-
-def _slots(view: MicroBatchView, window: slice, device: torch.device) -> RowSlots:
-    return RowSlots(view.rows.row_slots(device)[window], view.num_slots)
 
 
 def _source(x_TH: Tensor, x_QH: Tensor, rows: ExpertRows, journey: Journey) -> PlacedRows:

@@ -9,7 +9,7 @@ waits for a module or an argument is another one, runs the modules.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -194,14 +194,9 @@ def make_plain(
 
 def _part(layer: Any, half: Half, rotary: BuiltRotary | None) -> _Part:
     turns = rotary if half == "attention" else None
-    modules = (layer, *_modules(layer, half))
-    return _Part(_sublayer(layer, half, rotary), modules, turns)
-
-
-def _modules(layer: Any, half: Half) -> Iterator[nn.Module]:
     names = NAMES[half]
-    for name in (names.norm, names.module):
-        yield from getattr(layer, name).modules()
+    inner = (m for name in (names.norm, names.module) for m in getattr(layer, name).modules())
+    return _Part(_sublayer(layer, half, rotary), (layer, *inner), turns)
 
 
 def _sublayer(layer: Any, half: Half, rotary: BuiltRotary | None) -> FrozenSublayer:
