@@ -9,11 +9,8 @@ output. Ranks exchange only rank-sized tensors, s forward and dS backward:
     row          s summed                             nothing
     row, SP      s summed, used in own rows           dS of own rows, then gathered
 
-Gradients of factors are what `training.optimizer` expects: complete for the sharded factor, a
-partial sum over TP for the replicated one. Gathering is summing: s and dS of rows that a rank does
-not hold are zero there. Layout of s and dS is the implementation's own (`ops.lora.linear_ops`), so
-a rank that holds a part of the rows fills the others with zeros and computes all; the base, by far
-the larger part, stays split.
+Gradients are complete for the sharded factor, a partial sum over TP for the replicated one.
+Gathering is summing: s and dS of rows that a rank does not hold are zero there.
 
 Shapes: T rows of the micro-batch, W of them on this rank, K features in, N features out.
 """

@@ -1,20 +1,15 @@
 """The multi-adapter linear: a frozen base linear and all adapters' branch, one node of autograd.
 
-`ops.lora.linear_ops` computes the parts. In which order they run, with which collectives, and what
-is saved for backward is decided by a strategy; there is one for each way in which ranks share the
-adapters' factors:
+`ops.lora.linear_ops` computes the parts; a strategy decides their order, their collectives and what
+is saved for backward. There is one for each way in which ranks share the adapters' factors:
 
     strategy                     its place in a linear
     shardings.FoldStrategy       in the base GEMM: factors lie as the base's weight does
     shardings.SLoraStrategy      in the base GEMM: both factors are sharded
     layers.black_box             behind the base, which is called as it is
 
-A strategy returns a `Computed`. Here it becomes a node of autograd's graph (`multi_lora_linear`),
-or a result and the function that leads back (`multi_lora_linear_vjp`).
-
 Over a base in FP8, x of a sequence-parallel linear travels as codes (`QuantisedInput`) wherever the
-adapters need no more of x than this rank's rows. A row's codes, and its s, are the same before and
-after: so the bits do not depend on which way was taken.
+adapters need no more of x than this rank's rows: codes of a row, and its s, are the same then.
 
 Shapes: T rows, K features in, N features out, as this rank holds them; W rows of x on this rank
 before gathering.

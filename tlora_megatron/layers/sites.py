@@ -4,12 +4,8 @@ All routed experts of a layer that a rank holds are one site for each of their t
 
 Column-parallel: `lora_a` replicated over TP, `lora_b` sharded over rows. Row-parallel: `lora_a`
 sharded over columns, `lora_b` replicated. The replicated factor's gradient is a partial sum, added
-over TP once an optimizer step; no activation-sized collective is added anywhere. Under
-`ParallelLayout.lora_sharding` s_lora the replicated factor is sharded too: `lora_a` of
+over TP once an optimizer step. Under s_lora the replicated factor is sharded too: `lora_a` of
 column-parallel linears over its rank rows, `lora_b` of row-parallel ones over its rows.
-
-Linears with the names of Llama's have the same names of factors and the same dropout as Megatron's
-fused ones, so that a job's state can go from one to the other.
 """
 
 from __future__ import annotations

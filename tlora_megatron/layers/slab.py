@@ -1,7 +1,6 @@
 """One adapter's factors over all its linears on this rank, in one contiguous buffer a kind.
 
 All buffers are fp32 and share one layout (`layers.slab_layout`).
-
 """
 
 from __future__ import annotations

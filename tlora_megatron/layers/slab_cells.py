@@ -10,7 +10,6 @@ finds an atom in it. The sum of one adapter's gradient over unlike replicas is
 
 Factors of one target recur at a constant stride over the layers: a cell is a few views
 `[layers, rank, columns]`, however many layers there are.
-
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """The layout of an adapter's factors in its slab on one rank, and their place in whole tensors.
 
-TP-replicated factors come first, so that their partial gradients are one slice to sum over TP; then
-the sharded ones. `lora_b` is stored transposed, `[rank, out]`, as the kernels read it. Nothing of a
-block-diagonal adapter is replicated, and only the blocks of its block-diagonal factors are stored.
-Under s_lora nothing of a standard adapter is replicated either.
-
-Factors of single routed experts come behind all dense ones, in the same order: other ranks hold
-replicas of them, so they are summed and counted by themselves. Those that all experts of a layer
-share (`lora.expert_sharing`) are dense ones: every rank has them whole, and under tensor
-parallelism a part of their gradient, by rows or by columns of experts. They come first of all.
-
+Factors that all routed experts of a layer share (`lora.expert_sharing`) come first, whole on every
+rank; then TP-replicated ones, so that partial gradients are one slice to sum over TP; then the
+sharded ones. Those of single routed experts come last: other ranks hold replicas of them. `lora_b`
+is stored transposed, `[rank, out]`, as the kernels read it. Nothing of a block-diagonal adapter is
+replicated, nor of a standard one under s_lora.
 """
 
 from __future__ import annotations

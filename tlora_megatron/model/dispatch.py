@@ -6,7 +6,6 @@ computed in whole numbers, so that every process finds the same without a word t
 
 The bound of unlike replicas is the dual of their linear program: for prices p of the kinds, no
 round ends before `sum over sequences of the least p * cost` / `sum over replicas of p`.
-
 """
 
 from __future__ import annotations

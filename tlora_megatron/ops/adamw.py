@@ -8,7 +8,6 @@ Semantics of one update, as `torch.optim.AdamW` after `clip_grad_norm_`, in fp32
     exp_avg_sq  = beta2 * exp_avg_sq + (1 - beta2) * g^2
     master     -= lr / (1 - beta1^step) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
     grad        = 0
-
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 A table of addresses and hyper-parameters, one column an update, goes to the device in one copy.
 Thread blocks are numbered through all updates; each finds its own among the first ones of all.
-
 """
 
 from __future__ import annotations

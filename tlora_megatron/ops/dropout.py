@@ -9,7 +9,6 @@ pair is the seed times a factor of its own, 16 bits a column. Which 16 bits mean
 so that one comparison of packed half floats decides on a pair.
 
 Shapes: T rows, K features.
-
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ Tokens of a micro-batch lie in packed order: documents one after another, those 
 by side, padding last. Context parallelism deals out the packed order in `2 * cp_size` equal chunks,
 rank r holding chunks r and `2 * cp_size - 1 - r`, which balances causal attention over the ranks.
 Sequence parallelism then divides a rank's local rows into `tp_size` equal runs.
-
 """
 
 from __future__ import annotations

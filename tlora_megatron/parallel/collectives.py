@@ -1,21 +1,15 @@
 """Collectives over a tensor's rows, started at once, and rows carried to their experts' ranks.
 
 A rank of the group holds a run of the experts, in rank order. It sends each rank the rows of that
-rank's experts, in one all-to-all, and gets the rows that meet its own. On its side they lie expert
-by expert, those of an expert adapter by adapter, and those of both source rank by source rank. The
-host waits once for the numbers of rows; the way back asks nothing.
+rank's experts, in one all-to-all, and gets the rows that meet its own: expert by expert, those of
+an expert adapter by adapter, and those of both source rank by source rank. The host waits once for
+the numbers of rows; the way back asks nothing. Ranks come to layers equally often, in one order.
 
-Every rank of the group must come to the same layers equally often, in the same order.
+`TensorCollectives` enqueue on the current stream, where the result may be used at once; the host
+never waits. `lane` is the nano-batch's index: lanes have buffers, signals and streams of their own.
 
 Shapes: E experts, P ranks, L = E / P experts of a rank, S adapters, R rows here, Q rows that
-arrive.
-
-
-The caller decides what computes beside them: a call is enqueued on the current stream, and its
-result may be used there as soon as it returns; the host never waits. `lane` is the nano-batch's
-index: lanes have buffers, signals and streams of their own, so that none waits for another.
-
-Shapes: T rows, H features, n processes of the group.
+arrive; T rows, H features, n processes of the group.
 """
 
 from __future__ import annotations

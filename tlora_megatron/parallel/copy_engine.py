@@ -6,7 +6,6 @@ a row the same ones whatever T is.
 
 With CUDA_DEVICE_MAX_CONNECTIONS=1 a lane's waiting holds up what was enqueued after it on any
 stream; 8 or more let lanes and compute run beside each other.
-
 """
 
 from __future__ import annotations

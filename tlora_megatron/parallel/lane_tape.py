@@ -1,17 +1,11 @@
 """Tapes: everything that a lane keeps in forward to be able to go backward, on its own stream.
 
-Memory: what is allocated on one stream and read on the other must not be given out again too early.
-Every to-and-fro waits for all the other stream was given, so a tensor made on the side and read on
-main is safe by itself: the side stream's next work waits for main. A tensor made on main and read
-on the side must be given to `hold`: main continues without waiting.
+What is made on the side stream and read on main is safe by itself: the side stream's next work
+waits for main. A tensor made on main and read on the side must be given to `hold`.
+CUDA_DEVICE_MAX_CONNECTIONS must not be 1: kernels would start in launch order over all streams.
 
-CUDA_DEVICE_MAX_CONNECTIONS must not be 1: the GPU would start kernels in launch order over all
-streams, and a norm that waits for its collective would hold up every GEMM behind it.
-
-An `AutogradTape` holds graphs that autograd has recorded while any layers' code ran. A `VjpTape`
-holds functions that lead back, of layers that need no autograd. Both go back one sublayer
-(attention or MLP) at a time: `begin`, then `compute` and `reach` for each.
-
+An `AutogradTape` holds graphs that autograd has recorded, a `VjpTape` functions that lead back.
+Both go back one sublayer (attention or MLP) at a time: `begin`, then `compute`, `reach` for each.
 """
 
 from __future__ import annotations

@@ -1,21 +1,17 @@
 """Nano-batches that take turns, so that one's collectives run beside the others' compute.
 
-Each nano-batch has a *lane*: a greenlet that runs layers' code on its rows, and a CUDA stream. The
-code is cut where tensor parallelism communicates. A *compute piece* goes from the input
-of a column-parallel linear to the partial sums that the row-parallel one makes of it (attention or
-an MLP: a *sublayer*), on the main stream. Between two of them, on the lane's own stream: the
-reduction of the partial sums, residual sum, norm, and with sequence parallelism the gathering. A
-lane yields at every column-parallel linear, so compute pieces alternate: 0, 1, 0, 1, ...
+Each nano-batch has a *lane*: a greenlet that runs layers' code on its rows, and a CUDA stream. A
+*compute piece* goes from the input of a column-parallel linear to the partial sums that the
+row-parallel one makes of it (attention or an MLP: a *sublayer*), on the main stream. Between two of
+them, on the lane's own stream: reduction, residual sum, norm, and with sequence parallelism the
+gathering. A lane yields at every column-parallel linear, so compute pieces alternate: 0, 1, 0, ...
 
-Backward goes the same way back, by a tape (`parallel.lane_tape`). Layers that need no autograd
-call `gather_and_yield` and `to_side_stream` at the cuts and leave functions on a `VjpTape`. Others'
-linears call `begin_compute` and `end_compute`: pieces are recorded as separate autograd graphs,
-ended by detached tensors at the cuts. Each is run backward on the stream that it was recorded on:
-the engine runs a node on its forward's stream and makes the caller's stream wait for it, so it adds
-no waits.
+Backward goes the same way back, by a tape (`parallel.lane_tape`). Layers that need no autograd call
+`gather_and_yield` and `to_side_stream` at the cuts and leave functions on a `VjpTape`. Others'
+linears call `begin_compute` and `end_compute`: pieces are separate autograd graphs, ended by
+detached tensors, each run backward on the stream that it was recorded on.
 
 Shapes: T rows of the nano-batch, n tensor-parallel ranks, H features.
-
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """Splits a micro-batch into nano-batches that cost the same: which documents, in which order.
 
-A document's cost follows from its length (linears grow with it, attention with its square) and
-its job's rank and targets. Costs are in multiply-adds of the base's GEMMs a layer, forward and
-input gradient together; only ratios matter, and tensor parallelism divides all of them alike.
+A document's cost follows from its length (linears grow with it, attention with its square) and its
+job's rank and targets, in multiply-adds of a layer's GEMMs; only ratios matter. A nano-batch is a
+run of whole documents in packed order, padded to a multiple that GEMM libraries compute alike, so
+that a row's bits do not depend on what runs beside it.
 
-A nano-batch is a run of whole documents in packed order, padded on its own to a multiple that GEMM
-libraries compute alike (`training.packing.round_packer`), so that a row's bits do not depend on
-what runs beside it.
-
-Under sequence parallelism each nano-batch is cut over the tensor-parallel ranks on its own. So that
-a rank's rows are one run of the micro-batch's all the same, the micro-batch's rows are put in
-another order once, where they are packed: rank by rank, and a rank's nano-batch by nano-batch.
-
+Under sequence parallelism each nano-batch is cut over the tensor-parallel ranks on its own: the
+micro-batch's rows are packed rank by rank, and a rank's nano-batch by nano-batch.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 """How a model runs nano-batches: their turns, streams, hardware queues and room in memory.
 
-Running out of memory cannot be caught: the process that does is in the middle of collectives, and
-the others of its group wait in them.
+Running out of memory cannot be caught: others of the group wait in collectives.
 
-With one queue kernels start in launch order over all streams. Megatron asks for that: a collective
-issued before the compute that hides it starts first. Nano-batches need the contrary: what waits for
-another GPU must hold up its own stream alone. Streams are dealt to queues in turn; CUDA's default
-of 8 is fewer than a step may have (main, one a nano-batch, NCCL's of every group), so they get the
-most there are. On 4 H200s one queue takes copy engines' hidden share from 92-97 % to below 45 %.
-
-Which of CUDA's first calls reads the variable is not documented: it is set before all of them.
-
+With one queue kernels start in launch order over all streams, as Megatron asks for. In nano-batches
+what waits for another GPU must hold up its own stream alone, so they get as many queues as there
+are. On 4 H200s one queue takes copy engines' hidden share from 92-97 % to below 45 %. Which of
+CUDA's first calls reads the variable is not documented: it is set before all of them.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ lane: each round has phase 0 and then phase 1, and "X before Y" holds along a st
    afterwards; r writes the slot anew after it has seen that (an all-reduce's sum follows phase 0).
 4. Own rows at r (all-gather). r writes them before phase 0. p reads them between its two phases,
    and r passes phase 1, hence any later write, after it has seen p's flag of phase 1.
-
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 The output layer computes losses. The model calls it as before, so that ZeRO-3's hooks gather its
 weight; while a batch is being scored it returns losses in the place of logits.
-
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Runs Megatron-core's local (not Transformer Engine) dense models where there is no CUDA.
 
-Megatron-core assumes CUDA in a handful of places; gloo itself offers every collective it uses.
-`install` replaces these places and nothing else. It covers what `GPTModel` without experts needs
-for tensor, sequence, pipeline and context parallelism, recompute and the pipeline schedules.
-`install_dispatchers` covers Megatron's experts, too. Neither covers its optimizers and trainer,
-CUDA graphs, or distributed checkpoints.
-
-With gloo, `deallocate_pipeline_outputs` must stay off: an asynchronous send would read freed
-storage.
+Megatron-core assumes CUDA in a handful of places, which `install` replaces for `GPTModel` without
+experts and the pipeline schedules, and `install_dispatchers` for experts; neither covers its
+optimizers and trainer, CUDA graphs, or distributed checkpoints. With gloo,
+`deallocate_pipeline_outputs` must stay off: an asynchronous send would read freed storage.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 The trainer adds every iteration's losses up and divides by the iterations of the interval. A job
 steps in some iterations and not in others, so that its sum has to be divided by its own steps.
-
 """
 
 from __future__ import annotations

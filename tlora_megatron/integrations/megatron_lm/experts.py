@@ -3,10 +3,8 @@
 Megatron-LM's `--rope-scaling-factor` does not reach the model: `pretrain_gpt.py` builds every model
 with the factor 8 (core_v0.16.1 to main), and HybridModel knows no scaling. Llama 3.2 has 32.
 
-
-Two tables of arguments: those that make another router than Hugging Face's (`ROUTER`), for bases
-whose config.json is known and for jobs that adapt experts; and those under which adapters on
-experts would be wrong or have not been tried (`ADAPTERS`), for these jobs alone.
+`ROUTER` lists arguments that make another router than Hugging Face's; `ADAPTERS` those under which
+adapters on experts would be wrong or have not been tried.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ out in 64s) go to another implementation.
 Tiles, runs and parts decide orders of summation. They follow from the run's budget of rows and the
 linear's sizes, so that a job's bits do not depend on what else is packed. For the same reason no
 GEMM here is cuBLAS's, which chooses by the number of rows.
-
 """
 
 from __future__ import annotations

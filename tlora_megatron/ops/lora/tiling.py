@@ -16,7 +16,6 @@ Sums over a segment's rows (dA, dB) go over *runs*, counted from the segment's o
 that a job's gradient is bitwise the same wherever its rows lie. Where a segment holds several
 portions of its job, runs are counted from each portion's beginning, and the gradient takes the sum
 of one portion after the other: bitwise what micro-batches with a portion each would leave.
-
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 dS is a rank product like s, dB a sum over rows like dA (`triton.sums`). Their programs stand in
 turns, region by region of dy, so that L2 serves the second read.
-
 """
 
 from __future__ import annotations

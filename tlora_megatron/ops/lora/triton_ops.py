@@ -1,7 +1,6 @@
 """The multi-adapter linear with Triton kernels for the rank part and cuBLAS for the base.
 
 Launches: forward s, rank part of y, base GEMM; backward dS with dB, rank part of dx, base GEMM, dA.
-
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ A program sums over a run of rows of one slot, for some blocks of columns. A run
 portion's first row, and the parts of a segment with several go to a workspace in fp32, where the
 last program to arrive adds them up in order: a job's gradient is bitwise the same wherever its rows
 lie. Gradients are added to in fp32, each by one program, portion by portion.
-
 """
 
 from __future__ import annotations

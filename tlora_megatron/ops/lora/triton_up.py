@@ -2,7 +2,6 @@
 
 A program owns a block of the output and goes through the adapters whose rows lie in it. Of s and dS
 it reads the chunks alone, which lie first in Triton's layout and in the CUDA kernels'.
-
 """
 
 from __future__ import annotations

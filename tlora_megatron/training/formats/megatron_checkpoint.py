@@ -1,17 +1,13 @@
-"""The tensors of a Megatron checkpoint, and how layers are stacked in it.
-
-Layers are stacked: `decoder.layers.mlp.linear_fc2.weight` is `[num_layers, hidden, ffn]`, every
-layer a chunk, and routed experts in them, every expert of a layer one:
-`decoder.layers.mlp.experts.experts.linear_fc2.weight` is `[num_layers, num_experts, hidden, ffn]`.
-The norms that Transformer Engine fuses into the next linear carry its names, and the local spec
-maps to them itself. Before experts Transformer Engine fuses none but the local spec maps to that
-name all the same: the norm is written under both.
-
+"""Writes Hugging Face weights as a checkpoint that Megatron-LM's `--load` reads in any layout.
 
 The format is Megatron-core's `torch_dist`: a torch distributed checkpoint (DCP) of whole tensors
-beside `metadata.json` and `common.pt`. `megatron.core.dist_checkpointing.save` would hold the whole
-model in memory; here DCP's own writer gets one layer after another, as if each were a rank, which
-gives one file a layer. `common.pt` is what core 0.16 needs and newer ones still read.
+beside `metadata.json` and `common.pt`, which core 0.16 needs. DCP's own writer gets one layer after
+another, as if each were a rank: `megatron.core.dist_checkpointing.save` would hold the whole model.
+
+Layers are stacked: `decoder.layers.mlp.linear_fc2.weight` is `[num_layers, hidden, ffn]`, every
+layer a chunk, and `decoder.layers.mlp.experts.experts.linear_fc2.weight` `[num_layers, num_experts,
+hidden, ffn]`. Norms that Transformer Engine fuses into the next linear carry its names, which the
+local spec maps to; before experts, where none is fused, the norm is written under both.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 With `peft_config`, the only place that speaks PEFT's names (`r`, `lora_alpha`, `lora_A.weight`).
 PEFT itself is not imported, and nothing is ever unpickled.
-
 """
 
 from __future__ import annotations

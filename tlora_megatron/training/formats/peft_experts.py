@@ -17,7 +17,6 @@ We read both, and the one that PEFT itself saves of `target_parameters`:
     ...experts.lora_B.weight             [H, r E]
 
 Shapes: E experts, r rank, H hidden features, I features inside an expert.
-
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Shares a round out by predicted time: among replicas, context-parallel teams and recompute.
 
-A sequence that fits without recompute runs beside others of which that is true, in micro-batches
-that stay as short as that asks; long ones run apart from them, with recompute. Micro-batches of
-much recompute come first: allocators divide large blocks, and cannot join small ones.
-
-A round holds `depth` micro-batches of rows a replica. With more than one, a long sequence on one
-replica meets many short ones on another, and all end together; each replica cuts its sequences into
-micro-batches by itself. Which sequences a batch has, their weights and their dropout depend on none
-of this.
+A sequence that fits without recompute runs beside others of which that is true; long ones run apart
+from them, with recompute. Micro-batches of much recompute come first: allocators divide large
+blocks, and cannot join small ones. Which sequences a batch has depends on none of this.
 """
 
 from __future__ import annotations

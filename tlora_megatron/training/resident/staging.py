@@ -1,7 +1,6 @@
 """How ranks agree on what they carry out while a round computes.
 
 Only JSON travels: as bytes over gloo, which costs neither the GPU nor the round.
-
 """
 
 from __future__ import annotations

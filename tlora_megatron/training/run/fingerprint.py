@@ -3,7 +3,6 @@
 The model scores the fingerprint's text through the run's own engine, layout and kernels, before
 adapters are attached. Other weights, or the same ones with another rotary base, give other
 log-probabilities.
-
 """
 
 from __future__ import annotations

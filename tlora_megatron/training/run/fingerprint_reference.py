@@ -5,7 +5,6 @@ and gpt-oss, written down once more, so that it shares no code with the trainers
 held against.
 
 Shapes: T tokens, H hidden features, N heads, G key-value heads, D head dimension, V vocabulary.
-
 """
 
 from __future__ import annotations

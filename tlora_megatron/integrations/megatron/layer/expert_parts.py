@@ -1,21 +1,16 @@
 """Parts of a layer with routed experts: weights, the shared expert, adapters with a shared factor.
 
-The shared expert:
+The shared expert, whose linears are parallel and carry adapters as those of a dense MLP do; w is
+frozen and whole on every rank:
 
     y[t] = sigmoid(x[t] w) * (swiglu(x[t] Wgu^T) Wd^T)
 
-Its linears are parallel as those of a dense MLP and carry adapters as those do; the weight of the
-sigmoid is whole on every rank, and frozen.
-
 The shared factor multiplies a rank's own rows, before they go to their experts or after they have
-come back. Between there and here rank columns travel the way that the rows do; their sums over a
-row's experts are the combine's, in fp32 by ascending expert. What tensor parallelism makes partial
-(columns of s where experts are cut, rows of x where each rank sends its own) is summed where the
-rows' results are, and gradients of shared factors once an optimizer step.
+come back; between there and here rank columns travel as the rows do. What tensor parallelism makes
+partial is summed where the rows' results are, and gradients of shared factors once a step.
 
 Shapes: E experts, L of them here, Q rows that meet these, K features in, N features out, H hidden,
-T rows here, R = T K of them at all experts, Q rows at those of this
-rank, N and K features inside an expert, C rank columns.
+T rows here, R = T K of them at all experts, C rank columns.
 """
 
 from __future__ import annotations

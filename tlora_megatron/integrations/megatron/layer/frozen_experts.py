@@ -2,20 +2,16 @@
 
     y[t] = sum over e in C(t), ascending: (w[t, e] * swiglu(x[t] Wgu_e^T)) Wd_e^T
 
-and adapters on both linears, where jobs have some (`ops.experts.branch`, and `outer_experts` for
-factors that experts share). Weights multiply before the second linear, so that backward needs no
-expert's output; the biases of gpt-oss' second linears are weighed, too. Saved are the first
-linear's outputs and what the router keeps; with adapters the experts' input, too. Where there is a
-shared expert (`shared_expert`), y is added to what it returns.
+and adapters on both linears (`ops.experts.branch`). Weights multiply before the second linear, so
+that backward needs no expert's output; biases of gpt-oss' second linears are weighed, too. Saved
+are the first linear's outputs and what the router keeps; with adapters the experts' input, too.
 
 Layout: x is this rank's rows, or all of them as `LinearLayout` says. Where tensor parallelism cuts
-experts, they are gathered and the result reduced as around a dense MLP; forward gathers and
-reduce-scatters, backward the same. Where it does not, each rank's rows go to the experts' ranks
-from where they are. Expert parallelism is one all-to-all to the experts and one back, each way.
+experts, rows are gathered and results reduced as around a dense MLP, each way; elsewhere each
+rank's rows go to the experts' ranks from where they are: an all-to-all there and back, each way.
 
 Shapes: T rows, H hidden features, E experts, L of them here, I features inside one here, R = T K
 rows to all experts, Q rows that meet those of this rank.
-
 """
 
 from __future__ import annotations
