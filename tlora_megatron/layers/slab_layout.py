@@ -19,12 +19,14 @@ import torch.nn.functional as F
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.sites import Site, TargetShard
 
+_Which = Literal["lora_a", "lora_b"]
+
 
 class Factor(NamedTuple):
     """One factor's place in the slab, and the part of the whole canonical tensor that it is."""
 
     shard: TargetShard
-    which: Literal["lora_a", "lora_b"]
+    which: _Which
     offset: int
     shape: tuple[int, ...]
     """`[rank, in]` or, transposed, `[rank, out]`; local sizes. A block-diagonal factor has its
@@ -193,7 +195,7 @@ def _lay_out(sites: Sequence[Site], lora: LoraSpec, offset: int) -> tuple[list[F
 
 def _wanted(
     sites: Sequence[Site], lora: LoraSpec, *, replicated: bool
-) -> Iterator[tuple[Site, TargetShard, Literal["lora_a", "lora_b"]]]:
+) -> Iterator[tuple[Site, TargetShard, _Which]]:
     """Yields an adapter's factors: those that tensor parallelism replicates, or the others."""
     for site in sites:
         for shard in site.targets:
@@ -212,13 +214,7 @@ def _shared_by_experts(sites: Sequence[Site], lora: LoraSpec) -> list[Factor]:
     return factors
 
 
-def _factor(
-    site: Site,
-    shard: TargetShard,
-    which: Literal["lora_a", "lora_b"],
-    offset: int,
-    lora: LoraSpec,
-) -> Factor:
+def _factor(site: Site, shard: TargetShard, which: _Which, offset: int, lora: LoraSpec) -> Factor:
     """Returns one factor's part on this rank.
 
     A rank has all rank rows of a standard adapter, and of a block-diagonal one the blocks that meet
@@ -241,11 +237,7 @@ def _factor(
 
 
 def _expert_factor(
-    site: Site,
-    shard: TargetShard,
-    which: Literal["lora_a", "lora_b"],
-    offset: int,
-    lora: LoraSpec,
+    site: Site, shard: TargetShard, which: _Which, offset: int, lora: LoraSpec
 ) -> Factor:
     """Returns one factor of the routed experts that this rank holds: a matrix for each."""
     assert site.experts is not None, "a dense linear"
@@ -260,11 +252,7 @@ def _expert_factor(
 
 
 def _shared_factor(
-    site: Site,
-    shard: TargetShard,
-    which: Literal["lora_a", "lora_b"],
-    offset: int,
-    lora: LoraSpec,
+    site: Site, shard: TargetShard, which: _Which, offset: int, lora: LoraSpec
 ) -> Factor:
     """Returns one factor of a standard adapter under s_lora, where nothing is replicated."""
     if (which == "lora_a") != (site.kind == "column"):
