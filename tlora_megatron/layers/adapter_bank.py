@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.arenas import ArenaRoom, Arenas, Caster, expert_caster
@@ -128,16 +129,16 @@ class AdapterBank:
         """Factors at routed experts of all jobs whose experts have their own, by `Site.index`."""
         self.outer_factors: dict[int, OuterFactors] = {}
         """Those of jobs whose experts share the outer ones."""
-        self._expert_views: dict[tuple[int, str], torch.Tensor] = {}
+        self._expert_views: dict[tuple[int, str], Tensor] = {}
         """Views of a slot's factors on routed experts, by canonical name."""
         self._outer_copies: list[OuterCopy] = []
-        self._copies: list[list[torch.Tensor]] = []
+        self._copies: list[list[Tensor]] = []
         """Views of a slot's factors in the arenas, in its slab's order (`_compute_views`)."""
         self._casters: list[Caster | None] = []
         """What casts a slot's factors on routed experts by itself."""
         self._casts: list[_Cast] = []
         """The weights of a slot on their way into the arenas: all in the same memory."""
-        self.defects: list[torch.Tensor] = []
+        self.defects: list[Tensor] = []
         """For each slot fp32 `[]`: 0, or NaN where a weight of this rank is not finite in the
         compute dtype. It is added to the number that decides whether the job moves."""
 
@@ -249,7 +250,7 @@ class AdapterBank:
                 )
         self._room.clear_dirty()
 
-    def _compute_views(self, slot: int, adapter: Adapter) -> list[torch.Tensor]:
+    def _compute_views(self, slot: int, adapter: Adapter) -> list[Tensor]:
         """Returns views of a slot's factors in the arenas, unpadded, in its slab's order."""
         views = []
         for factor in adapter.slab.layout.factors:
@@ -319,13 +320,13 @@ class AdapterBank:
 class _Cast(NamedTuple):
     """Room for an adapter's weights in the compute dtype."""
 
-    buffer: torch.Tensor
+    buffer: Tensor
     """`[numel]`."""
-    factors: list[torch.Tensor]
+    factors: list[Tensor]
     """Its factors in the shapes of `AdapterBank._compute_views`."""
 
 
-def _source(layout: SlabLayout, factor: Factor, flat: torch.Tensor) -> torch.Tensor:
+def _source(layout: SlabLayout, factor: Factor, flat: Tensor) -> Tensor:
     if factor.experts is not None and not layout.lora.shares_outer:
         return flat.view(factor.shape)
     return flat if factor.num_blocks == 1 else factor.blocks(flat.view(factor.shape))

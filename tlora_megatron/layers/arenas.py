@@ -63,18 +63,16 @@ class ArenaRoom:
         self.has_moved = False
         """True if some arena has other memory than before the last `begin`."""
         self.kept_ranks = kept_ranks
-        self._held: dict[Hashable, torch.Tensor] = {}
+        self._held: dict[Hashable, Tensor] = {}
         self._used: dict[Hashable, int] = {}
         """Rows that may be other than zero."""
-        self._dirty: list[torch.Tensor] = []
+        self._dirty: list[Tensor] = []
 
     def begin(self) -> None:
         """Notes that the arenas are made anew."""
         self.has_moved = not self.is_kept
 
-    def zeros(
-        self, key: Hashable, rows: int, columns: int, *, stay: int, kept: int
-    ) -> torch.Tensor:
+    def zeros(self, key: Hashable, rows: int, columns: int, *, stay: int, kept: int) -> Tensor:
         """Returns `[rows, columns]`, zeros behind the rows that stay; `clear_dirty` must follow.
 
         Args:
@@ -114,8 +112,8 @@ class Arenas:
 
     loras: Sequence[LoraSpec]
     slabs: Sequence[AdapterSlab]
-    scaling: torch.Tensor
-    dropout: torch.Tensor
+    scaling: Tensor
+    dropout: Tensor
     room: ArenaRoom
     layouts: dict[tuple[object, ...], RankLayout]
     """Layouts made so far, by targets and members."""
@@ -189,7 +187,7 @@ class Arenas:
 
     def _zeros(
         self, key: Hashable, rows: int, columns: int, *, stay: int, kept: int, held: bool
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if held:
             return self.room.zeros(key, rows, columns, stay=stay, kept=kept)
         return torch.zeros(1, 1, dtype=self.room.dtype, device=self.room.device).expand(

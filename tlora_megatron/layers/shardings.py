@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.linear import Computed, LinearLayout, OwnS, QuantisedInput
@@ -74,7 +74,7 @@ class FoldStrategy:
         """Makes s of this rank's rows; None where nothing is gathered, or all of x is needed."""
         return self._own_s if self._sums_ds else None
 
-    def _own_s(self, x_WK: torch.Tensor, view: MicroBatchView) -> torch.Tensor:
+    def _own_s(self, x_WK: Tensor, view: MicroBatchView) -> Tensor:
         window = self.layout.input_window(view.rows.ends[-1])
         return self._bound(view).down(x_WK, window)
 
@@ -85,9 +85,9 @@ class FoldStrategy:
 
     def forward(
         self,
-        x: torch.Tensor | QuantisedInput,
+        x: Tensor | QuantisedInput,
         base: Base,
-        bias_N: torch.Tensor | None,
+        bias_N: Tensor | None,
         view: MicroBatchView,
         lane: Lane | None,
     ) -> Computed:
@@ -109,7 +109,7 @@ class FoldStrategy:
         x: QuantisedInput,
         bound: BoundLinear,
         base: Base,
-        bias_N: torch.Tensor | None,
+        bias_N: Tensor | None,
         lane: Lane | None,
     ) -> Computed:
         assert isinstance(base, QuantWeight), "codes come from a base that has them"
@@ -129,14 +129,8 @@ class FoldBackward(NamedTuple):
     """x was saved as it was before gathering: dS is summed over the ranks instead."""
 
     def run(
-        self,
-        dy_TN: torch.Tensor,
-        x_TK: torch.Tensor,
-        s: torch.Tensor,
-        base: Base,
-        *,
-        needs_dx: bool = True,
-    ) -> torch.Tensor | None:
+        self, dy_TN: Tensor, x_TK: Tensor, s: Tensor, base: Base, *, needs_dx: bool = True
+    ) -> Tensor | None:
         """Returns dx `[T, K]`, which a lane has yet to reduce, and adds factors' gradients."""
         bound, layout, lane, sums_ds = self
         ds = bound.backward_up(dy_TN, s)
@@ -146,7 +140,7 @@ class FoldBackward(NamedTuple):
         num_rows = bound.rows.ends[-1]
         window = layout.input_window(num_rows) if sums_ds else (0, num_rows)
 
-        def add_factor_gradients(summed: torch.Tensor) -> None:
+        def add_factor_gradients(summed: Tensor) -> None:
             bound.backward_down(x_TK, dy_TN, s, summed, window)
 
         if lane is not None:
@@ -189,15 +183,15 @@ class SLoraStrategy:
 
     def forward(
         self,
-        x: torch.Tensor | QuantisedInput,
+        x: Tensor | QuantisedInput,
         base: Base,
-        bias_N: torch.Tensor | None,
+        bias_N: Tensor | None,
         view: MicroBatchView,
         lane: Lane | None,
     ) -> Computed:
         """Returns y `[T, N]`; see `GemmStrategy.forward`. There are no lanes for it."""
         assert lane is None, "nano-batches must not take turns through s_lora"
-        assert isinstance(x, torch.Tensor), "codes are not enough for s"
+        assert isinstance(x, Tensor), "codes are not enough for s"
         bank, rows = self._bank, view.rows
         exchange = self._exchange(rows)
         x_TK = self.layout.gather_input(x)
@@ -232,7 +226,7 @@ class _RankExchange(NamedTuple):
     """With all rank rows."""
     layout: LinearLayout
 
-    def gather(self, own_s: torch.Tensor) -> torch.Tensor:
+    def gather(self, own_s: Tensor) -> Tensor:
         """Returns s of all rank rows and input features from what this rank's `lora_a` gives."""
         if self.layout.kind == "row":
             return self._sum(own_s)
@@ -242,7 +236,7 @@ class _RankExchange(NamedTuple):
         gathered = all_gather_rows(held.take(own_s), self.layout.group)
         return self._parts().put(gathered)
 
-    def scatter(self, whole_ds: torch.Tensor) -> torch.Tensor:
+    def scatter(self, whole_ds: Tensor) -> Tensor:
         """Returns the whole dS of this rank's part of `lora_a` from what its `lora_b` gives."""
         if self.layout.kind == "row":
             return self._sum(whole_ds)
@@ -255,7 +249,7 @@ class _RankExchange(NamedTuple):
     def _parts(self) -> RankPlaces:
         return self.whole.rank_places(self.layout.tp_size)
 
-    def _sum(self, ranked: torch.Tensor) -> torch.Tensor:
+    def _sum(self, ranked: Tensor) -> Tensor:
         places = self.whole.rank_places()
         if not places.num_values:
             return ranked
@@ -272,14 +266,14 @@ class SLoraBackward(NamedTuple):
 
     def run(
         self,
-        dy_TN: torch.Tensor,
-        x_TK: torch.Tensor,
-        s: torch.Tensor,
-        local_s: torch.Tensor | None,
+        dy_TN: Tensor,
+        x_TK: Tensor,
+        s: Tensor,
+        local_s: Tensor | None,
         base: Base,
         *,
         needs_dx: bool = True,
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """Returns dx `[T, K]`, of this rank's rows, and adds factors' gradients."""
         exchange, local, layout = self
         own, whole = exchange.own, exchange.whole

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.model.backbone import Backbone, LinearsSpec
 from tlora_megatron.model.layout import ExpertPlace, LoraSharding, ParallelLayout
@@ -56,7 +57,7 @@ class TargetShard:
     columns: OutputColumns
     lora_a_columns: slice | None
     """Columns of the whole `lora_a` held here; None = all (replicated)."""
-    lora_b_rows: torch.Tensor | None
+    lora_b_rows: Tensor | None
     """int64 rows of the whole `lora_b` held here, in local order; None = all (replicated)."""
     in_size: int
     """Number of local input features."""
@@ -230,7 +231,7 @@ def check_targets(spec: Backbone, layout: ParallelLayout, job: str, targets: Seq
             )
 
 
-def qkv_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> torch.Tensor:
+def qkv_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> Tensor:
     """Returns the rows of the whole `[q; k; v]` in the order of one rank's `linear_qkv`.
 
     Returns:
@@ -242,7 +243,7 @@ def qkv_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> torch.
     return torch.cat([q, k, k + spec.kv_size], dim=2)[tp_rank].flatten()
 
 
-def fc1_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> torch.Tensor:
+def fc1_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> Tensor:
     """Returns the rows of the whole `[gate; up]` in the order of one rank's `linear_fc1`.
 
     Returns:
@@ -280,7 +281,7 @@ def _output_columns(
     return dict.fromkeys(targets, whole)
 
 
-def _lora_b_rows(spec: ModelSpec, target: str, tp_rank: int, tp_size: int) -> torch.Tensor:
+def _lora_b_rows(spec: ModelSpec, target: str, tp_rank: int, tp_size: int) -> Tensor:
     """Returns the rows of the whole `lora_b` on this rank, in the order of local output columns."""
     if target in ("linear_fc1", "experts.linear_fc1"):
         return fc1_row_order(spec, tp_rank, tp_size)

@@ -13,8 +13,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.sites import Site, TargetShard
@@ -33,7 +33,7 @@ class Factor(NamedTuple):
     blocks alone: `lora_a`'s `[rank / num_blocks, in / num_blocks]` below one another, `lora_b`'s
     beside one another. On routed experts one such matrix for each expert of this rank:
     `[experts, rank, in or out]`."""
-    held: tuple[slice | torch.Tensor, slice]
+    held: tuple[slice | Tensor, slice]
     """Rows and columns of the whole canonical tensor, or of each expert's."""
     num_blocks: int = 1
     """Diagonal blocks on this rank; with one, or in a dense factor, the kernels read `shape`."""
@@ -58,7 +58,7 @@ class Factor(NamedTuple):
             return rows, columns * self.num_blocks
         return rows * self.num_blocks, columns
 
-    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
+    def shard_of(self, whole: Tensor) -> Tensor:
         """Returns this rank's part of the whole canonical tensor, in slab orientation."""
         part = self._part(whole)
         if self.which == "lora_b":
@@ -66,7 +66,7 @@ class Factor(NamedTuple):
         # Under s_lora the last ranks' shares of the rank rows may be filled up.
         return F.pad(part, (0, 0, 0, self.shape[-2] - part.shape[-2]))
 
-    def take(self, whole: torch.Tensor, local: torch.Tensor) -> None:
+    def take(self, whole: Tensor, local: Tensor) -> None:
         """Writes this rank's part of the whole canonical tensor into a CPU tensor, as `shard_of`.
 
         By numpy, as in `place`.
@@ -77,22 +77,22 @@ class Factor(NamedTuple):
         room[..., :size, :] = values
         room[..., size:, :] = 0
 
-    def place(self, whole: torch.Tensor, local: torch.Tensor) -> None:
+    def place(self, whole: Tensor, local: Tensor) -> None:
         """Writes this rank's part into the whole canonical CPU tensor: inverse of `shard_of`.
 
         By numpy, which transposes twice as fast as torch does and starts no threads for it.
         """
         (rows, columns), of_experts = self.held, self._of_experts(whole)
-        place = rows.numpy() if isinstance(rows, torch.Tensor) else rows
+        place = rows.numpy() if isinstance(rows, Tensor) else rows
         size = of_experts[..., rows, :].shape[-2]
         values = local[..., :size, :] if self.which == "lora_a" else local.mT
         of_experts.numpy()[..., place, columns] = values.numpy()
 
-    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+    def _part(self, whole: Tensor) -> Tensor:
         rows, columns = self.held
         return self._of_experts(whole)[..., rows, :][..., columns]
 
-    def _of_experts(self, whole: torch.Tensor) -> torch.Tensor:
+    def _of_experts(self, whole: Tensor) -> Tensor:
         """Returns this rank's experts of the whole tensor, a view."""
         return whole if self.experts is None else whole[self.experts.start : self.experts.stop]
 
@@ -102,13 +102,13 @@ class Factor(NamedTuple):
         everything = slice(None)
         return self.which == "lora_a" and self.held == (everything, everything)
 
-    def blocks(self, local: torch.Tensor) -> torch.Tensor:
+    def blocks(self, local: Tensor) -> Tensor:
         """Returns a view `[num_blocks, rank of a block, features of a block]` of the factor."""
         if self.which == "lora_a":
             return local.unflatten(0, (self.num_blocks, -1))
         return local.unflatten(1, (self.num_blocks, -1)).transpose(0, 1)
 
-    def diagonal(self, spread: torch.Tensor) -> torch.Tensor:
+    def diagonal(self, spread: Tensor) -> Tensor:
         """Returns the blocks of a tensor `spread_shape` as a view, shaped as in `blocks`."""
         n = self.num_blocks
         square = spread.unflatten(1, (n, -1)).unflatten(0, (n, -1))
@@ -144,11 +144,11 @@ class SlabLayout(NamedTuple):
         if run:
             yield tuple(run)
 
-    def split(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def split(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """Returns the factors as flat views of a flat buffer, in layout order, by one call."""
         return buffer.split_with_sizes([f.numel for f in self.factors])
 
-    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+    def views(self, buffer: Tensor) -> list[Tensor]:
         """Returns the factors as views of a flat buffer, in layout order."""
         parts = zip(self.split(buffer), self.factors, strict=True)
         return [part.view(factor.shape) for part, factor in parts]

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.ops.adamw_update import AdamUpdate
 from tlora_megatron.ops.lora.kernel_choice import forced_kernels, triton_problem
@@ -61,7 +62,7 @@ def _check(update: AdamUpdate, device: torch.device) -> None:
                 f"{list(tensor.shape)} on {tensor.device}"
             )
     clip = update.clip
-    if isinstance(clip, torch.Tensor) and (
+    if isinstance(clip, Tensor) and (
         clip.dim() or clip.dtype != torch.float32 or clip.device != device
     ):
         raise ValueError(
@@ -74,7 +75,7 @@ def _check(update: AdamUpdate, device: torch.device) -> None:
 
 def _torch_adamw(update: AdamUpdate) -> None:
     clip, found_inf = update.clip, None
-    if isinstance(clip, torch.Tensor):
+    if isinstance(clip, Tensor):
         found_inf = (~clip.isfinite()).float()
     elif not math.isfinite(clip):
         update.grad.zero_()

@@ -43,26 +43,26 @@ class Waitable(Protocol):
 class Pending(NamedTuple):
     """A collective under way."""
 
-    result: torch.Tensor
+    result: Tensor
     work: Waitable | None
-    source: torch.Tensor | None = None
+    source: Tensor | None = None
     """Kept alive until the collective has read it."""
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         """Returns the result; on a GPU the current stream waits, not the host."""
         if self.work is not None:
             self.work.wait()
         return self.result
 
 
-def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
+def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
     """Starts summing `x` over a group, in place; without a group there is nothing to sum."""
     if group is None or dist.get_world_size(group) == 1:
         return Pending(x, None)
     return Pending(x, dist.all_reduce(x, group=group, async_op=True))
 
 
-def reduce_scatter_rows(x_TK: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
+def reduce_scatter_rows(x_TK: Tensor, group: dist.ProcessGroup | None) -> Pending:
     """Starts summing `x` over a group; the result is this rank's run of rows, `[T / size, K]`."""
     size = dist.get_world_size(group)
     source = x_TK.contiguous()
@@ -70,16 +70,14 @@ def reduce_scatter_rows(x_TK: torch.Tensor, group: dist.ProcessGroup | None) -> 
     return Pending(result, _reduce_scatter(result, source, group=group, async_op=True), source)
 
 
-def gather_rows(x_TK: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
+def gather_rows(x_TK: Tensor, group: dist.ProcessGroup | None) -> Pending:
     """Starts gathering every rank's rows in rank order, `[T * size, ...]`."""
     source = x_TK.contiguous()
     result = x_TK.new_empty(x_TK.shape[0] * dist.get_world_size(group), *x_TK.shape[1:])
     return Pending(result, _all_gather(result, source, group=group, async_op=True), source)
 
 
-def gather_together(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None
-) -> list[Pending]:
+def gather_together(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Pending]:
     """Starts `gather_rows` of several tensors, on GPUs as one launch.
 
     A launch costs the host as much as several kernels do, and a small transfer costs the device
@@ -92,7 +90,7 @@ def gather_together(
     return [p._replace(work=together) for p in pending]
 
 
-def all_gather_rows(x_TK: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def all_gather_rows(x_TK: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Returns every rank's rows in rank order, `[T * size, K]`."""
     result = x_TK.new_empty(x_TK.shape[0] * dist.get_world_size(group), *x_TK.shape[1:])
     _all_gather(result, x_TK.contiguous(), group=group)
@@ -178,13 +176,13 @@ class TensorCollectives(Protocol):
     def prepare(self, num_lanes: int) -> None:
         """Makes lanes 0 to `num_lanes` - 1 usable; all processes call it. Waits for the device."""
 
-    def all_reduce(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
+    def all_reduce(self, x_TH: Tensor, lane: int) -> Tensor:
         """Returns the sum over the group, `[T, H]`; x may be overwritten and returned."""
 
-    def reduce_scatter(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
+    def reduce_scatter(self, x_TH: Tensor, lane: int) -> Tensor:
         """Returns this process's run of the sum's rows, `[T / n, H]`; n must divide T."""
 
-    def all_gather(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
+    def all_gather(self, x_TH: Tensor, lane: int) -> Tensor:
         """Returns every process's rows in rank order, `[T * n, H]`."""
 
     def close(self) -> None:
@@ -204,17 +202,17 @@ class GroupCollectives:
     def prepare(self, num_lanes: int) -> None:
         """Does nothing: a communicator runs one collective after another."""
 
-    def all_reduce(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
+    def all_reduce(self, x_TH: Tensor, lane: int) -> Tensor:
         x_TH = x_TH.contiguous()
         dist.all_reduce(x_TH, group=self.group)
         return x_TH
 
-    def reduce_scatter(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
+    def reduce_scatter(self, x_TH: Tensor, lane: int) -> Tensor:
         result = x_TH.new_empty(_rows_each(x_TH, self.size), *x_TH.shape[1:])
         _reduce_scatter(result, x_TH.contiguous(), group=self.group)
         return result
 
-    def all_gather(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
+    def all_gather(self, x_TH: Tensor, lane: int) -> Tensor:
         result = x_TH.new_empty(len(x_TH) * self.size, *x_TH.shape[1:])
         _all_gather(result, x_TH.contiguous(), group=self.group)
         return result
@@ -232,17 +230,17 @@ class RankOrderCollectives(GroupCollectives):
 
     name = "gloo"
 
-    def all_reduce(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
+    def all_reduce(self, x_TH: Tensor, lane: int) -> Tensor:
         flat = x_TH.reshape(-1)
         padding = -flat.numel() % self.size
         own = self._own_slice(torch.nn.functional.pad(flat, (0, padding)))
         return super().all_gather(own, lane)[: flat.numel()].view(x_TH.shape)
 
-    def reduce_scatter(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
+    def reduce_scatter(self, x_TH: Tensor, lane: int) -> Tensor:
         rows = _rows_each(x_TH, self.size)
         return self._own_slice(x_TH.reshape(-1)).view(rows, *x_TH.shape[1:])
 
-    def _own_slice(self, flat: torch.Tensor) -> torch.Tensor:
+    def _own_slice(self, flat: Tensor) -> Tensor:
         """Returns this process's of `n` equal slices of the sum."""
         parts = torch.empty_like(flat)
         dist.all_to_all_single(parts, flat, group=self.group)
@@ -262,19 +260,19 @@ class SkippedCollectives:
 
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank = size, rank
-        self._gathered: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+        self._gathered: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def prepare(self, num_lanes: int) -> None:
         """Does nothing."""
 
-    def all_reduce(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
+    def all_reduce(self, x_TH: Tensor, lane: int) -> Tensor:
         return x_TH
 
-    def reduce_scatter(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
+    def reduce_scatter(self, x_TH: Tensor, lane: int) -> Tensor:
         rows = _rows_each(x_TH, self.size)
         return x_TH[self.rank * rows : (self.rank + 1) * rows]
 
-    def all_gather(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
+    def all_gather(self, x_TH: Tensor, lane: int) -> Tensor:
         """Returns the first x of its shape, n times.
 
         Kept, because a new copy would take time that copy engines do not take from multiprocessors.
@@ -338,6 +336,6 @@ def _on_gpus(
     return GroupCollectives(group)
 
 
-def _rows_each(x_TH: torch.Tensor, size: int) -> int:
+def _rows_each(x_TH: Tensor, size: int) -> int:
     assert len(x_TH) % size == 0, f"{size} processes must divide the rows, got {len(x_TH)}"
     return len(x_TH) // size

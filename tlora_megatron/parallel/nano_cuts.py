@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.model.spec import ModelSpec
@@ -76,11 +77,7 @@ def _adapter_row(spec: ModelSpec, lora: LoraSpec) -> float:
 
 
 def balanced_cuts(
-    costs: Sequence[float],
-    jobs: Sequence[int],
-    num_parts: int,
-    *,
-    tolerance: float = TOLERANCE,
+    costs: Sequence[float], jobs: Sequence[int], num_parts: int, *, tolerance: float = TOLERANCE
 ) -> tuple[int, ...]:
     """Cuts documents into contiguous parts whose largest cost is near the least possible.
 
@@ -228,7 +225,7 @@ def fill_parts(
     return tuple(filled)
 
 
-def shard_order(rows: Sequence[int], num_shards: int) -> torch.Tensor:
+def shard_order(rows: Sequence[int], num_shards: int) -> Tensor:
     """Returns the packed row of every row in sequence-parallel order, int64 `[sum(rows)]`.
 
     Shard r of the result is, nano-batch by nano-batch, the r-th of `num_shards` equal runs of it.

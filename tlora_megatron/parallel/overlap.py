@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import greenlet
 import torch
+from torch import Tensor
 
 from tlora_megatron.ops.routing import MicroBatchView
 from tlora_megatron.parallel.collectives import TensorCollectives
@@ -143,10 +144,10 @@ def take_turns(
 def take_turns_back(
     lanes: Sequence[Lane],
     tapes: Sequence[AutogradTape | VjpTape],
-    douts: Sequence[torch.Tensor],
+    douts: Sequence[Tensor],
     *,
     after_main: bool = True,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Runs tapes backward and empties them.
 
     Args:

@@ -38,6 +38,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tlora_megatron.ops.kernel_build import ExtensionUnavailable, load_extension
 from tlora_megatron.ops.lora.cuda_arguments import MAX_RANKS
@@ -47,7 +48,7 @@ from tlora_megatron.ops.lora.cuda_arguments import MAX_RANKS
 class SymmetricMemory:
     """A buffer of the same size on each process of a group."""
 
-    local: torch.Tensor
+    local: Tensor
     """This process's buffer, uint8."""
     addresses: tuple[int, ...]
     """Addresses at which this process sees the buffer of each rank."""

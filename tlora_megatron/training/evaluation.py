@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.row_groups import segment_sums
@@ -24,7 +25,7 @@ class Scorer(Protocol):
     def nano_batches(self) -> NanoSwitch | None:
         """Switches the number of nano-batches; None = micro-batches always run whole."""
 
-    def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
         """Scores each batch without gradients.
 
         Returns:
@@ -112,8 +113,8 @@ class Evaluation:
         begins: Sequence[int],
         items: Sequence[Placed],
         micro_batch: MicroBatch,
-        losses_T: torch.Tensor,
-        right_T: torch.Tensor,
+        losses_T: Tensor,
+        right_T: Tensor,
     ) -> None:
         """Adds a micro-batch's sums to the totals of its sequences."""
         losses_T, right_T = map(micro_batch.restore_order, (losses_T, right_T))

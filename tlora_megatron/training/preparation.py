@@ -125,7 +125,7 @@ class PreparedJob:
     plan: BatchPlan
     checkpoint: Checkpoint | None
     """To continue from; None = a fresh or imported adapter."""
-    imported: Mapping[str, torch.Tensor] | None
+    imported: Mapping[str, Tensor] | None
     """Whole factors of `init_from`."""
 
     @property

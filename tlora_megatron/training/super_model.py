@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.ops.host_copy import to_device
@@ -38,7 +39,7 @@ CutFor = Callable[[Sequence[JobState]], CutDocuments]
 class Engine(Scorer, Protocol):
     """Trains packed micro-batches through the backbone, too."""
 
-    def forward_backward(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+    def forward_backward(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Accumulates gradients in the bank; returns weighted losses `[T]` of each batch.
 
         Of the rows of clients these are the negative log-probabilities. Empty on pipeline stages
@@ -199,7 +200,7 @@ class SuperModel(Generic[EngineT]):
         filled = packer.fill_round(queues, first_slot=number)
         self._ahead = (number, self.rule, waiting), filled
 
-    def end_round(self, losses: Sequence[torch.Tensor]) -> list[StepReport]:
+    def end_round(self, losses: Sequence[Tensor]) -> list[StepReport]:
         """Steps every job whose global batch the round completed.
 
         Args:
@@ -289,7 +290,7 @@ class SuperModel(Generic[EngineT]):
                 self.jobs[slot].end_batch()
         return [slot for slot in complete if self.jobs[slot].is_active]
 
-    def _add_losses(self, micro_batch: MicroBatch, losses_T: torch.Tensor) -> None:
+    def _add_losses(self, micro_batch: MicroBatch, losses_T: Tensor) -> None:
         """Adds a micro-batch's losses to its jobs' batches."""
         if not self.groups.counts_losses:
             return

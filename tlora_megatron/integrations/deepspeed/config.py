@@ -194,10 +194,7 @@ def _join(section: dict[str, Any], defaults: dict[str, Any]) -> None:
 
 
 def _agreed_base(
-    document: dict[str, Any],
-    section: dict[str, Any],
-    given: BaseModelSpec | None,
-    folder: Path,
+    document: dict[str, Any], section: dict[str, Any], given: BaseModelSpec | None, folder: Path
 ) -> BaseModelSpec | None:
     """Checks that `bf16` and the base agree; returns a given model's description."""
     bf16 = document.get("bf16", {}).get("enabled")

@@ -15,7 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from tlora_megatron.config.schema import BaseModelSpec
@@ -37,14 +37,14 @@ def register() -> None:
 
 def packed_attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attends within documents.
 
     Args:
@@ -173,7 +173,7 @@ def check_finite(model: nn.Module) -> None:
             )
 
 
-def _held(parameter: Any) -> torch.Tensor:
+def _held(parameter: Any) -> Tensor:
     """The values that this rank holds; ZeRO-3 leaves what is behind the last rank's unset."""
     part = getattr(parameter, "ds_tensor", None)
     if part is None:

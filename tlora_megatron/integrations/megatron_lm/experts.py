@@ -21,6 +21,7 @@ from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models import backends
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import torch_norm, transformer_block
+from torch import Tensor
 
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.parallel_rules import check_job_over_experts
@@ -105,7 +106,7 @@ def set_rotary_frequencies(model: Any, spec: ModelSpec) -> None:
     rotary.inv_freq = expected.to(rotary.inv_freq.device)
 
 
-def _left_out(spec: ModelSpec) -> list[torch.Tensor]:
+def _left_out(spec: ModelSpec) -> list[Tensor]:
     """Frequencies of scripts that ignore the factor, or all scaling."""
     if spec.rope_scaling is None:
         return []
@@ -113,7 +114,7 @@ def _left_out(spec: ModelSpec) -> list[torch.Tensor]:
     return [inverse_frequencies(replace(spec, rope_scaling=s)) for s in (scaling, None)]
 
 
-def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def _equal(found: Tensor, expected: Tensor) -> bool:
     found = found.detach().float().cpu()
     return found.shape == expected.shape and torch.allclose(
         found, expected, rtol=_ROUNDING, atol=0.0

@@ -208,12 +208,7 @@ class ExpertSums:
         self._entries: WeakKeyDictionary[RankTables, dict[int, Tensor]] = WeakKeyDictionary()
 
     def add(
-        self,
-        rows: RankRows,
-        s_QW: Tensor,
-        values: PlacedRows,
-        tables: RankTables,
-        tiles: PairTiles,
+        self, rows: RankRows, s_QW: Tensor, values: PlacedRows, tables: RankTables, tiles: PairTiles
     ) -> None:
         """Adds `s^T values` of every pair to its gradients.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tlora_megatron.ops.dropout_triton import dropped_below, row_hash
 from tlora_megatron.ops.lora.linear_ops import KernelLinear
@@ -156,11 +156,8 @@ def _down_kernel(
 
 
 def down(
-    x_TK: torch.Tensor,
-    linear: KernelLinear,
-    config: DownConfig,
-    window: tuple[int, int] | None = None,
-) -> torch.Tensor:
+    x_TK: Tensor, linear: KernelLinear, config: DownConfig, window: tuple[int, int] | None = None
+) -> Tensor:
     """Returns s, `[PlanTensors.ranked_rows, ROW_TILE]` in the dtype of x."""
     factors, plan, depth = linear.factors, linear.plan, x_TK.shape[1]
     items = plan.work_items(

@@ -5,8 +5,8 @@ Launches: forward s, rank part of y, base GEMM; backward dS with dB, rank part o
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tlora_megatron.ops.lora.linear_ops import BoundLinear, KernelLinear, SiteFactors
 from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places, plan_places
@@ -51,31 +51,23 @@ class TritonLinear(KernelLinear):
         super().__init__(factors, rows, graph_safe=graph_safe)
         self.config = config
 
-    def down(self, x_TK: torch.Tensor, window: tuple[int, int] | None = None) -> torch.Tensor:
+    def down(self, x_TK: Tensor, window: tuple[int, int] | None = None) -> Tensor:
         return down(x_TK, self, self.config.down, window)
 
-    def linear(
-        self,
-        x_TK: torch.Tensor,
-        weight_NK: torch.Tensor,
-        bias_N: torch.Tensor | None,
-        s: torch.Tensor,
-    ) -> torch.Tensor:
+    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, s: Tensor) -> Tensor:
         if not self.plan.num_chunks and self.rows.exactness is None:
             return F.linear(x_TK, weight_NK, bias_N)
         y_TN = up(s, bias_N, len(weight_NK), self, self.config.up)
         # The base GEMM adds onto the rank part: a pass over [T, N] less than the reverse.
         return y_TN.addmm_(x_TK, weight_NK.t())
 
-    def rank_part(
-        self, s: torch.Tensor, bias_N: torch.Tensor | None, num_columns: int
-    ) -> torch.Tensor:
+    def rank_part(self, s: Tensor, bias_N: Tensor | None, num_columns: int) -> Tensor:
         return up(s, bias_N, num_columns, self, self.config.up)
 
-    def up(self, s: torch.Tensor, base_WN: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+    def up(self, s: Tensor, base_WN: Tensor, window: tuple[int, int]) -> Tensor:
         return up_onto(s, base_WN.contiguous(), window, self, self.config.up)
 
-    def branch_dgrad(self, ds: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+    def branch_dgrad(self, ds: Tensor, window: tuple[int, int]) -> Tensor:
         return up_dropped(ds, window, self, self.config.up)
 
     def rank_places(self, parts: int = 1) -> RankPlaces:
@@ -84,21 +76,21 @@ class TritonLinear(KernelLinear):
         build = plan_places(rows, plan)
         return cached_places(rows, plan.layout, parts, plan.device, "triton", build, gather)
 
-    def backward_up(self, dy_TN: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    def backward_up(self, dy_TN: Tensor, s: Tensor) -> Tensor:
         """Accumulates dB and returns dS."""
         return backward_up(dy_TN, s, self, self.config.backward_up)
 
-    def dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    def dgrad(self, dy_TN: Tensor, ds: Tensor, weight_NK: Tensor) -> Tensor:
         if not len(ds) and self.rows.exactness is None:
             return dy_TN @ weight_NK
         return self.branch_dgrad(ds, (0, len(dy_TN))).addmm_(dy_TN, weight_NK)
 
     def backward_down(
         self,
-        x_TK: torch.Tensor,
-        dy_TN: torch.Tensor,
-        s: torch.Tensor,
-        ds: torch.Tensor,
+        x_TK: Tensor,
+        dy_TN: Tensor,
+        s: Tensor,
+        ds: Tensor,
         window: tuple[int, int],
         up: BoundLinear | None = None,
     ) -> None:

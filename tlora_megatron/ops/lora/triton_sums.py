@@ -8,9 +8,9 @@ lie. Gradients are added to in fp32, each by one program, portion by portion.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tlora_megatron.ops.dropout_triton import drop_zero, dropped_below, row_hash
 from tlora_megatron.ops.lora.linear_ops import KernelLinear
@@ -220,8 +220,8 @@ def _backward_down_kernel(
 
 
 def backward_down(
-    x_TK: torch.Tensor,
-    ds: torch.Tensor,
+    x_TK: Tensor,
+    ds: Tensor,
     window: tuple[int, int],
     linear: KernelLinear,
     config: BackwardDownConfig,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
@@ -115,7 +116,7 @@ class WeightsSlab(AdapterSlab):
         self.master = torch.zeros(layout.numel)
 
     @cached_property
-    def _grad_views(self) -> dict[str, torch.Tensor]:
+    def _grad_views(self) -> dict[str, Tensor]:
         views = zip(self.layout.factors, self.layout.views(self.grad), strict=True)
         shapes = {factor.name: tuple(view.shape) for factor, view in views}
         shapes |= {factor.name: factor.spread_shape for factor in self.layout.spread}
@@ -124,7 +125,7 @@ class WeightsSlab(AdapterSlab):
         )
         return {name: row[: shape[-1]].expand(shape) for name, shape in shapes.items()}
 
-    def buffers(self) -> dict[str, torch.Tensor]:
+    def buffers(self) -> dict[str, Tensor]:
         """The weights alone."""
         return {"master": self.master}
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from tlora_megatron.config.job import JobSpec, LoraSpec
 from tlora_megatron.layers.slab import AdapterSlab, Copier, factor_names, factor_shape
@@ -195,9 +196,7 @@ class Checkpoint:
                 slab.load(partial(_moment, moments, buffer), buffer, copier)
         job.restore(self.state["progress"])
 
-    def read(
-        self, slab: AdapterSlab, threads: int, *, moments: bool = True
-    ) -> dict[str, torch.Tensor]:
+    def read(self, slab: AdapterSlab, threads: int, *, moments: bool = True) -> dict[str, Tensor]:
         """Returns what an adapter's buffers on this rank are to hold, on the host.
 
         Args:
@@ -229,7 +228,7 @@ _PREFIXES = {
 }
 
 
-def _moment(file: Any, buffer: str, name: str) -> torch.Tensor:
+def _moment(file: Any, buffer: str, name: str) -> Tensor:
     return file.get_tensor(f"{buffer}.{name}")
 
 

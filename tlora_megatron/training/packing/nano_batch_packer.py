@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.host_copy import to_device
@@ -131,9 +132,7 @@ def _uncut(placed: Sequence[Placed]) -> list[list[Placed]]:
     return [[p for _, p in group] for _, group in groups]
 
 
-def _places(
-    parts: Sequence[Sequence[Placed]], rows: Sequence[int], order: torch.Tensor
-) -> torch.Tensor:
+def _places(parts: Sequence[Sequence[Placed]], rows: Sequence[int], order: Tensor) -> Tensor:
     """Returns the executed row of each row of the items in packed order, int64."""
     begins = itertools.accumulate(rows, initial=0)
     used = [sum(p.item.length for p in part) for part in parts]

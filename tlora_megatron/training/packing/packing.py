@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tlora_megatron.model.cp_dispatch import CpTeam
 from tlora_megatron.model.layout import RecomputeTable
@@ -204,20 +205,20 @@ class PackedBatch:
     """Token tensors and routing of one micro-batch on one rank."""
 
     view: MicroBatchView
-    tokens: torch.Tensor
+    tokens: Tensor
     """int64 `[1, T]`."""
-    labels: torch.Tensor
+    labels: Tensor
     """int64 `[1, T]`; 0 where nothing is predicted."""
-    weights: torch.Tensor
+    weights: Tensor
     """fp32 `[T]`; 0 where nothing is predicted."""
-    target_rows: torch.Tensor
+    target_rows: Tensor
     """int64 `[n]`, ascending: rows where something is predicted."""
-    order: torch.Tensor | None = None
+    order: Tensor | None = None
     """Row of the view that each row of the tensors is, int64 `[T]`; None = the same row."""
     sent: SentBatch | None = None
     """Values that clients sent with their rows; None = no row is a client's."""
 
-    def positions(self, device: torch.device) -> torch.Tensor:
+    def positions(self, device: torch.device) -> Tensor:
         """Position of every row's token in its own document, int64 `[1, T]`."""
         positions_T = self.view.positions(device)
         return (positions_T if self.order is None else positions_T[self.order]).unsqueeze(0)
@@ -228,7 +229,7 @@ class SplitBatch(NamedTuple):
 
     batch: PackedBatch
     """Rows of the nano-batches in the order of `parallel.nano_cuts`."""
-    places: torch.Tensor
+    places: Tensor
     """Row of `batch` for every row of the items in packed order, int64."""
 
 
@@ -245,7 +246,7 @@ class MicroBatch(NamedTuple):
         """The batch that an engine runs through the model."""
         return self.packed if self.split is None else self.split.batch
 
-    def restore_order(self, values_T: torch.Tensor) -> torch.Tensor:
+    def restore_order(self, values_T: Tensor) -> Tensor:
         """Reorders values of the executed rows into packed order; padding gets 0."""
         if self.split is None:
             return values_T
@@ -302,7 +303,7 @@ def documents_of(placed: Sequence[Placed]) -> list[Document]:
 
 
 def on_device(
-    view: MicroBatchView, arrays: RowArrays, rows: torch.Tensor, device: torch.device
+    view: MicroBatchView, arrays: RowArrays, rows: Tensor, device: torch.device
 ) -> PackedBatch:
     """Copies the chosen rows of the arrays to the device as a micro-batch."""
     tokens_T, labels_T, weights_T = (

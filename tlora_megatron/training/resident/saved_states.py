@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.layers.slab import Fill
 from tlora_megatron.model.backbone import Backbone
@@ -29,7 +30,7 @@ _THREADS = 2
 class ReadState(NamedTuple):
     """A state that a job can take up."""
 
-    buffers: dict[str, torch.Tensor]
+    buffers: dict[str, Tensor]
     """Buffers of its slab on this rank, on the host."""
     updates: int
 
@@ -80,10 +81,7 @@ class StateFiles:
     """Saves jobs under names that their clients give, and loads states."""
 
     def __init__(
-        self,
-        loop: Loop,
-        clients: Clients,
-        answer: Callable[[DrivenState, int, Answer], None],
+        self, loop: Loop, clients: Clients, answer: Callable[[DrivenState, int, Answer], None]
     ) -> None:
         self._loop = loop
         self._clients = clients
@@ -201,7 +199,7 @@ queue, and a copy that is begun then waits for room in it (60 ms on an H200): fe
 
 
 class _Buffer(NamedTuple):
-    memory: torch.Tensor
+    memory: Tensor
     copied: torch.cuda.Event
     """The GPU has what was last put there."""
 
@@ -216,7 +214,7 @@ class LockedRing:
         memory: fp32 `[buffers, elements]`, page-locked.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, memory: torch.Tensor) -> None:
+    def __init__(self, stream: torch.cuda.Stream, memory: Tensor) -> None:
         self.stream = stream
         self._free: SimpleQueue[_Buffer] = SimpleQueue()
         """The one that was used longest ago comes first."""
@@ -231,7 +229,7 @@ class LockedRing:
         memory = torch.empty(_BUFFERS, _BUFFER_NUMEL, pin_memory=True)
         return cls(torch.cuda.Stream(device), memory)
 
-    def copy(self, target: torch.Tensor, fill: Fill) -> None:
+    def copy(self, target: Tensor, fill: Fill) -> None:
         """Begins to copy what is filled in into flat fp32 memory of the GPU.
 
         Waits for the GPU where it has not taken the buffers' last values yet.
@@ -244,7 +242,7 @@ class LockedRing:
         for into, part in zip(target.split(self.numel), values.split(self.numel), strict=True):
             self._copy_part(into, partial(_copy, part))
 
-    def _copy_part(self, target: torch.Tensor, fill: Fill) -> None:
+    def _copy_part(self, target: Tensor, fill: Fill) -> None:
         buffer = self._free.get()
         try:
             buffer.copied.synchronize()
@@ -257,5 +255,5 @@ class LockedRing:
             self._free.put(buffer)
 
 
-def _copy(values: torch.Tensor, room: torch.Tensor) -> None:
+def _copy(values: Tensor, room: Tensor) -> None:
     room.numpy()[:] = values.numpy()

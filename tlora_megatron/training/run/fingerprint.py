@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -185,9 +186,7 @@ def _score(
     return (-totals).tolist()
 
 
-def _add(
-    totals: torch.Tensor, placed: Sequence[Placed], pieces: Sequence[Any], losses_T: torch.Tensor
-) -> None:
+def _add(totals: Tensor, placed: Sequence[Placed], pieces: Sequence[Any], losses_T: Tensor) -> None:
     """Adds a rank's losses at their places; padding, the last piece, has no item."""
     row = 0
     for piece in pieces:

@@ -112,11 +112,7 @@ def _log_probs(
 
 
 def _run_layer(
-    spec: ModelSpec,
-    layer: Mapping[str, Tensor],
-    now: _Pass,
-    angles_TD: Tensor,
-    window: int | None,
+    spec: ModelSpec, layer: Mapping[str, Tensor], now: _Pass, angles_TD: Tensor, window: int | None
 ) -> Tensor:
     """The residual stream behind a layer, `[T, H]`."""
     run, hidden_TH = now

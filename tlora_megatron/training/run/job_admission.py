@@ -254,10 +254,7 @@ def prepare_for(
 
 
 def check_fits_linears(
-    job: JobSpec,
-    spec: Backbone,
-    layout: ParallelLayout,
-    linears: Sequence[tuple[Site, nn.Module]],
+    job: JobSpec, spec: Backbone, layout: ParallelLayout, linears: Sequence[tuple[Site, nn.Module]]
 ) -> None:
     """Refuses a job whose targets the built model lacks or its layout cannot divide."""
     check_targets(spec, layout, job.name, job.lora.target_modules)

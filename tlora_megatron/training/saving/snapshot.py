@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.sites import Site, rank_sites
@@ -96,7 +97,7 @@ class HostMemory:
         self._thread = threading.Thread(target=self._pin, name="tlora-pin", daemon=True)
         self._thread.start()
 
-    def flat(self) -> torch.Tensor:
+    def flat(self) -> Tensor:
         """Returns the memory; waits until it can be used."""
         if self._thread is not None:
             self._thread.join()
@@ -168,7 +169,7 @@ class Snapshot(NamedTuple):
     spec: Backbone
     layouts: tuple[SlabLayout, ...]
     """Layouts of the slabs of the model-parallel ranks."""
-    buffers: dict[str, torch.Tensor]
+    buffers: dict[str, Tensor]
     """fp32 `[ranks, elements]`, each rank's flat buffer at the begin of its row."""
     copied: torch.cuda.Event | None
     """None where the copy is complete."""
@@ -188,15 +189,15 @@ class Snapshot(NamedTuple):
         ]
 
 
-def _reader(tensor: WholeTensor) -> Callable[[Scratch], torch.Tensor]:
-    def read(scratch: Scratch) -> torch.Tensor:
+def _reader(tensor: WholeTensor) -> Callable[[Scratch], Tensor]:
+    def read(scratch: Scratch) -> Tensor:
         stored = tensor.as_stored()
         return tensor.join(scratch.room(tensor.shape)) if stored is None else stored
 
     return read
 
 
-def _one_reader(tensor: WholeTensor) -> Callable[[int, Scratch], torch.Tensor]:
+def _one_reader(tensor: WholeTensor) -> Callable[[int, Scratch], Tensor]:
     return lambda expert, scratch: _reader(tensor.of_expert(expert))(scratch)
 
 
@@ -220,7 +221,7 @@ class SnapshotTaker:
         return num_buffers * len(layouts) * _row_size(layouts)
 
     def take(
-        self, slab: AdapterSlab, buffers: Sequence[str], room: torch.Tensor | None
+        self, slab: AdapterSlab, buffers: Sequence[str], room: Tensor | None
     ) -> Snapshot | None:
         """Copies an adapter's buffers; collective over the ranks that hold parts of it.
 
@@ -231,7 +232,7 @@ class SnapshotTaker:
             The snapshot; None where there is no room.
         """
         layouts = self._layouts(slab.layout.lora)
-        rows: list[torch.Tensor | None] = [None] * len(buffers)
+        rows: list[Tensor | None] = [None] * len(buffers)
         if room is not None:
             rows = list(room.view(len(buffers), len(layouts), _row_size(layouts)))
         with self._beside(slab, buffers) as copied:
@@ -262,11 +263,7 @@ class SnapshotTaker:
         slab.read_until(copied)
 
     def _copy(
-        self,
-        slab: AdapterSlab,
-        buffer: str,
-        layouts: tuple[SlabLayout, ...],
-        into: torch.Tensor | None,
+        self, slab: AdapterSlab, buffer: str, layouts: tuple[SlabLayout, ...], into: Tensor | None
     ) -> None:
         """Brings one buffer of every model-parallel rank into `[ranks, elements]`."""
         group, is_holder = self._holders(slab.layout.lora)

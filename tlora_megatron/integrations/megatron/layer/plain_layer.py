@@ -153,10 +153,7 @@ class PlainLayer(TransformerLayer):
 
 
 def _only_hidden(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    view: MicroBatchView,
-    rotary: BuiltRotary | None,
+    args: tuple[Any, ...], kwargs: dict[str, Any], view: MicroBatchView, rotary: BuiltRotary | None
 ) -> tuple[Any, Sequence[str]]:
     """Returns the hidden states, and names of arguments that kernels do not heed."""
     given = dict(kwargs)
