@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers.arenas import ArenaRoom, Arenas, Caster, expert_caster
-from tlora_megatron.layers.expert_factors import (
+from tlora_megatron.layers.arenas import (
+    ArenaRoom,
+    Arenas,
+    Caster,
     OuterCopy,
+    expert_caster,
     expert_factors,
     expert_views,
     make_outer_copy,

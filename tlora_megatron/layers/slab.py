@@ -24,8 +24,7 @@ from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.lora.linear_ops import are_aligned
 from tlora_megatron.parallel.collectives import all_gather_rows
-from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.host_threads import host_threads
+from tlora_megatron.parallel.groups import ParallelGroups, host_threads
 
 _LOADING_THREADS = 8
 """Fresh factors are drawn on one thread each: of eight jobs on 8B shapes, seconds of a start."""

@@ -28,7 +28,7 @@ from tlora_megatron.training.packing.packing import (
     Round,
     RoundShape,
 )
-from tlora_megatron.training.packing.recompute_cut import RoundRule
+from tlora_megatron.training.packing.portions import RoundRule
 from tlora_megatron.training.packing.round_packer import FilledRound, RoundPacker
 from tlora_megatron.training.round_timing import BusyShare, RateCorrection, RoundTiming
 

@@ -12,7 +12,7 @@ from tests.helpers.tiny_models import tiny_config
 from tlora_megatron.config.load import read_gang_config
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.runtime.resident import open_resident
-from tlora_megatron.runtime.sampling.opening import open_batcher
+from tlora_megatron.runtime.sampling.batcher import open_batcher
 from tlora_megatron.runtime.sampling.values import SamplerLimits
 from tlora_megatron.service.bases import declare_bases, read_bases
 from tlora_megatron.service.home import Home

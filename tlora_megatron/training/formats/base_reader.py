@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlora_megatron.parallel.host_threads import host_threads
+from tlora_megatron.parallel.groups import host_threads
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, StoredTensor, all_finite
 from tlora_megatron.training.formats.hf_convert import CodePlaces, Rounding
 from tlora_megatron.training.formats.quantised import all_numbers

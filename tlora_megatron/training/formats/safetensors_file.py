@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.layers.slab import check_finite
-from tlora_megatron.parallel.host_threads import host_threads
+from tlora_megatron.parallel.groups import host_threads
 
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _NOT_THERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)

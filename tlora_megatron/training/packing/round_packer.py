@@ -27,11 +27,12 @@ from tlora_megatron.training.packing.packing import (
     pack,
     round_up,
 )
-from tlora_megatron.training.packing.portions import ReplicaRoom, fill_with_portions
-from tlora_megatron.training.packing.recompute_cut import (
+from tlora_megatron.training.packing.portions import (
+    ReplicaRoom,
     RoundRule,
     cut_round,
     fill_by_time,
+    fill_with_portions,
     form_teams,
     with_recompute,
 )
