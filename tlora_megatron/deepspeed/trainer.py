@@ -113,8 +113,6 @@ class MultiLoRATrainer(Trainer):
 
         Args:
             resume_from_checkpoint: true or `output_dir`: it must hold a run.
-            trial: must be left out.
-            ignore_keys_for_eval: has no effect.
 
         Returns:
             The number of rounds, the mean of the last losses of jobs that did not fail, and as
@@ -153,7 +151,6 @@ class MultiLoRATrainer(Trainer):
 
         Args:
             eval_dataset: must be left out.
-            ignore_keys: has no effect.
             metric_key_prefix: what the names below begin with.
 
         Returns:
@@ -191,9 +188,6 @@ class MultiLoRATrainer(Trainer):
         Args:
             output_dir: gets a folder for each job; None = `OUT/jobs/NAME/adapter`, where those of
                 jobs that have finished are already.
-
-        Raises:
-            ValueError: if such a folder holds something else.
         """
         engine = self._opened()
         engine.loop.drain()

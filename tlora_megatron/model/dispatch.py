@@ -66,9 +66,6 @@ def turns(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> list[int]:
     replicas are unlike, any first part has about the whole batch's lengths: rounds of long ones
     only would leave those idle that cannot hold them, and rounds of short ones the others.
 
-    Args:
-        lengths: rows of each sequence.
-
     Returns:
         Places in `lengths`.
     """
@@ -101,9 +98,6 @@ def assign(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> Assignment:
 
     Longest first to the replica that ends first. Among unlike replicas, to the kind whose price for
     it is lowest, of those that end in time; then the latest replica gives away what helps.
-
-    Args:
-        lengths: rows of each sequence.
 
     Raises:
         ValueError: if no replica can hold a sequence.
@@ -147,7 +141,6 @@ def share_out(
     """Gives every sequence to a replica and cuts what each has into micro-batches.
 
     Args:
-        lengths: rows of each sequence.
         stages: of each replica's pipeline, which needs as many micro-batches to be full. Without
             sequences it has one empty micro-batch; a replica without a pipeline has none. None =
             there are no pipelines.

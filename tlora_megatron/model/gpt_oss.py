@@ -73,9 +73,6 @@ def read_attention(
 
     Args:
         rope: its rotary parameters, with `rope_type`.
-
-    Raises:
-        ValueError: for what is not supported; the message lacks the file's name.
     """
     if values["attention_bias"] is not True:
         raise ValueError(f"attention_bias must be true, got {values['attention_bias']!r}")

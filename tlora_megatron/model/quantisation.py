@@ -362,9 +362,6 @@ def cut_block(spec: ModelSpec, linears: Collection[str], tp_size: int) -> tuple[
 def quantised_on_reading(spec: ModelSpec, unquantised: Sequence[str]) -> BaseQuantisation:
     """Returns the quantisation of a base in a wider dtype.
 
-    Args:
-        unquantised: as `base_model.unquantised` holds it.
-
     Raises:
         ValueError: if it names a layer that the model lacks.
     """

@@ -47,7 +47,6 @@ class SyntheticRun:
     """A frozen base model on this process's device; every process of the world must make one.
 
     Args:
-        spec: the shape; weights are drawn.
         layout: of the whole world; another one than the last makes new process groups.
         quantisation: of the drawn weights; None = they stay in `dtype`.
     """

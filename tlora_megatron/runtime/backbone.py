@@ -190,9 +190,6 @@ def open_backbone(
     Args:
         rendezvous: where the world meets; None = as torchrun's environment says.
         on_loaded: called once the weights are there, before they are used.
-
-    Raises:
-        ValueError: if the base cannot be used in this layout.
     """
     import_backbone()
     from tlora_megatron.integrations.megatron import engine as recompute

@@ -46,9 +46,6 @@ def own_replica(
 
     Args:
         rank, world_size: its place in the world; None = as torchrun's environment says.
-
-    Raises:
-        ValueError: if the configuration does not take as many processes as there are.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))

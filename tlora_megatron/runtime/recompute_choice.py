@@ -144,9 +144,6 @@ def resolve_lora_sharding(
 
     It is a `training.run.training_run.ShardingResolver`. Collective over the world, replicas
     without tensor parallelism included: the first rank chooses, since machines may differ.
-
-    Raises:
-        ValueError: if the configuration asks for what the linears cannot do.
     """
     if any(isinstance(site, PlainSite) for site, _ in linears):
         return groups, linears

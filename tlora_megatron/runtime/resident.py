@@ -89,7 +89,6 @@ def open_resident(
 
     Args:
         config: from `config.load.read_gang_config`; it has no jobs.
-        events: takes what happens, on every rank.
         rendezvous: where the world meets; None = as torchrun's environment says.
         read_order: reads all that a job starts from, on every rank, on a thread; None = tokenizes
             its files, and goes on from the newest checkpoint in its folder.

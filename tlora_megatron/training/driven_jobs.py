@@ -172,9 +172,6 @@ class DrivenState(JobState):
     def moved(self, number: int, *, applied: bool) -> tuple[int, int]:
         """Counts a request that has used up or dropped the gradient.
 
-        Args:
-            applied: the weights are others now.
-
         Returns:
             Tokens that the gradient held, and how many had a weight.
         """

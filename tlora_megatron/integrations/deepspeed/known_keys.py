@@ -52,9 +52,6 @@ def check_deepspeed(tp_size: int = 1) -> None:
 
     Args:
         tp_size: over 1 needs AutoTP.
-
-    Raises:
-        RuntimeError: naming the version or the name that does not fit.
     """
     try:
         installed = version("deepspeed")

@@ -82,10 +82,6 @@ def initialize_parallel(
         overlaps: nano-batches will hide each other's communication
             (`parallel.overlap`).
         deployment: unlike replicas, of one of which `layout` is; None = all are alike.
-
-    Raises:
-        ValueError: if the world is not as large as the layout, or a node has more processes
-            than GPUs.
     """
     set_queues(overlaps=overlaps)
     if torch.cuda.is_available():

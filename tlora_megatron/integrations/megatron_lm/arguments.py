@@ -91,7 +91,6 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
     """Reads the file of jobs and adds the values that Megatron's arguments decide.
 
     Args:
-        args: Megatron's, validated.
         tokenizer_size: entries of Megatron's tokenizer: the vocabulary where neither a Hugging Face
             config nor `--vocab-size` says another.
     """

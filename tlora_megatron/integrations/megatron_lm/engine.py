@@ -146,7 +146,6 @@ class IntervalLosses:
         """Sets the trainer's sums so that its line shows each key's mean; begins a new interval.
 
         Args:
-            loss_dict: losses of this iteration, not yet added to `totals`.
             totals: the trainer's sums, changed in place. Keys without a value go: they would show
                 as 0, or what they were.
         """

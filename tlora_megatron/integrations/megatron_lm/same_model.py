@@ -227,9 +227,6 @@ def check_transformer_config(config: Any, theirs: ModelSpec, config_json: Path) 
     """Refuses a TransformerConfig of another model than a config.json describes.
 
     Logs a warning for fields that nobody has judged and that differ from their default.
-
-    Args:
-        config: of a built model; or Megatron's arguments, which have most of its fields.
     """
     for name, (value, flag) in ONE_VALUE.items():
         found = getattr(config, name, value)

@@ -116,9 +116,6 @@ class Session:
         """Freezes the built base and replaces its attention, before the trainer wraps it in DDP.
 
         DDP keeps a table of the modules that it finds.
-
-        Raises:
-            ValueError: if it is another model than the one that the settings describe.
         """
         settings = self._settings
         for model in language_models(chunks):
@@ -195,9 +192,6 @@ class Session:
         Args:
             run_step: the trainer's `train_step` with `forward_step` in it, whose optimizer ends the
                 round.
-
-        Returns:
-            The answer of `run_step`, with the losses of the jobs that stepped.
         """
         answer: tuple[Any, ...] = ()
 

@@ -106,9 +106,6 @@ def slurm_script(
 
     Args:
         whole_nodes: a node has no further GPUs.
-
-    Raises:
-        ConfigError: for another number of GPUs than the plan's.
     """
     given = _given_options(options.sbatch, gpus)
     cores = str(_CORES_OF_A_GPU * gpus)

@@ -45,9 +45,6 @@ class AdapterShelf:
 
         Returns:
             False if there is no room until one of these is free.
-
-        Raises:
-            ValueError: if the folder holds no adapter that fits the base.
         """
         if key in self._held:
             self._held[key] = self._held.pop(key)

@@ -76,9 +76,6 @@ class JobData:
 def load_job_data(job: JobSpec, tokenizer: Any, vocab_size: int) -> JobData:
     """Reads, checks and tokenizes a job's training and evaluation files.
 
-    Args:
-        vocab_size: rows of the base model's embedding; every token id is below it.
-
     Raises:
         ValueError: naming job, file and line, if a file or a line of it cannot be used, or the
             tokenizer has no EOS.

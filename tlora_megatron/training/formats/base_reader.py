@@ -62,9 +62,6 @@ def read_base(
 ) -> Rounding:
     """Fills the parameters that the tensors name; all lie on one device, which is waited for.
 
-    Args:
-        scales: those of the parameters that hold codes, by the same names.
-
     Returns:
         How far codes are from what was read.
 

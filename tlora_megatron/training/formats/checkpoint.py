@@ -73,7 +73,6 @@ def write_checkpoint(
     """Writes `directory/step_N` and returns the number of bytes; older ones stay.
 
     Args:
-        state: from `checkpoint_state`.
         moments: the same of Adam's moments, with the moment and a dot before each name.
 
     Raises:
@@ -142,9 +141,6 @@ class Checkpoint:
 
         Args:
             values: read all tensors, and refuse NaN and infinity.
-
-        Raises:
-            ValueError: naming the job and the value or tensor that differs.
         """
         saved = self.state["job"]
         was = asdict(LoraSpec()) | saved["lora"]  # older ones lack fields

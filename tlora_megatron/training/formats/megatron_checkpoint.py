@@ -268,9 +268,7 @@ def write_megatron_checkpoint(
     """Writes the checkpoint, with one layer in memory; a failure leaves `directory` as it was.
 
     Args:
-        directory: new or empty; filled under another name, which it takes at the end.
         extra_flags: words that go to the file of flags behind the architecture's.
-        fingerprint: of the base, to be written beside the weights.
         on_bytes: called with the size of every part once it is on the disk.
     """
     check_destination(directory, planned.size_bytes)

@@ -145,8 +145,6 @@ def write_adapter(
 
     Args:
         directory: missing, empty, or holding an earlier adapter.
-        factors: canonical whole factors, all layers of all targets.
-        quantisation: of the base: a README names it, and the metadata of the weights.
         stacks_experts: routed experts of a layer become one tensor, which PEFT does not load.
 
     Raises:

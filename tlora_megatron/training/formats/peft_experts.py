@@ -163,9 +163,6 @@ class ExpertReader:
 
         Args:
             match: of the key, with the groups above, layer, below and side.
-
-        Raises:
-            ValueError: for a second tensor of the same.
         """
         place = self._places.get(match["below"])
         if place is None or match["above"] != "model.layers":

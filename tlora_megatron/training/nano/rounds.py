@@ -167,8 +167,6 @@ class NanoRounds:
         """Takes a round's time, and sets the number of nano-batches of the next.
 
         Args:
-            jobs: the jobs that the round was packed from, in slot order.
-            content: the micro-batches of the round.
             has_waited: the host waited for the device at the end of the round, because some job
                 stepped. Rounds without a wait are measured together with the next that has one.
         """

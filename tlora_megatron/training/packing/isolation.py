@@ -85,9 +85,6 @@ def check_isolation(
         embeddings: of this process, whose outputs require grad; none on later pipeline stages.
         num_rows: of a micro-batch over its context-parallel ranks.
         longest: the most tokens of a document that the model takes.
-
-    Raises:
-        ValueError: with the number that is not zero.
     """
     probes = _probes(_documents(vocab_size, num_rows, longest), num_rows, groups)
     # Interleaved schedules take as many micro-batches as there are stages, or a multiple.

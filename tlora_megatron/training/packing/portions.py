@@ -94,9 +94,6 @@ def fill_with_portions(
         portion_tokens: of each slot, on each data-parallel rank, at most `capacity`; None = its
             sequences go one by one to whatever room there is.
         rooms: of unlike replicas; None = `dp_size` times `capacity`.
-
-    Returns:
-        The round, and what is left of each queue.
     """
     total = sum(item.length for queue in queues for item in queue)
     if num_micro_batches is None:
@@ -317,9 +314,6 @@ def fill_by_time(
 
     Args:
         queues: what is left of each slot's batch; empty for a slot that waits.
-
-    Returns:
-        The round, and what is left of each queue.
     """
     left = [
         [queue[i] for i in turns([item.length for item in queue], rule.rates)] for queue in queues

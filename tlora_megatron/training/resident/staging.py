@@ -36,8 +36,6 @@ _TEXT = 2048
 class Readiness:
     """Brings together over gloo how far each rank is with the jobs that all of them prepare.
 
-    Collective: every rank makes it with the same names in the same order.
-
     Args:
         group: of gloo; None = a world of one.
         states: for each name None while it is prepared, else a digest of what came out; a negative

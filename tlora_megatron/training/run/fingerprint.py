@@ -120,9 +120,6 @@ def check_base_of_run(
     """Checks a run that reads its base from a Hugging Face folder, if a fingerprint lies in it.
 
     Collective over the world; call it before adapters are attached.
-
-    Args:
-        in_fp8: the base's linears are.
     """
     base = config.base_model
     if base.path is None or base.random_init:

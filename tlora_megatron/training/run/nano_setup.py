@@ -44,9 +44,6 @@ def start_nano_batches(
 
     Collective over the world.
 
-    Args:
-        traces: keep a trace of the choices in the output folder.
-
     Returns:
         What chooses the number from now on; None where it stays as it is.
     """

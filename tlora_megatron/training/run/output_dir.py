@@ -29,9 +29,6 @@ def hold_output_dir(output_dir: Path) -> Iterator[None]:
 
     The kernel releases the lock when the process ends, however it ends. On a file system without
     locks nothing is kept out.
-
-    Raises:
-        ValueError: if another run holds it.
     """
     with (output_dir / _LOCK_NAME).open("a") as file:
         try:

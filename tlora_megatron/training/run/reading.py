@@ -41,12 +41,8 @@ class JobReader:
     """Reads jobs over one base, their tokens through a cache.
 
     Args:
-        micro_batch_tokens: rows of the longest sequence that can be trained.
         budget: what the user calls that, for the sentence.
         tp_size: tensor-parallel ranks that must be able to divide a block-diagonal adapter.
-
-    Raises:
-        ValueError: if the base cannot be used.
     """
 
     def __init__(

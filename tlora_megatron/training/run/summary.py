@@ -33,9 +33,6 @@ def check_resumption(job: PreparedJob) -> None:
     """Tells in one line what a resumed job does otherwise than before.
 
     What may not change at all (`Checkpoint.check_fits`) is refused earlier.
-
-    Raises:
-        ValueError: if the job has done more steps than it is to do.
     """
     checkpoint, spec = job.checkpoint, job.spec
     if checkpoint is None or spec.driven:

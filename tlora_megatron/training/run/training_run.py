@@ -170,7 +170,6 @@ class TrainingRun:
         """Gives the linears their adapters and returns the loop over the jobs, not yet started.
 
         Args:
-            engine: runs the backbone; a `super_model.Engine` unless a trainer runs the rounds.
             round_shape: the driver's demands; exactness comes from the configuration.
             placement: where the adapters' master weights and moments lie; None = as
                 `parallel.shard_optimizer` says.

@@ -62,7 +62,6 @@ def publish(name: Path, number: int, write: Callable[[Path], int], permit: Permi
     leads to a later version stays, too: the request is then carried out a second time.
 
     Args:
-        name: in the job's folder of samplers.
         write: writes the folder that it is given, as a whole; returns the number of bytes.
     """
     folder = name.parent / _VERSIONS / f"{number:08d}"

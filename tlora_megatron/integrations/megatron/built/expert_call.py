@@ -285,9 +285,6 @@ def begin_call(
     """Returns the rows that a layer's routing sends to this rank's experts.
 
     Collective over the sources, without a wait of the host.
-
-    Args:
-        window: the rows of it that this rank has.
     """
     counts_ES = count_rows(sent.routing_map_TE, view, window)
     own = slice(sources.experts.start, sources.experts.stop)

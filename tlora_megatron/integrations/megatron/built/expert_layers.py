@@ -57,9 +57,6 @@ def adapt_experts(layer: Any) -> nn.Module:
 
     Returns:
         The experts' module, which is bound to the sites of both linears.
-
-    Raises:
-        ValueError: for experts of another class than those named above.
     """
     experts = layer.experts
     kind = built_class(experts).__name__

@@ -133,9 +133,6 @@ def use_own_compute(
     Call it behind `install_packed_attention` and before the linears get adapters. Collective over
     the world.
 
-    Args:
-        vocab_size: number of tokens; further columns of the logits are padding.
-
     Raises:
         ValueError: if `TLORA_FLAG_COMPUTE` is neither own nor modules, or not the same everywhere.
     """
