@@ -120,7 +120,7 @@ class RoundShape:
     """For every micro-batch, those of evaluations too."""
     recompute: RecomputeTable | None = None
     """Chooses the recompute of each micro-batch in training, and where rounds are cut into
-    micro-batches (`packing.recompute_cut`); None = all have that of their layers."""
+    micro-batches (`packing.portions`); None = all have that of their layers."""
 
     def asked_micro_batches(self) -> int | None:
         """The number that the driver wants in the next round; None = any."""
