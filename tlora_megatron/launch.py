@@ -28,7 +28,7 @@ from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.parallel.overlap import set_queues
 from tlora_megatron.runtime.ranks import is_lost_connection, join_agent, leave
 from tlora_megatron.training.run.determinism import set_environment
-from tlora_megatron.training.stopping.signals import STOP_SIGNALS, StopSignals
+from tlora_megatron.training.signals import STOP_SIGNALS, StopSignals
 
 if TYPE_CHECKING:
     from tlora_megatron.training.run.training_run import ShardingResolver

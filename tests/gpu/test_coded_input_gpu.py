@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.coded_ranks import LAYOUT, Ranks
 from tests.helpers.linear_case import JOBS, SPEC, Case
-from tlora_megatron.layers.fold import FoldStrategy
+from tlora_megatron.layers.shardings import FoldStrategy
 from tlora_megatron.ops.lora.kernel_choice import Kernels, choose_ops, problem_of
 from tlora_megatron.ops.quantised.rows import GROUP
 from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight

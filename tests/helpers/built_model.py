@@ -25,7 +25,7 @@ from tlora_megatron.integrations.megatron.built.own_compute import OwnCompute
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import AdapterSlab, whole_tensors
-from tlora_megatron.layers.slab.layout import slab_layout
+from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing import (
     Document,

@@ -16,11 +16,11 @@ from typing import NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.parallel.peer_memory import Operation
-from tlora_megatron.parallel.tensor_collectives import (
+from tlora_megatron.parallel.collectives import (
     TensorCollectives,
     make_tensor_collectives,
 )
+from tlora_megatron.parallel.peer_memory import Operation
 
 LANES = 3
 _ROWS = (1, 2, 5, 16, 96, 333)

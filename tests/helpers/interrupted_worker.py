@@ -28,7 +28,7 @@ from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.formats import atomic_directory, checkpoint
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.saving.saver import Saver, Target
-from tlora_megatron.training.stopping.signals import StopSignals
+from tlora_megatron.training.signals import StopSignals
 
 MOMENTS = ("step", "write", "flush", "remove", "export")
 """A job's step; tensors of a checkpoint about to be written; a file or folder of a checkpoint or

@@ -8,8 +8,8 @@ import torch
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
-from tlora_megatron.layers.fold import FoldStrategy
 from tlora_megatron.layers.linear import LinearLayout, multi_lora_linear
+from tlora_megatron.layers.shardings import FoldStrategy
 from tlora_megatron.layers.sites import Site, make_site
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.dropout import dropout_reference, mix_ints

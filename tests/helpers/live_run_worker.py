@@ -23,7 +23,7 @@ from tlora_megatron.runtime import controller
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.live_run import LiveFolder, Request, with_live_changes
 from tlora_megatron.training.resident.staging import Order, Stager
-from tlora_megatron.training.stopping.signals import StopSignals
+from tlora_megatron.training.signals import StopSignals
 
 
 class Script(LiveFolder):

@@ -13,7 +13,7 @@ from tests.helpers.tiny_models import random_factors
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter
 from tlora_megatron.layers.slab import AdapterSlab
-from tlora_megatron.layers.slab.layout import slab_layout
+from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.saving.saver import Saver, Target, adapter_target, checkpoint_target

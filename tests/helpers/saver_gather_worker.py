@@ -18,7 +18,7 @@ from tests.helpers.saver_case import BUFFERS, adapter, checkpoint, make_job
 from tests.helpers.tiny_models import random_factors
 from tlora_megatron.layers.adapter_bank import Adapter
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
-from tlora_megatron.layers.slab.layout import slab_layout
+from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.checkpoint import find_checkpoint

@@ -15,7 +15,7 @@ from tests.helpers.te_models import LORAS, Subject
 from tlora_megatron.integrations.megatron.built.head import Targets, use_targets
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import whole_tensors
-from tlora_megatron.layers.slab.layout import slab_layout
+from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.dropout import mix_ints
 from tlora_megatron.ops.routing import (

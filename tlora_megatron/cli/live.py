@@ -143,7 +143,7 @@ def _run_config(output_dir: Path) -> RunConfig:
 def _request(fitted: tuple[JobSpec, RunConfig], live: LiveRun) -> Mapping[str, Any]:
     """Checks a job and keeps its tokens, so that no process of the run has to tokenize."""
     from tlora_megatron.training.data.job_data import TokenCache
-    from tlora_megatron.training.run.job_reader import JobReader
+    from tlora_megatron.training.run.reading import JobReader
 
     job, config = fitted
     reader = JobReader(

@@ -14,7 +14,7 @@ from tlora_megatron.cli.tables import global_rank, open_console, print_run
 from tlora_megatron.cli.train import RichProgress, add_config_arguments, run_exit_code
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ranks import join_agent, leave, leave_process_group
-from tlora_megatron.training.stopping.signals import StopSignals
+from tlora_megatron.training.signals import StopSignals
 
 _FILE = "DeepSpeed's JSON, with a section tlora or a tlora_config"
 _EPILOG = """\

@@ -32,10 +32,7 @@ def _epoch(job: JobState) -> float:
 
 
 class RoundCount:
-    """Estimates how many rounds the jobs need; it gets exact towards the end.
-
-    A job makes at most one step a round, and fewer if its batch does not fit into one.
-    """
+    """Estimates how many rounds the jobs need; it gets exact towards the end."""
 
     def __init__(self, jobs: Sequence[JobState]) -> None:
         self._jobs = jobs
@@ -79,10 +76,7 @@ class LogSums:
 
 
 def eval_metrics(results: Mapping[str, EvalResult], prefix: str) -> dict[str, float]:
-    """Evaluations by Trainer's names for several sets: `eval_loss`, `eval_NAME_loss` of each.
-
-    So TrainingArguments see by `metric_for_best_model` whether less is better.
-    """
+    """Evaluations by Trainer's names for several sets: `eval_loss`, `eval_NAME_loss` of each."""
     metrics = {}
     for field in ("loss", "exact_match"):
         each = {name: float(getattr(result, field)) for name, result in results.items()}

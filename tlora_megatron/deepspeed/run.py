@@ -17,12 +17,12 @@ from tlora_megatron.config.load import config_to_dict, ignored_settings, read_co
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.runtime.own_replica import resolve_round_timing
 from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
-from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.job_state import EvalResult
 from tlora_megatron.training.loop import Loop
+from tlora_megatron.training.metrics import EventSink
 from tlora_megatron.training.run.determinism import set_environment
 from tlora_megatron.training.run.training_run import TrainingRun
-from tlora_megatron.training.stopping.signals import StopSignals
+from tlora_megatron.training.signals import StopSignals
 from tlora_megatron.training.super_model import StepReport
 
 if TYPE_CHECKING:
@@ -47,14 +47,11 @@ def initialize(
     Args:
         model: a causal model of transformers, or its directory; None = as `tlora.base_model` says.
         config: a DeepSpeed JSON with a `tlora` section or a `tlora_config` file, or its values.
-        overrides: `path=value` texts for the section.
-        output_dir: replaces `run.output_dir`.
         events: takes what happens, on every rank that gives one; mostly that is the first alone.
         signals: installed by the caller; they stop the run behind a round with all jobs saved. None
             = handlers of signals are left alone. Given on every process or on none.
 
     Raises:
-        ValueError: for input that cannot be used, before any training.
         RuntimeError: if this DeepSpeed is not one of those supported.
     """
     timeline.begin_run()
@@ -73,14 +70,7 @@ def read_settings(
     output_dir: str | None = None,
     trainer: TrainerValues | None = None,
 ) -> DeepSpeedConfig:
-    """Checks DeepSpeed and reads all that a run is told, before anything is built.
-
-    Args:
-        trainer: what "auto" means.
-
-    Raises:
-        ValueError, RuntimeError: as `initialize`.
-    """
+    """Checks DeepSpeed and reads all that a run is told, before anything is built."""
     from tlora_megatron.integrations.deepspeed.known_keys import check_deepspeed
 
     with timeline.phase("imports"):

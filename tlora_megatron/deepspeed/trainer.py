@@ -56,7 +56,6 @@ class MultiLoRATrainer(Trainer):
     `eval_NAME_loss`. Callbacks may log, evaluate, save or stop, as in Trainer.
 
     Args:
-        model: a causal model of transformers.
         args: with `deepspeed`; its `output_dir` replaces `run.output_dir`.
 
     Raises:
@@ -114,8 +113,6 @@ class MultiLoRATrainer(Trainer):
 
         Args:
             resume_from_checkpoint: true or `output_dir`: it must hold a run.
-            trial: must be left out.
-            ignore_keys_for_eval: has no effect.
 
         Returns:
             The number of rounds, the mean of the last losses of jobs that did not fail, and as
@@ -154,7 +151,6 @@ class MultiLoRATrainer(Trainer):
 
         Args:
             eval_dataset: must be left out.
-            ignore_keys: has no effect.
             metric_key_prefix: what the names below begin with.
 
         Returns:
@@ -181,11 +177,7 @@ class MultiLoRATrainer(Trainer):
         return metrics
 
     def predict(self, *_: Any, **__: Any) -> PredictionOutput:
-        """Refused: adapters are used through PEFT or vLLM.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Refused: adapters are used through PEFT or vLLM."""
         raise NotImplementedError(
             "predict must be called on a model with one adapter: load OUT/jobs/NAME/adapter by PEFT"
         )
@@ -196,9 +188,6 @@ class MultiLoRATrainer(Trainer):
         Args:
             output_dir: gets a folder for each job; None = `OUT/jobs/NAME/adapter`, where those of
                 jobs that have finished are already.
-
-        Raises:
-            ValueError: if such a folder holds something else.
         """
         engine = self._opened()
         engine.loop.drain()
@@ -215,21 +204,13 @@ class MultiLoRATrainer(Trainer):
                     logger.warning("job %s has no adapter: %s", job.name, job.reason)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: the jobs of one section are the trials.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Refused: the jobs of one section are the trials."""
         raise NotImplementedError(
             "hyperparameter_search must be left out: give each trial a job of its own in tlora.jobs"
         )
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: there is an adapter for each job.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Refused: there is an adapter for each job."""
         raise NotImplementedError(
             "push_to_hub must be called for each adapter: hf upload REPO OUT/jobs/NAME/adapter"
         )

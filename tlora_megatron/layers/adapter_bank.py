@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers.arenas import ArenaRoom, Arenas, Caster, expert_caster
-from tlora_megatron.layers.expert_factors import (
+from tlora_megatron.layers.arenas import (
+    ArenaRoom,
+    Arenas,
+    Caster,
     OuterCopy,
+    expert_caster,
     expert_factors,
     expert_views,
     make_outer_copy,
@@ -25,7 +29,7 @@ from tlora_megatron.layers.expert_factors import (
 )
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
-from tlora_megatron.layers.slab.layout import Factor, SlabLayout, slab_layout
+from tlora_megatron.layers.slab_layout import Factor, SlabLayout, slab_layout
 from tlora_megatron.ops.experts.branch import ExpertFactors
 from tlora_megatron.ops.experts.factors import OuterFactors
 from tlora_megatron.ops.host_copy import to_device
@@ -66,11 +70,7 @@ class BankShape:
         return cls(targets=frozenset(targets), block_targets=frozenset(blocks))
 
     def check_holds(self, name: str, lora: LoraSpec) -> None:
-        """Refuses a job that the bank has no place for.
-
-        Raises:
-            ValueError: naming the job and the targets.
-        """
+        """Refuses a job that the bank has no place for."""
         is_block = lora.is_block_diagonal
         held = self.block_targets if is_block else self.targets
         if missing := sorted(set(lora.target_modules) - held):
@@ -86,11 +86,8 @@ class AdapterBank:
     """The adapters in their slots, over the sites of this rank.
 
     Args:
-        sites: the linears that may carry adapters, on this rank.
         holds: the adapters of all jobs that it may ever hold, or their shape.
-        dtype: of the compute copies.
         ops: kernels that compute the linears; None = the fastest for this device and dtype.
-        placement: of the adapters' master weights and moments.
     """
 
     def __init__(
@@ -135,16 +132,16 @@ class AdapterBank:
         """Factors at routed experts of all jobs whose experts have their own, by `Site.index`."""
         self.outer_factors: dict[int, OuterFactors] = {}
         """Those of jobs whose experts share the outer ones."""
-        self._expert_views: dict[tuple[int, str], torch.Tensor] = {}
+        self._expert_views: dict[tuple[int, str], Tensor] = {}
         """Views of a slot's factors on routed experts, by canonical name."""
         self._outer_copies: list[OuterCopy] = []
-        self._copies: list[list[torch.Tensor]] = []
+        self._copies: list[list[Tensor]] = []
         """Views of a slot's factors in the arenas, in its slab's order (`_compute_views`)."""
         self._casters: list[Caster | None] = []
         """What casts a slot's factors on routed experts by itself."""
         self._casts: list[_Cast] = []
         """The weights of a slot on their way into the arenas: all in the same memory."""
-        self.defects: list[torch.Tensor] = []
+        self.defects: list[Tensor] = []
         """For each slot fp32 `[]`: 0, or NaN where a weight of this rank is not finite in the
         compute dtype. It is added to the number that decides whether the job moves."""
 
@@ -256,7 +253,7 @@ class AdapterBank:
                 )
         self._room.clear_dirty()
 
-    def _compute_views(self, slot: int, adapter: Adapter) -> list[torch.Tensor]:
+    def _compute_views(self, slot: int, adapter: Adapter) -> list[Tensor]:
         """Returns views of a slot's factors in the arenas, unpadded, in its slab's order."""
         views = []
         for factor in adapter.slab.layout.factors:
@@ -326,13 +323,13 @@ class AdapterBank:
 class _Cast(NamedTuple):
     """Room for an adapter's weights in the compute dtype."""
 
-    buffer: torch.Tensor
+    buffer: Tensor
     """`[numel]`."""
-    factors: list[torch.Tensor]
+    factors: list[Tensor]
     """Its factors in the shapes of `AdapterBank._compute_views`."""
 
 
-def _source(layout: SlabLayout, factor: Factor, flat: torch.Tensor) -> torch.Tensor:
+def _source(layout: SlabLayout, factor: Factor, flat: Tensor) -> Tensor:
     if factor.experts is not None and not layout.lora.shares_outer:
         return flat.view(factor.shape)
     return flat if factor.num_blocks == 1 else factor.blocks(flat.view(factor.shape))

@@ -9,11 +9,8 @@ output. Ranks exchange only rank-sized tensors, s forward and dS backward:
     row          s summed                             nothing
     row, SP      s summed, used in own rows           dS of own rows, then gathered
 
-Gradients of factors are what `training.optimizer` expects: complete for the sharded factor, a
-partial sum over TP for the replicated one. Gathering is summing: s and dS of rows that a rank does
-not hold are zero there. Layout of s and dS is the implementation's own (`ops.lora.linear_ops`), so
-a rank that holds a part of the rows fills the others with zeros and computes all; the base, by far
-the larger part, stays split.
+Gradients are complete for the sharded factor, a partial sum over TP for the replicated one.
+Gathering is summing: s and dS of rows that a rank does not hold are zero there.
 
 Shapes: T rows of the micro-batch, W of them on this rank, K features in, N features out.
 """
@@ -24,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.linear import Computed, LinearLayout, with_vjp
@@ -39,14 +37,14 @@ from tlora_megatron.parallel.collectives import Pending, all_reduce
 class InputNorm(NamedTuple):
     """The frozen norm that a base linear begins with."""
 
-    weight_K: torch.Tensor
-    bias_K: torch.Tensor | None
+    weight_K: Tensor
+    bias_K: Tensor | None
     eps: float
     is_rms: bool
     zero_centered: bool
     """The weight is held less 1."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Normalises `[..., K]` in fp32, which is then rounded once."""
         weight_K, bias_K, wide = self.weight_K, self.bias_K, x
         if self.is_rms:
@@ -81,18 +79,9 @@ class BlackBoxStrategy:
         return self._factors.get(self._index)
 
     def forward(
-        self,
-        x_WK: torch.Tensor,
-        base_WN: torch.Tensor,
-        view: MicroBatchView,
-        norm: InputNorm | None = None,
+        self, x_WK: Tensor, base_WN: Tensor, view: MicroBatchView, norm: InputNorm | None = None
     ) -> Computed:
-        """Returns `base_y + branch(norm(x))`, `[W, N]`; there must be factors.
-
-        Args:
-            x_WK: what the base got.
-            base_WN: what it returned.
-        """
+        """Returns `base_y + branch(norm(x))`, `[W, N]`; there must be factors."""
         factors, num_rows, layout = self.factors, view.rows.ends[-1], self.layout
         assert factors is not None, f"site {self._index} must have factors, got none"
         bound = self._ops.bind(factors, view.rows)
@@ -113,8 +102,8 @@ class BlackBoxBackward(NamedTuple):
     norm: InputNorm | None
 
     def run(
-        self, dy_WN: torch.Tensor, x_WK: torch.Tensor, s: torch.Tensor, *, needs_dx: bool = True
-    ) -> torch.Tensor | None:
+        self, dy_WN: Tensor, x_WK: Tensor, s: Tensor, *, needs_dx: bool = True
+    ) -> Tensor | None:
         """Returns the branch's part of dx `[W, K]`, and adds factors' gradients."""
         bound, layout, norm = self
         num_rows, is_column = bound.rows.ends[-1], layout.kind == "column"
@@ -141,11 +130,8 @@ class BlackBoxBackward(NamedTuple):
 
 
 def black_box_vjp(
-    x_WK: torch.Tensor,
-    base: tuple[torch.Tensor, Vjp],
-    strategy: BlackBoxStrategy,
-    view: MicroBatchView,
-) -> tuple[torch.Tensor, Vjp]:
+    x_WK: Tensor, base: tuple[Tensor, Vjp], strategy: BlackBoxStrategy, view: MicroBatchView
+) -> tuple[Tensor, Vjp]:
     """Returns a base's output with the branch added, and the way back through both; without factors
     it is the base alone."""
     if strategy.factors is None:
@@ -155,7 +141,7 @@ def black_box_vjp(
     return y_WN, lambda dy_WN: branch_back(dy_WN).add_(base_back(dy_WN))
 
 
-def _spread(x_WK: torch.Tensor, window: tuple[int, int], num_rows: int) -> torch.Tensor:
+def _spread(x_WK: Tensor, window: tuple[int, int], num_rows: int) -> Tensor:
     """Returns the rows in their place among all of the micro-batch's, zeros elsewhere."""
     begin, end = window
     assert len(x_WK) == end - begin, f"rows must be {end - begin} on this rank, got {len(x_WK)}"
@@ -166,6 +152,6 @@ def _spread(x_WK: torch.Tensor, window: tuple[int, int], num_rows: int) -> torch
     return x_TK
 
 
-def _sum(ranked: torch.Tensor, layout: LinearLayout) -> Pending:
+def _sum(ranked: Tensor, layout: LinearLayout) -> Pending:
     """Starts summing s or dS over the group, in place."""
     return all_reduce(ranked, layout.group) if ranked.numel() else Pending(ranked, None)

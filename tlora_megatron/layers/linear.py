@@ -1,20 +1,15 @@
 """The multi-adapter linear: a frozen base linear and all adapters' branch, one node of autograd.
 
-`ops.lora.linear_ops` computes the parts. In which order they run, with which collectives, and what
-is saved for backward is decided by a strategy; there is one for each way in which ranks share the
-adapters' factors:
+`ops.lora.linear_ops` computes the parts; a strategy decides their order, their collectives and what
+is saved for backward. There is one for each way in which ranks share the adapters' factors:
 
     strategy                     its place in a linear
-    layers.fold                  in the base GEMM: factors lie as the base's weight does
-    layers.s_lora                in the base GEMM: both factors are sharded
+    shardings.FoldStrategy       in the base GEMM: factors lie as the base's weight does
+    shardings.SLoraStrategy      in the base GEMM: both factors are sharded
     layers.black_box             behind the base, which is called as it is
 
-A strategy returns a `Computed`. Here it becomes a node of autograd's graph (`multi_lora_linear`),
-or a result and the function that leads back (`multi_lora_linear_vjp`).
-
 Over a base in FP8, x of a sequence-parallel linear travels as codes (`QuantisedInput`) wherever the
-adapters need no more of x than this rank's rows. A row's codes, and its s, are the same before and
-after: so the bits do not depend on which way was taken.
+adapters need no more of x than this rank's rows: codes of a row, and its s, are the same then.
 
 Shapes: T rows, K features in, N features out, as this rank holds them; W rows of x on this rank
 before gathering.
@@ -28,6 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.parts import Vjp, frozen_dgrad, frozen_product
@@ -82,26 +78,26 @@ class LinearLayout:
         begin = dist.get_rank(self.group) * size
         return begin, begin + size
 
-    def gather_input(self, x_TK: torch.Tensor) -> torch.Tensor:
+    def gather_input(self, x_TK: Tensor) -> Tensor:
         """Returns all rows of the input."""
         return all_gather_rows(x_TK, self.group) if self.gathers_input else x_TK
 
-    def gather_together(self, tensors: Sequence[torch.Tensor]) -> list[Pending]:
+    def gather_together(self, tensors: Sequence[Tensor]) -> list[Pending]:
         """Starts gathering all ranks' rows of what belongs to the input."""
         return gather_together(tensors, self.group)
 
-    def sum_ranks(self, x: torch.Tensor) -> Pending:
+    def sum_ranks(self, x: Tensor) -> Pending:
         """Starts summing over the ranks, in place."""
         return all_reduce(x, self.group)
 
-    def reduce_dgrad(self, dx_TK: torch.Tensor) -> Pending:
+    def reduce_dgrad(self, dx_TK: Tensor) -> Pending:
         """Starts the reduction of dx; gradients of factors are computed while it is under way."""
         if self.gathers_input:
             return reduce_scatter_rows(dx_TK, self.group)
         return all_reduce(dx_TK, self.group if self.reduces_dgrad else None)
 
 
-Backward = Callable[..., torch.Tensor | None]
+Backward = Callable[..., Tensor | None]
 """`backward(dy_TN, *saved, needs_dx=True)` returns dx `[T, K]`, None if it is not needed, and adds
 the factors' gradients to the jobs' slabs."""
 
@@ -109,34 +105,34 @@ the factors' gradients to the jobs' slabs."""
 class QuantisedInput(NamedTuple):
     """The input of a sequence-parallel linear, of which codes were gathered."""
 
-    x_WK: torch.Tensor
+    x_WK: Tensor
     """This rank's rows, as they were born."""
     rows: QuantRows
     """Codes and scales of all ranks' rows."""
-    s: torch.Tensor | None
+    s: Tensor | None
     """The adapters' s of all rows; None without adapters."""
 
 
 class RankTransport(Protocol):
     """Carries rows between the ranks of tensor parallelism: a `LinearLayout`, or a lane."""
 
-    def gather_together(self, tensors: Sequence[torch.Tensor]) -> Sequence[Pending]:
+    def gather_together(self, tensors: Sequence[Tensor]) -> Sequence[Pending]:
         """Starts gathering all ranks' rows of several tensors."""
         ...
 
-    def sum_ranks(self, x: torch.Tensor) -> Pending:
+    def sum_ranks(self, x: Tensor) -> Pending:
         """Starts summing over the ranks; x may be overwritten."""
         ...
 
 
-OwnS = Callable[[torch.Tensor, MicroBatchView], torch.Tensor]
+OwnS = Callable[[Tensor, MicroBatchView], Tensor]
 """`own_s(x_WK, view)` returns s of this rank's rows, 0 in the others."""
 
 
 class Computed(NamedTuple):
     """The forward result of a strategy."""
 
-    y_TN: torch.Tensor
+    y_TN: Tensor
     saved: tuple[Base | None, ...]
     """Tensors that backward takes beside dy, and a base that is no tensor."""
     backward: Backward
@@ -159,9 +155,9 @@ class GemmStrategy(Protocol):
 
     def forward(
         self,
-        x: torch.Tensor | QuantisedInput,
+        x: Tensor | QuantisedInput,
         base: Base,
-        bias_N: torch.Tensor | None,
+        bias_N: Tensor | None,
         view: MicroBatchView,
         lane: Lane | None,
     ) -> Computed:
@@ -184,11 +180,8 @@ class MultiLoRALinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        base_y: torch.Tensor | None,
-        compute: Callable[[torch.Tensor], Computed],
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, base_y: Tensor | None, compute: Callable[[Tensor], Computed]
+    ) -> Tensor:
         """Runs `compute` on `[T, K]`.
 
         Args:
@@ -196,13 +189,13 @@ class MultiLoRALinear(torch.autograd.Function):
             base_y: a base's output that `compute` adds to; None = it computes the base itself.
         """
         y_TN, saved, ctx.compute_backward = compute(x.contiguous().view(-1, x.shape[-1]))
-        ctx.save_for_backward(*[v if isinstance(v, torch.Tensor) else None for v in saved])
-        ctx.bases = [(i, v) for i, v in enumerate(saved) if not isinstance(v, torch.Tensor)]
+        ctx.save_for_backward(*[v if isinstance(v, Tensor) else None for v in saved])
+        ctx.bases = [(i, v) for i, v in enumerate(saved) if not isinstance(v, Tensor)]
         ctx.x_shape, ctx.has_base = x.shape, base_y is not None
         return y_TN.view(-1, *x.shape[1:-1], y_TN.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # Autograd expands a sum's gradient from one element.
         dy_TN = dy.contiguous().view(-1, dy.shape[-1])
         needs_dx, saved = ctx.needs_input_grad[0], list(ctx.saved_tensors)
@@ -223,37 +216,35 @@ def computes_base(strategy: GemmStrategy, view: MicroBatchView) -> bool:
 
 
 def multi_lora_linear(
-    x: torch.Tensor,
+    x: Tensor,
     base: Base,
-    bias_N: torch.Tensor | None,
+    bias_N: Tensor | None,
     strategy: GemmStrategy,
     view: MicroBatchView,
     lane: Lane | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Returns `[..., N]` of x `[..., K]`, differentiable in x; without factors the base alone."""
 
-    def compute(x_TK: torch.Tensor) -> Computed:
+    def compute(x_TK: Tensor) -> Computed:
         return _compute(x_TK, base, bias_N, strategy, view, lane)
 
     return MultiLoRALinear.apply(x, None, compute)
 
 
-def frozen_linear(
-    x: torch.Tensor, base: Base, bias_N: torch.Tensor | None, layout: LinearLayout
-) -> torch.Tensor:
+def frozen_linear(x: Tensor, base: Base, bias_N: Tensor | None, layout: LinearLayout) -> Tensor:
     """Returns `[..., N]` of x `[..., K]` without adapters, differentiable in x."""
     frozen = _FrozenLinear(layout, None, None)
     return MultiLoRALinear.apply(x, None, lambda x_TK: frozen.forward(x_TK, base, bias_N))
 
 
 def multi_lora_linear_vjp(
-    x: torch.Tensor | QuantisedInput,
+    x: Tensor | QuantisedInput,
     base: Base,
-    bias_N: torch.Tensor | None,
+    bias_N: Tensor | None,
     strategy: GemmStrategy,
     view: MicroBatchView,
     lane: Lane | None = None,
-) -> tuple[torch.Tensor, Vjp]:
+) -> tuple[Tensor, Vjp]:
     """Returns y `[T, N]` and the way back as a function; without factors it is the base alone.
 
     Args:
@@ -263,16 +254,16 @@ def multi_lora_linear_vjp(
 
 
 def _compute(
-    x: torch.Tensor | QuantisedInput,
+    x: Tensor | QuantisedInput,
     base: Base,
-    bias_N: torch.Tensor | None,
+    bias_N: Tensor | None,
     strategy: GemmStrategy,
     view: MicroBatchView,
     lane: Lane | None,
 ) -> Computed:
     if strategy.factors is None:
         return _FrozenLinear(strategy.layout, lane, view.exactness).forward(x, base, bias_N)
-    if lane is None and isinstance(x, torch.Tensor):
+    if lane is None and isinstance(x, Tensor):
         x = gather_codes(x, base, strategy, view, strategy.layout) or x
     return strategy.forward(x, base, bias_N, view, lane)
 
@@ -285,11 +276,7 @@ def takes_codes(strategy: GemmStrategy, base: Base) -> bool:
 
 
 def gather_codes(
-    x_WK: torch.Tensor,
-    base: Base,
-    strategy: GemmStrategy,
-    view: MicroBatchView,
-    transport: RankTransport,
+    x_WK: Tensor, base: Base, strategy: GemmStrategy, view: MicroBatchView, transport: RankTransport
 ) -> QuantisedInput | None:
     """Returns codes of all ranks' rows, and s; None where not `takes_codes`."""
     if not takes_codes(strategy, base):
@@ -303,10 +290,7 @@ def gather_codes(
 
 
 def _gather(
-    x_WK: torch.Tensor,
-    base: QuantWeight,
-    transport: RankTransport,
-    own_s: Callable[[], torch.Tensor] | None,
+    x_WK: Tensor, base: QuantWeight, transport: RankTransport, own_s: Callable[[], Tensor] | None
 ) -> QuantisedInput:
     own, s = base.rows_of(x_WK), None
     codes, scales = transport.gather_together([own.codes_TK, own.scales])
@@ -317,7 +301,7 @@ def _gather(
     return QuantisedInput(x_WK, QuantRows(codes.wait(), scales.wait()), s)
 
 
-def with_vjp(computed: Computed) -> tuple[torch.Tensor, Vjp]:
+def with_vjp(computed: Computed) -> tuple[Tensor, Vjp]:
     """Returns a strategy's result, and the way back as a function that holds what is saved."""
     y_TN, saved, backward = computed
     return y_TN, lambda dy_TN: backward(dy_TN, *saved)
@@ -330,14 +314,12 @@ class _FrozenLinear(NamedTuple):
     lane: Lane | None
     exactness: Exactness | None
 
-    def forward(
-        self, x: torch.Tensor | QuantisedInput, base: Base, bias_N: torch.Tensor | None
-    ) -> Computed:
+    def forward(self, x: Tensor | QuantisedInput, base: Base, bias_N: Tensor | None) -> Computed:
         """Returns y `[T, N]`; see `GemmStrategy.forward`."""
         layout, lane, exactness = self
         y_TN = frozen_product(*self._gathered(x, base), bias_N, exactness)
 
-        def backward(dy_TN: torch.Tensor, *, needs_dx: bool = True) -> torch.Tensor | None:
+        def backward(dy_TN: Tensor, *, needs_dx: bool = True) -> Tensor | None:
             if not needs_dx:
                 return None
             dx_TK = frozen_dgrad(dy_TN, base, exactness)
@@ -345,10 +327,10 @@ class _FrozenLinear(NamedTuple):
 
         return Computed(y_TN, (), backward)
 
-    def _gathered(self, x: torch.Tensor | QuantisedInput, base: Base) -> tuple[torch.Tensor, Base]:
+    def _gathered(self, x: Tensor | QuantisedInput, base: Base) -> tuple[Tensor, Base]:
         """Returns what is multiplied, and with what."""
         layout, lane, _ = self
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, Tensor):
             if lane is not None:
                 lane.take_local()  # nobody needs it
                 return x, base

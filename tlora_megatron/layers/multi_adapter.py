@@ -15,13 +15,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.black_box import BlackBoxStrategy, InputNorm, black_box_vjp
-from tlora_megatron.layers.fold import FoldStrategy
 from tlora_megatron.layers.linear import (
     Computed,
     GemmStrategy,
@@ -33,7 +31,7 @@ from tlora_megatron.layers.linear import (
     multi_lora_linear_vjp,
 )
 from tlora_megatron.layers.quantised_linear import held_base
-from tlora_megatron.layers.s_lora import SLoraStrategy
+from tlora_megatron.layers.shardings import FoldStrategy, SLoraStrategy
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.lora.linear_ops import Base
@@ -107,9 +105,7 @@ class MegatronLinearMixin(MultiAdapter):
     def _make_adapters(self, bank: AdapterBank, site: Site, layout: LinearLayout) -> LinearAdapters:
         return product_adapters(bank, site, layout)
 
-    def _forward_impl(
-        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         view, lane, adapters = current_micro_batch(), None, self.tlora_adapters
         if adapters.site.kind == "column":
             lane = current_lane()
@@ -123,7 +119,7 @@ class MegatronLinearMixin(MultiAdapter):
             input, held_base(self, weight), kwargs.get("bias"), gemm, view, lane
         )
 
-    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """Does what Megatron's does; a nano-batch's lane reduces a row-parallel product for it."""
         lane, adapters = current_lane(), self.tlora_adapters
         if lane is not None and adapters.site.kind == "row":
@@ -134,8 +130,8 @@ class MegatronLinearMixin(MultiAdapter):
         return _add_branch(adapters.output, input_, y), bias
 
     def product_vjp(
-        self, x: torch.Tensor | QuantisedInput, view: MicroBatchView, lane: Lane | None
-    ) -> tuple[torch.Tensor, Vjp]:
+        self, x: Tensor | QuantisedInput, view: MicroBatchView, lane: Lane | None
+    ) -> tuple[Tensor, Vjp]:
         """Returns what `forward` does, without autograd and in two dimensions, and the way back.
 
         Relies on what `ModelSpec`s are built of: outputs are not gathered, and a row-parallel
@@ -149,17 +145,16 @@ class MegatronLinearMixin(MultiAdapter):
 
 def product_vjp(
     base: Base,
-    bias_N: torch.Tensor | None,
+    bias_N: Tensor | None,
     adapters: LinearAdapters,
-    x: torch.Tensor | QuantisedInput,
+    x: Tensor | QuantisedInput,
     view: MicroBatchView,
     lane: Lane | None,
-) -> tuple[torch.Tensor, Vjp]:
+) -> tuple[Tensor, Vjp]:
     """Returns the product of a parallel linear and its adapters, and the way back.
 
     Args:
         bias_N: of a row-parallel linear it is added behind the reduction; there is no lane then.
-        adapters: with a strategy for the GEMM.
         x: `[T, K]`, gathered where there is a lane, which then also reduces y and dx.
     """
     gemm, output = adapters.gemm, adapters.output
@@ -171,11 +166,11 @@ def product_vjp(
         product = (y if bias_N is None else y + bias_N, vjp)
     if output is None:
         return product
-    assert isinstance(x, torch.Tensor), "a branch behind the GEMM is made of x itself"
+    assert isinstance(x, Tensor), "a branch behind the GEMM is made of x itself"
     return black_box_vjp(x, product, output, view)
 
 
-def reduced(y: torch.Tensor, vjp: Vjp, layout: LinearLayout) -> tuple[torch.Tensor, Vjp]:
+def reduced(y: Tensor, vjp: Vjp, layout: LinearLayout) -> tuple[Tensor, Vjp]:
     """Reduces a row-parallel linear's partial sums; returns the sum, or its rows, and the vjp."""
     group = layout.group
     if layout.tp_size == 1:
@@ -185,7 +180,7 @@ def reduced(y: torch.Tensor, vjp: Vjp, layout: LinearLayout) -> tuple[torch.Tens
     return reduce_scatter_rows(y, group).wait(), lambda dy: vjp(all_gather_rows(dy, group))
 
 
-def _add_bias(linear: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
+def _add_bias(linear: Any, y: Tensor) -> tuple[Tensor, Any]:
     """Returns a row-parallel linear's result, and the bias if the caller is to add it."""
     if linear.bias is None or linear.skip_bias_add:
         return y, linear.bias
@@ -202,17 +197,14 @@ _ONE_RANK: dict[str, Any] = {
 
 
 def _add_branch(
-    output: BlackBoxStrategy | None,
-    x: torch.Tensor,
-    base_y: torch.Tensor,
-    norm: InputNorm | None = None,
-) -> torch.Tensor:
+    output: BlackBoxStrategy | None, x: Tensor, base_y: Tensor, norm: InputNorm | None = None
+) -> Tensor:
     """Adds the adapters' branch, of the bound micro-batch, to what a linear has returned."""
     view = current_micro_batch()
     if output is None or view is None or output.factors is None:
         return base_y
 
-    def compute(x_WK: torch.Tensor) -> Computed:
+    def compute(x_WK: Tensor) -> Computed:
         return output.forward(x_WK, base_y.flatten(0, -2), view, norm)
 
     return MultiLoRALinear.apply(x, base_y, compute)
@@ -239,7 +231,7 @@ class BlackBoxMixin(MultiAdapter):
     def _make_adapters(self, bank: AdapterBank, site: Site, layout: LinearLayout) -> LinearAdapters:
         return LinearAdapters(site=site, gemm=None, output=BlackBoxStrategy(bank, site, layout))
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """Returns `[W, 1, N]` of `[W, 1, K]`, and the bias that the caller adds, or None."""
         _keep_quantised_weight(self)
         norm = _input_norm(self)

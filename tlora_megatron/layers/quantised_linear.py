@@ -70,7 +70,6 @@ def quantise_in_place(linear: Any, kind: Kind, device: torch.device) -> None:
 
     Args:
         linear: with a weight on any device, also the meta device.
-        kind: of the scales.
     """
     num_rows, num_columns = linear.weight.shape
     blocks = (-(-num_rows // GROUP), -(-num_columns // GROUP))

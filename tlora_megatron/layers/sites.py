@@ -4,12 +4,8 @@ All routed experts of a layer that a rank holds are one site for each of their t
 
 Column-parallel: `lora_a` replicated over TP, `lora_b` sharded over rows. Row-parallel: `lora_a`
 sharded over columns, `lora_b` replicated. The replicated factor's gradient is a partial sum, added
-over TP once an optimizer step; no activation-sized collective is added anywhere. Under
-`ParallelLayout.lora_sharding` s_lora the replicated factor is sharded too: `lora_a` of
+over TP once an optimizer step. Under s_lora the replicated factor is sharded too: `lora_a` of
 column-parallel linears over its rank rows, `lora_b` of row-parallel ones over its rows.
-
-Linears with the names of Llama's have the same names of factors and the same dropout as Megatron's
-fused ones, so that a job's state can go from one to the other.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.model.backbone import Backbone, LinearsSpec
 from tlora_megatron.model.layout import ExpertPlace, LoraSharding, ParallelLayout
@@ -60,7 +57,7 @@ class TargetShard:
     columns: OutputColumns
     lora_a_columns: slice | None
     """Columns of the whole `lora_a` held here; None = all (replicated)."""
-    lora_b_rows: torch.Tensor | None
+    lora_b_rows: Tensor | None
     """int64 rows of the whole `lora_b` held here, in local order; None = all (replicated)."""
     in_size: int
     """Number of local input features."""
@@ -220,11 +217,7 @@ def _stage_linears(
 
 
 def check_targets(spec: Backbone, layout: ParallelLayout, job: str, targets: Sequence[str]) -> None:
-    """Refuses targets that some layer of a built model lacks: an adapter covers all layers.
-
-    Raises:
-        ValueError: naming the job, the target and the first layer that lacks it.
-    """
+    """Refuses targets that some layer of a built model lacks: an adapter covers all layers."""
     if layout.stage_linears is None:
         return
     held = {pair for stage in layout.stage_linears for pair in stage}
@@ -238,7 +231,7 @@ def check_targets(spec: Backbone, layout: ParallelLayout, job: str, targets: Seq
             )
 
 
-def qkv_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> torch.Tensor:
+def qkv_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> Tensor:
     """Returns the rows of the whole `[q; k; v]` in the order of one rank's `linear_qkv`.
 
     Returns:
@@ -250,7 +243,7 @@ def qkv_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> torch.
     return torch.cat([q, k, k + spec.kv_size], dim=2)[tp_rank].flatten()
 
 
-def fc1_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> torch.Tensor:
+def fc1_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> Tensor:
     """Returns the rows of the whole `[gate; up]` in the order of one rank's `linear_fc1`.
 
     Returns:
@@ -288,7 +281,7 @@ def _output_columns(
     return dict.fromkeys(targets, whole)
 
 
-def _lora_b_rows(spec: ModelSpec, target: str, tp_rank: int, tp_size: int) -> torch.Tensor:
+def _lora_b_rows(spec: ModelSpec, target: str, tp_rank: int, tp_size: int) -> Tensor:
     """Returns the rows of the whole `lora_b` on this rank, in the order of local output columns."""
     if target in ("linear_fc1", "experts.linear_fc1"):
         return fc1_row_order(spec, tp_rank, tp_size)

@@ -50,11 +50,7 @@ class LinearsSpec:
     """The same as `ModelSpec.sliding_window`."""
 
     def linear(self, target: str) -> LinearShape:
-        """The linear that a target names.
-
-        Raises:
-            ValueError: if there is none; the message says why.
-        """
+        """The linear that a target names."""
         for linear in self.linears:
             if linear.target == target:
                 return linear
@@ -89,12 +85,6 @@ _KNOWN = (*HF_TARGETS, *SHARED_EXPERT_TARGETS, "linear_proj", "linear_fc2")
 
 def check_block_sizes(job: str, lora: LoraSpec, spec: Backbone, tp_size: int = 1) -> None:
     """Refuses numbers of blocks that do not fit the base model or tensor parallelism.
-
-    Args:
-        job: name of the job.
-        lora: the adapter's settings.
-        spec: the base model.
-        tp_size: number of tensor-parallel ranks.
 
     Raises:
         ValueError: naming the job and the nearest numbers of blocks that fit.

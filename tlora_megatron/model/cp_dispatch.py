@@ -4,7 +4,6 @@ A replica of C ranks divides into teams of C, C/2, ..., 1 neighbours. Long seque
 teams, short ones to narrow ones, where attention sends nothing. Every rank runs the micro-batches
 of its widest team first, so that all ranks of a team come to each of its micro-batches together.
 Whole numbers only: every process finds the same without a word to the others.
-
 """
 
 from __future__ import annotations

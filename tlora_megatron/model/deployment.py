@@ -125,11 +125,7 @@ class Deployment:
 
     @classmethod
     def parse(cls, text: str) -> Deployment:
-        """Reads the short form, such as `2xTP2+SP@12288/selective + 4xTP1@6144`.
-
-        Raises:
-            ConfigError: naming the part that cannot be read.
-        """
+        """Reads the short form, such as `2xTP2+SP@12288/selective + 4xTP1@6144`."""
         parts = expand_short_form(text, "replicas")
         return cls.from_specs([read_spec(ReplicaSpec, part, "replicas") for part in parts])
 
@@ -221,11 +217,7 @@ class Deployment:
         )
 
     def placed(self, rank: int) -> PlacedReplica:
-        """Returns the replica that a global rank belongs to.
-
-        Raises:
-            IndexError: if the deployment has no such rank.
-        """
+        """Returns the replica that a global rank belongs to."""
         for replica in self.placed_replicas():
             if rank in replica.ranks:
                 return replica

@@ -6,7 +6,6 @@ computed in whole numbers, so that every process finds the same without a word t
 
 The bound of unlike replicas is the dual of their linear program: for prices p of the kinds, no
 round ends before `sum over sequences of the least p * cost` / `sum over replicas of p`.
-
 """
 
 from __future__ import annotations
@@ -67,10 +66,6 @@ def turns(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> list[int]:
     replicas are unlike, any first part has about the whole batch's lengths: rounds of long ones
     only would leave those idle that cannot hold them, and rounds of short ones the others.
 
-    Args:
-        lengths: rows of each sequence.
-        rates: one for each replica.
-
     Returns:
         Places in `lengths`.
     """
@@ -104,10 +99,6 @@ def assign(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> Assignment:
     Longest first to the replica that ends first. Among unlike replicas, to the kind whose price for
     it is lowest, of those that end in time; then the latest replica gives away what helps.
 
-    Args:
-        lengths: rows of each sequence.
-        rates: one for each replica.
-
     Raises:
         ValueError: if no replica can hold a sequence.
     """
@@ -130,7 +121,6 @@ def cut(lengths: Sequence[int], budget: int, fewest: int = 0) -> list[list[int]]
 
     Args:
         lengths: rows of each sequence, at most `budget`.
-        budget: rows that a micro-batch may hold.
         fewest: micro-batches that there must be, for which some may stay empty.
 
     Returns:
@@ -151,8 +141,6 @@ def share_out(
     """Gives every sequence to a replica and cuts what each has into micro-batches.
 
     Args:
-        lengths: rows of each sequence.
-        rates: one for each replica.
         stages: of each replica's pipeline, which needs as many micro-batches to be full. Without
             sequences it has one empty micro-batch; a replica without a pipeline has none. None =
             there are no pipelines.

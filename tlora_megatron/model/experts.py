@@ -82,9 +82,6 @@ def refuse_experts(experts: ExpertsSpec | None, what: str) -> None:
 
     Args:
         what: begins the sentence: "the base of ...".
-
-    Raises:
-        ValueError: saying what the base must be.
     """
     if experts is not None:
         raise ValueError(

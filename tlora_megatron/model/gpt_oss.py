@@ -72,12 +72,7 @@ def read_attention(
     """Reads windows, biases and rotary scaling of a `config.json` whose missing keys are filled in.
 
     Args:
-        values: of the file.
         rope: its rotary parameters, with `rope_type`.
-        num_layers: of the model.
-
-    Raises:
-        ValueError: for what is not supported; the message lacks the file's name.
     """
     if values["attention_bias"] is not True:
         raise ValueError(f"attention_bias must be true, got {values['attention_bias']!r}")
@@ -139,11 +134,7 @@ def refuse_gpt_oss(model_type: str, what: str) -> None:
     """Refuses a gpt-oss base where only `tlora train` computes it.
 
     Args:
-        model_type: of the base.
         what: begins the sentence: "the base of ...".
-
-    Raises:
-        ValueError: saying what the base must be.
     """
     if model_type == MODEL_TYPE:
         raise ValueError(

@@ -131,8 +131,6 @@ def stage_sizes(
     """Number of layers of every pipeline stage, divided as Megatron-core does.
 
     Args:
-        num_layers: of the model.
-        pp_size: number of stages.
         first: layers of the first stage; None: as many as of each middle one.
         last: those of the last stage, likewise.
 

@@ -67,9 +67,6 @@ def read_published_format(config_json: Path) -> PublishedFormat | None:
     """Reads the quantisation of a folder; None if its config.json states none.
 
     Also None for gpt-oss in MXFP4, which is decoded as it is read.
-
-    Raises:
-        ValueError: naming a value that is not supported.
     """
     raw = _stated(config_json)
     if raw is None or (_is_mxfp4(raw) and _read(config_json).get("model_type") == MODEL_TYPE):
@@ -97,11 +94,7 @@ def _is_mxfp4(stated: Any) -> bool:
 
 
 def refuse_published(config_json: Path, where: str) -> None:
-    """Refuses a folder of FP8 weights where a trainer of somebody else's would read it.
-
-    Raises:
-        ValueError: if its config.json says that it holds some.
-    """
+    """Refuses a folder of FP8 weights where a trainer of somebody else's would read it."""
     stated = _stated(config_json)
     if isinstance(stated, dict) and stated.get("quant_method") in _METHODS:
         raise ValueError(
@@ -334,11 +327,7 @@ def quantised_as_published(spec: ModelSpec, published: PublishedFormat) -> BaseQ
 def check_block_layout(
     spec: ModelSpec, quantisation: BaseQuantisation, layout: ParallelLayout
 ) -> None:
-    """Refuses a layout, or a model, that would cut blocks of 128 x 128.
-
-    Raises:
-        ValueError: naming the size, and the tensor-parallel sizes that fit.
-    """
+    """Refuses a layout, or a model, that would cut blocks of 128 x 128."""
     if quantisation.kind != "block":
         return
     names = {linear for _, linear in quantisation.linears}
@@ -372,9 +361,6 @@ def cut_block(spec: ModelSpec, linears: Collection[str], tp_size: int) -> tuple[
 
 def quantised_on_reading(spec: ModelSpec, unquantised: Sequence[str]) -> BaseQuantisation:
     """Returns the quantisation of a base in a wider dtype.
-
-    Args:
-        unquantised: as `base_model.unquantised` holds it.
 
     Raises:
         ValueError: if it names a layer that the model lacks.

@@ -8,7 +8,6 @@ Semantics of one update, as `torch.optim.AdamW` after `clip_grad_norm_`, in fp32
     exp_avg_sq  = beta2 * exp_avg_sq + (1 - beta2) * g^2
     master     -= lr / (1 - beta1^step) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
     grad        = 0
-
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.ops.adamw_update import AdamUpdate
 from tlora_megatron.ops.lora.kernel_choice import forced_kernels, triton_problem
@@ -62,7 +62,7 @@ def _check(update: AdamUpdate, device: torch.device) -> None:
                 f"{list(tensor.shape)} on {tensor.device}"
             )
     clip = update.clip
-    if isinstance(clip, torch.Tensor) and (
+    if isinstance(clip, Tensor) and (
         clip.dim() or clip.dtype != torch.float32 or clip.device != device
     ):
         raise ValueError(
@@ -75,7 +75,7 @@ def _check(update: AdamUpdate, device: torch.device) -> None:
 
 def _torch_adamw(update: AdamUpdate) -> None:
     clip, found_inf = update.clip, None
-    if isinstance(clip, torch.Tensor):
+    if isinstance(clip, Tensor):
         found_inf = (~clip.isfinite()).float()
     elif not math.isfinite(clip):
         update.grad.zero_()

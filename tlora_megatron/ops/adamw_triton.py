@@ -2,7 +2,6 @@
 
 A table of addresses and hyper-parameters, one column an update, goes to the device in one copy.
 Thread blocks are numbered through all updates; each finds its own among the first ones of all.
-
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tlora_megatron.ops.adamw_update import AdamUpdate
 
@@ -128,7 +128,7 @@ def launch_adamw(updates: Sequence[AdamUpdate]) -> None:
 
 def _tables(
     updates: Sequence[AdamUpdate], blocks: Sequence[int], columns: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The kernel's two tables on the device, parts of one buffer that is copied once."""
     buffer = torch.empty(
         _INT_ROWS + _FLOAT_ROWS // 2,
@@ -162,12 +162,12 @@ def _addresses(update: AdamUpdate) -> tuple[int, int, int, int]:
 
 def _clip_address(update: AdamUpdate) -> int:
     """0 where the multiplier is a number."""
-    return update.clip.data_ptr() if isinstance(update.clip, torch.Tensor) else 0
+    return update.clip.data_ptr() if isinstance(update.clip, Tensor) else 0
 
 
 def _hyper_parameters(update: AdamUpdate) -> tuple[float, ...]:
     """Returns the kernel's factors, computed in fp64 and rounded once."""
-    clip = 1.0 if isinstance(update.clip, torch.Tensor) else update.clip
+    clip = 1.0 if isinstance(update.clip, Tensor) else update.clip
     return (
         clip,
         update.lr * update.weight_decay,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 
 class AdamUpdate(NamedTuple):
     """One adapter's update; the four tensors are flat, contiguous fp32 of one length."""
 
-    master: torch.Tensor
-    grad: torch.Tensor
+    master: Tensor
+    grad: Tensor
     """Consumed: zero afterwards, also where the update is skipped."""
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
     lr: float
     beta1: float
     beta2: float
@@ -22,7 +22,7 @@ class AdamUpdate(NamedTuple):
     weight_decay: float
     step: int
     """Counts this update: 1 is the first."""
-    clip: float | torch.Tensor
+    clip: float | Tensor
     """Multiplier of the gradient, or an fp32 `[]` on its device that is read without waiting.
 
     Where it is not finite the update is skipped: only the gradient changes.

@@ -9,7 +9,6 @@ pair is the seed times a factor of its own, 16 bits a column. Which 16 bits mean
 so that one comparison of packed half floats decides on a pair.
 
 Shapes: T rows, K features.
-
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 SEED_COLUMNS = 32
 """Columns of a block whose seeds lie together: the CUDA kernels want shards of whole blocks."""
@@ -35,7 +35,7 @@ MOST_DROPPED = 0xFFFF
 """The most places of 65536 that may be dropped."""
 
 
-def mix32(h: torch.Tensor) -> torch.Tensor:
+def mix32(h: Tensor) -> Tensor:
     """Mixes the bits of int32 values (MurmurHash3 fmix32); equal input, equal output anywhere."""
     h = h ^ ((h >> 16) & 0xFFFF)
     h = h * -2048144789
@@ -61,8 +61,8 @@ def _mix32_int(h: int) -> int:
 
 
 def dropout_reference(
-    x_TK: torch.Tensor, row_keys_T: torch.Tensor, p_T: torch.Tensor, layer_key: int, column: int
-) -> torch.Tensor:
+    x_TK: Tensor, row_keys_T: Tensor, p_T: Tensor, layer_key: int, column: int
+) -> Tensor:
     """Returns `x * keep / (1 - p)` with a probability of its own for every row.
 
     Probabilities are rounded to 1/65536.
@@ -91,7 +91,7 @@ def dropout_reference(
     return torch.where(place_TK >= dropped_places(p_T)[:, None], scaled_TK, 0.0).to(x_TK.dtype)
 
 
-def dropped_places(p: torch.Tensor) -> torch.Tensor:
+def dropped_places(p: Tensor) -> Tensor:
     """Returns how many of the 65536 places of an element are dropped, int32.
 
     Truncated after adding a half, not rounded to even: one instruction, the same in all kernels.
@@ -105,14 +105,12 @@ def _signed(word: int) -> int:
 
 
 @functools.cache
-def _fused() -> Callable[..., torch.Tensor]:
+def _fused() -> Callable[..., Tensor]:
     """The reference as one generated GPU kernel: eager it would be 15 passes over `[T, K]`."""
     return torch.compile(dropout_reference, dynamic=True)
 
 
-def dropout(
-    x_TK: torch.Tensor, row_keys_T: torch.Tensor, p_T: torch.Tensor, layer_key: int, column: int
-) -> torch.Tensor:
+def dropout(x_TK: Tensor, row_keys_T: Tensor, p_T: Tensor, layer_key: int, column: int) -> Tensor:
     """`dropout_reference`, in one kernel on a GPU."""
     run = _fused() if x_TK.is_cuda else dropout_reference
     return run(x_TK, row_keys_T, p_T, layer_key, column)

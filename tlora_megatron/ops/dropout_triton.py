@@ -4,7 +4,6 @@ One word decides on two neighbouring columns. Triton has no way to say "the othe
 thread's pair", so on a GPU a few lines of PTX mask both halves of a register that holds two 16-bit
 values; the interpreter, and a dtype of 32 bits, compute every column's. Scaling by `1 / (1 - p)` is
 left to the caller, who does it in fp32 on a sum.
-
 """
 
 from __future__ import annotations

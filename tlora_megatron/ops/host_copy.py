@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copies a CPU tensor to a device without waiting for the device.
 
     Through pinned memory: a copy out of ordinary memory waits until the stream is empty, so that
@@ -37,7 +38,7 @@ class FixedTables:
             for name, begin in self._begins.items()
         }
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         """A table, int32 `[capacity]`; each begins at 16 bytes."""
         return self._views[name]
 

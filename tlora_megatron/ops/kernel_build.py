@@ -110,10 +110,6 @@ def build_early() -> None:
 def build(path: Path, *, tells: bool = True) -> None:
     """Compiles `csrc/` into `path`, or waits for the process that does.
 
-    Args:
-        path: what `built_library` returns.
-        tells: log how far the build is, every few seconds.
-
     Raises:
         ExtensionUnavailable: with the compiler's last lines if it fails.
     """

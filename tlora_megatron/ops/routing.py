@@ -8,7 +8,6 @@ Tokens of a micro-batch lie in packed order: documents one after another, those 
 by side, padding last. Context parallelism deals out the packed order in `2 * cp_size` equal chunks,
 rank r holding chunks r and `2 * cp_size - 1 - r`, which balances causal attention over the ranks.
 Sequence parallelism then divides a rank's local rows into `tp_size` equal runs.
-
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.config.schema import Recompute
 from tlora_megatron.ops.exactness import Exactness
@@ -123,16 +123,16 @@ class MicroBatchView:
         q_lens, k_begins, k_lens = zip(*spans, strict=True)
         return AttentionSpans(q_lens, k_begins, k_lens)
 
-    def positions(self, device: torch.device) -> torch.Tensor:
+    def positions(self, device: torch.device) -> Tensor:
         """Position of every local token in its own document, int64 `[num_tokens]`."""
 
-        def build() -> torch.Tensor:
+        def build() -> Tensor:
             runs = [torch.arange(p.offset, p.offset + p.length) for p in self.pieces]
             return to_device(torch.cat(runs), device)
 
         return self.cached(f"positions@{device}", build)
 
-    def packed_order(self, device: torch.device) -> torch.Tensor | None:
+    def packed_order(self, device: torch.device) -> Tensor | None:
         """Index that puts rows gathered over the context-parallel ranks into packed order.
 
         int64 `[cp_size * num_tokens]`; None without context parallelism.
@@ -143,14 +143,14 @@ class MicroBatchView:
             f"packed_order@{device}", lambda: to_device(self._packed_order(), device)
         )
 
-    def _packed_order(self) -> torch.Tensor:
+    def _packed_order(self) -> Tensor:
         chunk = self.num_tokens // 2
         ranks = range(self.cp_size)
         chunks = [c for r in ranks for c in (r, 2 * self.cp_size - 1 - r)]
         held = torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in chunks])
         return torch.argsort(held)
 
-    def local_rows(self) -> torch.Tensor:
+    def local_rows(self) -> Tensor:
         """Packed-order row of every local row, int64 `[num_tokens]` on the CPU."""
         runs = [
             torch.arange(p.doc_begin + p.offset, p.doc_begin + p.offset + p.length)

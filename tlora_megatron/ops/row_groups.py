@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.ops.dropout import mix32
 from tlora_megatron.ops.exactness import Exactness
@@ -27,7 +28,7 @@ class RowGroups:
 
     ends: tuple[int, ...]
     """`num_slots + 1` of them; the last is the number of rows."""
-    token_index: torch.Tensor
+    token_index: Tensor
     """Index of each row among its job's tokens, int64 `[rows]` on the CPU."""
     dropout_keys: tuple[int, ...]
     row_budget: int
@@ -87,20 +88,20 @@ class RowGroups:
             self._cache[key] = build()
         return self._cache[key]
 
-    def row_slots(self, device: torch.device) -> torch.Tensor:
+    def row_slots(self, device: torch.device) -> Tensor:
         """Slot of each row, int64 `[rows]`."""
 
-        def build() -> torch.Tensor:
+        def build() -> Tensor:
             lengths = torch.tensor(self.lengths)
             slots = torch.repeat_interleave(torch.arange(len(self.ends)), lengths)
             return to_device(slots, device)
 
         return self.cached(("row_slots", device), build)
 
-    def row_keys(self, device: torch.device) -> torch.Tensor:
+    def row_keys(self, device: torch.device) -> Tensor:
         """Dropout key of each row before the layer is mixed in, int32 `[rows]`."""
 
-        def build() -> torch.Tensor:
+        def build() -> Tensor:
             keys = torch.tensor((*self.dropout_keys, 0))[self.row_slots(torch.device("cpu"))]
             mixed = mix32(keys.to(torch.int32) ^ mix32(self.token_index.to(torch.int32)))
             return to_device(mixed, device)
@@ -108,9 +109,7 @@ class RowGroups:
         return self.cached(("row_keys", device), build)
 
 
-def segment_sums(
-    values_T: torch.Tensor, lengths_G: torch.Tensor, *, exact: bool = False
-) -> torch.Tensor:
+def segment_sums(values_T: Tensor, lengths_G: Tensor, *, exact: bool = False) -> Tensor:
     """Sums of consecutive runs, fp32 `[G]`, in a fixed order; a NaN stays in its own run.
 
     Args:

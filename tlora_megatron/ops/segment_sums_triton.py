@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _BLOCK = 1024
 
@@ -27,7 +28,7 @@ def _segment_sums_kernel(
     tl.store(sums + run, tl.sum(total, axis=0).to(tl.float32))
 
 
-def launch_segment_sums(values_T: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+def launch_segment_sums(values_T: Tensor, ends_G: Tensor) -> Tensor:
     """Returns the sums of consecutive runs, fp32 `[G]`, added in fp64 from each run's first row."""
     sums_G = values_T.new_empty(len(ends_G), dtype=torch.float32)
     if len(ends_G):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 
@@ -55,7 +56,7 @@ class WarmKernel:
     def launch(
         self,
         grid: int,
-        tensors: tuple[torch.Tensor, ...],
+        tensors: tuple[Tensor, ...],
         numbers: tuple[float, ...],
         constants: tuple[int, ...],
         *,

@@ -6,7 +6,6 @@ a row the same ones whatever T is.
 
 With CUDA_DEVICE_MAX_CONNECTIONS=1 a lane's waiting holds up what was enqueued after it on any
 stream; 8 or more let lanes and compute run beside each other.
-
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tlora_megatron.ops.kernel_build import load_extension
 from tlora_megatron.ops.lora.cuda_arguments import ExchangeArguments, ExchangeStep
@@ -76,18 +76,18 @@ class CopyEngineCollectives:
             describe = functools.partial(self._describe_operation, lane)
             self._calls.append(functools.lru_cache(maxsize=1024)(describe))
 
-    def all_reduce(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
+    def all_reduce(self, x_TH: Tensor, lane: int) -> Tensor:
         x_TH = x_TH.contiguous()
         self._run("all_reduce", x_TH, x_TH, x_TH.nbytes, lane, x_TH.dtype)
         return x_TH
 
-    def reduce_scatter(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
+    def reduce_scatter(self, x_TH: Tensor, lane: int) -> Tensor:
         assert len(x_TH) % self.size == 0, f"{self.size} must divide the rows, got {len(x_TH)}"
         result = x_TH.new_empty(len(x_TH) // self.size, *x_TH.shape[1:])
         self._run("reduce_scatter", x_TH.contiguous(), result, x_TH.nbytes, lane, x_TH.dtype)
         return result
 
-    def all_gather(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
+    def all_gather(self, x_TH: Tensor, lane: int) -> Tensor:
         x_TH = x_TH.contiguous()
         result = x_TH.new_empty(len(x_TH) * self.size, *x_TH.shape[1:])
         dtype = x_TH.dtype
@@ -109,8 +109,8 @@ class CopyEngineCollectives:
     def _run(
         self,
         operation: Operation,
-        x: torch.Tensor,
-        out: torch.Tensor,
+        x: Tensor,
+        out: Tensor,
         num_bytes: int,
         lane: int,
         dtype: torch.dtype,
@@ -119,7 +119,7 @@ class CopyEngineCollectives:
             raise RuntimeError(f"lane must be prepared, got {lane} of {len(self._calls)}")
         self.launch(self._calls[lane](operation, num_bytes, dtype), x, out)
 
-    def launch(self, arguments: ExchangeArguments, x: torch.Tensor, out: torch.Tensor) -> None:
+    def launch(self, arguments: ExchangeArguments, x: Tensor, out: Tensor) -> None:
         """Enqueues steps on the current stream with one call of the library."""
         arguments.x, arguments.out = x.data_ptr(), out.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)

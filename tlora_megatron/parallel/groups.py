@@ -10,6 +10,7 @@ with its context-parallel ranks.
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -169,3 +170,12 @@ class ParallelGroups:
     def is_writer(self) -> bool:
         """True on the one process that writes files."""
         return dist.get_rank() == 0
+
+
+def host_threads(most: int) -> int:
+    """Returns this rank's share of the cores it may run on: at least 1, and at most `most`.
+
+    The ranks of a node share its cores (`LOCAL_WORLD_SIZE`, as torchrun sets it).
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(most, len(os.sched_getaffinity(0)) // ranks))

@@ -1,17 +1,11 @@
 """Tapes: everything that a lane keeps in forward to be able to go backward, on its own stream.
 
-Memory: what is allocated on one stream and read on the other must not be given out again too early.
-Every to-and-fro waits for all the other stream was given, so a tensor made on the side and read on
-main is safe by itself: the side stream's next work waits for main. A tensor made on main and read
-on the side must be given to `hold`: main continues without waiting.
+What is made on the side stream and read on main is safe by itself: the side stream's next work
+waits for main. A tensor made on main and read on the side must be given to `hold`.
+CUDA_DEVICE_MAX_CONNECTIONS must not be 1: kernels would start in launch order over all streams.
 
-CUDA_DEVICE_MAX_CONNECTIONS must not be 1: the GPU would start kernels in launch order over all
-streams, and a norm that waits for its collective would hold up every GEMM behind it.
-
-An `AutogradTape` holds graphs that autograd has recorded while any layers' code ran. A `VjpTape`
-holds functions that lead back, of layers that need no autograd. Both go back one sublayer
-(attention or MLP) at a time: `begin`, then `compute` and `reach` for each.
-
+An `AutogradTape` holds graphs that autograd has recorded, a `VjpTape` functions that lead back.
+Both go back one sublayer (attention or MLP) at a time: `begin`, then `compute`, `reach` for each.
 """
 
 from __future__ import annotations
@@ -21,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from tlora_megatron.ops.frozen.parts import End, Vjp, run_backward
@@ -46,7 +41,7 @@ class SideStream:
     def to_main(self) -> None:
         """Continues on main, after all that this stream was given; releases held tensors."""
 
-    def hold(self, tensor: torch.Tensor) -> None:
+    def hold(self, tensor: Tensor) -> None:
         """Keeps a tensor of main's alive until main has waited for its readers here."""
 
     def leave(self) -> None:
@@ -61,7 +56,7 @@ class CudaSideStream(SideStream):
         self._main = torch.cuda.current_stream(device)
         # A wait takes the event as it was recorded last, so one for each direction will do.
         self._main_reached, self._side_reached = torch.cuda.Event(), torch.cuda.Event()
-        self._held: list[torch.Tensor] = []
+        self._held: list[Tensor] = []
 
     def begin(self) -> None:
         self._main = torch.cuda.current_stream(self._side.device)
@@ -80,7 +75,7 @@ class CudaSideStream(SideStream):
         torch.cuda.set_stream(self._main)
         self._held.clear()
 
-    def hold(self, tensor: torch.Tensor) -> None:
+    def hold(self, tensor: Tensor) -> None:
         self._held.append(tensor)
 
     def leave(self) -> None:
@@ -91,17 +86,17 @@ def make_side_stream(device: torch.device) -> SideStream:
     return CudaSideStream(device) if device.type == "cuda" else SideStream()
 
 
-Module = Callable[[torch.Tensor], Any]
-Transport = Callable[[torch.Tensor], torch.Tensor]
+Module = Callable[[Tensor], Any]
+Transport = Callable[[Tensor], Tensor]
 
 
 class WayBack(Protocol):
     """The part of a lane that tapes use."""
 
-    def spread(self, dx: torch.Tensor) -> torch.Tensor:
+    def spread(self, dx: Tensor) -> Tensor:
         """Undoes a reduction: returns the gradient of all rows."""
 
-    def compute_again(self, module: Module, x: torch.Tensor) -> torch.Tensor:
+    def compute_again(self, module: Module, x: Tensor) -> Tensor:
         """Computes a piece's partial sums again, recorded."""
 
 
@@ -124,20 +119,20 @@ class VjpTape:
     sublayers: list[VjpSublayer] = field(default_factory=list)
     norm: Vjp | None = None
     """The final norm's `VjpSublayer.norm`; None = the layers end with the residual stream."""
-    dy: torch.Tensor | None = None
+    dy: Tensor | None = None
     """In backward: the gradient of the last sublayer's sums."""
 
-    def begin(self, dout: torch.Tensor, lane: WayBack) -> torch.Tensor:
+    def begin(self, dout: Tensor, lane: WayBack) -> Tensor:
         """Returns the gradient of the residual stream behind the last sublayer."""
         norm, self.norm = self.norm, None
         return self._spread(dout if norm is None else norm(None, dout), lane)
 
-    def compute(self, lane: WayBack) -> torch.Tensor:
+    def compute(self, lane: WayBack) -> Tensor:
         """Runs the last sublayer's compute piece; returns its input's gradient, not yet reduced."""
         dy, self.dy = self.dy, None
         return self.sublayers[-1].compute(dy)
 
-    def reach(self, dx: torch.Tensor, gradient: torch.Tensor, lane: WayBack) -> torch.Tensor:
+    def reach(self, dx: Tensor, gradient: Tensor, lane: WayBack) -> Tensor:
         """Takes the last sublayer off, through the elementwise piece before it.
 
         Args:
@@ -149,7 +144,7 @@ class VjpTape:
         """
         return self._spread(self.sublayers.pop().norm(gradient, dx), lane)
 
-    def _spread(self, gradient: torch.Tensor, lane: WayBack) -> torch.Tensor:
+    def _spread(self, gradient: Tensor, lane: WayBack) -> Tensor:
         if self.sublayers:
             self.dy = lane.spread(gradient)
         return gradient
@@ -161,40 +156,40 @@ class RecordedSublayer:
 
     x: End
     """The column-parallel linear's input, before it is gathered."""
-    residual: torch.Tensor | None
+    residual: Tensor | None
     """The residual stream at the elementwise piece's end; None where nothing was added to it."""
     is_joint: bool
     """x and the residual end the same graph; otherwise x was computed from `leaf`."""
-    leaf: torch.Tensor
+    leaf: Tensor
     """The residual stream, detached; later pieces begin with it."""
-    before: torch.Tensor
+    before: Tensor
     """The leaf that the elementwise piece began with."""
     replay: Module | None
     """Computes the compute piece again in backward; None where its graph is kept."""
-    x_leaf: torch.Tensor | None = None
+    x_leaf: Tensor | None = None
     """The column-parallel linear's input; None where it was gathered: nothing needs all of it."""
-    dx: torch.Tensor | None = None
+    dx: Tensor | None = None
     """Its gradient, where it was gathered."""
     y: GradientEdge | None = None
     """The row-parallel linear's partial sums."""
-    dy: torch.Tensor | None = None
+    dy: Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Exchange:
     """A small sum over the ranks that the gradients of factors wait for."""
 
-    part: torch.Tensor
-    finish: Callable[[torch.Tensor], None]
-    total: torch.Tensor | None = None
+    part: Tensor
+    finish: Callable[[Tensor], None]
+    total: Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
 class AutogradTape:
     """The backward pass of consecutive layers in one lane, as autograd's graphs."""
 
-    entry: torch.Tensor
-    token: torch.Tensor
+    entry: Tensor
+    token: Tensor
     """An input that requires grad, for the nodes of reductions: as a leaf, the partial sums
     themselves would be kept alive."""
     num_read: int | None
@@ -208,16 +203,16 @@ class AutogradTape:
         return self.num_read is None or len(self.sublayers) <= self.num_read
 
     @property
-    def leaf(self) -> torch.Tensor:
+    def leaf(self) -> Tensor:
         """The tensor that the piece under way began with."""
         return self.sublayers[-1].leaf if self.sublayers else self.entry
 
-    def begin(self, dout: torch.Tensor, lane: WayBack) -> torch.Tensor:
+    def begin(self, dout: Tensor, lane: WayBack) -> Tensor:
         """Returns the gradient of the residual stream behind the last sublayer."""
         assert self.out is not None, "a tape must have ended"
         return self._grad((self.out,), (dout,), self.leaf)
 
-    def compute(self, lane: WayBack) -> torch.Tensor:
+    def compute(self, lane: WayBack) -> Tensor:
         """Runs the last sublayer's compute piece; returns its input's gradient, not yet reduced."""
         sublayer = self.sublayers[-1]
         assert sublayer.dy is not None, "later pieces come first"
@@ -231,7 +226,7 @@ class AutogradTape:
         sublayer.x_leaf = sublayer.dx = sublayer.y = sublayer.dy = None
         return dx
 
-    def reach(self, dx: torch.Tensor, gradient: torch.Tensor, lane: WayBack) -> torch.Tensor:
+    def reach(self, dx: Tensor, gradient: Tensor, lane: WayBack) -> Tensor:
         """Takes the last sublayer off; see `VjpTape.reach`."""
         sublayer = self.sublayers.pop()
         if sublayer.is_joint:
@@ -243,9 +238,7 @@ class AutogradTape:
             dleaf = self._grad((sublayer.residual,), (dleaf,), sublayer.before)
         return dleaf
 
-    def _grad(
-        self, outputs: tuple[End, ...], grads: tuple[torch.Tensor, ...], leaf: torch.Tensor
-    ) -> torch.Tensor:
+    def _grad(self, outputs: tuple[End, ...], grads: tuple[Tensor, ...], leaf: Tensor) -> Tensor:
         """Runs an elementwise piece back to its leaf and to the reduction that it begins with."""
         return run_backward(outputs, grads, (leaf, self.token))[0]
 
@@ -254,14 +247,12 @@ class Gathered(torch.autograd.Function):
     """Hands on a compute piece's gathered input without keeping it for backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, token: torch.Tensor, sublayer: RecordedSublayer
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, token: Tensor, sublayer: RecordedSublayer) -> Tensor:
         ctx.sublayer = sublayer
         return x
 
     @staticmethod
-    def backward(ctx: Any, dx: torch.Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, dx: Tensor) -> tuple[None, ...]:
         ctx.sublayer.dx = dx
         return None, None, None
 
@@ -272,17 +263,17 @@ class Reduced(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        y: torch.Tensor,
-        token: torch.Tensor,
+        y: Tensor,
+        token: Tensor,
         sublayer: RecordedSublayer,
         reduce: Transport | None,
         spread: Transport,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """None for `reduce` where nothing reads the sum: only its shape is right then."""
         ctx.sublayer, ctx.spread = sublayer, spread
         return y[: len(sublayer.leaf)] if reduce is None else reduce(y)
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, ...]:
         ctx.sublayer.dy = ctx.spread(dout)
         return None, None, None, None, None

@@ -1,21 +1,17 @@
 """Nano-batches that take turns, so that one's collectives run beside the others' compute.
 
-Each nano-batch has a *lane*: a greenlet that runs layers' code on its rows, and a CUDA stream. The
-code is cut where tensor parallelism communicates. A *compute piece* goes from the input
-of a column-parallel linear to the partial sums that the row-parallel one makes of it (attention or
-an MLP: a *sublayer*), on the main stream. Between two of them, on the lane's own stream: the
-reduction of the partial sums, residual sum, norm, and with sequence parallelism the gathering. A
-lane yields at every column-parallel linear, so compute pieces alternate: 0, 1, 0, 1, ...
+Each nano-batch has a *lane*: a greenlet that runs layers' code on its rows, and a CUDA stream. A
+*compute piece* goes from the input of a column-parallel linear to the partial sums that the
+row-parallel one makes of it (attention or an MLP: a *sublayer*), on the main stream. Between two of
+them, on the lane's own stream: reduction, residual sum, norm, and with sequence parallelism the
+gathering. A lane yields at every column-parallel linear, so compute pieces alternate: 0, 1, 0, ...
 
-Backward goes the same way back, by a tape (`parallel.lane_tape`). Layers that need no autograd
-call `gather_and_yield` and `to_side_stream` at the cuts and leave functions on a `VjpTape`. Others'
-linears call `begin_compute` and `end_compute`: pieces are recorded as separate autograd graphs,
-ended by detached tensors at the cuts. Each is run backward on the stream that it was recorded on:
-the engine runs a node on its forward's stream and makes the caller's stream wait for it, so it adds
-no waits.
+Backward goes the same way back, by a tape (`parallel.lane_tape`). Layers that need no autograd call
+`gather_and_yield` and `to_side_stream` at the cuts and leave functions on a `VjpTape`. Others'
+linears call `begin_compute` and `end_compute`: pieces are separate autograd graphs, ended by
+detached tensors, each run backward on the stream that it was recorded on.
 
 Shapes: T rows of the nano-batch, n tensor-parallel ranks, H features.
-
 """
 
 from __future__ import annotations
@@ -24,10 +20,11 @@ from collections.abc import Callable, Sequence
 
 import greenlet
 import torch
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from tlora_megatron.ops.routing import MicroBatchView, bind_micro_batch, current_micro_batch
-from tlora_megatron.parallel.collectives import Pending
+from tlora_megatron.parallel.collectives import Pending, TensorCollectives
 from tlora_megatron.parallel.lane_tape import (
     AutogradTape,
     Exchange,
@@ -38,7 +35,6 @@ from tlora_megatron.parallel.lane_tape import (
     SideStream,
     VjpTape,
 )
-from tlora_megatron.parallel.tensor_collectives import TensorCollectives
 
 
 class Lane:
@@ -62,25 +58,22 @@ class Lane:
         self.stream = stream
         self.gathers = gathers
         self._collectives = collectives
-        self._token: torch.Tensor | None = None
+        self._token: Tensor | None = None
         self._tape: AutogradTape | None = None
-        self._residual: tuple[torch.Tensor | None, bool, torch.Tensor] | None = None
+        self._residual: tuple[Tensor | None, bool, Tensor] | None = None
         self._sublayer: RecordedSublayer | None = None
         self._replay: Module | None = None
         self._is_replaying = False
-        self._replayed: torch.Tensor | None = None
-        self._x_local: torch.Tensor | None = None
+        self._replayed: Tensor | None = None
+        self._x_local: Tensor | None = None
         self._exchanges: list[Exchange] = []
-        self._gradient: torch.Tensor | None = None
+        self._gradient: Tensor | None = None
         """In backward: gradient of the residual stream."""
 
-    def begin(
-        self, hidden: torch.Tensor, *, records: bool, num_read: int | None = None
-    ) -> torch.Tensor:
+    def begin(self, hidden: Tensor, *, records: bool, num_read: int | None = None) -> Tensor:
         """Begins layers; returns the tensor that they begin with.
 
         Args:
-            records: keep a tape of them.
             num_read: number of reductions whose results anything reads; later ones are left out.
         """
         torch.set_grad_enabled(records)
@@ -91,14 +84,14 @@ class Lane:
         self._tape = AutogradTape(hidden.detach().requires_grad_(), self._token, num_read)
         return self._tape.entry
 
-    def end(self, hidden: torch.Tensor) -> AutogradTape | None:
+    def end(self, hidden: Tensor) -> AutogradTape | None:
         """Ends the tape with the layers' result."""
         tape, self._tape = self._tape, None
         if tape is not None:
             tape.out = get_gradient_edge(hidden)
         return tape
 
-    def detach_residual(self, residual: torch.Tensor, *, joint: bool) -> torch.Tensor:
+    def detach_residual(self, residual: Tensor, *, joint: bool) -> Tensor:
         """Detaches the residual stream where a sublayer begins; returns what goes on.
 
         Args:
@@ -120,7 +113,7 @@ class Lane:
         if self._tape is not None:
             self._replay = module
 
-    def begin_compute(self, x: torch.Tensor) -> torch.Tensor:
+    def begin_compute(self, x: Tensor) -> Tensor:
         """Ends the elementwise piece at a column-parallel linear's input and lets others run.
 
         Returns:
@@ -140,7 +133,7 @@ class Lane:
             return full
         return Gathered.apply(full, self._token, sublayer)
 
-    def gather_and_yield(self, x: torch.Tensor, *, keeps_local: bool) -> torch.Tensor:
+    def gather_and_yield(self, x: Tensor, *, keeps_local: bool) -> Tensor:
         """Gathers x, lets the other lanes take their turns, and continues on the main stream.
 
         Args:
@@ -159,15 +152,15 @@ class Lane:
         greenlet.getcurrent().parent.switch()
         self.stream.to_main()
 
-    def gather_together(self, tensors: Sequence[torch.Tensor]) -> list[Pending]:
+    def gather_together(self, tensors: Sequence[Tensor]) -> list[Pending]:
         """Gathers all ranks' rows of several tensors, on the side stream."""
         return [Pending(self._collectives.all_gather(x, self.index), None) for x in tensors]
 
-    def sum_ranks(self, x: torch.Tensor) -> Pending:
+    def sum_ranks(self, x: Tensor) -> Pending:
         """Sums over the ranks, on the side stream; x may be overwritten."""
         return Pending(self._collectives.all_reduce(x, self.index), None)
 
-    def take_local(self) -> torch.Tensor | None:
+    def take_local(self) -> Tensor | None:
         """Returns this rank's rows of what was gathered, which backward must keep in its place.
 
         None if backward may keep all rows. The caller must call `exchange` in backward.
@@ -175,14 +168,14 @@ class Lane:
         x_local, self._x_local = self._x_local, None
         return x_local
 
-    def exchange(self, part: torch.Tensor, finish: Callable[[torch.Tensor], None]) -> None:
+    def exchange(self, part: Tensor, finish: Callable[[Tensor], None]) -> None:
         """In backward: sums a tensor over the ranks on the side stream.
 
         `finish` is called with the sum on main, before this lane's next compute piece.
         """
         self._exchanges.append(Exchange(part, finish))
 
-    def _record(self, tape: AutogradTape, x: torch.Tensor) -> RecordedSublayer:
+    def _record(self, tape: AutogradTape, x: Tensor) -> RecordedSublayer:
         assert self._residual is not None, "the residual stream must be detached before each linear"
         end = get_gradient_edge(x) if self.gathers else x
         sublayer = RecordedSublayer(end, *self._residual, tape.leaf, self._replay)
@@ -191,7 +184,7 @@ class Lane:
         self._sublayer = sublayer
         return sublayer
 
-    def end_compute(self, y: torch.Tensor) -> torch.Tensor:
+    def end_compute(self, y: Tensor) -> Tensor:
         """Ends the compute piece with a row-parallel linear's partial sums.
 
         Returns:
@@ -211,31 +204,29 @@ class Lane:
         reduce = self.reduce if tape.is_read else None
         return Reduced.apply(y.detach(), self._token, sublayer, reduce, self.spread)
 
-    def to_side_stream(self, y: torch.Tensor) -> None:
+    def to_side_stream(self, y: Tensor) -> None:
         """Continues on the lane's own stream with what main has computed."""
         self.stream.to_side()
         self.stream.hold(y)
 
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def reduce(self, x: Tensor) -> Tensor:
         """Returns the sum over the ranks; under sequence parallelism this rank's rows of it."""
         ops = self._collectives
         return self._over(ops.reduce_scatter if self.gathers else ops.all_reduce, x)
 
-    def spread(self, dx: torch.Tensor) -> torch.Tensor:
+    def spread(self, dx: Tensor) -> Tensor:
         """Undoes `reduce` in backward: returns the gradient of all rows."""
         dx = dx.contiguous()
         return self._over(self._collectives.all_gather, dx) if self.gathers else dx
 
-    def _over(
-        self, collective: Callable[[torch.Tensor, int], torch.Tensor], x: torch.Tensor
-    ) -> torch.Tensor:
+    def _over(self, collective: Callable[[Tensor, int], Tensor], x: Tensor) -> Tensor:
         if x.dim() == 2:
             return collective(x, self.index)
         result = collective(x.flatten(0, -2), self.index)
         return result.view(-1, *x.shape[1:])
 
     def backward_begin(
-        self, tape: AutogradTape | VjpTape, dout: torch.Tensor, *, after_main: bool
+        self, tape: AutogradTape | VjpTape, dout: Tensor, *, after_main: bool
     ) -> None:
         """Runs the elementwise piece behind the last sublayer.
 
@@ -260,7 +251,7 @@ class Lane:
             exchange.total = self._collectives.all_reduce(exchange.part, self.index)
         self._gradient = tape.reach(dx, self._gradient, self)
 
-    def compute_again(self, module: Module, x: torch.Tensor) -> torch.Tensor:
+    def compute_again(self, module: Module, x: Tensor) -> Tensor:
         """Returns the partial sums of a module that `replay` was given, recorded."""
         self._is_replaying = True
         try:
@@ -272,7 +263,7 @@ class Lane:
         assert y is not None, "the module must have a row-parallel linear"
         return y
 
-    def backward_end(self) -> torch.Tensor:
+    def backward_end(self) -> Tensor:
         """Returns the gradient of what `begin` was given, on the lane's stream."""
         gradient, self._gradient = self._gradient, None
         assert gradient is not None, "backward_begin comes first"

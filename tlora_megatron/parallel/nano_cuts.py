@@ -1,17 +1,12 @@
 """Splits a micro-batch into nano-batches that cost the same: which documents, in which order.
 
-A document's cost follows from its length (linears grow with it, attention with its square) and
-its job's rank and targets. Costs are in multiply-adds of the base's GEMMs a layer, forward and
-input gradient together; only ratios matter, and tensor parallelism divides all of them alike.
+A document's cost follows from its length (linears grow with it, attention with its square) and its
+job's rank and targets, in multiply-adds of a layer's GEMMs; only ratios matter. A nano-batch is a
+run of whole documents in packed order, padded to a multiple that GEMM libraries compute alike, so
+that a row's bits do not depend on what runs beside it.
 
-A nano-batch is a run of whole documents in packed order, padded on its own to a multiple that GEMM
-libraries compute alike (`training.packing.round_packer`), so that a row's bits do not depend on
-what runs beside it.
-
-Under sequence parallelism each nano-batch is cut over the tensor-parallel ranks on its own. So that
-a rank's rows are one run of the micro-batch's all the same, the micro-batch's rows are put in
-another order once, where they are packed: rank by rank, and a rank's nano-batch by nano-batch.
-
+Under sequence parallelism each nano-batch is cut over the tensor-parallel ranks on its own: the
+micro-batch's rows are packed rank by rank, and a rank's nano-batch by nano-batch.
 """
 
 from __future__ import annotations
@@ -22,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.model.spec import ModelSpec
@@ -81,11 +77,7 @@ def _adapter_row(spec: ModelSpec, lora: LoraSpec) -> float:
 
 
 def balanced_cuts(
-    costs: Sequence[float],
-    jobs: Sequence[int],
-    num_parts: int,
-    *,
-    tolerance: float = TOLERANCE,
+    costs: Sequence[float], jobs: Sequence[int], num_parts: int, *, tolerance: float = TOLERANCE
 ) -> tuple[int, ...]:
     """Cuts documents into contiguous parts whose largest cost is near the least possible.
 
@@ -95,7 +87,6 @@ def balanced_cuts(
     Args:
         costs: of each document, above 0.
         jobs: the job of each document; documents of one job are side by side.
-        num_parts: at most so many.
 
     Returns:
         `(0, ..., len(costs))`: part i is documents `[cuts[i], cuts[i + 1])`, none of them empty.
@@ -234,7 +225,7 @@ def fill_parts(
     return tuple(filled)
 
 
-def shard_order(rows: Sequence[int], num_shards: int) -> torch.Tensor:
+def shard_order(rows: Sequence[int], num_shards: int) -> Tensor:
     """Returns the packed row of every row in sequence-parallel order, int64 `[sum(rows)]`.
 
     Shard r of the result is, nano-batch by nano-batch, the r-th of `num_shards` equal runs of it.

@@ -1,16 +1,11 @@
 """How a model runs nano-batches: their turns, streams, hardware queues and room in memory.
 
-Running out of memory cannot be caught: the process that does is in the middle of collectives, and
-the others of its group wait in them.
+Running out of memory cannot be caught: others of the group wait in collectives.
 
-With one queue kernels start in launch order over all streams. Megatron asks for that: a collective
-issued before the compute that hides it starts first. Nano-batches need the contrary: what waits for
-another GPU must hold up its own stream alone. Streams are dealt to queues in turn; CUDA's default
-of 8 is fewer than a step may have (main, one a nano-batch, NCCL's of every group), so they get the
-most there are. On 4 H200s one queue takes copy engines' hidden share from 92-97 % to below 45 %.
-
-Which of CUDA's first calls reads the variable is not documented: it is set before all of them.
-
+With one queue kernels start in launch order over all streams, as Megatron asks for. In nano-batches
+what waits for another GPU must hold up its own stream alone, so they get as many queues as there
+are. On 4 H200s one queue takes copy engines' hidden share from 92-97 % to below 45 %. Which of
+CUDA's first calls reads the variable is not documented: it is set before all of them.
 """
 
 from __future__ import annotations
@@ -23,11 +18,12 @@ from typing import Any, NamedTuple
 
 import greenlet
 import torch
+from torch import Tensor
 
 from tlora_megatron.ops.routing import MicroBatchView
+from tlora_megatron.parallel.collectives import TensorCollectives
 from tlora_megatron.parallel.lane_tape import AutogradTape, SideStream, VjpTape, make_side_stream
 from tlora_megatron.parallel.lanes import Lane, Turn
-from tlora_megatron.parallel.tensor_collectives import TensorCollectives
 
 _MARGIN = 0.1
 """Share of the peak that stays free. Whole rounds on an H200 reserve 1.02 to 1.04 of what they
@@ -78,9 +74,6 @@ def set_queues(*, overlaps: bool) -> None:
     """Sets CUDA_DEVICE_MAX_CONNECTIONS, unless the user did.
 
     A 1 is replaced for nano-batches all the same, because Megatron's own launchers set it.
-
-    Args:
-        overlaps: nano-batches are going to hide each other's communication.
     """
     given = os.environ.get(VARIABLE)
     if not overlaps:
@@ -151,10 +144,10 @@ def take_turns(
 def take_turns_back(
     lanes: Sequence[Lane],
     tapes: Sequence[AutogradTape | VjpTape],
-    douts: Sequence[torch.Tensor],
+    douts: Sequence[Tensor],
     *,
     after_main: bool = True,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Runs tapes backward and empties them.
 
     Args:
@@ -184,11 +177,7 @@ def join(lanes: Sequence[Lane]) -> None:
 
 
 class Overlap:
-    """The number of nano-batches of a model, and the streams and collectives that they run with.
-
-    Args:
-        num_nano_batches: parts of a micro-batch, at most; may be set between rounds.
-    """
+    """The number of nano-batches of a model, and the streams and collectives that they run with."""
 
     def __init__(
         self, num_nano_batches: int, collectives: TensorCollectives, device: torch.device

@@ -26,7 +26,6 @@ lane: each round has phase 0 and then phase 1, and "X before Y" holds along a st
    afterwards; r writes the slot anew after it has seen that (an all-reduce's sum follows phase 0).
 4. Own rows at r (all-gather). r writes them before phase 0. p reads them between its two phases,
    and r passes phase 1, hence any later write, after it has seen p's flag of phase 1.
-
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tlora_megatron.ops.kernel_build import ExtensionUnavailable, load_extension
 from tlora_megatron.ops.lora.cuda_arguments import MAX_RANKS
@@ -48,7 +48,7 @@ from tlora_megatron.ops.lora.cuda_arguments import MAX_RANKS
 class SymmetricMemory:
     """A buffer of the same size on each process of a group."""
 
-    local: torch.Tensor
+    local: Tensor
     """This process's buffer, uint8."""
     addresses: tuple[int, ...]
     """Addresses at which this process sees the buffer of each rank."""

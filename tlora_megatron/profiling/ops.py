@@ -46,14 +46,14 @@ def measure_attention(
     count = max(1, tokens // length)
     heads, groups, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
 
-    def draw(members: int) -> torch.Tensor:
+    def draw(members: int) -> Tensor:
         shape = (count * length, members, dim)
         return torch.randn(shape, device=timer.device, dtype=dtype, requires_grad=True)
 
     q, k, v = draw(heads), draw(groups), draw(groups)
     run = _varlen if timer.device.type == "cuda" else _dense
     upstream = torch.randn(count * length, heads, dim, device=timer.device, dtype=dtype)
-    outputs: list[torch.Tensor] = []
+    outputs: list[Tensor] = []
 
     def forward() -> None:
         outputs[:] = [run(q, k, v, count, length)]
@@ -70,17 +70,13 @@ def measure_attention(
     )
 
 
-def _varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, count: int, length: int
-) -> torch.Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, count: int, length: int) -> Tensor:
     begins = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=q.device)
     lengths = CumulativeLengths(begins, begins, length, length)
     return varlen_attention(q, k, v, lengths, q.shape[-1] ** -0.5)
 
 
-def _dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, count: int, length: int
-) -> torch.Tensor:
+def _dense(q: Tensor, k: Tensor, v: Tensor, count: int, length: int) -> Tensor:
     query, key, value = (
         x.view(count, length, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v)
     )
@@ -169,7 +165,7 @@ def _linear_times(
     rows, inner, device = view.num_tokens, site.in_size, timer.device
     weight = next(module.parameters())
     x = torch.randn(rows, 1, inner, device=device, dtype=weight.dtype, requires_grad=True)
-    outputs: dict[int, torch.Tensor] = {}
+    outputs: dict[int, Tensor] = {}
     upstream = torch.randn(rows, 1, site.out_size, device=device, dtype=weight.dtype)
 
     def forward(index: int) -> None:

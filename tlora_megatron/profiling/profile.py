@@ -47,9 +47,6 @@ def fit_lora(samples: Sequence[LoraSample]) -> tuple[LoraCost, float]:
     """Fits the coefficients; returns them with the median relative error of the linear's time.
 
     Errors are relative to the linear's time, so that small linears count as much as large ones.
-
-    Raises:
-        ValueError: if there is no sample.
     """
     if not samples:
         raise ValueError("samples must hold at least one, got none")

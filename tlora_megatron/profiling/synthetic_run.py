@@ -47,10 +47,7 @@ class SyntheticRun:
     """A frozen base model on this process's device; every process of the world must make one.
 
     Args:
-        spec: the shape; weights are drawn.
         layout: of the whole world; another one than the last makes new process groups.
-        dtype: of weights and activations.
-        recompute: as `run.recompute`.
         quantisation: of the drawn weights; None = they stay in `dtype`.
     """
 
@@ -97,7 +94,6 @@ class SyntheticRun:
 
         Args:
             timing: shares rounds out by predicted time; None = balances tokens.
-            shard_optimizer: as `parallel.shard_optimizer`.
         """
         specs = [_job_spec(load, index) for index, load in enumerate(loads)]
         loras = [spec.lora for spec in specs]
@@ -218,11 +214,7 @@ def measure_layers(
     dtype: torch.dtype,
     world_size: int,
 ) -> LayerMeasurement:
-    """Measures host cost, and the rate of elementwise passes from the rest of a layer's time.
-
-    Args:
-        profile: GEMMs, attention and adapters as measured before.
-    """
+    """Measures host cost, and the rate of elementwise passes from the rest of a layer's time."""
     few, many = (_measure(timer, sizes, n, dtype, world_size) for n in (_FEW, _MANY))
     layer_s = (many.full_s - few.full_s) / (_MANY - _FEW)
     job_step_s = max(0.0, (few.all_overhead_s - few.one_overhead_s) / (_JOBS - 1))
@@ -246,9 +238,6 @@ def measure_stretch(
 
     Takes whole layers under each TP size of this world, with sequence parallelism: their time
     beyond compute, over the time of the collectives back to back. Returns 1 with one process.
-
-    Args:
-        profile: everything else as measured before.
     """
     found = []
     for tp_size in (n for n in _TP_SIZES if world_size % n == 0 and n <= world_size):

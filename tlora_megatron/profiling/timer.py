@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tlora_megatron.parallel.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from tlora_megatron.planner.hardware import CollectiveOp, CollectivePoint, Link
@@ -38,7 +39,6 @@ class DeviceTimer:
 
         Args:
             seconds: about how long to measure; three turns at least.
-            most: turns.
             ahead: the device waits until the host has queued everything: for calls that take the
                 host longer than the device.
         """
@@ -187,7 +187,7 @@ class CollectiveTimer:
             return lambda: reduce_scatter_rows(whole, self._group).wait()
         return self._exchange(whole)
 
-    def _exchange(self, whole: torch.Tensor) -> Callable[[], object]:
+    def _exchange(self, whole: Tensor) -> Callable[[], object]:
         """Every rank except the last sends to the next, as between pipeline stages."""
         received = torch.empty_like(whole)
         index, members, group = self._index, self._members, self._group

@@ -1,12 +1,16 @@
-"""Opens a backbone of our own: process groups, frozen weights, and the linears for adapters."""
+"""Starts CUDA while Python still imports: its context and cuBLAS take a second or two."""
 
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from tlora_megatron import timeline
@@ -18,13 +22,34 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.overlap import set_queues
 from tlora_megatron.runtime.own_replica import OwnReplica, log_replicas, warn_of_sharding
-from tlora_megatron.runtime.wake import wake_device
 from tlora_megatron.training.formats.hf_convert import Rounding
 from tlora_megatron.training.run.determinism import let_segments_grow, set_environment
 from tlora_megatron.training.run.fingerprint import check_base_of_run
 from tlora_megatron.training.run.nano_setup import nano_settings
 from tlora_megatron.training.run.training_run import DTYPES, Linears
 from tlora_megatron.training.super_model import Engine
+
+
+def wake_device() -> threading.Thread:
+    """Makes this process's GPU ready on a thread; nothing happens where there is none.
+
+    What CUDA reads from the environment must be set before (`parallel.overlap`).
+    Whoever uses the device later waits for this, and says what is wrong with it.
+    """
+    thread = threading.Thread(target=_wake, name="wake device", daemon=True)
+    thread.start()
+    return thread
+
+
+def _wake() -> None:
+    with suppress(RuntimeError, AssertionError):
+        if not torch.cuda.is_available():
+            return
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        square = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+        torch.matmul(square, square)
+        torch.cuda.synchronize(device)
+
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +62,7 @@ _OUTLIER = 1.25
 def log_base(
     quantisation: BaseQuantisation | None, spec: ModelSpec, model: Any, rounding: Rounding
 ) -> None:
-    """Logs a quantised base on the first process; collective over the world.
-
-    Args:
-        model: this rank's part of the base.
-        rounding: what was lost in reading it.
-    """
+    """Logs a quantised base on the first process; collective over the world."""
     if quantisation is None:
         return
     first = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
@@ -144,11 +164,7 @@ def ready_process(config: RunConfig, layout: ParallelLayout) -> None:
 
 
 def import_backbone() -> None:
-    """Imports Megatron-core and what is built on it.
-
-    Raises:
-        ImportError: if it is missing, or needs triton.
-    """
+    """Imports Megatron-core and what is built on it."""
     try:
         from tlora_megatron.integrations.megatron.imports import lazy_compile
 
@@ -174,9 +190,6 @@ def open_backbone(
     Args:
         rendezvous: where the world meets; None = as torchrun's environment says.
         on_loaded: called once the weights are there, before they are used.
-
-    Raises:
-        ValueError: if the base cannot be used in this layout.
     """
     import_backbone()
     from tlora_megatron.integrations.megatron import engine as recompute

@@ -33,17 +33,17 @@ from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica, 
 from tlora_megatron.runtime.recompute_choice import choose_recompute, resolve_lora_sharding
 from tlora_megatron.training.commands import Command, JobCommands
 from tlora_megatron.training.data.job_data import TokenCache, TokenizerFolder
-from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.formats.quantised import quantisation_card
 from tlora_megatron.training.live_run import TOKENS, LiveChanges, LiveFolder, Request
 from tlora_megatron.training.loop import Loop
+from tlora_megatron.training.metrics import EventSink
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.resident.staging import Stager
 from tlora_megatron.training.run.determinism import frozen_gc, keep_fingerprints
 from tlora_megatron.training.run.job_admission import check_fits_linears, prepare_for
 from tlora_megatron.training.run.output_dir import CONFIG_NAME
 from tlora_megatron.training.run.training_run import Linears, TrainingRun
-from tlora_megatron.training.stopping.signals import StopSignals
+from tlora_megatron.training.signals import StopSignals
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +52,7 @@ logger = logging.getLogger(__name__)
 def open_for_requests(
     run: TrainingRun, linears: Linears, loop: Loop
 ) -> Iterator[Callable[[], None]]:
-    """Yields what the loop calls behind its rounds; every rank of the run calls it.
-
-    Args:
-        linears: that have the run's adapters.
-    """
+    """Yields what the loop calls behind its rounds; every rank of the run calls it."""
     agreement = loop.watch.agreement
     if agreement is None:
         yield lambda: None
@@ -94,13 +90,7 @@ def open_folder(output_dir: Path) -> LiveFolder | None:
 
 
 class LiveRequests:
-    """Requests to a run as commands to its loop; what becomes of them is answered and kept.
-
-    Adding a job is preparing it and letting it join, cancelling it is letting it leave.
-
-    Args:
-        record: keeps what was changed for the next start of the run.
-    """
+    """Requests to a run as commands to its loop; what becomes of them is answered and kept."""
 
     def __init__(self, folder: LiveFolder, loop: Loop, record: _Record) -> None:
         self._folder, self._loop, self._record = folder, loop, record
@@ -280,9 +270,6 @@ def train_run(
 
     Returns:
         The content of `OUT/summary.json`; empty on every process but the writer.
-
-    Raises:
-        ValueError: for input that cannot be used, before any training.
     """
     timeline.begin_run()
     spec = read_model_spec(model_config(config))

@@ -46,9 +46,6 @@ def own_replica(
 
     Args:
         rank, world_size: its place in the world; None = as torchrun's environment says.
-
-    Raises:
-        ValueError: if the configuration does not take as many processes as there are.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
@@ -85,11 +82,7 @@ def warn_of_sharding(config: RunConfig, groups: ParallelGroups) -> None:
 def check_replicas_fit(
     spec: ModelSpec, quantisation: BaseQuantisation | None, own: OwnReplica
 ) -> None:
-    """Refuses layouts that do not divide the model, those of other replicas too.
-
-    Raises:
-        ValueError: naming the size.
-    """
+    """Refuses layouts that do not divide the model, those of other replicas too."""
     layouts = [own.layout]
     if own.deployment is not None:
         layouts = [kind.parallel_layout(1) for kind in own.deployment.kinds]
@@ -133,7 +126,8 @@ def resolve_round_timing(
     It is a `training.run.training_run.TimingResolver`. Collective over the world: the first rank
     chooses, since machines may have unlike profiles.
     """
-    depth, by_cp = config.run.round_depth, _divides_replicas(config)
+    depth = config.run.round_depth
+    by_cp = config.parallel.cp_by_micro_batch and config.parallel.cp_size > 1
     if not jobs or (groups.layout.dp_size == 1 and depth in (1, "auto") and not by_cp):
         return None
     replicas = _replicas(config, groups)
@@ -156,10 +150,6 @@ def resolve_round_timing(
         source=source,
         in_seconds=in_seconds,
     )
-
-
-def _divides_replicas(config: RunConfig) -> bool:
-    return config.parallel.cp_by_micro_batch and config.parallel.cp_size > 1
 
 
 def teams_of(whole: ReplicaLayout) -> tuple[ReplicaLayout, ...]:
@@ -223,7 +213,7 @@ def _rates(
                     loads,
                     replace(_plan(kind), expert_tp_size=whole_experts),
                     profile,
-                    _table_of(kind, replicas, table),
+                    None if table is None else table.of_share(kind.cp_size, replicas[0].cp_size),
                 )
                 for kind in set(replicas)
             }
@@ -235,13 +225,6 @@ def _rates(
     of_shape = rate_of_team if by_cp else rate_of_shape
     rates = tuple(of_shape(spec, kind) for kind in replicas)
     return rates, f"from the model's shape{why}", False
-
-
-def _table_of(
-    kind: ReplicaLayout, replicas: Sequence[ReplicaLayout], table: RecomputeTable | None
-) -> RecomputeTable | None:
-    """The recompute by rows of a kind that may be a part of the first replica."""
-    return None if table is None else table.of_share(kind.cp_size, replicas[0].cp_size)
 
 
 def _plan(replica: ReplicaLayout) -> Plan:
@@ -282,10 +265,7 @@ def rate_of_shape(spec: Backbone, replica: ReplicaLayout) -> ReplicaRate:
 
 
 def rate_of_team(spec: Backbone, team: ReplicaLayout) -> ReplicaRate:
-    """Adds to a replica's operations what its context-parallel ranks exchange.
-
-    Each gathers the keys and values of the others' rows, and sums their gradients.
-    """
+    """Adds to a replica's operations what its context-parallel ranks exchange."""
     rate, others = rate_of_shape(spec, team), team.cp_size - 1
     if not others or not isinstance(spec, ModelSpec):
         return rate

@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from tlora_megatron import timeline
-from tlora_megatron.training.stopping.signals import (
+from tlora_megatron.training.signals import (
     STOP_SIGNALS,
     SignalCounter,
     SignalPipe,
@@ -54,8 +54,6 @@ def run_ranks(command: Sequence[str], nproc: int, *, stop_timeout_s: float) -> i
     SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. When one fails, the others are ended.
 
     Args:
-        command: program and arguments.
-        nproc: processes, at least 1.
         stop_timeout_s: from the first signal, or the first rank that stopped by one, to SIGKILL.
 
     Returns:

@@ -60,18 +60,10 @@ def choose_recompute(
 def _table(
     config: RunConfig, groups: ParallelGroups, jobs: Sequence[PreparedJob], budget_bytes: float
 ) -> RecomputeTable:
-    layout, tokens = groups.layout, config.run.micro_batch_tokens
-    plan = Plan(
-        tp_size=layout.tp_size,
-        pp_size=layout.pp_size,
-        cp_size=layout.cp_size,
-        dp_size=layout.dp_size,
-        expert_tp_size=1 if layout.expert_tp < layout.tp_size else None,
-        sequence_parallel=layout.sequence_parallel,
-        first_stage_layers=layout.first_stage_layers,
-        last_stage_layers=layout.last_stage_layers,
-        lora_sharding=layout.lora_sharding,
-        micro_batch_tokens=tokens,
+    tokens = config.run.micro_batch_tokens
+    plan = replace(
+        _plan(config, groups),
+        lora_sharding=groups.layout.lora_sharding,
         shard_optimizer=config.parallel.shard_optimizer,
     )
     any_rows = LengthHistogram.single(1)  # the table goes through all numbers of rows
@@ -83,6 +75,21 @@ def _table(
     )
     _tell(table, budget_bytes, tokens)
     return table
+
+
+def _plan(config: RunConfig, groups: ParallelGroups) -> Plan:
+    layout = groups.layout
+    return Plan(
+        tp_size=layout.tp_size,
+        pp_size=layout.pp_size,
+        cp_size=layout.cp_size,
+        dp_size=layout.dp_size,
+        expert_tp_size=1 if layout.expert_tp < layout.tp_size else None,
+        sequence_parallel=layout.sequence_parallel,
+        first_stage_layers=layout.first_stage_layers,
+        last_stage_layers=layout.last_stage_layers,
+        micro_batch_tokens=config.run.micro_batch_tokens,
+    )
 
 
 def _tell(table: RecomputeTable, budget_bytes: float, tokens: int) -> None:
@@ -137,9 +144,6 @@ def resolve_lora_sharding(
 
     It is a `training.run.training_run.ShardingResolver`. Collective over the world, replicas
     without tensor parallelism included: the first rank chooses, since machines may differ.
-
-    Raises:
-        ValueError: if the configuration asks for what the linears cannot do.
     """
     if any(isinstance(site, PlainSite) for site, _ in linears):
         return groups, linears
@@ -210,20 +214,8 @@ def _predict(
     profile = profile_of_gpu(gpu)
     if profile is None:
         return {}, f"no profile in configs/hardware is of {gpu}"
-    layout = groups.layout
-    plan = Plan(
-        tp_size=layout.tp_size,
-        pp_size=layout.pp_size,
-        cp_size=layout.cp_size,
-        dp_size=layout.dp_size,
-        ep_size=layout.ep_size,
-        expert_tp_size=1 if layout.expert_tp < layout.tp_size else None,
-        sequence_parallel=layout.sequence_parallel,
-        first_stage_layers=layout.first_stage_layers,
-        last_stage_layers=layout.last_stage_layers,
-        micro_batch_tokens=config.run.micro_batch_tokens,
-        recompute=built_recompute(config.run),
-    )
+    recompute = built_recompute(config.run)
+    plan = replace(_plan(config, groups), ep_size=groups.layout.ep_size, recompute=recompute)
     try:
         times = sharding_times(spec, list(map(job_load, jobs)), plan, profile)
     except ValueError as error:

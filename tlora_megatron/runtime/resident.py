@@ -45,10 +45,10 @@ from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
 from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.driven_requests import Clients
-from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.formats.quantised import QuantisationCard, quantisation_card
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.loop import Loop
+from tlora_megatron.training.metrics import EventSink
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob
@@ -57,7 +57,7 @@ from tlora_megatron.training.run.determinism import check_deterministic
 from tlora_megatron.training.run.job_admission import check_fits_linears, prepare_for
 from tlora_megatron.training.run.nano_setup import start_nano_batches
 from tlora_megatron.training.run.training_run import DTYPES, Linears, allow_open_files
-from tlora_megatron.training.stopping.run_watch import RunWatch
+from tlora_megatron.training.run_watch import RunWatch
 from tlora_megatron.training.super_model import Engine, SuperModel
 
 _MANY_JOBS = 256
@@ -89,7 +89,6 @@ def open_resident(
 
     Args:
         config: from `config.load.read_gang_config`; it has no jobs.
-        events: takes what happens, on every rank.
         rendezvous: where the world meets; None = as torchrun's environment says.
         read_order: reads all that a job starts from, on every rank, on a thread; None = tokenizes
             its files, and goes on from the newest checkpoint in its folder.
@@ -98,9 +97,6 @@ def open_resident(
         clients: who keeps the requests of driven jobs; None = there are no such jobs.
         targets: that jobs may adapt; None = all that PEFT can name.
         allows_blocks: jobs may have block-diagonal adapters.
-
-    Raises:
-        ValueError: if the base or the layout cannot be used.
     """
     opened = _open_base(config, rendezvous)
     held = frozenset(opened.spec.peft_targets if targets is None else targets)

@@ -24,13 +24,19 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.training.driven_requests import Clients, NoClients
-from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.job_saves import StagedJob
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import Loop
-from tlora_megatron.training.resident.agreement import Agreement, Readiness, gather_texts
+from tlora_megatron.training.metrics import EventSink
 from tlora_megatron.training.resident.client_steps import RequestExecutor
-from tlora_megatron.training.resident.staging import Failed, Order, Stager
+from tlora_megatron.training.resident.staging import (
+    Agreement,
+    Failed,
+    Order,
+    Readiness,
+    Stager,
+    gather_texts,
+)
 from tlora_megatron.training.run.determinism import frozen_gc
 
 Command = Mapping[str, Any]
@@ -66,7 +72,6 @@ class JobCommands:
     `serve` runs rounds until a command stops it. A run that ends by itself calls `behind_round`.
 
     Args:
-        stager: prepares jobs beside the rounds.
         group: of gloo over the world; in `serve` nothing else uses it. None = a world of one.
         events: takes what becomes of commands; None = the loop's.
         clients: who keeps the requests of driven jobs; None = there are no such jobs.
@@ -122,7 +127,6 @@ class JobCommands:
         """Carries out commands behind a round of the loop's own `run`; collective.
 
         Args:
-            source: as for `serve`.
             has_commands: some have come; the same on all ranks.
         """
         ready, commands = self._readiness().read(), []

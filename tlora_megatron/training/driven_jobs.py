@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tlora_megatron.ops.dropout import mix_ints
 from tlora_megatron.ops.frozen.losses import KINDS, TokenInputs, token_losses
@@ -43,9 +44,9 @@ class Running:
 
     number: int
     request: Request
-    nll_T: torch.Tensor
+    nll_T: Tensor
     """Negative log-probabilities of its tokens, fp32; 0 for those that another rank runs."""
-    grad: torch.Tensor | None
+    grad: Tensor | None
     """The job's gradient before it; None = it was zero."""
 
 
@@ -70,7 +71,7 @@ class DrivenState(JobState):
     out again by whoever goes on from here."""
     saved_count: int = 0
     """The same of its last checkpoint."""
-    loss: torch.Tensor | None = None
+    loss: Tensor | None = None
     """None always: its requests have losses, not its steps."""
     loss_sum: float = 0.0
     """Sum of the losses of the requests that its gradient holds."""
@@ -171,9 +172,6 @@ class DrivenState(JobState):
     def moved(self, number: int, *, applied: bool) -> tuple[int, int]:
         """Counts a request that has used up or dropped the gradient.
 
-        Args:
-            applied: the weights are others now.
-
         Returns:
             Tokens that the gradient held, and how many had a weight.
         """
@@ -234,16 +232,12 @@ def loss_inputs(request: Request) -> np.ndarray:
 
 
 def collect(
-    jobs: Sequence[JobState],
-    micro_batch: MicroBatch,
-    items: Sequence[Placed],
-    nll_T: torch.Tensor,
+    jobs: Sequence[JobState], micro_batch: MicroBatch, items: Sequence[Placed], nll_T: Tensor
 ) -> None:
     """Keeps the values of clients' rows with the requests that they belong to.
 
     Args:
         jobs: in slot order.
-        items: of the micro-batch, as they were packed.
         nll_T: negative log-probabilities of the rows that ran; anything in other jobs' rows.
     """
     nll_T = micro_batch.restore_order(nll_T)

@@ -129,9 +129,6 @@ def check_request(
     Args:
         vocab_size: tokens of the base; None = not looked at.
         longest: positions of a sequence, at most; None = not looked at.
-
-    Raises:
-        RequestError: naming what is wrong.
     """
     if request.op not in OPS:
         raise _must("op", f"be among {', '.join(OPS)}", request.op)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.row_groups import segment_sums
@@ -24,7 +25,7 @@ class Scorer(Protocol):
     def nano_batches(self) -> NanoSwitch | None:
         """Switches the number of nano-batches; None = micro-batches always run whole."""
 
-    def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
         """Scores each batch without gradients.
 
         Returns:
@@ -38,7 +39,6 @@ class Evaluation:
     """One evaluation of some of the jobs in the slots, which may take part after part.
 
     Args:
-        slots: the jobs of all slots.
         jobs: those to evaluate; they must keep a slot and their weights until it is complete.
     """
 
@@ -79,8 +79,6 @@ class Evaluation:
         after another: no job's scores depend on who is evaluated beside it.
 
         Args:
-            packer: packs the present slots.
-            slots: the names of the jobs in them.
             micro_batches: at most so many of every replica; None = a round's worth of each job.
         """
         waiting = [name for name in slots if self._queues.get(name)]
@@ -115,8 +113,8 @@ class Evaluation:
         begins: Sequence[int],
         items: Sequence[Placed],
         micro_batch: MicroBatch,
-        losses_T: torch.Tensor,
-        right_T: torch.Tensor,
+        losses_T: Tensor,
+        right_T: Tensor,
     ) -> None:
         """Adds a micro-batch's sums to the totals of its sequences."""
         losses_T, right_T = map(micro_batch.restore_order, (losses_T, right_T))
@@ -168,11 +166,7 @@ class HeldJobs:
     def score_part(
         self, device: torch.device, score: Callable[[Evaluation], None]
     ) -> tuple[JobState, EvalResult] | None:
-        """Scores a part of the first job's rows; returns the job, held no more, behind the last.
-
-        Args:
-            score: scores a part; collective over the world.
-        """
+        """Scores a part of the first job's rows; returns the job, held no more, behind the last."""
         job = self._jobs[0]
         if self._evaluation is None:
             self._evaluation = Evaluation([job], [job], device)

@@ -26,9 +26,6 @@ class JobFiles:
     """The files of jobs in the folders `OUT/jobs/NAME`.
 
     Args:
-        base_model: name or path that exported adapters give as their base.
-        quantisation: of the base.
-        has_metrics: this process writes metrics.
         may_write: asked by a job's name right before anything in its folder changes, also on the
             writer's thread.
     """

@@ -17,15 +17,14 @@ from tlora_megatron import timeline
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.driven_jobs import DrivenState
-from tlora_megatron.training.events import Reports
 from tlora_megatron.training.formats.atomic_directory import NotPermitted
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.metrics import JobMetrics, write_summary
+from tlora_megatron.training.metrics import JobMetrics, Reports, write_summary
 from tlora_megatron.training.round_timing import write_correction
+from tlora_megatron.training.run_watch import RunWatch
 from tlora_megatron.training.saving.saver import Saver, Target
 from tlora_megatron.training.saving.writer import WriterDied
-from tlora_megatron.training.stopping.run_watch import RunWatch
 from tlora_megatron.training.super_model import SuperModel
 
 logger = logging.getLogger(__name__)
@@ -77,11 +76,7 @@ class StagedJob:
 
 
 class JobSaves:
-    """Saves jobs beside their rounds. Every rank makes every call of `save` and `save_adapter`.
-
-    Args:
-        reports: takes `saved`, `not_saved`, `left` and `ended`, on the writer.
-    """
+    """Saves jobs beside their rounds. Every rank makes every call of `save` and `save_adapter`."""
 
     def __init__(
         self,
@@ -171,11 +166,7 @@ class JobSaves:
         self.save([job for job in jobs if self.has_moved(job)])
 
     def export(self, job: JobState, directory: Path) -> None:
-        """Writes a job's present adapter and waits until it is on the disk; collective.
-
-        Raises:
-            ValueError, OSError: on the writer; see `Loop.export`.
-        """
+        """Writes a job's present adapter and waits until it is on the disk; collective."""
         errors: list[Exception] = []
         target = self.files.adapter(job, errors.append, directory)
         with timeline.phase("export"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.config.job import JobSpec, ScheduleSpec
 from tlora_megatron.layers.adapter_bank import Adapter
@@ -63,7 +64,7 @@ class JobState:
     eval_after: EvalResult | None = None
     queue: list[Item] = field(default_factory=list)
     """Sequences of the current batch that have not run yet."""
-    loss: torch.Tensor | None = None
+    loss: Tensor | None = None
     """This rank's part of the current batch's loss, fp32 `[]`."""
     batch_time_s: float = 0.0
     upcoming: tuple[int, list[Item]] | None = None

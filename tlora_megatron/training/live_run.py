@@ -100,9 +100,6 @@ class LiveFolder:
 class LiveRun:
     """The side of a process that asks something of a run.
 
-    Args:
-        output_dir: of the run.
-
     Raises:
         ValueError: if no run trains there, or it is somebody else's.
     """
@@ -176,11 +173,7 @@ class LiveChanges:
 
     @classmethod
     def read(cls, output_dir: Path) -> LiveChanges:
-        """The changes of the run in a folder; none if nothing was changed.
-
-        Raises:
-            ConfigError: if the file holds something else.
-        """
+        """The changes of the run in a folder; none if nothing was changed."""
         path = output_dir / FILE_NAME
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
@@ -195,11 +188,7 @@ class LiveChanges:
             ) from error
 
     def write(self, output_dir: Path) -> None:
-        """Keeps the changes.
-
-        Raises:
-            OSError: if the disk refuses.
-        """
+        """Keeps the changes."""
         document = {"added": list(self.added.values()), "cancelled": self.cancelled}
         write_atomic(output_dir / FILE_NAME, json.dumps(document, indent=2), mode=BY_UMASK)
 

@@ -12,13 +12,13 @@ from tlora_megatron import timeline
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.evaluation import HeldJobs
-from tlora_megatron.training.events import EventSink, Reports
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.job_saves import JobSaves, SavePolicy, StagedJob
 from tlora_megatron.training.job_state import EvalResult, JobState
+from tlora_megatron.training.metrics import EventSink, Reports
 from tlora_megatron.training.nano.rounds import NanoRounds
-from tlora_megatron.training.stopping.run_watch import RunWatch
-from tlora_megatron.training.stopping.signals import stop_sentence
+from tlora_megatron.training.run_watch import RunWatch
+from tlora_megatron.training.signals import stop_sentence
 from tlora_megatron.training.super_model import StepReport, SuperModel
 
 
@@ -29,8 +29,6 @@ class Loop:
     own, who call `close` at the end. `commands.JobCommands` lets jobs join and leave.
 
     Args:
-        run: the run's settings; its output folder must be writable.
-        files: of the jobs.
         events: takes what happens, on every rank that has one; None = it is not reported.
         evaluation: "stop" = of all rows at once, while the others wait; "interleave" = the job is
             held and keeps its slot, and `evaluate_part` scores a micro-batch of its rows at a time.
@@ -39,7 +37,6 @@ class Loop:
         summaries: "run" = `jobs` keeps those that have ended, for the summary of the run; "jobs" =
             each has a summary of its own, and is forgotten behind it.
         nano_rounds: chooses the number of nano-batches; None = it stays as it is.
-        watch: sees the rounds, and stops the loop at a signal; None = nothing does.
     """
 
     def __init__(
@@ -168,7 +165,6 @@ class Loop:
         the disk.
 
         Args:
-            save: write a checkpoint.
             lost: somebody else owns its files by now.
 
         Returns:
@@ -263,14 +259,11 @@ class Loop:
         Raises:
             ValueError: on the writer, if a weight is not finite or the directory holds something
                 else.
-            OSError: on the writer, if the disk refuses.
         """
         self.saves.export(job, directory)
 
     def drain(self) -> tuple[str, ...]:
         """Waits until everything that was saved or exported is on the disk; not collective.
-
-        What could not be written becomes its job's event.
 
         Returns:
             Names of the jobs that could not be written since the last call; none on ranks that
@@ -364,10 +357,7 @@ class Loop:
         self.reports.emit("evaluated", job.name, {"step": job.step, **scores})
 
     def _retire(self, jobs: Sequence[JobState]) -> None:
-        """Frees the slots of jobs that ended; failed ones leave a placeholder where it is needed.
-
-        Jobs that are held are ended once they are evaluated.
-        """
+        """Frees the slots of jobs that ended; failed ones leave a placeholder where needed."""
         over = [job for job in jobs if not job.is_held]
         for job in over:
             if job.is_active:

@@ -1,4 +1,4 @@
-"""Writes a run's numbers: `metrics.jsonl` per job, `summary.json`, TensorBoard and W&B.
+"""A run's events as one stream, and the files of numbers that it writes.
 
 All files are strict JSON: a NaN or inf is written as null and its line carries `"nonfinite": true`.
 Importing this module needs neither torch nor TensorBoard nor W&B.
@@ -9,14 +9,56 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tlora_megatron.files import BY_UMASK, write_atomic
 
 logger = logging.getLogger(__name__)
+
+
+class EventSink(Protocol):
+    """Takes the events of a loop, on every rank that gives it one; mostly that is the first alone.
+
+    Kinds are those of `service.messages.EventKind`, and for the process itself:
+
+    - begun: before the first step; `{"jobs": {name: [step, last step or None]}}`.
+    - progress: behind every round; `{"rounds": int, "tokens_per_s": float}`, over all so far.
+    - out_of_memory: on any rank; `{"joining": [name]}`, jobs that were in their first round.
+    """
+
+    def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+        """Takes one event; it must not wait.
+
+        Args:
+            job: its name; None = it is the whole loop's.
+        """
+
+
+class Reports:
+    """Hands events on: to a sink, if there is one, and what is for people to the log.
+
+    Args:
+        logs: this process writes the log.
+    """
+
+    def __init__(self, sink: EventSink | None, *, logs: bool) -> None:
+        self._sink = sink
+        self._logs = logs
+
+    def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+        """Hands an event on; see `EventSink.emit`."""
+        if self._sink is not None:
+            self._sink.emit(kind, job, body)
+
+    def note(self, job: str, message: str) -> None:
+        """Reports a sentence about a job."""
+        self.emit("note", job, {"message": message})
+        if self._logs:
+            logger.info("job %s: %s", job, message)
+
 
 METRICS_FILE = "metrics.jsonl"
 _TRAIN_SCALARS = ("loss", "grad_norm", "lr", "time_s")
@@ -32,18 +74,14 @@ class JobMetrics:
     buffer goes out with a later line. Close it, or use it as a context manager.
 
     Args:
-        output_dir: the run's output folder; `jobs/NAME` is created under it.
-        job_name: the job's name, already checked to be a plain folder name.
         tensorboard: write events to `OUT/jobs/NAME/tensorboard`; without the package one warning is
             logged for all jobs and nothing is written.
-        wandb_project: W&B project; None = no W&B.
         may_write: asked before the file changes; once it says no, nothing more is written.
         resume_step: the last step the checkpoint holds. Lines of later steps are dropped, because
             the resumed job takes those steps again. 0 = start afresh: every line is dropped.
 
     Raises:
         ValueError: if the file to continue has a line that is not a JSON object with a step.
-        ImportError: if W&B was asked for and is not installed.
     """
 
     def __init__(
@@ -86,14 +124,10 @@ class JobMetrics:
         """Writes one optimizer step.
 
         Args:
-            step: the job's own step, from 1.
             loss: mean over the step's target tokens, before its update.
             grad_norm: 2-norm over the whole adapter, before clipping.
-            lr: learning rate of this update.
             target_tokens: tokens the loss is taken over, in the whole global batch.
-            tokens: all tokens of the global batch.
             time_s: wall time since the job's previous step.
-            skipped: the update was left out because loss or gradient was not finite.
 
         Raises:
             RuntimeError: if `step` is not greater than the last one, since each step stands once.
@@ -113,11 +147,8 @@ class JobMetrics:
     def log_eval(self, step: int, eval_loss: float, exact_match: float | None) -> None:
         """Writes one evaluation after `step` updates; a step evaluated before is not repeated.
 
-        A resumed job may evaluate its resume step again, and the last step may be due twice.
-
         Args:
             step: updates done so far; 0 = before training.
-            eval_loss: mean over the target tokens of the evaluation data.
             exact_match: share of sequences generated exactly, 0 to 1; None = not measured.
         """
         if step <= self._last_eval_step:
@@ -211,9 +242,6 @@ def write_summary(
     """Writes `summary.json` into a folder atomically, NaN and inf as null, and returns its path.
 
     Call it on global rank 0 only.
-
-    Args:
-        permit: see `write_atomic`.
     """
     path = Path(folder) / "summary.json"
     text = json.dumps(without_nonfinite(summary), indent=2, allow_nan=False) + "\n"

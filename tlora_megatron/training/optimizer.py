@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tlora_megatron.config.job import OptimizerSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
-from tlora_megatron.layers.slab.cells import SlabCells
+from tlora_megatron.layers.slab_cells import SlabCells
 from tlora_megatron.ops.adamw import fused_adamw
 from tlora_megatron.ops.adamw_update import AdamUpdate
 from tlora_megatron.parallel.collectives import all_reduce
@@ -41,7 +42,7 @@ class StepRequest(NamedTuple):
     lr: float
     updates: int
     """Updates applied so far: Adam's step count before this one."""
-    loss: torch.Tensor
+    loss: Tensor
     """fp32 `[]`: this rank's part of the batch's loss; 0 where another rank counts it."""
 
 
@@ -116,17 +117,17 @@ def _reduce_gradients(groups: ParallelGroups, slabs: Sequence[AdapterSlab]) -> N
         _sum_over(groups.experts.tp_group, replicated)
 
 
-def _sum_over(group: dist.ProcessGroup, parts: Sequence[torch.Tensor]) -> None:
+def _sum_over(group: dist.ProcessGroup, parts: Sequence[Tensor]) -> None:
     for pending in [all_reduce(part, group) for part in parts if part.numel()]:
         pending.wait()
 
 
-def _of_experts(slab: AdapterSlab) -> torch.Tensor:
+def _of_experts(slab: AdapterSlab) -> Tensor:
     """The gradient of a slab's factors on routed experts."""
     return slab.grad[slab.layout.experts_begin :]
 
 
-def _counted(groups: ParallelGroups, slab: AdapterSlab) -> list[torch.Tensor]:
+def _counted(groups: ParallelGroups, slab: AdapterSlab) -> list[Tensor]:
     """The parts of a summed gradient that this rank counts, so that the world counts each once."""
     layout, parts = slab.layout, []
     if groups.is_first_replica:
@@ -141,10 +142,7 @@ def _counted(groups: ParallelGroups, slab: AdapterSlab) -> list[torch.Tensor]:
 def _losses_and_norms(
     bank: AdapterBank, groups: ParallelGroups, requests: Sequence[StepRequest], *, exact: bool
 ) -> tuple[list[float], list[float]]:
-    """Whole-world losses and gradient norms, one collective and one host sync for all jobs.
-
-    The loss of an adapter that some rank could not compute with as it is is NaN.
-    """
+    """Whole-world losses and gradient norms, one collective and one host sync for all jobs."""
     losses, squares = [], []
     for request in requests:
         slab = bank.adapters[request.slot].slab
@@ -156,7 +154,7 @@ def _losses_and_norms(
     return totals, [math.sqrt(s) if s >= 0 else math.nan for s in sums]
 
 
-def _world_sum(stats: torch.Tensor, *, exact: bool) -> torch.Tensor:
+def _world_sum(stats: Tensor, *, exact: bool) -> Tensor:
     """Sums over the world; exact: in the order of ranks.
 
     Beyond two ranks a ring's order follows from a value's place, so from who steps beside a job.
@@ -169,7 +167,7 @@ def _world_sum(stats: torch.Tensor, *, exact: bool) -> torch.Tensor:
     return functools.reduce(torch.add, everyone)
 
 
-def square_sum(flat: torch.Tensor) -> torch.Tensor:
+def square_sum(flat: Tensor) -> Tensor:
     """Sum of squares of fp32 `[n]`, fp64 `[]`, in two reductions whatever n.
 
     The order of its sums follows from n and from where in 16 bytes the first element lies: a job's

@@ -74,9 +74,6 @@ def fit_to_job(adapter: AdapterFile, job: JobSpec) -> dict[str, Tensor]:
 def shared_by_experts(adapter: AdapterFile, where: str) -> AdapterFile:
     """Returns an adapter whose experts share the outer factors, each of them once.
 
-    Args:
-        where: the adapter's folder, for errors.
-
     Raises:
         ValueError: if it is not on routed experts, or they have unequal ones.
     """
@@ -128,7 +125,7 @@ class PreparedJob:
     plan: BatchPlan
     checkpoint: Checkpoint | None
     """To continue from; None = a fresh or imported adapter."""
-    imported: Mapping[str, torch.Tensor] | None
+    imported: Mapping[str, Tensor] | None
     """Whole factors of `init_from`."""
 
     @property
@@ -163,9 +160,6 @@ def prepare_job(
         data: of another process of this node, which has looked at the checkpoint's values, too;
             None = read them with the tokenizer.
         values: look at every value of a checkpoint; None = only where no data are given.
-
-    Raises:
-        ValueError: naming the job.
     """
     job = over_base(job, spec)
     _check_targets(job, spec)
@@ -206,11 +200,7 @@ def prepare_job(
 def start_job(
     prepared: PreparedJob, spec: Backbone, slab: AdapterSlab, copier: Copier | None = None
 ) -> JobState:
-    """Gives a job its adapter: from its checkpoint, an imported one, or a fresh one.
-
-    Args:
-        copier: see `AdapterSlab.load`.
-    """
+    """Gives a job its adapter: from its checkpoint, an imported one, or a fresh one."""
     job, imported = prepared.spec, prepared.imported
     state = (DrivenState if job.driven else JobState)(
         spec=job,

@@ -1,11 +1,13 @@
-"""The speeds of a run's replicas as rounds show them, their depth, and how busy replicas are.
+"""How deep rounds are, and the speeds of a run's replicas as rounds show them.
 
-What the planner says of one kind of replica against another may be off by a few per cent, and a
-kind that is slower than predicted makes the others wait. Times differ from run to run, and bits
-would with them, so they are only corrected on demand (`run.correct_speeds`), and only where jobs
-are saved: all processes agree on a correction there, in coarse steps, and it is kept beside the
-checkpoints, so that a run that goes on shares its rounds out as it would have. Among alike replicas
-there is nothing to correct, whatever the times are.
+A deeper round shares out better among replicas, but a job with a small batch steps once a round.
+Rounds get deeper only where all jobs together gain 5 % by it, or where the smallest job loses no
+more than that.
+
+Predicted speeds of unlike replicas may be off by a few per cent. Times differ from run to run, and
+bits would with them, so speeds are only corrected on demand (`run.correct_speeds`), and only where
+jobs are saved: all processes agree there on a correction in coarse steps, which is kept beside the
+checkpoints, so that a run that goes on shares its rounds out as it would have.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,11 +28,103 @@ import torch.distributed as dist
 from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.model.cp_dispatch import CpRates
 from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.dispatch import admit, predicted_ends_ps, share_out, turns
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.packing.packing import Round
-from tlora_megatron.training.packing.recompute_cut import RoundRule, rank_ends_ps, round_ends_ps
-from tlora_megatron.training.round_depth import choose_depth
+from tlora_megatron.training.packing.portions import RoundRule, rank_ends_ps, round_ends_ps
+
+DEPTHS = (1, 2, 4)
+"""Depths that are compared."""
+ENOUGH = 0.97
+"""Busy share at which deeper rounds are not looked for."""
+WORTH = 1.05
+"""Factor of speed that is worth any loss of the smallest job, and a loss that any gain is worth."""
+_SEQUENCES = 4096
+"""Sequences of the rounds that are looked at, about."""
+_FEWEST_ROUNDS, _MOST_ROUNDS = 8, 64
+
+Batches = Callable[[int], Sequence[int]]
+"""From the number of a job's batch to the rows of its sequences."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """Prediction for the rounds of a mix at one depth."""
+
+    depth: int
+    busy_share: float
+    """Share of the replicas' time in which they compute, instead of waiting for the slowest."""
+    smallest_speed: float
+    """Rows of the job with the smallest batch for each picosecond."""
+
+
+def choose_depth(jobs: Sequence[Batches], rates: Sequence[ReplicaRate]) -> list[Outlook]:
+    """Compares the rounds of a mix at several depths, the chosen one last.
+
+    Args:
+        jobs: at least one.
+    """
+    outlooks = [outlook(jobs, rates, DEPTHS[0])]
+    for depth in DEPTHS[1:]:
+        before = outlooks[-1]
+        if before.busy_share >= ENOUGH:
+            break
+        deeper = outlook(jobs, rates, depth)
+        gain = deeper.busy_share / before.busy_share
+        loss = before.smallest_speed / deeper.smallest_speed
+        if gain <= 1.0 or (gain < WORTH and loss > WORTH):
+            break
+        outlooks.append(deeper)
+    return outlooks
+
+
+def outlook(jobs: Sequence[Batches], rates: Sequence[ReplicaRate], depth: int) -> Outlook:
+    """Predicts rounds of one depth from the first batches of every job."""
+    rounds = TimedQueues(jobs, rates, depth)
+    number = sequences = busy_ps = time_ps = smallest_rows = 0
+    smallest = min(range(len(jobs)), key=lambda slot: sum(jobs[slot](0)))
+    while number < _FEWEST_ROUNDS or (number < _MOST_ROUNDS and sequences < _SEQUENCES):
+        taken = rounds.next_round(number)
+        lengths = [rows for own in taken for rows in own]
+        shares = [
+            [[lengths[i] for i in part] for part in share] for share in share_out(lengths, rates)
+        ]
+        ends = predicted_ends_ps(shares, rates)
+        busy_ps, time_ps = busy_ps + sum(ends), time_ps + max(ends)
+        smallest_rows += sum(taken[smallest])
+        sequences += sum(map(len, taken))
+        number += 1
+    return Outlook(
+        depth=depth,
+        busy_share=busy_ps / (time_ps * len(rates)),
+        smallest_speed=smallest_rows / time_ps,
+    )
+
+
+class TimedQueues:
+    """Rows of sequences that wait for rounds by time, a batch of every job after the other."""
+
+    def __init__(self, jobs: Sequence[Batches], rates: Iterable[ReplicaRate], depth: int) -> None:
+        self._jobs = jobs
+        self._rates = tuple(rates)
+        self._rooms = [rate.longest for rate in self._rates] * depth
+        self._left: list[list[int]] = [[] for _ in jobs]
+        self._begun = [0] * len(jobs)
+
+    def next_round(self, first_slot: int) -> list[list[int]]:
+        """Takes a round: the rows of each slot's sequences in it."""
+        for slot, batches in enumerate(self._jobs):
+            if not self._left[slot]:
+                self._left[slot] = list(batches(self._begun[slot]))
+                self._begun[slot] += 1
+            left = self._left[slot]
+            self._left[slot] = [left[i] for i in turns(left, self._rates)]
+        counts = admit(self._left, first_slot=first_slot, rooms=self._rooms)
+        taken = [left[:count] for left, count in zip(self._left, counts, strict=True)]
+        self._left = [left[count:] for left, count in zip(self._left, counts, strict=True)]
+        return taken
+
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +141,6 @@ class RateCorrection:
 
     Args:
         rates: as predicted, one for each replica.
-        own: number of this process's replica.
         frozen: the speeds stay as predicted; times are still measured.
     """
 
@@ -83,10 +176,7 @@ class RateCorrection:
             self._pending.append((partial(self._seconds, begin, end), predicted_ps))
 
     def settle(self) -> None:
-        """Agrees on what the rounds so far say; collective over the world.
-
-        Called where the host has waited for the device.
-        """
+        """Agrees on what the rounds so far say; collective over the world."""
         for seconds, predicted_ps in self._pending:
             self._measured_s += seconds()
             self._predicted_s += predicted_ps * 1e-12
@@ -256,11 +346,7 @@ def describe_rounds(
     busy: BusyShare,
     over_predicted: float | None,
 ) -> dict[str, Any] | None:
-    """Values for `summary.json`; None without speeds of replicas.
-
-    Args:
-        over_predicted: measured over predicted time.
-    """
+    """Values for `summary.json`; None without speeds of replicas."""
     if timing is None:
         return None
     return {

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.ops.host_copy import to_device
@@ -27,7 +28,7 @@ from tlora_megatron.training.packing.packing import (
     Round,
     RoundShape,
 )
-from tlora_megatron.training.packing.recompute_cut import RoundRule
+from tlora_megatron.training.packing.portions import RoundRule
 from tlora_megatron.training.packing.round_packer import FilledRound, RoundPacker
 from tlora_megatron.training.round_timing import BusyShare, RateCorrection, RoundTiming
 
@@ -38,7 +39,7 @@ CutFor = Callable[[Sequence[JobState]], CutDocuments]
 class Engine(Scorer, Protocol):
     """Trains packed micro-batches through the backbone, too."""
 
-    def forward_backward(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+    def forward_backward(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Accumulates gradients in the bank; returns weighted losses `[T]` of each batch.
 
         Of the rows of clients these are the negative log-probabilities. Empty on pipeline stages
@@ -71,10 +72,7 @@ class SuperModel(Generic[EngineT]):
     Args:
         engine: an `Engine`; a `Scorer` is enough where a trainer runs the training rounds, between
             `begin_round` and `end_round`.
-        jobs: in slot order.
         micro_batch_tokens: token budget of one micro-batch, over its context-parallel ranks.
-        round_shape: the driver's demands on rounds.
-        cut_for: chooses where the jobs' micro-batches are cut into nano-batches.
         timing: shares rounds out by predicted time; None = balances tokens.
         correction: of the speeds in `timing`; None = they stay as predicted.
     """
@@ -202,7 +200,7 @@ class SuperModel(Generic[EngineT]):
         filled = packer.fill_round(queues, first_slot=number)
         self._ahead = (number, self.rule, waiting), filled
 
-    def end_round(self, losses: Sequence[torch.Tensor]) -> list[StepReport]:
+    def end_round(self, losses: Sequence[Tensor]) -> list[StepReport]:
         """Steps every job whose global batch the round completed.
 
         Args:
@@ -230,11 +228,7 @@ class SuperModel(Generic[EngineT]):
     def evaluate(
         self, jobs: Sequence[JobState], on_part: Callable[[], None] = lambda: None
     ) -> list[EvalResult | None]:
-        """Evaluates adapters on their jobs' evaluation rows, packed together; None without any.
-
-        Args:
-            on_part: called before each round's worth of rows.
-        """
+        """Evaluates adapters on their jobs' evaluation rows, packed together; None without any."""
         evaluation = Evaluation(self.jobs, jobs, self.groups.device)
         while not evaluation.is_complete:
             on_part()
@@ -257,9 +251,6 @@ class SuperModel(Generic[EngineT]):
 
     def forward_part(self, queues: Sequence[list[Item]]) -> list[list[Item]]:
         """Runs some of the sequences of clients without gradients; at most a micro-batch each.
-
-        Args:
-            queues: of each slot.
 
         Returns:
             What is left of each.
@@ -299,7 +290,7 @@ class SuperModel(Generic[EngineT]):
                 self.jobs[slot].end_batch()
         return [slot for slot in complete if self.jobs[slot].is_active]
 
-    def _add_losses(self, micro_batch: MicroBatch, losses_T: torch.Tensor) -> None:
+    def _add_losses(self, micro_batch: MicroBatch, losses_T: Tensor) -> None:
         """Adds a micro-batch's losses to its jobs' batches."""
         if not self.groups.counts_losses:
             return

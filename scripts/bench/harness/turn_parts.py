@@ -118,8 +118,8 @@ def note(folder: Path) -> None:
     for place, name, part in (
         ("commands:JobCommands", "_word", "commands"),
         ("commands:JobCommands", "_at_boundary", "commands"),
-        ("resident.agreement:Agreement", "begin", "commands"),
-        ("resident.agreement:Agreement", "read", "commands"),
+        ("resident.staging:Agreement", "begin", "commands"),
+        ("resident.staging:Agreement", "read", "commands"),
         ("resident.client_steps:RequestExecutor", "advance", "commands"),
         ("super_model:SuperModel", "begin_round", "pack"),
         ("super_model:SuperModel", "train_round", "launch"),

@@ -40,7 +40,7 @@ from scripts.bench.overlap.cases import (
 )
 from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.parallel.tensor_collectives import (
+from tlora_megatron.parallel.collectives import (
     Kind,
     TensorCollectives,
     make_tensor_collectives,

@@ -15,8 +15,8 @@ from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.parallel import collectives
+from tlora_megatron.parallel.collectives import TensorCollectives
 from tlora_megatron.parallel.overlap import Overlap
-from tlora_megatron.parallel.tensor_collectives import TensorCollectives
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.sizes import LLAMA_8B, LLAMA_70B, TINY
 from tlora_megatron.profiling.synthetic_run import SyntheticRun

@@ -27,7 +27,7 @@ from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach, check_blocks_fit
 from tlora_megatron.layers.sites import make_site, rank_sites
 from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor, whole_tensors
-from tlora_megatron.layers.slab.layout import slab_layout
+from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec, check_block_sizes
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from tests.helpers.coded_ranks import LAYOUT, RANKS, Ranks
 from tests.helpers.linear_case import WORKLOADS, Case
-from tlora_megatron.layers.fold import FoldStrategy
 from tlora_megatron.layers.linear import multi_lora_linear_vjp
-from tlora_megatron.layers.s_lora import SLoraStrategy
+from tlora_megatron.layers.shardings import FoldStrategy, SLoraStrategy
 from tlora_megatron.ops.quantised.rows import GROUP, encode_rows, hand_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
 

@@ -32,7 +32,7 @@ from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import make_site, stage_sites
 from tlora_megatron.layers.slab import AdapterSlab, whole_tensors
-from tlora_megatron.layers.slab.layout import slab_layout
+from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.ops.lora.linear_ops import LinearOps
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK

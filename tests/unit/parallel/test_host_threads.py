@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tlora_megatron.parallel import host_threads as module
-from tlora_megatron.parallel.host_threads import host_threads
+from tlora_megatron.parallel import groups as module
+from tlora_megatron.parallel.groups import host_threads
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tlora_megatron.training.packing.packing import (
     fill_bins,
     round_up,
 )
-from tlora_megatron.training.packing.recompute_cut import RoundRule, fill_by_time, round_ends_ps
+from tlora_megatron.training.packing.portions import RoundRule, fill_by_time, round_ends_ps
 
 
 def test_a_histogram_from_lengths_keeps_mean_and_longest() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.runtime.wake import wake_device
+from tlora_megatron.runtime.backbone import wake_device
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

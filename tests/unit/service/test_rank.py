@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.parallel.host_threads import host_threads
+from tlora_megatron.parallel.groups import host_threads
 from tlora_megatron.service.messages import GangFolder, GangSpec
 from tlora_megatron.service.worker import rank as rank_module
 from tlora_megatron.service.worker.gang_logs import CommandReader, EventWriter

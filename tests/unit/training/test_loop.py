@@ -10,8 +10,8 @@ import torch
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.loop import Loop
-from tlora_megatron.training.stopping.run_watch import RunWatch
-from tlora_megatron.training.stopping.signals import StopSignals
+from tlora_megatron.training.run_watch import RunWatch
+from tlora_megatron.training.signals import StopSignals
 
 
 class Kinds:

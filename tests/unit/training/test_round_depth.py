@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 
 from tlora_megatron.model.deployment import ReplicaRate
-from tlora_megatron.training.round_depth import DEPTHS, ENOUGH, WORTH, choose_depth, outlook
+from tlora_megatron.training.round_timing import DEPTHS, ENOUGH, WORTH, choose_depth, outlook
 
 RATE = ReplicaRate(token_ps=53_000_000, square_ps=2700, fixed_ps=0, longest=16384)
 """An 8B model on an H200, about."""

@@ -132,14 +132,9 @@ def load_deepspeed_config(
     Args:
         source: the file, or its values; relative paths start at its folder, or the working
             directory. `tlora` holds what a `tlora train` file holds, without `parallel`.
-        overrides: `path=value` texts for the section, as `tlora train --set` takes them.
-        output_dir: replaces `run.output_dir`.
         base_model: describes a model that is built already; the section may then name its
             directory.
         trainer: what "auto" means; None = this package's defaults, and no "auto" in the section.
-
-    Raises:
-        ConfigError: for the first thing that is wrong or refused.
     """
     document, folder = _read(source)
     section, folder = _section(document, folder)
@@ -206,10 +201,7 @@ def _join(section: dict[str, Any], defaults: dict[str, Any]) -> None:
 
 
 def _agreed_base(
-    document: dict[str, Any],
-    section: dict[str, Any],
-    given: BaseModelSpec | None,
-    folder: Path,
+    document: dict[str, Any], section: dict[str, Any], given: BaseModelSpec | None, folder: Path
 ) -> BaseModelSpec | None:
     """Checks that `bf16` and the base agree; returns a given model's description."""
     bf16 = document.get("bf16", {}).get("enabled")

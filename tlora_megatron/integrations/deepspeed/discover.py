@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
-from torch import nn
+from torch import Tensor, nn
 
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.layers.linear import LinearLayout, computes_base, multi_lora_linear
@@ -48,11 +48,7 @@ def refused_targets(model: Any) -> dict[str, str]:
 
 
 def check_run_over_experts(model: Any, config: DeepSpeedConfig) -> None:
-    """Refuses settings that a model with routed experts cannot keep; others pass.
-
-    Raises:
-        ValueError: naming the key.
-    """
+    """Refuses settings that a model with routed experts cannot keep; others pass."""
     if not has_experts(model):
         return
     if config.tp_size > 1:
@@ -247,7 +243,7 @@ class _LinearMixin(MultiAdapter):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """Returns this rank's GEMM with the adapters in it; None where there are none."""
         view = current_micro_batch()
         if view is None:
@@ -265,7 +261,7 @@ class PlainLinearMixin(_LinearMixin):
         """Returns the layout of one rank."""
         return LinearLayout()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         product = self._product(x, self.bias)
         return super().forward(x) if product is None else product  # type: ignore[misc]
 
@@ -292,11 +288,11 @@ class RowLinearMixin(_LinearMixin):
         """Returns the layout over AutoTP's group."""
         return LinearLayout(kind="row", group=self.mp_group, tp_size=site.tp_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         product = self._product(x, None)
         if product is None:
             return super().forward(x)  # type: ignore[misc]
-        y: torch.Tensor = _ReduceForward.apply(product, self.mp_group)
+        y: Tensor = _ReduceForward.apply(product, self.mp_group)
         return y if self.bias is None else y + self.bias
 
 
@@ -307,13 +303,13 @@ class _ReduceForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup) -> Tensor:
         y = y.contiguous()
         dist.all_reduce(y, group=group)
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy, None
 
 

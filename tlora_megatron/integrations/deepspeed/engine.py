@@ -2,7 +2,6 @@
 
 The output layer computes losses. The model calls it as before, so that ZeRO-3's hooks gather its
 weight; while a batch is being scored it returns losses in the place of logits.
-
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.utils import groups as deepspeed_groups
-from torch import nn
+from torch import Tensor, nn
 
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.deepspeed import discover
@@ -77,7 +76,7 @@ class ScoringMixin:
     tlora_groups: ParallelGroups
     tlora_vocab_size: int
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """Returns logits, or losses while a batch is scored."""
         if _current is None:
             return super().forward(hidden)  # type: ignore[misc]
@@ -132,30 +131,30 @@ class DeepSpeedEngine:
         self.model = model
         self.groups = groups
 
-    def forward_backward(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+    def forward_backward(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Accumulates gradients in the bank; returns weighted losses; see `Engine`."""
         self.model.train()
         return [self._train_step(batch) for batch in batches]
 
-    def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
         """Scores the batches without gradients; see `Scorer`."""
         self.model.eval()
         with torch.no_grad():
             return [self._predict_step(batch) for batch in batches]
 
-    def _train_step(self, batch: PackedBatch) -> torch.Tensor:
+    def _train_step(self, batch: PackedBatch) -> Tensor:
         with use_micro_batch(batch.view):
             with score(batch):
                 losses_T = self._run(batch)[0] * batch.weights
             losses_T.sum().backward()
         return losses_T.detach()
 
-    def _predict_step(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _predict_step(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         with use_micro_batch(batch.view), score(batch, predict=True):
             losses_T, right_T = self._run(batch)[0]
         return losses_T * batch.weights, right_T > 0
 
-    def _run(self, batch: PackedBatch) -> torch.Tensor:
+    def _run(self, batch: PackedBatch) -> Tensor:
         positions = batch.view.positions(self.groups.device).unsqueeze(0)
         out = self.model(input_ids=batch.tokens, position_ids=positions, use_cache=False)
         return out.logits
@@ -170,9 +169,6 @@ def check_packing(model: Any, spec: LinearsSpec, groups: ParallelGroups, plain: 
 
     Args:
         plain: name of the attention implementation that the model came with.
-
-    Raises:
-        ValueError: with the number that is off.
     """
     engine, dtype = DeepSpeedEngine(model, groups), next(model.parameters()).dtype
     check_isolation(
@@ -217,7 +213,7 @@ def _packing_error(engine: DeepSpeedEngine, spec: LinearsSpec, plain: str) -> fl
     return float((found - expected).norm() / expected.norm())
 
 
-def _losses_alone(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def _losses_alone(model: Any, tokens: Tensor) -> Tensor:
     """Losses of all tokens but the first, from the unchanged model, fp32 `[n - 1]`."""
     with torch.no_grad():
         logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0]
@@ -311,11 +307,7 @@ def base_of_model(model: Any) -> BaseModelSpec:
 
 
 def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
-    """Reads the base, unless it is given, and puts it under DeepSpeed; collective over the world.
-
-    Raises:
-        ValueError: if the model is not supported, saying why.
-    """
+    """Reads the base, unless it is given, and puts it under DeepSpeed; collective."""
     tp_size = config.tp_size
     if dist.get_world_size() % tp_size:
         raise ValueError(

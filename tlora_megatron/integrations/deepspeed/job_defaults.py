@@ -120,11 +120,7 @@ def hand_over(
 
 
 def refuse_autos(section: dict[str, Any]) -> None:
-    """Refuses an "auto" that only a trainer could fill in.
-
-    Raises:
-        ConfigError: naming its path.
-    """
+    """Refuses an "auto" that only a trainer could fill in."""
     places = [("defaults", section.get("defaults"))]
     places += [(f"jobs.{_name(entry)}", entry) for entry in _jobs(section)]
     for place, content in places:

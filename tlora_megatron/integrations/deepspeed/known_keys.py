@@ -52,10 +52,6 @@ def check_deepspeed(tp_size: int = 1) -> None:
 
     Args:
         tp_size: over 1 needs AutoTP.
-
-    Raises:
-        ImportError: if it is missing.
-        RuntimeError: naming the version or the name that does not fit.
     """
     try:
         installed = version("deepspeed")
@@ -69,11 +65,7 @@ def check_deepspeed(tp_size: int = 1) -> None:
 
 
 def check_version(installed: str, tp_size: int = 1) -> None:
-    """Refuses a release out of the supported range.
-
-    Raises:
-        RuntimeError: naming the range.
-    """
+    """Refuses a release out of the supported range."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:3])
     oldest, what = (OLDEST, "") if tp_size == 1 else (OLDEST_WITH_AUTOTP, " under AutoTP")
     if not oldest <= numbers < NEXT:
@@ -148,7 +140,6 @@ def check_keys(
     """Refuses a key that DeepSpeed would ignore, and a section that it would not take.
 
     Args:
-        document: a DeepSpeed JSON.
         ours: top-level keys that DeepSpeed does not read, and we do.
         without_effect: sections that DeepSpeed does not get; what they hold is not looked at.
 

@@ -15,7 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from tlora_megatron.config.schema import BaseModelSpec
@@ -37,14 +37,14 @@ def register() -> None:
 
 def packed_attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attends within documents.
 
     Args:
@@ -80,11 +80,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_model(base: BaseModelSpec, engine: dict[str, Any], *, tp_size: int) -> Any:
     """Reads or draws a causal model; under ZeRO-3 without TP every rank only ever holds its part.
-
-    Drawn weights are transformers'; under ZeRO-3 they are others than below it.
-
-    Args:
-        engine: what `deepspeed.initialize` will get.
 
     Raises:
         ValueError: if the folder is quantised, or transformers cannot build the model.
@@ -124,11 +119,7 @@ def _zero_init(engine: dict[str, Any]) -> Any:
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Refuses a model that is not a bare base.
-
-    Raises:
-        ValueError: naming the first module with an adapter.
-    """
+    """Refuses a model that is not a bare base."""
     for name, module in model.named_modules():
         if hasattr(module, "base_layer"):
             raise ValueError(f"the model must carry no adapters yet, got some at {name}")
@@ -156,11 +147,7 @@ def turn_dropout_off(model: nn.Module) -> None:
 
 
 def start_engine(model: Any, engine: dict[str, Any]) -> Any:
-    """Hands a model to DeepSpeed, where AutoTP and ZeRO-3 cut its weights, and freezes it.
-
-    Raises:
-        ValueError: if DeepSpeed refuses.
-    """
+    """Hands a model to DeepSpeed, where AutoTP and ZeRO-3 cut its weights, and freezes it."""
     engine = dict(engine)
     # AutoTP hooks what it leaves whole, and fails on what is frozen; what it cuts it unfreezes.
     model.requires_grad_(engine.get("tensor_parallel", {}).get("autotp_size", 1) > 1)
@@ -176,11 +163,7 @@ def start_engine(model: Any, engine: dict[str, Any]) -> Any:
 
 
 def check_finite(model: nn.Module) -> None:
-    """Refuses a base with NaN or infinity; every rank looks at the part that it holds.
-
-    Raises:
-        ValueError: naming the weight.
-    """
+    """Refuses a base with NaN or infinity; every rank looks at the part that it holds."""
     for name, parameter in model.named_parameters():
         held = _held(parameter).detach()
         if held.numel() and not all_finite(held):
@@ -190,7 +173,7 @@ def check_finite(model: nn.Module) -> None:
             )
 
 
-def _held(parameter: Any) -> torch.Tensor:
+def _held(parameter: Any) -> Tensor:
     """The values that this rank holds; ZeRO-3 leaves what is behind the last rank's unset."""
     part = getattr(parameter, "ds_tensor", None)
     if part is None:
@@ -222,11 +205,9 @@ def require_grad_from_embedding(model: Any) -> None:
 
     Set before them, it would make ZeRO-3 gather the embedding for its backward, which has none.
     """
-    model.get_input_embeddings().register_forward_hook(_require_grad)
-
-
-def _require_grad(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    return output.requires_grad_(torch.is_grad_enabled())
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: output.requires_grad_(torch.is_grad_enabled())
+    )
 
 
 def recompute_layers(model: Any) -> None:

@@ -1,13 +1,9 @@
 """Runs Megatron-core's local (not Transformer Engine) dense models where there is no CUDA.
 
-Megatron-core assumes CUDA in a handful of places; gloo itself offers every collective it uses.
-`install` replaces these places and nothing else. It covers what `GPTModel` without experts needs
-for tensor, sequence, pipeline and context parallelism, recompute and the pipeline schedules.
-`install_dispatchers` covers Megatron's experts, too. Neither covers its optimizers and trainer,
-CUDA graphs, or distributed checkpoints.
-
-With gloo, `deallocate_pipeline_outputs` must stay off: an asynchronous send would read freed
-storage.
+Megatron-core assumes CUDA in a handful of places, which `install` replaces for `GPTModel` without
+experts and the pipeline schedules, and `install_dispatchers` for experts; neither covers its
+optimizers and trainer, CUDA graphs, or distributed checkpoints. With gloo,
+`deallocate_pipeline_outputs` must stay off: an asynchronous send would read freed storage.
 """
 
 from __future__ import annotations
@@ -38,9 +34,9 @@ def install() -> None:
     from megatron.core.tensor_parallel import random
 
     # Megatron passes it as `device=` wherever it allocates a parameter or a receive buffer.
-    torch.cuda.current_device = _current_device  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
     # Called after a batched exchange between pipeline stages; gloo's requests are waited for.
-    torch.cuda.synchronize = _synchronize
+    torch.cuda.synchronize = lambda device=None: None
     # Megatron's seeding: the "CUDA generator" is the CPU's default generator.
     torch.cuda.manual_seed = _manual_seed
     torch.cuda.get_rng_state = _get_rng_state
@@ -65,7 +61,7 @@ def install_dispatchers() -> None:
     # The alltoall dispatcher copies its numbers of rows on a stream.
     cuda: Any = torch.cuda
     cuda.Stream = cuda.Event = cuda.stream = NoStream
-    cuda.current_stream = _current_stream
+    cuda.current_stream = lambda *_, **__: NoStream()
     move = token_dispatcher.maybe_move_tensor_to_cpu
     if getattr(move, "__module__", None) == __name__:
         return
@@ -123,10 +119,6 @@ class NoStream:
     def __exit__(self, *_: object) -> None: ...
 
 
-def _current_stream(*_: Any, **__: Any) -> NoStream:
-    return NoStream()
-
-
 class _TorchOnCPU:
     """The `torch` module as the pipeline schedules see it: `zeros` of any device are on the CPU."""
 
@@ -137,14 +129,6 @@ class _TorchOnCPU:
     def zeros(*size: Any, device: Any = None, **kwargs: Any) -> Tensor:
         """`torch.zeros`, on the CPU."""
         return torch.zeros(*size, device=_CPU, **kwargs)
-
-
-def _current_device() -> torch.device:
-    return _CPU
-
-
-def _synchronize(device: Any = None) -> None:
-    del device
 
 
 def _manual_seed(seed: int) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import random
-from torch import nn
+from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.sites import Site
@@ -85,7 +85,6 @@ def current_groups(
     Args:
         deployment: unlike replicas; collective over the world, as their cells have groups.
         num_layers: of the model, which unlike replicas may cut into unlike stages.
-        with_experts: the model has routed experts that carry adapters.
     """
     cuda = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -152,7 +151,6 @@ class MegatronEngine:
 
     Args:
         vocab_size: number of tokens; further rows of the output layer are padding.
-        nano: how nano-batches exchange their tensors.
     """
 
     def __init__(
@@ -170,11 +168,11 @@ class MegatronEngine:
         if self.model.post_process:
             self._head = VocabularyHead(self.model.output_layer, vocab_size, groups)
 
-    def forward_backward(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+    def forward_backward(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Accumulates gradients in the bank; returns weighted losses; see `Engine`."""
         return [out["losses"] for out in self._run(batches, self._train_step, forward_only=False)]
 
-    def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
         """Scores the batches without gradients; see `Scorer`."""
         with torch.no_grad():
             outs = self._run(batches, self._predict_step, forward_only=True)
@@ -182,7 +180,7 @@ class MegatronEngine:
 
     def _run(
         self, batches: Sequence[PackedBatch], step: Callable[..., Any], *, forward_only: bool
-    ) -> list[dict[str, torch.Tensor]]:
+    ) -> list[dict[str, Tensor]]:
         if not batches:  # Megatron's schedules run one at least
             return []
         return self._schedule(
@@ -195,11 +193,8 @@ class MegatronEngine:
             forward_only=forward_only,
         )
 
-    def _hidden(self, batch: PackedBatch) -> torch.Tensor:
-        """Output of the stage's layers, `[T, 1, H]`, normed behind the last layer.
-
-        Not `GPTModel.forward`: that would go on to the logits of all rows.
-        """
+    def _hidden(self, batch: PackedBatch) -> Tensor:
+        """Output of the stage's layers, `[T, 1, H]`, normed behind the last layer."""
         hidden = None
         with use_micro_batch(batch.view):
             if self.model.pre_process:
@@ -209,7 +204,7 @@ class MegatronEngine:
 
     def _train_step(
         self, batches: Iterator[PackedBatch], model: nn.Module
-    ) -> tuple[torch.Tensor, Callable[..., Any]]:
+    ) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches)
         out = self._hidden(batch)
         if self._head is not None:
@@ -219,11 +214,11 @@ class MegatronEngine:
 
     def _predict_step(
         self, batches: Iterator[PackedBatch], model: nn.Module
-    ) -> tuple[torch.Tensor, Callable[..., Any]]:
+    ) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches)
         return self._hidden(batch), partial(self._score, batch)
 
-    def _score(self, batch: PackedBatch, hidden: torch.Tensor) -> tuple[Any, ...]:
+    def _score(self, batch: PackedBatch, hidden: Tensor) -> tuple[Any, ...]:
         assert self._head is not None, "only the last stage scores"
         rows_n, labels_T = batch.target_rows, batch.labels[0]
         losses_T, right_T = self._head.score(hidden, rows_n, labels_T, batch.view.exactness)
@@ -236,7 +231,7 @@ _ONE = torch.tensor(1, dtype=torch.int)
 """Megatron's token count; unused: `calculate_per_token_loss` without a finalizer scales nothing."""
 
 
-def _weighted_loss(batch: PackedBatch, losses: torch.Tensor) -> tuple[Any, ...]:
+def _weighted_loss(batch: PackedBatch, losses: Tensor) -> tuple[Any, ...]:
     if batch.sent is not None:
         losses_T, reported_T = batch.sent.losses(losses.flatten(), batch.weights)
         return losses_T.sum(), _ONE, {"losses": reported_T}

@@ -1,9 +1,6 @@
 """Keys and values of sequences that grow, and the routing of steps that begin behind them.
 
-Megatron-core has inference contexts of its own (0.16.1). The static one keeps rectangles of
-sequences that are equally far, and the dynamic one needs CUDA and the flash-attn package and
-attends inside Megatron's `Attention.forward`, which this backbone does not call. Neither knows of
-packed rows that belong to adapters.
+Megatron-core's own inference contexts (0.16.1) know no packed rows that belong to adapters.
 
 Shapes: R rows of the cache, T rows of a step, K keys of its documents, G key-value heads, D head
 dimension.
@@ -81,7 +78,6 @@ class KeyCache:
         """Writes the keys and values of new rows; returns those of all, in the order asked for.
 
         Args:
-            layer: counted from 0.
             new_T: rows that the new ones go to, int64.
             all_K: rows to read, int64.
         """

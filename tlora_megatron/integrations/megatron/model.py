@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import nn
 
 from tlora_megatron.config.schema import Recompute
 from tlora_megatron.integrations.megatron.base_weights import (
@@ -82,10 +82,6 @@ def initialize_parallel(
         overlaps: nano-batches will hide each other's communication
             (`parallel.overlap`).
         deployment: unlike replicas, of one of which `layout` is; None = all are alike.
-
-    Raises:
-        ValueError: if the world is not as large as the layout, or a node has more processes
-            than GPUs.
     """
     set_queues(overlaps=overlaps)
     if torch.cuda.is_available():
@@ -195,10 +191,6 @@ def build_backbone(
         recompute: of micro-batches whose view names none: `selective` recomputes every MLP in
             backward, `full` every layer. Both need the micro-batch bound again in recompute:
             `ops.routing.bind_current`.
-        quantisation: of the base; its linears then have codes, and never had other weights.
-
-    Raises:
-        ValueError: if the layout does not divide the model.
     """
     check_layout(spec, layout)
     if quantisation is not None:
@@ -231,7 +223,10 @@ def build_backbone(
     for decoder_layer in model.decoder.layers:
         freeze_layer(decoder_layer)
     if pre_process:
-        model.embedding.register_forward_hook(_require_grad)
+        # A re-entrant checkpoint drops adapters' gradients if no input requires grad.
+        model.embedding.register_forward_hook(
+            lambda module, args, output: output.requires_grad_(torch.is_grad_enabled())
+        )
     return model
 
 
@@ -314,11 +309,6 @@ def _stage(spec: ModelSpec, layout: ParallelLayout) -> range:
     return layout.stage_layers(spec.num_layers, rank)
 
 
-def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Keeps adapters' gradients: a re-entrant checkpoint drops them if no input requires grad."""
-    return output.requires_grad_(torch.is_grad_enabled())
-
-
 def load_backbone(
     model: GPTModel,
     spec: ModelSpec,
@@ -333,14 +323,9 @@ def load_backbone(
     Args:
         directory: a Hugging Face directory with safetensors; None draws the weights by `seed`,
             the same ones whatever the layout (see `RandomWeights`).
-        quantisation: the one that the model was built with.
 
     Returns:
         How far the codes of quantised linears are from their weights.
-
-    Raises:
-        ValueError: if the directory's weights are missing, corrupt, not finite, or of another
-            architecture.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     part: dict[str, Any] = {

@@ -20,12 +20,12 @@ from tlora_megatron.integrations.megatron.layer.modules import built_class
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import built_norm
 from tlora_megatron.integrations.megatron.staggered import stagger
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
-from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.overlap import LaneRoom, Overlap, lane_room
-from tlora_megatron.parallel.tensor_collectives import (
+from tlora_megatron.parallel.collectives import (
     TensorCollectives,
     make_tensor_collectives,
 )
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.parallel.overlap import LaneRoom, Overlap, lane_room
 from tlora_megatron.training.nano.rounds import NanoSettings
 
 _RECOMPUTED_NORMS = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm")
@@ -35,12 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class NanoBatches:
-    """The number of nano-batches of one model, and their streams and collectives.
-
-    Args:
-        chunks: of this rank's model.
-        settings: how nano-batches exchange their tensors.
-    """
+    """The number of nano-batches of one model, and their streams and collectives."""
 
     def __init__(
         self,
@@ -62,11 +57,7 @@ class NanoBatches:
         return 1 if self.overlap is None else self.overlap.num_nano_batches
 
     def set_count(self, count: int) -> None:
-        """Sets the number for the rounds to come; collective over the world.
-
-        Raises:
-            ValueError: if it is not at least 1.
-        """
+        """Sets the number for the rounds to come; collective over the world."""
         if count < 1:
             raise ValueError(f"nano_batches must be at least 1, got {count}")
         if count > 1 and not self._has_looked:

@@ -80,7 +80,6 @@ class Stepper:
     Args:
         model: a `GPTModel` of `integrations.megatron.model.build_backbone`, whose linears have
             adapters; its attention is changed in place, and trains no more.
-        cache_bytes: memory of the cache.
         step_tokens: the most new tokens of a step.
     """
 
@@ -105,7 +104,6 @@ class Stepper:
 
         Args:
             growths: in ascending order of slot, not empty.
-            num_slots: of the bank now.
         """
         view = growing_view(growths, self.cache, num_slots=num_slots, row_budget=self.step_tokens)
         tokens_T = torch.tensor([token for growth in growths for token in growth.tokens])

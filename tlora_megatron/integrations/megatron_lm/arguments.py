@@ -90,12 +90,8 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
     """Reads the file of jobs and adds the values that Megatron's arguments decide.
 
     Args:
-        args: Megatron's, validated.
         tokenizer_size: entries of Megatron's tokenizer: the vocabulary where neither a Hugging Face
             config nor `--vocab-size` says another.
-
-    Raises:
-        ValueError: for a file that contradicts the arguments, or cannot be used.
     """
     path = Path(args.tlora_config)
     document = read_document(path, "--tlora-config")

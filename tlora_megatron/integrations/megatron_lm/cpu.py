@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tlora_megatron.integrations.megatron import cpu
@@ -72,15 +73,15 @@ class CudaIsCpu(TorchFunctionMode):
     ) -> Any:
         """Calls the function with every CUDA device replaced."""
         kwargs = dict(kwargs or {})
-        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+        if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+        if func is Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        if func is Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
 
@@ -142,6 +143,6 @@ def _replace_trainer() -> None:
     schedules.custom_backward = _backward
 
 
-def _backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
+def _backward(output: Tensor, grad_output: Tensor | None) -> None:
     """Megatron's own takes outputs whose storage is freed, and no others."""
     torch.autograd.backward(output, grad_output)

@@ -260,9 +260,6 @@ def check_arguments(args: Any) -> None:
 
     Args:
         args: Megatron's, validated.
-
-    Raises:
-        ValueError: naming the flag, its value and what to change.
     """
     for rule in RULES:
         rule.check(args)

@@ -25,7 +25,7 @@ from tlora_megatron.integrations.megatron_lm.guard import (
     missing_package,
 )
 from tlora_megatron.parallel.overlap import shown_in_order
-from tlora_megatron.training.stopping.signals import StopSignals, exit_code
+from tlora_megatron.training.signals import StopSignals, exit_code
 
 if TYPE_CHECKING:
     from tlora_megatron.integrations.megatron_lm.session import Session
@@ -183,10 +183,10 @@ class _Hooks:
             with shown_in_order() if asks_for_nano_batches(parsed.tlora_config) else nullcontext():
                 result = _validated(original, *args, **kwargs)
             check_arguments(parsed)
-        from tlora_megatron.integrations.megatron_lm import model_fixes
+        from tlora_megatron.integrations.megatron_lm import experts
 
         # Before the script makes its specs of layers.
-        model_fixes.install(
+        experts.install(
             context_parallel=parsed.context_parallel_size > 1,
             sequence_parallel=parsed.sequence_parallel,
         )
@@ -239,7 +239,7 @@ class _Hooks:
         from megatron.training.global_vars import get_args
         from megatron.training.training import update_train_iters
 
-        from tlora_megatron.integrations.megatron_lm.job_optimizer import NoSchedule
+        from tlora_megatron.integrations.megatron_lm.engine import NoSchedule
 
         update_train_iters(get_args())
         return NoSchedule()

@@ -40,14 +40,7 @@ _SHAPES = re.compile(
 
 
 def check_script(script: Path, words: Sequence[str]) -> None:
-    """Refuses scripts of Megatron-LM whose models cannot carry the jobs' adapters.
-
-    Args:
-        words: the script's arguments.
-
-    Raises:
-        ValueError: naming the script and why.
-    """
+    """Refuses scripts of Megatron-LM whose models cannot carry the jobs' adapters."""
     why = _OTHER_SCRIPTS.get(script.name)
     given = {word.split("=")[0] for word in words}
     if script.name == "pretrain_mamba.py" and not given.intersection(_PATTERNS):
@@ -64,9 +57,6 @@ def check_parsed(args: argparse.Namespace) -> None:
 
     Args:
         args: Megatron's, parsed and not validated.
-
-    Raises:
-        ValueError: naming the flag, its value and what to change.
     """
     if args.hidden_size is None:
         raise ValueError(
@@ -266,11 +256,7 @@ def switch_off(args: argparse.Namespace) -> None:
 
 
 def describe_unused(words: Sequence[str]) -> str | None:
-    """Returns one line about the given flags that change nothing; None where there are none.
-
-    Args:
-        words: the command line, as given.
-    """
+    """Returns one line about the given flags that change nothing; None where there are none."""
     given = dict.fromkeys(word.split("=")[0] for word in words if word.startswith("--"))
     if _is_zero(words, "--eval-iters"):
         del given["--eval-iters"]  # what it says is what happens

@@ -189,15 +189,7 @@ _EXPERTS = {
 def check_described(
     ours: ModelSpec, theirs: ModelSpec, config_json: Path, *, padded_vocab_size: int
 ) -> None:
-    """Refuses arguments that describe another model than a config.json.
-
-    Args:
-        ours: what the arguments describe.
-        theirs: what the file describes.
-
-    Raises:
-        ValueError: naming the flag, the file's value and the argument's.
-    """
+    """Refuses arguments that describe another model than a config.json."""
     _check_experts(ours.experts, theirs.experts, config_json)
     described, expected = asdict(ours), asdict(theirs)
     for name, flag in _FLAGS.items():
@@ -235,12 +227,6 @@ def check_transformer_config(config: Any, theirs: ModelSpec, config_json: Path) 
     """Refuses a TransformerConfig of another model than a config.json describes.
 
     Logs a warning for fields that nobody has judged and that differ from their default.
-
-    Args:
-        config: of a built model; or Megatron's arguments, which have most of its fields.
-
-    Raises:
-        ValueError: naming the flag, the value that it must have and its own.
     """
     for name, (value, flag) in ONE_VALUE.items():
         found = getattr(config, name, value)

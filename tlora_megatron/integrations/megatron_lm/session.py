@@ -32,12 +32,13 @@ from tlora_megatron.integrations.megatron.built.packed_attention import install_
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron_lm.arguments import LaunchSettings
 from tlora_megatron.integrations.megatron_lm.engine import (
+    IntervalLosses,
+    JobOptimizer,
     MegatronLmEngine,
     MicroBatchFeed,
     check_engine_isolation,
 )
-from tlora_megatron.integrations.megatron_lm.job_optimizer import IntervalLosses, JobOptimizer
-from tlora_megatron.integrations.megatron_lm.model_fixes import set_rotary_frequencies
+from tlora_megatron.integrations.megatron_lm.experts import set_rotary_frequencies
 from tlora_megatron.integrations.megatron_lm.same_model import (
     check_transformer_config,
     checkpoint_of_convert,
@@ -52,7 +53,7 @@ from tlora_megatron.training.run.determinism import set_environment
 from tlora_megatron.training.run.fingerprint import check_base
 from tlora_megatron.training.run.nano_setup import nano_settings
 from tlora_megatron.training.run.training_run import DTYPES, ShardingResolver, TrainingRun
-from tlora_megatron.training.stopping.signals import StopSignals
+from tlora_megatron.training.signals import StopSignals
 from tlora_megatron.training.super_model import StepReport
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,6 @@ class Session:
 
     Args:
         args: Megatron's, validated; `train_iters` is set when all jobs have ended.
-        resolve_sharding: chooses the LoRA sharding.
-        signals: stop the run behind a round.
     """
 
     def __init__(
@@ -117,9 +116,6 @@ class Session:
         """Freezes the built base and replaces its attention, before the trainer wraps it in DDP.
 
         DDP keeps a table of the modules that it finds.
-
-        Raises:
-            ValueError: if it is another model than the one that the settings describe.
         """
         settings = self._settings
         for model in language_models(chunks):
@@ -196,9 +192,6 @@ class Session:
         Args:
             run_step: the trainer's `train_step` with `forward_step` in it, whose optimizer ends the
                 round.
-
-        Returns:
-            The answer of `run_step`, with the losses of the jobs that stepped.
         """
         answer: tuple[Any, ...] = ()
 

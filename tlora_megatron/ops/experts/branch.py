@@ -186,11 +186,7 @@ class ExpertOps(ABC):
     def input_sums(
         self, ds: Sequence[Tensor], x: PlacedRows, runs: ExpertRuns, factors: ExpertFactors
     ) -> None:
-        """Does the rest of it: adds to gradients of A.
-
-        Args:
-            ds: from `input_backward`.
-        """
+        """Does the rest of it: adds to gradients of A."""
 
     def backward(
         self,
@@ -201,11 +197,7 @@ class ExpertOps(ABC):
         runs: ExpertRuns,
         factors: ExpertFactors,
     ) -> None:
-        """Adds to dx and to the factors' gradients.
-
-        Args:
-            saved: from `forward`.
-        """
+        """Adds to dx and to the factors' gradients."""
         self.input_sums(self.input_backward(dy, dx_QK, saved, runs, factors), x, runs, factors)
 
 
@@ -246,11 +238,7 @@ class TorchExpertOps(ExpertOps):
     def input_sums(
         self, ds: Sequence[Tensor], x: PlacedRows, runs: ExpertRuns, factors: ExpertFactors
     ) -> None:
-        """Does the rest of it: adds to gradients of A.
-
-        Args:
-            ds: from `input_backward`.
-        """
+        """Does the rest of it: adds to gradients of A."""
         x_QK = x.spread()
         for (run, target), ds_QR in zip(_walk(runs, factors), ds, strict=True):
             accumulate(target.grad_a[run.expert], ds_QR, x_QK[run.begin : run.end])

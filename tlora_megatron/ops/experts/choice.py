@@ -1,26 +1,22 @@
-"""Linears of routed experts, computed by what is fastest here.
+"""Linears of routed experts, computed by what is fastest here, and adapters that share a factor.
 
 On Hopper in bfloat16 one GEMM of our own computes base and adapters. Elsewhere the base's products
 are `ops.experts.branch`, with the adapters' added by Triton kernels on GPUs, by torch on others.
 
-Shapes: L experts, Q rows, K features in, N features out.
-
+Where experts share an adapter's outer factor (A of gate and up, B of down) it multiplies each row
+of the micro-batch once, and rows of rank columns travel, not rows of features:
 
     y_e += u B_es,    u = scaling_s * x A_s^T                          gate and up, or both in one
     y   += s B_s,     s = scaling_s * sum over e of h_e A_es^T         down
-
-The shared factor multiplies each row of the micro-batch once, so that rows of rank columns travel
-to the experts and back, not rows of features. The way back is the mirror image:
-
     dB_es += u^T dy_e,  du = scaling_s * sum over e of dy_e B_es^T,  dA_s += du^T x,  dx += du A_s
     dA_es += ds^T h_e,  ds = scaling_s * dy B_s^T,  dB_s += s^T dy,  dh_e += ds A_es
 
-All of it is three operations on runs of rows, `shrink`, `expand` and `add_gradients`, with the
-shared factors or with those of the experts; on GPUs in half precision each is a launch. A run of
-the micro-batch's own rows has expert 0 and reads the shared factor. Sums over rows are fp32;
-nothing waits for the device but torch's products, once, for the runs of experts.
+All of it is `shrink`, `expand` and `add_gradients` on runs of rows; a run of the micro-batch's own
+rows has expert 0 and reads the shared factor. Sums over rows are fp32; nothing waits for the device
+but torch's products, once, for the runs of experts.
 
-Shapes: L experts of a rank, or 1 for what they share; Q rows, C features, R rank columns.
+Shapes: L experts of a rank, or 1 for what they share; Q rows, K features in, N features out, C
+features, R rank columns.
 """
 
 from __future__ import annotations
@@ -82,7 +78,6 @@ def expert_linear_dgrad(
     given: it adds to gradients of A.
 
     Args:
-        saved: from `expert_linear`.
         source: what dy was spread from.
     """
     whole, dy = _cuda_ops(dy_QN, weight_LNK), _read_at(source, dy_QN)

@@ -156,8 +156,6 @@ def make_units(
 
     Args:
         begins: int32 `[P + 1]`: the first row of each pair, and the end of the last.
-        num_rows: of all experts.
-        columns_out: columns of the product.
         positions: int32 `[S + 2]`: the first rank column of each slot, then their end twice; None:
             the product has no rank part.
     """
@@ -210,12 +208,7 @@ class ExpertSums:
         self._entries: WeakKeyDictionary[RankTables, dict[int, Tensor]] = WeakKeyDictionary()
 
     def add(
-        self,
-        rows: RankRows,
-        s_QW: Tensor,
-        values: PlacedRows,
-        tables: RankTables,
-        tiles: PairTiles,
+        self, rows: RankRows, s_QW: Tensor, values: PlacedRows, tables: RankTables, tiles: PairTiles
     ) -> None:
         """Adds `s^T values` of every pair to its gradients.
 
@@ -335,7 +328,6 @@ class CudaExpertOps:
 
         Args:
             dy: the same rows, as adapters read them.
-            saved: from `product`.
         """
         dx_QK = dy_QN.new_empty(len(dy_QN), weight_LNK.shape[2])
         if factors is None or factors.arenas is None:
@@ -354,11 +346,7 @@ class CudaExpertOps:
     def input_sums(
         self, ds: Sequence[Tensor], x: PlacedRows, runs: ExpertRuns, factors: ExpertFactors
     ) -> None:
-        """Adds to the gradients of A.
-
-        Args:
-            ds: from `dgrad`.
-        """
+        """Adds to the gradients of A."""
         (ds_QW,), tables = ds, self._beside.tables_of(factors)
         tiles = tiles_of(runs, len(ds_QW), ds_QW.device)
         self._sums.add(tables.grad_a, ds_QW, x, tables, tiles)

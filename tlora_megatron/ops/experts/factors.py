@@ -109,11 +109,7 @@ def rank_tables(factors: ExpertFactors) -> RankTables:
 
 
 def rank_rows(slots: Sequence[Sequence[Placed]], width: int, device: torch.device) -> RankRows:
-    """Builds the table of one factor of every slot, and copies it to a device.
-
-    Args:
-        width: W.
-    """
+    """Builds the table of one factor of every slot, and copies it to a device."""
     places = torch.zeros(4, len(slots), width, dtype=torch.int64)
     runs: list[tuple[RankRun, ...]] = []
     for slot, of_slot in enumerate(slots):

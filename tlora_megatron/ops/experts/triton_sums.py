@@ -144,11 +144,7 @@ def add_sums(
     tiles: PairTiles,
     blocks: SumBlocks = SumBlocks(),  # noqa: B008 - frozen
 ) -> None:
-    """Adds `s^T values` of every pair to its gradients.
-
-    Args:
-        rows: of the gradients.
-    """
+    """Adds `s^T values` of every pair to its gradients."""
     values_TK, rows_Q = values
     depth = values_TK.shape[1]
     most = min(blocks.ranks, triton.next_power_of_2(max(tables.width, 16)))

@@ -178,11 +178,7 @@ def factor_pointers(
 
 @triton.jit
 def in_columns(
-    first: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    BLOCK: tl.constexpr,
-    FITS: tl.constexpr,
+    first: tl.tensor, begin: tl.tensor, end: tl.tensor, BLOCK: tl.constexpr, FITS: tl.constexpr
 ) -> tl.tensor:
     """Which elements there are of the columns `first:first + BLOCK` of rank rows.
 

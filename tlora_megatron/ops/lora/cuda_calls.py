@@ -12,6 +12,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.ops.kernel_build import load_extension
 from tlora_megatron.ops.lora.cuda_arguments import (
@@ -48,15 +49,15 @@ class RankForm(NamedTuple):
         """Elements of the flat tensor."""
         return self.chunk_rows * ROW_TILE + self.num_rows * self.row_width
 
-    def rows_address(self, flat: torch.Tensor) -> int:
+    def rows_address(self, flat: Tensor) -> int:
         """Address of the first row."""
         return flat.data_ptr() + self.chunk_rows * ROW_TILE * flat.element_size()
 
-    def chunks(self, flat: torch.Tensor) -> torch.Tensor:
+    def chunks(self, flat: Tensor) -> Tensor:
         """A view `[chunk_rows, 256]`."""
         return flat[: self.chunk_rows * ROW_TILE].view(self.chunk_rows, ROW_TILE)
 
-    def rows(self, flat: torch.Tensor) -> torch.Tensor:
+    def rows(self, flat: Tensor) -> Tensor:
         """A view `[num_rows, row_width]`."""
         return flat[self.chunk_rows * ROW_TILE :].view(self.num_rows, self.row_width)
 
@@ -64,7 +65,7 @@ class RankForm(NamedTuple):
 def form_places(rows: RowGroups, plan: PlanTensors) -> PlacesBuilder:
     """Returns the builder of places in a flat s or dS, among its rows and in its chunks."""
 
-    def build(found: Elements) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
+    def build(found: Elements) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
         form = rank_form(plan)
         row = first_rows(rows, plan.layout, plan.device)[found.slot] + found.row
         in_rows = form.chunk_rows * ROW_TILE + row * form.row_width + found.place
@@ -85,11 +86,11 @@ def _form(plan: PlanTensors) -> RankForm:
 class Dropout(NamedTuple):
     """The arguments of the dropout mask besides the column (`ops.dropout`)."""
 
-    probability: torch.Tensor
+    probability: Tensor
     """fp32 `[slots]`."""
-    row_keys: torch.Tensor
+    row_keys: Tensor
     """int32 `[T]`."""
-    row_slots: torch.Tensor
+    row_slots: Tensor
     """int32 `[T]`; -1 = no adapter."""
     key: int
     """The linear's key."""
@@ -109,9 +110,7 @@ class Arenas:
             arena holds all.
     """
 
-    def __init__(
-        self, arenas: tuple[torch.Tensor, ...], columns: tuple[OutputColumns, ...]
-    ) -> None:
+    def __init__(self, arenas: tuple[Tensor, ...], columns: tuple[OutputColumns, ...]) -> None:
         self.arenas, self.columns = arenas, columns
         argument = Factors()
         for i, arena in enumerate(arenas):
@@ -125,14 +124,14 @@ class Arenas:
 class RankPart(NamedTuple):
     """The product that a GEMM adds to the base: s with `lora_b`, or dS with `lora_a`."""
 
-    flat: torch.Tensor
+    flat: Tensor
     """s or dS."""
     form: RankForm
     factors: Arenas
     num_targets: int
-    tile_chunks: torch.Tensor
+    tile_chunks: Tensor
     """int32 `[row tiles, num_targets + 1]` (`TilePlan.tile_chunks`)."""
-    chunk_rows: torch.Tensor
+    chunk_rows: Tensor
     """int32 `[C]`: first row of each chunk in its arena."""
     dropout: Dropout | None
 
@@ -147,14 +146,14 @@ class GemmTile(NamedTuple):
 
 
 def gemm(
-    x_TK: torch.Tensor,
-    weight: torch.Tensor,
-    out_TN: torch.Tensor,
+    x_TK: Tensor,
+    weight: Tensor,
+    out_TN: Tensor,
     tile: GemmTile,
     *,
     transposed: bool,
     overlaps_previous_kernel: bool = False,
-    bias_N: torch.Tensor | None = None,
+    bias_N: Tensor | None = None,
     rank: RankPart | None = None,
 ) -> None:
     """`out = x W + b + rank part`; W is `[N, K]` if transposed, else `[K, N]`.
@@ -170,13 +169,13 @@ def gemm(
 
 
 def gemm_arguments(
-    x_TK: torch.Tensor,
-    weight: torch.Tensor,
-    out_TN: torch.Tensor,
+    x_TK: Tensor,
+    weight: Tensor,
+    out_TN: Tensor,
     tile: GemmTile,
     transposed: bool,
     overlaps_previous_kernel: bool,
-    bias_N: torch.Tensor | None,
+    bias_N: Tensor | None,
     rank: RankPart | None,
 ) -> bytes:
     """Returns the struct of a GEMM, of bf16 or of codes; see `gemm`."""
@@ -216,14 +215,14 @@ def gemm_arguments(
 
 
 def rank_rows(
-    in_TK: torch.Tensor,
+    in_TK: Tensor,
     factors: Arenas,
-    flat: torch.Tensor,
+    flat: Tensor,
     form: RankForm,
     work: WorkItems,
     *,
-    chunks: torch.Tensor,
-    scaling: torch.Tensor,
+    chunks: Tensor,
+    scaling: Tensor,
     parts: int,
     dropout: Dropout | None,
     masked: bool,
@@ -270,14 +269,14 @@ def rank_rows(
 class SumOperands(NamedTuple):
     """The tensors that rank_sums.cu sums over rows."""
 
-    x_TK: torch.Tensor
+    x_TK: Tensor
     """The rows of the micro-batch from `first_row` on."""
     first_row: int
-    ds: torch.Tensor
+    ds: Tensor
     """dS, flat."""
-    dy_TN: torch.Tensor
+    dy_TN: Tensor
     """All rows of the micro-batch."""
-    s: torch.Tensor
+    s: Tensor
     """s, flat."""
 
 
@@ -359,14 +358,14 @@ def mask_fields(dropout: Dropout | None) -> MaskFields:
     )
 
 
-def launch(name: str, arguments: bytes, on: torch.Tensor) -> None:
+def launch(name: str, arguments: bytes, on: Tensor) -> None:
     """Launches a kernel of the library on the current stream of a tensor's GPU."""
     # Not `torch.cuda.current_stream`, which makes an object of it: 2 us, twenty times a layer.
     stream = torch._C._cuda_getCurrentRawStream(device_index(on))
     load_extension().call(name, arguments, stream)
 
 
-def device_index(x: torch.Tensor) -> int:
+def device_index(x: Tensor) -> int:
     """Index of the GPU that holds a tensor."""
     index = x.device.index
     assert index is not None, "these kernels take tensors on a GPU"

@@ -152,10 +152,7 @@ def fit_gemm(*sizes: int) -> bool:
 
 @functools.cache
 def gemm_tile(
-    row_budget: int,
-    columns: int,
-    clusters: int,
-    speeds: tuple[tuple[int, float], ...] = _SPEEDS,
+    row_budget: int, columns: int, clusters: int, speeds: tuple[tuple[int, float], ...] = _SPEEDS
 ) -> GemmTile:
     """Returns how a GEMM is divided into tiles on a GPU of so many clusters.
 

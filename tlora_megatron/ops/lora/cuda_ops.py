@@ -8,7 +8,6 @@ out in 64s) go to another implementation.
 Tiles, runs and parts decide orders of summation. They follow from the run's budget of rows and the
 linear's sizes, so that a job's bits do not depend on what else is packed. For the same reason no
 GEMM here is cuBLAS's, which chooses by the number of rows.
-
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Callable, Hashable
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.ops.lora.cuda_calls import (
     Arenas,
@@ -44,7 +44,7 @@ from tlora_megatron.ops.lora.linear_ops import (
 )
 from tlora_megatron.ops.lora.plan_tensors import ItemBounds, ItemList, PlanTensors
 from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places
-from tlora_megatron.ops.lora.triton_config import UpConfig
+from tlora_megatron.ops.lora.tiling import UpConfig
 from tlora_megatron.ops.lora.triton_parts import gather
 from tlora_megatron.ops.lora.triton_up import up, up_dropped, up_onto
 from tlora_megatron.ops.row_groups import RowGroups
@@ -69,21 +69,19 @@ def _rows_work(
 class RankedBase(FrozenBase, Protocol):
     """A base whose own CUDA kernels may take the adapters' products in."""
 
-    def takes_ranks(self, x: torch.Tensor) -> bool:
+    def takes_ranks(self, x: Tensor) -> bool:
         """True if they do for rows like x: a tensor of activations, or of their gradients."""
         ...
 
-    def prepare(self, x_TK: torch.Tensor) -> None:
+    def prepare(self, x_TK: Tensor) -> None:
         """Makes what `ranked_product` reads of x, before s: so its kernel may overlap that of s."""
         ...
 
-    def ranked_product(
-        self, x_TK: torch.Tensor, bias_N: torch.Tensor | None, rank: RankPart | None
-    ) -> torch.Tensor:
+    def ranked_product(self, x_TK: Tensor, bias_N: Tensor | None, rank: RankPart | None) -> Tensor:
         """Returns `x W^T + b + rank part` `[T, N]`."""
         ...
 
-    def ranked_dgrad(self, dy_TN: torch.Tensor, rank: RankPart | None) -> torch.Tensor:
+    def ranked_dgrad(self, dy_TN: Tensor, rank: RankPart | None) -> Tensor:
         """Returns `dy W + mask(rank part)` `[T, K]`."""
         ...
 
@@ -100,11 +98,7 @@ class CudaOps:
     name = "cuda"
 
     def __init__(
-        self,
-        fallback: LinearOps,
-        *,
-        graph_safe: bool = False,
-        up_config: UpConfig | None = None,
+        self, fallback: LinearOps, *, graph_safe: bool = False, up_config: UpConfig | None = None
     ) -> None:
         self._fallback = fallback
         self._graph_safe = graph_safe
@@ -156,40 +150,36 @@ class CudaLinear(KernelLinear):
             first_column=self.factors.first_column,
         )
 
-    def forward(
-        self, x_TK: torch.Tensor, base: Base, bias_N: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x_TK: Tensor, base: Base, bias_N: Tensor | None) -> tuple[Tensor, Tensor]:
         # Copies must come before the kernel of s: the GEMM overlaps the kernel before it.
         x_TK = x_TK.contiguous()
-        if isinstance(base, torch.Tensor):
+        if isinstance(base, Tensor):
             base = base.contiguous()
         elif isinstance(base, RankedBase) and base.takes_ranks(x_TK):
             base.prepare(x_TK)
         return super().forward(x_TK, base, bias_N)
 
-    def product(
-        self, x_TK: torch.Tensor, base: Base, bias_N: torch.Tensor | None, s: torch.Tensor
-    ) -> torch.Tensor:
+    def product(self, x_TK: Tensor, base: Base, bias_N: Tensor | None, s: Tensor) -> Tensor:
         if not isinstance(base, RankedBase) or not base.takes_ranks(x_TK):
             return super().product(x_TK, base, bias_N, s)
         return base.ranked_product(x_TK, bias_N, self._rank_part(s, self._site.b, "chunk_b", None))
 
-    def product_dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, base: Base) -> torch.Tensor:
+    def product_dgrad(self, dy_TN: Tensor, ds: Tensor, base: Base) -> Tensor:
         if not isinstance(base, RankedBase) or not base.takes_ranks(dy_TN):
             return super().product_dgrad(dy_TN, ds, base)
         rank = self._rank_part(ds, self._site.a, "chunk_a", self._dgrad_dropout)
         return base.ranked_dgrad(dy_TN, rank)
 
-    def down(self, x_TK: torch.Tensor, window: tuple[int, int] | None = None) -> torch.Tensor:
+    def down(self, x_TK: Tensor, window: tuple[int, int] | None = None) -> Tensor:
         return self._rank_rows(x_TK.contiguous(), self._site.a, masked=True, window=window)
 
     def linear(
         self,
-        x_TK: torch.Tensor,
-        weight_NK: torch.Tensor,
-        bias_N: torch.Tensor | None,
-        s: torch.Tensor,
-    ) -> torch.Tensor:
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        s: Tensor,
+    ) -> Tensor:
         # A copy made here would be the previous kernel.
         overlaps = x_TK.is_contiguous() and weight_NK.is_contiguous()
         x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
@@ -206,15 +196,13 @@ class CudaLinear(KernelLinear):
         )
         return y_TN
 
-    def rank_part(
-        self, s: torch.Tensor, bias_N: torch.Tensor | None, num_columns: int
-    ) -> torch.Tensor:
+    def rank_part(self, s: Tensor, bias_N: Tensor | None, num_columns: int) -> Tensor:
         return up(s, bias_N, num_columns, self, self._up_config)
 
-    def up(self, s: torch.Tensor, base_WN: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+    def up(self, s: Tensor, base_WN: Tensor, window: tuple[int, int]) -> Tensor:
         return up_onto(s, base_WN.contiguous(), window, self, self._up_config)
 
-    def branch_dgrad(self, ds: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+    def branch_dgrad(self, ds: Tensor, window: tuple[int, int]) -> Tensor:
         return up_dropped(ds, window, self, self._up_config, scaled=True)
 
     def rank_places(self, parts: int = 1) -> RankPlaces:
@@ -223,10 +211,10 @@ class CudaLinear(KernelLinear):
         build = form_places(rows, plan)
         return cached_places(rows, plan.layout, parts, plan.device, "cuda", build, gather)
 
-    def backward_up(self, dy_TN: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    def backward_up(self, dy_TN: Tensor, s: Tensor) -> Tensor:
         return self._rank_rows(dy_TN.contiguous(), self._site.b, masked=False)
 
-    def dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    def dgrad(self, dy_TN: Tensor, ds: Tensor, weight_NK: Tensor) -> Tensor:
         # A copy made here would be the previous kernel.
         overlaps = dy_TN.is_contiguous() and weight_NK.is_contiguous()
         dy_TN, weight_NK = dy_TN.contiguous(), weight_NK.contiguous()
@@ -244,10 +232,10 @@ class CudaLinear(KernelLinear):
 
     def backward_down(
         self,
-        x_TK: torch.Tensor,
-        dy_TN: torch.Tensor,
-        s: torch.Tensor,
-        ds: torch.Tensor,
+        x_TK: Tensor,
+        dy_TN: Tensor,
+        s: Tensor,
+        ds: Tensor,
         window: tuple[int, int],
         up: BoundLinear | None = None,
     ) -> None:
@@ -265,12 +253,12 @@ class CudaLinear(KernelLinear):
         exactness = self.rows.exactness
         return multiprocessors(device) if exactness is None else exactness.multiprocessors
 
-    def _gemm_tile(self, out_TN: torch.Tensor) -> GemmTile:
+    def _gemm_tile(self, out_TN: Tensor) -> GemmTile:
         clusters = multiprocessors(out_TN.device) // 2
         return gemm_tile(self.rows.row_budget, out_TN.shape[1], clusters)
 
     def _rank_part(
-        self, flat: torch.Tensor, arenas: Arenas, chunk_rows: str, dropout: Dropout | None
+        self, flat: Tensor, arenas: Arenas, chunk_rows: str, dropout: Dropout | None
     ) -> RankPart | None:
         """Returns what a GEMM adds to the base; None where no row has an adapter.
 
@@ -290,13 +278,8 @@ class CudaLinear(KernelLinear):
         )
 
     def _rank_rows(
-        self,
-        in_TK: torch.Tensor,
-        arenas: Arenas,
-        *,
-        masked: bool,
-        window: tuple[int, int] | None = None,
-    ) -> torch.Tensor:
+        self, in_TK: Tensor, arenas: Arenas, *, masked: bool, window: tuple[int, int] | None = None
+    ) -> Tensor:
         """Returns s of a masked x and `lora_a`, or dS of dy and `lora_b`."""
         new = in_TK.new_empty if window is None else in_TK.new_zeros
         flat = new(self._form.numel)
@@ -320,10 +303,10 @@ class CudaLinear(KernelLinear):
 
     def _sum(
         self,
-        x_TK: torch.Tensor,
-        dy_TN: torch.Tensor,
-        s: torch.Tensor,
-        ds: torch.Tensor,
+        x_TK: Tensor,
+        dy_TN: Tensor,
+        s: Tensor,
+        ds: Tensor,
         window: tuple[int, int],
         kinds: tuple[int, ...],
     ) -> None:

@@ -3,7 +3,6 @@
 An item is the work of one cluster (rows) or one block (sums), int32 in the order in which the
 kernel's `Item` reads it. At most 128 rank rows belong to an item; a slot with more takes several.
 One list holds the sums of both inputs: x, whose sums are dA, and dy, whose sums are dB.
-
 """
 
 from __future__ import annotations

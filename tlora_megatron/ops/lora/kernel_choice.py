@@ -13,6 +13,7 @@ import shutil
 from typing import Literal, NamedTuple, cast, get_args
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.ops.lora.linear_ops import LinearOps
 
@@ -67,15 +68,11 @@ def kernel_choice(device: torch.device, dtype: torch.dtype) -> KernelChoice:
 
 
 def choose_ops(device: torch.device, dtype: torch.dtype) -> LinearOps:
-    """Returns the implementation that `kernel_choice` names, one object a process.
-
-    Raises:
-        ValueError: where `kernel_choice` raises one.
-    """
+    """Returns the implementation that `kernel_choice` names, one object a process."""
     return _make(kernel_choice(device, dtype).name)
 
 
-def runs_triton(x: torch.Tensor) -> bool:
+def runs_triton(x: Tensor) -> bool:
     """Returns True if a tensor gets the Triton kernels: on GPUs, unless `TLORA_KERNELS=torch`."""
     return x.is_cuda and _device_runs_triton(x.device, forced_kernels() == "torch")
 

@@ -60,22 +60,22 @@ class OutputColumns:
         """True if these are all columns, in order."""
         return self.width == self.stride
 
-    def view(self, y_TN: torch.Tensor) -> torch.Tensor:
+    def view(self, y_TN: Tensor) -> Tensor:
         """A view `[T, groups, width]` of the target's columns."""
         grouped = y_TN.unflatten(1, (self.groups, self.stride))
         return grouped[:, :, self.begin : self.begin + self.width]
 
-    def read(self, y_TN: torch.Tensor) -> torch.Tensor:
+    def read(self, y_TN: Tensor) -> Tensor:
         """The target's columns as `[T, size]`, a copy only where they are scattered."""
         return self.view(y_TN).flatten(1)
 
-    def add(self, y_TN: torch.Tensor, delta_TN: torch.Tensor) -> None:
+    def add(self, y_TN: Tensor, delta_TN: Tensor) -> None:
         """Adds `[T, size]` to the target's columns, in place."""
         self.view(y_TN).add_(delta_TN.unflatten(1, (self.groups, self.width)))
 
 
 T = TypeVar("T")
-Gradients = tuple[tuple[torch.Tensor | None, ...], ...]
+Gradients = tuple[tuple[Tensor | None, ...], ...]
 """`[slot][target]`: fp32 views of gradient slabs."""
 
 
@@ -86,9 +86,9 @@ class SiteFactors:
     layout: RankLayout
     columns: tuple[OutputColumns, ...]
     """A target: its columns of the linear's output."""
-    lora_a: torch.Tensor
+    lora_a: Tensor
     """`[layout.a_rows, K]`; rows beyond a rank are zero."""
-    lora_b: tuple[torch.Tensor, ...]
+    lora_b: tuple[Tensor, ...]
     """A target: `[layout.b_rows[p], N of the target]`, transposed; rows beyond a rank are zero."""
     grad_a: Gradients
     """`[slot][target]`: fp32 view `[rank, K]` of the job's gradient slab; None where absent."""
@@ -98,9 +98,9 @@ class SiteFactors:
     """True if all gradients of the linear lie at 16 bytes. Under s_lora one `SiteFactors` has the
     linear's A and another its B. Both say the same, because the same kernels must compute both:
     others lay s and dS out differently, and scale dS differently."""
-    scaling: torch.Tensor
+    scaling: Tensor
     """fp32 `[slots]`."""
-    dropout: torch.Tensor
+    dropout: Tensor
     """fp32 `[slots]`: probability of zeroing an input feature."""
     has_dropout: bool
     """True if any slot's probability is above 0."""
@@ -201,16 +201,12 @@ class BoundLinear(ABC):
         self.factors = factors
         self.rows = rows
 
-    def forward(
-        self, x_TK: torch.Tensor, base: Base, bias_N: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x_TK: Tensor, base: Base, bias_N: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns y `[T, N]` and s."""
         s = self.down(x_TK)
         return self.product(x_TK, base, bias_N, s), s
 
-    def product(
-        self, x_TK: torch.Tensor, base: Base, bias_N: torch.Tensor | None, s: torch.Tensor
-    ) -> torch.Tensor:
+    def product(self, x_TK: Tensor, base: Base, bias_N: Tensor | None, s: Tensor) -> Tensor:
         """Returns y `[T, N]` from s, of any base."""
         if isinstance(base, Tensor):
             return self.linear(x_TK, base, bias_N, s)
@@ -218,7 +214,7 @@ class BoundLinear(ABC):
             return base_product(base, x_TK, bias_N)
         return base.forward(x_TK, self.rank_part(s, bias_N, base.num_columns))
 
-    def product_dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, base: Base) -> torch.Tensor:
+    def product_dgrad(self, dy_TN: Tensor, ds: Tensor, base: Base) -> Tensor:
         """Returns dx `[T, K]`, of any base."""
         if isinstance(base, Tensor):
             return self.dgrad(dy_TN, ds, base)
@@ -226,7 +222,7 @@ class BoundLinear(ABC):
         return base.dgrad(dy_TN, onto_TK)
 
     @abstractmethod
-    def down(self, x_TK: torch.Tensor, window: tuple[int, int] | None = None) -> torch.Tensor:
+    def down(self, x_TK: Tensor, window: tuple[int, int] | None = None) -> Tensor:
         """Returns s alone, where ranks exchange it before `linear` or `up`.
 
         Args:
@@ -235,30 +231,22 @@ class BoundLinear(ABC):
         """
 
     @abstractmethod
-    def linear(
-        self,
-        x_TK: torch.Tensor,
-        weight_NK: torch.Tensor,
-        bias_N: torch.Tensor | None,
-        s: torch.Tensor,
-    ) -> torch.Tensor:
+    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, s: Tensor) -> Tensor:
         """Returns y `[T, N]` from s: what `forward` does after `down`, of a base's weight."""
 
     @abstractmethod
-    def rank_part(
-        self, s: torch.Tensor, bias_N: torch.Tensor | None, num_columns: int
-    ) -> torch.Tensor:
+    def rank_part(self, s: Tensor, bias_N: Tensor | None, num_columns: int) -> Tensor:
         """Returns `b + s B^T` `[T, N]`, for a base that adds its product to it."""
 
     @abstractmethod
-    def up(self, s: torch.Tensor, base_WN: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+    def up(self, s: Tensor, base_WN: Tensor, window: tuple[int, int]) -> Tensor:
         """Returns `base + s B^T` of the rows `window[0]:window[1]`, in the dtype of the base.
 
         For a base that is computed elsewhere (`layers.black_box`); so is `branch_dgrad`.
         """
 
     @abstractmethod
-    def branch_dgrad(self, ds: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+    def branch_dgrad(self, ds: Tensor, window: tuple[int, int]) -> Tensor:
         """Returns `drop(dS A)` of the rows `window[0]:window[1]`, 0 in those without an adapter."""
 
     @abstractmethod
@@ -270,20 +258,20 @@ class BoundLinear(ABC):
         """
 
     @abstractmethod
-    def backward_up(self, dy_TN: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    def backward_up(self, dy_TN: Tensor, s: Tensor) -> Tensor:
         """Returns dS, and may accumulate dB: otherwise `backward_down` does."""
 
     @abstractmethod
-    def dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    def dgrad(self, dy_TN: Tensor, ds: Tensor, weight_NK: Tensor) -> Tensor:
         """Returns dx `[T, K]`."""
 
     @abstractmethod
     def backward_down(
         self,
-        x_TK: torch.Tensor,
-        dy_TN: torch.Tensor,
-        s: torch.Tensor,
-        ds: torch.Tensor,
+        x_TK: Tensor,
+        dy_TN: Tensor,
+        s: Tensor,
+        ds: Tensor,
         window: tuple[int, int],
         up: BoundLinear | None = None,
     ) -> None:
@@ -339,9 +327,7 @@ class KernelLinear(BoundLinear):
         """Addresses of the linear's weights and gradients."""
 
 
-def _gradient_rows(
-    factors: SiteFactors, grads: Sequence[Sequence[torch.Tensor | None]]
-) -> np.ndarray:
+def _gradient_rows(factors: SiteFactors, grads: Sequence[Sequence[Tensor | None]]) -> np.ndarray:
     rows = np.zeros(factors.layout.a_rows, dtype=np.int64)
     for slot, begins in enumerate(factors.layout.a_begin):
         for p, begin in enumerate(begins):

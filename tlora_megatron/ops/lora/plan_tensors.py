@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tlora_megatron.ops.host_copy import Array, FixedTables
 from tlora_megatron.ops.lora.tiling import (
@@ -63,10 +64,7 @@ class WorkItems:
     """
 
     def __init__(
-        self,
-        build: Callable[[PlanTensors], ItemList],
-        bounds: ItemBounds | None,
-        plan: PlanTensors,
+        self, build: Callable[[PlanTensors], ItemList], bounds: ItemBounds | None, plan: PlanTensors
     ) -> None:
         self._build = build
         first = build(plan)
@@ -82,19 +80,19 @@ class WorkItems:
         self._tables.write({"items": first.items, "borders": first.borders})
 
     @functools.cached_property
-    def partial_sums(self) -> torch.Tensor:
+    def partial_sums(self) -> Tensor:
         """fp32 `[workspace * WORKSPACE_UNIT]`, kept: the next kernel may start before the one that
         uses it has ended, so memory given back between the two could be written by both."""
         size = max(self.workspace, 1) * WORKSPACE_UNIT
         return self.counters.new_empty(size, dtype=torch.float32)
 
     @property
-    def items(self) -> torch.Tensor:
+    def items(self) -> Tensor:
         """int32 `[count * ITEM_FIELDS]`."""
         return self._tables["items"]
 
     @property
-    def borders(self) -> torch.Tensor:
+    def borders(self) -> Tensor:
         """int32 `[borders]`: `ItemList.borders`."""
         return self._tables["borders"]
 
@@ -221,7 +219,7 @@ class PlanTensors:
             "row_slots": np.repeat(slots, np.diff(self.ends, prepend=0)),
         }
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         """A table, int32, flat.
 
         `chunks`: pair by pair, target by target, its chunks of s and dS (a pair's begin at
@@ -297,11 +295,7 @@ class _Plans:
 
 
 def update_plans(rows: RowGroups, other: RowGroups, device: torch.device) -> None:
-    """Writes the tables of `other` over those of `rows`, in place: before a graph's replay.
-
-    Raises:
-        ValueError: where `PlanTensors.update` raises one.
-    """
+    """Writes the tables of `other` over those of `rows`, in place: before a graph's replay."""
     assert not other.cuts, "plans of several portions are not replayed"
     for plan in rows.cached(("plan tensors", device), _Plans).of_value.values():
         plan.update(other.ends)

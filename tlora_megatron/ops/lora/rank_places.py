@@ -17,17 +17,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tlora_megatron.ops.host_copy import Array, to_device
 from tlora_megatron.ops.lora.plan_tensors import PlanTensors, spread
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE, RankLayout, rank_chunks
 from tlora_megatron.ops.row_groups import RowGroups
 
-Gather = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Gather = Callable[[Tensor, Tensor], Tensor]
 """`gather_or_zero`, or a kernel of the same."""
 
 
-def gather_or_zero(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def gather_or_zero(values: Tensor, places: Tensor) -> Tensor:
     """`values[places - 1]` of contiguous values, flat; 0 where a place is 0.
 
     Args:
@@ -49,8 +50,8 @@ class RankPlaces:
     def __init__(
         self,
         shape: tuple[int, ...],
-        copies: tuple[torch.Tensor, ...],
-        missing: torch.Tensor | None = None,
+        copies: tuple[Tensor, ...],
+        missing: Tensor | None = None,
         gather: Gather = gather_or_zero,
     ) -> None:
         self.shape = shape
@@ -70,11 +71,11 @@ class RankPlaces:
             written.index_copy_(0, places, order)
         self._written = written.int()
 
-    def take(self, s: torch.Tensor) -> torch.Tensor:
+    def take(self, s: Tensor) -> Tensor:
         """The values `[n]`, 0 where a part is only filled up."""
         return self._gather(s, self._read)
 
-    def put(self, values: torch.Tensor) -> torch.Tensor:
+    def put(self, values: Tensor) -> Tensor:
         """s with these values `[n]`, 0 elsewhere."""
         return self._gather(values, self._written).view(self.shape)
 
@@ -103,23 +104,23 @@ def _slot_columns(ranks: tuple[int, ...], part: int, parts: int) -> _Columns:
 class Elements(NamedTuple):
     """One value each, in the order that ranks share; int64 `[n]` on the device."""
 
-    slot: torch.Tensor
+    slot: Tensor
     """Among the slots that have rows and ranks."""
-    row: torch.Tensor
+    row: Tensor
     """Number among the slot's own rows."""
-    target: torch.Tensor
-    rank_row: torch.Tensor
-    place: torch.Tensor
+    target: Tensor
+    rank_row: Tensor
+    place: Tensor
     """Column in the slot's row form."""
 
 
-PlacesBuilder = Callable[[Elements], tuple[tuple[int, ...], tuple[torch.Tensor, ...]]]
+PlacesBuilder = Callable[[Elements], tuple[tuple[int, ...], tuple[Tensor, ...]]]
 """From the values to the shape of s and the places of every copy in it."""
 
 
 def elements(
     rows: RowGroups, layout: RankLayout, parts: int, device: torch.device
-) -> tuple[Elements, torch.Tensor | None]:
+) -> tuple[Elements, Tensor | None]:
     """Returns all values of a micro-batch, and those that only fill a part up (`RankPlaces`)."""
     slots = held_slots(rows, layout)
     columns = [_slot_columns(layout.ranks[s], k, parts) for k in range(parts) for s in slots]
@@ -146,7 +147,7 @@ def _array(values: Sequence[int]) -> Array:
     return np.array(values, dtype=np.int64)
 
 
-def _on(array: Array, device: torch.device) -> torch.Tensor:
+def _on(array: Array, device: torch.device) -> Tensor:
     return to_device(torch.from_numpy(array), device)
 
 
@@ -155,13 +156,13 @@ def held_slots(rows: RowGroups, layout: RankLayout) -> list[int]:
     return [slot for slot in rows.present_slots if any(layout.ranks[slot])]
 
 
-def first_rows(rows: RowGroups, layout: RankLayout, device: torch.device) -> torch.Tensor:
+def first_rows(rows: RowGroups, layout: RankLayout, device: torch.device) -> Tensor:
     """The first row of each of `held_slots`, int64."""
     begins = [rows.ends[s] - rows.lengths[s] for s in held_slots(rows, layout)]
     return _on(_array(begins), device)
 
 
-def row_form(rows: RowGroups, layout: RankLayout, found: Elements) -> torch.Tensor:
+def row_form(rows: RowGroups, layout: RankLayout, found: Elements) -> Tensor:
     """Returns places in row form: slot by slot `[rows, chunks * 16]`, one below the other."""
     slots = held_slots(rows, layout)
     widths = _array([RANK_CHUNK * sum(map(rank_chunks, layout.ranks[s])) for s in slots])
@@ -198,7 +199,7 @@ def cached_places(
 def plan_places(rows: RowGroups, plan: PlanTensors) -> PlacesBuilder:
     """Returns the builder of places in the s and dS of `PlanTensors`: in row form and in chunks."""
 
-    def build(found: Elements) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
+    def build(found: Elements) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
         behind = plan.num_chunks * RANK_CHUNK * ROW_TILE
         copies = behind + row_form(rows, plan.layout, found), chunk_form(rows, plan, found)
         return (plan.ranked_rows, ROW_TILE), copies
@@ -206,7 +207,7 @@ def plan_places(rows: RowGroups, plan: PlanTensors) -> PlacesBuilder:
     return build
 
 
-def chunk_form(rows: RowGroups, plan: PlanTensors, found: Elements) -> torch.Tensor:
+def chunk_form(rows: RowGroups, plan: PlanTensors, found: Elements) -> Tensor:
     """Returns places in the transposed chunks of each pair, `[chunks * 16, 256]`."""
     slots = held_slots(rows, plan.layout)
     begins = _array([rows.ends[s] - rows.lengths[s] for s in slots])

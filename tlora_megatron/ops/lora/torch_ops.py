@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tlora_megatron.ops.dropout import dropout
 from tlora_megatron.ops.lora.linear_ops import BoundLinear, SiteFactors
@@ -29,19 +30,19 @@ from tlora_megatron.ops.row_groups import RowGroups
 class Factors(NamedTuple):
     """One adapter's pair at one linear: `lora_a` `[rank, K]`, `lora_b` `[N, rank]`."""
 
-    lora_a_RK: torch.Tensor
-    lora_b_NR: torch.Tensor
+    lora_a_RK: Tensor
+    lora_b_NR: Tensor
     scaling: float
 
 
 def multi_lora_linear_reference(
-    x_TK: torch.Tensor,
-    weight_NK: torch.Tensor,
-    bias_N: torch.Tensor | None,
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
     factors: Mapping[int, Factors],
     rows: RowGroups,
-    keep_TK: torch.Tensor | None = None,
-) -> torch.Tensor:
+    keep_TK: Tensor | None = None,
+) -> Tensor:
     """Returns `[T, N]`; `keep_TK` multiplies the branch's input (mask over `1 - p`)."""
     base_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
     branch_TK = x_TK if keep_TK is None else x_TK * keep_TK
@@ -89,7 +90,7 @@ class _Block(NamedTuple):
         """End of the block in the flat tensor."""
         return self.offset + (self.end - self.begin) * self.width
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def of(self, flat: Tensor) -> Tensor:
         """The block of a flat tensor, `[rows, R]`."""
         return flat[self.offset : self.stop].view(-1, self.width)
 
@@ -113,7 +114,7 @@ class TorchLinear(BoundLinear):
         super().__init__(factors, rows)
         self._blocks = _blocks(rows, factors.layout)
 
-    def down(self, x_TK: torch.Tensor, window: tuple[int, int] | None = None) -> torch.Tensor:
+    def down(self, x_TK: Tensor, window: tuple[int, int] | None = None) -> Tensor:
         first, last = window or (0, self.rows.ends[-1])
         new = x_TK.new_empty if window is None else x_TK.new_zeros
         s = new(_size(self._blocks))
@@ -128,22 +129,14 @@ class TorchLinear(BoundLinear):
             self._scale(s_TR, block.slot)
         return s
 
-    def linear(
-        self,
-        x_TK: torch.Tensor,
-        weight_NK: torch.Tensor,
-        bias_N: torch.Tensor | None,
-        s: torch.Tensor,
-    ) -> torch.Tensor:
+    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, s: Tensor) -> Tensor:
         return self._add_up(F.linear(x_TK, weight_NK, bias_N), s)
 
-    def rank_part(
-        self, s: torch.Tensor, bias_N: torch.Tensor | None, num_columns: int
-    ) -> torch.Tensor:
+    def rank_part(self, s: Tensor, bias_N: Tensor | None, num_columns: int) -> Tensor:
         y_TN = s.new_zeros(self.rows.ends[-1], num_columns)
         return self._add_up(y_TN if bias_N is None else y_TN + bias_N, s)
 
-    def up(self, s: torch.Tensor, base_WN: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+    def up(self, s: Tensor, base_WN: Tensor, window: tuple[int, int]) -> Tensor:
         branch_TN = s.new_zeros(self.rows.ends[-1], base_WN.shape[1])
         self._add_up(branch_TN, s)
         return branch_TN[slice(*window)].to(base_WN.dtype) + base_WN
@@ -152,12 +145,12 @@ class TorchLinear(BoundLinear):
         """Returns places in the flat s, which is the row form."""
         rows, layout, blocks = self.rows, self.factors.layout, self._blocks
 
-        def build(found: Elements) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
+        def build(found: Elements) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
             return (_size(blocks),), (row_form(rows, layout, found),)
 
         return cached_places(rows, layout, parts, self.factors.lora_a.device, "torch", build)
 
-    def backward_up(self, dy_TN: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    def backward_up(self, dy_TN: Tensor, s: Tensor) -> Tensor:
         """Accumulates dB and returns dS."""
         factors, ds = self.factors, torch.empty_like(s)
         for block in self._blocks:
@@ -172,11 +165,11 @@ class TorchLinear(BoundLinear):
             self._scale(ds_TR, block.slot)
         return ds
 
-    def dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    def dgrad(self, dy_TN: Tensor, ds: Tensor, weight_NK: Tensor) -> Tensor:
         # The base GEMM adds onto the branch: a pass over [T, K] less than the reverse.
         return self.branch_dgrad(ds, (0, len(dy_TN))).addmm_(dy_TN, weight_NK)
 
-    def branch_dgrad(self, ds: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+    def branch_dgrad(self, ds: Tensor, window: tuple[int, int]) -> Tensor:
         branch_TK = ds.new_empty(self.rows.ends[-1], self.factors.size_in)
         done = 0
         for block in self._blocks:
@@ -189,10 +182,10 @@ class TorchLinear(BoundLinear):
 
     def backward_down(
         self,
-        x_TK: torch.Tensor,
-        dy_TN: torch.Tensor,
-        s: torch.Tensor,
-        ds: torch.Tensor,
+        x_TK: Tensor,
+        dy_TN: Tensor,
+        s: Tensor,
+        ds: Tensor,
         window: tuple[int, int],
         up: BoundLinear | None = None,
     ) -> None:
@@ -209,7 +202,7 @@ class TorchLinear(BoundLinear):
                 inputs_TK = dropped_TK[begin - first : end - first]
                 accumulate(grad_RK, ds_TR[:, part.columns], inputs_TK)
 
-    def _add_up(self, y_TN: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    def _add_up(self, y_TN: Tensor, s: Tensor) -> Tensor:
         """`y += s B^T`, in place."""
         for block in self._blocks:
             s_TR = block.of(s)
@@ -223,11 +216,11 @@ class TorchLinear(BoundLinear):
                     columns.add(y_block_TN, s_TR[:, part.columns] @ lora_b_RN)
         return y_TN
 
-    def _scale(self, s_TR: torch.Tensor, slot: int) -> None:
+    def _scale(self, s_TR: Tensor, slot: int) -> None:
         # In fp32: a scaling of shape [] would be cast to the dtype of s.
         s_TR.mul_(self.factors.scaling[slot : slot + 1])
 
-    def _dropped(self, x_TK: torch.Tensor, first_row: int) -> torch.Tensor:
+    def _dropped(self, x_TK: Tensor, first_row: int) -> Tensor:
         """`drop(x)` of the rows from `first_row` on; its own backward when called on a gradient."""
         factors, rows = self.factors, self.rows
         if not factors.uses_dropout(rows):
@@ -274,18 +267,18 @@ def _size(blocks: tuple[_Block, ...]) -> int:
     return blocks[-1].stop if blocks else 0
 
 
-def _row_dropout(factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
+def _row_dropout(factors: SiteFactors, rows: RowGroups) -> Tensor:
     """Dropout probability of each row's adapter, fp32 `[T]`; 0 in the null slot."""
     p_S = factors.dropout
 
-    def build() -> tuple[torch.Tensor, torch.Tensor]:
+    def build() -> tuple[Tensor, Tensor]:
         return p_S, F.pad(p_S, (0, 1))[rows.row_slots(p_S.device)]
 
     # The tensor is kept beside the result, so its id is not given to another one.
     return rows.cached(f"row dropout of {id(p_S)}", build)[1]
 
 
-def accumulate(grad_RN: torch.Tensor | None, s_TR: torch.Tensor, x_TN: torch.Tensor) -> None:
+def accumulate(grad_RN: Tensor | None, s_TR: Tensor, x_TN: Tensor) -> None:
     """Adds `s[:, :rank]^T x` to a gradient, with the sum over rows and the total in fp32."""
     assert grad_RN is not None, "a target with a rank must have a gradient"
     s_RT = s_TR[:, : grad_RN.shape[0]].t()

@@ -2,18 +2,16 @@
 
 dS is a rank product like s, dB a sum over rows like dA (`triton.sums`). Their programs stand in
 turns, region by region of dy, so that L2 serves the second read.
-
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tlora_megatron.ops.lora.linear_ops import KernelLinear
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK
-from tlora_megatron.ops.lora.triton_config import BackwardUpConfig
+from tlora_megatron.ops.lora.tiling import RANK_CHUNK, BackwardUpConfig
 from tlora_megatron.ops.lora.triton_parts import (
     CHUNK,
     FIELDS,
@@ -183,9 +181,7 @@ def _backward_up_kernel(
                     )
 
 
-def backward_up(
-    dy_TN: torch.Tensor, s: torch.Tensor, linear: KernelLinear, config: BackwardUpConfig
-) -> torch.Tensor:
+def backward_up(dy_TN: Tensor, s: Tensor, linear: KernelLinear, config: BackwardUpConfig) -> Tensor:
     """Accumulates dB and returns dS, `[PlanTensors.ranked_rows, ROW_TILE]` in the dtype of dy."""
     factors, tables, plan = linear.factors, linear.tables, linear.plan
     sizes = tuple(c.size for c in factors.columns)

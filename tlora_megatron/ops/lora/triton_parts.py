@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tlora_megatron.ops.dropout_triton import drop_zero
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
@@ -19,7 +20,7 @@ from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
 
-def pairs_of_columns(values: torch.Tensor, first_column: int) -> bool:
+def pairs_of_columns(values: Tensor, first_column: int) -> bool:
     """Returns True if dropout may work on registers of two values (`dropout.triton.drop_zero`)."""
     interpreted: bool = triton.knobs.runtime.interpret
     return not interpreted and values.element_size() == 2 and first_column % 2 == 0
@@ -38,17 +39,17 @@ def column_mapping(columns: tuple[OutputColumns, ...], block: int) -> int:
     return 1 if fits else 2
 
 
-def new_workspace(items: WorkItems, device: torch.device) -> torch.Tensor:
+def new_workspace(items: WorkItems, device: torch.device) -> Tensor:
     """Room for an item list's partial sums, fp32."""
     return torch.empty(max(items.workspace, 1) * WORKSPACE_UNIT, device=device)
 
 
-def new_ranked(like: torch.Tensor, plan: PlanTensors) -> torch.Tensor:
+def new_ranked(like: Tensor, plan: PlanTensors) -> Tensor:
     """Room for s or dS, `[PlanTensors.ranked_rows, ROW_TILE]`; undefined."""
     return like.new_empty(plan.ranked_rows, ROW_TILE)
 
 
-def row_keys_or(rows: RowGroups, drop: bool, unused: torch.Tensor) -> torch.Tensor:
+def row_keys_or(rows: RowGroups, drop: bool, unused: Tensor) -> Tensor:
     """The rows' dropout keys, int32; any tensor where none is read."""
     return rows.row_keys(unused.device) if drop else unused
 
@@ -238,7 +239,7 @@ def _gather_kernel(
 _gather = WarmKernel(_gather_kernel)
 
 
-def gather(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def gather(values: Tensor, places: Tensor) -> Tensor:
     """Returns `values[places - 1]`, 0 where a place is 0.
 
     Args:

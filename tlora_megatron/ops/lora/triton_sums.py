@@ -4,19 +4,17 @@ A program sums over a run of rows of one slot, for some blocks of columns. A run
 portion's first row, and the parts of a segment with several go to a workspace in fp32, where the
 last program to arrive adds them up in order: a job's gradient is bitwise the same wherever its rows
 lie. Gradients are added to in fp32, each by one program, portion by portion.
-
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tlora_megatron.ops.dropout_triton import drop_zero, dropped_below, row_hash
 from tlora_megatron.ops.lora.linear_ops import KernelLinear
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK
-from tlora_megatron.ops.lora.triton_config import BackwardDownConfig
+from tlora_megatron.ops.lora.tiling import RANK_CHUNK, BackwardDownConfig
 from tlora_megatron.ops.lora.triton_parts import (
     CHUNK,
     FIELDS,
@@ -222,8 +220,8 @@ def _backward_down_kernel(
 
 
 def backward_down(
-    x_TK: torch.Tensor,
-    ds: torch.Tensor,
+    x_TK: Tensor,
+    ds: Tensor,
     window: tuple[int, int],
     linear: KernelLinear,
     config: BackwardDownConfig,

@@ -2,7 +2,6 @@
 
 A program owns a block of the output and goes through the adapters whose rows lie in it. Of s and dS
 it reads the chunks alone, which lie first in Triton's layout and in the CUDA kernels'.
-
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tlora_megatron.ops.dropout_triton import drop_zero, dropped_below, row_hash
 from tlora_megatron.ops.lora.linear_ops import KernelLinear
 from tlora_megatron.ops.lora.plan_tensors import PlanTensors
-from tlora_megatron.ops.lora.triton_config import UpConfig
+from tlora_megatron.ops.lora.tiling import UpConfig
 from tlora_megatron.ops.lora.triton_parts import (
     CHUNK,
     FIELDS,
@@ -179,7 +179,7 @@ _up = WarmKernel(_up_kernel)
 _dgrad = WarmKernel(_dgrad_kernel)
 
 
-def _items(plan: PlanTensors, block_rows: int) -> torch.Tensor:
+def _items(plan: PlanTensors, block_rows: int) -> Tensor:
     return plan.work_items(
         ("up", block_rows),
         lambda p: up_items(p, block_rows),
@@ -188,12 +188,8 @@ def _items(plan: PlanTensors, block_rows: int) -> torch.Tensor:
 
 
 def up(
-    s: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    num_columns: int,
-    linear: KernelLinear,
-    config: UpConfig,
-) -> torch.Tensor:
+    s: Tensor, bias_N: Tensor | None, num_columns: int, linear: KernelLinear, config: UpConfig
+) -> Tensor:
     """Returns `b + s B^T`, `[T, N]`, 0 where no adapter has rows or columns."""
     num_rows = linear.plan.num_rows
     out_TN = s.new_empty(num_rows, num_columns)
@@ -203,12 +199,8 @@ def up(
 
 
 def up_onto(
-    s: torch.Tensor,
-    base_WN: torch.Tensor,
-    window: tuple[int, int],
-    linear: KernelLinear,
-    config: UpConfig,
-) -> torch.Tensor:
+    s: Tensor, base_WN: Tensor, window: tuple[int, int], linear: KernelLinear, config: UpConfig
+) -> Tensor:
     """Returns `base + s B^T` of the rows `window[0]:window[1]`, in the dtype of the base."""
     if not linear.plan.num_chunks:
         return base_WN.clone()
@@ -218,10 +210,10 @@ def up_onto(
 
 
 def _launch_up(
-    s: torch.Tensor,
-    base: torch.Tensor,
+    s: Tensor,
+    base: Tensor,
     adds_to: int,
-    out_WN: torch.Tensor,
+    out_WN: Tensor,
     window: tuple[int, int],
     linear: KernelLinear,
     config: UpConfig,
@@ -254,13 +246,13 @@ def _row_blocks(window: tuple[int, int], block_rows: int) -> int:
 
 
 def up_dropped(
-    ds: torch.Tensor,
+    ds: Tensor,
     window: tuple[int, int],
     linear: KernelLinear,
     config: UpConfig,
     *,
     scaled: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Returns `drop(dS A)` of the rows `window[0]:window[1]`, `[W, K]`, 0 in those without adapter.
 
     Args:

@@ -35,12 +35,14 @@ from tlora_megatron.ops.lora.plan_tensors import (
 from tlora_megatron.ops.lora.tiling import (
     RANK_CHUNK,
     ROW_TILE,
+    BackwardDownConfig,
+    BackwardUpConfig,
     Borders,
+    DownConfig,
     portion_borders,
     row_runs,
     run_table,
 )
-from tlora_megatron.ops.lora.triton_config import BackwardDownConfig, BackwardUpConfig, DownConfig
 
 
 def up_items(plan: PlanTensors, block_rows: int) -> ItemList:
@@ -164,11 +166,7 @@ def backward_up_items(
 def backward_down_items(
     plan: PlanTensors, config: BackwardDownConfig, depth: int, window: tuple[int, int]
 ) -> ItemList:
-    """Items of `dA += dS^T drop(x)` over the rows of a window.
-
-    Args:
-        depth: features K.
-    """
+    """Items of `dA += dS^T drop(x)` over the rows of a window."""
     a_rows = np.array([slot[0] for slot in plan.layout.a_begin], dtype=np.int64)
     chunks = plan.slot_chunks.sum(axis=1)
     outer = _outer_products(plan, config, chunks, a_rows, depth, 0, window)

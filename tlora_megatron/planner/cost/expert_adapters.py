@@ -25,7 +25,7 @@ EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
 """Targets on each linear of routed experts; a copy of `layers.sites`, which needs torch."""
 _FP32 = 4
 ARENA_RANKS = 8
-"""Rank columns that an adapter's are filled up to, `layers.expert_factors.RANK_ALIGNMENT`."""
+"""Rank columns that an adapter's are filled up to, `layers.arenas.RANK_ALIGNMENT`."""
 
 
 class ExpertElements(NamedTuple):

@@ -20,11 +20,7 @@ from tlora_megatron.runtime.planning.plan_inputs import other_profiles, plan_job
 
 
 def check_deployable(config: RunConfig) -> None:
-    """Refuses configurations that unlike replicas cannot keep.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+    """Refuses configurations that unlike replicas cannot keep."""
     why = "with --replicas any"
     # Portions are dealt out by replicas' sizes, and what is chosen here rests on time alone.
     remedy = "leave --replicas any out, or name parallel.replicas yourself"

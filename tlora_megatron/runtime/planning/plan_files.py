@@ -46,9 +46,6 @@ def check_base(base: BaseModelSpec, runner: str | None) -> None:
 
     Args:
         runner: a kind of files, or a program; None = whichever can.
-
-    Raises:
-        ValueError: naming the program.
     """
     where = _FOREIGN.get(runner or "")
     if where is None:
@@ -59,14 +56,7 @@ def check_base(base: BaseModelSpec, runner: str | None) -> None:
 
 
 def check_experts(spec: ModelSpec, runner: str | None) -> None:
-    """Refuses a base with routed experts for programs that have no plans for one.
-
-    Args:
-        runner: a kind of files, or a program; None = whichever can.
-
-    Raises:
-        ValueError: naming the program.
-    """
+    """Refuses a base with routed experts for programs that have no plans for one."""
     where = _FOREIGN.get(runner or "")
     if where is not None:
         refuse_experts(spec.experts, f"the base of a plan for {where}")
@@ -131,11 +121,7 @@ def _nano_batches(
 
 
 def overrides_of(config: RunConfig, plan: Plan, *, has_experts: bool = False) -> list[str]:
-    """The plan as overrides for `tlora train --set`.
-
-    Args:
-        has_experts: as of `apply_plan`.
-    """
+    """The plan as overrides for `tlora train --set`."""
     applied = apply_plan(config, plan, has_experts=has_experts)
     replaced = [] if config.parallel.replicas is None else ["parallel.replicas=null"]
     if config.parallel.cp_by_micro_batch:
@@ -182,9 +168,6 @@ def write_plan(
     Args:
         asked_sharding: what the plan's was to be; None = it was free.
         slurm: what the user says of a cluster; None = nothing.
-
-    Raises:
-        ValueError: if the plan cannot run there.
     """
     plan, nodes, local = ranked.plan, *_nodes(ranked.plan.num_gpus, hardware)
     check_base(config.base_model, kind)
@@ -236,11 +219,7 @@ def jobs_file(script: Path) -> Path:
 
 
 def _nodes(num_gpus: int, hardware: HardwareProfile) -> tuple[int, int]:
-    """The number of nodes, and of GPUs on each.
-
-    Raises:
-        ValueError: if they do not fill whole nodes.
-    """
+    """The number of nodes, and of GPUs on each."""
     local = min(num_gpus, hardware.host_gpus)
     if num_gpus % local:
         raise ValueError(f"GPUs must fill nodes of {local}, got {num_gpus}")

@@ -127,11 +127,7 @@ def largest_portion(config: RunConfig) -> int | None:
 
 
 def plan_hardware(name: str) -> HardwareProfile:
-    """Finds a profile by path, or by name in `_profile_folders`.
-
-    Raises:
-        ConfigError: if there is none.
-    """
+    """Finds a profile by path, or by name in `_profile_folders`."""
     return find_profile(name, _profile_folders())
 
 
@@ -144,9 +140,6 @@ def profile_of_gpu(gpu: str) -> HardwareProfile | None:
     """Finds the profile of a kind of GPU; None if there is none.
 
     A measured profile is preferred to a data sheet's, then the working folder's to the project's.
-
-    Args:
-        gpu: name of the GPU as its driver gives it.
     """
     found = (entry for folder in _profile_folders() for entry in profiles_in(folder))
     profiles = [profile for _, profile in found if profile.gpu == gpu]
@@ -154,10 +147,7 @@ def profile_of_gpu(gpu: str) -> HardwareProfile | None:
 
 
 def other_profiles(hardware: HardwareProfile) -> tuple[HardwareProfile, ...]:
-    """The profiles that advice may name beside a run's own, with the run's dtype.
-
-    Of the same GPU they are those that join nodes, where the run's own does not.
-    """
+    """The profiles that advice may name beside a run's own, with the run's dtype."""
     found = {
         path.stem: profile
         for folder in _profile_folders()[::-1]
@@ -186,11 +176,7 @@ def run_hardware(name: str, config: RunConfig) -> HardwareProfile:
 
 
 def parse_lengths(text: str) -> LengthHistogram:
-    """Reads a histogram of sequence lengths from `512`, or with shares from `256:3,1024:1`.
-
-    Raises:
-        ConfigError: naming the mistake.
-    """
+    """Reads a histogram of sequence lengths from `512`, or with shares from `256:3,1024:1`."""
     pairs = []
     for part in text.split(","):
         tokens, _, count = part.partition(":")
@@ -211,8 +197,6 @@ def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | Non
     """The loads of all jobs.
 
     Args:
-        config: the run.
-        spec: shape of the base model.
         lengths: lengths for all jobs, cut to each one's max_seq_len with a warning; None: read
             the jobs' data.
 

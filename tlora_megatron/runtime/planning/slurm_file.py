@@ -105,14 +105,7 @@ def slurm_script(
     """The text of a script for sbatch.
 
     Args:
-        jobs: the configuration of the run.
-        nodes: number of nodes.
-        gpus: number of GPUs of each node.
         whole_nodes: a node has no further GPUs.
-        note: a line on the plan.
-
-    Raises:
-        ConfigError: for another number of GPUs than the plan's.
     """
     given = _given_options(options.sbatch, gpus)
     cores = str(_CORES_OF_A_GPU * gpus)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
-from tlora_megatron.layers.slab.layout import SlabLayout
+from tlora_megatron.layers.slab_layout import SlabLayout
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.runtime.sampling.values import AdapterKey
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
@@ -22,11 +23,7 @@ from tlora_megatron.training.formats.peft import AdapterFile, export_adapter, lo
 
 
 class AdapterShelf:
-    """A few adapters in a bank, by their keys.
-
-    Args:
-        most: adapters that are held at a time.
-    """
+    """A few adapters in a bank, by their keys."""
 
     def __init__(self, bank: AdapterBank, spec: Backbone, most: int) -> None:
         self._bank = bank
@@ -48,9 +45,6 @@ class AdapterShelf:
 
         Returns:
             False if there is no room until one of these is free.
-
-        Raises:
-            ValueError: if the folder holds no adapter that fits the base.
         """
         if key in self._held:
             self._held[key] = self._held.pop(key)
@@ -89,8 +83,6 @@ class AdapterShelf:
 def read_checkpoint(folder: Path, *, model: Backbone) -> AdapterFile:
     """Reads the adapter of a job's checkpoint, by way of what the job would export.
 
-    So it is checked as all adapters are, and fused targets become those of Hugging Face.
-
     Raises:
         ValueError: if the checkpoint cannot be read, or is of another base.
     """
@@ -121,7 +113,7 @@ class WeightsSlab(AdapterSlab):
         self.master = torch.zeros(layout.numel)
 
     @cached_property
-    def _grad_views(self) -> dict[str, torch.Tensor]:
+    def _grad_views(self) -> dict[str, Tensor]:
         views = zip(self.layout.factors, self.layout.views(self.grad), strict=True)
         shapes = {factor.name: tuple(view.shape) for factor, view in views}
         shapes |= {factor.name: factor.spread_shape for factor in self.layout.spread}
@@ -130,7 +122,7 @@ class WeightsSlab(AdapterSlab):
         )
         return {name: row[: shape[-1]].expand(shape) for name, shape in shapes.items()}
 
-    def buffers(self) -> dict[str, torch.Tensor]:
+    def buffers(self) -> dict[str, Tensor]:
         """The weights alone."""
         return {"master": self.master}
 

@@ -302,10 +302,7 @@ def gather(prompts: Sequence[Prompt], pieces: Iterable[Piece]) -> list[Answer]:
 
 
 def _answer(
-    number: int,
-    prompt: Prompt,
-    scores: Scores | None,
-    parts: dict[tuple[int, int], list[Piece]],
+    number: int, prompt: Prompt, scores: Scores | None, parts: dict[tuple[int, int], list[Piece]]
 ) -> Answer:
     wanted = prompt.num_samples if prompt.params.max_tokens != 0 else 0
     top = scores.top if scores is not None and prompt.top_prompt_logprobs else None

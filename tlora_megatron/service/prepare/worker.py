@@ -41,7 +41,7 @@ from tlora_megatron.service.prepare.submission import (
 if TYPE_CHECKING:
     from tlora_megatron.model.spec import ModelSpec
     from tlora_megatron.training.data.jsonl_file import JsonlFile
-    from tlora_megatron.training.run.job_reader import ReadJob
+    from tlora_megatron.training.run.reading import ReadJob
 
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def validate(job_id: str, submission: Submission, rules: PrepareRules) -> Outcom
 
 def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Validated:
     from tlora_megatron.training.data.job_data import TokenCache
-    from tlora_megatron.training.run.job_reader import JobReader
+    from tlora_megatron.training.run.reading import JobReader
 
     home = Home(Path(rules.root))
     files = _files_of(submission, rules)
@@ -302,7 +302,7 @@ def _tidy(root: Path) -> None:
 
 def _import_early() -> None:
     """Imports early what the first submission would wait for."""
-    import tlora_megatron.training.run.job_reader  # noqa: F401
+    import tlora_megatron.training.run.reading  # noqa: F401
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tlora_megatron.channel import LinePipe, to_line
-from tlora_megatron.runtime.sampling.batcher import Batcher
-from tlora_megatron.runtime.sampling.opening import open_batcher
+from tlora_megatron.runtime.sampling.batcher import Batcher, open_batcher
 from tlora_megatron.runtime.sampling.tracks import Request
 from tlora_megatron.runtime.sampling.values import Piece, SamplerLimits
 from tlora_megatron.service.sampling.own import piece_to_json, prompt_from_json, serve

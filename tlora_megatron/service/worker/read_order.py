@@ -16,7 +16,7 @@ from tlora_megatron.training.data.job_data import TokenCache
 from tlora_megatron.training.data.jsonl_file import JsonlFile
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.run.job_admission import check_job_folders
-from tlora_megatron.training.run.job_reader import JobReader
+from tlora_megatron.training.run.reading import JobReader
 
 
 def order_reader(config: RunConfig, root: str | Path) -> Callable[[Mapping[str, Any]], PreparedJob]:

@@ -76,10 +76,6 @@ class JobData:
 def load_job_data(job: JobSpec, tokenizer: Any, vocab_size: int) -> JobData:
     """Reads, checks and tokenizes a job's training and evaluation files.
 
-    Args:
-        tokenizer: the base model's Hugging Face tokenizer.
-        vocab_size: rows of the base model's embedding; every token id is below it.
-
     Raises:
         ValueError: naming job, file and line, if a file or a line of it cannot be used, or the
             tokenizer has no EOS.
@@ -145,11 +141,7 @@ class BatchPlan:
         return self.max_steps * self.batch_size
 
     def indices(self, step: int) -> tuple[int, ...]:
-        """Indices of the training sequences in the batch of `step`, counted from 0.
-
-        Raises:
-            IndexError: if the job has no such step.
-        """
+        """Indices of the training sequences in the batch of `step`, counted from 0."""
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step must be in [0, {self.num_steps}), got {step}")
         begin = step * self.batch_size
@@ -189,11 +181,7 @@ class TokenizerFolder:
 
     @property
     def tokenizer(self) -> Any:
-        """The Hugging Face tokenizer; the last few of a process stay loaded.
-
-        Raises:
-            ValueError: if the folder holds none.
-        """
+        """The Hugging Face tokenizer; the last few of a process stay loaded."""
         return _load_tokenizer(self.folder, self.digest)
 
     @cached_property
@@ -241,12 +229,7 @@ class TokenCache:
         """A job's data: from the cache if they are there, else read, tokenized and kept.
 
         Args:
-            source: the base's tokenizer.
-            vocab_size: rows of the base's embedding.
             keys: of the job's entries, where they are known: its files are not read, then.
-
-        Raises:
-            ValueError: as `load_job_data` does, or if a file is not the one that the key is of.
         """
         train, evaluation = files_of(job)
         files = {"train": train} | ({} if evaluation is None else {"eval": evaluation})
@@ -263,10 +246,7 @@ class TokenCache:
         return CachedData(data, found)
 
     def prune(self, idle_s: float = _IDLE_S) -> None:
-        """Removes what nobody has used for long, and what writers that were killed have left.
-
-        A job that still asks for such an entry makes it again.
-        """
+        """Removes what nobody has used for long, and what writers that were killed have left."""
         for path in self.folder.glob("*/*"):
             is_entry = path.name == ENTRY_NAME
             with suppress(OSError):

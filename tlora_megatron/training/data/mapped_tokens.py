@@ -80,11 +80,7 @@ def lengths_of(sequences: Sequence[TokenSequence]) -> np.ndarray:
 
 
 def write_tokens(path: Path, loaded: LoadedFile) -> None:
-    """Writes a file of tokens; a kill or a full disk leaves none, and writers do not mix.
-
-    Raises:
-        OSError: if the disk refuses.
-    """
+    """Writes a file of tokens; a kill or a full disk leaves none, and writers do not mix."""
     parts = _parts(loaded.sequences)
     digest = hashlib.sha256()
     for part in parts.values():
@@ -101,9 +97,7 @@ def map_tokens(path: Path) -> KeptFile:
     """Maps a file of tokens after checking every byte of it.
 
     Raises:
-        FileNotFoundError: if there is none.
         DamagedTokens: if it is not whole.
-        OSError: if it cannot be read.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -56,9 +56,6 @@ def replace_directory(
             their places one by one: the last one is away meanwhile, unless it stays the same.
             Without names everything in `directory` is ours.
         permit: asked before anything is changed, and again when the new files are on the disk.
-
-    Raises:
-        OSError: if the file system refuses, or `permit`.
     """
     directory = _not_followed(directory)
     incoming, previous = _incoming(directory), _previous(directory)
@@ -93,9 +90,6 @@ def replace_link(link: Path, target: str, permit: Permit = always) -> None:
 
     Args:
         permit: asked before anything is changed.
-
-    Raises:
-        OSError: if the file system refuses, or `permit`.
     """
     link = _not_followed(link)
     incoming, previous = _incoming(link), _previous(link)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlora_megatron.parallel.host_threads import host_threads
+from tlora_megatron.parallel.groups import host_threads
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, StoredTensor, all_finite
 from tlora_megatron.training.formats.hf_convert import CodePlaces, Rounding
 from tlora_megatron.training.formats.quantised import all_numbers
@@ -61,9 +61,6 @@ def read_base(
     scales: Mapping[str, Tensor] | None = None,
 ) -> Rounding:
     """Fills the parameters that the tensors name; all lie on one device, which is waited for.
-
-    Args:
-        scales: those of the parameters that hold codes, by the same names.
 
     Returns:
         How far codes are from what was read.

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from tlora_megatron.config.job import JobSpec, LoraSpec
 from tlora_megatron.layers.slab import AdapterSlab, Copier, factor_names, factor_shape
@@ -49,11 +50,7 @@ _FILES = ("adapter.safetensors", "optimizer.safetensors", "state.json")
 
 
 def checkpoint_state(job: JobState, quantisation: QuantisationCard | None = None) -> str:
-    """Returns the text of `state.json` for a job as it is now.
-
-    Args:
-        quantisation: of the base.
-    """
+    """Returns the text of `state.json` for a job as it is now."""
     state = {
         "format": _FORMAT,
         "job": asdict(job.spec),
@@ -76,13 +73,9 @@ def write_checkpoint(
     """Writes `directory/step_N` and returns the number of bytes; older ones stay.
 
     Args:
-        state: from `checkpoint_state`.
-        weights: the whole canonical factors.
         moments: the same of Adam's moments, with the moment and a dot before each name.
-        permit: see `replace_directory`.
 
     Raises:
-        OSError: if the disk refuses.
         ValueError: if a tensor is not finite; the job could not go on from it. Either way the
             earlier checkpoints are untouched.
     """
@@ -108,11 +101,7 @@ def write_state(
 
 
 def remove_old_checkpoints(directory: Path, step: int, permit: Permit = always) -> None:
-    """Removes all but the two newest checkpoints up to a step; a disk that refuses is logged.
-
-    It takes most of a second for an adapter of gigabytes, so whoever waits for the newest one is
-    told first. Somebody else may own the folder by then, and removes them himself.
-    """
+    """Removes all but the two newest checkpoints up to a step; a disk that refuses is logged."""
     # Those beyond the step could not be read and are not ours to count, or it would be the oldest.
     newest = f"step_{step:08d}"
     try:
@@ -152,9 +141,6 @@ class Checkpoint:
 
         Args:
             values: read all tensors, and refuse NaN and infinity.
-
-        Raises:
-            ValueError: naming the job and the value or tensor that differs.
         """
         saved = self.state["job"]
         was = asdict(LoraSpec()) | saved["lora"]  # older ones lack fields
@@ -197,13 +183,7 @@ class Checkpoint:
                             )
 
     def restore(self, job: JobState, copier: Copier | None = None) -> None:
-        """Loads weights, moments and progress into a job on this rank, whatever its layout.
-
-        `check_fits` comes before.
-
-        Args:
-            copier: see `AdapterSlab.load`.
-        """
+        """Loads weights, moments and progress into a job on this rank, whatever its layout."""
         slab = job.adapter.slab
         with safe_open(self.path / "adapter.safetensors", "pt") as weights:
             slab.load(weights.get_tensor, copier=copier)
@@ -212,9 +192,7 @@ class Checkpoint:
                 slab.load(partial(_moment, moments, buffer), buffer, copier)
         job.restore(self.state["progress"])
 
-    def read(
-        self, slab: AdapterSlab, threads: int, *, moments: bool = True
-    ) -> dict[str, torch.Tensor]:
+    def read(self, slab: AdapterSlab, threads: int, *, moments: bool = True) -> dict[str, Tensor]:
         """Returns what an adapter's buffers on this rank are to hold, on the host.
 
         Args:
@@ -246,7 +224,7 @@ _PREFIXES = {
 }
 
 
-def _moment(file: Any, buffer: str, name: str) -> torch.Tensor:
+def _moment(file: Any, buffer: str, name: str) -> Tensor:
     return file.get_tensor(f"{buffer}.{name}")
 
 
@@ -273,9 +251,6 @@ def find_checkpoint(directory: Path) -> Checkpoint | None:
     """The newest readable checkpoint below `directory`, or `directory` itself if it is one.
 
     One that cannot be read (a disk fault; writing is atomic) is passed over with a warning.
-
-    Returns:
-        None if there is none at all.
 
     Raises:
         ValueError: if there are some and none can be read: starting afresh would lose the job.

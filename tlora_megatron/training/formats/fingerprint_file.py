@@ -70,11 +70,7 @@ def write_fingerprint(folder: Path, fingerprint: Fingerprint) -> None:
 
 
 def read_fingerprint(folder: Path) -> Fingerprint | None:
-    """Reads a folder's fingerprint; None if it has none.
-
-    Raises:
-        ValueError: if the file is malformed.
-    """
+    """Reads a folder's fingerprint; None if it has none."""
     path = folder / FILE_NAME
     if not path.is_file():
         return None

@@ -75,11 +75,7 @@ class HFCheckpoint:
         return sorted(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Whole shape of a tensor.
-
-        Raises:
-            ValueError: if there is no tensor of that name.
-        """
+        """Whole shape of a tensor."""
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, rows: Rows = None, cols: slice | None = None) -> Tensor:
@@ -99,19 +95,11 @@ class HFCheckpoint:
         return part
 
     def read_bytes(self, name: str, rows: slice) -> Tensor:
-        """Rows of a tensor of bytes, whatever they mean.
-
-        Raises:
-            ValueError: if there is no tensor of that name.
-        """
+        """Rows of a tensor of bytes, whatever they mean."""
         return self._slice(name)[rows].view(torch.uint8)
 
     def stored(self, name: str) -> StoredTensor:
-        """Place of a tensor, for those who read it themselves.
-
-        Raises:
-            ValueError: if there is no tensor of that name, or it is quantised.
-        """
+        """Place of a tensor, for those who read it themselves."""
         return self._place(name, _check_dtype(name, self.dtype(name)))
 
     def _place(self, name: str, dtype: torch.dtype) -> StoredTensor:
@@ -123,11 +111,7 @@ class HFCheckpoint:
         return StoredTensor(path, offset, dtype, self.shape(name))
 
     def dtype(self, name: str) -> str:
-        """A tensor's type, as safetensors spells it.
-
-        Raises:
-            ValueError: if there is no tensor of that name.
-        """
+        """A tensor's type, as safetensors spells it."""
         return str(self._slice(name).get_dtype())
 
     def not_finite(self, name: str) -> ValueError:
@@ -181,9 +165,6 @@ class RandomWeights:
 
     Every rank draws a whole tensor on `device` and keeps its part: quick on a GPU, and a model that
     is small enough to train on a CPU takes moments. CPU and GPU draw different numbers.
-
-    Args:
-        shapes: of every tensor, by name.
     """
 
     def __init__(
@@ -244,10 +225,7 @@ class _Place(NamedTuple):
 class GptOssExperts:
     """A `WeightSource` of a gpt-oss base: what is not an expert's is read as it is stored.
 
-    The last tensor of an expert that was read stays in memory: gate and up lie in one.
-
     Args:
-        checkpoint: the files.
         device: where experts are decoded and returned.
     """
 
@@ -261,11 +239,7 @@ class GptOssExperts:
         return self._checkpoint.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Whole shape of a tensor.
-
-        Raises:
-            ValueError: if there is no tensor of that name.
-        """
+        """Whole shape of a tensor."""
         place = _place(name)
         if place is None:
             return self._checkpoint.shape(name)
@@ -289,11 +263,7 @@ class GptOssExperts:
         return picked if cols is None else picked[:, cols]
 
     def check_counts(self, num_layers: int, num_experts: int) -> None:
-        """Holds every layer's tensors to the number of experts.
-
-        Raises:
-            ValueError: naming the first tensor that has another one.
-        """
+        """Holds every layer's tensors to the number of experts."""
         for layer in range(num_layers):
             for part in ("gate_up_proj", "down_proj"):
                 name = f"model.layers.{layer}.mlp.experts.{part}"

@@ -2,8 +2,6 @@
 
 A scale of FP8 codes is that of a whole row of the stored tensor, whatever columns the rank keeps:
 codes do not depend on tensor parallelism.
-
-Only the rows and columns that a rank holds are read; `rank_tensors` says where they go.
 """
 
 from __future__ import annotations
@@ -156,11 +154,7 @@ def _mlp_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
 
 
 def check_layout(spec: ModelSpec, layout: ParallelLayout) -> None:
-    """Refuses a layout that does not divide the model.
-
-    Raises:
-        ValueError: naming the size that does not divide.
-    """
+    """Refuses a layout that does not divide the model."""
     tp_size, experts = layout.tp_size, spec.experts
     sizes = [
         ("num_heads", spec.num_heads, "tp_size", tp_size),
@@ -208,10 +202,7 @@ def _is_unread(name: str, spec: ModelSpec) -> bool:
 
 
 def _check_tied(spec: ModelSpec, source: WeightSource) -> None:
-    """Refuses an output layer that differs from the embedding to which config.json ties it.
-
-    transformers then leaves them apart, others tie them.
-    """
+    """Refuses an output layer that differs from the embedding to which config.json ties it."""
     if not spec.tied_embeddings or _HEAD not in source.keys():  # noqa: SIM118
         return
     size = source.shape(_HEAD)

@@ -69,7 +69,14 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
     """The router as Hugging Face's: a softmax of the chosen logits is the normalised one of all."""
     if spec.experts is None:
         return {}
-    shared = {} if spec.shared_ffn_size is None else _shared_expert(spec.shared_ffn_size)
+    shared = (
+        {}
+        if spec.shared_ffn_size is None
+        else {
+            "moe_shared_expert_intermediate_size": spec.shared_ffn_size,
+            "moe_shared_expert_gate": True,
+        }
+    )
     return shared | {
         "num_experts": spec.experts.num_experts,
         "moe_router_topk": spec.experts.top_k,
@@ -79,16 +86,8 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _shared_expert(ffn_size: int) -> dict[str, Any]:
-    return {"moe_shared_expert_intermediate_size": ffn_size, "moe_shared_expert_gate": True}
-
-
 def megatron_flags(spec: ModelSpec) -> list[str]:
-    """`megatron_arguments` as words of a command line.
-
-    Raises:
-        NotImplementedError: for what Megatron-LM has no argument for.
-    """
+    """`megatron_arguments` as words of a command line."""
     arguments = megatron_arguments(spec)
     if not arguments["group_query_attention"]:
         del arguments["num_query_groups"]

@@ -2,7 +2,6 @@
 
 With `peft_config`, the only place that speaks PEFT's names (`r`, `lora_alpha`, `lora_A.weight`).
 PEFT itself is not imported, and nothing is ever unpickled.
-
 """
 
 from __future__ import annotations
@@ -146,20 +145,11 @@ def write_adapter(
 
     Args:
         directory: missing, empty, or holding an earlier adapter.
-        factors: canonical whole factors, all layers of all targets.
-        base_model: what PEFT should load as the base, a path or a hub name.
-        quantisation: of the base: a README names it, and the metadata of the weights.
-        dtype: of the stored tensors.
         stacks_experts: routed experts of a layer become one tensor, which PEFT does not load.
-        permit: see `replace_directory`.
-
-    Returns:
-        The number of bytes written.
 
     Raises:
         ValueError: if factors are missing, not finite or of the wrong shape, if two targets hold
             the same module, or if the directory holds something else.
-        OSError: if the directory cannot be written.
     """
     directory = Path(directory)
     modules = hf_targets(lora.target_modules)

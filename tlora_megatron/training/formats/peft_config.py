@@ -179,7 +179,6 @@ def lora_spec(config: dict[str, Any], present: set[str], model: Backbone) -> Lor
     """Returns the adapter's values; its targets are the model's `peft_targets` in `present`.
 
     Args:
-        config: from `read_peft_config`.
         present: the targets that have tensors. A list of names in `config` must agree with them;
             a pattern, `all-linear` or nothing is taken to mean them.
 
@@ -230,11 +229,7 @@ class _OfOthers(NamedTuple):
 def _patterns_of_others(
     config: dict[str, Any], others: set[str], scaling: float
 ) -> _OfOthers | None:
-    """Reads the patterns that name all modules but routed experts; None if there are none.
-
-    Raises:
-        ValueError: for patterns that `peft_config` does not write.
-    """
+    """Reads the patterns that name all modules but routed experts; None if there are none."""
     given = [config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
     if not any(given):
         return None
@@ -289,12 +284,7 @@ def _block_fields(lora: LoraSpec, targets: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _num_blocks(raw: Any, targets: tuple[str, ...], model: Backbone) -> int:
-    """Returns the blocks of an adapter whose `use_bdlora` is `raw`; 1 for a standard adapter.
-
-    Raises:
-        ValueError: if a field is wrong, or a target's block-diagonal factor is not the one that
-            tensor parallelism would cut.
-    """
+    """Returns the blocks of an adapter whose `use_bdlora` is `raw`; 1 for a standard adapter."""
     if not raw:
         return 1
     if not isinstance(raw, dict) or not raw.keys() <= _BLOCK_FIELDS:

@@ -17,7 +17,6 @@ We read both, and the one that PEFT itself saves of `target_parameters`:
     ...experts.lora_B.weight             [H, r E]
 
 Shapes: E experts, r rank, H hidden features, I features inside an expert.
-
 """
 
 from __future__ import annotations
@@ -82,11 +81,7 @@ def _read_rows(factor: PendingTensor, expert: int, rows: slice, scratch: Scratch
 def stacked_tensor(
     factor: PendingTensor, target: str, rows: slice, model: ModelSpec
 ) -> PendingTensor:
-    """Returns one target's tensor of all experts, as vLLM and SGLang name it.
-
-    Args:
-        factor: as of `expert_tensors`, and so are the others.
-    """
+    """Returns one target's tensor of all experts, as vLLM and SGLang name it."""
     layer, _, side = split_name(factor.name)
     letter, experts = "A" if side == "lora_a" else "B", model.experts
     assert experts is not None, "the factor is of routed experts"
@@ -105,9 +100,6 @@ def _read_stacked(
 
 def common_matrix(factor_ERC: Tensor, what: str) -> Tensor:
     """Returns the one matrix of a factor that all experts share.
-
-    Args:
-        what: the factor and whose it is, for the error.
 
     Raises:
         ValueError: naming the first expert that has another one.
@@ -171,9 +163,6 @@ class ExpertReader:
 
         Args:
             match: of the key, with the groups above, layer, below and side.
-
-        Raises:
-            ValueError: for a second tensor of the same.
         """
         place = self._places.get(match["below"])
         if place is None or match["above"] != "model.layers":

@@ -45,11 +45,7 @@ _NOTES = ("_scale", "_scale_inv", "_zero_point", "_g_idx", "_global_scale")
 
 
 class QuantizedSource(HFCheckpoint):
-    """The safetensors of a published FP8 folder; codes are read as uint8.
-
-    Raises:
-        ValueError: as `HFCheckpoint`.
-    """
+    """The safetensors of a published FP8 folder; codes are read as uint8."""
 
     def __init__(self, directory: Path, published: PublishedFormat) -> None:
         super().__init__(directory)
@@ -62,11 +58,7 @@ class QuantizedSource(HFCheckpoint):
         )
 
     def check(self, spec: ModelSpec, quantisation: BaseQuantisation) -> None:
-        """Holds names, types and shapes of all tensors to the folder's config.json, reading none.
-
-        Raises:
-            ValueError: naming the first tensor that is not as it must be.
-        """
+        """Holds names, types and shapes of all tensors to config.json, reading none."""
         quantised = _weights(spec, quantisation)
         for name in hf_shapes(spec):
             dtype = self.dtype(name)
@@ -221,11 +213,7 @@ class QuantisationCard:
 def quantisation_card(
     base: BaseModelSpec, spec: ModelSpec, quantisation: BaseQuantisation | None
 ) -> QuantisationCard | None:
-    """Returns the card of a configured base, the same in every layout; None without quantisation.
-
-    Raises:
-        ValueError: if the base's folder cannot be read.
-    """
+    """Returns the card of a configured base, the same in every layout; None if unquantised."""
     if quantisation is None:
         return None
     digest = hashlib.sha256(json.dumps([quantisation.kind, sorted(quantisation.linears)]).encode())
@@ -266,7 +254,6 @@ def check_same_base(
     """Refuses a job that would go on over a base of other codes than it has trained on.
 
     Args:
-        where: its checkpoint, for the sentence.
         state: of the checkpoint; those of earlier versions name no quantisation.
 
     Raises:

@@ -84,7 +84,6 @@ def rank_tensors(
 
     Args:
         layers: global indices of this pipeline stage; names count from 0.
-        with_embedding: whether the stage holds the embedding.
         with_output: whether it holds the final norm and the output layer (when tied, the
             embedding's values).
         experts: the rank's routed experts; None = all of them, cut as dense linears are.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.layers.slab import check_finite
-from tlora_megatron.parallel.host_threads import host_threads
+from tlora_megatron.parallel.groups import host_threads
 
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _NOT_THERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -89,7 +89,6 @@ def write_tensors(
     """Writes a new file and returns its size; the disk's space is reserved before the first byte.
 
     Raises:
-        OSError: if the disk refuses.
         ValueError: if a value is not finite.
     """
     file = _plan(tensors, metadata, dtype)

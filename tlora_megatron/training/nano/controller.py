@@ -87,9 +87,6 @@ class HysteresisController:
 
     While times vary by less than half of `HYSTERESIS`, every change is to a count that is truly
     faster, so a mix sees at most `limit` - 1 of them.
-
-    Args:
-        limit: the highest count.
     """
 
     def __init__(self, limit: int = MOST_COUNT) -> None:
@@ -143,7 +140,9 @@ class HysteresisController:
     @property
     def times(self) -> dict[int, float]:
         """Seconds a token of the counts in the latest trial."""
-        return {count: _typical(blocks) for count, blocks in self._blocks.items()}
+        return {
+            count: sum(map(median, blocks)) / len(blocks) for count, blocks in self._blocks.items()
+        }
 
     def _begin_mix(self, step: StepTime) -> None:
         """Goes to a new mix of jobs; this step does not count, since memory is reserved anew."""
@@ -265,18 +264,11 @@ class HysteresisController:
         return max(HYSTERESIS, 2 * 0.67 / 1.59 * median(ranges))
 
 
-def _typical(blocks: list[list[float]]) -> float:
-    return sum(map(median, blocks)) / len(blocks)
-
-
 class AimdController:
     """The paper's rule: 4 more while a horizon is faster than the one before, else half as many.
 
     As public accounts give it, with a margin of `HYSTERESIS`; the second horizon tries 4 more, to
     have something to compare. It never settles. tLoRA (arXiv 2602.07263), equation 2.
-
-    Args:
-        limit: the highest count.
     """
 
     def __init__(self, limit: int = 16) -> None:

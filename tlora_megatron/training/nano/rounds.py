@@ -20,9 +20,9 @@ import torch.distributed as dist
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.parallel.collectives import DEFAULT_MAX_BYTES, Kind
 from tlora_megatron.parallel.nano_cuts import CutDocuments, RowCosts, cut_by_length
 from tlora_megatron.parallel.overlap import LaneRoom
-from tlora_megatron.parallel.tensor_collectives import DEFAULT_MAX_BYTES, Kind
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.nano.controller import (
     AimdController,
@@ -128,7 +128,6 @@ class NanoRounds:
         switch: the engine's; set between rounds. A number that has not run yet is tried only where
             all processes have room for it.
         trace: records the choices, on the writer; None elsewhere.
-        jobs: all jobs of the run, at the steps where they start.
         resuming: goes on with the last choice in the trace; else begins a new trace.
     """
 
@@ -168,8 +167,6 @@ class NanoRounds:
         """Takes a round's time, and sets the number of nano-batches of the next.
 
         Args:
-            jobs: the jobs that the round was packed from, in slot order.
-            content: the micro-batches of the round.
             has_waited: the host waited for the device at the end of the round, because some job
                 stepped. Rounds without a wait are measured together with the next that has one.
         """
@@ -196,11 +193,7 @@ class NanoRounds:
             self._set_count()
 
     def jobs_changed(self, jobs: Sequence[JobState]) -> None:
-        """Forgets the times of rounds with other jobs; every process calls it between rounds.
-
-        Args:
-            jobs: all that the run knows now.
-        """
+        """Forgets the times of rounds with other jobs; every process calls it between rounds."""
         self._jobs = tuple(jobs)
         self._pending = None
         self._time_s, self._tokens, self._most = 0.0, 0, 1

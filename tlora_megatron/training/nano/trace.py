@@ -114,8 +114,6 @@ class NanoTrace:
     def resume(self, job_steps: Mapping[str, int]) -> Resumed:
         """Removes the lines of steps that a resumed run does again, and a torn last line.
 
-        Reads the file from its end, as far as needed.
-
         Args:
             job_steps: steps of each job, by name, in the checkpoint that it goes on from.
         """

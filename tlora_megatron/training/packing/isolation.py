@@ -2,26 +2,16 @@
 
 Documents of one micro-batch take turns: the odd ones get other tokens while the losses of the even
 ones are compared, then the reverse. Shapes stay, so a model that keeps documents apart gives the
-same bits on any device, in any layout and dtype; what leaks moves some bit, however small its
-weights are. That finds convolutions, states and scans that run on across a border, in either
-direction, masks with a hole, and scales or statistics of whole micro-batches.
+same bits; what leaks moves some. Gradients of some documents' losses must be zero at the others'
+rows: sums of products with zeros, which no kernel rounds.
 
-Gradients are looked at for themselves: those of some documents' losses are zero at the others'
-rows. They are sums over products with zeros there, which no kernel rounds, in whatever order it
-adds. That finds what leaks in backward alone, and would add one job's gradient to another's
-adapter.
+Losses may move by rounding where routed experts get other numbers of rows, and where a model gives
+other bits for the very same micro-batch (atomics, ZeRO-3's addresses): what has moved is run again,
+in another order. The other tokens are one token again and again, all for the same experts: where
+these take a limited number of rows, most of another document's are dropped.
 
-Losses may move by rounding in two cases, where gradients still have to be zero. Routed experts
-round by the number of their rows, which other tokens change, and rounding may give single tokens
-other experts. And a model may give other bits for the very same micro-batch: kernels that add by
-atomics, or ZeRO-3, which gathers weights to other addresses, by which GEMM libraries choose
-kernels. So what has moved is run again, in another order. The other tokens are one token again and
-again, all for the same experts: where these take a limited number of rows, most of another
-document's are dropped.
-
-What stays unseen: a path that is closed by weights of zero. It passes nothing on while the base is
-frozen, unless an adapter lies on the very linear of zeros. And positions that do not restart at a
-document's begin, which depend on lengths, not on tokens.
+Unseen stay paths that are closed by weights of zero, unless an adapter lies on that very linear,
+and positions that do not restart at a document's begin.
 """
 
 from __future__ import annotations
@@ -93,13 +83,8 @@ def check_isolation(
         run: forward and backward of micro-batches as in training; returns weighted losses of this
             process's rows, nothing where it computes none (`training.super_model.Engine`).
         embeddings: of this process, whose outputs require grad; none on later pipeline stages.
-        name: of the model's class, for the sentence.
-        dtype: of the base's weights.
         num_rows: of a micro-batch over its context-parallel ranks.
         longest: the most tokens of a document that the model takes.
-
-    Raises:
-        ValueError: with the number that is not zero.
     """
     probes = _probes(_documents(vocab_size, num_rows, longest), num_rows, groups)
     # Interleaved schedules take as many micro-batches as there are stages, or a multiple.

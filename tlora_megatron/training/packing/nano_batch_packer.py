@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.host_copy import to_device
@@ -73,7 +74,7 @@ class NanoBatchPacker:
         """The items of each nano-batch, those without rows left out, and parts without any."""
         whole = _uncut(placed)
         cuts = cut_to_fit(
-            [_as_document(items) for items in whole],
+            [Document(slot=p[0].slot, length=sum(x.item.length for x in p)) for p in whole],
             self.num_nano_batches,
             multiple=self.multiple,
             most_rows=self.most_rows,
@@ -131,14 +132,7 @@ def _uncut(placed: Sequence[Placed]) -> list[list[Placed]]:
     return [[p for _, p in group] for _, group in groups]
 
 
-def _as_document(items: Sequence[Placed]) -> Document:
-    """Returns one document as long as all of these."""
-    return Document(slot=items[0].slot, length=sum(p.item.length for p in items))
-
-
-def _places(
-    parts: Sequence[Sequence[Placed]], rows: Sequence[int], order: torch.Tensor
-) -> torch.Tensor:
+def _places(parts: Sequence[Sequence[Placed]], rows: Sequence[int], order: Tensor) -> Tensor:
     """Returns the executed row of each row of the items in packed order, int64."""
     begins = itertools.accumulate(rows, initial=0)
     used = [sum(p.item.length for p in part) for part in parts]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tlora_megatron.model.cp_dispatch import CpTeam
 from tlora_megatron.model.layout import RecomputeTable
@@ -119,7 +120,7 @@ class RoundShape:
     """For every micro-batch, those of evaluations too."""
     recompute: RecomputeTable | None = None
     """Chooses the recompute of each micro-batch in training, and where rounds are cut into
-    micro-batches (`packing.recompute_cut`); None = all have that of their layers."""
+    micro-batches (`packing.portions`); None = all have that of their layers."""
 
     def asked_micro_batches(self) -> int | None:
         """The number that the driver wants in the next round; None = any."""
@@ -151,7 +152,6 @@ def fill_bins(
 
     Args:
         queues: what is left of each slot's batch; empty for a slot that waits.
-        capacity: tokens a micro-batch may hold.
         first_slot: has the first turn, modulo the number of slots. Where one sequence fills a
             micro-batch, it is the only slot that gets any room, so callers go round.
         num_micro_batches: on every data-parallel rank; None = `choose_num_micro_batches`.
@@ -205,20 +205,20 @@ class PackedBatch:
     """Token tensors and routing of one micro-batch on one rank."""
 
     view: MicroBatchView
-    tokens: torch.Tensor
+    tokens: Tensor
     """int64 `[1, T]`."""
-    labels: torch.Tensor
+    labels: Tensor
     """int64 `[1, T]`; 0 where nothing is predicted."""
-    weights: torch.Tensor
+    weights: Tensor
     """fp32 `[T]`; 0 where nothing is predicted."""
-    target_rows: torch.Tensor
+    target_rows: Tensor
     """int64 `[n]`, ascending: rows where something is predicted."""
-    order: torch.Tensor | None = None
+    order: Tensor | None = None
     """Row of the view that each row of the tensors is, int64 `[T]`; None = the same row."""
     sent: SentBatch | None = None
     """Values that clients sent with their rows; None = no row is a client's."""
 
-    def positions(self, device: torch.device) -> torch.Tensor:
+    def positions(self, device: torch.device) -> Tensor:
         """Position of every row's token in its own document, int64 `[1, T]`."""
         positions_T = self.view.positions(device)
         return (positions_T if self.order is None else positions_T[self.order]).unsqueeze(0)
@@ -229,7 +229,7 @@ class SplitBatch(NamedTuple):
 
     batch: PackedBatch
     """Rows of the nano-batches in the order of `parallel.nano_cuts`."""
-    places: torch.Tensor
+    places: Tensor
     """Row of `batch` for every row of the items in packed order, int64."""
 
 
@@ -246,7 +246,7 @@ class MicroBatch(NamedTuple):
         """The batch that an engine runs through the model."""
         return self.packed if self.split is None else self.split.batch
 
-    def restore_order(self, values_T: torch.Tensor) -> torch.Tensor:
+    def restore_order(self, values_T: Tensor) -> Tensor:
         """Reorders values of the executed rows into packed order; padding gets 0."""
         if self.split is None:
             return values_T
@@ -274,11 +274,7 @@ def pack(
     num_parts: int = 1,
     exactness: Exactness | None = None,
 ) -> PackedBatch:
-    """Builds one rank's micro-batch of `num_tokens` rows (over all CP ranks) from placed items.
-
-    Args:
-        token_budget, num_parts, exactness: see `pack_micro_batch`.
-    """
+    """Builds one rank's micro-batch of `num_tokens` rows (over all CP ranks) from placed items."""
     view = pack_micro_batch(
         documents_of(placed),
         num_slots=num_slots,
@@ -307,7 +303,7 @@ def documents_of(placed: Sequence[Placed]) -> list[Document]:
 
 
 def on_device(
-    view: MicroBatchView, arrays: RowArrays, rows: torch.Tensor, device: torch.device
+    view: MicroBatchView, arrays: RowArrays, rows: Tensor, device: torch.device
 ) -> PackedBatch:
     """Copies the chosen rows of the arrays to the device as a micro-batch."""
     tokens_T, labels_T, weights_T = (

@@ -1,4 +1,4 @@
-"""Packs jobs so that a job's sums, to the bit, do not depend on who trains beside it.
+"""Packs rounds by portions, whose sums depend on no other job, and shares rounds out by time.
 
 Fair packing (`packing.fill_bins`) deals sequences out to whatever room the others leave, so that
 neighbours decide which of a job's sequences are summed together, on which rank and in which round.
@@ -6,17 +6,30 @@ Here a job's batch is divided into portions by its own sequences alone. A portio
 micro-batch as a whole or waits, and a job's portions go in their own order: within a micro-batch
 their sums are kept apart (`RowGroups.cuts`), so that a gradient is the same bits whether two of
 them meet in one micro-batch or run in two rounds.
+
+A sequence that fits without recompute runs beside others of which that is true; long ones run apart
+from them, with recompute. Micro-batches of much recompute come first: allocators divide large
+blocks, and cannot join small ones. Which sequences a batch has depends on none of this.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
+from tlora_megatron.model.cp_dispatch import CpRates, CpTeam, Cut, share_among_teams, team_ends_ps
+from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.dispatch import admit, cut, predicted_ends_ps, share_out, turns
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.training.packing.packing import (
     Item,
+    MicroBatch,
+    MicroBatchItems,
     Placed,
     Round,
     choose_num_micro_batches,
@@ -81,10 +94,6 @@ def fill_with_portions(
         portion_tokens: of each slot, on each data-parallel rank, at most `capacity`; None = its
             sequences go one by one to whatever room there is.
         rooms: of unlike replicas; None = `dp_size` times `capacity`.
-        queues: as `packing.fill_bins`, like the rest.
-
-    Returns:
-        The round, and what is left of each queue.
     """
     total = sum(item.length for queue in queues for item in queue)
     if num_micro_batches is None:
@@ -186,3 +195,192 @@ class _Room:
     def _add(self, m: int, d: int, placed: Sequence[Placed]) -> None:
         self.contents[m][d] += placed
         self._loads[m][d] += sum(p.item.length for p in placed)
+
+
+def cut_round(content: Round, table: RecomputeTable, padding: int = 0) -> Round:
+    """Cuts the part of every replica that has any items anew.
+
+    Args:
+        padding: rows that a micro-batch may get beside its items.
+    """
+    replicas = [_cut_replica(own, table, padding) if any(own) else own for own in content.replicas]
+    return Round(replicas=tuple(replicas))
+
+
+def _cut_replica(
+    whole: Sequence[MicroBatchItems], table: RecomputeTable, padding: int
+) -> tuple[MicroBatchItems, ...]:
+    placed = list(itertools.chain(*whole))
+    if any(p.portion is not None for p in placed):
+        return _cut_portions(placed, table, padding)
+    parts = cut_by_recompute([p.item.length for p in placed], table, padding)
+    return tuple(in_packed_order([placed[i] for i in part]) for part in parts)
+
+
+def cut_by_recompute(
+    lengths: Sequence[int], table: RecomputeTable, padding: int = 0
+) -> list[list[int]]:
+    """Cuts one replica's sequences into micro-batches, those of one recompute as `dispatch.cut`.
+
+    Returns:
+        Places in `lengths`, by micro-batch.
+    """
+    alike: dict[int, list[int]] = {}
+    for place, rows in enumerate(lengths):
+        alike.setdefault(table.room_around(rows + padding) - padding, []).append(place)
+    return [
+        [alike[budget][i] for i in part]
+        for budget in sorted(alike, reverse=True)
+        for part in cut([lengths[place] for place in alike[budget]], budget)
+    ]
+
+
+def _cut_portions(
+    placed: Sequence[Placed], table: RecomputeTable, padding: int
+) -> tuple[MicroBatchItems, ...]:
+    """Keeps portions whole and each job's in order: the next goes beside the last or behind it."""
+    units: dict[tuple[int, int, int], list[Placed]] = {}
+    for p in placed:
+        own = p.item.index if p.portion is None else -1
+        units.setdefault((p.portion or 0, p.slot, own), []).append(p)
+    parts: list[list[Placed]] = []
+    room, budget = 0, 0
+    for _, unit in sorted(units.items(), key=lambda entry: entry[0]):
+        rows = sum(p.item.length for p in unit)
+        around = table.room_around(rows + padding) - padding
+        if not parts or around != budget or rows > room:
+            parts.append([])
+            room = budget = around
+        parts[-1] += unit
+        room -= rows
+    return tuple(map(in_packed_order, parts))
+
+
+def with_recompute(
+    micro_batch: MicroBatch, table: RecomputeTable, cp_size: int | None = None
+) -> MicroBatch:
+    """Names a packed micro-batch's recompute, for the batch that an engine runs.
+
+    Args:
+        cp_size: context-parallel ranks of a replica, each with as many rows as this one's; None =
+            the micro-batch's.
+    """
+    batch = micro_batch.executed
+    recompute = table.of(batch.view.num_tokens * (cp_size or batch.view.cp_size))
+    batch = replace(batch, view=batch.view.under(recompute))
+    if micro_batch.split is None:
+        return MicroBatch(batch)
+    return micro_batch._replace(split=micro_batch.split._replace(batch=batch))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundRule:
+    """The depth of rounds, and the speeds by which they are shared out."""
+
+    rates: tuple[ReplicaRate, ...]
+    """Predicted speed of each data-parallel replica."""
+    depth: int
+    """Micro-batches a replica that a round holds."""
+    stages: tuple[int, ...]
+    """Pipeline stages of each replica."""
+
+    def within(self, capacity: int) -> RoundRule:
+        """The rule where micro-batches may hold no more than so many rows."""
+        rates = (replace(r, longest=min(r.longest, capacity)) for r in self.rates)
+        return replace(self, rates=tuple(rates))
+
+    def portion_micro_batches(self, queues: Sequence[Sequence[Item]]) -> int:
+        """Micro-batches a replica in a round of portions: as many as are needed, up to `depth`.
+
+        Portions are dealt out to replicas as without the rule, by their own job's sequences.
+        """
+        rows = sum(item.length for queue in queues for item in queue)
+        needed = math.ceil(rows / sum(rate.longest for rate in self.rates))
+        return min(max(1, needed), self.depth)
+
+
+def round_ends_ps(filled: Round, rates: Sequence[ReplicaRate]) -> list[int]:
+    """Predicted time of each replica for its part of a round."""
+    shares = [
+        [[placed.item.length for placed in items] for items in own] for own in filled.replicas
+    ]
+    return predicted_ends_ps(shares, rates)
+
+
+def fill_by_time(
+    queues: Sequence[list[Item]], rule: RoundRule, *, first_slot: int = 0
+) -> tuple[Round, list[list[Item]]]:
+    """Takes items from every slot's queue in turn until the round is full, and shares them out.
+
+    Args:
+        queues: what is left of each slot's batch; empty for a slot that waits.
+    """
+    left = [
+        [queue[i] for i in turns([item.length for item in queue], rule.rates)] for queue in queues
+    ]
+    lengths = [[item.length for item in queue] for queue in left]
+    depth = max(rule.depth, _filling(sum(map(sum, lengths)), rule))
+    rooms = [rate.longest for rate in rule.rates] * depth
+    taken = admit(lengths, first_slot=first_slot, rooms=rooms)
+    placed = [
+        Placed(slot, item)
+        for slot, (queue, count) in enumerate(zip(left, taken, strict=True))
+        for item in queue[:count]
+    ]
+    shares = share_out([p.item.length for p in placed], rule.rates, rule.stages)
+    replicas = tuple(tuple(_items(placed, places) for places in share) for share in shares)
+    rest = [queue[count:] for queue, count in zip(left, taken, strict=True)]
+    return Round(replicas=replicas), rest
+
+
+def _filling(total_tokens: int, rule: RoundRule) -> int:
+    """Micro-batches a replica that fill a pipeline, as without the rule; 1 without a pipeline."""
+    mean = max(1, sum(rate.longest for rate in rule.rates) // len(rule.rates))
+    return choose_num_micro_batches(total_tokens, mean, len(rule.rates), max(rule.stages))
+
+
+def _items(placed: Sequence[Placed], places: Sequence[int]) -> MicroBatchItems:
+    return in_packed_order([placed[i] for i in places])
+
+
+def form_teams(content: Round, rates: CpRates, table: RecomputeTable | None = None) -> Round:
+    """Cuts the part of every replica anew, each micro-batch for the team that is to run it.
+
+    Which items a replica has stays as it is. A team's micro-batch holds its share of the rows that
+    one of the whole replica holds, so that a rank never has more of them.
+
+    Args:
+        table: the recompute of micro-batches by the rows of whole replicas.
+    """
+    cut_for = partial(_cut_evenly, rates) if table is None else partial(_cut, rates, table)
+    formed = [_form(own, rates, cut_for) for own in content.replicas]
+    return Round(
+        replicas=tuple(items for items, _ in formed), teams=tuple(teams for _, teams in formed)
+    )
+
+
+def _form(
+    whole: tuple[MicroBatchItems, ...], rates: CpRates, cut_for: Cut
+) -> tuple[tuple[MicroBatchItems, ...], tuple[CpTeam, ...]]:
+    placed = list(itertools.chain(*whole))
+    shares = share_among_teams([p.item.length for p in placed], rates, cut_for)
+    items = (in_packed_order([placed[i] for i in places]) for places in shares.places)
+    return tuple(items), shares.teams
+
+
+def _cut_evenly(rates: CpRates, lengths: list[int], size: int) -> list[list[int]]:
+    return cut(lengths, rates.of(size).longest)
+
+
+def _cut(rates: CpRates, table: RecomputeTable, lengths: list[int], size: int) -> list[list[int]]:
+    return cut_by_recompute(lengths, table.of_share(size, rates.cp_size))
+
+
+def rank_ends_ps(filled: Round, rates: CpRates) -> list[int]:
+    """Predicted time of each rank for its part of a round, a replica after the other."""
+    assert filled.teams is not None, "the round has been shared out among teams"
+    ends = []
+    for own, teams in zip(filled.replicas, filled.teams, strict=True):
+        lengths = [[placed.item.length for placed in items] for items in own]
+        ends += team_ends_ps(list(zip(teams, lengths, strict=True)), rates)
+    return ends

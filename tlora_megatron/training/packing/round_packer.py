@@ -27,11 +27,12 @@ from tlora_megatron.training.packing.packing import (
     pack,
     round_up,
 )
-from tlora_megatron.training.packing.portions import ReplicaRoom, fill_with_portions
-from tlora_megatron.training.packing.recompute_cut import (
+from tlora_megatron.training.packing.portions import (
+    ReplicaRoom,
     RoundRule,
     cut_round,
     fill_by_time,
+    fill_with_portions,
     form_teams,
     with_recompute,
 )
@@ -85,11 +86,7 @@ class RoundPacker:
     of them run all micro-batches."""
 
     def pack_round(self, queues: Sequence[list[Item]], *, first_slot: int) -> PackedRound:
-        """Fills the round's micro-batches from the queues and packs this rank's.
-
-        Args:
-            first_slot: has the first turn; see `packing.fill_bins`.
-        """
+        """Fills the round's micro-batches from the queues and packs this rank's."""
         return self.pack_filled(self.fill_round(queues, first_slot=first_slot))
 
     def fill_round(self, queues: Sequence[list[Item]], *, first_slot: int) -> FilledRound:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tlora_megatron.ops.frozen.losses import KINDS, TokenInputs, scaled_losses
 from tlora_megatron.ops.host_copy import to_device
@@ -31,16 +32,14 @@ class SentTokens(NamedTuple):
 class SentBatch(NamedTuple):
     """Values that clients sent with rows of a micro-batch, on the device."""
 
-    is_sent: torch.Tensor
+    is_sent: Tensor
     """bool `[T]`: the row is a client's."""
     kinds: frozenset[int]
     """Numbers of the losses that its rows have."""
     inputs: TokenInputs | None
     """None if cross entropy is the only loss."""
 
-    def losses(
-        self, nll_T: torch.Tensor, weights_T: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses(self, nll_T: Tensor, weights_T: Tensor) -> tuple[Tensor, Tensor]:
         """Returns losses to differentiate, and values to report: `-log p` of clients' rows.
 
         Rows of other jobs have the bits of `nll_T * weights_T` in both.
@@ -68,7 +67,7 @@ class SentRows(NamedTuple):
             np.zeros((4, num_tokens), dtype=np.float32),
         )
 
-    def on_device(self, rows: torch.Tensor, device: torch.device) -> SentBatch:
+    def on_device(self, rows: Tensor, device: torch.device) -> SentBatch:
         """Copies the chosen rows to the device."""
         is_sent_T = to_device(torch.from_numpy(self.is_sent)[rows], device)
         kinds = frozenset(np.unique(self.kind).tolist())

@@ -146,11 +146,7 @@ class _Next(NamedTuple):
 
 
 class RequestExecutor:
-    """The requests of all driven jobs of a loop.
-
-    Args:
-        clients: who keeps the requests.
-    """
+    """The requests of all driven jobs of a loop."""
 
     def __init__(self, loop: Loop, clients: Clients) -> None:
         self._loop = loop

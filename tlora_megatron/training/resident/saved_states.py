@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.layers.slab import Fill
 from tlora_megatron.model.backbone import Backbone
@@ -29,18 +30,13 @@ _THREADS = 2
 class ReadState(NamedTuple):
     """A state that a job can take up."""
 
-    buffers: dict[str, torch.Tensor]
+    buffers: dict[str, Tensor]
     """Buffers of its slab on this rank, on the host."""
     updates: int
 
 
 class StateLoad:
-    """One state on its way into a job.
-
-    Args:
-        number: of the request.
-        moments: Adam's, too.
-    """
+    """One state on its way into a job."""
 
     def __init__(
         self, job: DrivenState, number: int, folder: Path, spec: Backbone, *, moments: bool
@@ -82,17 +78,10 @@ _STATES = "states"
 
 
 class StateFiles:
-    """Saves jobs under names that their clients give, and loads states.
-
-    Args:
-        answer: answers a request.
-    """
+    """Saves jobs under names that their clients give, and loads states."""
 
     def __init__(
-        self,
-        loop: Loop,
-        clients: Clients,
-        answer: Callable[[DrivenState, int, Answer], None],
+        self, loop: Loop, clients: Clients, answer: Callable[[DrivenState, int, Answer], None]
     ) -> None:
         self._loop = loop
         self._clients = clients
@@ -193,11 +182,7 @@ class StateFiles:
 
 
 def _check_name(folder: Path, job: str, number: int, *, may_replace: bool) -> None:
-    """Refuses a name that another request has used; runs on the writer's thread.
-
-    Raises:
-        ValueError: naming it.
-    """
+    """Refuses a name that another request has used; runs on the writer's thread."""
     if may_replace or not folder.exists():
         return
     try:
@@ -214,7 +199,7 @@ queue, and a copy that is begun then waits for room in it (60 ms on an H200): fe
 
 
 class _Buffer(NamedTuple):
-    memory: torch.Tensor
+    memory: Tensor
     copied: torch.cuda.Event
     """The GPU has what was last put there."""
 
@@ -229,7 +214,7 @@ class LockedRing:
         memory: fp32 `[buffers, elements]`, page-locked.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, memory: torch.Tensor) -> None:
+    def __init__(self, stream: torch.cuda.Stream, memory: Tensor) -> None:
         self.stream = stream
         self._free: SimpleQueue[_Buffer] = SimpleQueue()
         """The one that was used longest ago comes first."""
@@ -244,7 +229,7 @@ class LockedRing:
         memory = torch.empty(_BUFFERS, _BUFFER_NUMEL, pin_memory=True)
         return cls(torch.cuda.Stream(device), memory)
 
-    def copy(self, target: torch.Tensor, fill: Fill) -> None:
+    def copy(self, target: Tensor, fill: Fill) -> None:
         """Begins to copy what is filled in into flat fp32 memory of the GPU.
 
         Waits for the GPU where it has not taken the buffers' last values yet.
@@ -257,7 +242,7 @@ class LockedRing:
         for into, part in zip(target.split(self.numel), values.split(self.numel), strict=True):
             self._copy_part(into, partial(_copy, part))
 
-    def _copy_part(self, target: torch.Tensor, fill: Fill) -> None:
+    def _copy_part(self, target: Tensor, fill: Fill) -> None:
         buffer = self._free.get()
         try:
             buffer.copied.synchronize()
@@ -270,5 +255,5 @@ class LockedRing:
             self._free.put(buffer)
 
 
-def _copy(values: torch.Tensor, room: torch.Tensor) -> None:
+def _copy(values: Tensor, room: Tensor) -> None:
     room.numpy()[:] = values.numpy()

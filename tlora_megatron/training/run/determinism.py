@@ -111,11 +111,7 @@ FILE_NAME = "determinism.json"
 def check_deterministic(
     device: torch.device, dtype: torch.dtype, linears: Sequence[tuple[Site, nn.Module]]
 ) -> None:
-    """Refuses kernels and linears whose bits may depend on a job's neighbours.
-
-    Raises:
-        NotImplementedError: naming them.
-    """
+    """Refuses kernels and linears whose bits may depend on a job's neighbours."""
     foreign = sorted({type(m).__name__ for _, m in linears if _is_transformer_engine(m)})
     if foreign:
         raise NotImplementedError(

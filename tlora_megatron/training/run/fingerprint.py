@@ -3,7 +3,6 @@
 The model scores the fingerprint's text through the run's own engine, layout and kernels, before
 adapters are attached. Other weights, or the same ones with another rotary base, give other
 log-probabilities.
-
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -85,9 +85,7 @@ def check_base(
     Call it before adapters are attached.
 
     Args:
-        where: folder of the fingerprint, for the sentence.
         micro_batch_tokens: a shorter one than the text scores the text's beginning.
-        fills_budget: see `RoundShape`.
 
     Returns:
         The largest error of a data-parallel rank's model.
@@ -122,12 +120,6 @@ def check_base_of_run(
     """Checks a run that reads its base from a Hugging Face folder, if a fingerprint lies in it.
 
     Collective over the world; call it before adapters are attached.
-
-    Args:
-        in_fp8: the base's linears are.
-
-    Raises:
-        ValueError: see `check_base`.
     """
     base = config.base_model
     if base.path is None or base.random_init:
@@ -191,9 +183,7 @@ def _score(
     return (-totals).tolist()
 
 
-def _add(
-    totals: torch.Tensor, placed: Sequence[Placed], pieces: Sequence[Any], losses_T: torch.Tensor
-) -> None:
+def _add(totals: Tensor, placed: Sequence[Placed], pieces: Sequence[Any], losses_T: Tensor) -> None:
     """Adds a rank's losses at their places; padding, the last piece, has no item."""
     row = 0
     for piece in pieces:

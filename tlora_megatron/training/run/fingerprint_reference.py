@@ -5,7 +5,6 @@ and gpt-oss, written down once more, so that it shares no code with the trainers
 held against.
 
 Shapes: T tokens, H hidden features, N heads, G key-value heads, D head dimension, V vocabulary.
-
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ def make_fingerprint(
 
     Args:
         dtype: weights are rounded to it first: the type in which the base is stored.
-        on_layer: called with each layer's number once it has run.
 
     Raises:
         ValueError: if the base gives a token no probability that is a number.
@@ -114,11 +112,7 @@ def _log_probs(
 
 
 def _run_layer(
-    spec: ModelSpec,
-    layer: Mapping[str, Tensor],
-    now: _Pass,
-    angles_TD: Tensor,
-    window: int | None,
+    spec: ModelSpec, layer: Mapping[str, Tensor], now: _Pass, angles_TD: Tensor, window: int | None
 ) -> Tensor:
     """The residual stream behind a layer, `[T, H]`."""
     run, hidden_TH = now

@@ -32,11 +32,7 @@ from tlora_megatron.training.run.summary import check_resumption
 
 
 def check_job_folders(output_dir: Path, name: str) -> None:
-    """Refuses a job whose checkpoints, adapter or metrics could not be written.
-
-    Raises:
-        ValueError: naming the job and the folder.
-    """
+    """Refuses a job whose checkpoints, adapter or metrics could not be written."""
     job = output_dir / "jobs" / name
     folders = (output_dir / "jobs", job, job / "checkpoints", job / "adapter")
     for folder in folders:
@@ -124,7 +120,12 @@ class JobAdmission:
         if self.prepared:
             return
         own = None if self._reading is None else self._reading.result()
-        shared = share(own if own is None or isinstance(own, Failed) else _data_of(own))
+        read: list[JobData | Failed] | Failed | None
+        if own is None or isinstance(own, Failed):
+            read = own
+        else:
+            read = [x.data if isinstance(x, PreparedJob) else Failed(str(x)) for x in own]
+        shared = share(read)
         if own is None:
             assert shared is not None, "the first process reads"
             own = shared if isinstance(shared, Failed) else self._prepare_all(shared)
@@ -146,7 +147,6 @@ class JobAdmission:
 
         Args:
             readings: what another process has read, job by job.
-            tokenizer: reads the data here, if there are no readings.
         """
         outcomes: _Outcomes = []
         for job, read in zip_longest(self._config.jobs, readings):
@@ -185,11 +185,7 @@ class JobAdmission:
     def check_sites(
         self, layout: ParallelLayout, linears: Sequence[tuple[Site, nn.Module]]
     ) -> None:
-        """Rejects jobs whose targets the built model lacks or its layout cannot divide.
-
-        Raises:
-            ValueError: see the class.
-        """
+        """Rejects jobs whose targets the built model lacks or its layout cannot divide."""
         able = []
         for job in self.prepared:
             try:
@@ -226,11 +222,7 @@ def prepare_for(
     """Reads all that a job of a configuration starts from, and checks that it fits.
 
     Args:
-        tokenizer, base_model, quantisation, data: as for `prepare_job`.
         resuming: go on from the job's newest checkpoint in the output folder, if there is one.
-
-    Raises:
-        ValueError: naming the job.
     """
     # How other models' linears are divided shows when they are built: checked then.
     tp_size = config.parallel.most_tp if isinstance(spec, ModelSpec) else 1
@@ -262,20 +254,9 @@ def prepare_for(
 
 
 def check_fits_linears(
-    job: JobSpec,
-    spec: Backbone,
-    layout: ParallelLayout,
-    linears: Sequence[tuple[Site, nn.Module]],
+    job: JobSpec, spec: Backbone, layout: ParallelLayout, linears: Sequence[tuple[Site, nn.Module]]
 ) -> None:
-    """Refuses a job whose targets the built model lacks or its layout cannot divide.
-
-    Raises:
-        ValueError: naming the job.
-    """
+    """Refuses a job whose targets the built model lacks or its layout cannot divide."""
     check_targets(spec, layout, job.name, job.lora.target_modules)
     check_block_sizes(job.name, job.lora, spec, layout.tp_size)
     check_blocks_fit(job.name, job.lora, linears)
-
-
-def _data_of(outcomes: _Outcomes) -> list[JobData | Failed]:
-    return [one.data if isinstance(one, PreparedJob) else Failed(str(one)) for one in outcomes]

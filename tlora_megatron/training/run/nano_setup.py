@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.parallel.collectives import DEFAULT_MAX_BYTES
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.tensor_collectives import DEFAULT_MAX_BYTES
 from tlora_megatron.training.nano.rounds import NanoRounds, NanoSettings
 from tlora_megatron.training.nano.trace import NanoTrace
 from tlora_megatron.training.super_model import SuperModel
@@ -43,9 +43,6 @@ def start_nano_batches(
     """Sets the number of nano-batches once the backbone has its adapters.
 
     Collective over the world.
-
-    Args:
-        traces: keep a trace of the choices in the output folder.
 
     Returns:
         What chooses the number from now on; None where it stays as it is.

@@ -29,9 +29,6 @@ def hold_output_dir(output_dir: Path) -> Iterator[None]:
 
     The kernel releases the lock when the process ends, however it ends. On a file system without
     locks nothing is kept out.
-
-    Raises:
-        ValueError: if another run holds it.
     """
     with (output_dir / _LOCK_NAME).open("a") as file:
         try:
@@ -97,11 +94,7 @@ def claim_output_dir(output_dir: Path, config: RunConfig) -> bool:
 
 
 def make_output_dir(output_dir: Path) -> None:
-    """Makes the directory of a run that begins, where it is missing.
-
-    Raises:
-        ValueError: if it cannot be made.
-    """
+    """Makes the directory of a run that begins, where it is missing."""
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

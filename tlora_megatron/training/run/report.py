@@ -91,11 +91,7 @@ def write_report(output_dir: Path) -> Path:
 
 
 class Report:
-    """A run's page, whose curves can be drawn on a thread before its summary is known.
-
-    Args:
-        output_dir: the run's folder.
-    """
+    """A run's page, whose curves can be drawn on a thread before its summary is known."""
 
     def __init__(self, output_dir: Path) -> None:
         self._output_dir = Path(output_dir)
@@ -271,32 +267,20 @@ def _last_loss(job: ReportJob) -> str:
     return _number(job.fact("last_loss", losses[-1] if len(losses) else None))
 
 
-def _eval_loss(job: ReportJob) -> str:
-    return _before_after(job, "eval_loss", job.curve("eval_loss")[1], _number)
-
-
-def _exact_match(job: ReportJob) -> str:
-    return _before_after(job, "exact_match", job.curve("eval_exact_match")[1], _percent)
-
-
-def _tokens(job: ReportJob) -> str:
-    return f"{job.fact('tokens', int(job.curve('tokens')[1].sum())):,}"
-
-
-def _skipped(job: ReportJob) -> str:
-    return _text(job.fact("skipped_steps", sum(bool(r.get("skipped")) for r in job.records)))
-
-
 _COLUMNS: dict[str, Callable[[ReportJob], str]] = {
     "Job": _link,
     "Status": _status,
     "Steps": _progress,
     "Rank": _rank,
     "Last loss": _last_loss,
-    "Eval loss": _eval_loss,
-    "Exact match": _exact_match,
-    "Tokens": _tokens,
-    "Skipped": _skipped,
+    "Eval loss": lambda job: _before_after(job, "eval_loss", job.curve("eval_loss")[1], _number),
+    "Exact match": lambda job: _before_after(
+        job, "exact_match", job.curve("eval_exact_match")[1], _percent
+    ),
+    "Tokens": lambda job: f"{job.fact('tokens', int(job.curve('tokens')[1].sum())):,}",
+    "Skipped": lambda job: _text(
+        job.fact("skipped_steps", sum(bool(r.get("skipped")) for r in job.records))
+    ),
 }
 
 

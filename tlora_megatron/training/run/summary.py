@@ -33,9 +33,6 @@ def check_resumption(job: PreparedJob) -> None:
     """Tells in one line what a resumed job does otherwise than before.
 
     What may not change at all (`Checkpoint.check_fits`) is refused earlier.
-
-    Raises:
-        ValueError: if the job has done more steps than it is to do.
     """
     checkpoint, spec = job.checkpoint, job.spec
     if checkpoint is None or spec.driven:
@@ -109,8 +106,6 @@ def summarize(
 
     Args:
         groups: of the writer, whose layout is that of the first replica.
-        rejected: the jobs that were left out.
-        nano_batches: from `summarize_nano_batches`.
     """
     jobs = {job.name: loop.files.summary(job) for job in loop.jobs}
     for error in rejected:

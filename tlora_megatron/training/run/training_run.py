@@ -32,11 +32,10 @@ from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.evaluation import Scorer
-from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.formats.quantised import QuantisationCard
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.loop import Loop
-from tlora_megatron.training.metrics import write_summary
+from tlora_megatron.training.metrics import EventSink, write_summary
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob, start_job
@@ -57,8 +56,8 @@ from tlora_megatron.training.run.output_dir import (
 from tlora_megatron.training.run.reading import check_agreement
 from tlora_megatron.training.run.report import Report
 from tlora_megatron.training.run.summary import run_times, summarize, summarize_nano_batches
-from tlora_megatron.training.stopping.run_watch import RunWatch
-from tlora_megatron.training.stopping.signals import StopSignals
+from tlora_megatron.training.run_watch import RunWatch
+from tlora_megatron.training.signals import StopSignals
 from tlora_megatron.training.super_model import SuperModel
 
 logger = logging.getLogger(__name__)
@@ -94,18 +93,10 @@ class TrainingRun:
     call. Use it as a context manager, or call `close`: that releases its files, however it ends.
 
     Args:
-        spec: shape of the backbone.
-        tokenizer_dir: Hugging Face folder of the tokenizer.
         base_model: what exported adapters call their base.
-        quantisation: of the base.
         events: takes what happens, on every rank that has one; mostly that is the first alone.
-        resolve_sharding: chooses the LoRA sharding.
-        choose_recompute: chooses recompute, where `run.recompute` is auto.
         resolve_timing: shares rounds out by predicted time; None = balances tokens.
         signals: stop the loop; given on every process or on none.
-
-    Raises:
-        ValueError: for input that cannot be used.
     """
 
     def __init__(
@@ -162,9 +153,6 @@ class TrainingRun:
         """Waits for the jobs' data; refuses processes that have read different files.
 
         Collective over the world.
-
-        Raises:
-            ValueError: if the data, or a job, cannot be used.
         """
         with timeline.phase("data"):
             self._jobs.settle()
@@ -182,7 +170,6 @@ class TrainingRun:
         """Gives the linears their adapters and returns the loop over the jobs, not yet started.
 
         Args:
-            engine: runs the backbone; a `super_model.Engine` unless a trainer runs the rounds.
             round_shape: the driver's demands; exactness comes from the configuration.
             placement: where the adapters' master weights and moments lie; None = as
                 `parallel.shard_optimizer` says.

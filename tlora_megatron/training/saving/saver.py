@@ -157,7 +157,6 @@ class Saver:
 
     Args:
         jobs: all that may be saved; of others `expect` must be told.
-        memory_gb: `run.save_memory_gb`.
         on_wait: called before a wait for memory, and whenever something was written meanwhile: a
             slow disk is no run that hangs.
     """
@@ -189,10 +188,7 @@ class Saver:
             self._memory = HostMemory(self._arena.numel, groups.device)
 
     def expect(self, *loras: LoraSpec) -> None:
-        """Makes sure that the snapshot of each such job finds room, if none so large was known.
-
-        Where the memory must grow, everything is written first.
-        """
+        """Makes sure that the snapshot of each such job finds room, if none so large was known."""
         if self._memory is None:
             return
         sizes = [self._taker.numel(lora) for lora in loras]
@@ -262,13 +258,7 @@ class Saver:
             outcome()
 
     def drain(self) -> None:
-        """Waits until everything is on the disk, and reports each job's as soon as it is.
-
-        What is submitted by those who are told of it is waited for, too.
-
-        Raises:
-            WriterDied: if the thread has ended.
-        """
+        """Waits until everything is on the disk, and reports each job's as soon as it is."""
         begin_s = time.perf_counter()
         try:
             while self._writer.wait(self._has_news):
@@ -278,11 +268,7 @@ class Saver:
             self.times.drain_s += time.perf_counter() - begin_s
 
     def close(self) -> None:
-        """Drains, ends the thread and gives the memory back; a second call does nothing.
-
-        Raises:
-            WriterDied: if the thread has ended.
-        """
+        """Drains, ends the thread and gives the memory back; a second call does nothing."""
         self.drain()
         self._writer.close()
         if self._memory is not None:
@@ -315,10 +301,7 @@ class Saver:
         return False if self._outcomes else None
 
     def _room(self, job: JobState, num_buffers: int) -> range | None:
-        """Takes memory for a snapshot; None while there is none, or the job's last one is open.
-
-        Empty while there is none, but something to report.
-        """
+        """Takes memory for a snapshot; None while there is none, or the job's last one is open."""
         taken = None
         if not self._open[job.name]:
             taken = self._arena.take(self._taker.numel(job.spec.lora, num_buffers))

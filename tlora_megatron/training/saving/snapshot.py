@@ -23,11 +23,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.sites import Site, rank_sites
 from tlora_megatron.layers.slab import AdapterSlab, WholeTensor, find_whole_tensors
-from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
+from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.safetensors_file import PendingTensor, Scratch
@@ -80,9 +81,6 @@ class HostMemory:
     """fp32 memory of the host, page-locked where a GPU copies into it.
 
     A thread touches and locks the pages, which takes 0.3 s a GB, while the run goes on.
-
-    Args:
-        device: of the tensors that are copied from.
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
@@ -99,7 +97,7 @@ class HostMemory:
         self._thread = threading.Thread(target=self._pin, name="tlora-pin", daemon=True)
         self._thread.start()
 
-    def flat(self) -> torch.Tensor:
+    def flat(self) -> Tensor:
         """Returns the memory; waits until it can be used."""
         if self._thread is not None:
             self._thread.join()
@@ -139,7 +137,6 @@ def save_memory_numel(sizes: list[int], memory_gb: float | None) -> int:
 
     Args:
         sizes: elements of each job's snapshot; the largest always finds room.
-        memory_gb: `run.save_memory_gb`.
     """
     allowed = _free_bytes() // 4 if memory_gb is None else memory_gb * 1e9
     padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
@@ -172,7 +169,7 @@ class Snapshot(NamedTuple):
     spec: Backbone
     layouts: tuple[SlabLayout, ...]
     """Layouts of the slabs of the model-parallel ranks."""
-    buffers: dict[str, torch.Tensor]
+    buffers: dict[str, Tensor]
     """fp32 `[ranks, elements]`, each rank's flat buffer at the begin of its row."""
     copied: torch.cuda.Event | None
     """None where the copy is complete."""
@@ -192,15 +189,15 @@ class Snapshot(NamedTuple):
         ]
 
 
-def _reader(tensor: WholeTensor) -> Callable[[Scratch], torch.Tensor]:
-    def read(scratch: Scratch) -> torch.Tensor:
+def _reader(tensor: WholeTensor) -> Callable[[Scratch], Tensor]:
+    def read(scratch: Scratch) -> Tensor:
         stored = tensor.as_stored()
         return tensor.join(scratch.room(tensor.shape)) if stored is None else stored
 
     return read
 
 
-def _one_reader(tensor: WholeTensor) -> Callable[[int, Scratch], torch.Tensor]:
+def _one_reader(tensor: WholeTensor) -> Callable[[int, Scratch], Tensor]:
     return lambda expert, scratch: _reader(tensor.of_expert(expert))(scratch)
 
 
@@ -224,7 +221,7 @@ class SnapshotTaker:
         return num_buffers * len(layouts) * _row_size(layouts)
 
     def take(
-        self, slab: AdapterSlab, buffers: Sequence[str], room: torch.Tensor | None
+        self, slab: AdapterSlab, buffers: Sequence[str], room: Tensor | None
     ) -> Snapshot | None:
         """Copies an adapter's buffers; collective over the ranks that hold parts of it.
 
@@ -235,7 +232,7 @@ class SnapshotTaker:
             The snapshot; None where there is no room.
         """
         layouts = self._layouts(slab.layout.lora)
-        rows: list[torch.Tensor | None] = [None] * len(buffers)
+        rows: list[Tensor | None] = [None] * len(buffers)
         if room is not None:
             rows = list(room.view(len(buffers), len(layouts), _row_size(layouts)))
         with self._beside(slab, buffers) as copied:
@@ -266,11 +263,7 @@ class SnapshotTaker:
         slab.read_until(copied)
 
     def _copy(
-        self,
-        slab: AdapterSlab,
-        buffer: str,
-        layouts: tuple[SlabLayout, ...],
-        into: torch.Tensor | None,
+        self, slab: AdapterSlab, buffer: str, layouts: tuple[SlabLayout, ...], into: Tensor | None
     ) -> None:
         """Brings one buffer of every model-parallel rank into `[ranks, elements]`."""
         group, is_holder = self._holders(slab.layout.lora)

@@ -62,15 +62,7 @@ def publish(name: Path, number: int, write: Callable[[Path], int], permit: Permi
     leads to a later version stays, too: the request is then carried out a second time.
 
     Args:
-        name: in the job's folder of samplers.
         write: writes the folder that it is given, as a whole; returns the number of bytes.
-        permit: asked before the name changes.
-
-    Returns:
-        The number of bytes written.
-
-    Raises:
-        OSError: if the disk refuses, or `permit`.
     """
     folder = name.parent / _VERSIONS / f"{number:08d}"
     size_bytes = 0 if folder.is_dir() else write(folder)
@@ -125,9 +117,6 @@ class Writer:
     A task deals with the errors that it expects. Any other ends its thread, and every call from
     then on raises `WriterDied`. The threads do not keep a process alive; at its regular exit what
     was submitted is still carried out.
-
-    Args:
-        threads: that run tasks at once.
     """
 
     def __init__(self, threads: int = 2) -> None:

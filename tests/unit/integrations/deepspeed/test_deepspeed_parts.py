@@ -42,7 +42,7 @@ from tlora_megatron.integrations.deepspeed.model import (
     use_packed_attention,
 )
 from tlora_megatron.layers.sites import rank_sites, stage_sites
-from tlora_megatron.layers.slab.layout import slab_layout
+from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups

@@ -15,7 +15,7 @@ import pytest
 
 from tlora_megatron import launch
 from tlora_megatron.integrations.megatron_lm import guard, hooks
-from tlora_megatron.training.stopping.signals import StopSignals
+from tlora_megatron.training.signals import StopSignals
 
 FINE: dict[str, Any] = {
     "micro_batch_size": 1,
@@ -336,11 +336,11 @@ def test_validation_is_shown_one_queue_where_nano_batches_need_more(
     nano_batches: str,
     seen: str,
 ) -> None:
-    from tlora_megatron.integrations.megatron_lm import model_fixes
+    from tlora_megatron.integrations.megatron_lm import experts
 
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.setenv(name, "32")
-    monkeypatch.setattr(model_fixes, "install", lambda **_: None)
+    monkeypatch.setattr(experts, "install", lambda **_: None)
     arguments: Any = trainer["megatron.training.arguments"]
     arguments.validate_args = lambda args: os.environ[name]
     jobs = tmp_path / "jobs.yaml"

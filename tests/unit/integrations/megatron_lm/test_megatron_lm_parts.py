@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlora_megatron.integrations.megatron_lm import model_fixes
-from tlora_megatron.integrations.megatron_lm.engine import MicroBatchFeed
-from tlora_megatron.integrations.megatron_lm.job_optimizer import (
+from tlora_megatron.integrations.megatron_lm import experts
+from tlora_megatron.integrations.megatron_lm.engine import (
     IntervalLosses,
     JobOptimizer,
+    MicroBatchFeed,
     NoSchedule,
 )
 
@@ -139,11 +139,11 @@ def test_torch_s_norm_stands_where_megatron_found_apex(
     from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    for module, name in model_fixes._NORMS:
+    for module, name in experts._NORMS:
         monkeypatch.setattr(module, name, FusedLayerNorm)
     with caplog.at_level(logging.INFO):
-        model_fixes._leave_apex_norm()
-        model_fixes._leave_apex_norm()
-    assert {getattr(module, name) for module, name in model_fixes._NORMS} == {WrappedTorchNorm}
+        experts._leave_apex_norm()
+        experts._leave_apex_norm()
+    assert {getattr(module, name) for module, name in experts._NORMS} == {WrappedTorchNorm}
     (record,) = caplog.records
     assert "is torch's" in record.getMessage()

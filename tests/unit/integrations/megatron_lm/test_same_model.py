@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.helpers.tiny_models import tiny_config
+from tlora_megatron.integrations.megatron_lm.experts import set_rotary_frequencies
 from tlora_megatron.integrations.megatron_lm.guard import RULES
-from tlora_megatron.integrations.megatron_lm.model_fixes import set_rotary_frequencies
 from tlora_megatron.integrations.megatron_lm.same_model import (
     COMPARED,
     ONE_VALUE,

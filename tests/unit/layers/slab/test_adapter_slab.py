@@ -23,7 +23,7 @@ from tlora_megatron.layers.slab import (
     initial_factors,
     whole_tensors,
 )
-from tlora_megatron.layers.slab.layout import slab_layout
+from tlora_megatron.layers.slab_layout import slab_layout
 
 CPU = torch.device("cpu")
 TARGETS = {

@@ -17,7 +17,7 @@ from tlora_megatron.layers.slab import (
     initial_factor,
     whole_tensors,
 )
-from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
+from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.model.spec import ModelSpec

@@ -15,11 +15,11 @@ import torch
 from tests.helpers.launch import HANG_S
 from tests.helpers.layout_sites import SPEC
 from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.layers import slab_cells
 from tlora_megatron.layers.sites import stage_sites
-from tlora_megatron.layers.slab import cells as slab_cells
 from tlora_megatron.layers.slab import factor_names, factor_shape
-from tlora_megatron.layers.slab.cells import SlabCells
-from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
+from tlora_megatron.layers.slab_cells import SlabCells
+from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
 from tlora_megatron.model.deployment import Deployment, ReplicaLayout
 from tlora_megatron.parallel.collectives import Pending
 from tlora_megatron.parallel.groups import HeldCell, ReplicaCells, all_cells

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
+from tlora_megatron.parallel.collectives import SkippedCollectives
 from tlora_megatron.parallel.lane_tape import SideStream
 from tlora_megatron.parallel.lanes import Lane, current_lane
 from tlora_megatron.parallel.overlap import take_turns
-from tlora_megatron.parallel.tensor_collectives import SkippedCollectives
 
 
 @pytest.fixture(autouse=True)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
-from tlora_megatron.parallel import tensor_collectives
-from tlora_megatron.parallel.copy_engine import encoded
-from tlora_megatron.parallel.peer_memory import Copy, Exchange, Place, Sum
-from tlora_megatron.parallel.tensor_collectives import (
+from tlora_megatron.parallel import collectives
+from tlora_megatron.parallel.collectives import (
     SkippedCollectives,
     make_tensor_collectives,
 )
+from tlora_megatron.parallel.copy_engine import encoded
+from tlora_megatron.parallel.peer_memory import Copy, Exchange, Place, Sum
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -23,8 +23,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A group of two, never communicated over."""
-    monkeypatch.setattr(tensor_collectives.dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(tensor_collectives.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(collectives.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(collectives.dist, "get_rank", lambda group: 1)
     return SimpleNamespace()
 
 
@@ -54,7 +54,7 @@ def test_a_cpu_gets_gloo(group: Any) -> None:
 def test_without_peer_memory_auto_takes_nccl_and_says_why(
     group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tensor_collectives, "obstacle", lambda group, device: "of the moon")
+    monkeypatch.setattr(collectives, "obstacle", lambda group, device: "of the moon")
     with caplog.at_level("INFO"):
         assert make_tensor_collectives(group, GPU).name == "nccl"
     assert "nccl, since of the moon" in caplog.text
@@ -65,7 +65,7 @@ def test_without_peer_memory_auto_takes_nccl_and_says_why(
 def test_with_peer_memory_auto_takes_copy_engines(
     group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_collectives, "obstacle", lambda group, device: None)
+    monkeypatch.setattr(collectives, "obstacle", lambda group, device: None)
     found = make_tensor_collectives(group, GPU)
     assert found.name == "copy_engine"
     with pytest.raises(RuntimeError, match="lane must be prepared, got 0 of 0"):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.planner_case import HARDWARE, SPEC, job
-from tlora_megatron.layers import expert_factors, sites, vocabulary_head
+from tlora_megatron.layers import arenas, sites, vocabulary_head
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.ops.lora import tiling
 from tlora_megatron.planner.candidate import Plan, misfit
@@ -38,7 +38,7 @@ def test_what_the_model_shares_with_the_run_is_the_same_there() -> None:
     assert adapter_sizes.SHARED_EXPERT_LINEARS == sites.SHARED_EXPERT_LINEARS
     assert vocabulary_head.ROWS_AT_ONCE == memory.HEAD_ROWS
     assert tiling.RANK_CHUNK == adapter_sizes.RANK_CHUNK
-    assert expert_factors.RANK_ALIGNMENT == expert_adapters.ARENA_RANKS
+    assert arenas.RANK_ALIGNMENT == expert_adapters.ARENA_RANKS
 
 
 def test_every_term_on_one_gpu() -> None:

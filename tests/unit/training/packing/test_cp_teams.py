@@ -14,7 +14,7 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano_cuts import cut_by_length
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import Item, RoundShape
-from tlora_megatron.training.packing.recompute_cut import rank_ends_ps
+from tlora_megatron.training.packing.portions import rank_ends_ps
 from tlora_megatron.training.packing.round_packer import PackedRound, RoundPacker
 
 BUDGET = 256

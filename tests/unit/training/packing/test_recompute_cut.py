@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.training.packing.test_packing import sequence
 from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.training.packing.packing import Item, MicroBatch, Placed, Round, pack
-from tlora_megatron.training.packing.recompute_cut import (
+from tlora_megatron.training.packing.portions import (
     cut_by_recompute,
     cut_round,
     with_recompute,

@@ -18,7 +18,7 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano_cuts import cut_by_length
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import Item, RoundShape
-from tlora_megatron.training.packing.recompute_cut import RoundRule, fill_by_time, round_ends_ps
+from tlora_megatron.training.packing.portions import RoundRule, fill_by_time, round_ends_ps
 from tlora_megatron.training.packing.round_packer import RoundPacker
 
 RATE = ReplicaRate(token_ps=1000, square_ps=100, fixed_ps=5, longest=40)

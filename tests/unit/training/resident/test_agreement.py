@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tlora_megatron.training.resident.agreement import Agreement, Readiness, gather_texts
+from tlora_megatron.training.resident.staging import Agreement, Readiness, gather_texts
 
 
 def test_one_process_agrees_with_itself() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.training.stopping import run_watch
-from tlora_megatron.training.stopping.run_watch import Beat, HangWatch
-from tlora_megatron.training.stopping.signals import StopSignals
+from tlora_megatron.training import run_watch
+from tlora_megatron.training.run_watch import Beat, HangWatch
+from tlora_megatron.training.signals import StopSignals
 
 LIMIT_S = 0.4
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.helpers.launch import HANG_S, environment
-from tlora_megatron.training.stopping.signals import (
+from tlora_megatron.training.signals import (
     STOP_SIGNALS,
     SignalCounter,
     StopSignals,
@@ -22,7 +22,7 @@ from tlora_megatron.training.stopping.signals import (
 
 SET_UP = """
 import os, signal, sys, time
-from tlora_megatron.training.stopping.signals import StopSignals
+from tlora_megatron.training.signals import StopSignals
 signals = StopSignals(speaks=True)
 def wait():
     while True:

@@ -69,10 +69,7 @@ class AgreedParts:
                 part.set_agreed(bool(agreed))
 
     def close(self) -> None:
-        """Gives the group up; a second call does nothing.
-
-        Not for a run that failed: others may never come, and the group's end waits for them.
-        """
+        """Gives the group up; a second call does nothing."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None

@@ -1,27 +1,21 @@
 """The rows of one call of a layer's routed experts, and adapters that share a factor over experts.
 
 Where adapters share a factor, rows go to their experts with rank columns behind their features, and
-results come back with some: the dispatcher carries both at once, and its sums over a row's experts,
-and over the ranks that cut an expert, are those that the columns want. The shared factor multiplies
-this rank's rows, before they go and after they have come back. Between there and here each of the
-experts' linears adds its own factor's part. What is computed is `ops.experts.choice`.
+results come back with some: the dispatcher's sums are those that the columns want. The shared
+factor multiplies this rank's rows, before they go and after they have come back; between there and
+here each of the experts' linears adds its own factor's part (`ops.experts.choice`).
 
 Layout: this rank's rows, so under sequence parallelism a part of the micro-batch's; gradients of
 shared factors are sums over these. Collectives are the dispatcher's, with C columns more a row.
 
 Megatron's dispatchers lay rows out expert by expert, those of an expert source rank by source rank,
-and those of a source in its packed order, so adapter by adapter. The number of each is known where
-the layer routes: from the routing map and the ends of the adapters' rows, which the host knows.
-With several sources one all-gather of these numbers tells the rank what arrives, and its rows are
-put adapter by adapter before the experts and back behind them. The host waits for none of this.
-
-An `ExpertCall` is a value of one call: bound from the routing until the experts are through (where
-rank columns come back with their results, until the layer is), in forward and, as the router runs
-again there, in recompute.
+and those of a source adapter by adapter. With several sources one all-gather of their numbers tells
+a rank what arrives, and its rows are put adapter by adapter before the experts and back behind
+them. The host waits for none of this. An `ExpertCall` is a value of one call, in recompute too.
 
 Shapes: T rows here, Q rows at this rank's experts, H hidden features, K and N features of an
-expert's linear, C rank columns, E experts of the layer, P sources, L = E / EP
-experts of this rank, S adapters and the null slot, Q rows that arrive.
+expert's linear, C rank columns, E experts of the layer, P sources, L = E / EP experts of this rank,
+S adapters and the null slot.
 """
 
 from __future__ import annotations
@@ -78,7 +72,6 @@ class RankColumns:
         """Adds to the first linear's output, in its memory.
 
         Args:
-            runs: of the rows.
             expert: the only one whose rows they are; None = all of the rank.
         """
         if self.first is None:
@@ -230,10 +223,7 @@ class Sources:
 
 
 class SentRows(NamedTuple):
-    """The rows that a layer routes, on a rank that has all of its experts.
-
-    Backward reads their copies at the experts from them, so that nobody keeps these.
-    """
+    """The rows that a layer routes, on a rank that has all of its experts."""
 
     x_TH: Tensor
     """The layer's input, which its router keeps as well."""
@@ -295,11 +285,6 @@ def begin_call(
     """Returns the rows that a layer's routing sends to this rank's experts.
 
     Collective over the sources, without a wait of the host.
-
-    Args:
-        sent: this rank's rows.
-        view: of the micro-batch.
-        window: the rows of it that this rank has.
     """
     counts_ES = count_rows(sent.routing_map_TE, view, window)
     own = slice(sources.experts.start, sources.experts.stop)

@@ -2,15 +2,10 @@
 
 The layer's router says whose rows go where (`expert_call`), and each of the experts' two linears
 adds the adapters' part to what it has computed: around Transformer Engine's grouped GEMM of all
-experts (`TEGroupedMLP`), around each expert's own linear in `SequentialMLP`. What computes the
-base, its dispatcher and its collectives stay Megatron's. Between dispatch and combine there is no
-collective inside the linears, also where tensor parallelism cuts experts.
-
-Factors that experts share multiply rows outside of them (`expert_outer`).
-
-Kept for backward are each linear's input of all rows that arrived, and the rank-sized s. Around the
-grouped GEMM, where no row comes from another rank, the first one's input is taken from the layer's
-again instead.
+experts (`TEGroupedMLP`), around each expert's own linear in `SequentialMLP`. Base, dispatcher and
+collectives stay Megatron's; inside the linears there is no collective. Kept for backward are each
+linear's input (around the grouped GEMM, where no row comes from another rank, the first one's is
+taken from the layer's again) and the rank-sized s.
 
 Shapes: Q rows of this rank's experts, K features in, N features out.
 """
@@ -60,13 +55,8 @@ _TORCH = TorchExpertOps()
 def adapt_experts(layer: Any) -> nn.Module:
     """Makes the routed experts of a Megatron MoE layer able to carry adapters, in place.
 
-    A second call changes nothing.
-
     Returns:
         The experts' module, which is bound to the sites of both linears.
-
-    Raises:
-        ValueError: for experts of another class than those named above.
     """
     experts = layer.experts
     kind = built_class(experts).__name__

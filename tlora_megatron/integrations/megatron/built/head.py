@@ -99,7 +99,6 @@ class BuiltHead:
     Args:
         model: one for which `why_not_head` gives None.
         vocab_size: number of tokens; further columns of the logits are padding.
-        tell: is told why the head has run by the modules after all.
     """
 
     def __init__(

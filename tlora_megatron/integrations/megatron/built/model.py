@@ -76,7 +76,9 @@ def freeze(chunks: Sequence[nn.Module]) -> None:
                 if getattr(module, name, False):
                     setattr(module, name, False)
         if hasattr(model, "embedding"):
-            model.embedding.register_forward_hook(_require_grad)
+            model.embedding.register_forward_hook(
+                lambda module, args, output: output.requires_grad_(torch.is_grad_enabled())
+            )
 
 
 def require_whole_weights(chunks: Sequence[nn.Module]) -> None:
@@ -108,10 +110,6 @@ def _check_loaded(module: nn.Module, keys: Any) -> None:
                 f"{name} of the checkpoint must be finite, got NaN or infinity: the base is "
                 "damaged; convert it anew"
             )
-
-
-def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output.requires_grad_(torch.is_grad_enabled())
 
 
 _LINEAR_CLASSES = {
@@ -149,9 +147,6 @@ def discover(
     Args:
         chunks: this rank's model: one, or as many as it has virtual pipeline stages.
         spec: of the whole model; layers are numbered as in Hugging Face.
-
-    Raises:
-        ValueError: naming what in the model adapters do not work with, or differs from `spec`.
     """
     found: dict[tuple[int, str], nn.Module] = {}
     of_experts: dict[int, nn.Module] = {}
@@ -197,11 +192,7 @@ def record_stages(
 
 
 def check_config(config: Any, required: dict[str, tuple[Any, ...]]) -> None:
-    """Refuses values of a TransformerConfig; fields that this version lacks are ignored.
-
-    Raises:
-        ValueError: naming the field.
-    """
+    """Refuses values of a TransformerConfig; fields that this version lacks are ignored."""
     for name, allowed in required.items():
         value = getattr(config, name, allowed[0])
         if value not in allowed:

@@ -133,9 +133,6 @@ def use_own_compute(
     Call it behind `install_packed_attention` and before the linears get adapters. Collective over
     the world.
 
-    Args:
-        vocab_size: number of tokens; further columns of the logits are padding.
-
     Raises:
         ValueError: if `TLORA_FLAG_COMPUTE` is neither own nor modules, or not the same everywhere.
     """
@@ -270,8 +267,6 @@ def _why_not_head(model: Any, forced: str | None) -> list[WhyNot]:
 
 def _times(model: Any, half: Half | None) -> float | None:
     """Estimates from what was measured on an H200 at 8B shapes (results/flag_speed.csv).
-
-    Bf16 and FP8 are alike; the halves' shares follow from their bytes.
 
     Args:
         half: that runs by modules; None = the whole layer.

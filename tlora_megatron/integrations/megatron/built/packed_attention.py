@@ -39,9 +39,6 @@ def install_packed_attention(chunks: Sequence[nn.Module]) -> None:
     sequence parameters, on rows `[1, T]` of one context-parallel rank; Megatron's recompute works
     after `recompute.install()`. With `context_parallel_size` above 1, Megatron's local spec must
     name `PackedCoreAttention` before the model is built: its own refuses to be.
-
-    Raises:
-        ValueError: naming the setting that packed attention does not compute.
     """
     for model in language_models(chunks):
         check_config(model.config, _REQUIRED)
@@ -71,10 +68,7 @@ def _replace_core(attention: Any) -> None:
 
 
 class DocumentRotaryEmbedding(RotaryEmbedding):
-    """A rotary embedding whose rows are those of each token's position in its document.
-
-    Outside `use_micro_batch` it behaves as before.
-    """
+    """A rotary embedding whose rows are those of each token's position in its document."""
 
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
         """Returns angles of this rank's rows, `[T, 1, 1, dim]`; with YaRN its factor too."""

@@ -128,20 +128,12 @@ def why_not_config(
             continue
         value = getattr(config, field, allowed[0])
         if value not in allowed:
-            return f"{field} is {_show(value)}: {why}"
+            return f"{field} is {getattr(value, '__name__', None) or value}: {why}"
     return None
 
 
-def _show(value: Any) -> str:
-    return getattr(value, "__name__", None) or str(value)
-
-
 def why_not_stream(config: Any, column: Any) -> str | None:
-    """Returns why a half must add to the residual stream by itself; None if our kernels may.
-
-    Args:
-        column: its column-parallel linear.
-    """
+    """Returns why a half must add to the residual stream by itself; None if our kernels may."""
     if not config.fp32_residual_connection:
         return None
     if not is_te_linear(column):
@@ -214,10 +206,7 @@ def _is_empty(layer: Any, names: HalfNames) -> bool:
 
 
 def why_not_half(layer: Any, half: Half) -> str | None:
-    """Returns the first thing about half a built layer that our kernels do not compute, or None.
-
-    Settings of the whole model are looked at by `conditions.why_not_config`.
-    """
+    """Returns the first thing about half a built layer that our kernels do not compute, or None."""
     names = NAMES[half]
     module = getattr(layer, names.module)
     if isinstance(module, BaseMoELayer):

@@ -1,21 +1,16 @@
 """Parts of a layer with routed experts: weights, the shared expert, adapters with a shared factor.
 
-The shared expert:
+The shared expert, whose linears are parallel and carry adapters as those of a dense MLP do; w is
+frozen and whole on every rank:
 
     y[t] = sigmoid(x[t] w) * (swiglu(x[t] Wgu^T) Wd^T)
 
-Its linears are parallel as those of a dense MLP and carry adapters as those do; the weight of the
-sigmoid is whole on every rank, and frozen.
-
 The shared factor multiplies a rank's own rows, before they go to their experts or after they have
-come back. Between there and here rank columns travel the way that the rows do; their sums over a
-row's experts are the combine's, in fp32 by ascending expert. What tensor parallelism makes partial
-(columns of s where experts are cut, rows of x where each rank sends its own) is summed where the
-rows' results are, and gradients of shared factors once an optimizer step.
+come back; between there and here rank columns travel as the rows do. What tensor parallelism makes
+partial is summed where the rows' results are, and gradients of shared factors once a step.
 
 Shapes: E experts, L of them here, Q rows that meet these, K features in, N features out, H hidden,
-T rows here, R = T K of them at all experts, Q rows at those of this
-rank, N and K features inside an expert, C rank columns.
+T rows here, R = T K of them at all experts, C rank columns.
 """
 
 from __future__ import annotations
@@ -140,7 +135,6 @@ class StackedWeights(nn.Module, MultiAdapter):
         """Returns dx, and what is still to be given `product`'s input: None without adapters.
 
         Args:
-            saved: from `product`.
             source: what dy was spread from.
         """
         return expert_linear_dgrad(dy_QN, self.stacked, saved, runs, self.factors, source)
@@ -150,7 +144,6 @@ class SharedExpert(nn.Module):
     """The shared expert of one layer, with Megatron's names of its weights.
 
     Args:
-        config: Megatron's configuration of the model.
         ffn_size: of the whole expert.
     """
 
@@ -248,11 +241,7 @@ class OuterCall:
         return scale(self._back(s_QC), self.tokens, self.second)
 
     def add_to_second(self, s_TC: Tensor | None, y_TH: Tensor) -> None:
-        """Adds to the experts' summed output.
-
-        Args:
-            s_TC: from `sum_second`.
-        """
+        """Adds to the experts' summed output."""
         if self.second is not None and s_TC is not None:
             expand(s_TC, y_TH, self.tokens, self.second.shared)
 
@@ -263,7 +252,6 @@ class OuterCall:
 
         Args:
             h_QK: returns what `sum_second` was given.
-            s_TC: from there.
         """
         if self.second is None:
             return

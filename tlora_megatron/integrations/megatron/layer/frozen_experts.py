@@ -2,20 +2,16 @@
 
     y[t] = sum over e in C(t), ascending: (w[t, e] * swiglu(x[t] Wgu_e^T)) Wd_e^T
 
-and adapters on both linears, where jobs have some (`ops.experts.branch`, and `outer_experts` for
-factors that experts share). Weights multiply before the second linear, so that backward needs no
-expert's output; the biases of gpt-oss' second linears are weighed, too. Saved are the first
-linear's outputs and what the router keeps; with adapters the experts' input, too. Where there is a
-shared expert (`shared_expert`), y is added to what it returns.
+and adapters on both linears (`ops.experts.branch`). Weights multiply before the second linear, so
+that backward needs no expert's output; biases of gpt-oss' second linears are weighed, too. Saved
+are the first linear's outputs and what the router keeps; with adapters the experts' input, too.
 
 Layout: x is this rank's rows, or all of them as `LinearLayout` says. Where tensor parallelism cuts
-experts, they are gathered and the result reduced as around a dense MLP; forward gathers and
-reduce-scatters, backward the same. Where it does not, each rank's rows go to the experts' ranks
-from where they are. Expert parallelism is one all-to-all to the experts and one back, each way.
+experts, rows are gathered and results reduced as around a dense MLP, each way; elsewhere each
+rank's rows go to the experts' ranks from where they are: an all-to-all there and back, each way.
 
 Shapes: T rows, H hidden features, E experts, L of them here, I features inside one here, R = T K
 rows to all experts, Q rows that meet those of this rank.
-
 """
 
 from __future__ import annotations
@@ -59,9 +55,6 @@ class FrozenExperts(nn.Module):
     """Router and experts of one layer, with Megatron's names of their weights.
 
     Args:
-        config: Megatron's configuration of the model.
-        spec: of the experts.
-        ep_size: ranks that share the experts.
         expert_tp: tensor-parallel ranks that share each of them.
         shared_ffn_size: of the expert that all rows meet; None = there is none.
     """
@@ -104,10 +97,7 @@ class FrozenExperts(nn.Module):
 
     @property
     def parts(self) -> tuple[Any, Inner, Any]:
-        """What a frozen sublayer has: a first linear, what is between, and a second one.
-
-        Edges move rows for the routed experts alone: a shared expert's linears do so themselves.
-        """
+        """What a frozen sublayer has: a first linear, what is between, and a second one."""
         if self.shared_experts is None:
             return self.rows_in, self.compute_vjp, self.rows_out
         return _Edge(_WHOLE), self._beside_shared_vjp, _Edge(_WHOLE)
@@ -145,7 +135,9 @@ class FrozenExperts(nn.Module):
         """
         routing, router_back = route_vjp(x_TH, self.router.weight, self.spec, self.router.bias)
         window = None if view is None else self._adapted_rows(view, x_TH)
-        slots = None if view is None or window is None else _slots(view, window, x_TH.device)
+        slots = None
+        if view is not None and window is not None:
+            slots = RowSlots(view.rows.row_slots(x_TH.device)[window], view.num_slots)
         rows = sort_rows(routing.experts_TK, self.spec.num_experts, slots)
         journey = self.exchange.begin(rows.counts_ES)
         outer = self._outer_call(view, window, rows, journey)
@@ -228,10 +220,6 @@ class FrozenExperts(nn.Module):
             journey=journey,
             tokens=token_runs(view.rows.ends, window),
         )
-
-
-def _slots(view: MicroBatchView, window: slice, device: torch.device) -> RowSlots:
-    return RowSlots(view.rows.row_slots(device)[window], view.num_slots)
 
 
 def _source(x_TH: Tensor, x_QH: Tensor, rows: ExpertRows, journey: Journey) -> PlacedRows:

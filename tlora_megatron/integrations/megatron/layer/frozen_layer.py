@@ -1,13 +1,9 @@
 """A decoder layer of Megatron's local spec, its elementwise parts done in as few passes as can be.
 
-What a GPU spends on a frozen layer besides GEMMs and attention is reading and writing `[T, hidden]`
-and `[T, 2 ffn]`. So the norm comes together with the residual sum before it and both gradients of
-the residual stream are added where one is computed; heads are normed and turn while they are
-sorted; SwiGLU is one pass each way; no weight of a norm gets a gradient.
-
-A layer is re-classed in place: parameters, state-dict keys and `isinstance` answers stay. Where all
-linears give their product without autograd it runs as two `FrozenSublayer`s, else by its modules'
-forwards.
+The norm comes together with the residual sum before it, both gradients of the residual stream are
+added where one is computed, heads are normed and turn while they are sorted, SwiGLU is one pass
+each way. A layer is re-classed in place. Where all linears give their product without autograd it
+runs as two `FrozenSublayer`s, else by its modules' forwards.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ waits for a module or an argument is another one, runs the modules.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -153,10 +153,7 @@ class PlainLayer(TransformerLayer):
 
 
 def _only_hidden(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    view: MicroBatchView,
-    rotary: BuiltRotary | None,
+    args: tuple[Any, ...], kwargs: dict[str, Any], view: MicroBatchView, rotary: BuiltRotary | None
 ) -> tuple[Any, Sequence[str]]:
     """Returns the hidden states, and names of arguments that kernels do not heed."""
     given = dict(kwargs)
@@ -176,7 +173,6 @@ def make_plain(
     """Turns a layer into a `PlainLayer`, in place.
 
     Args:
-        halves: those for which `why_not_half` gives None.
         rotary: of the model; None where no attention is among them.
     """
     # No attributes that torch would register.
@@ -195,14 +191,9 @@ def make_plain(
 
 def _part(layer: Any, half: Half, rotary: BuiltRotary | None) -> _Part:
     turns = rotary if half == "attention" else None
-    modules = (layer, *_modules(layer, half))
-    return _Part(_sublayer(layer, half, rotary), modules, turns)
-
-
-def _modules(layer: Any, half: Half) -> Iterator[nn.Module]:
     names = NAMES[half]
-    for name in (names.norm, names.module):
-        yield from getattr(layer, name).modules()
+    inner = (m for name in (names.norm, names.module) for m in getattr(layer, name).modules())
+    return _Part(_sublayer(layer, half, rotary), (layer, *inner), turns)
 
 
 def _sublayer(layer: Any, half: Half, rotary: BuiltRotary | None) -> FrozenSublayer:

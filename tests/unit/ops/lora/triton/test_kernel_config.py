@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tlora_megatron.ops.lora.triton_config import (
+from tlora_megatron.ops.lora.tiling import (
     BackwardUpConfig,
     DownConfig,
     KernelConfig,

@@ -45,7 +45,7 @@ from tlora_megatron.ops.lora import triton_parts as triton_gather
 from tlora_megatron.ops.lora.linear_ops import OutputColumns, SiteFactors, are_aligned
 from tlora_megatron.ops.lora.plan_tensors import update_plans
 from tlora_megatron.ops.lora.rank_places import gather_or_zero
-from tlora_megatron.ops.lora.triton_config import (
+from tlora_megatron.ops.lora.tiling import (
     BackwardDownConfig,
     BackwardUpConfig,
     DownConfig,

@@ -27,7 +27,7 @@ from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.linear import LinearLayout
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin
 from tlora_megatron.layers.sites import Site, stage_sites
-from tlora_megatron.layers.slab.layout import slab_layout
+from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.routing import Document, pack_micro_batch

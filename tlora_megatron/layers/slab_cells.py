@@ -18,10 +18,10 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from tlora_megatron.layers.slab.layout import Factor, SlabLayout
+from tlora_megatron.layers.slab_layout import Factor, SlabLayout
 from tlora_megatron.parallel.collectives import all_gather_rows, reduce_scatter_rows
 from tlora_megatron.parallel.groups import ReplicaCells
 
@@ -63,14 +63,14 @@ class _Run(NamedTuple):
     stride: int
     packed_stride: int
 
-    def in_slab(self, flat: torch.Tensor) -> torch.Tensor:
+    def in_slab(self, flat: Tensor) -> Tensor:
         """Returns the view `[pieces, rows, columns]` of a flat slab."""
         first = self.first
         shape = (self.num_pieces, first.num_rows, first.num_columns)
         begin = flat.storage_offset() + first.begin
         return flat.as_strided(shape, (self.stride, first.row_size, 1), begin)
 
-    def packed(self, flat: torch.Tensor) -> torch.Tensor:
+    def packed(self, flat: Tensor) -> Tensor:
         """Returns the view `[pieces, rows, columns]` of a contiguous packed buffer."""
         first = self.first
         shape = (self.num_pieces, first.num_rows, first.num_columns)
@@ -86,12 +86,12 @@ class PackedPart(NamedTuple):
     is_slab: bool
     """True if it is the whole slab as it lies."""
 
-    def pack(self, slab: torch.Tensor, into: torch.Tensor) -> None:
+    def pack(self, slab: Tensor, into: Tensor) -> None:
         """Copies the part of a flat slab to a buffer `[numel]`."""
         for run in self.runs:
             run.packed(into).copy_(run.in_slab(slab))
 
-    def unpack(self, packed: torch.Tensor, slab: torch.Tensor) -> None:
+    def unpack(self, packed: Tensor, slab: Tensor) -> None:
         """Copies a buffer `[numel]` to its places in a flat slab: inverse of `pack`."""
         for run in self.runs:
             run.in_slab(slab).copy_(run.packed(packed))
@@ -121,7 +121,7 @@ class SlabCells:
                 for k in range(cells.tp_size)
             )
 
-    def sum_over_replicas(self, grad: torch.Tensor, tp_group: dist.ProcessGroup) -> None:
+    def sum_over_replicas(self, grad: Tensor, tp_group: dist.ProcessGroup) -> None:
         """Sums a flat gradient `[numel]` over all replicas, in place.
 
         Collectives: one over the tensor-parallel ranks before and one after an all-reduce of each
@@ -140,7 +140,7 @@ class SlabCells:
             part.unpack(packed, grad)
         self._gather_replicated(grad, tp_group)
 
-    def _scatter_replicated(self, grad: torch.Tensor, tp_group: dist.ProcessGroup) -> None:
+    def _scatter_replicated(self, grad: Tensor, tp_group: dist.ProcessGroup) -> None:
         if not self.replicated:
             return
         partial = grad.new_empty(len(self.replicated), self.replicated[0].numel)
@@ -149,7 +149,7 @@ class SlabCells:
         own = reduce_scatter_rows(partial, tp_group).wait()[0]
         self.replicated[self.cells.tp_rank].unpack(own, grad)
 
-    def _gather_replicated(self, grad: torch.Tensor, tp_group: dist.ProcessGroup) -> None:
+    def _gather_replicated(self, grad: Tensor, tp_group: dist.ProcessGroup) -> None:
         if not self.replicated:
             return
         mine = self.replicated[self.cells.tp_rank]

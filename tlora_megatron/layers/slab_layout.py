@@ -1,14 +1,10 @@
 """The layout of an adapter's factors in its slab on one rank, and their place in whole tensors.
 
-TP-replicated factors come first, so that their partial gradients are one slice to sum over TP; then
-the sharded ones. `lora_b` is stored transposed, `[rank, out]`, as the kernels read it. Nothing of a
-block-diagonal adapter is replicated, and only the blocks of its block-diagonal factors are stored.
-Under s_lora nothing of a standard adapter is replicated either.
-
-Factors of single routed experts come behind all dense ones, in the same order: other ranks hold
-replicas of them, so they are summed and counted by themselves. Those that all experts of a layer
-share (`lora.expert_sharing`) are dense ones: every rank has them whole, and under tensor
-parallelism a part of their gradient, by rows or by columns of experts. They come first of all.
+Factors that all routed experts of a layer share (`lora.expert_sharing`) come first, whole on every
+rank; then TP-replicated ones, so that partial gradients are one slice to sum over TP; then the
+sharded ones. Those of single routed experts come last: other ranks hold replicas of them. `lora_b`
+is stored transposed, `[rank, out]`, as the kernels read it. Nothing of a block-diagonal adapter is
+replicated, nor of a standard one under s_lora.
 """
 
 from __future__ import annotations
@@ -17,25 +13,27 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.sites import Site, TargetShard
+
+_Which = Literal["lora_a", "lora_b"]
 
 
 class Factor(NamedTuple):
     """One factor's place in the slab, and the part of the whole canonical tensor that it is."""
 
     shard: TargetShard
-    which: Literal["lora_a", "lora_b"]
+    which: _Which
     offset: int
     shape: tuple[int, ...]
     """`[rank, in]` or, transposed, `[rank, out]`; local sizes. A block-diagonal factor has its
     blocks alone: `lora_a`'s `[rank / num_blocks, in / num_blocks]` below one another, `lora_b`'s
     beside one another. On routed experts one such matrix for each expert of this rank:
     `[experts, rank, in or out]`."""
-    held: tuple[slice | torch.Tensor, slice]
+    held: tuple[slice | Tensor, slice]
     """Rows and columns of the whole canonical tensor, or of each expert's."""
     num_blocks: int = 1
     """Diagonal blocks on this rank; with one, or in a dense factor, the kernels read `shape`."""
@@ -60,7 +58,7 @@ class Factor(NamedTuple):
             return rows, columns * self.num_blocks
         return rows * self.num_blocks, columns
 
-    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
+    def shard_of(self, whole: Tensor) -> Tensor:
         """Returns this rank's part of the whole canonical tensor, in slab orientation."""
         part = self._part(whole)
         if self.which == "lora_b":
@@ -68,7 +66,7 @@ class Factor(NamedTuple):
         # Under s_lora the last ranks' shares of the rank rows may be filled up.
         return F.pad(part, (0, 0, 0, self.shape[-2] - part.shape[-2]))
 
-    def take(self, whole: torch.Tensor, local: torch.Tensor) -> None:
+    def take(self, whole: Tensor, local: Tensor) -> None:
         """Writes this rank's part of the whole canonical tensor into a CPU tensor, as `shard_of`.
 
         By numpy, as in `place`.
@@ -79,22 +77,22 @@ class Factor(NamedTuple):
         room[..., :size, :] = values
         room[..., size:, :] = 0
 
-    def place(self, whole: torch.Tensor, local: torch.Tensor) -> None:
+    def place(self, whole: Tensor, local: Tensor) -> None:
         """Writes this rank's part into the whole canonical CPU tensor: inverse of `shard_of`.
 
         By numpy, which transposes twice as fast as torch does and starts no threads for it.
         """
         (rows, columns), of_experts = self.held, self._of_experts(whole)
-        place = rows.numpy() if isinstance(rows, torch.Tensor) else rows
+        place = rows.numpy() if isinstance(rows, Tensor) else rows
         size = of_experts[..., rows, :].shape[-2]
         values = local[..., :size, :] if self.which == "lora_a" else local.mT
         of_experts.numpy()[..., place, columns] = values.numpy()
 
-    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+    def _part(self, whole: Tensor) -> Tensor:
         rows, columns = self.held
         return self._of_experts(whole)[..., rows, :][..., columns]
 
-    def _of_experts(self, whole: torch.Tensor) -> torch.Tensor:
+    def _of_experts(self, whole: Tensor) -> Tensor:
         """Returns this rank's experts of the whole tensor, a view."""
         return whole if self.experts is None else whole[self.experts.start : self.experts.stop]
 
@@ -104,13 +102,13 @@ class Factor(NamedTuple):
         everything = slice(None)
         return self.which == "lora_a" and self.held == (everything, everything)
 
-    def blocks(self, local: torch.Tensor) -> torch.Tensor:
+    def blocks(self, local: Tensor) -> Tensor:
         """Returns a view `[num_blocks, rank of a block, features of a block]` of the factor."""
         if self.which == "lora_a":
             return local.unflatten(0, (self.num_blocks, -1))
         return local.unflatten(1, (self.num_blocks, -1)).transpose(0, 1)
 
-    def diagonal(self, spread: torch.Tensor) -> torch.Tensor:
+    def diagonal(self, spread: Tensor) -> Tensor:
         """Returns the blocks of a tensor `spread_shape` as a view, shaped as in `blocks`."""
         n = self.num_blocks
         square = spread.unflatten(1, (n, -1)).unflatten(0, (n, -1))
@@ -146,11 +144,11 @@ class SlabLayout(NamedTuple):
         if run:
             yield tuple(run)
 
-    def split(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def split(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """Returns the factors as flat views of a flat buffer, in layout order, by one call."""
         return buffer.split_with_sizes([f.numel for f in self.factors])
 
-    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+    def views(self, buffer: Tensor) -> list[Tensor]:
         """Returns the factors as views of a flat buffer, in layout order."""
         parts = zip(self.split(buffer), self.factors, strict=True)
         return [part.view(factor.shape) for part, factor in parts]
@@ -197,7 +195,7 @@ def _lay_out(sites: Sequence[Site], lora: LoraSpec, offset: int) -> tuple[list[F
 
 def _wanted(
     sites: Sequence[Site], lora: LoraSpec, *, replicated: bool
-) -> Iterator[tuple[Site, TargetShard, Literal["lora_a", "lora_b"]]]:
+) -> Iterator[tuple[Site, TargetShard, _Which]]:
     """Yields an adapter's factors: those that tensor parallelism replicates, or the others."""
     for site in sites:
         for shard in site.targets:
@@ -216,13 +214,7 @@ def _shared_by_experts(sites: Sequence[Site], lora: LoraSpec) -> list[Factor]:
     return factors
 
 
-def _factor(
-    site: Site,
-    shard: TargetShard,
-    which: Literal["lora_a", "lora_b"],
-    offset: int,
-    lora: LoraSpec,
-) -> Factor:
+def _factor(site: Site, shard: TargetShard, which: _Which, offset: int, lora: LoraSpec) -> Factor:
     """Returns one factor's part on this rank.
 
     A rank has all rank rows of a standard adapter, and of a block-diagonal one the blocks that meet
@@ -245,11 +237,7 @@ def _factor(
 
 
 def _expert_factor(
-    site: Site,
-    shard: TargetShard,
-    which: Literal["lora_a", "lora_b"],
-    offset: int,
-    lora: LoraSpec,
+    site: Site, shard: TargetShard, which: _Which, offset: int, lora: LoraSpec
 ) -> Factor:
     """Returns one factor of the routed experts that this rank holds: a matrix for each."""
     assert site.experts is not None, "a dense linear"
@@ -264,11 +252,7 @@ def _expert_factor(
 
 
 def _shared_factor(
-    site: Site,
-    shard: TargetShard,
-    which: Literal["lora_a", "lora_b"],
-    offset: int,
-    lora: LoraSpec,
+    site: Site, shard: TargetShard, which: _Which, offset: int, lora: LoraSpec
 ) -> Factor:
     """Returns one factor of a standard adapter under s_lora, where nothing is replicated."""
     if (which == "lora_a") != (site.kind == "column"):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tlora_megatron.training.stopping.signals import StopSignals
+from tlora_megatron.training.signals import StopSignals
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,6 @@ class HangWatch:
     dead or unreachable. While another rank gets on, or is outside of the loop, it waits.
 
     Args:
-        limit_s: seconds.
         store: of this run alone; None = nothing is watched.
         signals: once one has come, a rank that does not answer ends the process at once: torchrun
             sends it also when another rank has died, and no round can end without that one.
@@ -170,7 +169,11 @@ class HangWatch:
     def _judge(self, before: Sequence[Beat], after: Sequence[Beat]) -> str:
         """Says what hinders the run, from two looks at all ranks' beats; empty if one gets on."""
         if not before or not after:
-            keeper = "torchrun's agent" if _agent_keeps_store() else "rank 0"
+            keeper = (
+                "torchrun's agent"
+                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+                else "rank 0"
+            )
             return f"{keeper} on host {self._keeper}, which keeps the run's store, does not answer"
         silent = [
             rank
@@ -231,10 +234,6 @@ class HangWatch:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-def _agent_keeps_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:
@@ -303,10 +302,7 @@ class StopAgreement:
             dist.barrier(self.group)
 
     def close(self) -> None:
-        """Gives the group up; a second call does nothing.
-
-        Behind a failed round it stays: others may never answer, and its end waits for them.
-        """
+        """Gives the group up; a second call does nothing."""
         if self.group is not None and self._work is None:
             dist.destroy_process_group(self.group)
             self.group = None
@@ -335,7 +331,6 @@ class RunWatch:
 
         Args:
             signals: of this process; None = no signal stops the run.
-            hang_timeout_s: see `RunSpec.hang_timeout_s`.
         """
         agreement = None if signals is None else StopAgreement(signals)
         return cls(signals, agreement, HangWatch.of_world(hang_timeout_s, signals))

@@ -122,7 +122,6 @@ def stop_sentence(number: int, rounds: int, jobs: Sequence[str], unsaved: Sequen
 
     Args:
         rounds: those that this start of the run has done.
-        jobs: the jobs that were not at their ends.
         unsaved: those of them that could not be written.
     """
     saved = f"all {len(jobs)} jobs are saved" if len(jobs) > 1 else f"job {jobs[0]} is saved"

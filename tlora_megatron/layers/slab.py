@@ -1,25 +1,30 @@
 """One adapter's factors over all its linears on this rank, in one contiguous buffer a kind.
 
-All buffers are fp32 and share one layout (`layers.slab.layout`).
+All buffers are fp32 and share one layout (`layers.slab_layout`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from tlora_megatron.layers.slab.cells import SlabCells
-from tlora_megatron.layers.slab.layout import Factor, SlabLayout
+from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.layers.slab_cells import SlabCells
+from tlora_megatron.layers.slab_layout import Factor, SlabLayout
+from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.lora.linear_ops import are_aligned
 from tlora_megatron.parallel.collectives import all_gather_rows
-from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.host_threads import host_threads
+from tlora_megatron.parallel.groups import ParallelGroups, host_threads
 
 _LOADING_THREADS = 8
 """Fresh factors are drawn on one thread each: of eight jobs on 8B shapes, seconds of a start."""
@@ -27,14 +32,14 @@ _SLICE_MULTIPLE = 64
 """Slices begin on 256 bytes: vector instructions then meet the same elements as in the whole."""
 
 
-Fill = Callable[[torch.Tensor], object]
+Fill = Callable[[Tensor], object]
 """Writes values into flat memory of the host."""
 
 
 class Copier(NamedTuple):
     """How the parts of a buffer come from the host into it."""
 
-    put: Callable[[torch.Tensor, Fill], object]
+    put: Callable[[Tensor, Fill], object]
     """Copies what is filled in on the host into a part of a buffer."""
     threads: int
     """That find, make and copy parts; more than the rank has cores to itself are never used."""
@@ -94,18 +99,18 @@ class AdapterSlab:
         """Its parts that unlike replicas sum; made by the first sum."""
         self._read_until: torch.cuda.Event | None = None
 
-    def _zeros(self) -> torch.Tensor:
+    def _zeros(self) -> Tensor:
         numel = self.held.stop - self.held.start
         if not self.placement.on_cpu:
             return torch.zeros(numel, device=self.grad.device)
         return torch.zeros(numel, pin_memory=self.grad.is_cuda)
 
-    def grad_views(self) -> dict[str, torch.Tensor]:
+    def grad_views(self) -> dict[str, Tensor]:
         """Returns each factor's gradient by its name: the views that backward adds to."""
         return self._grad_views
 
     @cached_property
-    def _grad_views(self) -> dict[str, torch.Tensor]:
+    def _grad_views(self) -> dict[str, Tensor]:
         views = zip(self.layout.factors, self.layout.views(self.grad), strict=True)
         return {factor.name: view for factor, view in views} | self._spread
 
@@ -129,7 +134,7 @@ class AdapterSlab:
         self.grad.zero_()
         self._spread_grad.zero_()
 
-    def buffers(self) -> dict[str, torch.Tensor]:
+    def buffers(self) -> dict[str, Tensor]:
         """Returns this rank's part of a checkpoint's flat buffers: all but the gradient."""
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
@@ -147,10 +152,7 @@ class AdapterSlab:
             self._read_until = None
 
     def load(
-        self,
-        whole: Callable[[str], torch.Tensor],
-        buffer: str = "master",
-        copier: Copier | None = None,
+        self, whole: Callable[[str], Tensor], buffer: str = "master", copier: Copier | None = None
     ) -> None:
         """Fills a buffer from whole canonical tensors.
 
@@ -164,23 +166,21 @@ class AdapterSlab:
         else:
             self.put(buffer, self.read(whole, copier.threads if copier else _LOADING_THREADS))
 
-    def read(self, whole: Callable[[str], torch.Tensor], threads: int) -> torch.Tensor:
+    def read(self, whole: Callable[[str], Tensor], threads: int) -> Tensor:
         """Returns what `load` would fill a buffer with, on the host, for `put`."""
         flat = torch.empty(self.layout.numel)
         self._fill(flat, Copier(lambda part, fill: fill(part), threads, 0), whole)
         return flat
 
-    def put(self, buffer: str, flat: torch.Tensor) -> None:
+    def put(self, buffer: str, flat: Tensor) -> None:
         """Fills a buffer with what `read` has returned."""
         self.buffers()[buffer].copy_(flat[self.held])
 
-    def _fill(
-        self, flat: torch.Tensor, copier: Copier, whole: Callable[[str], torch.Tensor]
-    ) -> None:
+    def _fill(self, flat: Tensor, copier: Copier, whole: Callable[[str], Tensor]) -> None:
         def load_part(factors: Sequence[Factor]) -> None:
             begin, end = factors[0].offset, factors[-1].offset + factors[-1].numel
 
-            def fill(room_N: torch.Tensor) -> None:
+            def fill(room_N: Tensor) -> None:
                 parts = room_N.split_with_sizes([factor.numel for factor in factors])
                 for factor, part in zip(factors, parts, strict=True):
                     factor.take(whole(factor.name), part.view(factor.shape))
@@ -191,20 +191,153 @@ class AdapterSlab:
             parts = self.layout.parts(copier.numel)
             list(pool.map(load_part, parts))  # raises what was raised there
 
-    def whole(self, buffer: str) -> torch.Tensor:
+    def whole(self, buffer: str) -> Tensor:
         """Returns a buffer `[numel]` on the gradient's device; collective if ranks hold slices."""
         return self._gather(self.buffers()[buffer].to(self.grad.device))
 
-    def copy_weights(self, room_N: torch.Tensor) -> None:
+    def copy_weights(self, room_N: Tensor) -> None:
         """Writes the master weights, cast, into `[numel]`; collective like `whole`."""
         if self.placement.group is None and self.master.device == room_N.device:
             room_N.copy_(self.master)
         else:
             room_N.copy_(self._gather(self.master.to(room_N.dtype).to(room_N.device)))
 
-    def _gather(self, held: torch.Tensor) -> torch.Tensor:
+    def _gather(self, held: Tensor) -> Tensor:
         if self.placement.group is None:
             return held
         padded = held.new_zeros(self._slice_size)
         padded[: held.numel()] = held
         return all_gather_rows(padded, self.placement.group)[: self.layout.numel]
+
+
+def split_name(name: str) -> tuple[int, str, str]:
+    """Returns layer, target and factor of a canonical name; a target may hold dots."""
+    _, layer, rest = name.split(".", 2)
+    target, _, which = rest.rpartition(".")
+    return int(layer), target, which
+
+
+def factor_shape(spec: Backbone, name: str, lora: LoraSpec) -> tuple[int, ...]:
+    """Returns the whole shape of the canonical factor `layers.I.TARGET.lora_a|lora_b`.
+
+    Blocks of a block-diagonal factor lie below one another, as in PEFT's files. A factor of routed
+    experts has the experts in front, `[experts, rank, in]` and `[experts, out, rank]`, unless it is
+    shared by all of them.
+    """
+    _, target, which = split_name(name)
+    out_size, in_size = spec.target_shape(target)
+    if target in lora.expert_targets and isinstance(spec, ModelSpec):
+        assert spec.experts is not None, "target_shape has looked"
+        rank = lora.rank_of(target)
+        matrix = (rank, in_size) if which == "lora_a" else (out_size, rank)
+        return matrix if lora.is_shared(target, which) else (spec.experts.num_experts, *matrix)
+    blocks = lora.num_blocks if which == lora.block_factor(target) else 1
+    if which == "lora_a":
+        return lora.rank, in_size // blocks
+    return out_size, lora.rank // blocks
+
+
+def factor_names(spec: Backbone, lora: LoraSpec) -> Iterator[str]:
+    """Yields the canonical names of an adapter's factors over the whole model."""
+    for layer in range(spec.num_layers):
+        for target in lora.target_modules:
+            yield f"layers.{layer}.{target}.lora_a"
+            yield f"layers.{layer}.{target}.lora_b"
+
+
+def initial_factor(spec: Backbone, name: str, lora: LoraSpec, seed: int) -> Tensor:
+    """Returns a fresh factor, drawn as PEFT does.
+
+    `lora_b` is zero; `lora_a` is uniform in +-1/sqrt(in), and in +-sqrt(6 / (in / num_blocks))
+    where it is block-diagonal. The values depend on the job's seed and the name alone, so they are
+    the same under every parallel layout. Each routed expert draws its own, by its own number.
+    """
+    shape = factor_shape(spec, name, lora)
+    if name.endswith("lora_b"):
+        return torch.zeros(shape)
+    if len(shape) == 3:
+        begin, end = name.split(".experts.")
+        drawn = [_drawn(shape[1:], f"{begin}.experts.{e}.{end}", seed) for e in range(shape[0])]
+        return torch.stack(drawn)
+    is_block = lora.block_factor(split_name(name)[1]) == "lora_a"
+    return _drawn(shape, name, seed, is_block=is_block)
+
+
+def _drawn(shape: tuple[int, ...], name: str, seed: int, *, is_block: bool = False) -> Tensor:
+    mixed = (seed * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**64
+    generator = torch.Generator().manual_seed(mixed)
+    bound = math.sqrt(6.0 / shape[1]) if is_block else 1.0 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def initial_factors(spec: Backbone, lora: LoraSpec, seed: int) -> Mapping[str, Tensor]:
+    """Returns all whole factors of a fresh adapter by canonical name."""
+    return {name: initial_factor(spec, name, lora, seed) for name in factor_names(spec, lora)}
+
+
+class WholeTensor(NamedTuple):
+    """A whole canonical tensor, whose parts lie in flat CPU buffers of the model-parallel ranks."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: list[tuple[Factor, Tensor]]
+
+    def join(self, room: Tensor) -> Tensor:
+        """Puts the parts together in `room` and returns it."""
+        for factor, part in self.parts:
+            factor.place(room, part)
+        return room
+
+    def of_expert(self, expert: int) -> WholeTensor:
+        """Returns one expert's matrix of a tensor of routed experts."""
+        parts = [
+            (factor._replace(shape=factor.shape[1:], experts=None), part[expert - held.start])
+            for factor, part in self.parts
+            if (held := factor.experts) is not None and expert in held
+        ]
+        return WholeTensor(f"{self.name} of expert {expert}", self.shape[1:], parts)
+
+    def as_stored(self) -> Tensor | None:
+        """Returns the tensor where it lies if one part is all of it; None if it must be joined."""
+        factor, part = self.parts[0]
+        whole = factor.is_whole_as_stored and tuple(part.shape) == self.shape
+        return part if whole else None
+
+
+def find_whole_tensors(
+    layouts: Sequence[SlabLayout], buffers: Sequence[Tensor], spec: Backbone
+) -> list[WholeTensor]:
+    """Finds every whole canonical tensor in the flat CPU buffers of all model-parallel ranks."""
+    parts: dict[str, list[tuple[Factor, Tensor]]] = {}
+    for layout, buffer in zip(layouts, buffers, strict=True):
+        for factor, view in zip(layout.factors, layout.views(buffer), strict=True):
+            parts.setdefault(factor.name, []).append((factor, view))
+    lora = layouts[0].lora
+    return [
+        WholeTensor(name, factor_shape(spec, name, lora), found) for name, found in parts.items()
+    ]
+
+
+def whole_tensors(
+    layouts: Sequence[SlabLayout], buffers: Sequence[Tensor], spec: Backbone
+) -> dict[str, Tensor]:
+    """Joins the flat buffers of all model-parallel ranks into whole canonical CPU tensors."""
+    found = find_whole_tensors(layouts, [buffer.cpu() for buffer in buffers], spec)
+    return {tensor.name: tensor.join(torch.empty(tensor.shape)) for tensor in found}
+
+
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Refuses weights or moments that training could not continue from.
+
+    Raises:
+        ValueError: naming the first tensor that holds NaN or inf.
+    """
+    for name, tensor in tensors.items():
+        if not _is_finite(tensor):
+            raise ValueError(f"{name} must be finite, got NaN or inf")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
+        return bool(np.isfinite(tensor.detach().numpy()).all())  # 20 GB/s, where torch has 0.6
+    return bool(tensor.isfinite().all())
