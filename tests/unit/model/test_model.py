@@ -15,6 +15,7 @@ from tlora_megatron.model.spec import (
     DENSE_MODEL_TYPES,
     SUPPORTED_MODEL_TYPES,
     ModelSpec,
+    count_parameters,
     read_model_spec,
 )
 from tlora_megatron.training.data.tokenize import load_tokenizer
@@ -261,3 +262,24 @@ def test_only_sequences_within_the_window_are_trained(tmp_path: Path, model_type
         r"got a sequence of 8",
     ):
         prepare(9)
+
+
+@pytest.mark.parametrize(
+    ("base", "total", "active"),
+    [
+        ("llama-3.1-8b", 8.03, 8.03),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("qwen3-235b-a22b", 235, 22),
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("mixtral-8x22b", 141, 39),
+        ("qwen1.5-moe-a2.7b", 14.3, 2.7),
+    ],
+)
+def test_billions_of_parameters_as_published(
+    repo: Path, base: str, total: float, active: float
+) -> None:
+    spec = read_model_spec(repo / f"configs/models/{base}.json")
+    found = count_parameters(spec)
+    assert found.total / 1e9 == pytest.approx(total, rel=0.003)
+    assert found.active / 1e9 == pytest.approx(active, rel=0.02)
+    assert (found.active == found.total) == (spec.experts is None)

@@ -1,4 +1,4 @@
-"""Chats through templates with the habits of published ones: nothing of a row is lost unsaid."""
+"""Chats through templates with the habits of published ones, and the class of a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
+from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.helpers.chat_templates import (
     CALLS_ALONE_TEMPLATE,
@@ -25,6 +27,7 @@ from tests.helpers.chat_templates import (
 )
 from tests.helpers.tiny_tokenizer import EOS_ID, VOCAB_SIZE, save_tiny_tokenizer, tiny_tokenizer
 from tlora_megatron.config.job import DataSpec, JobSpec
+from tlora_megatron.training.data import tokenize
 from tlora_megatron.training.data.job_data import load_job_data
 from tlora_megatron.training.data.rows import parse_row, read_messages
 from tlora_megatron.training.data.tokenize import (
@@ -266,3 +269,52 @@ def test_stop_tokens_are_those_of_tokenizer_and_files(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"generation_config.json must be JSON of an object, got"):
         stop_tokens(load_tokenizer(tmp_path))
+
+
+TEXTS = ["Hello  World's 12345 caf\u00e9 e\u0301\n\n x", "<|endoftext|></s> \u4f60\u597d\t!"]
+
+
+def save_qwen(directory: Path) -> None:
+    alphabet = sorted(ByteLevel.alphabet())
+    vocab = {symbol: index for index, symbol in enumerate(["<|endoftext|>", *alphabet, "He"])}
+    transformers.Qwen2Tokenizer(vocab=vocab, merges=[("H", "e")]).save_pretrained(directory)
+
+
+def set_value(file: Path, key: str, value: Any) -> None:
+    document = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps(document | {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tokenizer_class"),
+    [
+        *tokenize._KNOWN_CLASSES,
+        ("mistral", "PreTrainedTokenizerFast"),
+        ("qwen2", "PreTrainedTokenizerFast"),
+        ("llama", "LlamaTokenizer"),
+    ],
+)
+def test_class_and_ids_are_auto_tokenizer_s(
+    tmp_path: Path, model_type: str, tokenizer_class: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tokenizer_class.startswith("Qwen2"):
+        save_qwen(tmp_path)
+    else:
+        save_tiny_tokenizer(tmp_path)
+    set_value(tmp_path / "config.json", "model_type", model_type)
+    set_value(tmp_path / "tokenizer_config.json", "tokenizer_class", tokenizer_class)
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    if (model_type, tokenizer_class) in tokenize._KNOWN_CLASSES:
+        monkeypatch.setattr(transformers, "AutoTokenizer", None)
+    found = load_tokenizer(tmp_path)
+    assert type(found) is type(expected)
+    assert found(TEXTS)["input_ids"] == expected(TEXTS)["input_ids"]
+    assert found.special_tokens_map == expected.special_tokens_map
+    assert found.chat_template == expected.chat_template
+
+
+def test_code_that_comes_with_a_tokenizer_is_auto_tokenizer_s_to_refuse(tmp_path: Path) -> None:
+    save_tiny_tokenizer(tmp_path)
+    set_value(tmp_path / "config.json", "model_type", "llama")
+    set_value(tmp_path / "tokenizer_config.json", "auto_map", {"AutoTokenizer": ["a.B", None]})
+    assert tokenize._tokenizer_class(tmp_path) is None

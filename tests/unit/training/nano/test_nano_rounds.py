@@ -1,8 +1,9 @@
-"""Rounds of a run told to the controller; the trace; going on with it."""
+"""Rounds reported to the controller; the trace; going on with it."""
 
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from tlora_megatron.ops.routing import Document
 from tlora_megatron.parallel.nano.overlap import NO_LIMIT, LaneRoom
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.nano.rounds import NanoRounds, mix_key, rank_aware_cut
-from tlora_megatron.training.nano.trace import TRACE_FILE, NanoTrace
+from tlora_megatron.training.nano.trace import TRACE_FILE, NanoTrace, TraceLine, read_trace
 from tlora_megatron.training.packing.packing import Item, Placed, Round
 
 COSTS = (1.0, 0.9, 0.95, 1.0)
@@ -320,3 +321,37 @@ def test_cuts_follow_the_ranks_of_the_jobs() -> None:
     documents = [Document(slot=slot, length=32) for slot in (0, 0, 1, 1, 1, 1)]
     assert rank_aware_cut(SPEC, (job(16), job(16)))(documents, 2) == (0, 3, 6)
     assert rank_aware_cut(SPEC, (job(256), job(16)))(documents, 2) == (0, 2, 6)
+
+
+def line(step: int) -> TraceLine:
+    return TraceLine(
+        step=step, nano_batches=1, time_s=0.5, tokens=9, phase="explore", kept=1, jobs=1, mix="m"
+    )
+
+
+def test_a_disk_that_fills_up_within_a_line_spoils_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace = NanoTrace(tmp_path)
+    trace.begin()
+    trace.append(line(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (trace.path.stat().st_size + 10, hard))
+    try:
+        trace.append(line(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    trace.append(line(3))
+    assert read_trace(tmp_path) == [line(1), line(3)]
+    assert [record.message.partition(": ")[0] for record in caplog.records] == [
+        f"{trace.path} could not be written"
+    ]
+
+
+def test_a_trace_that_cannot_be_begun_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other processes wait for what the writer has to tell."""
+    (tmp_path / TRACE_FILE).mkdir()
+    NanoTrace(tmp_path).begin()
+    assert "could not be emptied" in caplog.text
