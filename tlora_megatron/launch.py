@@ -25,9 +25,9 @@ from tlora_megatron.cli.main import configure_logging, show_error, tell_of_missp
 from tlora_megatron.cli.tables import global_rank, open_console, print_run
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.ops.kernel_build import build_early
-from tlora_megatron.parallel.nano.overlap import set_queues
+from tlora_megatron.parallel.overlap import set_queues
 from tlora_megatron.runtime.ranks import is_lost_connection, join_agent, leave
-from tlora_megatron.training.run.environment import set_environment
+from tlora_megatron.training.run.determinism import set_environment
 from tlora_megatron.training.stopping.signals import STOP_SIGNALS, StopSignals
 
 if TYPE_CHECKING:
@@ -140,11 +140,11 @@ def _run(script: Path) -> None:
 
 def _leave_the_gpu_alone() -> None:
     """Has the trainer run on the CPU; its flags that need a GPU are overruled."""
-    from tlora_megatron.integrations.megatron import quiet
+    from tlora_megatron.integrations.megatron import imports
     from tlora_megatron.integrations.megatron_lm import cpu
 
     _log_once()
-    quiet.install()
+    imports.quieten()
     try:
         cpu.install()
     except ImportError as error:

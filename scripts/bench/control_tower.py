@@ -33,9 +33,8 @@ from tlora_megatron.planner.search import search
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.cluster import ClusterState, FreeGpus
 from tlora_megatron.scheduler.formation import Parts, formed
-from tlora_megatron.scheduler.jobs import Waiting
 from tlora_megatron.scheduler.policy import Changes, Rules
-from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.scheduler.queue import Waiting, WaitingQueue
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
 from tlora_megatron.sim.cluster import load_cluster
 from tlora_megatron.sim.study import Options, Study

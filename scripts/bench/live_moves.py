@@ -39,8 +39,8 @@ from tests.helpers.live_service import FloorCost
 from tests.helpers.ruled_service import RuledService
 from tlora_megatron.ops.kernel_build import build, built_library
 from tlora_megatron.service.control.pricing import pricing_of
-from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.local import LocalEngine
+from tlora_megatron.service.settings import Settings
 from tlora_megatron.training.metrics import METRICS_FILE, read_metrics
 
 MUST_DIFFER = 1e-5

@@ -32,7 +32,7 @@ from scripts.bench.harness.replayed_service import EPOCH_S, SPEEDUP, Jobs, Repla
 from scripts.bench.harness.rows import append_rows
 from scripts.bench.simulate.cases import SOURCES, Source
 from tests.helpers.fake_gang import FakeTimes
-from tlora_megatron.service.control.settings import Settings
+from tlora_megatron.service.settings import Settings
 from tlora_megatron.service.store import JobState
 from tlora_megatron.sim.cluster import load_cluster
 from tlora_megatron.sim.study import Options, Study

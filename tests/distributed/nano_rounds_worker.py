@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.parallel.nano.overlap import LaneRoom
+from tlora_megatron.parallel.overlap import LaneRoom
 from tlora_megatron.training.nano.rounds import NanoRounds
 from tlora_megatron.training.nano.trace import NanoTrace
 from tlora_megatron.training.packing.packing import Round

@@ -13,7 +13,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 from tests.helpers.deepspeed_cases import WORKER, run_cases, write_config, zero
 from tests.helpers.launch import torchrun
 from tests.helpers.scenario import losses, make_scenario
-from tlora_megatron.integrations.deepspeed.guard import OLDEST
+from tlora_megatron.integrations.deepspeed.known_keys import OLDEST
 
 _FOLDER = os.environ.get("TLORA_OLDEST_DEEPSPEED", "")
 _VERSION = ".".join(map(str, OLDEST))

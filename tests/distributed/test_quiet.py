@@ -12,8 +12,8 @@ from tests.helpers.launch import HANG_S
 
 def test_building_a_backbone_prints_nothing(repo: Path) -> None:
     code = """
-from tlora_megatron.integrations.megatron import quiet
-quiet.install()
+from tlora_megatron.integrations.megatron import imports
+imports.quieten()
 import torch
 from tests.helpers.linear_case import SPEC
 from tlora_megatron.integrations.megatron import engine, model

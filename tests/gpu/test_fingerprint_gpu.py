@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 
 from tests.helpers.launch import REPO, python
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.training.fingerprint.check import allowed_error
-from tlora_megatron.training.fingerprint.reference import make_fingerprint
 from tlora_megatron.training.formats.fingerprint_file import read_fingerprint, write_fingerprint
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
 from tlora_megatron.training.formats.hf_convert import hf_shapes
+from tlora_megatron.training.run.fingerprint import allowed_error
+from tlora_megatron.training.run.fingerprint_reference import make_fingerprint
 
 WORKER = REPO / "tests" / "distributed" / "fingerprint_worker.py"
 QUICKSTART = REPO / "configs" / "quickstart" / "base"

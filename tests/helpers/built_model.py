@@ -34,7 +34,7 @@ from tlora_megatron.ops.routing import (
     use_micro_batch,
 )
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano.cuts import (
+from tlora_megatron.parallel.nano_cuts import (
     cut_by_length,
     fill_parts,
     padded_rows,

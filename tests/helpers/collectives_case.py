@@ -16,8 +16,8 @@ from typing import NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.parallel.transport.peer_memory import Operation
-from tlora_megatron.parallel.transport.tensor_collectives import (
+from tlora_megatron.parallel.peer_memory import Operation
+from tlora_megatron.parallel.tensor_collectives import (
     TensorCollectives,
     make_tensor_collectives,
 )

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.helpers.gang_driver import GangDriver
 from tlora_megatron.service.request_log import RequestLog
-from tlora_megatron.training.driven.requests import Answer, Request
+from tlora_megatron.training.driven_requests import Answer, Request
 
 VOCABULARY = 100
 """Tokens below which the quickstart's base has all."""

@@ -26,8 +26,8 @@ from tests.helpers.ruled_service import RuledService
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.service.control.pricing import Pricing
-from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.local import LocalEngine
+from tlora_megatron.service.settings import Settings
 
 GPU_TOKENS = 180
 """The long job is half as fast again on two GPUs as on one; two small ones share one GPU freely."""

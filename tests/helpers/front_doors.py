@@ -32,7 +32,7 @@ from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.runtime.ranks import free_port
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.formats.megatron_flags import megatron_flags
-from tlora_megatron.training.run.environment import ENVIRONMENT
+from tlora_megatron.training.run.determinism import ENVIRONMENT
 
 HELPERS = Path(__file__).parent
 OWN = "own"

@@ -22,10 +22,10 @@ from typing import Any
 from tests.helpers import forked_children
 from tests.helpers.launch import HANG_S, REPO
 from tlora_megatron.service.control.controller import serve
-from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.submission import split_submissions
+from tlora_megatron.service.settings import Settings
 from tlora_megatron.service.store import JobState, NewJob, Store, open_store
 
 QUICKSTART = REPO / "configs" / "quickstart"

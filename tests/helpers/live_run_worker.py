@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tests.helpers.lean import draw_no_reports, keep_imports_from_collector
 from tlora_megatron.config.load import load_config
-from tlora_megatron.runtime import live_requests
+from tlora_megatron.runtime import controller
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.live_run import Request, RequestFolder, with_live_changes
 from tlora_megatron.training.resident.staging import Order, Stager
@@ -65,8 +65,8 @@ class WaitedStager(Stager):
 def main() -> None:
     """Runs every case; all processes take part in all of them."""
     draw_no_reports()
-    live_requests.open_folder = Script
-    live_requests.Stager = WaitedStager
+    controller.open_folder = Script
+    controller.Stager = WaitedStager
     for case in json.loads(Path(sys.argv[1]).read_text()):
         config = load_config(case["config"], case["set"], case["output_dir"])
         config, _ = with_live_changes(config)

@@ -19,10 +19,10 @@ from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.service.control.controller import Controller
 from tlora_megatron.service.control.pricing import MemoryShares, Pricing
-from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.submission import Submission
+from tlora_megatron.service.settings import Settings
 from tlora_megatron.service.store import Job, JobState, NewJob, Store, open_store
 
 TOKENS = 100

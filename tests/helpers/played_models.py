@@ -15,7 +15,7 @@ from tlora_megatron.runtime.sampling.values import PEFT_FILES
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import JobState, Store, tables
-from tlora_megatron.training.driven.requests import Answer, Request
+from tlora_megatron.training.driven_requests import Answer, Request
 from tlora_megatron.training.saving.writer import FOLDER, publish
 
 

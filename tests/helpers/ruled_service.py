@@ -12,7 +12,6 @@ from typing import Any, Self
 from tests.helpers.launch import HANG_S
 from tlora_megatron.service.control.controller import Controller
 from tlora_megatron.service.control.pricing import Pricing
-from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.submission import (
@@ -22,6 +21,7 @@ from tlora_megatron.service.prepare.submission import (
     split_submissions,
 )
 from tlora_megatron.service.prepare.validate import validate
+from tlora_megatron.service.settings import Settings
 from tlora_megatron.service.store import Job, JobState, NewJob, open_store
 
 _LOOK_S = 0.02

@@ -21,7 +21,7 @@ from tests.helpers.engine_case import (
 )
 from tests.helpers.real_gang import digests, drive
 from tests.helpers.slurm import Slurm, slurm, why_no_slurm
-from tlora_megatron.service.engines.slurm.engine import SlurmEngine, complaints
+from tlora_megatron.service.engines.slurm_engine import SlurmEngine, complaints
 from tlora_megatron.service.messages import GangFolder
 
 NEEDS_SLURM = pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm()))

@@ -21,7 +21,7 @@ from tests.helpers.served_http import ServedHttp, serving_quickstart
 from tests.helpers.tinker import client_loop
 from tests.helpers.tinker.clients import closing_clients
 from tlora_megatron.service.bases import base_section
-from tlora_megatron.service.sampling.vllm.probe import read_scores
+from tlora_megatron.service.sampling.vllm_probe import read_scores
 
 QUICKSTART = REPO / "configs" / "quickstart"
 STEPS = 6

@@ -45,7 +45,7 @@ def convert_adapter(args: argparse.Namespace) -> int:
     import torch
 
     from tlora_megatron.training.formats import peft as peft_format
-    from tlora_megatron.training.formats.peft_fit import shared_by_experts
+    from tlora_megatron.training.preparation import shared_by_experts
 
     adapter = shared_by_experts(peft_format.load_adapter(source, model=spec), str(source))
     stored = peft_format.stored_dtype(source)
@@ -209,7 +209,7 @@ def _fingerprint(
     """Scores the fingerprint's text, on a GPU if there is one."""
     import torch
 
-    from tlora_megatron.training.fingerprint.reference import make_fingerprint
+    from tlora_megatron.training.run.fingerprint_reference import make_fingerprint
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     columns = (TextColumn("fingerprint"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

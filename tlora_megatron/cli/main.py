@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import tlora_megatron
-from tlora_megatron.cli import convert, inspect, profile, simulate, train
-from tlora_megatron.cli.plan import command as plan
+from tlora_megatron.cli import convert, inspect, plan, profile, simulate, train
 from tlora_megatron.cli.service import actions, adapters, jobs, logs, serve, submit, tokens
 from tlora_megatron.cli.tables import global_rank, open_console
 from tlora_megatron.config.reader import ConfigError, nearest

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from tlora_megatron.cli.tables import global_rank, open_console
 from tlora_megatron.config.reader import must
-from tlora_megatron.integrations.megatron import quiet
+from tlora_megatron.integrations.megatron import imports
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile, profile_document
 
 _EPILOG = """\
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, *, is_main: bool) -> HardwareProfile:
-    quiet.install()
+    imports.quieten()
     import torch
 
     from tlora_megatron.profiling.profile import ProfileRequest, measure_profile

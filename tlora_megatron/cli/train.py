@@ -21,7 +21,7 @@ from tlora_megatron.cli.progress import RichProgress
 from tlora_megatron.cli.tables import global_rank, open_console, print_run
 from tlora_megatron.config.load import ignored_settings, load_config
 from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.integrations.megatron import quiet
+from tlora_megatron.integrations.megatron import imports
 from tlora_megatron.model.deployment import lay_out_world
 from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
@@ -156,7 +156,7 @@ def _train(
     config: RunConfig, signals: StopSignals, *, is_main: bool, stderr: bool
 ) -> dict[str, Any]:
     gc.disable()  # imports and the building of a model make no garbage; the loop turns it on
-    quiet.install()
+    imports.quieten()
     from tlora_megatron.runtime.controller import train_run
     from tlora_megatron.runtime.ranks import join_agent, leave_process_group
 

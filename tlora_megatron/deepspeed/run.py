@@ -20,14 +20,14 @@ from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
 from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.job_state import EvalResult
 from tlora_megatron.training.loop import Loop
-from tlora_megatron.training.run.environment import set_environment
+from tlora_megatron.training.run.determinism import set_environment
 from tlora_megatron.training.run.training_run import TrainingRun
 from tlora_megatron.training.stopping.signals import StopSignals
 from tlora_megatron.training.super_model import StepReport
 
 if TYPE_CHECKING:
     from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
-    from tlora_megatron.integrations.deepspeed.frozen_base import FrozenBase
+    from tlora_megatron.integrations.deepspeed.engine import FrozenBase
     from tlora_megatron.integrations.deepspeed.job_defaults import TrainerValues
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def read_settings(
     Raises:
         ValueError, RuntimeError: as `initialize`.
     """
-    from tlora_megatron.integrations.deepspeed.guard import check_deepspeed
+    from tlora_megatron.integrations.deepspeed.known_keys import check_deepspeed
 
     with timeline.phase("imports"):
         check_deepspeed()
@@ -89,7 +89,7 @@ def read_settings(
         raise ValueError("config must be a DeepSpeed JSON with a tlora section, got None")
     with timeline.phase("imports"):
         from tlora_megatron.integrations.deepspeed.config import load_deepspeed_config
-        from tlora_megatron.integrations.deepspeed.frozen_base import base_of_model
+        from tlora_megatron.integrations.deepspeed.engine import base_of_model
 
     overrides = list(overrides)
     if isinstance(model, str | Path):
@@ -113,7 +113,7 @@ def open_run(
     """Puts a base under DeepSpeed and the settings' jobs on it; every process must call it."""
     set_environment(settings.run.run.deterministic)
     with timeline.phase("imports"):
-        from tlora_megatron.integrations.deepspeed.frozen_base import build_base, join_processes
+        from tlora_megatron.integrations.deepspeed.engine import build_base, join_processes
 
     join_processes()
     with timeline.phase("base"):

@@ -27,7 +27,7 @@ from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear, SiteFactors
 from tlora_megatron.ops.quantised.weight import KnownRows, QuantWeight
 from tlora_megatron.ops.routing import MicroBatchView
 from tlora_megatron.parallel.collectives import Pending, all_reduce
-from tlora_megatron.parallel.nano.lanes import Lane
+from tlora_megatron.parallel.lanes import Lane
 
 
 class FoldStrategy:

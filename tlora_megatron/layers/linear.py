@@ -42,7 +42,7 @@ from tlora_megatron.parallel.collectives import (
     gather_together,
     reduce_scatter_rows,
 )
-from tlora_megatron.parallel.nano.lanes import Lane
+from tlora_megatron.parallel.lanes import Lane
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,7 @@ from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.lora.linear_ops import Base
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
-from tlora_megatron.parallel.nano.lanes import Lane, current_lane
+from tlora_megatron.parallel.lanes import Lane, current_lane
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

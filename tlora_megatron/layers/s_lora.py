@@ -34,7 +34,7 @@ from tlora_megatron.parallel.collectives import (
     all_reduce,
     reduce_scatter_rows,
 )
-from tlora_megatron.parallel.nano.lanes import Lane
+from tlora_megatron.parallel.lanes import Lane
 
 
 class SLoraStrategy:

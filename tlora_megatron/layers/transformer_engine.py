@@ -39,7 +39,7 @@ from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.lora.linear_ops import Base
 from tlora_megatron.ops.routing import MicroBatchView
-from tlora_megatron.parallel.nano.lanes import Lane
+from tlora_megatron.parallel.lanes import Lane
 
 _CLASSES = {
     "delayed": "DelayedScaling",

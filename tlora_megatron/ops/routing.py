@@ -283,7 +283,7 @@ def current_micro_batch() -> MicroBatchView | None:
 
 
 def bind_micro_batch(view: MicroBatchView | None) -> None:
-    """Binds a micro-batch until the next is bound: for nano-batches (`parallel.nano.lanes`)."""
+    """Binds a micro-batch until the next is bound: for nano-batches (`parallel.lanes`)."""
     global _current
     _current = view
 

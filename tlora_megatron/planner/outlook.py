@@ -15,8 +15,8 @@ from tlora_megatron.planner.candidate import DEPTHS, Plan, RoundDepth
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.replica_rate import CurveModel, replica_rate
-from tlora_megatron.planner.deploy.kinds import Kind, kind_by_rows, length_classes
-from tlora_megatron.planner.deploy.sampled import drawn_rounds
+from tlora_megatron.planner.deploy_kinds import Kind, kind_by_rows, length_classes
+from tlora_megatron.planner.deploy_sampled import drawn_rounds
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad
 

@@ -16,12 +16,12 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano.overlap import set_queues
+from tlora_megatron.parallel.overlap import set_queues
 from tlora_megatron.runtime.own_replica import OwnReplica, log_replicas, warn_of_sharding
 from tlora_megatron.runtime.wake import wake_device
-from tlora_megatron.training.fingerprint.check import check_base_of_run
 from tlora_megatron.training.formats.hf_convert import Rounding
-from tlora_megatron.training.run.environment import let_segments_grow, set_environment
+from tlora_megatron.training.run.determinism import let_segments_grow, set_environment
+from tlora_megatron.training.run.fingerprint import check_base_of_run
 from tlora_megatron.training.run.nano_setup import nano_settings
 from tlora_megatron.training.run.training_run import DTYPES, Linears
 from tlora_megatron.training.super_model import Engine
@@ -150,7 +150,7 @@ def import_backbone() -> None:
         ImportError: if it is missing, or needs triton.
     """
     try:
-        from tlora_megatron.integrations.megatron.lazy_compile import lazy_compile
+        from tlora_megatron.integrations.megatron.imports import lazy_compile
 
         with timeline.phase("imports"), lazy_compile():
             import tlora_megatron.integrations.megatron.engine  # noqa: F401

@@ -44,7 +44,7 @@ from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica
 from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
 from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.data.tokenize import load_tokenizer
-from tlora_megatron.training.driven.requests import Clients
+from tlora_megatron.training.driven_requests import Clients
 from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.formats.quantised import QuantisationCard, quantisation_card
 from tlora_megatron.training.job_files import JobFiles

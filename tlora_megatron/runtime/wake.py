@@ -12,7 +12,7 @@ import torch
 def wake_device() -> threading.Thread:
     """Makes this process's GPU ready on a thread; nothing happens where there is none.
 
-    What CUDA reads from the environment must be set before (`parallel.nano.overlap`).
+    What CUDA reads from the environment must be set before (`parallel.overlap`).
     Whoever uses the device later waits for this, and says what is wrong with it.
     """
     thread = threading.Thread(target=_wake, name="wake device", daemon=True)

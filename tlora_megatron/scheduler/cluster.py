@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tlora_megatron.scheduler.jobs import Group, Waiting
-from tlora_megatron.scheduler.queue import MayRun
+from tlora_megatron.scheduler.queue import Group, MayRun, Waiting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

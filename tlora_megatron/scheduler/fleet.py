@@ -15,9 +15,8 @@ from tlora_megatron.scheduler.formation import (
     speeds_in_bounds,
 )
 from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
-from tlora_megatron.scheduler.jobs import Group, Job, Member
 from tlora_megatron.scheduler.policy import Changes, Decision, RegroupCost
-from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.scheduler.queue import Group, Job, Member, WaitingQueue
 
 
 class InvariantError(RuntimeError):

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from tlora_megatron.scheduler.group_throughput import GroupRates, Kinds
-from tlora_megatron.scheduler.jobs import Group, Job, Member, Pause, Waiting
 from tlora_megatron.scheduler.policy import RegroupCost
+from tlora_megatron.scheduler.queue import Group, Job, Member, Pause, Waiting
 
 _TOLERANCE = 1e-9
 """Relative tolerance: a speed or end equal to its bound must not fail on rounding."""

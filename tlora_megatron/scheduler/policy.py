@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tlora_megatron.scheduler.cluster import ClusterState
-from tlora_megatron.scheduler.jobs import Group, Job
-from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.scheduler.queue import Group, Job, WaitingQueue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

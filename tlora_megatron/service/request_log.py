@@ -26,7 +26,7 @@ from safetensors.numpy import save
 from tlora_megatron.channel import RequestFolder
 from tlora_megatron.files import read_json, write_json
 from tlora_megatron.service.home import Home
-from tlora_megatron.training.driven.requests import Answer, Request, RequestError, check_request
+from tlora_megatron.training.driven_requests import Answer, Request, RequestError, check_request
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ class _Task(NamedTuple):
 
 
 class RequestLogs:
-    """The requests that wait in jobs' folders; `training.driven.requests.Clients`.
+    """The requests that wait in jobs' folders; `training.driven_requests.Clients`.
 
     Answers are written by a thread, in their order: the disk keeps nobody waiting.
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.jobs import Job
+from tlora_megatron.scheduler.queue import Job
 
 _FULL_TOKENS = 16_384
 """Tokens of a step for each GPU that keep it at full speed, unless a job has more."""

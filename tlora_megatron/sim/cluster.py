@@ -16,7 +16,7 @@ from tlora_megatron.planner.hardware import HardwareProfile, Link, find_profile,
 from tlora_megatron.scheduler.cluster import ClusterShape
 from tlora_megatron.scheduler.fleet import Fleet
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.jobs import Group, Job, Member
+from tlora_megatron.scheduler.queue import Group, Job, Member
 from tlora_megatron.sim.ledger import Ledger
 
 

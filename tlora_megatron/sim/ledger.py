@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tlora_megatron.scheduler.fleet import require
-from tlora_megatron.scheduler.jobs import Group, Job, Member
+from tlora_megatron.scheduler.queue import Group, Job, Member
 
 Status = Literal["finished", "failed", "cancelled", "rejected"]
 

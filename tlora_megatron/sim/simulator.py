@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from tlora_megatron.scheduler.cluster import ClusterShape
 from tlora_megatron.scheduler.fleet import require
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
 from tlora_megatron.scheduler.policy import Policy, RegroupCost
-from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting, WaitingQueue
 from tlora_megatron.sim.cluster import Clock, Events, Faults, Kind, SimulatedFleet
 from tlora_megatron.sim.ledger import Ledger
 

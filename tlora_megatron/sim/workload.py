@@ -18,7 +18,7 @@ from tlora_megatron.planner.cost.expert_adapters import expert_elements
 from tlora_megatron.planner.cost.experts import expert_split
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.jobs import Job
+from tlora_megatron.scheduler.queue import Job
 from tlora_megatron.sim.trace import Trace, TraceRow
 
 

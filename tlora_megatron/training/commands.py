@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.training.driven.requests import Clients, NoClients
+from tlora_megatron.training.driven_requests import Clients, NoClients
 from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.job_saves import StagedJob
 from tlora_megatron.training.job_state import JobState
@@ -22,7 +22,7 @@ from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.resident.agreement import Agreement, Readiness, gather_texts
 from tlora_megatron.training.resident.client_steps import RequestExecutor
 from tlora_megatron.training.resident.staging import Failed, Order, Stager
-from tlora_megatron.training.run.environment import frozen_gc
+from tlora_megatron.training.run.determinism import frozen_gc
 
 Command = Mapping[str, Any]
 """`kind`, and where it has them `job`, `body` and `seq`; all values are of JSON."""

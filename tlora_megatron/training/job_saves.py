@@ -16,7 +16,7 @@ import torch
 from tlora_megatron import timeline
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.training.driven.state import DrivenState
+from tlora_megatron.training.driven_jobs import DrivenState
 from tlora_megatron.training.events import Reports
 from tlora_megatron.training.formats.atomic_directory import NotPermitted
 from tlora_megatron.training.job_files import JobFiles

@@ -14,8 +14,8 @@ from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.row_groups import segment_sums
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano.cuts import CutDocuments, cut_by_length
-from tlora_megatron.training.driven.state import collect
+from tlora_megatron.parallel.nano_cuts import CutDocuments, cut_by_length
+from tlora_megatron.training.driven_jobs import collect
 from tlora_megatron.training.evaluation import Evaluation, Scorer
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_adapters

@@ -31,8 +31,8 @@ from scripts.bench.harness.world import is_main
 from scripts.bench.step.jobs import Mix, make_mixes
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
-from tlora_megatron.integrations.deepspeed.frozen_base import FrozenBase, build_base, join_processes
-from tlora_megatron.integrations.deepspeed.guard import check_deepspeed
+from tlora_megatron.integrations.deepspeed.engine import FrozenBase, build_base, join_processes
+from tlora_megatron.integrations.deepspeed.known_keys import check_deepspeed
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.training.super_model import SuperModel

@@ -20,7 +20,7 @@ from scripts.bench.door_cases.serving import BASE, Served, serving
 from tests.helpers.played_models import set_state
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import JobState
-from tlora_megatron.training.driven.requests import Answer, Request
+from tlora_megatron.training.driven_requests import Answer, Request
 
 ROUND_S = 0.02
 TOKENS_PER_S = 100_000.0

@@ -13,13 +13,13 @@ from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.fake_gang import FakeTimes, FakeWork
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.workload import JobLoad
-from tlora_megatron.scheduler.jobs import Job
+from tlora_megatron.scheduler.queue import Job
 from tlora_megatron.service.control.controller import Controller
 from tlora_megatron.service.control.pricing import PlannedBase, Pricing
-from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.submission import Submission
+from tlora_megatron.service.settings import Settings
 from tlora_megatron.service.store import JobState, NewJob, open_store
 from tlora_megatron.sim.study import Study
 from tlora_megatron.sim.workload import load_mix

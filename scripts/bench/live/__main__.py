@@ -54,7 +54,7 @@ from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.resident.staging import Order, Stager
-from tlora_megatron.training.run.environment import frozen_gc
+from tlora_megatron.training.run.determinism import frozen_gc
 from tlora_megatron.training.super_model import SuperModel
 
 MUST_JOIN_MS, MUST_OVER, MUST_LOST = 50.0, 0.5, 2.0

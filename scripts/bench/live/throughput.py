@@ -38,9 +38,9 @@ from tests.helpers.ruled_service import RuledService
 from tlora_megatron.append_log import LineReader
 from tlora_megatron.ops.kernel_build import build, built_library
 from tlora_megatron.service.control.pricing import pricing_of
-from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.service.messages import GangFolder
+from tlora_megatron.service.settings import Settings
 
 MUST_OVER = 3.0
 """Percent that a service may be slower."""

@@ -14,7 +14,7 @@ from scripts.bench.harness.world import out_of_time, say
 from scripts.bench.overlap.cases import Bench, Step, Variant
 from scripts.bench.overlap.check import GradientCheck
 from scripts.bench.overlap.rows import Timer, captured, row
-from tlora_megatron.parallel.transport.tensor_collectives import (
+from tlora_megatron.parallel.tensor_collectives import (
     TensorCollectives,
     make_tensor_collectives,
 )

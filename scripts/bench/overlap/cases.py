@@ -16,8 +16,8 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.parallel import collectives
-from tlora_megatron.parallel.nano.overlap import Overlap
-from tlora_megatron.parallel.transport.tensor_collectives import TensorCollectives
+from tlora_megatron.parallel.overlap import Overlap
+from tlora_megatron.parallel.tensor_collectives import TensorCollectives
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.packing.packing import PackedBatch

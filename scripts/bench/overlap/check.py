@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from scripts.bench.overlap.cases import FROZEN, NONE, Bench, Step
-from tlora_megatron.parallel.transport.tensor_collectives import TensorCollectives
+from tlora_megatron.parallel.tensor_collectives import TensorCollectives
 
 
 class GradientCheck:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.parallel.transport.copy_engine import CopyEngineCollectives
-from tlora_megatron.parallel.transport.tensor_collectives import GroupCollectives, TensorCollectives
+from tlora_megatron.parallel.copy_engine import CopyEngineCollectives
+from tlora_megatron.parallel.tensor_collectives import GroupCollectives, TensorCollectives
 
 MECHANISMS = ("copy_engine", "nccl", "nccl_4", "nccl_16", "two_shot")
 """nccl_4: NCCL with 4 blocks."""

@@ -403,10 +403,10 @@ def test_command_line_and_config_import_without_torch(repo: Path) -> None:
         f"import sys, {PACKAGE}.config, {PACKAGE}.cli.main\n"
         "heavy = {'torch', 'megatron', 'transformers', 'numpy'}\n"
         "print(*sorted({*heavy, 'sqlalchemy', 'ray'} & set(sys.modules)))\n"
-        f"import {PACKAGE}.service.store, {PACKAGE}.service.engines.slurm.engine\n"
+        f"import {PACKAGE}.service.store, {PACKAGE}.service.engines.slurm_engine\n"
         f"import {PACKAGE}.service.engines.local\n"
         f"import {PACKAGE}.service.engines.ray.engine, {PACKAGE}.service.engines.ray.agent\n"
-        f"import {PACKAGE}.service.sampling.own, {PACKAGE}.service.sampling.vllm.sampler\n"
+        f"import {PACKAGE}.service.sampling.own, {PACKAGE}.service.sampling.vllm_sampler\n"
         "print(*sorted({*heavy, 'psycopg', 'ray'} & set(sys.modules)))"
     )
     result = subprocess.run(

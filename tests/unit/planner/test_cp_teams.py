@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from scripts.bench.planner.cases import model_spec
-from tlora_megatron.cli.plan.ranking import print_teams
+from tlora_megatron.cli.plan_ranking import print_teams
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 from tlora_megatron.planner.outlook import outlook_of_teams

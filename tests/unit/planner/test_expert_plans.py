@@ -18,7 +18,7 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.planner.candidate import Plan, job_misfit, misfit, runners
 from tlora_megatron.planner.cost.cost_model import step_cost
 from tlora_megatron.planner.cost.memory import memory_use
-from tlora_megatron.planner.deploy.deploy import deploy
+from tlora_megatron.planner.deploy import deploy
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.planner.layouts import SearchSpace

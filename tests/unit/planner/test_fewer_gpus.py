@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.helpers.planner_case import HARDWARE, SPEC, job
-from tlora_megatron.cli.plan.deployments import print_idle, thriftiest
+from tlora_megatron.cli.plan_deployments import print_idle, thriftiest
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.rates import Rates

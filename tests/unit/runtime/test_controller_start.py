@@ -9,7 +9,7 @@ import pytest
 
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.runtime import backbone, controller
-from tlora_megatron.training.run.environment import ENVIRONMENT
+from tlora_megatron.training.run.determinism import ENVIRONMENT
 
 
 class Woken(Exception):

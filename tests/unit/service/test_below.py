@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tlora_megatron.service.below import UserFiles
+from tlora_megatron.files import UserFiles
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from tlora_megatron.runtime.planning.plan_inputs import base_shape
 from tlora_megatron.service.bases import declare_bases, read_bases
 from tlora_megatron.service.control.pricing import Pricing, planned_base
 from tlora_megatron.service.control.records import LiveJob, gang_spec, plan_of, stats_of, take_stats
-from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.submission import (
     Outcome,
@@ -31,6 +30,7 @@ from tlora_megatron.service.prepare.submission import (
     read_submissions,
 )
 from tlora_megatron.service.prepare.validate import validate
+from tlora_megatron.service.settings import Settings
 from tlora_megatron.service.store import JobState
 
 OUTER = {

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.launch import HANG_S
 from tlora_megatron.service.request_log import RequestLog
-from tlora_megatron.training.driven.requests import Answer, Request, RequestError
+from tlora_megatron.training.driven_requests import Answer, Request, RequestError
 
 STEP = Request(op="optim_step", params={"learning_rate": 1e-3})
 

@@ -272,9 +272,7 @@ def test_summary_is_strict_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_reading_metrics_needs_no_torch() -> None:
-    code = (
-        "import sys, tlora_megatron.training.report.report; assert not {'torch'} & set(sys.modules)"
-    )
+    code = "import sys, tlora_megatron.training.run.report; assert not {'torch'} & set(sys.modules)"
     root = Path(metrics.__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
 

@@ -17,19 +17,19 @@ from tlora_megatron.cli.service.opening import add_service_argument, service_fol
 from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.reader import must
 from tlora_megatron.scheduler.registry import DEFAULT_POLICY, POLICIES
-from tlora_megatron.service.arguments import (
+from tlora_megatron.service.bases import check_bases, declare_bases
+from tlora_megatron.service.home import Home, remember_store, store_place
+from tlora_megatron.service.settings import (
     add_keeping_arguments,
     add_sampler_arguments,
     keep_sessions_s,
     keeping_words,
     sampler_words,
 )
-from tlora_megatron.service.bases import check_bases, declare_bases
-from tlora_megatron.service.home import Home, remember_store, store_place
 
 if TYPE_CHECKING:
-    from tlora_megatron.service.control.settings import Settings
     from tlora_megatron.service.engines.protocol import GangEngine
+    from tlora_megatron.service.settings import Settings
     from tlora_megatron.service.store import Store
 
 
@@ -203,8 +203,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs the controller until a signal stops it."""
     from tlora_megatron.service.control.controller import serve
     from tlora_megatron.service.control.machines import check_hardware
-    from tlora_megatron.service.control.settings import Settings
     from tlora_megatron.service.session_files import take_up_sessions
+    from tlora_megatron.service.settings import Settings
     from tlora_megatron.service.store import open_store
 
     if args.gpus is not None and args.gpus < 1:
@@ -290,7 +290,7 @@ def _make_engine(args: argparse.Namespace, home: Home) -> GangEngine:
     if args.engine == "local":
         return _local_engine(args.gpus, home)
     if args.engine == "slurm":
-        from tlora_megatron.service.engines.slurm.engine import SlurmEngine
+        from tlora_megatron.service.engines.slurm_engine import SlurmEngine
 
         return SlurmEngine(home.root, args.gpus)
     from tlora_megatron.service.engines.ray.engine import RayEngine

@@ -39,7 +39,7 @@ from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.parallel.nano.overlap import set_queues
+from tlora_megatron.parallel.overlap import set_queues
 from tlora_megatron.training.formats.hf_checkpoint import RandomWeights
 from tlora_megatron.training.formats.hf_convert import (
     Rounding,
@@ -80,7 +80,7 @@ def initialize_parallel(
 
     Args:
         overlaps: nano-batches will hide each other's communication
-            (`parallel.nano.overlap`).
+            (`parallel.overlap`).
         deployment: unlike replicas, of one of which `layout` is; None = all are alike.
 
     Raises:

@@ -21,8 +21,8 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import built_nor
 from tlora_megatron.integrations.megatron.staggered import stagger
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano.overlap import LaneRoom, Overlap, lane_room
-from tlora_megatron.parallel.transport.tensor_collectives import (
+from tlora_megatron.parallel.overlap import LaneRoom, Overlap, lane_room
+from tlora_megatron.parallel.tensor_collectives import (
     TensorCollectives,
     make_tensor_collectives,
 )

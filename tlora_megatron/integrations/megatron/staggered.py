@@ -1,4 +1,4 @@
-"""A decoder whose nano-batches take turns through its layers (`parallel.nano.lanes`).
+"""A decoder whose nano-batches take turns through its layers (`parallel.lanes`).
 
 Blocks and layers are re-classed in place and run as they were wherever the bound micro-batch has no
 nano-batches. Layers that have `direct_sublayers` run by those; for all others the layers' own code
@@ -25,9 +25,9 @@ from tlora_megatron.integrations.megatron.layer.modules import mix
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import built_norm
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch, use_micro_batch
-from tlora_megatron.parallel.nano.lane_tape import AutogradTape, VjpTape
-from tlora_megatron.parallel.nano.lanes import Lane, current_lane
-from tlora_megatron.parallel.nano.overlap import Overlap, join, take_turns, take_turns_back
+from tlora_megatron.parallel.lane_tape import AutogradTape, VjpTape
+from tlora_megatron.parallel.lanes import Lane, current_lane
+from tlora_megatron.parallel.overlap import Overlap, join, take_turns, take_turns_back
 
 _SIGNATURE = inspect.signature(TransformerBlock.forward)
 

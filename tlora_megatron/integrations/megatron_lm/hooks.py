@@ -24,7 +24,7 @@ from tlora_megatron.integrations.megatron_lm.guard import (
     check_trainer,
     missing_package,
 )
-from tlora_megatron.parallel.nano.overlap import shown_in_order
+from tlora_megatron.parallel.overlap import shown_in_order
 from tlora_megatron.training.stopping.signals import StopSignals, exit_code
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from tlora_megatron.integrations.megatron_lm.experts import ROUTER, check_router
 from tlora_megatron.integrations.megatron_lm.guard import RULES
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.training.fingerprint.check import Precision
+from tlora_megatron.training.run.fingerprint import Precision
 
 logger = logging.getLogger(__name__)
 

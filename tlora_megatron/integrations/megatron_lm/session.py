@@ -45,11 +45,11 @@ from tlora_megatron.integrations.megatron_lm.same_model import (
     without_quantization,
 )
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.training.fingerprint.check import check_base
 from tlora_megatron.training.formats.fingerprint_file import read_fingerprint
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.packing.packing import PackedBatch, RoundShape
-from tlora_megatron.training.run.environment import set_environment
+from tlora_megatron.training.run.determinism import set_environment
+from tlora_megatron.training.run.fingerprint import check_base
 from tlora_megatron.training.run.nano_setup import nano_settings
 from tlora_megatron.training.run.training_run import DTYPES, ShardingResolver, TrainingRun
 from tlora_megatron.training.stopping.signals import StopSignals

@@ -16,7 +16,6 @@ from tlora_megatron.planner.cost.experts import check_predictable, expert_split
 from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
 from tlora_megatron.planner.cost.memory import HEAD_ROWS, ROW_TILE
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.cost.spans import Span, group_span, plan_spans
 from tlora_megatron.planner.cost.step_terms import (
     StepCost,
     fastest_split,
@@ -25,6 +24,7 @@ from tlora_megatron.planner.cost.step_terms import (
     splits,
 )
 from tlora_megatron.planner.hardware import CollectiveOp, HardwareProfile
+from tlora_megatron.planner.layouts import Span, group_span, plan_spans
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.rounds.model import LOOKED_AT, RoundModel
 from tlora_megatron.planner.rounds.packer import timed_load

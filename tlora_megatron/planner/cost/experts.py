@@ -35,7 +35,7 @@ from tlora_megatron.planner.cost.adapter_sizes import (
     dense_linears,
 )
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.cost.spans import expert_span
+from tlora_megatron.planner.layouts import expert_span
 from tlora_megatron.planner.workload import JobLoad
 
 _FP32 = 4

@@ -22,9 +22,9 @@ from tlora_megatron.planner.cost.expert_adapters import ExpertLora
 from tlora_megatron.planner.cost.experts import RoutedWork, expert_split, gate_passes
 from tlora_megatron.planner.cost.memory import ROW_TILE
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.cost.spans import plan_spans
 from tlora_megatron.planner.cost.step_terms import exposed_share, num_parts
 from tlora_megatron.planner.hardware import CollectiveOp
+from tlora_megatron.planner.layouts import plan_spans
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad
 

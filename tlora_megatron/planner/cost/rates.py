@@ -24,8 +24,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tlora_megatron.planner.cost.spans import Span
 from tlora_megatron.planner.hardware import CollectiveOp, GemmPoint, HardwareProfile, Link
+from tlora_megatron.planner.layouts import Span
 
 FITTED_CHOICES = 65536
 """Choices of experts (rows times `top_k`) in a measured micro-batch of Qwen3-30B-A3B."""

@@ -11,7 +11,7 @@ from tlora_megatron.config.reader import must, read_spec
 from tlora_megatron.config.schema import ParallelSpec, ReplicaSpec, RunConfig
 from tlora_megatron.config.sections import expand_short_form
 from tlora_megatron.planner.advice import advise
-from tlora_megatron.planner.deploy.deploy import RankedDeployment, deploy
+from tlora_megatron.planner.deploy import RankedDeployment, deploy
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.workload import LengthHistogram

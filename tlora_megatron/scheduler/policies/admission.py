@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tlora_megatron.scheduler.cluster import ClusterState
-from tlora_megatron.scheduler.jobs import Waiting
 from tlora_megatron.scheduler.policies.tentative_groups import Proposal, TentativeGroups
 from tlora_megatron.scheduler.policy import Changes
-from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.scheduler.queue import Waiting, WaitingQueue
 
 Choose = Callable[[TentativeGroups, Waiting], Proposal | None]
 """Chooses the GPUs on which a job would start; None if there are none for it."""

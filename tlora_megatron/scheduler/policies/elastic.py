@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.formation import Parts
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.jobs import Group, Job, Waiting
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
 from tlora_megatron.scheduler.policies.tlora import list_schedule
 from tlora_megatron.scheduler.policies.tlora_best import NetBenefit
 from tlora_megatron.scheduler.policy import Changes, Decision
-from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.scheduler.queue import Group, Job, Waiting, WaitingQueue
 
 _EXPECTED = 0.05
 """Added to the number of jobs that wait, so that a job never takes GPUs that bring it nothing."""

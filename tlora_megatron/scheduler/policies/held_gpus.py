@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
 from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
-from tlora_megatron.scheduler.jobs import Group, Waiting
+from tlora_megatron.scheduler.queue import Group, Waiting
 
 
 class Claims:

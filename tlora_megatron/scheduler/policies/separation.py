@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tlora_megatron.scheduler.formation import Parts
-from tlora_megatron.scheduler.jobs import Group
 from tlora_megatron.scheduler.policies.tentative_groups import Proposal, TentativeGroups
 from tlora_megatron.scheduler.policy import Rules
+from tlora_megatron.scheduler.queue import Group
 
 
 def separate(tentative: TentativeGroups, rules: Rules) -> None:

@@ -15,9 +15,9 @@ from tlora_megatron.scheduler.formation import (
     speeds_in_bounds,
 )
 from tlora_megatron.scheduler.group_throughput import Kinds, Speeds
-from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
 from tlora_megatron.scheduler.policies.held_gpus import Claims, soonest_nodes
 from tlora_megatron.scheduler.policy import Changes, Decision, Rules
+from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting
 
 _MOST_OF_FULL = 1.05
 """A group may be a little faster than the reference load that defines full speed."""

@@ -15,13 +15,12 @@ from itertools import accumulate
 
 from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.jobs import Group, Waiting
 from tlora_megatron.scheduler.policies.admission import Choose, start_alone
 from tlora_megatron.scheduler.policies.separation import grow, separate
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
 from tlora_megatron.scheduler.policies.tlora import MergeBenefit, list_schedule
 from tlora_megatron.scheduler.policy import Changes, Decision, Rules
-from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 
 _MOST_HOSTS = 8
 """Hosts tried for a job, most residual capacity first; limits the time a decision takes."""

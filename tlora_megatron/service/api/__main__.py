@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 from tlora_megatron.service.api.server import make_app, make_server, prepare_process
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.arguments import (
+from tlora_megatron.service.front import Place, listen
+from tlora_megatron.service.home import Home, store_place
+from tlora_megatron.service.settings import (
     add_keeping_arguments,
     add_sampler_arguments,
     keep_sessions_s,
     open_sampler,
 )
-from tlora_megatron.service.front import Place, listen
-from tlora_megatron.service.home import Home, store_place
 from tlora_megatron.service.store import open_store
 
 

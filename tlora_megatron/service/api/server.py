@@ -16,13 +16,13 @@ from tlora_megatron.service.api import errors
 from tlora_megatron.service.api.limits import MOST_HEADER_BYTES, LimitedProtocol, Limits
 from tlora_megatron.service.api.native import archives, history, jobs
 from tlora_megatron.service.api.openai import routes as openai
+from tlora_megatron.service.api.page import docs as reading
 from tlora_megatron.service.api.page import router as page
-from tlora_megatron.service.api.page.metrics import Latencies
-from tlora_megatron.service.api.reading import routes as reading
+from tlora_megatron.service.api.page.facts import Latencies
 from tlora_megatron.service.api.sampling import routes as sampling
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import router as tinker
-from tlora_megatron.service.api.tinker.errors import tinker_format
+from tlora_megatron.service.api.tinker.bodies import tinker_format
 
 _FORMATS: Mapping[str, errors.Format] = {tinker.PREFIX: tinker_format}
 """Beginning of a path -> the format of its errors, where it is not ours and OpenAI's."""

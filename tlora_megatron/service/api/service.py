@@ -16,11 +16,11 @@ from fastapi.concurrency import run_in_threadpool
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.config.sections import plain
 from tlora_megatron.service.api.gate import Gate
-from tlora_megatron.service.arguments import KEEP_SESSIONS_S
 from tlora_megatron.service.bases import read_bases
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.submission import base_key
 from tlora_megatron.service.sampling.sampler import InUse
+from tlora_megatron.service.settings import KEEP_SESSIONS_S
 from tlora_megatron.service.store import OverLimit, Store, StoreBusy, StoreFull, StoreUnreachable
 
 T = TypeVar("T")

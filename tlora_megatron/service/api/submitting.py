@@ -16,9 +16,9 @@ import yaml
 from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.config.sections import as_job_list, plain
 from tlora_megatron.config.source import mistake_words, parse_document
+from tlora_megatron.files import UserFiles
 from tlora_megatron.service.api.gate import Caller
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.below import UserFiles
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.submission import ASKED, Submission, split_submissions
 from tlora_megatron.service.store import Job, NewJob, NotFound, Store

@@ -12,11 +12,11 @@ from typing import Any
 from tlora_megatron.scheduler.policy import RegroupCost
 from tlora_megatron.service.control.pricing import Pricing
 from tlora_megatron.service.control.records import LiveGang, LiveJob, schedule_of
-from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.control.state import SchedulerState
 from tlora_megatron.service.engines.protocol import GangEngine
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import Command, CommandKind, GangSpec
+from tlora_megatron.service.settings import Settings
 from tlora_megatron.service.store import GangState, JobState, Progress, Store
 
 logger = logging.getLogger(__name__)

@@ -22,13 +22,13 @@ from tlora_megatron.service.control.executor import EngineLost, Executor, Guarde
 from tlora_megatron.service.control.machines import Machines
 from tlora_megatron.service.control.pricing import Pricing, pricing_of
 from tlora_megatron.service.control.recover import Watchdog, end_missing, take_over
-from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.control.show import StatusWriter
 from tlora_megatron.service.control.state import SchedulerState
 from tlora_megatron.service.engines.protocol import GangEngine
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.pool import PreparePool
 from tlora_megatron.service.prepare.submission import PrepareRules
+from tlora_megatron.service.settings import Settings
 from tlora_megatron.service.store import JobState, LockLost, Store, StoreError, open_store
 
 logger = logging.getLogger(__name__)

@@ -19,13 +19,12 @@ from typing import Any
 from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.formation import Parts, formed
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.jobs import Group, Waiting
 from tlora_megatron.scheduler.policy import Changes, Decision, RegroupCost, Rules
-from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 from tlora_megatron.scheduler.registry import WEIGH_MOVES, make_policy
 from tlora_megatron.service.control.context import Context
-from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.control.show import action_of, pause_of
+from tlora_megatron.service.settings import Settings
 
 logger = logging.getLogger(__name__)
 _MINUTE_S = 60.0

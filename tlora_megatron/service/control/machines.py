@@ -11,9 +11,9 @@ from typing import Any
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.runtime.planning.plan_inputs import plan_hardware, profile_of_gpu
 from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
-from tlora_megatron.scheduler.jobs import Pause
-from tlora_megatron.service.control.settings import Settings
+from tlora_megatron.scheduler.queue import Pause
 from tlora_megatron.service.engines.protocol import NodeInfo
+from tlora_megatron.service.settings import Settings
 
 _CPU = "cpu"
 _DRIVER = Path("/proc/driver/nvidia/gpus")

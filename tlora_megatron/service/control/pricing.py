@@ -20,11 +20,11 @@ from tlora_megatron.planner.hardware import HardwareProfile, Link
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.planning.plan_inputs import base_shape
 from tlora_megatron.scheduler.group_throughput import CalibratedSpeeds, GroupThroughput
-from tlora_megatron.scheduler.jobs import Job
+from tlora_megatron.scheduler.queue import Job
 from tlora_megatron.service.control.machines import Machines, hardware_profile
 from tlora_megatron.service.control.records import ALONE, LiveJob
-from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.protocol import NodeInfo
+from tlora_megatron.service.settings import Settings
 from tlora_megatron.sim.workload import Patience, state_bytes, weights_bytes
 
 _NETWORK = Link(bytes_per_s=2.2e10, latency_s=2.0e-5)

@@ -16,12 +16,11 @@ from typing import Any, Literal
 
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.scheduler.jobs import Job
-from tlora_megatron.scheduler.queue import coarse_load
+from tlora_megatron.scheduler.queue import Job, coarse_load
 from tlora_megatron.service.control.actions import GangNow, Phase
-from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.messages import GangSpec, JobOrder
 from tlora_megatron.service.prepare.submission import ASKED, Submission
+from tlora_megatron.service.settings import Settings
 from tlora_megatron.service.store import Job as JobRow
 from tlora_megatron.service.store import JobState
 

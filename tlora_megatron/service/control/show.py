@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.scheduler.jobs import Group, Job, Member
+from tlora_megatron.scheduler.queue import Group, Job, Member
 from tlora_megatron.service.control.context import Context
 from tlora_megatron.service.control.records import LiveGang, LiveJob
 

@@ -14,9 +14,8 @@ from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.scheduler.fleet import Fleet, InvariantError
 from tlora_megatron.scheduler.formation import Parts, formed
 from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
-from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
 from tlora_megatron.scheduler.policy import Decision, RegroupCost
-from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting, WaitingQueue
 from tlora_megatron.service.control.actions import Target
 from tlora_megatron.service.control.machines import (
     Machines,

@@ -25,7 +25,7 @@ from tlora_megatron.runtime.ranks import describe_failure, is_lost_connection, l
 from tlora_megatron.service.engines.protocol import HOST_VARIABLE
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import EventKind, GangFolder, GangSpec
-from tlora_megatron.service.sampling.vllm.probe import (
+from tlora_megatron.service.sampling.vllm_probe import (
     MOST_TOKENS,
     TEXT,
     BaseScores,
@@ -226,9 +226,9 @@ class RankProcess:
 
 def import_all() -> None:
     """Imports all that a rank needs; starts no thread and does not touch a GPU."""
-    from tlora_megatron.integrations.megatron import quiet
+    from tlora_megatron.integrations.megatron import imports
 
-    quiet.install()
+    imports.quieten()
     import tlora_megatron.runtime.resident
     import tlora_megatron.service.request_log
     import tlora_megatron.service.worker.read_order  # noqa: F401

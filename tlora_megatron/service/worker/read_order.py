@@ -9,7 +9,7 @@ from typing import Any
 
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.config.sections import read_job
-from tlora_megatron.service.below import UserFiles
+from tlora_megatron.files import UserFiles
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import JobOrder
 from tlora_megatron.training.data.job_data import TokenCache

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.host_copy import to_device
-from tlora_megatron.parallel.nano.cuts import CutDocuments, RowCosts, cut_by_length
-from tlora_megatron.parallel.nano.overlap import LaneRoom
-from tlora_megatron.parallel.transport.tensor_collectives import DEFAULT_MAX_BYTES, Kind
+from tlora_megatron.parallel.nano_cuts import CutDocuments, RowCosts, cut_by_length
+from tlora_megatron.parallel.overlap import LaneRoom
+from tlora_megatron.parallel.tensor_collectives import DEFAULT_MAX_BYTES, Kind
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.nano.controller import (
     AimdController,

@@ -1,4 +1,4 @@
-"""Packs a round's micro-batches once more as they run in nano-batches (`parallel.nano.cuts`)."""
+"""Packs a round's micro-batches once more as they run in nano-batches (`parallel.nano_cuts`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.routing import Document, join_nano_batches, pack_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano.cuts import (
+from tlora_megatron.parallel.nano_cuts import (
     CutDocuments,
     cut_by_length,
     cut_to_fit,

@@ -228,7 +228,7 @@ class SplitBatch(NamedTuple):
     """A micro-batch's items in nano-batches, each padded on its own."""
 
     batch: PackedBatch
-    """Rows of the nano-batches in the order of `parallel.nano.cuts`."""
+    """Rows of the nano-batches in the order of `parallel.nano_cuts`."""
     places: torch.Tensor
     """Row of `batch` for every row of the items in packed order, int64."""
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tlora_megatron.model.cp_dispatch import CpRates, CpTeam
 from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano.cuts import CutDocuments
+from tlora_megatron.parallel.nano_cuts import CutDocuments
 from tlora_megatron.training.packing.nano_batch_packer import NanoBatchPacker
 from tlora_megatron.training.packing.packing import (
     Item,

@@ -15,7 +15,8 @@ import torch
 from tlora_megatron.config.job import OptimizerSpec
 from tlora_megatron.config.sections import read_job
 from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.training.driven.requests import (
+from tlora_megatron.training.driven_jobs import NO_DATA, DrivenState, OpenPlan, gathered, judge
+from tlora_megatron.training.driven_requests import (
     AdamParams,
     Answer,
     Clients,
@@ -23,7 +24,6 @@ from tlora_megatron.training.driven.requests import (
     RequestError,
     check_request,
 )
-from tlora_megatron.training.driven.state import NO_DATA, DrivenState, OpenPlan, gathered, judge
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_adapters
 from tlora_megatron.training.preparation import PreparedJob, start_job

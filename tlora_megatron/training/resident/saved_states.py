@@ -14,8 +14,8 @@ import torch
 
 from tlora_megatron.layers.slab import Fill
 from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.training.driven.requests import Answer, Category, Clients, Request
-from tlora_megatron.training.driven.state import DrivenState
+from tlora_megatron.training.driven_jobs import DrivenState
+from tlora_megatron.training.driven_requests import Answer, Category, Clients, Request
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.saving.saver import Target

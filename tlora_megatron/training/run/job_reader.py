@@ -12,7 +12,7 @@ from tlora_megatron.model.backbone import check_block_sizes
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.data.job_data import CachedData, TokenCache, TokenizerFolder
-from tlora_megatron.training.driven.state import NO_DATA
+from tlora_megatron.training.driven_jobs import NO_DATA
 from tlora_megatron.training.formats.quantised import (
     check_same_base,
     quantisation_card,

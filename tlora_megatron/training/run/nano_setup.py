@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.transport.tensor_collectives import DEFAULT_MAX_BYTES
+from tlora_megatron.parallel.tensor_collectives import DEFAULT_MAX_BYTES
 from tlora_megatron.training.nano.rounds import NanoRounds, NanoSettings
 from tlora_megatron.training.nano.trace import NanoTrace
 from tlora_megatron.training.super_model import SuperModel

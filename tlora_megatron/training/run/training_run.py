@@ -40,7 +40,6 @@ from tlora_megatron.training.metrics import write_summary
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob, start_job
-from tlora_megatron.training.report.report import Report
 from tlora_megatron.training.round_timing import RateCorrection, RoundTiming, read_correction
 from tlora_megatron.training.run.determinism import (
     check_deterministic,
@@ -56,6 +55,7 @@ from tlora_megatron.training.run.output_dir import (
     make_output_dir,
 )
 from tlora_megatron.training.run.reading import check_agreement
+from tlora_megatron.training.run.report import Report
 from tlora_megatron.training.run.summary import run_times, summarize, summarize_nano_batches
 from tlora_megatron.training.stopping.run_watch import RunWatch
 from tlora_megatron.training.stopping.signals import StopSignals

@@ -17,7 +17,7 @@ from tests.helpers.deepspeed_json import load, section
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.deepspeed.config import load_deepspeed_config
-from tlora_megatron.integrations.deepspeed.guard import check_version
+from tlora_megatron.integrations.deepspeed.known_keys import check_version
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -33,8 +33,11 @@ from tlora_megatron.integrations.deepspeed.discover import (
     model_spec,
     prepare_linear,
 )
-from tlora_megatron.integrations.deepspeed.engine import check_packing, prepare_output_layer
-from tlora_megatron.integrations.deepspeed.frozen_base import build_base
+from tlora_megatron.integrations.deepspeed.engine import (
+    build_base,
+    check_packing,
+    prepare_output_layer,
+)
 from tlora_megatron.integrations.deepspeed.model import (
     check_finite,
     refuse_adapters,

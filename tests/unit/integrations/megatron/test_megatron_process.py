@@ -14,8 +14,8 @@ import torch
 from megatron.core import parallel_state
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.integrations.megatron import quiet
-from tlora_megatron.integrations.megatron.lazy_compile import lazy_compile
+from tlora_megatron.integrations.megatron import imports
+from tlora_megatron.integrations.megatron.imports import lazy_compile
 from tlora_megatron.integrations.megatron.process_groups import _grids_of, lay_out_replicas
 from tlora_megatron.model.deployment import Deployment
 
@@ -85,7 +85,7 @@ def _restored() -> Iterator[None]:
 def _heard(message: str, category: type[Warning], module: str) -> bool:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        quiet.install()
+        imports.quieten()
         warnings.warn_explicit(message, category, "somewhere.py", 1, module=module)
     return bool(caught)
 
@@ -136,8 +136,8 @@ def test_only_the_known_warnings_are_silent(
 
 
 def test_only_the_known_log_record_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    quiet.install()
-    quiet.install()
+    imports.quieten()
+    imports.quieten()
     logger = logging.getLogger(GPT_MODEL)
     logger.warning("GPTModel IS DEPRECATED. GPTModel is only accepting %s.", "fixes")
     logger.warning("GPTModel has no layers")

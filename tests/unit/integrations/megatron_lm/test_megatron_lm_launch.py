@@ -15,7 +15,7 @@ import torch
 from tlora_megatron import launch
 from tlora_megatron.integrations.megatron.cpu import NoStream
 from tlora_megatron.integrations.megatron_lm import cpu, hooks
-from tlora_megatron.training.run.environment import ENVIRONMENT
+from tlora_megatron.training.run.determinism import ENVIRONMENT
 
 
 @pytest.mark.parametrize("words", [[], ["--lr", "1"], ["nowhere.py"], ["--cpu"]])

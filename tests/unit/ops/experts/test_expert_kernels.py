@@ -22,7 +22,7 @@ from tests.helpers.expert_branch import (
     units_reference,
 )
 from tests.helpers.outer_case import outer_case
-from tlora_megatron.ops.experts import outer
+from tlora_megatron.ops.experts import choice
 from tlora_megatron.ops.experts.branch import PlacedRows, TorchExpertOps
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -96,18 +96,18 @@ def test_kernels_compute_factors_that_experts_share(num_rows: int) -> None:
         (case.call.journey.runs, first.own, other.own, case.d_first, torch.ones_like(case.d_first)),
     ):
         s = kernels.shrink(x, runs, side, first.width)
-        expected = outer.shrink(x, runs, side, first.width)
+        expected = choice.shrink(x, runs, side, first.width)
         torch.testing.assert_close(s, expected, rtol=1e-5, atol=1e-5)
         if runs is case.call.tokens:
-            outer.scale(expected, runs, first)
+            choice.scale(expected, runs, first)
             torch.testing.assert_close(kernels.scale(s, runs, first.scaling), expected)
         s, also = s.clone(), y.clone()
         kernels.expand(s, y, runs, side)
-        outer.expand(s, also, runs, side)
+        choice.expand(s, also, runs, side)
         torch.testing.assert_close(y, also, rtol=1e-5, atol=1e-5)
         kernels.add_gradients(s, x, runs, side)
         assert any(target.grad.any() for target in itertools.chain(*side.targets))
-        outer.add_gradients(s, x, runs, twin_side)
+        choice.add_gradients(s, x, runs, twin_side)
         for target, same in zip(
             itertools.chain(*side.targets), itertools.chain(*twin_side.targets), strict=True
         ):

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.expert_branch import check_close
 from tests.helpers.outer_case import definition, outer_case, results
-from tlora_megatron.ops.experts.outer import token_runs
+from tlora_megatron.ops.experts.choice import token_runs
 
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 """Of bfloat16: rank columns are rounded where they are made, summed and scaled."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.helpers.layout_sites import SPEC
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.ops.routing import Document
-from tlora_megatron.parallel.nano.cuts import TOLERANCE, RowCosts, balanced_cuts
+from tlora_megatron.parallel.nano_cuts import TOLERANCE, RowCosts, balanced_cuts
 
 
 @pytest.mark.parametrize(

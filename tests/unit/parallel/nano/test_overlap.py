@@ -12,9 +12,9 @@ import torch
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel import host_threads as module
 from tlora_megatron.parallel.host_threads import host_threads
-from tlora_megatron.parallel.nano.lane_tape import SideStream
-from tlora_megatron.parallel.nano.lanes import Lane, current_lane
-from tlora_megatron.parallel.nano.overlap import (
+from tlora_megatron.parallel.lane_tape import SideStream
+from tlora_megatron.parallel.lanes import Lane, current_lane
+from tlora_megatron.parallel.overlap import (
     NO_LIMIT,
     VARIABLE,
     LaneRoom,
@@ -23,7 +23,7 @@ from tlora_megatron.parallel.nano.overlap import (
     shown_in_order,
     take_turns,
 )
-from tlora_megatron.parallel.transport.tensor_collectives import SkippedCollectives
+from tlora_megatron.parallel.tensor_collectives import SkippedCollectives
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import torch
 
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.ops.lora.cuda_arguments import ExchangeArguments
-from tlora_megatron.parallel.transport import copy_engine, tensor_collectives
-from tlora_megatron.parallel.transport.copy_engine import CopyEngineCollectives, encoded
-from tlora_megatron.parallel.transport.peer_memory import Copy, Exchange, Lane, Place, Sum
-from tlora_megatron.parallel.transport.tensor_collectives import (
+from tlora_megatron.parallel import copy_engine, tensor_collectives
+from tlora_megatron.parallel.copy_engine import CopyEngineCollectives, encoded
+from tlora_megatron.parallel.peer_memory import Copy, Exchange, Lane, Place, Sum
+from tlora_megatron.parallel.tensor_collectives import (
     SkippedCollectives,
     make_tensor_collectives,
 )

@@ -11,7 +11,6 @@ from tests.helpers.planner_case import FREE_LORA, HARDWARE, SPEC, job
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import OPTIMIZER_BYTES, CostModel, step_cost
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.cost.spans import Span
 from tlora_megatron.planner.cost.step_terms import TERMS, StepCost
 from tlora_megatron.planner.hardware import (
     AttentionPoint,
@@ -21,6 +20,7 @@ from tlora_megatron.planner.hardware import (
     HostCost,
     Link,
 )
+from tlora_megatron.planner.layouts import Span
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 

@@ -13,8 +13,8 @@ from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import step_cost
 from tlora_megatron.planner.cost.rates import over_nodes_s
-from tlora_megatron.planner.cost.spans import PlanSpans, Span, plan_spans
 from tlora_megatron.planner.hardware import Link, load_profile
+from tlora_megatron.planner.layouts import PlanSpans, Span, plan_spans
 from tlora_megatron.planner.workload import LengthHistogram
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tlora_megatron.planner.deploy.deploy import Problem, best_counts
-from tlora_megatron.planner.deploy.kinds import divide
+from tlora_megatron.planner.deploy import Problem, best_counts
+from tlora_megatron.planner.deploy_kinds import divide
 
 
 def problem(seed: int, num_gpus: int, kinds: int = 5, classes: int = 6) -> Problem:

@@ -13,8 +13,8 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.replica_rate import CurveModel
-from tlora_megatron.planner.deploy.deploy import MARGIN, DeploymentResult, deploy
-from tlora_megatron.planner.deploy.kinds import (
+from tlora_megatron.planner.deploy import MARGIN, DeploymentResult, deploy
+from tlora_megatron.planner.deploy_kinds import (
     all_kinds,
     classes_of,
     kinds_by_rows,

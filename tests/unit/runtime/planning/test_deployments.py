@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.planner_case import HARDWARE
 from tlora_megatron.cli.main import main
-from tlora_megatron.cli.plan.deployments import deployments_document
+from tlora_megatron.cli.plan_deployments import deployments_document
 from tlora_megatron.cli.planner_options import planned_overrides
 from tlora_megatron.cli.profile import profile_json
 from tlora_megatron.config.load import load_config
@@ -18,8 +18,8 @@ from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.model.deployment import Deployment, ReplicaLayout
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.planner.deploy.deploy import DeploymentResult, RankedDeployment, deploy
-from tlora_megatron.planner.deploy.sampled import Replicas
+from tlora_megatron.planner.deploy import DeploymentResult, RankedDeployment, deploy
+from tlora_megatron.planner.deploy_sampled import Replicas
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.planning import deployments

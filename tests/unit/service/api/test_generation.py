@@ -15,11 +15,6 @@ import pytest
 from tests.helpers.http_service import BASE, Door, bearer, listening, open_door
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.runtime.sampling.values import Piece, Prompt
-from tlora_megatron.service.arguments import (
-    add_sampler_arguments,
-    open_sampler,
-    sampler_words,
-)
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.sampling.own import OwnSampler
 from tlora_megatron.service.sampling.sampler import (
@@ -27,7 +22,12 @@ from tlora_megatron.service.sampling.sampler import (
     SamplingRefused,
     StreamingSampler,
 )
-from tlora_megatron.service.sampling.vllm.sampler import VllmSampler
+from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
+from tlora_megatron.service.settings import (
+    add_sampler_arguments,
+    open_sampler,
+    sampler_words,
+)
 
 
 class Scripted(StreamingSampler):

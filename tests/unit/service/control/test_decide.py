@@ -8,13 +8,12 @@ import pytest
 
 from tests.helpers.floor_model import FREE, World
 from tlora_megatron.scheduler.formation import Parts, formed
-from tlora_megatron.scheduler.jobs import Group, Waiting
 from tlora_megatron.scheduler.policy import Decision, RegroupCost
-from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 from tlora_megatron.service.control.decide import MoveLimiter, bundles
 from tlora_megatron.service.control.machines import Machines
-from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.protocol import NodeInfo
+from tlora_megatron.service.settings import Settings
 
 CHEAP = RegroupCost(admit_s=0.0, replan_s=1.0, weights_bytes_per_s=1e12)
 DEAR = replace(CHEAP, replan_s=1000.0)

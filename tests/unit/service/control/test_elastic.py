@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.live_service import LiveService, folder_in_memory
-from tlora_megatron.scheduler.jobs import Pause
 from tlora_megatron.scheduler.policy import Decision
+from tlora_megatron.scheduler.queue import Pause
 
 
 @pytest.fixture

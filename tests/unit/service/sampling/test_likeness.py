@@ -17,7 +17,7 @@ from tests.helpers.http_service import listening
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, TokenLogprob
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.sampling.sampler import SamplingRefused
-from tlora_megatron.service.sampling.vllm.probe import (
+from tlora_megatron.service.sampling.vllm_probe import (
     TEXT,
     BaseScores,
     Probe,
@@ -25,8 +25,8 @@ from tlora_megatron.service.sampling.vllm.probe import (
     dtype_of_logits,
     write_scores,
 )
-from tlora_megatron.service.sampling.vllm.sampler import VllmSampler
-from tlora_megatron.service.sampling.vllm.server import Server
+from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
+from tlora_megatron.service.sampling.vllm_server import Server
 
 DTYPES = ("float32", "float16", "bfloat16")
 

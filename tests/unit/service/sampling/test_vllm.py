@@ -16,8 +16,8 @@ from tests.helpers.fake_vllm import make_app
 from tests.helpers.http_service import listening
 from tlora_megatron.runtime.sampling.values import Prompt, SamplingParams, TokenLogprob
 from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
-from tlora_megatron.service.sampling.vllm.sampler import VllmSampler
-from tlora_megatron.service.sampling.vllm.server import Server, VllmSettings
+from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
+from tlora_megatron.service.sampling.vllm_server import Server, VllmSettings
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_vllm")
 Log = list[tuple[str, str]]

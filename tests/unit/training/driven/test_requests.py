@@ -10,14 +10,14 @@ import torch
 
 from tlora_megatron.ops.frozen.losses import KINDS
 from tlora_megatron.training.data.tokenize import TokenSequence
-from tlora_megatron.training.driven.requests import (
+from tlora_megatron.training.driven_jobs import items_of
+from tlora_megatron.training.driven_requests import (
     LOSSES,
     AdamParams,
     Request,
     RequestError,
     check_request,
 )
-from tlora_megatron.training.driven.state import items_of
 from tlora_megatron.training.packing.packing import Item, Placed, fill_rows, pack
 from tlora_megatron.training.packing.row_arrays import join_rows
 

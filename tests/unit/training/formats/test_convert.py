@@ -16,7 +16,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.helpers.tiny_models import make_tiny_model
 from tlora_megatron.cli.main import main
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.training.fingerprint.check import relative_error
 from tlora_megatron.training.formats.fingerprint_file import read_fingerprint
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
 from tlora_megatron.training.formats.megatron_checkpoint import (
@@ -24,6 +23,7 @@ from tlora_megatron.training.formats.megatron_checkpoint import (
     write_megatron_checkpoint,
 )
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments, megatron_flags
+from tlora_megatron.training.run.fingerprint import relative_error
 
 REPO = Path(__file__).parents[2]
 

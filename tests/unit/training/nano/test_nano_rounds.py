@@ -15,7 +15,7 @@ import torch
 from tests.helpers.layout_sites import SPEC
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.ops.routing import Document
-from tlora_megatron.parallel.nano.overlap import NO_LIMIT, LaneRoom
+from tlora_megatron.parallel.overlap import NO_LIMIT, LaneRoom
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.nano.rounds import NanoRounds, mix_key, rank_aware_cut
 from tlora_megatron.training.nano.trace import TRACE_FILE, NanoTrace, TraceLine, read_trace

@@ -12,7 +12,7 @@ import torch
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.routing import Document, join_nano_batches, pack_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano.cuts import (
+from tlora_megatron.parallel.nano_cuts import (
     cut_by_length,
     cut_to_fit,
     fill_parts,

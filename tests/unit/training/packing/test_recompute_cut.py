@@ -18,7 +18,7 @@ from tlora_megatron.model.cp_dispatch import CpRates, CpTeam
 from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.model.layout import ParallelLayout, RecomputeTable
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano.cuts import cut_by_length
+from tlora_megatron.parallel.nano_cuts import cut_by_length
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import (
     Item,

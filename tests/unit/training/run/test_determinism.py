@@ -26,12 +26,14 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.training.formats.quantised import QuantisationCard
 from tlora_megatron.training.run import determinism
 from tlora_megatron.training.run.determinism import (
+    ENVIRONMENT,
     FILE_NAME,
     check_deterministic,
     keep_fingerprints,
+    let_segments_grow,
     run_fingerprint,
+    set_environment,
 )
-from tlora_megatron.training.run.environment import ENVIRONMENT, let_segments_grow, set_environment
 
 CPU = torch.device("cpu")
 
@@ -102,8 +104,8 @@ def test_on_cpus_a_library_that_looks_at_the_number_of_rows_is_refused(
 def test_rows_of_wide_products_do_not_depend_on_their_number() -> None:
     """In a process of its own: MKL reads its environment once."""
     lines = (
-        "from tlora_megatron.training.run import determinism, environment",
-        "environment.set_environment(True)",
+        "from tlora_megatron.training.run import determinism",
+        "determinism.set_environment(True)",
         "determinism._check_rows([(256, 700), (1024, 64), (2048, 256)], determinism.torch.float32)",
     )
     subprocess.run([sys.executable, "-c", "; ".join(lines)], check=True, timeout=HANG_S)

@@ -4,7 +4,7 @@ Where adapters share a factor, rows go to their experts with rank columns behind
 results come back with some: the dispatcher carries both at once, and its sums over a row's experts,
 and over the ranks that cut an expert, are those that the columns want. The shared factor multiplies
 this rank's rows, before they go and after they have come back. Between there and here each of the
-experts' linears adds its own factor's part. What is computed is `ops.experts.outer`.
+experts' linears adds its own factor's part. What is computed is `ops.experts.choice`.
 
 Layout: this rank's rows, so under sequence parallelism a part of the micro-batch's; gradients of
 shared factors are sums over these. Collectives are the dispatcher's, with C columns more a row.
@@ -38,8 +38,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, PlacedRows
+from tlora_megatron.ops.experts.choice import add_gradients, expand, scale, shrink
 from tlora_megatron.ops.experts.factors import OuterFactors, OuterSide
-from tlora_megatron.ops.experts.outer import add_gradients, expand, scale, shrink
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.routing import MicroBatchView
 from tlora_megatron.parallel.collectives import gather_rows

@@ -34,9 +34,16 @@ from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import MultiAdapter
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, PlacedRows, add_biases
-from tlora_megatron.ops.experts.choice import InputSums, expert_linear, expert_linear_dgrad
+from tlora_megatron.ops.experts.choice import (
+    InputSums,
+    add_gradients,
+    expand,
+    expert_linear,
+    expert_linear_dgrad,
+    scale,
+    shrink,
+)
 from tlora_megatron.ops.experts.factors import OuterFactors
-from tlora_megatron.ops.experts.outer import add_gradients, expand, scale, shrink
 from tlora_megatron.ops.experts.rows import ExpertRows
 from tlora_megatron.ops.frozen.parts import Vjp, swiglu, swiglu_vjp
 from tlora_megatron.ops.routing import MicroBatchView

@@ -40,7 +40,7 @@ from tlora_megatron.layers.linear import LinearLayout
 from tlora_megatron.layers.multi_adapter import reduced
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.ops.experts.branch import PlacedRows, weights_grad
-from tlora_megatron.ops.experts.outer import token_runs
+from tlora_megatron.ops.experts.choice import token_runs
 from tlora_megatron.ops.experts.rows import (
     ExpertRows,
     RowSlots,
@@ -52,7 +52,7 @@ from tlora_megatron.ops.experts.rows import (
 from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.collectives import ExpertExchange, Journey
-from tlora_megatron.parallel.nano.lanes import Lane
+from tlora_megatron.parallel.lanes import Lane
 
 
 class FrozenExperts(nn.Module):

@@ -33,8 +33,8 @@ from tlora_megatron.ops.frozen.rms_norm import Beside, norm_into
 from tlora_megatron.ops.quantised.rows import pass_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.routing import MicroBatchView, bind_current
-from tlora_megatron.parallel.nano.lane_tape import VjpSublayer, VjpTape
-from tlora_megatron.parallel.nano.lanes import Lane
+from tlora_megatron.parallel.lane_tape import VjpSublayer, VjpTape
+from tlora_megatron.parallel.lanes import Lane
 
 Inner = Callable[[Tensor, MicroBatchView, Lane | None], tuple[Tensor, Vjp]]
 Restore = Callable[[], None]

@@ -42,7 +42,7 @@ from tlora_megatron.layers.quantised_linear import held_codes
 from tlora_megatron.layers.transformer_engine import replay_autocast
 from tlora_megatron.ops.frozen.parts import Vjp, swiglu_vjp
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
-from tlora_megatron.parallel.nano.lanes import Lane, current_lane
+from tlora_megatron.parallel.lanes import Lane, current_lane
 
 
 class LateReasons:

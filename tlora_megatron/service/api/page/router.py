@@ -27,8 +27,7 @@ from starlette.concurrency import run_in_threadpool
 from tlora_megatron.service.api.errors import ApiError, missing
 from tlora_megatron.service.api.gate import Caller, Reader, Scraper
 from tlora_megatron.service.api.page import views
-from tlora_megatron.service.api.page.facts import Facts, Viewer, read_curve, read_facts
-from tlora_megatron.service.api.page.metrics import exposition
+from tlora_megatron.service.api.page.facts import Facts, Viewer, exposition, read_curve, read_facts
 from tlora_megatron.service.api.page.views import PARTS, decision_page, jobs_of
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.store import NotFound, StoreError

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tlora_megatron.service.api.tinker.errors import Refused, UnknownId
+from tlora_megatron.service.api.tinker.bodies import Refused, UnknownId
 from tlora_megatron.service.api.tinker.names import Kind, ModelId, TinkerPath
 from tlora_megatron.service.home import Home, remove_folder
 from tlora_megatron.service.sampling.sampler import InUse

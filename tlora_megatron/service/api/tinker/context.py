@@ -13,15 +13,15 @@ from fastapi.responses import JSONResponse
 
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.api.tinker.bodies import Gone, Refused, UnknownId
 from tlora_megatron.service.api.tinker.checkpoints import EPHEMERAL, Checkpoints, path_of
-from tlora_megatron.service.api.tinker.errors import Gone, Refused, UnknownId
 from tlora_megatron.service.api.tinker.names import ModelId, RequestId, SamplerId, check_session
 from tlora_megatron.service.api.tinker.protobuf import MEDIA_TYPE, encode_pass
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import Job, JobState, Model, NotFound, Sampler, Session, Store
 from tlora_megatron.service.store.sessions import Sessions
-from tlora_megatron.training.driven.requests import Answer
+from tlora_megatron.training.driven_requests import Answer
 
 Content = bytes | Mapping[str, Any]
 """A result: protobuf, or JSON."""

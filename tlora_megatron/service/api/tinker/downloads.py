@@ -25,9 +25,9 @@ from fastapi.responses import Response, StreamingResponse
 from tlora_megatron.files import write_atomic
 from tlora_megatron.service.api.gate import Reader
 from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.api.tinker.bodies import NotSigned, TinkerRoute, UnknownId
 from tlora_megatron.service.api.tinker.checkpoints import Saved
 from tlora_megatron.service.api.tinker.context import TenantContext
-from tlora_megatron.service.api.tinker.errors import NotSigned, TinkerRoute, UnknownId
 from tlora_megatron.service.home import Home
 
 LIVES_S = 3600.0

@@ -15,12 +15,12 @@ from tlora_megatron.service.api.gate import Caller, Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting import check_setting, submit
 from tlora_megatron.service.api.tinker import bodies
+from tlora_megatron.service.api.tinker.bodies import Refused, TinkerRoute
 from tlora_megatron.service.api.tinker.context import (
     TenantContext,
     architecture_of,
     positions_of,
 )
-from tlora_megatron.service.api.tinker.errors import Refused, TinkerRoute
 from tlora_megatron.service.api.tinker.names import ModelId, RequestId
 from tlora_megatron.service.api.tinker.sessions import is_local, leave
 from tlora_megatron.service.store import Job, Model

@@ -14,7 +14,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tlora_megatron.service.api.tinker.errors import UnknownId
+from tlora_megatron.service.api.tinker.bodies import UnknownId
 from tlora_megatron.service.store import Model
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tlora_megatron.service.api.tinker.errors import Refused, WireError
-from tlora_megatron.training.driven.requests import Request
+from tlora_megatron.service.api.tinker.bodies import Refused, WireError
+from tlora_megatron.training.driven_requests import Request
 
 if TYPE_CHECKING:
     from tlora_megatron.runtime.sampling.values import Answer, TokenLogprob

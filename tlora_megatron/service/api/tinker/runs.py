@@ -10,9 +10,9 @@ from fastapi import APIRouter
 from tlora_megatron.service.api.gate import Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
+from tlora_megatron.service.api.tinker.bodies import TinkerRoute
 from tlora_megatron.service.api.tinker.checkpoints import Saved
 from tlora_megatron.service.api.tinker.context import TenantContext
-from tlora_megatron.service.api.tinker.errors import TinkerRoute
 from tlora_megatron.service.api.tinker.names import Kind
 from tlora_megatron.service.store import JobState, Model
 

@@ -25,9 +25,9 @@ from tlora_megatron.files import write_atomic
 from tlora_megatron.service.api.gate import Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
+from tlora_megatron.service.api.tinker.bodies import Gone, Refused, TinkerRoute, UnknownId
 from tlora_megatron.service.api.tinker.checkpoints import Saved
 from tlora_megatron.service.api.tinker.context import Content, TenantContext, Waiting
-from tlora_megatron.service.api.tinker.errors import Gone, Refused, TinkerRoute, UnknownId
 from tlora_megatron.service.api.tinker.names import RequestId, SamplerId
 from tlora_megatron.service.api.tinker.protobuf import encode_sample
 from tlora_megatron.service.home import make_folder

@@ -16,15 +16,15 @@ from fastapi import APIRouter, Request
 from tlora_megatron.service.api.gate import Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
+from tlora_megatron.service.api.tinker.bodies import TinkerRoute
 from tlora_megatron.service.api.tinker.checkpoints import KEPT_FOR_SAMPLERS
 from tlora_megatron.service.api.tinker.context import TenantContext, positions_of
-from tlora_megatron.service.api.tinker.errors import TinkerRoute
 from tlora_megatron.service.api.tinker.names import new_session
 from tlora_megatron.service.api.tinker.sampling import sweep_samples
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import IllegalChange, Model, Session, StoreError
-from tlora_megatron.training.driven.requests import Op
-from tlora_megatron.training.driven.requests import Request as JobRequest
+from tlora_megatron.training.driven_requests import Op
+from tlora_megatron.training.driven_requests import Request as JobRequest
 
 logger = logging.getLogger(__name__)
 

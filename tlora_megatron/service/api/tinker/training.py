@@ -13,14 +13,14 @@ from tlora_megatron.service.api.errors import ApiError
 from tlora_megatron.service.api.gate import Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
+from tlora_megatron.service.api.tinker.bodies import OutOfRoom, Refused, TinkerRoute
 from tlora_megatron.service.api.tinker.context import Content, TenantContext, Waiting, respond
-from tlora_megatron.service.api.tinker.errors import OutOfRoom, Refused, TinkerRoute
 from tlora_megatron.service.api.tinker.names import ModelId, RequestId
 from tlora_megatron.service.api.tinker.protobuf import decode_pass
 from tlora_megatron.service.api.tinker.sampling import SamplingTasks
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import Model, OverLimit
-from tlora_megatron.training.driven import requests
+from tlora_megatron.training import driven_requests
 
 POLL_S = 20.0
 """A client that waits for an answer is sent `try_again` after so long; it gives up at 45."""
@@ -54,7 +54,7 @@ def router(service: Service, tasks: SamplingTasks) -> APIRouter:
         if body.optimizer_params is not None or body.adam_params is None:
             family = (body.optimizer_params or {}).get("type", "none")
             raise Refused(f"optim_params must be AdamParams here, got those of {family!r:.80}")
-        step = requests.Request(op="optim_step", params=dict(body.adam_params))
+        step = driven_requests.Request(op="optim_step", params=dict(body.adam_params))
         context = TenantContext(service, caller.tenant)
         return await service.read(submit, context, body.model_id, body.seq_id, "optim_step", step)
 
@@ -70,7 +70,7 @@ def router(service: Service, tasks: SamplingTasks) -> APIRouter:
 
 
 def submit(
-    context: TenantContext, model_id: str, seq_id: int, op: str, request: requests.Request
+    context: TenantContext, model_id: str, seq_id: int, op: str, request: driven_requests.Request
 ) -> dict[str, Any]:
     """Writes a request into the log of a model's job; the same number again changes nothing.
 

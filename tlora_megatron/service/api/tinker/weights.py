@@ -10,6 +10,7 @@ from tlora_megatron.files import read_json
 from tlora_megatron.service.api.gate import Caller, Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
+from tlora_megatron.service.api.tinker.bodies import Refused, TinkerRoute
 from tlora_megatron.service.api.tinker.checkpoints import (
     EPHEMERAL,
     EXTERNAL,
@@ -18,7 +19,6 @@ from tlora_megatron.service.api.tinker.checkpoints import (
     folder_name,
 )
 from tlora_megatron.service.api.tinker.context import SAVE_FOR_SESSION, TenantContext
-from tlora_megatron.service.api.tinker.errors import Refused, TinkerRoute
 from tlora_megatron.service.api.tinker.models import (
     check_optimizer,
     loaded_document,
@@ -33,7 +33,7 @@ from tlora_megatron.service.api.tinker.names import (
 )
 from tlora_megatron.service.api.tinker.training import submit
 from tlora_megatron.service.store import Model
-from tlora_megatron.training.driven.requests import Request
+from tlora_megatron.training.driven_requests import Request
 from tlora_megatron.training.saving.writer import AdapterVersion
 
 _STATE = "state.json"

@@ -27,7 +27,7 @@ from tlora_megatron.ops.routing import (
     pack_micro_batch,
     use_micro_batch,
 )
-from tlora_megatron.parallel.transport.tensor_collectives import make_tensor_collectives
+from tlora_megatron.parallel.tensor_collectives import make_tensor_collectives
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 

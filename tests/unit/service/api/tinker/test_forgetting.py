@@ -18,8 +18,8 @@ from tests.unit.service.api.tinker.test_refusals import PROTO, model, post, sess
 from tests.unit.service.api.tinker.test_wire import datum, message
 from tlora_megatron.service.api.tinker.context import TenantContext
 from tlora_megatron.service.api.tinker.sessions import Reaper
-from tlora_megatron.service.arguments import KEEP_SESSIONS_S
 from tlora_megatron.service.request_log import RequestLog
+from tlora_megatron.service.settings import KEEP_SESSIONS_S
 from tlora_megatron.service.store import TenantLimits, tables
 from tlora_megatron.service.store.sessions import Sessions
 

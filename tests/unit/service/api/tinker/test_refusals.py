@@ -13,9 +13,9 @@ from tests.helpers.http_service import BASE, Door, bearer
 from tests.helpers.played_models import PlayedModels
 from tests.unit.service.api.tinker.test_wire import datum, message
 from tlora_megatron.service.api.server import make_app
+from tlora_megatron.service.api.tinker.bodies import NotSigned
 from tlora_megatron.service.api.tinker.context import TenantContext
 from tlora_megatron.service.api.tinker.downloads import Signer
-from tlora_megatron.service.api.tinker.errors import NotSigned
 from tlora_megatron.service.api.tinker.sessions import FLUSH_S, SILENCE_S, Reaper
 
 PROTO = {"Content-Type": "application/x-protobuf"}

@@ -15,7 +15,7 @@ from tests.helpers.http_service import BASE
 from tests.unit.service.api.tinker.conftest import Played
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, Sampled
 from tlora_megatron.service.api.tinker import bodies
-from tlora_megatron.service.api.tinker.errors import Refused
+from tlora_megatron.service.api.tinker.bodies import Refused
 from tlora_megatron.service.api.tinker.sampling import SampleFiles, sweep_samples
 from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
 

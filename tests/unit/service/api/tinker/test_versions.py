@@ -20,8 +20,8 @@ from tests.unit.service.api.tinker.test_refusals import model, post, session
 from tlora_megatron.service.api.submitting import References
 from tlora_megatron.service.api.tinker.checkpoints import KEPT_FOR_SAMPLERS
 from tlora_megatron.service.api.tinker.sessions import Reaper
-from tlora_megatron.service.sampling.vllm.sampler import VllmSampler
-from tlora_megatron.service.sampling.vllm.server import Server
+from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
+from tlora_megatron.service.sampling.vllm_server import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

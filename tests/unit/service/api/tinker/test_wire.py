@@ -16,14 +16,14 @@ from tinker.proto.response_conv import deserialize_proto_response
 
 from tests.helpers.launch import HANG_S
 from tlora_megatron.runtime.sampling.values import Answer, Sampled, TokenLogprob
-from tlora_megatron.service.api.tinker.errors import Refused, WireError
+from tlora_megatron.service.api.tinker.bodies import Refused, WireError
 from tlora_megatron.service.api.tinker.protobuf import (
     MOST_BYTES,
     decode_pass,
     encode_pass,
     encode_sample,
 )
-from tlora_megatron.training.driven.requests import RequestError, check_request
+from tlora_megatron.training.driven_requests import RequestError, check_request
 
 MODEL = "s000000000000000000000000:train:0"
 

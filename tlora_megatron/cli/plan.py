@@ -1,0 +1,329 @@
+"""`tlora plan`: ranks the ways to run a configuration's jobs on some GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlora_megatron.cli.plan_deployments import (
+    advice_document,
+    deployments_document,
+    print_advice,
+    print_deployments,
+)
+from tlora_megatron.cli.plan_ranking import (
+    print_explanation,
+    print_missing,
+    print_other_programs,
+    print_recompute,
+    print_result,
+    print_teams,
+    result_document,
+)
+from tlora_megatron.cli.planner_options import (
+    DEFAULT_HARDWARE,
+    add_hardware_arguments,
+    add_space_arguments,
+    asked_runner,
+    naming_flags,
+    search_space,
+)
+from tlora_megatron.cli.tables import check_output, open_console
+from tlora_megatron.cli.train import add_config_arguments
+from tlora_megatron.config.load import load_config
+from tlora_megatron.config.parallel_rules import DETERMINISM_COST
+from tlora_megatron.config.reader import must
+from tlora_megatron.config.schema import RunConfig
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.advice import Advice, advise
+from tlora_megatron.planner.candidate import is_ours_alone
+from tlora_megatron.planner.deploy import deploy
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.layouts import SearchSpace
+from tlora_megatron.planner.search import RankedPlan, SearchResult, search
+from tlora_megatron.planner.workload import JobLoad
+from tlora_megatron.runtime.planning.deployments import check_deployable, write_deployment
+from tlora_megatron.runtime.planning.plan_files import (
+    KINDS,
+    check_base,
+    check_experts,
+    jobs_file,
+    write_plan,
+)
+from tlora_megatron.runtime.planning.plan_inputs import (
+    other_profiles,
+    parse_lengths,
+    plan_jobs,
+    plan_model,
+    run_hardware,
+)
+from tlora_megatron.runtime.planning.slurm_file import SlurmOptions
+
+_EPILOG = """\
+examples:
+  tlora plan run.yaml --gpus 8 --hardware h200
+  tlora plan run.yaml --gpus 4 --lengths 256:3,1024:1 --explain
+  tlora plan run.yaml --gpus 64 --hardware h100-infiniband --write slurm plan.sbatch \\
+      --sbatch account=lora --sbatch time=8:00:00
+  tlora plan run.yaml --gpus 2 --tp 2 --recompute none --json
+  tlora plan run.yaml --gpus 16 --hardware a100-80g --replicas any
+
+exit code: 0 a plan fits, 1 no plan fits, 2 a mistake in the input
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand to argparse's `commands`."""
+    parser = commands.add_parser(
+        "plan",
+        help="rank the ways to run a configuration's jobs on some GPUs",
+        description="Ranks the ways to run a configuration's jobs on some GPUs.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="configuration file, YAML or JSON")
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        required=True,
+        metavar="N",
+        help="GPUs there are; plans may use fewer",
+    )
+    add_hardware_arguments(parser)
+    add_space_arguments(parser)
+    parser.add_argument(
+        "--replicas",
+        choices=("alike", "any"),
+        default="alike",
+        help="any: replicas may differ in layout, budget and recompute (default: alike)",
+    )
+    parser.add_argument(
+        "--top", type=int, default=10, metavar="N", help="number of plans to show (default: 10)"
+    )
+    parser.add_argument(
+        "--explain",
+        type=int,
+        nargs="?",
+        const=1,
+        metavar="RANK",
+        help="show where the time and memory of a plan go, by its rank (default: the first)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(
+        "--write",
+        nargs=2,
+        metavar=("KIND", "PATH"),
+        help="write the files that run the plan of --explain's rank, or the first; "
+        f"KIND: {', '.join(KINDS)}",
+    )
+    _add_slurm_arguments(parser)
+    parser.set_defaults(command=run)
+
+
+def _add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what only you know of a cluster (--write slurm)")
+    group.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of sbatch, such as account=NAME, partition=NAME or time=12:00:00 (its "
+        "default: 24:00:00); NAME= leaves out what would be written (repeatable)",
+    )
+    group.add_argument(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="a shell line before the start, such as 'module load cuda' or 'export "
+        "NCCL_SOCKET_IFNAME=ib0' (repeatable)",
+    )
+    group.add_argument(
+        "--environment",
+        metavar="LINE",
+        help="the shell line that activates the environment of the run (default: the venv or conda "
+        "environment that tlora plan runs in)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Searches, prints the plans, and writes the chosen one if asked to."""
+    _check_arguments(args)
+    slurm = SlurmOptions(
+        sbatch=tuple(args.sbatch), setup=tuple(args.setup), environment=args.environment
+    )
+    inputs = _load(args)
+    with naming_flags(args):
+        space = search_space(args, inputs.config)
+    if args.replicas == "any":
+        return _show_deployments(args, inputs, space)
+    with naming_flags(args):
+        asked = inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space
+        result = search(*asked, may_idle=True)
+    chosen = _chosen(args, result)
+    _show(args, inputs, result, space)
+    if chosen is None:
+        return 1
+    if args.explain is not None and not args.json:
+        print_explanation(open_console(), chosen, inputs.jobs, inputs.hardware)
+    if args.write is not None:
+        _write(args, inputs, chosen, space, slurm)
+    return 0
+
+
+def _show_deployments(args: argparse.Namespace, inputs: _Inputs, space: SearchSpace) -> int:
+    """Finds replicas of any kinds, prints them, and writes a configuration if asked to."""
+    check_deployable(inputs.config)
+    with naming_flags(args):
+        result = deploy(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space)
+    advice = None if result.best is not None else _advice(args, inputs, space)
+    if args.json:
+        document = deployments_document(result, args.gpus, args.top) | advice_document(advice)
+        print(json.dumps(document, indent=2))
+    else:
+        print_deployments(open_console(), result, inputs.hardware, args.gpus, args.top)
+        if advice is not None:
+            print_advice(open_console(), advice, " with replicas alike")
+    if result.best is None:
+        return 1
+    if args.write is not None:
+        path = Path(args.write[1])
+        line = write_deployment(path, inputs.config, result.best, inputs.hardware)
+        notes = open_console(stderr=args.json)
+        notes.print(f"written: {path}")
+        print_missing(notes, inputs.config)
+        notes.print(f"start it: {line}")
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Inputs:
+    """Everything that a search needs to know about the run."""
+
+    config: RunConfig
+    spec: ModelSpec
+    jobs: list[JobLoad]
+    hardware: HardwareProfile
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    if args.top < 1:
+        raise must("--top", "be at least 1", args.top)
+    if args.explain is not None and args.explain < 1:
+        raise must("--explain", "be at least 1", args.explain)
+    if args.replicas == "any" and args.explain is not None:
+        raise must("--explain", "be absent with --replicas any", args.explain)
+    for name in ("sbatch", "setup", "environment"):
+        given = getattr(args, name)
+        if given and (args.write is None or args.write[0] != "slurm"):
+            raise must(f"--{name}", "come with --write slurm", given)
+    if (args.vpp or 1) > 1 and asked_runner(args) in ("train", "deepspeed"):
+        remedy = "virtual stages are Megatron-LM's: --runs-in or --write megatron"
+        raise must("--vpp", f"be 1 for {asked_runner(args)}", args.vpp, remedy)
+    if args.replicas == "any" and args.runs_in not in (None, "train", "any"):
+        raise must("--runs-in", "be train with --replicas any", args.runs_in)
+    if args.write is None:
+        return
+    kind, path = args.write
+    if kind not in KINDS:
+        raise must("--write", f"name one of {', '.join(KINDS)}", kind)
+    if args.replicas == "any" and kind != "train":
+        raise must("--write", "be train with --replicas any", kind)
+    # Its rounds are of another kind; `tlora train` and DeepSpeed share theirs.
+    if args.runs_in not in (None, "any") and (args.runs_in == "megatron") != (kind == "megatron"):
+        raise must("--runs-in", f"be absent or any with --write {kind}", args.runs_in)
+    # The user wrote the configuration by hand, comments and all.
+    check_output("--write", path, [args.config])
+    check_output("--write", jobs_file(Path(path)), [args.config])
+
+
+def _load(args: argparse.Namespace) -> _Inputs:
+    config = load_config(
+        args.config, args.overrides, args.output_dir, settle=False, files_may_be_missing=True
+    )
+    check_base(config.base_model, asked_runner(args))
+    hardware = run_hardware(args.hardware or DEFAULT_HARDWARE, config)
+    spec = plan_model(config)
+    check_experts(spec, asked_runner(args))
+    for name in ("ep", "expert_tp"):
+        given = getattr(args, name)
+        if spec.experts is None and given is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise must(option, "be absent for a base without routed experts", given)
+    lengths = None if args.lengths is None else parse_lengths(args.lengths)
+    jobs = plan_jobs(config, spec, lengths)
+    return _Inputs(config=config, spec=spec, jobs=jobs, hardware=hardware)
+
+
+def _advice(args: argparse.Namespace, inputs: _Inputs, space: SearchSpace) -> Advice:
+    """Looks for changes that would make a plan fit, where none does."""
+    profiles = other_profiles(inputs.hardware)
+    return advise(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space, profiles)
+
+
+def _show(
+    args: argparse.Namespace, inputs: _Inputs, result: SearchResult, space: SearchSpace
+) -> None:
+    shown = result, inputs.spec, inputs.jobs, inputs.hardware, args.gpus, args.top
+    advice = None if result.plans else _advice(args, inputs, space)
+    if args.json:
+        print(json.dumps(result_document(*shown) | advice_document(advice), indent=2))
+    else:
+        print_result(open_console(), *shown)
+        if advice is not None:
+            print_advice(open_console(), advice)
+        if args.runs_in is None and args.write is None and not is_ours_alone(inputs.spec):
+            print_other_programs(open_console(), result)
+        has_portions = any(job.portion_tokens for job in inputs.config.jobs)
+        if inputs.spec.experts is None and not has_portions:
+            print_teams(open_console(), *shown[:4], args.top)
+        print_recompute(open_console(), *shown[:4], args.top)
+    if inputs.config.run.deterministic and result.plans:
+        notes = open_console(stderr=args.json)
+        notes.print(
+            f"run.deterministic: plans keep a job's bits. Its cost is in neither their times "
+            f"nor their memory: {DETERMINISM_COST} (docs/determinism.md)"
+        )
+
+
+def _chosen(args: argparse.Namespace, result: SearchResult) -> RankedPlan | None:
+    """The plan of `--explain`'s rank, or the first; None if no plan fits."""
+    if not result.plans:
+        return None
+    rank = 1 if args.explain is None else args.explain
+    if rank > len(result.plans):
+        raise must("--explain", f"be in [1, {len(result.plans)}]", rank)
+    return result.plans[rank - 1]
+
+
+def _write(
+    args: argparse.Namespace,
+    inputs: _Inputs,
+    chosen: RankedPlan,
+    space: SearchSpace,
+    slurm: SlurmOptions,
+) -> None:
+    """Writes the files of `--write` and prints how to start them."""
+    kind, path = args.write
+    try:
+        lines = write_plan(
+            kind,
+            Path(path),
+            config=inputs.config,
+            spec=inputs.spec,
+            ranked=chosen,
+            hardware=inputs.hardware,
+            asked_sharding=space.lora_sharding,
+            slurm=slurm,
+        )
+    except OSError as error:
+        raise must("--write", "name a file that can be written", path, str(error)) from None
+    notes = open_console(stderr=args.json)
+    notes.print(f"written: {path}")
+    print_missing(notes, inputs.config)
+    for line in lines:
+        notes.print(f"start it: {line}")

@@ -1,0 +1,122 @@
+"""Runs the dispatcher on drawn rounds of a deployment: what single sequences make of its plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.dispatch import admit, assign, turns
+from tlora_megatron.planner.candidate import DEPTHS
+from tlora_megatron.planner.deploy_kinds import Kind, LengthClass, classes_of, divide
+from tlora_megatron.planner.workload import JobLoad
+
+_ENOUGH = 0.985
+"""Busy share at which deeper rounds are not looked for."""
+_SEQUENCES, _MOST_SEQUENCES = 4096, 4096
+_FEWEST_ROUNDS, _MOST_ROUNDS = 20, 50
+_PICO = 1e-12
+
+
+class Sampled(NamedTuple):
+    """The outcome of some rounds."""
+
+    busy_share: float
+    """Share of all GPUs' time in which they compute, instead of waiting for the slowest replica."""
+    efficiency: float
+    """Time that the rounds' work takes if sequences can be divided, over the rounds' time."""
+    depth: int
+    num_rounds: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replicas:
+    """The number of replicas of each kind."""
+
+    kinds: tuple[Kind, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def each(self) -> list[Kind]:
+        """The kind of every replica."""
+        pairs = zip(self.kinds, self.counts, strict=True)
+        return [kind for kind, count in pairs for _ in range(count)]
+
+    def fluid_s(self, classes: Sequence[LengthClass]) -> float:
+        """Time of the work if sequences could be divided."""
+        return divide([kind.seconds(classes) for kind in self.kinds], self.counts).makespan_s
+
+
+def sample_rounds(jobs: Sequence[JobLoad], replicas: Replicas) -> Sampled | None:
+    """Shares out rounds of drawn lengths at the least depth that keeps the replicas busy.
+
+    None if a round holds so many sequences that single ones do not matter.
+    """
+    best = None
+    room = sum(kind.curve.budget for kind in replicas.each)
+    mean = sum(job.batch_tokens for job in jobs) / sum(job.batch_size for job in jobs)
+    batches = sum(job.batch_size for job in jobs)
+    if min(batches, room * DEPTHS[1] / mean) > _MOST_SEQUENCES:
+        return None
+    for depth in _depths(replicas):
+        sequences = int(min(batches, depth * room / mean)) + 1
+        rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, _SEQUENCES // sequences))
+        found = _sample(jobs, replicas, depth, rounds)
+        best = found if best is None or found.efficiency > best.efficiency else best
+        if best.busy_share >= _ENOUGH:
+            break
+    return best
+
+
+def _depths(replicas: Replicas) -> tuple[int, ...]:
+    """Depths to try: four micro-batches a stage fill a pipeline, and unlike replicas want two."""
+    stages = max(kind.plan.pp_size for kind in replicas.kinds)
+    if stages > 1:
+        return (4 * stages,)
+    return DEPTHS if len(replicas.kinds) == 1 else DEPTHS[1:]
+
+
+def _sample(jobs: Sequence[JobLoad], replicas: Replicas, depth: int, num_rounds: int) -> Sampled:
+    each, drawn = replicas.each, list[int]()
+    rates, gpus = [kind.rate for kind in each], [kind.gpus for kind in each]
+    time_ps = busy_ps = 0
+    for lengths in itertools.islice(drawn_rounds(jobs, rates, depth), num_rounds):
+        drawn += lengths
+        ends = _ends_ps(lengths, each, rates)
+        time_ps += max(ends)
+        busy_ps += sum(end * g for end, g in zip(ends, gpus, strict=True))
+    fluid_s = replicas.fluid_s(classes_of([(n, 1.0) for n in drawn]))
+    return Sampled(
+        busy_share=busy_ps / (time_ps * sum(gpus)),
+        efficiency=fluid_s / (time_ps * _PICO),
+        depth=depth,
+        num_rounds=num_rounds,
+    )
+
+
+def _ends_ps(
+    lengths: Sequence[int], each: Sequence[Kind], rates: Sequence[ReplicaRate]
+) -> list[int]:
+    """Predicted time of every replica for its part of a round."""
+    own: list[list[int]] = [[] for _ in each]
+    for length, replica in zip(lengths, assign(lengths, rates).replicas, strict=True):
+        own[replica].append(length)
+    return [kind.round_ps(rows) for kind, rows in zip(each, own, strict=True)]
+
+
+def drawn_rounds(
+    jobs: Sequence[JobLoad], rates: Sequence[ReplicaRate], depth: int
+) -> Iterator[list[int]]:
+    """Rows of the sequences that the packer admits to one round after the other."""
+    rooms = [rate.longest for rate in rates] * depth
+    streams = [job.lengths.shuffled(slot, job.batch_size) for slot, job in enumerate(jobs)]
+    left: list[list[int]] = [[] for _ in jobs]
+    for first_slot in itertools.count():
+        for slot, job in enumerate(jobs):
+            batch = left[slot] or list(itertools.islice(streams[slot], job.batch_size))
+            left[slot] = [batch[i] for i in turns(batch, rates)]
+        counts = admit(left, first_slot=first_slot, rooms=rooms)
+        yield [n for own, count in zip(left, counts, strict=True) for n in own[:count]]
+        left = [own[count:] for own, count in zip(left, counts, strict=True)]

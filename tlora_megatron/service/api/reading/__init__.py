@@ -1,1 +1,0 @@
-"""`/docs`: what the service understands, from its OpenAPI description, without foreign scripts."""

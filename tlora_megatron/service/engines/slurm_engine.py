@@ -1,0 +1,241 @@
+"""Gangs as steps of the SLURM allocation in which the service runs."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tlora_megatron.append_log import LineReader
+from tlora_megatron.service.engines.base import FolderEngine, GangHandle
+from tlora_megatron.service.engines.protocol import (
+    HOST_VARIABLE,
+    RANK_COMMAND,
+    NodeInfo,
+    blame,
+    say_died,
+)
+from tlora_megatron.service.engines.slurm_allocation import TASK, Allocation
+from tlora_megatron.service.messages import GangFolder, GangSpec
+from tlora_megatron.service.supervisor import Child, ProcessHandle, identity_of, last_words
+
+logger = logging.getLogger(__name__)
+
+_SRUN_LOG, _SRUN_PID = "srun.log", "srun.pid"
+_LEAVE_S = 10
+"""From the end of a gang's first process to the last one's, where none has failed."""
+_LOOK_S = 0.2
+"""Between two questions whether a step that was killed is gone."""
+_WATCH_S = 1.0
+"""Between two questions whether a step lives of which no srun tells."""
+_COMPLAINT = re.compile(r"tasks? (?P<tasks>[\d,\-\[\]]+): (?P<how>.+)")
+_EXIT = re.compile(r"Exited with exit code (\d+)")
+_SIGNALS: Mapping[str, int] = {
+    text: number for number in signal.valid_signals() if (text := signal.strsignal(number))
+}
+
+
+class SlurmGang(GangHandle):
+    """The step of one start of a gang.
+
+    Args:
+        srun: the srun that has started it; over where it ran on another host.
+        child: the same as this process's child; None where it is not.
+    """
+
+    def __init__(
+        self,
+        folder: GangFolder,
+        spec: GangSpec,
+        allocation: Allocation,
+        srun: ProcessHandle,
+        child: Child | None = None,
+    ) -> None:
+        super().__init__(folder, spec)
+        self._allocation = allocation
+        self._srun = srun
+        self._child = child
+        self._said = LineReader(folder.path / _SRUN_LOG)
+        self._died: dict[str, Any] | None = None
+        """Body of the last event, once the gang is ending."""
+        self._asked_s = -math.inf
+
+    @property
+    def is_ending(self) -> bool:
+        """True once one of its processes was missed, or all are to end."""
+        return self._died is not None
+
+    def look(self) -> None:
+        """Ends the gang if one of its processes has ended; asks SLURM where nothing else tells."""
+        if self.is_over:
+            return
+        if self._died is None:
+            try:
+                self._notice()
+            except RuntimeError as error:
+                logger.warning("%s", error)
+        if self._died is not None and self._is_due(_LOOK_S):
+            self._end()
+
+    def kill(self, reason: str) -> None:
+        """Begins to end all processes by SIGKILL."""
+        if not self.is_over:
+            self._died = self._died or {"rank": 0, "reason": reason}
+            self._allocation.forget_steps()  # an older answer would prove nothing
+            self._end()
+
+    def release(self) -> None:
+        """Lets go of the step, which goes on."""
+        self._srun.close()
+
+    def _notice(self) -> None:
+        codes = complaints(self._said.read())
+        if codes:
+            self._died = blame(self.folder, codes)
+        elif self._srun.is_over and self._is_due(_WATCH_S):
+            if self.folder.path.name not in self._allocation.steps():
+                self._died = self._silent_end()
+            elif any(self.folder.path.glob("e*_*")):  # exit_K, end_K.json
+                self._died = blame(self.folder, dict.fromkeys(range(self.spec.world_size)))
+
+    def _silent_end(self) -> dict[str, Any]:
+        """The body of `died` for a step of which srun had nothing to say."""
+        if any(self.folder.pid(rank).exists() for rank in range(self.spec.world_size)):
+            return blame(self.folder, dict.fromkeys(range(self.spec.world_size)))
+        said = last_words(self.folder.path / _SRUN_LOG)
+        how = f"srun said: {said}" if said else "and srun said nothing"
+        return {"rank": 0, "reason": f"SLURM has not started the gang, {how}"}
+
+    def _end(self) -> None:
+        """Carries the ending on: no srun, no step, then the last event."""
+        if not self.folder.is_closed:
+            self.folder.close()
+        self._srun.kill()
+        try:
+            step = self._allocation.steps().get(self.folder.path.name)
+        except RuntimeError:
+            return  # without an answer there is no proof
+        if step is not None:
+            self._allocation.kill_step(step)
+        elif self._srun.is_over:
+            assert self._died is not None, "only a gang that is ending is ended"
+            say_died(self.folder, self._died)
+            self.is_over = True
+            self.release()
+            if self._child is not None:
+                self._child.wait()
+
+    def _is_due(self, pause_s: float) -> bool:
+        now_s = time.monotonic()
+        if now_s < self._asked_s + pause_s:
+            return False
+        self._asked_s = now_s
+        return True
+
+
+def complaints(lines: list[str]) -> dict[int, int]:
+    """Rank -> exit code, -n by signal n, of what srun reports of tasks that failed.
+
+    SIGTERM is what srun itself sends to the others; it is told only where there is nothing else.
+    """
+    codes: dict[int, int] = {}
+    for line in lines:
+        match = _COMPLAINT.search(line)
+        code = _code(match["how"]) if match else None
+        if match and code is not None:
+            codes |= dict.fromkeys(_numbers(match["tasks"]), code)
+    real = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
+    return real or codes
+
+
+def _code(how: str) -> int | None:
+    if found := _EXIT.match(how):
+        return int(found[1])
+    number = _SIGNALS.get(how.removesuffix(" (core dumped)"))
+    return None if number is None else -number
+
+
+def _numbers(text: str) -> list[int]:
+    """The numbers of `3`, `0-2,5` or `[0-2]`."""
+    ends = (part.partition("-") for part in text.strip("[]").split(","))
+    return [n for begin, _, end in ends for n in range(int(begin), int(end or begin) + 1)]
+
+
+class SlurmEngine(FolderEngine[SlurmGang]):
+    """`GangEngine` inside one allocation; every gang is a step that outlives who has started it.
+
+    Steps share the nodes: which GPU a rank takes is the service's choice, not SLURM's. All nodes
+    must see the service's folder. A death costs a few questions to SLURM, tenths of a second;
+    otherwise `poll` asks nothing.
+
+    Args:
+        root: the service's folder.
+        gpus: GPUs to use on each node, or places on nodes without any; None = all.
+        slots: worker slots of nodes without GPUs; None = one a core.
+        rank_command: for tests.
+    """
+
+    kill_s = 10.0  # SLURM's programs take tenths of a second each, and ask over a network
+
+    def __init__(
+        self,
+        root: Path | str,
+        gpus: int | None = None,
+        *,
+        slots: int | None = None,
+        rank_command: Sequence[str] = RANK_COMMAND,
+    ) -> None:
+        super().__init__(root, rank_command)
+        self.allocation = Allocation.open(gpus, slots)
+        """The nodes, and what SLURM is asked about them."""
+        self.adopt_all()
+
+    def launch(self, folder: GangFolder, spec: GangSpec) -> SlurmGang:
+        """Starts the step of a gang."""
+        child = self._run(folder, spec)
+        folder.write(_SRUN_PID, f"{identity_of(child.pid)}")
+        return SlurmGang(folder, spec, self.allocation, child.handle, child)
+
+    def adopt(self, folder: GangFolder, *, has_stopped: bool) -> SlurmGang | None:
+        """Takes up a gang that an earlier engine has started in the allocation."""
+        if has_stopped and folder.path.name not in self.allocation.steps():
+            return None
+        pid = folder.path / _SRUN_PID
+        srun = ProcessHandle.known_as(pid.read_text()) if pid.exists() else ProcessHandle.over()
+        gang = SlurmGang(folder, folder.spec(), self.allocation, srun)
+        gang.look()
+        return gang
+
+    def nodes(self) -> Sequence[NodeInfo]:
+        """The allocation's nodes."""
+        return self.allocation.nodes_now()
+
+    def look(self) -> None:
+        """Sees deaths and acts on them; all gangs share one answer of SLURM's."""
+        self.allocation.forget_steps()
+        super().look()
+
+    def _run(self, folder: GangFolder, spec: GangSpec) -> Child:
+        """Starts the srun of a gang, in a session of its own."""
+        hosts = [self.allocation.names[node] for node, _ in spec.gpus]
+        folder.write("hosts", "".join(f"{host}\n" for host in hosts))
+        path = str(folder.path).replace("%", "%%")
+        words = self.allocation.step_words(
+            len(set(hosts)),
+            [
+                *(f"--ntasks={len(hosts)}", f"--nodelist={folder.path}/hosts"),
+                *("--distribution=arbitrary", f"--job-name={folder.path.name}"),
+                *("--kill-on-bad-exit=1", f"--wait={_LEAVE_S}", f"--output={path}/rank_%t.log"),
+            ],
+        )
+        environment = self.allocation.environment()
+        if len(set(hosts)) > 1:
+            environment[HOST_VARIABLE] = self.allocation.nodes[spec.gpus[0][0]].address
+        task = [*TASK, str(folder.path), str(self.allocation.slots or 0), *self.rank_command]
+        log = folder.path / _SRUN_LOG
+        return Child([*words, *task], environment=environment, log=log, umask=0o077)

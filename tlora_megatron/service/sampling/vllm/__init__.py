@@ -1,1 +1,0 @@
-"""Samples by vLLM's own server, over its HTTP."""

@@ -1,0 +1,321 @@
+"""A job whose batches and steps a client asks for: its state, and how its requests are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tlora_megatron.ops.dropout import mix_ints
+from tlora_megatron.ops.frozen.losses import KINDS, TokenInputs, token_losses
+from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.training.data.job_data import BatchPlan, JobData
+from tlora_megatron.training.data.tokenize import TokenSequence
+from tlora_megatron.training.driven_requests import Request
+from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.packing.packing import Item, MicroBatch, Placed
+from tlora_megatron.training.packing.row_arrays import SentTokens
+
+NO_DATA = JobData(train=(), eval=(), num_truncated=0, num_dropped=0)
+"""The data of a job that gets its tokens from a client."""
+_JOURNAL = "journal"
+
+
+class OpenPlan(BatchPlan):
+    """The plan of a job that ends when its client says so: it knows no steps."""
+
+    def __init__(self) -> None:
+        super().__init__(num_sequences=1, batch_size=1, seed=0, max_steps=1)
+
+    @property
+    def num_steps(self) -> int:
+        """0: nobody knows."""
+        return 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Running:
+    """A request whose sequences run through the model."""
+
+    number: int
+    request: Request
+    nll_T: torch.Tensor
+    """Negative log-probabilities of its tokens, fp32; 0 for those that another rank runs."""
+    grad: torch.Tensor | None
+    """The job's gradient before it; None = it was zero."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DrivenState(JobState):
+    """Progress of a job that a client drives.
+
+    `step` counts what has changed its weights: optimizer steps, and states that were loaded.
+    """
+
+    done: int = 0
+    """Number of the last request that was carried out."""
+    known: int = 0
+    """Number of the last request of which all ranks know."""
+    running: Running | None = None
+    to_score: list[Item] | None = None
+    """The rest of a request that runs without gradients."""
+    has_grad: bool = False
+    """The gradient holds requests that no step has used."""
+    counted: int = 0
+    """Number of the last request that its weights and moments count; those behind it are carried
+    out again by whoever goes on from here."""
+    saved_count: int = 0
+    """The same of its last checkpoint."""
+    loss: torch.Tensor | None = None
+    """None always: its requests have losses, not its steps."""
+    loss_sum: float = 0.0
+    """Sum of the losses of the requests that its gradient holds."""
+    weight_sum: float = 0.0
+    """Sum of the weights of their tokens; 1 each where the loss has no weights."""
+    asked_tokens: tuple[int, int] = (0, 0)
+    """Tokens of these, and how many have a weight."""
+    saving: int = 0
+    """Number of the request whose state is being taken; 0 = none."""
+    has_left: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """True once its client has left."""
+        return self.has_left
+
+    @property
+    def is_at_end(self) -> bool:
+        """True: nobody knows its next batch."""
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """True while it has no part in rounds."""
+        return not self.queue
+
+    @property
+    def lr(self) -> float:
+        """0: every step has its own."""
+        return 0.0
+
+    @property
+    def dropout_key(self) -> int:
+        """Key of the dropout masks of the request that runs."""
+        return mix_ints(self.spec.seed, self.running.number if self.running else 0)
+
+    def items_ahead(self) -> list[Item]:
+        """Sequences that wait."""
+        return self.queue
+
+    def begin_batch(self, device: torch.device) -> None:
+        """Does nothing: its client begins batches."""
+
+    def begin(self, number: int, request: Request, device: torch.device) -> None:
+        """Queues the sequences of a request."""
+        grad, slab = None, self.adapter.slab
+        if request.op == "forward_backward" and self.has_grad:
+            slab.collect_grad()
+            grad = slab.grad.clone()
+        count = int(request.arrays["lengths"].astype(np.int64).sum())
+        nll_T = torch.zeros(count, device=device)
+        self.running = Running(number=number, request=request, nll_T=nll_T, grad=grad)
+        items = items_of(request)
+        if request.op == "forward":
+            self.to_score = items
+        else:
+            self.queue = items
+
+    @property
+    def has_run(self) -> bool:
+        """True if all sequences of its request have run."""
+        return self.running is not None and not self.queue and not self.to_score
+
+    def end(self, *, is_good: bool, loss: float) -> None:
+        """Keeps the gradient of the request that has run, or makes it what it was before."""
+        assert self.running is not None, "a request must run"
+        request, slab = self.running.request, self.adapter.slab
+        if request.op == "forward_backward" and not is_good:
+            slab.zero_grad()
+            if self.running.grad is not None:
+                slab.grad.copy_(self.running.grad)
+        elif request.op == "forward_backward":
+            self._keep(request, loss)
+        number, self.running, self.to_score = self.running.number, None, None
+        self.finish(number)
+
+    def _keep(self, request: Request, loss: float) -> None:
+        self.has_grad = True
+        self.loss_sum += loss
+        tokens, targets = self.asked_tokens
+        weights = request.arrays.get("weights")
+        count = len(request.arrays["tokens"])
+        asked = count if weights is None else int(np.count_nonzero(weights))
+        self.weight_sum += count if weights is None else float(np.abs(weights).sum(dtype=float))
+        self.asked_tokens = tokens + count, targets + asked
+
+    @property
+    def mean_loss(self) -> float:
+        """Loss of a token of weight 1, over the requests that the gradient holds."""
+        return self.loss_sum / self.weight_sum if self.weight_sum else 0.0
+
+    def finish(self, number: int) -> None:
+        """Counts a request as carried out."""
+        self.done = number
+        if not self.has_grad:
+            self.counted = number
+
+    def moved(self, number: int, *, applied: bool) -> tuple[int, int]:
+        """Counts a request that has used up or dropped the gradient.
+
+        Args:
+            applied: the weights are others now.
+
+        Returns:
+            Tokens that the gradient held, and how many had a weight.
+        """
+        held, self.asked_tokens = self.asked_tokens, (0, 0)
+        self.loss_sum = self.weight_sum = 0.0
+        self.has_grad = False
+        if applied:
+            self.step += 1
+            self.tokens += held[0]
+            self.target_tokens += held[1]
+        self.finish(number)
+        return held
+
+    def progress(self) -> dict[str, Any]:
+        """Values that a checkpoint keeps."""
+        own = {"job": self.name, "requests": self.counted, "saved": self.saving}
+        return {**JobState.progress(self), _JOURNAL: own}
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Sets the values that a checkpoint kept; another job's begins with the first request."""
+        JobState.restore(self, progress)
+        own = progress.get(_JOURNAL) or {}
+        if own.get("job") == self.name:
+            self.done = self.known = self.counted = self.saved_count = int(own["requests"])
+
+
+def items_of(request: Request) -> list[Item]:
+    """The sequences of a request as they are packed."""
+    arrays, kind = request.arrays, KINDS[request.loss_fn]
+    weights = arrays.get("weights")
+    if weights is None:
+        weights = np.ones(len(arrays["tokens"]), np.float32)
+    inputs = None if kind == KINDS["cross_entropy"] else loss_inputs(request)
+    items, begin = [], 0
+    for index, length in enumerate(arrays["lengths"].tolist()):
+        rows = slice(begin, begin + length)
+        tokens = np.append(arrays["tokens"][rows], np.int32(0))
+        sent = SentTokens(
+            arrays["targets"][rows],
+            weights[rows],
+            kind,
+            None if inputs is None else inputs[:, rows],
+        )
+        sequence = TokenSequence(tokens, np.ones(length + 1, bool))
+        items.append(Item(sequence, index, begin, 0.0, sent))
+        begin += length
+    return items
+
+
+def loss_inputs(request: Request) -> np.ndarray:
+    """The fields of `TokenInputs` behind the first, fp32 `[4, T]`."""
+    arrays, config = request.arrays, request.loss_config()
+    low = arrays.get("clip_low_threshold", config.get("clip_low_threshold", config.get("beta", 0)))
+    high = arrays.get("clip_high_threshold", config.get("clip_high_threshold", 0))
+    rows = (arrays["logprobs"], arrays["advantages"], low, high)
+    count = len(arrays["tokens"])
+    return np.stack([np.broadcast_to(np.asarray(row, np.float32), (count,)) for row in rows])
+
+
+def collect(
+    jobs: Sequence[JobState],
+    micro_batch: MicroBatch,
+    items: Sequence[Placed],
+    nll_T: torch.Tensor,
+) -> None:
+    """Keeps the values of clients' rows with the requests that they belong to.
+
+    Args:
+        jobs: in slot order.
+        items: of the micro-batch, as they were packed.
+        nll_T: negative log-probabilities of the rows that ran; anything in other jobs' rows.
+    """
+    nll_T = micro_batch.restore_order(nll_T)
+    begin, found = 0, dict[int, tuple[list[np.ndarray], list[np.ndarray]]]()
+    for piece in micro_batch.packed.view.pieces:
+        rows = np.arange(begin, begin + piece.length)
+        begin += piece.length
+        if piece.index >= len(items):  # padding
+            continue
+        slot, item, _ = items[piece.index]
+        if item.sent is not None:
+            here, there = found.setdefault(slot, ([], []))
+            here.append(rows)
+            there.append(rows - rows[0] + item.first_token + piece.offset)
+    for slot, (here, there) in found.items():
+        job = jobs[slot]
+        assert isinstance(job, DrivenState) and job.running is not None, "rows have a request"  # noqa: PT018
+        here_R, there_R = (
+            to_device(torch.from_numpy(np.concatenate(rows)), nll_T.device)
+            for rows in (here, there)
+        )
+        job.running.nll_T[there_R] = nll_T[here_R]
+
+
+def gathered(states: Sequence[DrivenState]) -> list[np.ndarray]:
+    """Log-probabilities of the tokens of each job's request, fp32 `[T]`; waits for the device.
+
+    Collective over the world: one all-reduce. Every token ran on one rank that counts, so that
+    nothing is rounded.
+    """
+    parts = [state.running.nll_T for state in states if state.running is not None]
+    assert len(parts) == len(states), "only requests that run have values"
+    joined = torch.cat(parts)
+    dist.all_reduce(joined)
+    values = -joined.cpu().numpy()
+    return np.split(values, np.cumsum([len(part) for part in parts])[:-1])
+
+
+class Verdict(NamedTuple):
+    """The outcome of a request."""
+
+    loss: float
+    """Sum over its tokens, fp64."""
+    error: str | None
+
+
+def judge(request: Request, logprobs: np.ndarray) -> Verdict:
+    """Computes the loss of a request once more, from its answer: the same on every rank.
+
+    Args:
+        logprobs: of its tokens, fp32.
+    """
+    kind = KINDS[request.loss_fn]
+    logprob_T = torch.from_numpy(logprobs)
+    weights = request.arrays.get("weights")
+    weights_T = torch.ones_like(logprob_T)
+    if weights is not None:
+        weights_T = torch.from_numpy(np.asarray(weights, np.float32))
+    inputs = None
+    if kind != KINDS["cross_entropy"]:
+        kind_T = torch.full_like(logprob_T, kind, dtype=torch.int8)
+        inputs = TokenInputs(kind_T, *torch.from_numpy(loss_inputs(request)))
+    losses = token_losses(logprob_T, weights_T, inputs, {kind})
+    for what, values_T in (
+        ("log-probability", logprob_T),
+        ("loss", losses.loss_T),
+        ("slope of the loss", losses.slope_T),
+    ):
+        wrong = (~values_T.isfinite()).nonzero()
+        if len(wrong):
+            token = int(wrong[0])
+            where = f"got {float(values_T[token])} at token {token}"
+            error = f"the {what} must be finite, {where}; the request has changed nothing"
+            return Verdict(float("nan"), error)
+    return Verdict(float(losses.loss_T.double().sum()), None)
