@@ -1,8 +1,4 @@
-"""Under DeepSpeed, too, a job gets what transformers and PEFT give it alone, in every layout.
-
-All runs of one world and tensor-parallel size share one set of processes; each is a whole run,
-checked by the files it leaves.
-"""
+"""Under DeepSpeed, too, a job gets what transformers and PEFT give it alone, in every layout."""
 
 from __future__ import annotations
 
@@ -15,14 +11,13 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
+from tests.helpers.block_jobs import BLOCK_JOBS
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
-from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     JOBS,
     assert_run_equals_oracle,
-    load_scenario,
     make_scenario,
-    oracle_results,
+    oracle_of,
     take_fingerprint,
 )
 
@@ -135,29 +130,32 @@ def _entries(scenario: Path, cases: dict[str, Case], root: Path) -> list[dict[st
 
 @pytest.mark.parametrize(("world", "case"), CASES)
 def test_losses_and_weights_equal_the_oracle(
-    world: str,
-    case: str,
-    run_world: Callable[[str], Path],
-    oracle: dict[str, OracleResult],
-    scenario: Path,
+    world: str, case: str, run_world: Callable[[str], Path], scenario: Path
 ) -> None:
-    output_dir = run_world(world) / case
-    assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
-
-
-@pytest.fixture(scope="module")
-def oracle_over_experts(experts: Path) -> dict[str, OracleResult]:
-    """Each job over Qwen3-MoE alone."""
-    return oracle_results(load_scenario(experts, output_dir=experts.parent / "unused"))
+    out, base = run_world(world) / case, scenario.parent / "base"
+    assert_run_equals_oracle(out, NAMES, oracle_of(scenario), base)
 
 
 @pytest.mark.parametrize("case", EXPERTS)
 def test_over_routed_experts_too(
-    case: str,
-    run_world: Callable[[str], Path],
-    oracle_over_experts: dict[str, OracleResult],
-    experts: Path,
+    case: str, run_world: Callable[[str], Path], experts: Path
 ) -> None:
-    output_dir = run_world("DP2") / case
-    base = experts.parent / "base"
-    assert_run_equals_oracle(output_dir, OVER_EXPERTS, oracle_over_experts, base)
+    out, base = run_world("DP2") / case, experts.parent / "base"
+    assert_run_equals_oracle(out, OVER_EXPERTS, oracle_of(experts), base)
+
+
+BLOCK_WORLDS: dict[str, tuple[int, dict[str, Case]]] = {
+    "one process": (1, {"ZeRO-3": (zero(3), ())}),
+    "TP2": (2, {"ZeRO-1": (zero(1) | TP2, ()), "ZeRO-3": (zero(3) | TP2, ())}),
+}
+
+
+@pytest.mark.parametrize("world", BLOCK_WORLDS)
+def test_block_diagonal_jobs_get_what_peft_gives_them(world: str, tmp_path: Path) -> None:
+    scenario, root = make_scenario(tmp_path, BLOCK_JOBS), tmp_path / world
+    root.mkdir()
+    size, cases = BLOCK_WORLDS[world]
+    run_cases(size, _entries(scenario, cases, root), root / "cases.json")
+    for case in cases:
+        names = [job["name"] for job in BLOCK_JOBS]
+        assert_run_equals_oracle(root / case, names, oracle_of(scenario), tmp_path / "base")

@@ -1,9 +1,4 @@
-"""Over a base in FP8, in every layout, a job gets what PEFT gives it alone over the same base.
-
-PEFT's base holds the dequantised weights and rounds the rows that it multiplies
-(`tests.helpers.fake_quant_peft`). Both sides compute in fp64: in fp32 a value in a million would be
-rounded to another code. So losses of whole trainings agree to the last digits.
-"""
+"""Over a base in FP8, in every layout, a job gets what PEFT gives it alone over the same base."""
 
 from __future__ import annotations
 
@@ -19,7 +14,14 @@ import torch
 from tests.helpers.fake_quant_peft import FakeQuant
 from tests.helpers.fp8_folders import put_codes
 from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import exported, load_scenario, losses, make_scenario, oracle_results
+from tests.helpers.scenario import (
+    STANDARD_JOBS,
+    exported,
+    load_scenario,
+    losses,
+    make_scenario,
+    oracle_results,
+)
 from tests.helpers.scenario_worlds import Case, World, layout_params, run_cases, worlds
 from tests.helpers.wide_floats import wide_floats
 
@@ -172,3 +174,31 @@ def test_bases_differ_and_jobs_move(
             value for key, value in oracles["whole"][name].factors.items() if key.endswith("lora_b")
         ]
         assert all(float(factor.abs().max()) > 2e-3 for factor in moved), name  # begun at zero
+
+
+FP8 = "base_model.quantization=fp8"
+
+
+def case(config: Path, steps: int, *sets: str) -> dict[str, Any]:
+    """The scenario's job, trained to so many steps in one folder."""
+    output_dir = str(config.parent / "out")
+    values = [f"jobs.mlp.max_steps={steps}", "jobs.mlp.schedule.name=constant", *sets]
+    return {"config": str(config), "output_dir": output_dir, "set": values}
+
+
+def test_a_job_keeps_to_its_codes(tmp_path: Path) -> None:
+    config = make_scenario(tmp_path, [STANDARD_JOBS[1]], num_steps=4)
+    adapter, checkpoints = (tmp_path / "out/jobs/mlp" / n for n in ("adapter", "checkpoints"))
+    run_cases(1, [case(config, 4, FP8)], tmp_path / "first.json")
+    assert "one scale an output channel" in (adapter / "README.md").read_text()
+    state = json.loads((checkpoints / "step_00000004/state.json").read_text())
+    run_cases(2, [case(config, 6, FP8, "parallel.tp_size=2")], tmp_path / "tp.json")
+    later = json.loads((checkpoints / "step_00000006/state.json").read_text())
+    assert state["quantisation"] == later["quantisation"]
+    elsewhere = case(config, 8, f"jobs.mlp.resume_from={checkpoints}")
+    elsewhere["output_dir"] = str(tmp_path / "other")
+    with pytest.raises(AssertionError, match=r"quantization must be fp8 .* got null .bf16 or fp32"):
+        run_cases(1, [elsewhere], tmp_path / "refused.json")
+    log = run_cases(1, [case(config, 8, "base_model.allow_change=true")], tmp_path / "wide.json")
+    assert len(losses(tmp_path / "out", "mlp")) == 8, log
+    assert not (adapter / "README.md").exists()

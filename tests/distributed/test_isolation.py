@@ -26,8 +26,7 @@ from tests.helpers.isolation import (
     Incident,
     make_cases,
 )
-from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import exported, load_scenario, losses, oracle_results
+from tests.helpers.scenario import exported, losses, oracle_of
 from tests.helpers.scenario_worlds import Case, World, worlds
 from tlora_megatron.training.metrics import read_metrics
 
@@ -60,12 +59,6 @@ def run_world(root: Path) -> World:
         lambda size: {name: Case(root / f"{name}.json") for name in CASES[size]},
         worker=WORKER,
     )
-
-
-@pytest.fixture(scope="module")
-def uneven_oracle(root: Path) -> dict[str, OracleResult]:
-    """Each job of the uneven run alone under transformers and PEFT."""
-    return oracle_results(load_scenario(root / "uneven.json", output_dir=root / "unused"))
 
 
 def job_summary(output_dir: Path, name: str) -> dict[str, Any]:
@@ -224,12 +217,10 @@ def test_jobs_go_at_their_own_pace_and_leave_when_done(run_world: World) -> None
     assert steps[-1] - steps[-4] < steps[3] - steps[0]
 
 
-def test_epochs_end_with_what_is_left(
-    run_world: World, uneven_oracle: dict[str, OracleResult]
-) -> None:
-    output_dir = run_world(1) / "uneven"
+def test_epochs_end_with_what_is_left(root: Path, run_world: World) -> None:
+    output_dir, oracle = run_world(1) / "uneven", oracle_of(root / "uneven.json")
     for name in NAMES:
-        expected = uneven_oracle[name].losses
+        expected = oracle[name].losses
         assert losses(output_dir, name) == pytest.approx(expected, rel=1e-5), name
     steps = [r for r in records(output_dir, "everything") if "loss" in r]
     # 18 rows twice in batches of 5: seven whole batches and one of a single row.
@@ -240,12 +231,10 @@ def test_epochs_end_with_what_is_left(
     assert (summary["max_steps"], summary["status"]) == (8, "finished")
 
 
-def test_bf16_follows_the_oracle_with_fp32_masters(
-    root: Path, run_world: World, uneven_oracle: dict[str, OracleResult]
-) -> None:
-    output_dir = run_world(1) / "bf16"
+def test_bf16_follows_the_oracle_with_fp32_masters(root: Path, run_world: World) -> None:
+    output_dir, oracle = run_world(1) / "bf16", oracle_of(root / "uneven.json")
     for name in NAMES:
-        expected = uneven_oracle[name].losses
+        expected = oracle[name].losses
         assert losses(output_dir, name) == pytest.approx(expected, rel=1e-2), name
         factors = exported(output_dir, name, root / "base")
         values = torch.cat([factor.flatten() for factor in factors.values()])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,10 +13,8 @@ from tests.helpers.scenario import (
     JOBS,
     NUM_STEPS,
     assert_equals_oracle,
-    load_scenario,
     losses,
-    make_scenario,
-    oracle_results,
+    oracle_of,
 )
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -56,28 +53,14 @@ class Gang(NamedTuple):
     oracle: dict[str, OracleResult]
 
 
-@pytest.fixture(scope="module")
-def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, OracleResult]]:
-    """Each job alone in transformers and PEFT, over a kind of base."""
-
-    @functools.cache
-    def alone(model_type: str) -> dict[str, OracleResult]:
-        path = make_scenario(tmp_path_factory.mktemp("alone"), **shape_of(model_type))
-        return oracle_results(load_scenario(path, output_dir=path.parent / "unused"))
-
-    return alone
-
-
 @pytest.fixture(scope="module", params=LAYOUTS)
 def gang(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    oracles: Callable[[str], dict[str, OracleResult]],
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Gang]:
     model_type, num_ranks, parallel = LAYOUTS[request.param]
-    expected, root = oracles(model_type), tmp_path_factory.mktemp("resident")
-    with resident(root, num_ranks, parallel, **shape_of(model_type)) as opened:
-        yield Gang(opened, expected)
+    root, shape = tmp_path_factory.mktemp("resident"), shape_of(model_type)
+    with resident(root, num_ranks, parallel, **shape) as opened:
+        yield Gang(opened, oracle_of(root / "config.json"))
 
 
 def shape_of(model_type: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -136,6 +137,12 @@ def oracle_results(
         factors = initial_factors(spec, job.lora, job.seed)
         results[job.name] = cached_train_alone(base, job, factors, batches, quantised)
     return results
+
+
+@functools.cache
+def oracle_of(scenario: Path) -> dict[str, OracleResult]:
+    """Each job of a configuration's file alone, once a process."""
+    return oracle_results(load_config(scenario))
 
 
 def only_job(scenario: Path, name: str) -> Path:
