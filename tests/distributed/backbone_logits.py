@@ -30,12 +30,7 @@ from tlora_megatron.integrations.megatron.model import (
 )
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.ops.routing import (
-    Document,
-    MicroBatchView,
-    pack_micro_batch,
-    use_micro_batch,
-)
+from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 
 RANDOM_SEED = 7
 
@@ -51,7 +46,6 @@ class MicroBatch(NamedTuple):
 
 
 def main() -> None:
-    """Runs all models in all layouts and fails at the first result that is off."""
     root, models = Path(sys.argv[1]), sys.argv[2].split(",")
     for variant in sys.argv[3:]:
         options = dict(item.split("=") for item in variant.split(",") if item)
@@ -73,7 +67,6 @@ def main() -> None:
 
 
 def check_model(directory: Path, layout: ParallelLayout, recompute: Recompute) -> None:
-    """Compares logits and gradients of one model in one layout."""
     spec = read_model_spec(directory / "config.json")
     model = build_backbone(spec, layout, dtype=torch.float32, recompute=recompute)
     source = directory if any(directory.glob("*.safetensors")) else None

@@ -35,12 +35,7 @@ from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import fc1_row_order, make_site, qkv_row_order
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.dropout import dropout_reference, mix_ints
-from tlora_megatron.ops.routing import (
-    Document,
-    MicroBatchView,
-    pack_micro_batch,
-    use_micro_batch,
-)
+from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
 LORAS = (
@@ -57,8 +52,6 @@ _PARTS = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
 
 
 class Making(NamedTuple):
-    """A module and what it computes."""
-
     kind: str
     linear: str
     norm: str = "none"
@@ -91,7 +84,6 @@ class Case(NamedTuple):
 
 
 def draw(linear: str) -> Case:
-    """Whole tensors of a linear from a fixed seed."""
     rows, columns = SPEC.target_shape(linear)
     generator = torch.Generator().manual_seed(rows + columns)
 
@@ -109,7 +101,6 @@ def draw(linear: str) -> Case:
 
 
 def view_of() -> MicroBatchView:
-    """Rows of all slots, with dropout."""
     documents = [Document(slot=s, length=n, first_token=3 * s) for s, n in enumerate(LENGTHS)]
     keys = [mix_ints(s, 5) for s in range(len(LENGTHS))]
     return pack_micro_batch(
@@ -170,7 +161,6 @@ class Cut(NamedTuple):
 
 
 def cut_of(linear: str, groups: ParallelGroups) -> Cut:
-    """Rows and columns of x, y and the weight on this rank."""
     rank, size = groups.tp_rank, groups.layout.tp_size
     everything = slice(None)
     rows = everything
@@ -186,7 +176,6 @@ def cut_of(linear: str, groups: ParallelGroups) -> Cut:
 
 
 def make_module(making: Making, case: Case, cut: Cut, layout: ParallelLayout) -> nn.Module:
-    """This rank's part of the linear, frozen."""
     config = user_config(
         normalization="LayerNorm" if making.norm == "LayerNorm" else "RMSNorm",
         layernorm_zero_centered_gamma=making.zero_centered,
@@ -310,7 +299,6 @@ def in_each_layout(check: Callable[[str, ParallelGroups], None]) -> None:
 
 
 def check(variant: str, groups: ParallelGroups) -> None:
-    """Fails at the first making that is off."""
     for making in MAKINGS:
         errors = run(making, groups)
         worst = max(errors, key=errors.__getitem__)

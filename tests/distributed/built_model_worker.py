@@ -62,15 +62,10 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.safetensors_file import Scratch
 from tlora_megatron.training.saving.snapshot import SnapshotTaker
 
-_FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def main() -> None:
-    """Runs all variants and fails at the first result that is off."""
     file = Path(sys.argv[1])
     for variant in sys.argv[2:]:
         options = dict(item.split("=") for item in variant.split(","))
@@ -86,7 +81,6 @@ def main() -> None:
 
 
 def layout_of(options: dict[str, str]) -> ParallelLayout:
-    """The layout a variant names, over all processes."""
     return ParallelLayout.for_world(
         int(os.environ.get("WORLD_SIZE", "1")),
         tp_size=int(options.get("tp", 1)),
@@ -99,7 +93,6 @@ def layout_of(options: dict[str, str]) -> ParallelLayout:
 
 
 def config_options(options: dict[str, str], layout: ParallelLayout) -> dict[str, Any]:
-    """Fields of TransformerConfig that a variant sets."""
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tp_size,
         "pipeline_model_parallel_size": layout.pp_size,
@@ -129,8 +122,6 @@ def config_options(options: dict[str, str], layout: ParallelLayout) -> dict[str,
 
 
 class Built(NamedTuple):
-    """A model with adapters."""
-
     chunks: list[Any]
     groups: Any
     bank: AdapterBank
@@ -181,7 +172,6 @@ def _wrapped(chunk: Any) -> DistributedDataParallel:
 
 
 def adapted(kind: str) -> tuple[ModelSpec, Sequence[LoraSpec]]:
-    """The model that a kind builds, and its adapters."""
     return (EXPERTS_SPEC, MOE_LORAS) if kind == "moe" else (SPEC, LORAS)
 
 
@@ -195,7 +185,6 @@ def reference(ropes: list[str]) -> dict[str, Any]:
 
 
 def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> None:
-    """Compares one variant."""
     chunks, groups, bank, compute = build(options, layout_of(options))
     install_packed_attention(chunks)
     num_nano = int(options.get("nano", 1))
@@ -242,7 +231,6 @@ def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> 
 
 
 def is_last_rank() -> bool:
-    """True on the rank that gets hooks."""
     return dist.get_rank() == dist.get_world_size() - 1
 
 
@@ -313,7 +301,6 @@ def by_modules() -> Iterator[None]:
 
 @contextmanager
 def counted_parts() -> Iterator[list[int]]:
-    """Counts layers and halves that run by our kernels."""
     count, run = [0], plain_layer.run_layer
 
     def counted(*args: Any) -> Tensor:
@@ -354,7 +341,6 @@ def check_gathered(bank: AdapterBank, groups: ParallelGroups, spec: ModelSpec) -
 
 
 def assert_close(variant: str, got: Tensor, expected: Tensor) -> None:
-    """Compares losses."""
     error = float((got - expected).abs().max() / expected.abs().max())
     assert error < 1e-5, f"losses of {variant}: relative error {error}"
 

@@ -22,18 +22,12 @@ from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
 from tlora_megatron.config.schema import Recompute
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing import (
-    Document,
-    MicroBatchView,
-    pack_micro_batch,
-    use_micro_batch,
-)
+from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
 
 def main() -> None:
-    """Runs all cases and fails at the first that differs."""
     layout = ParallelLayout(cp_size=2)
     check(SPEC, layout, "none")
     check(NORMED, layout, "full")
@@ -44,7 +38,6 @@ def main() -> None:
 
 
 def check(spec: ModelSpec, layout: ParallelLayout, recompute: Recompute) -> None:
-    """Compares outputs and all gradients."""
     run = SyntheticRun(spec, layout, dtype=torch.float32, recompute=recompute)
     lengths = LengthHistogram.single(8)
     loads = [
@@ -54,11 +47,7 @@ def check(spec: ModelSpec, layout: ParallelLayout, recompute: Recompute) -> None
     model = run.super_model(loads, sum(LENGTHS))
     documents = [Document(slot=slot, length=n) for slot, n in enumerate(LENGTHS[:2])]
     view = pack_micro_batch(
-        documents,
-        num_slots=2,
-        num_tokens=sum(LENGTHS),
-        cp_rank=run.groups.cp_rank,
-        cp_size=2,
+        documents, num_slots=2, num_tokens=sum(LENGTHS), cp_rank=run.groups.cp_rank, cp_size=2
     )
     decoder: Any = run.engine.model.decoder
     assert all(layer.direct_sublayers for layer in decoder.layers)

@@ -17,7 +17,6 @@ import tlora_megatron.deepspeed
 
 
 def main() -> None:
-    """Runs all cases."""
     cases = json.loads(Path(sys.argv[1]).read_text())
     refused = {name: refusal(config) for name, config in cases.items()}
     (Path(sys.argv[2]) / f"{dist.get_rank()}.json").write_text(json.dumps(refused))

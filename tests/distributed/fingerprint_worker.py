@@ -31,7 +31,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def main() -> None:
-    """Runs all cases."""
     folder, file = Path(sys.argv[1]), Path(sys.argv[2])
     spec = read_model_spec(folder / "config.json")
     errors: dict[str, float] = {}

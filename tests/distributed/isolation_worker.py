@@ -38,7 +38,6 @@ class ConvolvedAttention(SelfAttention):
     """Self-attention behind a short convolution over all rows."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Adds a little of the row before to each row."""
         before = torch.cat([hidden_states[:1], hidden_states[:-1]])
         return super().forward(hidden_states + 1e-4 * before, *args, **kwargs)
 
@@ -60,7 +59,6 @@ class BackwardsAttention(SelfAttention):
     """Self-attention that leaks in backward alone."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Self-attention's."""
         return super().forward(_LeaksBack.apply(hidden_states), *args, **kwargs)
 
 
@@ -68,7 +66,6 @@ LEAKS: dict[str, type[SelfAttention]] = {"conv": ConvolvedAttention, "back": Bac
 
 
 def main() -> None:
-    """Runs all cases."""
     refused = {}
     for case in sys.argv[2:]:
         refused[case] = refusal(dict(item.split("=") for item in case.split(",")))

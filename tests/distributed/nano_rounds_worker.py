@@ -26,8 +26,6 @@ class _Documents(Round):
 
 
 class _Switch:
-    """Keeps the numbers that are set."""
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.counts: list[int] = []
@@ -47,7 +45,6 @@ class _Switch:
 
 
 def main() -> None:
-    """Runs 40 rounds."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     switch = _Switch(rank)

@@ -36,8 +36,6 @@ TOLERANCES = {None: 2e-5, "bfloat16": 3e-2}
 
 
 class Result(NamedTuple):
-    """The results of a round on this rank."""
-
     losses: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
     scores: list[torch.Tensor]
@@ -47,7 +45,6 @@ class Result(NamedTuple):
 
 
 def main() -> None:
-    """Runs all variants and fails at the first number that is off."""
     for variant in sys.argv[2:]:
         options = dict(item.split("=") for item in variant.split(",") if item)
         check(Path(sys.argv[1]), options)
@@ -160,7 +157,6 @@ def draw_weights(model: SuperModel) -> None:
 
 
 def read_config(path: Path, options: dict[str, str], output_dir: Path) -> RunConfig:
-    """The scenario in a variant's layout."""
     document = json.loads(path.read_text())
     if options.get("dropout"):
         for job in document["jobs"]:

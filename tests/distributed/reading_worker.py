@@ -14,7 +14,6 @@ from tlora_megatron.training.run.reading import check_agreement, content_digest
 
 
 def main(path: str, *overrides: str) -> None:
-    """Says what this rank has prepared and rejected, or the error."""
     config = load_config(path, overrides, None)
     base = Path(str(config.base_model.path))
     spec = read_model_spec(base / "config.json")

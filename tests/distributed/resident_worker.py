@@ -45,7 +45,6 @@ class Script:
         self._steps: dict[object, int] = {}
 
     def may_write(self, name: str) -> bool:
-        """False of jobs that a schedule has taken away."""
         return name not in self._lost
 
     def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
@@ -123,7 +122,6 @@ def digest_with_rank(prepared: PreparedJob) -> str:
 
 
 def main() -> None:
-    """Serves until a schedule is null."""
     folder = Path(sys.argv[1])
     sections = json.loads((folder / "sections.json").read_text())
     config = read_gang_config(sections, folder, output_dir=folder / "out")

@@ -71,10 +71,7 @@ SKIPS = ("", " skipped")
 
 @pytest.mark.parametrize(
     ("case", "flags"),
-    [
-        ("4x32:2", ()),
-        pytest.param("2x32:4", ("--sequence-parallel",), marks=pytest.mark.slow),
-    ],
+    [("4x32:2", ()), pytest.param("2x32:4", ("--sequence-parallel",), marks=pytest.mark.slow)],
 )
 def test_rows_of_a_tiny_case(tmp_path: Path, case: str, flags: tuple[str, ...]) -> None:
     path = tmp_path / "rows.csv"

@@ -24,14 +24,7 @@ from tests.helpers.scenario import (
     losses,
     make_scenario,
 )
-from tests.helpers.scenario_worlds import (
-    Case,
-    Life,
-    World,
-    layout_params,
-    live,
-    worlds,
-)
+from tests.helpers.scenario_worlds import Case, Life, World, layout_params, live, worlds
 from tests.helpers.standing_world import world
 
 COUNTER = Path(__file__).parents[1] / "helpers" / "block_collectives_worker.py"
@@ -84,7 +77,6 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_world(scenario: Path) -> World:
-    """Trains all layouts of a world size, once; returns the folder of their outputs."""
     return worlds(scenario.parent, lambda size: _cases(scenario, size))
 
 
@@ -135,7 +127,6 @@ def test_neighbours_of_a_job_gone_wrong_get_the_same_bits(
 def test_resumes_between_layouts(
     scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
 ) -> None:
-    """Two TP ranks, then one process, then two TP ranks with sequence parallelism."""
     lives = (
         Life(2, ("parallel.tp_size=2",), ("four", 3)),
         Life(1, (), ("four", 5)),

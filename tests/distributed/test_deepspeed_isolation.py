@@ -57,7 +57,6 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Runs everything, once; returns the folder of a stage's runs."""
     root = tmp_path_factory.mktemp("deepspeed_isolation")
     section = json.loads(make_scenario(root).read_text())
     jobs = {job["name"]: job | {"max_steps": NUM_STEPS} for job in section["jobs"]}
@@ -88,7 +87,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
-    """A job's metrics without the times."""
     lines = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
     return [{key: value for key, value in line.items() if key != "time_s"} for line in lines]
 

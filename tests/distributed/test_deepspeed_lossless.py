@@ -30,37 +30,20 @@ FULL = ("run.recompute=full",)
 Case = tuple[dict[str, Any], tuple[str, ...]]
 WORLDS: dict[str, tuple[int, dict[str, Case]]] = {
     "one process": (1, {"ZeRO-0": (zero(0), ()), "ZeRO-3 recompute": (zero(3), FULL)}),
-    "DP2": (
-        2,
-        {
-            "ZeRO-0": (zero(0), ()),
-            "ZeRO-0 offload": (zero(0, **OFFLOAD), ()),
-            "ZeRO-1": (zero(1), ()),
-            "ZeRO-2 offload": (zero(2, **OFFLOAD), ()),
-            "ZeRO-2 by time": (
-                zero(2),
-                ("run.portion_tokens=null", "run.round_depth=2", "run.micro_batch_tokens=104"),
-            ),
-            "ZeRO-3": (zero(3), ()),
-            "ZeRO-3 recompute": (zero(3), FULL),
-            "ZeRO-3 offload": (
-                zero(3, offload_param={"device": "cpu"}, **OFFLOAD),
-                ("run.micro_batch_tokens=104",),
-            ),
-            "ZeRO-3 hpZ": (zero(3, zero_hpz_partition_size=2), ()),
-            "ZeRO-3 fair": (zero(3), ("run.portion_tokens=null",)),
-        },
-    ),
-    "TP2": (
-        2,
-        {
-            "ZeRO-0": (zero(0) | TP2, ()),
-            "ZeRO-1 recompute": (zero(1) | TP2, FULL),
-            "ZeRO-3": (zero(3) | TP2, ()),
-        },
-    ),
+    "DP2": (2,
+     {"ZeRO-0": (zero(0), ()), "ZeRO-0 offload": (zero(0, **OFFLOAD), ()), "ZeRO-1": (zero(1), ()),
+      "ZeRO-2 offload": (zero(2, **OFFLOAD), ()),
+      "ZeRO-2 by time": (zero(2),
+       ("run.portion_tokens=null", "run.round_depth=2", "run.micro_batch_tokens=104")),
+      "ZeRO-3": (zero(3), ()), "ZeRO-3 recompute": (zero(3), FULL),
+      "ZeRO-3 offload": (zero(3, offload_param={"device": "cpu"}, **OFFLOAD),
+       ("run.micro_batch_tokens=104",)), "ZeRO-3 hpZ": (zero(3, zero_hpz_partition_size=2), ()),
+      "ZeRO-3 fair": (zero(3), ("run.portion_tokens=null",))}),
+    "TP2": (2,
+     {"ZeRO-0": (zero(0) | TP2, ()), "ZeRO-1 recompute": (zero(1) | TP2, FULL),
+      "ZeRO-3": (zero(3) | TP2, ())}),
     "DP2xTP2": (4, {"ZeRO-1": (zero(1) | TP2, ()), "ZeRO-3 recompute": (zero(3) | TP2, FULL)}),
-}
+}  # fmt: skip
 EXPERTS: dict[str, Case] = {
     "experts, ZeRO-0": (zero(0), ()),
     "experts, ZeRO-1": (zero(1), ("run.portion_tokens=null",)),
@@ -84,7 +67,6 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config file of the scenario."""
     path = make_scenario(tmp_path_factory.mktemp("deepspeed"))
     take_fingerprint(path.parent / "base")  # every layout is held to it
     return path
@@ -92,7 +74,6 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def experts(scenario: Path) -> Path:
-    """The config file of a scenario over Qwen3-MoE."""
     jobs = [dict(job) for job in JOBS if job["name"] in OVER_EXPERTS]
     for job in jobs:
         job["lora"] = {**job["lora"], "target_modules": OVER_EXPERTS[job["name"]]}
@@ -103,8 +84,6 @@ def experts(scenario: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run_world(scenario: Path, experts: Path) -> Callable[[str], Path]:
-    """Trains all cases of a world, once; returns the folder of their outputs."""
-
     def run(world: str) -> Path:
         root = scenario.parent / world
         if not root.exists():

@@ -57,7 +57,6 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def run_world(
     families: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """Trains all families in a world, once; returns the folder of their outputs."""
     done: dict[str, Path] = {}
 
     def run(world: str) -> Path:

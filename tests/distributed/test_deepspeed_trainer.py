@@ -52,7 +52,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def heard(path: Path) -> dict[str, Any]:
-    """Returns the events that the callbacks heard."""
     return json.loads(path.read_text())
 
 
@@ -101,13 +100,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def seen(runs: Path) -> dict[str, Any]:
-    """Returns the worker's record of a run."""
     found: dict[str, Any] = json.loads((runs / "seen.json").read_text())
     return found
 
 
 def jobs_of(runs: Path, name: str) -> list[dict[str, Any]]:
-    """The jobs as the run has read them."""
     document = json.loads((runs / name / "config.json").read_text())
     return list(document["jobs"])
 

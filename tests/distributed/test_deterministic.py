@@ -73,7 +73,6 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 def cases(
     config: Path, out: Path, micro_batch_tokens: int, stop: tuple[str, int] | None = None
 ) -> list[dict[str, Any]]:
-    """A run in every layout."""
     size = f"run.micro_batch_tokens={micro_batch_tokens}"
     return [
         {"config": str(config), "output_dir": str(out / name), "set": [*own, size], "stop": stop}

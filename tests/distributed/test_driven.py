@@ -139,8 +139,6 @@ Runs = Callable[[str], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs a layout once."""
-
     @functools.cache
     def found(layout: str) -> dict[str, Any]:
         ranks, parallel = LAYOUTS[layout]

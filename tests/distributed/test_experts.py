@@ -71,13 +71,10 @@ BESIDE_SHARED: dict[str, dict[str, Any]] = {
 }
 SHARED_LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     1: {"shared, one process": (), "shared, full recompute": ("run.recompute=full",)},
-    2: {
-        "shared, EP2": (*_EP, "run.recompute=selective"),
-        "shared, TP2": _TP,
-        "shared, TP2+SP": (*_SP, "run.recompute=selective"),
-        "shared, TP2+SPxEP2": (*_SP, *_EP, "parallel.expert_tp_size=1"),
-    },
-}
+    2: {"shared, EP2": (*_EP, "run.recompute=selective"), "shared, TP2": _TP,
+     "shared, TP2+SP": (*_SP, "run.recompute=selective"),
+     "shared, TP2+SPxEP2": (*_SP, *_EP, "parallel.expert_tp_size=1")},
+}  # fmt: skip
 
 OF_GPT_OSS: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ["q_proj", "v_proj"]},
@@ -109,7 +106,6 @@ def _jobs(loras: Mapping[str, dict[str, Any]] = LORA) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config file of the scenario over Qwen3-MoE."""
     path = make_scenario(tmp_path_factory.mktemp("experts"), _jobs(), model_type="qwen3_moe")
     take_fingerprint(path.parent / "base")  # every layout is held to it
     return path
@@ -126,7 +122,6 @@ def shared(scenario: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def gpt_oss(scenario: Path) -> Path:
-    """The config file of a scenario over gpt-oss."""
     path = make_scenario(scenario.parent / "gpt_oss", _jobs(OF_GPT_OSS), model_type="gpt_oss")
     take_fingerprint(path.parent / "base")
     return path
@@ -134,8 +129,6 @@ def gpt_oss(scenario: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run_world(scenario: Path, shared: Path, gpt_oss: Path) -> World:
-    """Trains all layouts of a world size, once; returns the folder of their outputs."""
-
     def cases(size: int) -> dict[str, Case]:
         found = cases_of(scenario, LAYOUTS[size])
         found |= cases_of(shared, SHARED_LAYOUTS.get(size, {}))

@@ -15,7 +15,6 @@ from tests.helpers.fake_quant_peft import FakeQuant
 from tests.helpers.fp8_folders import put_codes
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
-    STANDARD_JOBS,
     exported,
     load_scenario,
     losses,
@@ -27,32 +26,15 @@ from tests.helpers.wide_floats import wide_floats
 
 WORKER = Path(__file__).parents[1] / "helpers" / "wide_train_worker.py"
 JOBS: tuple[dict[str, Any], ...] = (
-    {
-        "name": "attention",
-        "lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
-        "batch_size": 1,
-        "optimizer": {"lr": 4e-3, "max_grad_norm": 0.5, "weight_decay": 0.1},
-    },
-    {
-        "name": "mlp",
-        "lora": {"rank": 6, "alpha": 9, "target_modules": ["gate_proj", "up_proj"]},
-        "batch_size": 4,
-        "optimizer": {"lr": 2e-3},
-        "schedule": {"name": "cosine", "warmup_steps": 2},
-    },
-    {
-        "name": "blocks",
-        "lora": {
-            "rank": 8,
-            "alpha": 16,
-            "parametrization": "block_diagonal",
-            "num_blocks": 4,
-            "target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj"],
-        },
-        "batch_size": 3,
-        "optimizer": {"lr": 2e-3, "max_grad_norm": 0.3},
-    },
-)
+    {"name": "attention", "lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+     "batch_size": 1, "optimizer": {"lr": 4e-3, "max_grad_norm": 0.5, "weight_decay": 0.1}},
+    {"name": "mlp", "lora": {"rank": 6, "alpha": 9, "target_modules": ["gate_proj", "up_proj"]},
+     "batch_size": 4, "optimizer": {"lr": 2e-3}, "schedule": {"name": "cosine", "warmup_steps": 2}},
+    {"name": "blocks",
+     "lora": {"rank": 8, "alpha": 16, "parametrization": "block_diagonal", "num_blocks": 4,
+      "target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj"]}, "batch_size": 3,
+     "optimizer": {"lr": 2e-3, "max_grad_norm": 0.3}},
+)  # fmt: skip
 """None adapts the down projection."""
 WIDE = ("embed_tokens", "lm_head", "layers.0", "down_proj")
 """Linears that `partly` leaves as they are."""
@@ -89,15 +71,12 @@ CODES = "codes"
 
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config file of the scenario."""
     root = tmp_path_factory.mktemp("fp8")
     return make_scenario(root, JOBS, num_steps=5, dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
 def run_world(scenario: Path) -> World:
-    """Trains all layouts of a world size, once; returns the folder of their outputs."""
-
     config = json.loads(scenario.read_text())
     standard = scenario.with_name("standard.json")
     standard.write_text(json.dumps(config | {"jobs": config["jobs"][:2]}))
@@ -140,9 +119,7 @@ def test_losses_and_weights_equal_the_oracle(
             torch.testing.assert_close(factors[key], value.float(), rtol=1e-6, atol=1e-9)
 
 
-def test_a_published_base_in_blocks_equals_the_oracle(
-    tmp_path: Path,
-) -> None:
+def test_a_published_base_in_blocks_equals_the_oracle(tmp_path: Path) -> None:
     """Blocks of weights and groups of activations, of 128; scales that are stored in bf16."""
     config = make_scenario(tmp_path, JOBS[:2], num_steps=3, dtype=torch.bfloat16, **IN_BLOCKS)
     published = shutil.copytree(tmp_path / "base", tmp_path / "published")
@@ -187,7 +164,7 @@ def case(config: Path, steps: int, *sets: str) -> dict[str, Any]:
 
 
 def test_a_job_keeps_to_its_codes(tmp_path: Path) -> None:
-    config = make_scenario(tmp_path, [STANDARD_JOBS[1]], num_steps=4)
+    config = make_scenario(tmp_path, [JOBS[1]], num_steps=4)
     adapter, checkpoints = (tmp_path / "out/jobs/mlp" / n for n in ("adapter", "checkpoints"))
     run_cases(1, [case(config, 4, FP8)], tmp_path / "first.json")
     assert "one scale an output channel" in (adapter / "README.md").read_text()

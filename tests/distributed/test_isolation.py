@@ -33,19 +33,15 @@ from tlora_megatron.training.metrics import read_metrics
 WORKER = Path(__file__).parents[1] / "helpers" / "recording_worker.py"
 INCIDENT_RUNS = [
     *(pytest.param(1, "", name, id=f"one process, {name}") for name in INCIDENTS),
-    *(
-        pytest.param(2, f"{layout} ", name, id=f"{layout}, {name}")
-        for layout in LAYOUTS
-        for name in INCIDENTS_OF[layout]
-    ),
-]
+    *(pytest.param(2, f"{layout} ", name,
+      id=f"{layout}, {name}") for layout in LAYOUTS for name in INCIDENTS_OF[layout]),
+]  # fmt: skip
 
 IN_NANO_BATCHES = ("TP2", "TP2+SP")
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the scenario and its cases."""
     root = tmp_path_factory.mktemp("isolation")
     make_cases(root)
     return root
@@ -62,7 +58,6 @@ def run_world(root: Path) -> World:
 
 
 def job_summary(output_dir: Path, name: str) -> dict[str, Any]:
-    """A job's entry in `summary.json`."""
     return json.loads((output_dir / "summary.json").read_text())["jobs"][name]
 
 
@@ -183,7 +178,6 @@ def test_an_incident_ends_by_the_job_s_own_policy_and_with_its_name(
 
 
 def expected_reason(incident: Incident) -> str:
-    """How a failed job's reason begins."""
     if incident.never_moves:
         return f"none of its {NUM_STEPS} updates could be applied"
     if incident.run:
@@ -243,7 +237,6 @@ def test_bf16_follows_the_oracle_with_fp32_masters(root: Path, run_world: World)
 
 
 def in_nano_batches(run: Path) -> dict[str, Any]:
-    """The summary's entry on nano-batches."""
     told = json.loads((run / "summary.json").read_text())["run"]
     return told["nano_batches"] | {"rounds": told["rounds"]}
 

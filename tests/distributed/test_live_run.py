@@ -91,13 +91,10 @@ def runs(folder: Path, expert_oracle: dict[str, OracleResult]) -> Path:
         {**dense, "output_dir": str(folder / "alone"), "requests": []},
         # Resumed: all has ended or is out.
         {**dense, "output_dir": str(folder / "changed"), "requests": []},
-        {
-            "config": str(experts),
-            "set": ["run.micro_batch_tokens=512", "parallel.ep_size=2"],
-            "output_dir": str(folder / "over experts"),
-            "requests": _requests_over_experts(_without_late(experts)),
-        },
-    ]
+        {"config": str(experts), "set": ["run.micro_batch_tokens=512", "parallel.ep_size=2"],
+         "output_dir": str(folder / "over experts"),
+         "requests": _requests_over_experts(_without_late(experts))},
+    ]  # fmt: skip
     (folder / "cases.json").write_text(json.dumps(cases))
     world("tests/helpers/live_run_worker.py", 2, folder / "cases.json")
     return folder

@@ -23,7 +23,6 @@ them."""
 
 
 def checked(base: Path, folder: Path) -> Path:
-    """A folder with a base's files and its fingerprint."""
     folder.mkdir(exist_ok=True)
     for file in base.iterdir():
         (folder / file.name).symlink_to(file)

@@ -78,7 +78,6 @@ def config(tmp_path: Path) -> Path:
 
 
 def said(config: Path, *overrides: str) -> str:
-    """Returns the answer that both ranks give."""
     lines = re.findall(r"^<(.*)>$", world(READER, 2, config, *overrides), re.MULTILINE)
     assert len(lines) == 2
     assert lines[0] == lines[1]

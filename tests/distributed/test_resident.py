@@ -30,8 +30,6 @@ _numbers = count()
 
 
 class Part(NamedTuple):
-    """The part of one job in a schedule."""
-
     job: str
     joins_at: int
     """Look of the first rank into its mailbox, about one a round."""
@@ -74,7 +72,6 @@ class Gang:
         return {"kind": "prepare", "job": name, "body": {"document": document}}
 
     def result(self, name: str) -> tuple[list[float], bytes]:
-        """A finished job's losses and adapter."""
         folder = self.opened.job_dir(name)
         losses = [r["loss"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
         return losses, (folder / "adapter" / "adapter_model.safetensors").read_bytes()

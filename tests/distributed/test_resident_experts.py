@@ -9,13 +9,7 @@ import pytest
 
 from tests.helpers.oracle import OracleResult
 from tests.helpers.resident_case import Command, Resident, resident
-from tests.helpers.scenario import (
-    JOBS,
-    NUM_STEPS,
-    assert_equals_oracle,
-    losses,
-    oracle_of,
-)
+from tests.helpers.scenario import JOBS, NUM_STEPS, assert_equals_oracle, losses, oracle_of
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["gate_proj", "up_proj", "down_proj"]
@@ -30,11 +24,7 @@ factors of each expert."""
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one process": ("qwen3_moe", 1, {}),
     "EP2": ("qwen3_moe", 2, {"ep_size": 2}),
-    "TP2 SP": (
-        "qwen3_moe",
-        2,
-        {"tp_size": 2, "sequence_parallel": True, "expert_tp_size": 1},
-    ),
+    "TP2 SP": ("qwen3_moe", 2, {"tp_size": 2, "sequence_parallel": True, "expert_tp_size": 1}),
     "shared, EP2": ("qwen2_moe", 2, {"ep_size": 2}),
 }
 SHARED: dict[str, dict[str, Any]] = {

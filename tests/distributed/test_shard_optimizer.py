@@ -27,7 +27,6 @@ def test_steps_have_the_bits_of_whole_states() -> None:
 
 
 def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
-    """A job's metrics without times."""
     lines = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
     return [{k: v for k, v in line.items() if k != "time_s"} for line in lines]
 

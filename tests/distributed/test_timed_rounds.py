@@ -30,13 +30,11 @@ SMALLEST, SOME, ILL = "attention", "everything", "mlp"
 
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config file of the scenario."""
     return make_scenario(tmp_path_factory.mktemp("timed"), num_layers=4)
 
 
 @pytest.fixture(scope="module")
 def runs(scenario: Path) -> Path:
-    """Trains all cases in one world of two; returns the folder of their outputs."""
     out, document = scenario.parent / "runs", json.loads(scenario.read_text())
     out.mkdir()
     for job in document["jobs"]:

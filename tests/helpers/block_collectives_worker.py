@@ -56,7 +56,6 @@ MIXES = {
 
 
 def main() -> None:
-    """Runs every mix in every layout; the first rank writes."""
     dist.init_process_group("gloo")
     found: dict[str, dict[str, dict[str, Counter[str]]]] = {}
     size = dist.get_world_size()

@@ -54,7 +54,6 @@ def make_bank(dtype: torch.dtype, device: torch.device) -> AdapterBank:
 
 
 def layer_config(**options: Any) -> Any:
-    """Megatron's configuration of the layer."""
     return user_config(
         num_moe_experts=4,
         moe_router_topk=2,

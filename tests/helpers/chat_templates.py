@@ -4,12 +4,9 @@ from __future__ import annotations
 
 TOOL = {
     "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Looks outside.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
+    "function": {"name": "get_weather", "description": "Looks outside.",
+     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}  # fmt: skip
 _TOOLS = (
     "{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}<|end|>{% endif %}"
 )

@@ -17,10 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.parallel.peer_memory import Operation
-from tlora_megatron.parallel.tensor_collectives import (
-    TensorCollectives,
-    make_tensor_collectives,
-)
+from tlora_megatron.parallel.tensor_collectives import TensorCollectives, make_tensor_collectives
 
 LANES = 3
 _ROWS = (1, 2, 5, 16, 96, 333)
@@ -183,7 +180,6 @@ def halves() -> dist.ProcessGroup:
 
 
 def main() -> None:
-    """Runs a case of collectives, by the words of the command line."""
     device_type, kind, *rest = sys.argv[1:]
     device = torch.device("cpu")
     if device_type == "cuda":

@@ -24,7 +24,6 @@ from tlora_megatron.deepspeed import MultiLoRAEngine
 
 
 def main() -> None:
-    """Every process runs it; the first writes what it saw."""
     path, out = Path(sys.argv[1]), Path(sys.argv[2])
     config = json.loads(path.read_text())
     section = config["tlora"]

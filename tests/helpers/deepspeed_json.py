@@ -10,7 +10,6 @@ from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig, load_d
 
 
 def section(**job: Any) -> dict[str, Any]:
-    """A tlora section with one job."""
     return {
         "base_model": {"path": "base"},
         "run": {"output_dir": "out", "micro_batch_tokens": 4096},
@@ -19,7 +18,6 @@ def section(**job: Any) -> dict[str, Any]:
 
 
 def load(folder: Path, document: dict[str, Any], **extra: Any) -> DeepSpeedConfig:
-    """Reads a document from a file in the folder."""
     path = folder / "ds.json"
     path.write_text(json.dumps({"tlora": section()} | document))
     return load_deepspeed_config(path, **extra)

@@ -98,7 +98,6 @@ def family_oracle(
 
 
 def write_family_config(root: Path, name: str, deepspeed: dict[str, Any], section: Any) -> Path:
-    """A DeepSpeed JSON beside the family's files."""
     path = root / f"{name}.json"
     path.write_text(json.dumps({**deepspeed, "tlora": section}))
     return path
@@ -136,14 +135,10 @@ MIXED: dict[str, dict[str, Any]] = {
 }
 """Those with short convolutions over all rows."""
 DELTA_NETS: dict[str, dict[str, Any]] = {
-    "qwen3_next": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    },
+    "qwen3_next": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+     "shared_expert_intermediate_size": 32},
     "qwen3_5_text": {},
-}
+}  # fmt: skip
 """Those with gated delta nets."""
 _DELTA = {
     "linear_num_key_heads": 2,

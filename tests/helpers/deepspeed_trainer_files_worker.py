@@ -34,11 +34,9 @@ class Events(TrainerCallback):
         self.heard.append([event, state.global_step, state.epoch, state.max_steps])
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Noted."""
         self._note("epoch_begin", state)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Noted."""
         self._note("epoch_end", state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
@@ -48,17 +46,14 @@ class Events(TrainerCallback):
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Noted."""
         self._note("save", state)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
-        """Noted with its loss."""
         self._note("evaluate", state)
         self.heard[-1].append(metrics["eval_loss"])
 
 
 def main() -> None:
-    """Every process runs it; the first writes what it saw."""
     compile_no_collective()
     root = Path(sys.argv[1])
     seen = {"stage3": _whole(root), "stage2": _stopped(root)}

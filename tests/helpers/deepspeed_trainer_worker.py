@@ -23,18 +23,15 @@ class Recorder(TrainerCallback):
         self.logs: list[dict[str, float]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Keeps the logs."""
         self.logs.append(dict(logs))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Stops when it is time."""
         if state.global_step == self.stop:  # else as the other callbacks have left it
             control.should_training_stop = True
         return control
 
 
 def main() -> None:
-    """Every process runs it; the first writes what the callbacks heard."""
     compile_no_collective()
     config, out = Path(sys.argv[1]), Path(sys.argv[2])
     recorder = Recorder(int(sys.argv[3]) if len(sys.argv) > 3 else None)

@@ -34,14 +34,12 @@ STEPS = 4
 
 
 def document(rank: int = 4, **more: Any) -> dict[str, Any]:
-    """A driven job."""
     lora = LORA | {"rank": rank} | more.pop("lora", {})
     own = {"name": "t", "driven": True, "lora": lora, "max_seq_len": 256, "portion_tokens": 64}
     return own | more
 
 
 def make_driver(root: Path, ranks: int, parallel: dict[str, Any], **more: Any) -> GangDriver:
-    """A gang without jobs."""
     on_gpu = torch.cuda.is_available()
     # On CPUs the pre-forked worker is a fork, and so are the ranks.
     engine = LocalEngine(root, ranks if on_gpu else 0, slots=ranks, preforked=0 if on_gpu else 1)
@@ -55,7 +53,6 @@ def make_driver(root: Path, ranks: int, parallel: dict[str, Any], **more: Any) -
 
 
 def sampled(seed: int, loss: str) -> dict[str, Any]:
-    """A batch of reinforcement learning."""
     arrays = batch(seed)
     del arrays["weights"]
     generator = np.random.default_rng(seed)
@@ -116,7 +113,6 @@ def wrong(client: Client, number: int) -> tuple[int, str]:
 
 
 def values(client: Client, number: int) -> list[float]:
-    """Loss and log-probabilities of a request."""
     answer = client.good(number)
     assert answer.logprobs is not None
     return [answer.metrics["loss:sum"], *answer.logprobs.tolist()]
@@ -213,7 +209,6 @@ def layout(root: Path, ranks: str, parallel: str, more: str = "{}") -> dict[str,
 
 
 def ordinary_job(driver: GangDriver, job: str) -> Any:
-    """Submits a job of the quickstart."""
     (own,) = quickstart_jobs(["mirror"], portion_tokens=256, max_steps=8, schedule={}).values()
     del own["data"]["eval"]
     own.pop("eval_every_steps", None)
@@ -293,7 +288,6 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main(case: str, root: Path, *args: str) -> None:
-    """Runs a case; leaves no process behind."""
     if not torch.cuda.is_available():
         forked_children.install()
     try:

@@ -34,8 +34,6 @@ _FUSED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeQuant:
-    """The quantisation of an oracle's base."""
-
     tp_size: int = 1
     """Ranks that would cut the linears, each of which has scales of its own."""
     unquantised: tuple[str, ...] = ()
@@ -80,7 +78,6 @@ class Rounded(NamedTuple):
     scales: Tensor
 
     def read(self) -> Tensor:
-        """Returns the values that are meant."""
         return self.values * self.scales.to(self.values.dtype)
 
 
@@ -103,15 +100,12 @@ class FakeQuantLinear(nn.Linear):
         self._fused, self._index = (fused,), index  # in a tuple: a module would be registered
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns `[..., N]`."""
         y = self._fused[0].product(x, self._index)
         # PEFT may add in place, which one of several results does not allow.
         return y.clone() if self.bias is None else y + self.bias
 
 
 class Weight(NamedTuple):
-    """A rounded weight, as the two products take it."""
-
     dequantised_NK: Tensor
     fold_N: Tensor
     """Factors of gradients before they are rounded."""
@@ -125,7 +119,6 @@ def by_channels(linear: nn.Linear) -> Weight:
 
 
 def in_blocks(published: Coded, like: nn.Linear) -> Weight:
-    """Takes a weight with scales of blocks."""
     weight_NK = published.values.to(like.weight.dtype) * published.scales.to(like.weight.dtype)
     return Weight(weight_NK, torch.ones(len(weight_NK)), weight_NK)
 
@@ -142,7 +135,6 @@ class _Fused:
         self._results: list[Tensor] = []
 
     def product(self, x: Tensor, index: int) -> Tensor:
-        """Returns one linear's part of the product."""
         if index == 0:
             self._given, self._results = x, list(_Product.apply(x, self))
         assert self._given is x, "fused linears must be given one input, in turn"

@@ -58,14 +58,12 @@ def put_codes(directory: Path, kind: Format) -> Path:
 
 
 def wide_names(tensors: dict[str, Tensor]) -> list[str]:
-    """The weights that get codes."""
     left = "model.layers.1.mlp.down_proj"
     names = [f"model.layers.{layer}.{linear}" for layer in range(2) for linear in LINEARS]
     return [f"{name}.weight" for name in names if name != left and f"{name}.weight" in tensors]
 
 
 def statement(kind: Format) -> dict[str, Any]:
-    """The `quantization_config` of a format."""
     left = ["lm_head", "model.layers.1.mlp.down_proj"]
     if kind in ("fp8", "fp8_bf16", "ue8m0"):
         return {
@@ -93,7 +91,6 @@ def statement(kind: Format) -> dict[str, Any]:
 
 
 def set_quantization(directory: Path, value: Any) -> None:
-    """Writes a `quantization_config` into a folder's config.json."""
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": value}))
 

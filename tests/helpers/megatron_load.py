@@ -30,7 +30,6 @@ from tlora_megatron.training.formats.megatron_flags import megatron_arguments
 
 
 def main() -> None:
-    """Loads everything and fails at the first difference."""
     mode, root, *rest = sys.argv[1:]
     if mode == "core":
         for layout in rest:

@@ -47,19 +47,16 @@ def make_job(name: str, *, rank: int = 4, device: torch.device = CPU) -> JobStat
 
 
 def make_saver(*jobs: JobState, memory_gb: float | None = None) -> Saver:
-    """A saver of one process."""
     groups = lone_groups(jobs[0].adapter.slab.master.device)
     return Saver(jobs, SPEC, groups, memory_gb)
 
 
 def checkpoint(folder: Path, job: JobState, errors: list[Exception] | None = None) -> Target:
-    """A job's checkpoint in `folder/NAME/checkpoints`."""
     found = [] if errors is None else errors
     return checkpoint_target(folder / job.name / "checkpoints", job, found.append)
 
 
 def adapter(folder: Path, job: JobState, errors: list[Exception] | None = None) -> Target:
-    """A job's adapter in `folder/NAME/adapter`."""
     found = [] if errors is None else errors
     return adapter_target(folder / job.name / "adapter", "base", found.append)
 

@@ -26,7 +26,6 @@ from tlora_megatron.training.saving.saver import Saver
 
 
 def main() -> None:
-    """Runs both cases."""
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank = dist.get_rank()

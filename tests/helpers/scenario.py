@@ -33,36 +33,21 @@ NUM_STEPS = 6
 """Warm-up, the whole of every schedule, and more than an epoch of the two larger jobs."""
 
 JOBS: tuple[dict[str, Any], ...] = (
-    {
-        "name": "attention",
-        "lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
-        "batch_size": 1,
-        "optimizer": {"lr": 4e-3, "max_grad_norm": 0.5, "weight_decay": 0.1},
-        "schedule": {"name": "constant"},
-    },
-    {
-        "name": "mlp",
-        "lora": {"rank": 6, "alpha": 9, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
-        "batch_size": 2,
-        "optimizer": {"lr": 2e-3, "max_grad_norm": 1.0, "weight_decay": 0.01},
-        "schedule": {"name": "linear", "warmup_steps": 3},
-    },
-    {
-        "name": "everything",
-        "lora": {"rank": 8, "alpha": 16, "use_rslora": True},
-        "batch_size": 5,
-        "optimizer": {"lr": 1e-3, "max_grad_norm": 0.3},
-        "schedule": {"name": "cosine", "warmup_steps": 2, "min_lr": 1e-4},
-        "seed": 7,
-    },
-    {
-        "name": "outputs",
-        "lora": {"rank": 16, "alpha": 16, "target_modules": ["k_proj", "o_proj", "down_proj"]},
-        "batch_size": 8,
-        "optimizer": {"lr": 2e-3, "max_grad_norm": 0.0, "betas": [0.8, 0.95]},
-        "schedule": {"name": "cosine"},
-    },
-)
+    {"name": "attention", "lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+     "batch_size": 1, "optimizer": {"lr": 4e-3, "max_grad_norm": 0.5, "weight_decay": 0.1},
+     "schedule": {"name": "constant"}},
+    {"name": "mlp",
+     "lora": {"rank": 6, "alpha": 9, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
+     "batch_size": 2, "optimizer": {"lr": 2e-3, "max_grad_norm": 1.0, "weight_decay": 0.01},
+     "schedule": {"name": "linear", "warmup_steps": 3}},
+    {"name": "everything", "lora": {"rank": 8, "alpha": 16, "use_rslora": True}, "batch_size": 5,
+     "optimizer": {"lr": 1e-3, "max_grad_norm": 0.3},
+     "schedule": {"name": "cosine", "warmup_steps": 2, "min_lr": 1e-4}, "seed": 7},
+    {"name": "outputs",
+     "lora": {"rank": 16, "alpha": 16, "target_modules": ["k_proj", "o_proj", "down_proj"]},
+     "batch_size": 8, "optimizer": {"lr": 2e-3, "max_grad_norm": 0.0, "betas": [0.8, 0.95]},
+     "schedule": {"name": "cosine"}},
+)  # fmt: skip
 
 _SENTENCE = "the quick brown fox jumps over a lazy dog while seven wizards bake round bread"
 _WORDS = _SENTENCE.split()
@@ -155,18 +140,15 @@ def only_job(scenario: Path, name: str) -> Path:
 
 
 def load_scenario(path: Path, *overrides: str, output_dir: Path) -> RunConfig:
-    """The scenario's configuration with overrides."""
     return load_config(path, overrides, str(output_dir))
 
 
 def losses(output_dir: Path, name: str) -> list[float]:
-    """A job's training losses, one a step."""
     records = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
     return [r["loss"] for r in records if "loss" in r]
 
 
 def exported(output_dir: Path, name: str, base: Path) -> Mapping[str, torch.Tensor]:
-    """A job's exported adapter as canonical factors."""
     spec = read_model_spec(base / "config.json")
     return load_adapter(output_dir / "jobs" / name / "adapter", model=spec).factors
 

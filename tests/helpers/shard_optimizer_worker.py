@@ -25,18 +25,13 @@ from tlora_megatron.training.saving.snapshot import BUFFERS, SnapshotTaker
 ROUNDS = 6
 LAYOUTS = {
     2: {"DP2": ParallelLayout(dp_size=2), "CP2": ParallelLayout(cp_size=2)},
-    4: {
-        "DP4": ParallelLayout(dp_size=4),
-        "TP2 DP2": ParallelLayout(tp_size=2, dp_size=2),
-        "DP2 CP2": ParallelLayout(dp_size=2, cp_size=2),
-    },
-}
+    4: {"DP4": ParallelLayout(dp_size=4), "TP2 DP2": ParallelLayout(tp_size=2, dp_size=2),
+     "DP2 CP2": ParallelLayout(dp_size=2, cp_size=2)},
+}  # fmt: skip
 """By number of processes."""
 
 
 class Steps(NamedTuple):
-    """The state of the jobs after some steps."""
-
     bank: AdapterBank
     outcomes: list[StepOutcome]
 
@@ -124,7 +119,6 @@ def snapshot(groups: ParallelGroups, slab: AdapterSlab) -> dict[str, torch.Tenso
 
 
 def main() -> None:
-    """Compares in every layout."""
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     device = torch.device("cuda", dist.get_rank()) if on_gpu else CPU

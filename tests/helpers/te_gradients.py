@@ -46,7 +46,6 @@ Errors = dict[str, float]
 
 
 def main() -> int:
-    """Returns the exit status."""
     options = parse()
     if options.stand_in:
         use_stand_in()
@@ -61,7 +60,6 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     modes = [mode for mode in MODES if mode != "fp32"]
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=modes)
@@ -97,13 +95,11 @@ def start() -> ParallelGroups:
 
 
 def say(groups: ParallelGroups, text: str) -> None:
-    """Prints on one process, at once."""
     if groups.tp_rank == 0:
         print(text, flush=True)
 
 
 def check(options: argparse.Namespace, groups: ParallelGroups) -> int:
-    """Compares gradients, a mode after the other."""
     spec = replace(small_spec(options.layers, options.hidden), qk_norm=options.qk_norm)
     batches = [
         make_batch(i, options.tokens, spec, groups.device) for i in range(options.micro_batches)

@@ -21,10 +21,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from tests.helpers import te_stand_in
@@ -49,9 +46,7 @@ SPEC = ModelSpec(
 )
 MOE_SPEC = replace(SPEC, shared_ffn_size=48)
 EXPERTS_SPEC = replace(
-    MOE_SPEC,
-    ffn_size=32,
-    experts=ExpertsSpec(num_experts=4, top_k=2, ffn_size=32, normalizes=True),
+    MOE_SPEC, ffn_size=32, experts=ExpertsSpec(num_experts=4, top_k=2, ffn_size=32, normalizes=True)
 )
 MOE: dict[str, Any] = {
     "num_moe_experts": 4,

@@ -179,9 +179,7 @@ def _local_block(config: Any, spec: ModelSpec, wrong: Wrong) -> TransformerBlock
 
 def _te_block(config: Any, spec: ModelSpec, wrong: Wrong) -> TransformerBlockSubmodules:
     from megatron.core.extensions.transformer_engine import TENorm
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     layer = get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=spec.qk_norm, qk_l2_norm=wrong.qk_l2_norm
@@ -206,7 +204,6 @@ class _LocalNames:
         return getattr(self._model, name)
 
     def named_parameters(self, **_: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters by the local specification's names."""
         for name, weight in self._model.named_parameters(remove_duplicate=False):
             for inside, outside in self._NORMS.items():
                 name = name.replace(inside, outside)

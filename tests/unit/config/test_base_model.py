@@ -72,24 +72,18 @@ def test_listed_linears_stay(tmp_path: Path, names: list[str], left: set[Any]) -
     ("keys", "message"),
     [
         ({"quantization": "int8"}, "base_model.quantization must be one of fp8, got 'int8'"),
-        (
-            {"unquantised": ["embed_tokens"]},
-            "base_model.unquantised must hold lm_head, which has no FP8 kernels, got "
-            "['embed_tokens']",
-        ),
-        (
-            {"unquantised": [*ALWAYS, "down"]},
-            "base_model.unquantised[2] must be one of embed_tokens, lm_head, q_proj, k_proj, "
-            "v_proj, o_proj, gate_proj, up_proj, down_proj, layers.N or layers.N.TARGET, got "
-            "'down'; did you mean down_proj?",
-        ),
+        ({"unquantised": ["embed_tokens"]},
+         "base_model.unquantised must hold lm_head, which has no FP8 kernels, got "
+         "['embed_tokens']"),
+        ({"unquantised": [*ALWAYS, "down"]},
+         "base_model.unquantised[2] must be one of embed_tokens, lm_head, q_proj, k_proj, "
+         "v_proj, o_proj, gate_proj, up_proj, down_proj, layers.N or layers.N.TARGET, got "
+         "'down'; did you mean down_proj?"),
         ({"unquantised": [*ALWAYS, "layers.0.lm_head"]}, "[2] must be one of embed_tokens"),
-        (
-            {"unquantised": [*ALWAYS, "layers.3.q_proj", "v_proj", "k_proj"]},
-            "must name q_proj, k_proj, v_proj together: they are one GEMM",
-        ),
+        ({"unquantised": [*ALWAYS, "layers.3.q_proj", "v_proj", "k_proj"]},
+         "must name q_proj, k_proj, v_proj together: they are one GEMM"),
     ],
-)
+)  # fmt: skip
 def test_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         read(tmp_path, **keys)

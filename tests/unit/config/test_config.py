@@ -34,11 +34,9 @@ def document(**sections: Any) -> dict[str, Any]:
     base = {
         "base_model": {"path": "base"},
         "run": {"output_dir": "out"},
-        "jobs": [
-            {"name": "one", "data": {"train": "a.jsonl"}, "max_steps": 5},
-            {"name": "two", "data": {"train": "b.jsonl"}, "epochs": 1},
-        ],
-    }
+        "jobs": [{"name": "one", "data": {"train": "a.jsonl"}, "max_steps": 5},
+         {"name": "two", "data": {"train": "b.jsonl"}, "epochs": 1}],
+    }  # fmt: skip
     return {**base, **sections}
 
 
@@ -190,10 +188,7 @@ def test_overrides_that_lead_nowhere_are_refused(
         ("parallel.tp_size=1.0", "^parallel.tp_size must be an integer, got 1.0"),
         ("parallel.sequence_parallel=1", "must be true or false, got 1"),
         ("parallel=null", "^parallel must be a mapping, got null"),
-        (
-            "run.recompute=ful",
-            "one of none, selective, full, auto, got 'ful'; did you mean full",
-        ),
+        ("run.recompute=ful", "one of none, selective, full, auto, got 'ful'; did you mean full"),
         ("run.seed=99999999999999999999", "^run.seed must fit in 64 bits"),
         ("run.output_dir=", "^run.output_dir must be a string, got null"),
         ("run.output_dir=''", "^run.output_dir must not be empty"),
@@ -210,10 +205,8 @@ def test_overrides_that_lead_nowhere_are_refused(
         ("jobs[0].optimizer.betas=[0.9, 1]", r"betas\[1\] must be below 1, got 1.0"),
         ("jobs[0].optimizer.betas=0.9", "betas must be a list, got 0.9"),
         ("jobs[0].lora.target_modules=[]", "target_modules must not be empty"),
-        (
-            "jobs[0].lora.target_modules=[q_prj]",
-            r"target_modules\[0\] must be one of q_proj, .*linear_fc2, got 'q_prj'; .*mean q_proj",
-        ),
+        ("jobs[0].lora.target_modules=[q_prj]",
+         r"target_modules\[0\] must be one of q_proj, .*linear_fc2, got 'q_prj'; .*mean q_proj"),
         ("defaults.lora.rank=x", "^defaults.lora.rank must be an integer, got 'x'$"),
         ("defaults.name=x", "^defaults must not hold name"),
         ("defaults=null", "^defaults must be a mapping, got null"),
@@ -224,28 +217,20 @@ def test_overrides_that_lead_nowhere_are_refused(
         ("jobs[0].data={}", r"^jobs\[0\].data.train must be given"),
         ("base_model=null", "^base_model must be given"),
         ("base_model=llama", "^base_model must be a mapping, got 'llama'; names of bases are for"),
-        (
-            "base_model.path=null",
-            "^base_model must set exactly one of path and config, got neither",
-        ),
+        ("base_model.path=null",
+         "^base_model must set exactly one of path and config, got neither"),
         ("base_model.config=x", "^base_model must set exactly one of path and config, got both"),
-        (
-            "base_model.path=nowhere",
-            "^base_model.path must be an existing directory, got .*nowhere",
-        ),
+        ("base_model.path=nowhere",
+         "^base_model.path must be an existing directory, got .*nowhere"),
         ("base_model.random_init=true", "random_init must be false with path, got true"),
-        (
-            "base_model={config: base/config.json}",
-            "random_init must be true with config, got false",
-        ),
-        (
-            "base_model={config: no, random_init: true}",
-            "base_model.config must be a string, got false",
-        ),
+        ("base_model={config: base/config.json}",
+         "random_init must be true with config, got false"),
+        ("base_model={config: no, random_init: true}",
+         "base_model.config must be a string, got false"),
         ("base_model={config: x, random_init: true}", "base_model.config must be an existing file"),
         ("base_model.dtype=float16", "must be one of float32, bfloat16, got 'float16'"),
     ],
-)
+)  # fmt: skip
 def test_wrong_values_are_refused_with_their_path(
     folder: Path, override: str, message: str
 ) -> None:
@@ -277,25 +262,19 @@ def test_names_that_can_be_a_folder_are_kept(folder: Path, name: str) -> None:
         ({"max_steps": None}, "exactly one of max_steps and epochs, got neither"),
         ({"schedule": {"warmup_steps": 5}}, "warmup_steps must be below max_steps = 5, got 5"),
         ({"schedule": {"min_lr": 1.0}}, "min_lr must be at most optimizer.lr = 0.0002, got 1.0"),
-        (
-            {"lora": {"target_modules": ["q_proj", "k_proj", "q_proj"]}},
-            "must not repeat a target, got q_proj 2 times",
-        ),
-        (
-            {"lora": {"target_modules": ["linear_qkv", "v_proj"]}},
-            "must name each base linear once, got v_proj and linear_qkv",
-        ),
-        (
-            {"lora": {"target_modules": ["down_proj", "linear_fc2"]}},
-            "must name each base linear once, got down_proj and linear_fc2",
-        ),
+        ({"lora": {"target_modules": ["q_proj", "k_proj", "q_proj"]}},
+         "must not repeat a target, got q_proj 2 times"),
+        ({"lora": {"target_modules": ["linear_qkv", "v_proj"]}},
+         "must name each base linear once, got v_proj and linear_qkv"),
+        ({"lora": {"target_modules": ["down_proj", "linear_fc2"]}},
+         "must name each base linear once, got down_proj and linear_fc2"),
         ({"data": {"train": "no.jsonl"}}, "data.train must be an existing file, got .*no.jsonl"),
         ({"data": {"train": "."}}, "data.train must be an existing file"),
         ({"data": {"train": "empty.jsonl"}}, "data.train must be a file that is not empty"),
         ({"data": {"train": "a.jsonl", "eval": "no.jsonl"}}, "data.eval must be an existing file"),
         ({"init_from": "nowhere"}, "init_from must be an existing directory, got .*nowhere"),
     ],
-)
+)  # fmt: skip
 class TestJobRules:
     def test_stop_refuses(self, folder: Path, change: dict[str, Any], message: str) -> None:
         content = document()
@@ -349,17 +328,15 @@ def test_what_is_outside_the_jobs_always_stops(folder: Path, policy: str) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "run: {seed: 1, seed: 2}",
-            "YAML, got line 1, column 16, .*: key 'seed' stands twice in one",
-        ),
+        ("run: {seed: 1, seed: 2}",
+         "YAML, got line 1, column 16, .*: key 'seed' stands twice in one"),
         ("jobs: [\n", "YAML, got line 2, column 1, '': expected the node content, but found"),
         ("a: !!python/object:os.system {}", "well-formed YAML"),
         ("- 1\n- 2", "must hold a mapping of sections, got"),
         ("", "must hold a mapping of sections, got null"),
         ("a: 1\n---\nb: 2", "well-formed YAML"),
     ],
-)
+)  # fmt: skip
 def test_malformed_yaml_is_refused(folder: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(folder, text)
@@ -447,9 +424,7 @@ def test_a_budget_of_memory_needs_someone_who_asks(folder: Path) -> None:
 
 
 def test_names_overlap_settings_without_effect(folder: Path) -> None:
-    content = document(
-        run={"output_dir": "out", "nano_batches": 2, "nano_controller": "aimd"},
-    )
+    content = document(run={"output_dir": "out", "nano_batches": 2, "nano_controller": "aimd"})
     assert ignored_settings(load(folder, content)) == (
         "run.nano_batches has no effect with tp_size 1",
         "run.nano_controller has no effect with tp_size 1",

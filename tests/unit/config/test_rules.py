@@ -138,27 +138,19 @@ def test_sizes(tmp_path: Path, parallel: dict[str, Any], message: str) -> None:
     ("sections", "message"),
     [
         ({"parallel": {"replicas": "1xTP2 + 1xTP1"}}, "parallel.replicas must be absent over"),
-        (
-            {"parallel": {"cp_size": 2, "cp_by_micro_batch": True}},
-            "parallel.cp_by_micro_batch must be false over a base with routed experts",
-        ),
+        ({"parallel": {"cp_size": 2, "cp_by_micro_batch": True}},
+         "parallel.cp_by_micro_batch must be false over a base with routed experts"),
         ({"run": {"nano_batches": 2}}, "run.nano_batches must be 1 over"),
-        (
-            {"run": {"recompute": "auto"}, "parallel": {"ep_size": 2}},
-            "run.recompute must be none, selective or full with parallel.ep_size above 1: proc",
-        ),
-        (
-            {"run": {"round_depth": 2}, "parallel": {"ep_size": 2}},
-            "run.round_depth must be 1 with parallel.ep_size above 1: processes that share",
-        ),
+        ({"run": {"recompute": "auto"}, "parallel": {"ep_size": 2}},
+         "run.recompute must be none, selective or full with parallel.ep_size above 1: proc"),
+        ({"run": {"round_depth": 2}, "parallel": {"ep_size": 2}},
+         "run.round_depth must be 1 with parallel.ep_size above 1: processes that share"),
         ({"run": {"deterministic": True}}, "run.deterministic must be false over .*: an expert's"),
-        (
-            {"parallel": {"shard_optimizer": True, "ep_size": 2}},
-            "shard_optimizer must be false with ep_size above 1: job a adapts gate_proj of routed",
-        ),
+        ({"parallel": {"shard_optimizer": True, "ep_size": 2}},
+         "shard_optimizer must be false with ep_size above 1: job a adapts gate_proj of routed"),
         ({"job": {"portion_tokens": 64}}, "portion_tokens of job a must be absent over a base"),
     ],
-)
+)  # fmt: skip
 def test_over_experts(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_run_over_experts(config(tmp_path, **sections))

@@ -160,25 +160,17 @@ def test_names_of_an_mlp_mean_the_experts(spec: ModelSpec) -> None:
     ("lora", "message"),
     [
         ({"dropout": 0.1}, "lora.dropout of job 'a' must be 0 with targets on routed experts"),
-        (
-            {"parametrization": "block_diagonal", "num_blocks": 2},
-            "lora.parametrization of job 'a' must be standard with targets on routed experts",
-        ),
-        (
-            {"target_modules": ("gate_proj", "down_proj")},
-            "must name gate_proj, up_proj and down_proj of routed experts, or down_proj alone",
-        ),
+        ({"parametrization": "block_diagonal", "num_blocks": 2},
+         "lora.parametrization of job 'a' must be standard with targets on routed experts"),
+        ({"target_modules": ("gate_proj", "down_proj")},
+         "must name gate_proj, up_proj and down_proj of routed experts, or down_proj alone"),
         ({"target_modules": ("linear_fc1",)}, "PEFT loads no other adapter rightly, got experts"),
-        (
-            {"target_modules": ("q_proj",), "expert_rank": 2},
-            "lora.expert_rank of job 'a' must be absent without targets on routed experts, got 2",
-        ),
-        (
-            {"target_modules": ("q_proj",), "expert_sharing": "outer"},
-            "lora.expert_sharing of job 'a' must be none without targets on .* experts, got outer",
-        ),
+        ({"target_modules": ("q_proj",), "expert_rank": 2},
+         "lora.expert_rank of job 'a' must be absent without targets on routed experts, got 2"),
+        ({"target_modules": ("q_proj",), "expert_sharing": "outer"},
+         "lora.expert_sharing of job 'a' must be none without targets on .* experts, got outer"),
     ],
-)
+)  # fmt: skip
 def test_refused(spec: ModelSpec, lora: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         over_base(job(**lora), spec)

@@ -158,51 +158,29 @@ def test_target_shapes(tmp_path: Path) -> None:
         ("llama", {"hidden_size": "64"}, r"hidden_size must be an integer of at least 1, got '64'"),
         ("llama", {"vocab_size": True}, r"vocab_size must be an integer of at least 1, got True"),
         ("llama", {"num_hidden_layers": 0}, r"num_hidden_layers must be .* at least 1, got 0"),
-        (
-            "mistral",
-            {"num_attention_heads": 4},
-            r"num_attention_heads must be a multiple of num_key_value_heads=8, got 4",
-        ),
+        ("mistral", {"num_attention_heads": 4},
+         r"num_attention_heads must be a multiple of num_key_value_heads=8, got 4"),
         ("qwen3", {"head_dim": 15}, r"head_dim must be even, got 15"),
         ("llama", {"head_dim": 0}, r"head_dim must be an integer of at least 1, got 0"),
         ("llama", {"rms_norm_eps": 0}, r"rms_norm_eps must be a positive number, got 0"),
         ("llama", {"rope_theta": None}, r"rope_theta must be a positive number, got None"),
         ("llama", {"rope_theta": float("inf")}, r"rope_theta must be a positive number, got inf"),
-        (
-            "llama",
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            r"rope_type must be default or llama3, got 'linear'",
-        ),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}},
+         r"rope_type must be default or llama3, got 'linear'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, r"rope_type must be .*, got 'yarn'"),
-        (
-            "qwen3",
-            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-            r"rope_parameters must be one set for all layers, got \{'full_attention'",
-        ),
+        ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+         r"rope_parameters must be one set for all layers, got \{'full_attention'"),
         ("llama", {"rope_scaling": "linear"}, r"rope_parameters must be one set .*, got 'linear'"),
-        (
-            "llama",
-            {"partial_rotary_factor": 0.5},
-            r"partial_rotary_factor must be 1, got 0\.5",
-        ),
-        (
-            "llama",
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
-            r"high_freq_factor must be a positive number, got None",
-        ),
-        (
-            "mistral",
-            {"layer_types": ["full_attention"] * 3},
-            r"layer_types must be absent from a mistral config, got \['full_attention'",
-        ),
+        ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor must be 1, got 0\.5"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+         r"high_freq_factor must be a positive number, got None"),
+        ("mistral", {"layer_types": ["full_attention"] * 3},
+         r"layer_types must be absent from a mistral config, got \['full_attention'"),
         ("mistral", {"sliding_window": 0}, r"sliding_window must be .* at least 1, got 0"),
-        (
-            "qwen2",
-            {**WINDOWED, "max_window_layers": None},
-            r"max_window_layers must be an integer of at least 0, got None",
-        ),
+        ("qwen2", {**WINDOWED, "max_window_layers": None},
+         r"max_window_layers must be an integer of at least 0, got None"),
     ],
-)
+)  # fmt: skip
 def test_refusals(
     tmp_path: Path, model_type: str | None, fields: dict[str, Any], message: str
 ) -> None:

@@ -32,12 +32,7 @@ from tlora_megatron.integrations.megatron.built.packed_attention import (
 )
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
-from tlora_megatron.layers.sites import (
-    EXPERT_LINEARS,
-    LINEAR_TARGETS,
-    check_targets,
-    stage_sites,
-)
+from tlora_megatron.layers.sites import EXPERT_LINEARS, LINEAR_TARGETS, check_targets, stage_sites
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.peft import export_adapter, load_adapter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import warnings
@@ -24,8 +25,8 @@ import sys
 from pathlib import Path
 from tlora_megatron.cli.main import main
 assert "torch" not in sys.modules, "the command line imports torch"
-from tlora_megatron.integrations.megatron import quiet
-quiet.install()
+from tlora_megatron.integrations.megatron import imports
+imports.quieten()
 from tlora_megatron.runtime import backbone, controller  # noqa: F401 - what a run imports
 backbone.import_backbone()
 from tlora_megatron.training.data.tokenize import load_tokenizer
@@ -34,9 +35,7 @@ print(sorted({"torch._dynamo", "torch._inductor"} & sys.modules.keys()))
 """
 
 
-def test_what_is_decorated_is_compiled_at_its_first_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_decorated_is_compiled_at_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[tuple[str, dict[str, object]]] = []
 
     def compile_(function, **options):  # type: ignore[no-untyped-def]
@@ -93,42 +92,22 @@ def _heard(message: str, category: type[Warning], module: str) -> bool:
 @pytest.mark.parametrize(
     ("message", "category", "module", "heard"),
     [
-        (
-            "Transformer Engine and Apex are not installed. Falling back to Torch optimizers.",
-            UserWarning,
-            "megatron.core.optimizer",
-            False,
-        ),
-        (
-            "Apex is not installed. Falling back to Torch Norm",
-            UserWarning,
-            "megatron.core.models.backends",
-            False,
-        ),
-        (
-            "full scope is deprecated. Use empty cuda_graph_modules to capture the whole layer.",
-            UserWarning,
-            "megatron.core.transformer.transformer_config",
-            False,
-        ),
-        (
-            "`torch.distributed.reduce_scatter_tensor` is deprecated. Please use "
-            "`torch.distributed.reduce_scatter_single` instead.",
-            FutureWarning,
-            "torch.distributed.c10d_logger",
-            False,
-        ),
+        ("Transformer Engine and Apex are not installed. Falling back to Torch optimizers.",
+         UserWarning, "megatron.core.optimizer", False),
+        ("Apex is not installed. Falling back to Torch Norm", UserWarning,
+         "megatron.core.models.backends", False),
+        ("full scope is deprecated. Use empty cuda_graph_modules to capture the whole layer.",
+         UserWarning, "megatron.core.transformer.transformer_config", False),
+        ("`torch.distributed.reduce_scatter_tensor` is deprecated. Please use "
+         "`torch.distributed.reduce_scatter_single` instead.", FutureWarning,
+         "torch.distributed.c10d_logger", False),
         ("Apex is not installed. Falling back", UserWarning, "another.package", True),
         ("Apex is too old", UserWarning, "megatron.core.models.backends", True),
         ("Apex is not installed.", DeprecationWarning, "megatron.core.models.backends", True),
-        (
-            "`torch.distributed.all_to_all` is deprecated",
-            FutureWarning,
-            "torch.distributed.c10d_logger",
-            True,
-        ),
+        ("`torch.distributed.all_to_all` is deprecated", FutureWarning,
+         "torch.distributed.c10d_logger", True),
     ],
-)
+)  # fmt: skip
 def test_only_the_known_warnings_are_silent(
     message: str, category: type[Warning], module: str, heard: bool
 ) -> None:
@@ -190,3 +169,27 @@ def test_a_core_without_rank_generators_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(parallel_state, "RankGenerator")
     with pytest.raises(NotImplementedError, match=r"parallel.replicas must have a Megatron-core"):
         lay_out_replicas(DEPLOYMENT)
+
+
+def test_building_a_backbone_prints_nothing(repo: Path) -> None:
+    code = """
+from tlora_megatron.integrations.megatron import imports
+imports.quieten()
+import torch
+from tests.helpers.linear_case import SPEC
+from tlora_megatron.integrations.megatron import engine, model
+from tlora_megatron.model.layout import ParallelLayout
+layout = ParallelLayout(tp_size=1, pp_size=1, cp_size=1, dp_size=1, sequence_parallel=False)
+model.initialize_parallel(layout)
+model.build_backbone(SPEC, layout, dtype=torch.float32)
+"""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "PYTHONWARNINGS")}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=repo,
+        env=inherited | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

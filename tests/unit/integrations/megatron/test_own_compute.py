@@ -187,10 +187,7 @@ def test_a_base_that_is_scored_before_it_has_adapters(
 
 @pytest.mark.parametrize("modules", [["layernorm"], ["layernorm", "mlp"]], ids="+".join)
 def test_norms_that_run_again(
-    modules: list[str],
-    groups: ParallelGroups,
-    num_run: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    modules: list[str], groups: ParallelGroups, num_run: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit what they give once, and until then nobody holds their output."""
     expected = Case(groups).results()

@@ -21,11 +21,7 @@ from tlora_megatron.integrations.megatron_lm.arguments import (
     resolve_arguments,
     spec_from_arguments,
 )
-from tlora_megatron.integrations.megatron_lm.refusals import (
-    UNUSED,
-    describe_unused,
-    switch_off,
-)
+from tlora_megatron.integrations.megatron_lm.refusals import UNUSED, describe_unused, switch_off
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments
 
@@ -209,10 +205,8 @@ def test_settings_without_effect_are_told(
         ({"run": {"seed": 0}}, "run.seed must agree with --seed, which makes it 7, got 0"),
         ({"run": {"checkpoint_every_steps": 50}}, "agree with --save-interval"),
         ({"base_model": {"path": "base", "dtype": "float32"}}, "dtype must agree with --bf16"),
-        (
-            {"base_model": {"path": "base", "quantization": "fp8"}},
-            "base_model.quantization must be null under --tlora-config, got 'fp8'",
-        ),
+        ({"base_model": {"path": "base", "quantization": "fp8"}},
+         "base_model.quantization must be null under --tlora-config, got 'fp8'"),
         ({"base_model": {"config": "c.json"}}, "base_model.config must be absent"),
         ({"base_model": {"path": "none"}}, "base_model.path must be an existing directory"),
         ({"base_model": None}, "base_model.path, or --tokenizer-type HuggingFaceTokenizer"),
@@ -220,7 +214,7 @@ def test_settings_without_effect_are_told(
         ({"parallel": 3}, "parallel must be a mapping"),
         ({"more": {}}, "more is not a known key"),
     ],
-)
+)  # fmt: skip
 def test_contradictions_are_refused_by_both_names(
     tmp_path: Path, spec: ModelSpec, sections: dict[str, Any], message: str
 ) -> None:

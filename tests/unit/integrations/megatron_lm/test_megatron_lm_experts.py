@@ -133,16 +133,12 @@ def test_jobs_may_adapt_experts_of_a_known_base(tmp_path: Path) -> None:
         ({"moe_ffn_hidden_size": 32}, "--moe-ffn-hidden-size must be 48 as in .*, got 32"),
         ({"moe_router_pre_softmax": True}, "--moe-router-pre-softmax must be off as in .*, got on"),
         ({"moe_router_dtype": "fp64"}, "--moe-router-dtype must be absent as in .*, got fp64; log"),
-        (
-            {"moe_router_dtype": "fp32", "params_dtype": torch.bfloat16},
-            "--moe-router-dtype must be absent as in .*, got fp32; logits in another precision",
-        ),
-        (
-            {"moe_shared_expert_intermediate_size": 64},
-            "--moe-shared-expert-intermediate-size must be absent as in .*, got 64",
-        ),
+        ({"moe_router_dtype": "fp32", "params_dtype": torch.bfloat16},
+         "--moe-router-dtype must be absent as in .*, got fp32; logits in another precision"),
+        ({"moe_shared_expert_intermediate_size": 64},
+         "--moe-shared-expert-intermediate-size must be absent as in .*, got 64"),
     ],
-)
+)  # fmt: skip
 def test_another_router_than_that_of_the_file_is_refused(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
@@ -217,27 +213,15 @@ def test_what_excludes_adapters_on_experts_is_refused_for_the_job(
 @pytest.mark.parametrize(
     ("fields", "job", "sections", "message"),
     [
-        (
-            {"use_distributed_optimizer": True},
-            {},
-            {},
-            "--use-distributed-optimizer must be off for job 'a', .*; replicas of experts are",
-        ),
-        (
-            {"expert_tensor_parallel_size": 2},
-            {},
-            {},
-            "--expert-tensor-parallel-size must be 1 or 1 for job 'a', .*, got 2",
-        ),
+        ({"use_distributed_optimizer": True}, {}, {},
+         "--use-distributed-optimizer must be off for job 'a', .*; replicas of experts are"),
+        ({"expert_tensor_parallel_size": 2}, {}, {},
+         "--expert-tensor-parallel-size must be 1 or 1 for job 'a', .*, got 2"),
         ({}, {"portion_tokens": 64}, {}, "portion_tokens of job a must be absent over a base with"),
-        (
-            {},
-            {},
-            {"run": {"deterministic": True}},
-            "run.deterministic must be off with --tlora-con",
-        ),
+        ({}, {}, {"run": {"deterministic": True}},
+         "run.deterministic must be off with --tlora-con"),
     ],
-)
+)  # fmt: skip
 def test_settings_of_runs_over_experts(
     tmp_path: Path, fields: dict[str, Any], job: Any, sections: Any, message: str
 ) -> None:

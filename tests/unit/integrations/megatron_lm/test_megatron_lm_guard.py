@@ -125,16 +125,10 @@ def test_the_output_folder_must_be_given() -> None:
     [
         ({"context_parallel_size": 2}, 4),
         ({"tensor_model_parallel_size": 4, "sequence_parallel": True}, 4),
-        (
-            {
-                "context_parallel_size": 2,
-                "tensor_model_parallel_size": 4,
-                "sequence_parallel": True,
-            },
-            8,
-        ),
+        ({"context_parallel_size": 2, "tensor_model_parallel_size": 4, "sequence_parallel": True},
+         8),
     ],
-)
+)  # fmt: skip
 def test_rows_are_cut_evenly_over_ranks(parallel: dict[str, Any], multiple: int) -> None:
     guard.check_arguments(argparse.Namespace(**(FINE | parallel)))
     args = argparse.Namespace(**(FINE | parallel | {"seq_length": 64 + multiple // 2}))

@@ -204,13 +204,11 @@ def test_usual_arguments_pass_before_validation() -> None:
         ({"hybrid_override_pattern": "M-*-"}, "--hybrid-layer-pattern must have .*got M-"),
         ({"hidden_size": None}, "the model's flags must be given .*model_flags.txt"),
         ({"save_interval": None}, "--save-interval must be given with --tlora-config, got none"),
-        (
-            {"seq_length": 128},
-            "--max-position-embeddings must be at least --seq-length 128, got 64; .*"
-            "give --max-position-embeddings 128",
-        ),
+        ({"seq_length": 128},
+         "--max-position-embeddings must be at least --seq-length 128, got 64; .*"
+         "give --max-position-embeddings 128"),
     ],
-)
+)  # fmt: skip
 def test_what_megatron_would_assert_is_refused_before(fields: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         refusals.check_parsed(parsed(**fields))

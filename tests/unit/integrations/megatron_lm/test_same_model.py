@@ -36,17 +36,15 @@ from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.ops.frozen.rotary import inverse_frequencies
 
 BUILDER_ARGUMENTS = {
-    "compared": {
-        *("padded_vocab_size", "rotary_base", "untie_embeddings_and_output_weights"),
-        "use_rope_scaling",
-    },
+    "compared": {*("padded_vocab_size", "rotary_base", "untie_embeddings_and_output_weights"),
+     "use_rope_scaling"},
     "chooses a specification, whose linears `discover` checks": {"spec", "transformer_impl"},
     "a TransformerConfig by another way, checked when the model stands": {"yaml_cfg"},
     "rope has no end": {"max_position_embeddings"},
     "the mean of losses that are not the jobs'": {"fp16_lm_cross_entropy", "logit_dtype"},
     "how many rows fill the vocabulary up": {"make_vocab_size_divisible_by", "vocab_size"},
     "num_moe_experts of TransformerConfig": {"num_experts"},
-}
+}  # fmt: skip
 """Arguments that Megatron-LM's builders read beside the fields of TransformerConfig."""
 BUILDERS = ("gpt_builders.py", "megatron/training/argument_utils.py")
 

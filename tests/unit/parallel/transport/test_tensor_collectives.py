@@ -16,10 +16,7 @@ from tlora_megatron.ops.lora.cuda_arguments import ExchangeArguments
 from tlora_megatron.parallel import copy_engine, tensor_collectives
 from tlora_megatron.parallel.copy_engine import CopyEngineCollectives, encoded
 from tlora_megatron.parallel.peer_memory import Copy, Exchange, Lane, Place, Sum
-from tlora_megatron.parallel.tensor_collectives import (
-    SkippedCollectives,
-    make_tensor_collectives,
-)
+from tlora_megatron.parallel.tensor_collectives import SkippedCollectives, make_tensor_collectives
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

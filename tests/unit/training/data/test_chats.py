@@ -151,11 +151,8 @@ NAMED = [{"role": "user", "content": "bob", "name": "bob"}, {"role": "assistant"
 DEVELOPER = [{"role": "developer", "content": "Be good"}, *NAMED[1:]]
 LOST: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "calls": (NO_CALLS_TEMPLATE, talk(), r"messages\[1\].tool_calls\[0\].function.name"),
-    "calls in blocks": (
-        chat_template(calls="", blocks=True),
-        talk(),
-        r"messages\[1\].tool_calls\[0\].function.name",
-    ),
+    "calls in blocks": (chat_template(calls="", blocks=True), talk(),
+     r"messages\[1\].tool_calls\[0\].function.name"),
     "arguments": (
         chat_template(calls="{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"),
         talk(),
@@ -168,7 +165,7 @@ LOST: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "name": (TOOLS_TEMPLATE, NAMED, r"messages\[0\].name"),
     "reasoning": (chat_template(think=""), TWICE[:2], r"messages\[1\].reasoning_content"),
     "reasoning before": (LAST_THINKS_TEMPLATE, TWICE, r"messages\[1\].reasoning_content"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("template", "messages", "path"), LOST.values(), ids=LOST.keys())
@@ -235,11 +232,7 @@ STOPS = {
     "another token": (chat_template(end="<|end|>"), None, 4),
     "a token that the base names": (chat_template(end="<|end|>\n"), [EOS_ID, 6], 0),
     "a token that the base names alone": (chat_template(end="<|end|>"), 6, 0),
-    "one answer of two": (
-        chat_template(end="{{ '</s>' if loop.last }}", blocks=True),
-        None,
-        2,
-    ),
+    "one answer of two": (chat_template(end="{{ '</s>' if loop.last }}", blocks=True), None, 2),
 }
 
 

@@ -268,38 +268,26 @@ BAD_LINES = {
     "no prompt": ({"completion": "a"}, BAD_KEYS + r" \['completion'\]"),
     "two kinds": ({"text": "a", "messages": []}, BAD_KEYS + r" \['messages', 'text'\]"),
     "number for text": ({"text": 5}, "text must be a string, got 5"),
-    "null completion": (
-        {"prompt": "a", "completion": None},
-        "completion must be a string, got None",
-    ),
-    "list for prompt": (
-        {"prompt": ["a"], "completion": ""},
-        r"prompt must be a string, got \['a'\]",
-    ),
+    "null completion": ({"prompt": "a", "completion": None},
+     "completion must be a string, got None"),
+    "list for prompt": ({"prompt": ["a"], "completion": ""},
+     r"prompt must be a string, got \['a'\]"),
     "surrogate": (b'{"text": "\\ud800"}', "text must be Unicode text, got"),
     "empty text": ({"text": ""}, NO_TARGET + ", got 1 tokens and no target"),
     "messages no list": ({"messages": "a"}, "messages must be a non-empty list, got 'a'"),
     "messages empty": ({"messages": []}, r"messages must be a non-empty list, got \[\]"),
-    "message no object": (
-        {"messages": ["a"]},
-        r"messages\[0\] must hold role and content, got 'a'",
-    ),
-    "message no content": (
-        {"messages": [{"role": "user"}]},
-        r"messages\[0\] must hold role and content, got \{'role'",
-    ),
-    "unknown role": (
-        chat(("asistant", "a")),
-        r"messages\[0\].role must be one of .*, got 'asistant'",
-    ),
-    "content no string": (
-        {"messages": [{"role": "user", "content": ["a"]}]},
-        r"messages\[0\].content must be a string, got \['a'\]",
-    ),
+    "message no object": ({"messages": ["a"]},
+     r"messages\[0\] must hold role and content, got 'a'"),
+    "message no content": ({"messages": [{"role": "user"}]},
+     r"messages\[0\] must hold role and content, got \{'role'"),
+    "unknown role": (chat(("asistant", "a")),
+     r"messages\[0\].role must be one of .*, got 'asistant'"),
+    "content no string": ({"messages": [{"role": "user", "content": ["a"]}]},
+     r"messages\[0\].content must be a string, got \['a'\]"),
     "no assistant": (chat(("user", "a")), "a chat must have an answer of weight 1"),
     "assistant first": (chat(("assistant", "a")), r"messages\[0\] must not be an answer"),
     "too long": ({"text": "a" * 30}, "must have at most max_seq_len 20 tokens, got 31"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES.values(), ids=BAD_LINES.keys())

@@ -46,14 +46,9 @@ def read_spec(tmp_path: Path, **fields: Any) -> ModelSpec:
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    }
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    }  # fmt: skip
     path = tmp_path / "config.json"
     path.write_text(json.dumps(values | fields))
     return read_model_spec(path)
@@ -92,20 +87,11 @@ class TestFlags:
         ("fields", "message"),
         [
             ({"rope_theta": 10000.5}, r"rope_theta must be whole for .*--rotary-base, got 10000.5"),
-            (
-                {
-                    "rope_scaling": {
-                        "rope_type": "llama3",
-                        "factor": 8.0,
-                        "low_freq_factor": 1.0,
-                        "high_freq_factor": 2.0,
-                        "original_max_position_embeddings": 8192,
-                    }
-                },
-                r"rope_scaling.high_freq_factor must be 4.0 for .*--use-rope-scaling, got 2.0",
-            ),
+            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 2.0, "original_max_position_embeddings": 8192}},
+             r"rope_scaling.high_freq_factor must be 4.0 for .*--use-rope-scaling, got 2.0"),
         ],
-    )
+    )  # fmt: skip
     def test_what_megatron_has_no_flag_for(
         self, tmp_path: Path, fields: dict[str, Any], message: str
     ) -> None:

@@ -28,19 +28,15 @@ FUSED = ("experts.linear_fc1", "experts.linear_fc2")
 LORAS = {
     "experts alone": LoraSpec(rank=4, alpha=8, target_modules=OWN),
     "down alone": LoraSpec(rank=4, alpha=6, target_modules=OWN[2:]),
-    "of another rank": LoraSpec(
-        rank=4, alpha=8, expert_rank=3, use_rslora=True, target_modules=("q_proj", *OWN)
-    ),
-    "one A for gate and up": LoraSpec(
-        rank=4, alpha=8, expert_rank=2, target_modules=("o_proj", *FUSED)
-    ),
-    "outer": LoraSpec(
-        rank=4, alpha=6, expert_rank=3, expert_sharing="outer", target_modules=("q_proj", *OWN)
-    ),
-    "outer, one A for gate and up": LoraSpec(
-        rank=3, alpha=6, expert_sharing="outer", target_modules=FUSED
-    ),
-}
+    "of another rank": LoraSpec(rank=4, alpha=8, expert_rank=3, use_rslora=True,
+     target_modules=("q_proj", *OWN)),
+    "one A for gate and up": LoraSpec(rank=4, alpha=8, expert_rank=2,
+     target_modules=("o_proj", *FUSED)),
+    "outer": LoraSpec(rank=4, alpha=6, expert_rank=3, expert_sharing="outer",
+     target_modules=("q_proj", *OWN)),
+    "outer, one A for gate and up": LoraSpec(rank=3, alpha=6, expert_sharing="outer",
+     target_modules=FUSED),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])

@@ -162,70 +162,35 @@ def put(name: str, value: Tensor) -> Change:
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        (
-            "channel",
-            drop(f"{Q}.weight_scale"),
-            f"{Q}.weight must have its scales in {Q}.weight_scale, got none",
-        ),
-        (
-            "fp8",
-            put(f"{Q}.weight", torch.zeros(512, 192)),
-            f"{Q}.weight must be F8_E4M3, as config.json says with its targets and the modules "
-            f"that it leaves out, got F32",
-        ),
-        (
-            "channel",
-            put(
-                "model.layers.1.mlp.down_proj.weight", torch.zeros(192, 512).to(torch.float8_e4m3fn)
-            ),
-            "model.layers.1.mlp.down_proj.weight must be float32, bfloat16 or float16, as config.",
-        ),
-        (
-            "fp8",
-            put(f"{Q}.weight", torch.zeros(512, 192).to(torch.float8_e5m2)),
-            f"{Q}.weight must be F8_E4M3, as config.json says",
-        ),
-        (
-            "fp8",
-            put(f"{Q}.weight_scale_inv", torch.ones(4, 1)),
-            f"{Q}.weight_scale_inv must have shape [4, 2] over [512, 192] codes, got [4, 1]",
-        ),
-        (
-            "channel",
-            put(f"{Q}.weight_scale", torch.ones(512, 1, dtype=torch.int32)),
-            f"{Q}.weight_scale must be F32, BF16, F16 or F8_E8M0, got I32",
-        ),
-        (
-            "channel",
-            put("model.norm.weight_scale", torch.ones(1)),
-            "model.norm.weight must be F8_E4M3, as model.norm.weight_scale belongs to it, got F32",
-        ),
-        (
-            "channel",
-            put("model.layers.7.q.weight_scale", torch.ones(1)),
-            "model.layers.7.q.weight must be F8_E4M3, as model.layers.7.q.weight_scale belongs to "
-            "it, got no such tensor",
-        ),
-        (
-            "channel",
-            put(f"{Q}.input_scale", torch.ones(1)),
-            f"tensors beside codes must be *.weight_scale, got {Q}.input_scale",
-        ),
-        (
-            "fp8",
-            put(f"{Q}.weight_scale_inv", torch.full((4, 2), float("nan"))),
-            f"{Q}.weight_scale_inv must be finite and not negative",
-        ),
-        (
-            "channel",
-            put(
-                f"{DOWN}.weight",
-                torch.full((192, 512), 255, dtype=torch.uint8).view(torch.float8_e4m3fn),
-            ),
-            f"{DOWN}.weight of ",
-        ),
+        ("channel", drop(f"{Q}.weight_scale"),
+         f"{Q}.weight must have its scales in {Q}.weight_scale, got none"),
+        ("fp8", put(f"{Q}.weight", torch.zeros(512, 192)),
+         f"{Q}.weight must be F8_E4M3, as config.json says with its targets and the modules "
+         f"that it leaves out, got F32"),
+        ("channel",
+         put("model.layers.1.mlp.down_proj.weight", torch.zeros(192, 512).to(torch.float8_e4m3fn)),
+         "model.layers.1.mlp.down_proj.weight must be float32, bfloat16 or float16, as config."),
+        ("fp8", put(f"{Q}.weight", torch.zeros(512, 192).to(torch.float8_e5m2)),
+         f"{Q}.weight must be F8_E4M3, as config.json says"),
+        ("fp8", put(f"{Q}.weight_scale_inv", torch.ones(4, 1)),
+         f"{Q}.weight_scale_inv must have shape [4, 2] over [512, 192] codes, got [4, 1]"),
+        ("channel", put(f"{Q}.weight_scale", torch.ones(512, 1, dtype=torch.int32)),
+         f"{Q}.weight_scale must be F32, BF16, F16 or F8_E8M0, got I32"),
+        ("channel", put("model.norm.weight_scale", torch.ones(1)),
+         "model.norm.weight must be F8_E4M3, as model.norm.weight_scale belongs to it, got F32"),
+        ("channel", put("model.layers.7.q.weight_scale", torch.ones(1)),
+         "model.layers.7.q.weight must be F8_E4M3, as model.layers.7.q.weight_scale belongs to "
+         "it, got no such tensor"),
+        ("channel", put(f"{Q}.input_scale", torch.ones(1)),
+         f"tensors beside codes must be *.weight_scale, got {Q}.input_scale"),
+        ("fp8", put(f"{Q}.weight_scale_inv", torch.full((4, 2), float("nan"))),
+         f"{Q}.weight_scale_inv must be finite and not negative"),
+        ("channel",
+         put(f"{DOWN}.weight",
+          torch.full((192, 512), 255, dtype=torch.uint8).view(torch.float8_e4m3fn)),
+         f"{DOWN}.weight of "),
     ],
-)
+)  # fmt: skip
 def test_tensors_that_are_not_as_stated_are_refused(
     tmp_path: Path, kind: Format, change: Change, message: str
 ) -> None:
@@ -316,17 +281,14 @@ def test_a_published_folder_has_the_digest_of_its_own_codes(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("saved", "ours", "message"),
     [
-        (
-            None,
-            CARD,
-            "job 'a': the base's quantization must be null (bf16 or fp32 weights) as in its "
-            f"checkpoint {WHERE}, got fp8 (e4m3, one scale an output channel, a1a1a1a1a1a1); "
-            "base_model.allow_change: true lets jobs go on over it",
-        ),
+        (None, CARD,
+         "job 'a': the base's quantization must be null (bf16 or fp32 weights) as in its "
+         f"checkpoint {WHERE}, got fp8 (e4m3, one scale an output channel, a1a1a1a1a1a1); "
+         "base_model.allow_change: true lets jobs go on over it"),
         (CARD, None, "must be fp8 (e4m3, one scale an output channel, a1a1a1a1a1a1) as in"),
         (CARD, OTHER, "got fp8 (e4m3, one scale an output channel, b2b2b2b2b2b2); base_model"),
     ],
-)
+)  # fmt: skip
 def test_a_job_goes_on_over_the_same_codes_or_where_it_may(
     saved: QuantisationCard | None,
     ours: QuantisationCard | None,

@@ -192,12 +192,10 @@ def test_a_resumed_run_reads_no_more_of_its_trace_than_it_needs(
         (lambda line: line.update(step="59"), "step must be of type int, got '59'"),
         (lambda line: line.update(chosen=True), "chosen must be of type int | None, got True"),
         (lambda line: line.update(chosen={}), "chosen must be of type int | None, got {}"),
-        (
-            lambda line: line.update(job_steps={"a": "1"}),
-            "job_steps must be of type dict[str, int] | int, got {'a': '1'}",
-        ),
+        (lambda line: line.update(job_steps={"a": "1"}),
+         "job_steps must be of type dict[str, int] | int, got {'a': '1'}"),
     ],
-)
+)  # fmt: skip
 def test_broken_lines_are_passed_over_and_stay(
     tmp_path: Path, change: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -47,10 +47,7 @@ class Model(nn.Module):
 
 
 def probe(
-    mixer: Mixer,
-    groups: ParallelGroups,
-    dtype: torch.dtype = torch.float32,
-    **options: Any,
+    mixer: Mixer, groups: ParallelGroups, dtype: torch.dtype = torch.float32, **options: Any
 ) -> None:
     model = Model(mixer, dtype)
     given = {"name": "Model", "dtype": dtype, "has_experts": False, "vocab_size": VOCAB} | options

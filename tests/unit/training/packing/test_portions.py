@@ -10,11 +10,7 @@ import torch
 
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import Item, Round
-from tlora_megatron.training.packing.portions import (
-    ReplicaRoom,
-    fill_with_portions,
-    next_portion,
-)
+from tlora_megatron.training.packing.portions import ReplicaRoom, fill_with_portions, next_portion
 
 
 def items(lengths: list[int]) -> list[Item]:

@@ -17,13 +17,7 @@ from tests.helpers.html_page import Page, check_loads_nothing
 from tlora_megatron.training.metrics import JobMetrics, write_summary
 from tlora_megatron.training.run import curves as report_curves
 from tlora_megatron.training.run import report
-from tlora_megatron.training.run.curves import (
-    PanelStyle,
-    ReportJob,
-    has_dots,
-    overview,
-    read_jobs,
-)
+from tlora_megatron.training.run.curves import PanelStyle, ReportJob, has_dots, overview, read_jobs
 from tlora_megatron.training.run.report import Report, write_report
 
 pytest.importorskip("matplotlib")

@@ -55,9 +55,7 @@ def start(script: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_before_the_first_round_a_signal_ends_at_once(number: signal.Signals) -> None:
-    code, said = start(
-        f"with signals.install():\n os.kill(os.getpid(), {number.value}); wait()"
-    )
+    code, said = start(f"with signals.install():\n os.kill(os.getpid(), {number.value}); wait()")
     assert code == 128 + number
     assert said == f"stopped by {number.name} before the first round: there is nothing to save\n"
 

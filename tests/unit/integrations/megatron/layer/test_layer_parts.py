@@ -106,10 +106,7 @@ def test_attention_without_a_micro_batch_is_refused(config: TransformerConfig) -
 def test_attention_refuses_masks(config: TransformerConfig) -> None:
     x, mask = torch.zeros(4, 1, 4, 8), torch.zeros(4, 4, dtype=torch.bool)
     view = pack_micro_batch([Document(slot=0, length=4)], num_slots=1, num_tokens=4)
-    with (
-        use_micro_batch(view),
-        pytest.raises(ValueError, match=r"attention_mask, .* must be None"),
-    ):
+    with use_micro_batch(view), pytest.raises(ValueError, match=r"attention_mask, .* must be None"):
         make_attention(config)(x, x, x, mask)
 
 
@@ -197,13 +194,11 @@ def test_rotation_rounds_as_hugging_face_in_bf16() -> None:
 
 ALL = (*LAYER, *FP8, *HEAD)
 SAYS = {
-    "tp_comm_overlap": (
-        True,
-        "tp_comm_overlap is True: it overlaps inside Transformer Engine's linears",
-    ),
+    "tp_comm_overlap": (True,
+     "tp_comm_overlap is True: it overlaps inside Transformer Engine's linears"),
     "activation_func": (F.gelu, "activation_func is gelu: our kernels compute something else"),
     "qk_l2_norm": (True, "qk_l2_norm is True: our kernels do not compute it yet"),
-}
+}  # fmt: skip
 
 
 def is_expected(condition: Condition, version: str) -> bool:
