@@ -124,9 +124,7 @@ def test_neighbours_of_a_job_gone_wrong_get_the_same_bits(
     assert_unharmed(root / f"{ill} ill", root / layout, ill, NAMES, base)
 
 
-def test_resumes_between_layouts(
-    scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
-) -> None:
+def test_between_layouts(scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path) -> None:
     lives = (
         Life(2, ("parallel.tp_size=2",), ("four", 3)),
         Life(1, (), ("four", 5)),

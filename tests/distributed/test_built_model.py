@@ -133,9 +133,7 @@ def test_our_kernels_in_further_layouts(reference: Path) -> None:
 
 
 @pytest.mark.megatron_lm
-def test_the_checkout_named_by_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_checkout_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The repository first: a checkout has a package `tests` of its own.
     path = os.pathsep.join((str(REPO), os.environ["MEGATRON_LM_PATH"]))
     monkeypatch.setenv("PYTHONPATH", path)

@@ -98,9 +98,7 @@ _VERSION = ".".join(map(str, OLDEST))
     reason=f"needs TLORA_OLDEST_DEEPSPEED to name a folder filled by `pip install --no-deps "
     f"--target FOLDER deepspeed=={_VERSION}`",
 )
-def test_the_oldest_release_gives_the_same_losses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_oldest_release_s_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = json.loads(make_scenario(tmp_path).read_text())
     for job in section["jobs"]:
         job["max_steps"] = 6

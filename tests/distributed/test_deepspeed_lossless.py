@@ -116,9 +116,7 @@ def test_losses_and_weights_equal_the_oracle(
 
 
 @pytest.mark.parametrize("case", EXPERTS)
-def test_over_routed_experts_too(
-    case: str, run_world: Callable[[str], Path], experts: Path
-) -> None:
+def test_over_experts_too(case: str, run_world: Callable[[str], Path], experts: Path) -> None:
     out, base = run_world("DP2") / case, experts.parent / "base"
     assert_run_equals_oracle(out, OVER_EXPERTS, oracle_of(experts), base)
 

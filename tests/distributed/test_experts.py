@@ -143,9 +143,7 @@ def run_world(scenario: Path, shared: Path, gpt_oss: Path) -> World:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
-def test_losses_and_weights_equal_the_oracle(
-    output_dir: Path, oracle: dict[str, OracleResult], scenario: Path
-) -> None:
+def test_equals_oracle(output_dir: Path, oracle: dict[str, OracleResult], scenario: Path) -> None:
     assert_run_equals_oracle(output_dir, LORA, oracle, scenario.parent / "base")
     for name, expected in oracle.items():
         # A sum over the wrong ranks, or a part that is counted twice, shows here at once.
@@ -186,9 +184,7 @@ def test_over_gpt_oss_too(output_dir: Path, gpt_oss: Path) -> None:
     assert_run_equals_oracle(output_dir, OF_GPT_OSS, oracle_of(gpt_oss), gpt_oss.parent / "base")
 
 
-def test_goes_on_in_other_layouts(
-    scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
-) -> None:
+def test_in_other_layouts(scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path) -> None:
     """Experts divided over two processes, then cut by them, then all in one."""
     lives = (
         Life(2, _EP, ("everything", 3)),

@@ -14,13 +14,7 @@ import torch
 from tests.helpers.fake_quant_peft import FakeQuant
 from tests.helpers.fp8_folders import put_codes
 from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import (
-    exported,
-    load_scenario,
-    losses,
-    make_scenario,
-    oracle_results,
-)
+from tests.helpers.scenario import exported, load_scenario, losses, make_scenario, oracle_results
 from tests.helpers.scenario_worlds import Case, World, layout_params, run_cases, worlds
 from tests.helpers.wide_floats import wide_floats
 
@@ -138,9 +132,7 @@ def test_a_published_base_in_blocks_equals_the_oracle(tmp_path: Path) -> None:
         assert losses(tmp_path / "out", name) == pytest.approx(expected.losses, rel=1e-12), name
 
 
-def test_bases_differ_and_jobs_move(
-    oracles: dict[str, dict[str, OracleResult]], scenario: Path
-) -> None:
+def test_bases_and_jobs_move(oracles: dict[str, dict[str, OracleResult]], scenario: Path) -> None:
     config = load_scenario(scenario, output_dir=scenario.parent / "unused")
     bases = {**oracles, "unquantised": oracle_results(config)}
     for name in NAMES:

@@ -110,9 +110,7 @@ def test_dropout_is_on_in_these_runs(run_world: World) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "layout", "name"), INCIDENT_RUNS)
-def test_neighbours_of_an_incident_get_the_same_bits(
-    world_size: int, layout: str, name: str, run_world: World
-) -> None:
+def test_others_keep_their_bits(world_size: int, layout: str, name: str, run_world: World) -> None:
     out = run_world(world_size)
     healthy, ill = out / f"{layout}together", out / f"{layout}{name}"
     for neighbour in NAMES:
@@ -135,9 +133,7 @@ def test_an_evaluation_hangs_on_no_neighbour_where_sequences_are_divided(run_wor
 
 
 @pytest.mark.parametrize(("world_size", "layout", "name"), INCIDENT_RUNS)
-def test_an_incident_is_marked_step_by_step(
-    world_size: int, layout: str, name: str, run_world: World
-) -> None:
+def test_bad_steps_are_marked(world_size: int, layout: str, name: str, run_world: World) -> None:
     output_dir, incident = run_world(world_size) / f"{layout}{name}", INCIDENTS[name]
     steps = [r for r in records(output_dir, incident.job) if "loss" in r]
     assert [r["step"] for r in steps] == list(range(1, incident.steps + 1))
@@ -261,9 +257,7 @@ def test_nano_batches_give_the_same_adapters(layout: str, root: Path, run_world:
 
 
 @pytest.mark.parametrize("layout", IN_NANO_BATCHES)
-def test_neighbours_of_an_incident_in_nano_batches_get_the_same_bits(
-    layout: str, run_world: World
-) -> None:
+def test_others_keep_their_bits_in_nano_batches(layout: str, run_world: World) -> None:
     healthy, ill = (run_world(2) / f"{layout} {name} in 3" for name in ("together", NANO_INCIDENT))
     job = INCIDENTS[NANO_INCIDENT].job
     assert job_summary(ill, job)["status"] == "failed"

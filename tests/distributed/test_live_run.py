@@ -135,9 +135,7 @@ def test_a_job_joins_and_one_leaves_and_the_rest_keep_their_bits(runs: Path) -> 
     assert not (changed / ".live").exists()
 
 
-def test_over_experts_all_get_what_they_get_alone(
-    runs: Path, expert_oracle: dict[str, OracleResult]
-) -> None:
+def test_over_experts_as_if_alone(runs: Path, expert_oracle: dict[str, OracleResult]) -> None:
     out = runs / "over experts"
     portions, targets, joined, left = json.loads((out / "answers.json").read_text())
     assert portions["error"].startswith("portion_tokens of job c must be absent over a base with")

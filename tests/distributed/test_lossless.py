@@ -95,16 +95,12 @@ def run_world(scenario: Path) -> World:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), CASES, ids=[name for _, name in CASES])
-def test_losses_and_weights_equal_the_oracle(
-    output_dir: Path, oracle: dict[str, OracleResult], scenario: Path
-) -> None:
+def test_equals_oracle(output_dir: Path, oracle: dict[str, OracleResult], scenario: Path) -> None:
     assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
 
 
 @pytest.mark.parametrize("layout", ["TP2", "PP2"])
-def test_adapters_are_folded_where_nothing_else_was_asked_for_or_can_be(
-    layout: str, run_world: World
-) -> None:
+def test_adapters_are_folded_unless_asked_otherwise(layout: str, run_world: World) -> None:
     summary = json.loads((run_world(2) / layout / "summary.json").read_text())
     assert summary["run"]["layout"]["lora_sharding"] == "fold"
 

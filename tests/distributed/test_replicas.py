@@ -87,9 +87,7 @@ def _cases(scenario: Path, size: int) -> dict[str, Case]:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(OVERRIDES))
-def test_losses_and_weights_equal_the_oracle(
-    output_dir: Path, oracle: dict[str, OracleResult], scenario: Path
-) -> None:
+def test_equals_oracle(output_dir: Path, oracle: dict[str, OracleResult], scenario: Path) -> None:
     assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
 
 

@@ -169,9 +169,7 @@ def test_overrides_by_index_by_name_and_into_sections_that_are_not_there(folder:
         ("defaults.rank=8", r"defaults.rank is not a known key; did you mean lora.rank\?"),
     ],
 )
-def test_overrides_that_lead_nowhere_are_refused(
-    folder: Path, override: str, message: str | None
-) -> None:
+def test_overrides_that_lead_nowhere(folder: Path, override: str, message: str | None) -> None:
     content = document(run={"output_dir": "out", "seed": 0})
     with pytest.raises(ConfigError, match=message or "must lead through mappings and lists, got 0"):
         load(folder, content, override)
@@ -231,9 +229,7 @@ def test_overrides_that_lead_nowhere_are_refused(
         ("base_model.dtype=float16", "must be one of float32, bfloat16, got 'float16'"),
     ],
 )  # fmt: skip
-def test_wrong_values_are_refused_with_their_path(
-    folder: Path, override: str, message: str
-) -> None:
+def test_wrong_values_are_refused_by_path(folder: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(folder, document(), override)
 
@@ -282,9 +278,7 @@ class TestJobRules:
         with pytest.raises(ConfigError, match=rf"^jobs\[0\].*{message}.* \(job one\)$"):
             load(folder, content)
 
-    def test_skip_leaves_the_job_out(
-        self, folder: Path, change: dict[str, Any], message: str
-    ) -> None:
+    def test_skip_leaves_it_out(self, folder: Path, change: dict[str, Any], message: str) -> None:
         content = document()
         content["jobs"][0].update(change)
         config = load(folder, content, "run.on_job_error=skip")

@@ -140,9 +140,7 @@ def test_alike_tp_keeps_what_unlike_tp_cannot(load: Any) -> None:
     ("form", "sharding"),
     [("1xTP2 + 2xTP1@128", "fold"), ("1xPP2 + 2xTP1@128", "auto"), ("1xTP2+SP + 1xTP2", "s_lora")],
 )
-def test_deterministic_runs_have_portions_that_every_replica_holds(
-    load: Any, form: str, sharding: str
-) -> None:
+def test_deterministic_runs_have_portions_of_all(load: Any, form: str, sharding: str) -> None:
     config = load(form, run={"deterministic": True, "micro_batch_tokens": 512})
     assert config.parallel.lora_sharding == sharding
     assert config.jobs[0].portion_tokens <= (64 if "@128" in form else 256)

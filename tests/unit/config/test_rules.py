@@ -62,9 +62,7 @@ def test_without_the_key_nothing_changes() -> None:
     [({}, "auto"), ({"tp_size": 2}, "fold"), ({"tp_size": 2, "lora_sharding": "s_lora"}, "s_lora"),
      ({"tp_size": 2, "sequence_parallel": True}, "s_lora")],
 )  # fmt: skip
-def test_the_sharding_does_not_follow_from_predicted_times(
-    parallel: dict[str, Any], expected: str
-) -> None:
+def test_the_sharding_follows_no_predictions(parallel: dict[str, Any], expected: str) -> None:
     assert settled(parallel=parallel).parallel.lora_sharding == expected
 
 
@@ -227,9 +225,7 @@ def test_it_has_no_jobs_and_its_own_folder(repo: Path, tmp_path: Path) -> None:
         ({"run": {"portion_tokens": 9, "micro_batch_tokens": 8}}, "at most run.micro_batch"),
     ],
 )
-def test_what_follows_from_all_jobs_is_refused(
-    repo: Path, others: dict[str, Any], message: str
-) -> None:
+def test_what_follows_from_all_jobs(repo: Path, others: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_gang_config(sections(repo, **others), repo, output_dir="out")
 

@@ -75,9 +75,7 @@ def test_nobody_starves(queues: list[list[int]]) -> None:
 
 @given(FEW, st.integers(1, 9))
 @fast
-def test_among_alike_replicas_the_longest_goes_first_to_the_first_to_end(
-    lengths: list[int], count: int
-) -> None:
+def test_among_alike_replicas_the_longest_goes_to_the_first(lengths: list[int], count: int) -> None:
     found = assign(lengths, [KINDS[0]] * count)
     ends = [(0, replica) for replica in range(count)]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

@@ -26,9 +26,7 @@ from tlora_megatron.model.layout import ParallelLayout, stage_sizes
         ((10, 3, 4), (4, 3, 3)),
     ],
 )
-def test_stages_that_are_not_given_share_what_is_left(
-    sizes: tuple[int, ...], expected: tuple[int, ...]
-) -> None:
+def test_other_stages_share_the_rest(sizes: tuple[int, ...], expected: tuple[int, ...]) -> None:
     assert stage_sizes(*sizes) == expected
 
 

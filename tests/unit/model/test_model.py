@@ -253,9 +253,7 @@ def test_only_sequences_within_the_window_are_trained(tmp_path: Path, model_type
         ("qwen1.5-moe-a2.7b", 14.3, 2.7),
     ],
 )
-def test_billions_of_parameters_as_published(
-    repo: Path, base: str, total: float, active: float
-) -> None:
+def test_billions_as_published(repo: Path, base: str, total: float, active: float) -> None:
     spec = read_model_spec(repo / f"configs/models/{base}.json")
     found = count_parameters(spec)
     assert found.total / 1e9 == pytest.approx(total, rel=0.003)

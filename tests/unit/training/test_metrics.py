@@ -210,9 +210,7 @@ def test_without_tensorboard_one_warning_for_all_jobs(
     ]
 
 
-def test_wandb_asked_for_but_missing_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_that_is_missing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"'j': W&B must be installed .*'p'; pip install 'wandb"):
         JobMetrics(tmp_path, "j", tensorboard=False, wandb_project="p")
@@ -233,9 +231,7 @@ class FakeWandbRun:
         self.finished += 1
 
 
-def test_wandb_run_is_continued_on_resume_and_new_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_run_is_continued_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[FakeWandbRun] = []
     asked: list[dict] = []
 

@@ -62,9 +62,7 @@ def test_the_cases_clip_and_do_not(groups: ParallelGroups) -> None:
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3, 1.0, 1e6])
-def test_a_clipped_gradient_has_the_limit_s_norm(
-    max_grad_norm: float, groups: ParallelGroups
-) -> None:
+def test_a_clipped_gradient_has_its_limit(max_grad_norm: float, groups: ParallelGroups) -> None:
     """The first moment after one step is `(1 - beta1)` times the gradient that was used."""
     bank = make_bank()
     flat = random_gradient(bank, 0, 1)
@@ -81,9 +79,7 @@ def test_a_clipped_gradient_has_the_limit_s_norm(
     [(math.nan, None), (math.inf, None), (-math.inf, None), (1.0, math.nan), (1.0, math.inf),
      (1.0, -math.inf)],
 )  # fmt: skip
-def test_what_is_not_finite_moves_nobody(
-    loss: float, poison: float | None, groups: ParallelGroups
-) -> None:
+def test_not_finite_moves_nobody(loss: float, poison: float | None, groups: ParallelGroups) -> None:
     bank, alone = make_bank(), make_bank()
     for each in (bank, alone):
         for slot in SLOTS:
@@ -178,9 +174,7 @@ def test_a_rate_of_zero_moves_moments_only(groups: ParallelGroups) -> None:
     assert slab.exp_avg_sq.any()
 
 
-def test_whoever_moves_waits_for_copies_of_its_state(
-    groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_wait_for_copies(groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save copies beside the rounds; masters and moments must not change under it."""
     bank, waited = make_bank(), list[AdapterSlab]()
     before = [adapter.slab.master.clone() for adapter in bank.adapters]
@@ -260,9 +254,7 @@ def test_a_warm_up_may_be_a_share_of_the_job_s_steps() -> None:
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 @given(warmup=st.integers(0, 9), length=st.integers(1, 20), floor=st.floats(0.0, 0.5))
 @fast
-def test_a_decay_falls_from_the_peak_to_its_floor(
-    name: str, warmup: int, length: int, floor: float
-) -> None:
+def test_decays_fall_from_peak_to_floor(name: str, warmup: int, length: int, floor: float) -> None:
     spec = ScheduleSpec(name=name, warmup_steps=warmup, min_lr=floor)
     num_steps = warmup + length
     rates = [learning_rate(spec, 0.5, step, num_steps) for step in range(warmup, num_steps + 1)]

@@ -170,9 +170,7 @@ def test_frozen_speeds_are_measured_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert world.ranks[1].over_predicted == pytest.approx(1.5)
 
 
-def test_a_run_that_goes_on_has_the_corrections_that_were_saved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_that_goes_on_has_the_saved_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, FAST, SLOW)
     world.run(1.0, 1.25)
     world.settle()

@@ -86,9 +86,7 @@ def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
         ({"compile": {"disable": False}}, r"compile\.disable is not a key"),
     ],
 )  # fmt: skip
-def test_a_key_that_deepspeed_would_ignore_is_refused(
-    folder: Path, document: dict[str, Any], told: str
-) -> None:
+def test_a_key_that_it_would_ignore(folder: Path, document: dict[str, Any], told: str) -> None:
     """ZeRO 0 in the place of 3, and nobody would know."""
     with pytest.raises(ConfigError, match=told):
         load(folder, document)
@@ -293,9 +291,7 @@ def test_it_is_taken_as_it_is(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "document", "message"), REFUSED)
-def test_it_is_refused_by_name(
-    folder: Path, name: str, document: dict[str, Any], message: str
-) -> None:
+def test_refused_by_name(folder: Path, name: str, document: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(folder, document)
 

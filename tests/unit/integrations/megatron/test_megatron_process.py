@@ -108,9 +108,7 @@ def _heard(message: str, category: type[Warning], module: str) -> bool:
          "torch.distributed.c10d_logger", True),
     ],
 )  # fmt: skip
-def test_only_the_known_warnings_are_silent(
-    message: str, category: type[Warning], module: str, heard: bool
-) -> None:
+def test_known_warnings(message: str, category: type[Warning], module: str, heard: bool) -> None:
     assert _heard(message, category, module) is heard
 
 

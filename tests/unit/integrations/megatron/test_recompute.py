@@ -56,9 +56,7 @@ def test_transformer_engine_s_checkpoint_is_covered(monkeypatch: pytest.MonkeyPa
         assert current_micro_batch() is second
 
 
-def test_without_transformer_engine_there_is_nothing_to_cover(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_transformer_engine_nothing_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", None)  # its import fails
     engine._install_in_transformer_engine()
 

@@ -169,9 +169,7 @@ def test_arguments_alone_describe_a_base_without_a_file(
     assert is_told == (folder == "another architecture")
 
 
-def test_settings_without_effect_are_told(
-    tmp_path: Path, spec: ModelSpec, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_effect(tmp_path: Path, spec: ModelSpec, caplog: pytest.LogCaptureFixture) -> None:
     quiet = write_config(tmp_path)
     launch_settings(arguments(spec, tlora_config=quiet), tokenizer_size=100)
     assert not caplog.records
@@ -264,9 +262,7 @@ ANOTHER_MODEL = {
 
 @pytest.mark.parametrize("message", ANOTHER_MODEL)
 @pytest.mark.parametrize("named", [True, False])
-def test_arguments_of_another_model_are_refused(
-    tmp_path: Path, spec: ModelSpec, message: str, named: bool
-) -> None:
+def test_another_model_refused(tmp_path: Path, spec: ModelSpec, message: str, named: bool) -> None:
     path = write_config(tmp_path, base_model={"path": "base"} if named else None)
     fields = ANOTHER_MODEL[message] | {"tokenizer_model": str(tmp_path / "base")}
     args = arguments(spec, tlora_config=path, **fields)
@@ -281,9 +277,7 @@ def test_arguments_of_another_model_are_refused(
         ({"rope_scaling_factor": 32.0}, "--rope-scaling-factor must be 8 as in .* got 32"),
     ],
 )
-def test_another_rope_scaling_is_refused(
-    tmp_path: Path, fields: dict[str, Any], message: str
-) -> None:
+def test_another_rope_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 8192}
     rope |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     spec = spec_of(tmp_path / "base", rope_parameters=rope)

@@ -85,9 +85,7 @@ def write_jobs(
 
 @pytest.mark.parametrize("kind", TINY_EXPERT_TYPES)
 @pytest.mark.parametrize("normalizes", [False, True])
-def test_arguments_of_a_base_describe_it(
-    tmp_path: Path, kind: TinyModelType, normalizes: bool
-) -> None:
+def test_arguments_describe_a_base(tmp_path: Path, kind: TinyModelType, normalizes: bool) -> None:
     fields = {} if kind == "mixtral" else {"norm_topk_prob": normalizes}
     spec = base(tmp_path / "base", kind, **fields)
     found = spec_from_arguments(arguments(spec, tmp_path), vocab_size=spec.vocab_size)
@@ -192,9 +190,7 @@ def test_each_other_router_is_refused_by_its_flag(tmp_path: Path, rule: Any, kno
 
 
 @pytest.mark.parametrize("rule", experts.ADAPTERS, ids=lambda rule: rule.argument)
-def test_what_excludes_adapters_on_experts_is_refused_for_the_job(
-    tmp_path: Path, rule: Any
-) -> None:
+def test_what_excludes_adapters_on_experts_is_refused_by_job(tmp_path: Path, rule: Any) -> None:
     spec = base(tmp_path / "base")
     args = arguments(spec, tmp_path, **{rule.argument: WRONG.get(rule.argument, True)})
     write_jobs(tmp_path, ON_ATTENTION, ON_EXPERTS)

@@ -261,9 +261,7 @@ def test_what_the_trainer_cannot_import_gets_a_remedy(
         guard.check_trainer()
 
 
-def test_an_older_python_than_the_checkout_wants_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_older_python_than_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "megatron")])
     monkeypatch.setattr(guard.importlib.util, "find_spec", lambda name: spec)
     (tmp_path / "pyproject.toml").write_text('[project]\nrequires-python = ">=3.99"\n')
@@ -273,9 +271,7 @@ def test_an_older_python_than_the_checkout_wants_is_named(
     assert str(guard._wrong_python(ImportError("x"))).startswith("Megatron-LM must be importable")
 
 
-def test_another_version_is_refused(
-    trainer: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version(trainer: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.core.__version__", "0.21.0")
     with pytest.raises(ImportError, match=r"got 0.21.0: its version is another"):
         guard.check_trainer()

@@ -112,9 +112,7 @@ def test_every_argument_of_the_builder_is_judged() -> None:
         ({"num_moe_experts": 4}, "--num-experts must be absent as in c.json, got 4"),
     ],
 )
-def test_a_built_model_is_held_to_the_file(
-    spec: ModelSpec, fields: dict[str, Any], message: str | None
-) -> None:
+def test_held_to_the_file(spec: ModelSpec, fields: dict[str, Any], message: str | None) -> None:
     config = config_of(spec, **fields)
     if message is None:
         check_transformer_config(config, spec, Path("c.json"))
@@ -123,9 +121,7 @@ def test_a_built_model_is_held_to_the_file(
         check_transformer_config(config, spec, Path("c.json"))
 
 
-def test_a_field_of_a_newer_version_is_told_once_it_is_set(
-    spec: ModelSpec, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_newer_version_s_field_is_told(spec: ModelSpec, caplog: pytest.LogCaptureFixture) -> None:
     newer = dataclasses.make_dataclass("Newer", [("logit_soft_cap", float, 0.0)])
     check_transformer_config(newer(), spec, Path("c.json"))
     assert not caplog.text

@@ -47,7 +47,7 @@ def test_the_user_decides_but_for_one_queue_under_nano_batches(
     assert os.environ[VARIABLE] == expected
 
 
-def test_a_started_cuda_is_warned_of(
+def test_started_cuda_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(VARIABLE, "1")
@@ -59,9 +59,7 @@ def test_a_started_cuda_is_warned_of(
     assert "CUDA started with CUDA_DEVICE_MAX_CONNECTIONS=1, which must be 32" in caplog.text
 
 
-def test_one_queue_is_shown_once_cuda_has_read_the_true_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_queue_is_shown_once_cuda_has_read_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     started_with = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", lambda: started_with.append(os.environ[VARIABLE]))
@@ -87,9 +85,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("num_ready", "lane_bytes", "most"),
     [(2, 0, float("inf")), (2, 35, 3), (2, 36, 2), (1, 10, 4), (4, 1000, 4)],
 )
-def test_lanes_fit_beside_the_peak_and_a_tenth_of_it(
-    num_ready: int, lane_bytes: int, most: float
-) -> None:
+def test_lanes_fit_beside_peak_and_tenth(num_ready: int, lane_bytes: int, most: float) -> None:
     room = lane_room(GPU, num_ready=num_ready, lane_bytes=lane_bytes)
     assert room == LaneRoom(most, 40)
 

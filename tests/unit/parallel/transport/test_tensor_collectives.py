@@ -63,9 +63,7 @@ def test_without_peer_memory_auto_takes_nccl_and_says_why(
         make_tensor_collectives(group, GPU, "copy_engine")
 
 
-def test_with_peer_memory_auto_takes_copy_engines(
-    group: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_copy_engines(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_collectives, "obstacle", lambda group, device: None)
     found = make_tensor_collectives(group, GPU)
     assert found.name == "copy_engine"
@@ -169,9 +167,7 @@ def test_bytes_are_gathered_as_words_that_nothing_is_added_to(library: Library) 
         made.all_gather(torch.zeros(2, 3, dtype=torch.uint8), 0)
 
 
-def test_steps_are_made_once_for_a_lane_a_size_and_a_dtype(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_made_once_for_a_lane(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     made, asked = collectives(), []
     steps: Callable[..., Any] = Lane.steps
 

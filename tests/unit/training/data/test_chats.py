@@ -169,9 +169,7 @@ LOST: dict[str, tuple[str, list[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize(("template", "messages", "path"), LOST.values(), ids=LOST.keys())
-def test_what_the_template_passes_over_is_refused(
-    template: str, messages: list[dict[str, Any]], path: str
-) -> None:
+def test_what_a_template_omits(template: str, messages: list[dict[str, Any]], path: str) -> None:
     rule = "must be written by the chat template, and the base's passes over it"
     with pytest.raises(ValueError, match=f"^{path} {rule}: .*: f line 1$"):
         tokenized(template, messages, tools=[TOOL])

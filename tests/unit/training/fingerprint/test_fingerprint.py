@@ -146,9 +146,7 @@ class TestFile:
             ({"bf16_error": None}, "must be a fingerprint that `tlora convert` wrote"),
         ],
     )
-    def test_another_content_is_refused(
-        self, tmp_path: Path, changes: dict[str, Any], message: str
-    ) -> None:
+    def test_other_content(self, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
         write_fingerprint(tmp_path, FINGERPRINT)
         file = tmp_path / FILE_NAME
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))

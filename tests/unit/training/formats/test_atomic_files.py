@@ -197,9 +197,7 @@ def test_a_users_file_in_what_a_crash_left_comes_home(tmp_path: Path, swap: str)
 
 @pytest.mark.parametrize("names", [(), NAMES])
 @pytest.mark.parametrize("link", ["adapter", ".adapter.0123abcd.incoming", ".adapter.previous"])
-def test_links_are_never_followed(
-    tmp_path: Path, swap: str, link: str, names: tuple[str, ...]
-) -> None:
+def test_links_not_followed(tmp_path: Path, swap: str, link: str, names: tuple[str, ...]) -> None:
     target = tmp_path / "elsewhere" / "step"
     write(target, "precious")
     folder = tmp_path / "out"
@@ -339,9 +337,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(t, content[name]) for name, t in load_file(path).items())
 
 
-def test_a_full_disk_refuses_before_the_first_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_refuses_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> int:
         raise AssertionError("nothing may be written")
 
@@ -357,9 +353,7 @@ def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
         write_tensors(tmp_path / "file", pending(content))
 
 
-def test_a_disk_that_fills_up_is_an_oserror(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_is_oserror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left, pwrite = 300, os.pwrite
 
     def filling(descriptor: int, data: memoryview, offset: int) -> int:

@@ -53,9 +53,7 @@ def test_parameters_are_those_of_megatron_tensors(
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_files_of_any_dtype_are_cast(
-    tmp_path: Path, stored: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_files_of_any_dtype(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype) -> None:
     directory = make_tiny_model(tmp_path, "llama", tied=True)
     change(directory, {name: value.to(stored) for name, value in tensors_of(directory).items()})
     assert_base_is_read(directory, CPU, dtype=dtype)

@@ -92,9 +92,7 @@ class TestFlags:
              r"rope_scaling.high_freq_factor must be 4.0 for .*--use-rope-scaling, got 2.0"),
         ],
     )  # fmt: skip
-    def test_what_megatron_has_no_flag_for(
-        self, tmp_path: Path, fields: dict[str, Any], message: str
-    ) -> None:
+    def test_what_has_no_flag(self, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
         with pytest.raises(NotImplementedError, match=message):
             megatron_flags(read_spec(tmp_path, **fields))
 
@@ -132,9 +130,7 @@ class TestFiles:
         }
         assert {entry.properties.dtype for entry in tensors.values()} == {torch.bfloat16}
 
-    def test_the_result_as_json(
-        self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_as_json(self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (shutil.copytree(tiny, tmp_path / "with tokenizer") / "tokenizer.json").touch()
         model, out = tmp_path / "with tokenizer", tmp_path / "out"
         assert main(["convert", str(model), str(out), "--json"]) == 0
@@ -198,9 +194,7 @@ class Failing(NamedTuple):
 
 class TestRefusals:
     @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
-    def test_a_failure_leaves_nothing(
-        self, tiny: Path, tmp_path: Path, error: BaseException
-    ) -> None:
+    def test_a_failed_conversion(self, tiny: Path, tmp_path: Path, error: BaseException) -> None:
         spec, source = read_model_spec(tiny / "config.json"), HFCheckpoint(tiny)
         planned = plan_megatron_checkpoint(spec, source)
         failing = Failing(source, "model.layers.2.mlp.down_proj.weight", error)
@@ -246,9 +240,7 @@ class TestRefusals:
         assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 2
         assert "base_model must hold a config.json" in capsys.readouterr().err
 
-    def test_two_types(
-        self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_dtypes(self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         model = shutil.copytree(tiny, tmp_path / "model")
         tensors = load_file(model / "model.safetensors")
         tensors["model.norm.weight"] = tensors["model.norm.weight"].half()

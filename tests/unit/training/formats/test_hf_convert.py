@@ -254,9 +254,7 @@ def test_quantised_weights_are_refused(directory: Path, spec: ModelSpec) -> None
         ({}, {"pp_size": 2, "first_stage_layers": 2}, r"leave equally many of 2 .* got 2 and None"),
     ],
 )
-def test_layouts_that_do_not_divide_are_refused(
-    change: dict[str, int], sizes: dict[str, int], message: str
-) -> None:
+def test_unfit_layouts_refused(change: dict[str, int], sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_layout(replace(SMALL, **change), ParallelLayout(**sizes))
 

@@ -191,9 +191,7 @@ def put(name: str, value: Tensor) -> Change:
          f"{DOWN}.weight of "),
     ],
 )  # fmt: skip
-def test_tensors_that_are_not_as_stated_are_refused(
-    tmp_path: Path, kind: Format, change: Change, message: str
-) -> None:
+def test_tensors_not_as_stated(tmp_path: Path, kind: Format, change: Change, message: str) -> None:
     directory = make_fp8_folder(tmp_path, kind)
     tensors = dict(load_file(directory / FILE))
     change(tensors)

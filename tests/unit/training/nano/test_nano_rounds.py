@@ -111,9 +111,7 @@ def test_chooses_sets_and_writes_down(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_step_that_ran_beside_a_decision_does_not_count_for_the_new_number(
-    tmp_path: Path,
-) -> None:
+def test_a_step_that_ran_beside_a_decision_is_not_the_new_number_s(tmp_path: Path) -> None:
     """Were it counted, the first step behind a change would be."""
     run, content, last = Run(tmp_path), content_of(100, 50, 60, 40), 0
     for _ in range(50):
@@ -327,9 +325,7 @@ def line(step: int) -> TraceLine:
     )
 
 
-def test_a_disk_that_fills_up_within_a_line_spoils_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_fills_up_in_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trace = NanoTrace(tmp_path)
     trace.begin()
     trace.append(line(1))
@@ -346,9 +342,7 @@ def test_a_disk_that_fills_up_within_a_line_spoils_none(
     ]
 
 
-def test_a_trace_that_cannot_be_begun_stops_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_trace_that_cannot_be_begun(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The other processes wait for what the writer has to tell."""
     (tmp_path / TRACE_FILE).mkdir()
     NanoTrace(tmp_path).begin()

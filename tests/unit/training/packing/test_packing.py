@@ -94,9 +94,7 @@ def test_a_round_is_full_when_it_ends(
 
 @given(LENGTHS, LAYOUTS)
 @fast
-def test_rounds_place_every_sequence_exactly_once(
-    lengths: list[list[int]], layout: tuple[int, int]
-) -> None:
+def test_rounds_place_sequences_once(lengths: list[list[int]], layout: tuple[int, int]) -> None:
     left, placed, rounds = queues_of(lengths), [], 0
     while any(left):
         bins, left = fill_bins(
@@ -110,9 +108,7 @@ def test_rounds_place_every_sequence_exactly_once(
 
 @given(LENGTHS, st.integers(0, 9))
 @fast
-def test_room_for_the_longest_of_each_lets_every_slot_go_every_round(
-    lengths: list[list[int]], first_slot: int
-) -> None:
+def test_room_for_the_longest_lets_every_slot_go(lengths: list[list[int]], first_slot: int) -> None:
     capacity = sum(max(queue, default=0) for queue in lengths) or 1
     bins, _ = fill_bins(
         queues_of(lengths), capacity=capacity, dp_size=1, pp_size=1, first_slot=first_slot

@@ -37,9 +37,7 @@ class DroppedWhenFound:
             self.thread.join(0.2)
 
 
-def test_a_job_that_is_dropped_as_it_is_found_is_given_up_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_job_dropped_as_it_is_found_is_given_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
     metrics: Any = SimpleNamespace(close=lambda: closed.append("once"))
     job = StagedJob(

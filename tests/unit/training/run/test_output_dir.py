@@ -72,9 +72,7 @@ def test_checkpoints_without_their_configuration_are_not_written_over(tmp_path: 
 
 
 @pytest.mark.parametrize("earlier_version", [False, True])
-def test_another_quantization_of_the_base_must_be_allowed(
-    tmp_path: Path, earlier_version: bool
-) -> None:
+def test_another_quantization_must_be_allowed(tmp_path: Path, earlier_version: bool) -> None:
     config = config_for(tmp_path)
     held = config_to_dict(config)
     if earlier_version:

@@ -63,9 +63,7 @@ def test_a_job_at_its_end_is_said_to_stay_as_it_is(caplog: pytest.LogCaptureFixt
     )
 
 
-def test_nothing_is_said_of_the_same_settings_or_of_those_that_were_not_kept(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_nothing_is_said_of_same_or_unknown_settings(caplog: pytest.LogCaptureFixture) -> None:
     check_resumption(resumed(SPEC))
     check_resumption(resumed(SPEC, step=20))
     check_resumption(resumed(replace(SPEC, optimizer=OptimizerSpec(lr=2e-4)), forget=("lr",)))
@@ -109,9 +107,7 @@ def test_a_start_that_the_checkpoint_overrules_is_told(
     assert all("has no effect: it goes on from its checkpoint /run/c" in text for text in told)
 
 
-def test_the_version_of_megatron_core_is_that_of_the_one_in_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_version_of_megatron_core_is_that_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
     assert summary.versions()["megatron-core"] == version("megatron-core")
     checkout = SimpleNamespace(__version__="0.99.0")

@@ -175,9 +175,7 @@ def test_what_comes_behind_the_saves_is_written_behind_them(tmp_path: Path, gate
     assert there == [True] * 3
 
 
-def test_a_full_disk_costs_the_save_and_is_told_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_costs_the_save_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, errors = make_job("a"), list[Exception]()
     saver = make_saver(job)
     saver.save(job, [checkpoint(tmp_path, job, errors)])

@@ -173,9 +173,7 @@ def test_a_rank_that_has_stopped_is_named(run: Run) -> None:
     assert run.reason == f"{found}: rank 1 on host far does not answer"
 
 
-def test_a_signal_does_not_wait_for_a_rank_that_has_died(
-    monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_a_signal_does_not_wait_for_a_dead_rank(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.setattr(run_watch, "_FIRST_ROUNDS", 1)  # there is patience for 600 s
     with run.watch.watching():
         run.watch.tick("round 4")
