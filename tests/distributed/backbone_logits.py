@@ -94,12 +94,9 @@ def local_part(stored: dict[str, Any], spec: ModelSpec, layout: ParallelLayout) 
     cp_rank = parallel_state.get_context_parallel_rank()
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     view = pack_micro_batch(
-        [Document(slot=0, length=length) for length in stored["lengths"]],
-        num_slots=1,
-        num_tokens=len(stored["ids"]),
-        cp_rank=cp_rank,
-        cp_size=layout.cp_size,
-    )
+        [Document(slot=0, length=length) for length in stored["lengths"]], num_slots=1,
+        num_tokens=len(stored["ids"]), cp_rank=cp_rank, cp_size=layout.cp_size,
+    )  # fmt: skip
     rows = view.local_rows().to(stored["ids"].device)
     columns = -(-spec.vocab_size // layout.tp_size)
     shard = slice(tp_rank * columns, min((tp_rank + 1) * columns, spec.vocab_size))
@@ -107,12 +104,9 @@ def local_part(stored: dict[str, Any], spec: ModelSpec, layout: ParallelLayout) 
     if layout.sequence_parallel:
         grad_rows = rows.view(layout.tp_size, -1)[tp_rank]
     return MicroBatch(
-        view=view,
-        ids=stored["ids"][rows][None],
-        weights=stored["weights"][rows][:, shard],
-        logits=stored["logits"][rows][:, shard],
-        grads=stored["grads"][grad_rows],
-    )
+        view=view, ids=stored["ids"][rows][None], weights=stored["weights"][rows][:, shard],
+        logits=stored["logits"][rows][:, shard], grads=stored["grads"][grad_rows],
+    )  # fmt: skip
 
 
 def run(
@@ -145,14 +139,11 @@ def run(
 
         model.embedding.register_forward_hook(keep_grad)
     get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[model],
+        forward_step_func=forward_step, data_iterator=iter(batches), model=[model],
         num_microbatches=len(batches),
-        seq_length=batches[0].ids.shape[1] * model.config.context_parallel_size,
-        micro_batch_size=1,
+        seq_length=batches[0].ids.shape[1] * model.config.context_parallel_size, micro_batch_size=1,
         forward_only=False,
-    )
+    )  # fmt: skip
     if not model.post_process:
         assert not logits, "only the last stage has logits"
     assert sorted(grads) == (list(range(len(batches))) if model.pre_process else [])

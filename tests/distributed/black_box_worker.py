@@ -91,13 +91,10 @@ def draw(linear: str) -> Case:
         return torch.randn(shape, generator=generator) * scale
 
     return Case(
-        x=normal(NUM_ROWS, columns),
-        dy=normal(NUM_ROWS, rows),
-        weight=normal(rows, columns, scale=columns**-0.5),
-        bias=normal(rows),
-        gamma=1 + normal(columns, scale=0.2),
-        beta=normal(columns, scale=0.2),
-    )
+        x=normal(NUM_ROWS, columns), dy=normal(NUM_ROWS, rows),
+        weight=normal(rows, columns, scale=columns**-0.5), bias=normal(rows),
+        gamma=1 + normal(columns, scale=0.2), beta=normal(columns, scale=0.2),
+    )  # fmt: skip
 
 
 def view_of() -> MicroBatchView:
@@ -284,12 +281,9 @@ def in_each_layout(check: Callable[[str, ParallelGroups], None]) -> None:
     for variant in sys.argv[1:]:
         options = dict(item.split("=") for item in variant.split(","))
         layout = ParallelLayout.for_world(
-            int(os.environ.get("WORLD_SIZE", "1")),
-            tp_size=int(options["tp"]),
-            pp_size=1,
-            cp_size=1,
-            sequence_parallel="sp" in options,
-        )
+            int(os.environ.get("WORLD_SIZE", "1")), tp_size=int(options["tp"]), pp_size=1,
+            cp_size=1, sequence_parallel="sp" in options,
+        )  # fmt: skip
         initialize_parallel(layout)
         check(variant, current_groups(layout))
     dist.barrier()

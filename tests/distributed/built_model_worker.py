@@ -82,14 +82,11 @@ def main() -> None:
 
 def layout_of(options: dict[str, str]) -> ParallelLayout:
     return ParallelLayout.for_world(
-        int(os.environ.get("WORLD_SIZE", "1")),
-        tp_size=int(options.get("tp", 1)),
-        pp_size=int(options.get("pp", 1)),
-        cp_size=int(options.get("cp", 1)),
-        sequence_parallel="sp" in options,
-        ep_size=int(options.get("ep", 1)),
+        int(os.environ.get("WORLD_SIZE", "1")), tp_size=int(options.get("tp", 1)),
+        pp_size=int(options.get("pp", 1)), cp_size=int(options.get("cp", 1)),
+        sequence_parallel="sp" in options, ep_size=int(options.get("ep", 1)),
         expert_tp_size=int(options["etp"]) if "etp" in options else None,
-    )
+    )  # fmt: skip
 
 
 def config_options(options: dict[str, str], layout: ParallelLayout) -> dict[str, Any]:

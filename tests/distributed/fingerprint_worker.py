@@ -80,14 +80,9 @@ def error_of(
     try:
         with without_quantization(chunks):
             check.check_base(
-                engine,
-                groups,
-                fingerprint,
-                where=str(folder),
-                precision=precision,
-                micro_batch_tokens=tokens,
-                fills_budget=options.get("engine") != "own",
-            )
+                engine, groups, fingerprint, where=str(folder), precision=precision,
+                micro_batch_tokens=tokens, fills_budget=options.get("engine") != "own",
+            )  # fmt: skip
         assert not any(_has_fp8_state(module) for chunk in chunks for module in chunk.modules())
         return max(found)
     except ValueError as error:

@@ -99,13 +99,9 @@ def refusal(options: dict[str, str]) -> str:
     groups = record_stages(groups, linears)
     compute = use_own_compute(chunks, linears, groups, spec.vocab_size)
     engine = MegatronLmEngine(
-        chunks,
-        groups,
-        vocab_size=spec.vocab_size,
-        seq_length=SEQ_LENGTH,
-        head=compute.head,
+        chunks, groups, vocab_size=spec.vocab_size, seq_length=SEQ_LENGTH, head=compute.head,
         parts=compute.parts,
-    )
+    )  # fmt: skip
     try:
         check_engine_isolation(engine)
     except ValueError as error:

@@ -50,13 +50,9 @@ def main() -> None:
     switch = _Switch(rank)
     counts = switch.counts
     rounds = NanoRounds(
-        "best",
-        switch,
-        NanoTrace(Path(sys.argv[1])) if rank == 0 else None,
-        jobs=(),
-        device=torch.device("cpu"),
-        resuming=False,
-    )
+        "best", switch, NanoTrace(Path(sys.argv[1])) if rank == 0 else None, jobs=(),
+        device=torch.device("cpu"), resuming=False,
+    )  # fmt: skip
     content: Any = _Documents(replicas=())
     for _ in range(40):
         rounds.after_round((), content, TIMES[rank][counts[-1]], has_waited=True)

@@ -130,12 +130,9 @@ def measure(model: Any, count: int) -> Result:
         job.adapter.slab.zero_grad()
     scores = in_packed_order(model, [loss for loss, _ in model.engine.predict(batches)])
     return Result(
-        losses=losses,
-        gradients=gradients,
-        scores=scores,
-        rows=batches[0].view.num_tokens,
+        losses=losses, gradients=gradients, scores=scores, rows=batches[0].view.num_tokens,
         parts=[max(1, len(batch.view.nano_views)) for batch in batches],
-    )
+    )  # fmt: skip
 
 
 def in_packed_order(model: Any, values: list[torch.Tensor]) -> list[torch.Tensor]:

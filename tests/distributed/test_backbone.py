@@ -77,12 +77,9 @@ def reference(model: PreTrainedModel, lengths: tuple[int, ...], seed: int) -> di
     logits = torch.cat(parts)
     (grads,) = torch.autograd.grad((logits * weights).sum(), embedded)
     return {
-        "ids": ids,
-        "lengths": list(lengths),
-        "weights": weights,
-        "logits": logits.detach(),
+        "ids": ids, "lengths": list(lengths), "weights": weights, "logits": logits.detach(),
         "grads": grads,
-    }
+    }  # fmt: skip
 
 
 ALL = ",".join((*MODELS, "drawn"))

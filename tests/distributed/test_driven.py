@@ -51,12 +51,9 @@ def peft_rows(
     model = PeftModel.from_pretrained(frozen, adapter, is_trainable=True)
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        weights,
-        lr=ADAM["learning_rate"],
-        betas=(0.9, ADAM["beta2"]),
-        eps=ADAM["eps"],
+        weights, lr=ADAM["learning_rate"], betas=(0.9, ADAM["beta2"]), eps=ADAM["eps"],
         weight_decay=ADAM["weight_decay"],
-    )
+    )  # fmt: skip
     rows = []
     for number in range(steps):
         loss = LOSSES[number % len(LOSSES)]

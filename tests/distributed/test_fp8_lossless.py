@@ -34,12 +34,9 @@ WIDE = ("embed_tokens", "lm_head", "layers.0", "down_proj")
 """Linears that `partly` leaves as they are."""
 NAMES = tuple(job["name"] for job in JOBS)
 IN_BLOCKS: dict[str, int] = {
-    "hidden_size": 256,
-    "head_dim": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "hidden_size": 256, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
     "intermediate_size": 256,
-}
+}  # fmt: skip
 TP2, SP = ("parallel.tp_size=2",), ("parallel.sequence_parallel=true",)
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     1: {

@@ -69,15 +69,9 @@ def test_every_kind_of_model(kind: str, tmp_path: Path) -> None:
 ISOLATION = Path(__file__).with_name("isolation_worker.py")
 KINDS = ("rope=plain", "rope=yarn", "rope=hybrid", "rope=moe")
 LEAKY_LAYOUTS = (
-    "tp=2",
-    "tp=2,sp=1,recompute=full",
-    "pp=2,recompute=full",
-    "pp=2,vp=2",
-    "cp=2",
-    "dp=2",
-    "rope=moe,tp=2,sp=1",
-    "rope=moe,ep=2,rows=alltoall",
-)
+    "tp=2", "tp=2,sp=1,recompute=full", "pp=2,recompute=full", "pp=2,vp=2", "cp=2", "dp=2",
+    "rope=moe,tp=2,sp=1", "rope=moe,ep=2,rows=alltoall",
+)  # fmt: skip
 MOVES = "the model GPTModel must keep the documents of a micro-batch apart, got losses of one docum"
 HARMS = "the model GPTModel must keep the documents of a micro-batch apart, got gradients of one"
 

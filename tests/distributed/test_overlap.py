@@ -15,12 +15,9 @@ from tests.helpers.standing_world import world
 
 WORKER = Path(__file__).with_name("overlap_worker.py")
 TWO_PROCESSES = (
-    "tp=2,dropout=1",
-    "tp=2,sp=1",
-    "tp=2,sp=1,recompute=full,dropout=1",
-    "tp=2,recompute=selective",
+    "tp=2,dropout=1", "tp=2,sp=1", "tp=2,sp=1,recompute=full,dropout=1", "tp=2,recompute=selective",
     "tp=2,sp=1,jobs=mlp",
-)
+)  # fmt: skip
 """`jobs=mlp` leaves attention without any adapter."""
 SLOW_TWO_PROCESSES = ("tp=2,sp=1,blocks=1", "pp=2", "pp=2,recompute=selective")
 FOUR_PROCESSES = ("tp=2,pp=2,sp=1,recompute=full,dropout=1",)

@@ -24,12 +24,9 @@ def assert_base_is_read(
     spec, checkpoint = read_model_spec(directory / "config.json"), HFCheckpoint(directory)
     for tp_rank in range(tp_size):
         part: dict[str, Any] = {
-            "tp_rank": tp_rank,
-            "tp_size": tp_size,
-            "layers": range(1, spec.num_layers),
-            "with_embedding": True,
-            "with_output": True,
-        }
+            "tp_rank": tp_rank, "tp_size": tp_size, "layers": range(1, spec.num_layers),
+            "with_embedding": True, "with_output": True,
+        }  # fmt: skip
         tensors = list(rank_tensors(spec, **part))
         parameters = {
             tensor.name: torch.full(tensor.shape, float("nan"), dtype=dtype, device=device)

@@ -22,29 +22,16 @@ from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
 SPEC = ModelSpec(
-    model_type="llama",
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_size=48,
-    vocab_size=64,
-    max_positions=64,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-)
+    model_type="llama", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8,
+    ffn_size=48, vocab_size=64, max_positions=64, norm_eps=1e-6, rope_theta=1e4,
+)  # fmt: skip
 
 
 def _load(name: str, rank: int, num_blocks: int) -> JobLoad:
     return JobLoad(
-        name=name,
-        rank=rank,
-        num_blocks=num_blocks,
-        targets=HF_TARGETS,
-        batch_size=2,
+        name=name, rank=rank, num_blocks=num_blocks, targets=HF_TARGETS, batch_size=2,
         lengths=LengthHistogram.single(24),
-    )
+    )  # fmt: skip
 
 
 MIXES = {

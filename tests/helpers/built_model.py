@@ -160,12 +160,9 @@ def run_packed(
     outs = get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
-        model=list(chunks),
-        num_microbatches=len(batches),
-        seq_length=len(batches[0].rows) * layout.cp_size,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+        model=list(chunks), num_microbatches=len(batches),
+        seq_length=len(batches[0].rows) * layout.cp_size, micro_batch_size=1, forward_only=False,
+    )  # fmt: skip
     found = [_all_rows(o["losses"], b.rows, groups) for o, b in zip(outs, batches, strict=False)]
     return _of_all_replicas(found, groups)
 

@@ -62,15 +62,9 @@ def make_family(root: Path, family: str) -> dict[str, Any]:
 def make_gpt_neox(directory: Path) -> None:
     """A random GPT-NeoX: fused query_key_value, biases, partial rotary, parallel residual."""
     config = GPTNeoXConfig(
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        intermediate_size=96,
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=8, intermediate_size=96,
+        vocab_size=VOCAB_SIZE, max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # With other seeds a gradient near 0 lets Adam step as its sums are rounded, up to 1e-4.
     randomize(model, seed=2)
@@ -104,12 +98,9 @@ def write_family_config(root: Path, name: str, deepspeed: dict[str, Any], sectio
 
 
 _MOE: dict[str, Any] = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 _LFM2 = {"layer_types": ["conv", "full_attention", "conv"]}
 APART: dict[str, dict[str, Any]] = {
     "qwen3": {},
@@ -151,19 +142,11 @@ _DELTA = {
 def untrained(family: str, dtype: torch.dtype) -> Any:
     """A small model as transformers draws it, of a family of `APART`, `MIXED` or `DELTA_NETS`."""
     fields: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
         "tie_word_embeddings": False,
-    }
+    }  # fmt: skip
     fields |= _DELTA if family in DELTA_NETS else {}
     config = AutoConfig.for_model(family, **fields | (APART | MIXED | DELTA_NETS)[family])
     torch.manual_seed(0)

@@ -65,16 +65,9 @@ def main() -> None:
 
 def _trainer(root: Path, name: str, callbacks: list[Any], **given: Any) -> MultiLoRATrainer:
     args = TrainingArguments(
-        str(root / name),
-        deepspeed=str(root / f"{name}.json"),
-        use_cpu=True,
-        learning_rate=4e-3,
-        weight_decay=0.1,
-        lr_scheduler_type="cosine",
-        seed=5,
-        logging_steps=2,
-        **given,
-    )
+        str(root / name), deepspeed=str(root / f"{name}.json"), use_cpu=True, learning_rate=4e-3,
+        weight_decay=0.1, lr_scheduler_type="cosine", seed=5, logging_steps=2, **given,
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
     return MultiLoRATrainer(model=model, args=args, callbacks=callbacks)
 
@@ -92,36 +85,23 @@ def _whole(root: Path) -> dict[str, Any]:
     trainer.save_state()
     again = trainer.train(resume_from_checkpoint=True)
     return {
-        "before": before,
-        "events": events.heard,
-        "metrics": result.metrics,
-        "rounds": result.global_step,
-        "after": trainer.evaluate(),
-        "again": again.global_step,
-    }
+        "before": before, "events": events.heard, "metrics": result.metrics,
+        "rounds": result.global_step, "after": trainer.evaluate(), "again": again.global_step,
+    }  # fmt: skip
 
 
 def _stopped(root: Path) -> dict[str, Any]:
     events, never_better = Events(), EarlyStoppingCallback(1, early_stopping_threshold=100.0)
     trainer = _trainer(
-        root,
-        "stage2",
-        [events, never_better],
-        max_steps=12,
-        save_strategy="epoch",
-        eval_strategy="steps",
-        eval_steps=3,
-        metric_for_best_model="eval_mlp_loss",
-    )
+        root, "stage2", [events, never_better], max_steps=12, save_strategy="epoch",
+        eval_strategy="steps", eval_steps=3, metric_for_best_model="eval_mlp_loss",
+    )  # fmt: skip
     rounds = trainer.train().global_step
     trainer.save_model(str(root / "stopped"))
     return {
-        "rounds": rounds,
-        "events": events.heard,
-        "best": trainer.state.best_metric,
-        "history": trainer.state.log_history,
-        "after": trainer.evaluate(),
-    }
+        "rounds": rounds, "events": events.heard, "best": trainer.state.best_metric,
+        "history": trainer.state.log_history, "after": trainer.evaluate(),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -260,12 +260,9 @@ def killed(root: Path, kills: str) -> dict[str, Any]:
     driver.stop()
     kept = sorted(path.name for path in (driver.home.job("j1") / "requests").glob("*.safetensors"))
     return {
-        "rows": rows,
-        "deaths": len(driver.deaths),
-        "digests": driver.adapter_digests(),
-        "versions": published(root),
-        "kept": kept,
-    }
+        "rows": rows, "deaths": len(driver.deaths), "digests": driver.adapter_digests(),
+        "versions": published(root), "kept": kept,
+    }  # fmt: skip
 
 
 def published(root: Path) -> dict[str, str]:

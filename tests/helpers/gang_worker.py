@@ -197,13 +197,9 @@ def contents(driver: GangDriver) -> dict[str, str]:
 
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
-    "plain": plain,
-    "killed": killed,
-    "adopted": adopted,
-    "zombie": zombie,
-    "hung": hung,
+    "plain": plain, "killed": killed, "adopted": adopted, "zombie": zombie, "hung": hung,
     "young": young,
-}
+}  # fmt: skip
 
 
 def main(case: str, root: Path, *args: str) -> None:

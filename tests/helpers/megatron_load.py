@@ -158,14 +158,9 @@ def _check_logits(model: GPTModel, directory: Path) -> None:
     model.eval()
     with torch.no_grad():
         get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter([None]),
-            model=[model],
-            num_microbatches=1,
-            seq_length=ids.shape[1],
-            micro_batch_size=1,
-            forward_only=True,
-        )
+            forward_step_func=forward_step, data_iterator=iter([None]), model=[model],
+            num_microbatches=1, seq_length=ids.shape[1], micro_batch_size=1, forward_only=True,
+        )  # fmt: skip
     if not parallel_state.is_pipeline_last_stage():
         return
     (logits,) = found

@@ -104,12 +104,9 @@ def train_alone(
         optimizer.step()
         scheduler.step()
     return OracleResult(
-        losses=losses,
-        grad_norms=grad_norms,
-        lrs=lrs,
-        factors=as_exported(_read_factors(model, factors)),
-        router_gap=float(router_gap),
-    )
+        losses=losses, grad_norms=grad_norms, lrs=lrs,
+        factors=as_exported(_read_factors(model, factors)), router_gap=float(router_gap),
+    )  # fmt: skip
 
 
 def _watch_routers(model: nn.Module) -> Tensor:

@@ -43,15 +43,9 @@ def _save(folder: Path, case: str, rank: int, device: torch.device) -> None:
     is_tp = case == "tensor parallel"
     groups = ParallelGroups(
         layout=ParallelLayout(tp_size=2) if is_tp else ParallelLayout(dp_size=2),
-        tp_rank=rank if is_tp else 0,
-        pp_rank=0,
-        cp_rank=0,
-        dp_rank=0 if is_tp else rank,
-        tp_group=world,
-        dp_cp_group=world,
-        model_group=world,
-        device=device,
-    )
+        tp_rank=rank if is_tp else 0, pp_rank=0, cp_rank=0, dp_rank=0 if is_tp else rank,
+        tp_group=world, dp_cp_group=world, model_group=world, device=device,
+    )  # fmt: skip
     whole = make_job("a")
     lora = whole.spec.lora
     sites = sites_of_ranks(SPEC, 2)[rank] if is_tp else sites_of_ranks(SPEC, 1)[0]

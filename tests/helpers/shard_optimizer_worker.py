@@ -46,16 +46,10 @@ def groups_of(layout: ParallelLayout, device: torch.device) -> ParallelGroups:
         next(made[tuple(ranks)] for ranks in kind if rank in ranks) for kind in (models, replicas)
     )
     return ParallelGroups(
-        layout=layout,
-        tp_rank=rank % tp,
-        pp_rank=0,
-        cp_rank=rank // tp % layout.cp_size,
-        dp_rank=rank // tp // layout.cp_size,
-        tp_group=model_group,
-        dp_cp_group=dp_cp_group,
-        model_group=model_group,
-        device=device,
-    )
+        layout=layout, tp_rank=rank % tp, pp_rank=0, cp_rank=rank // tp % layout.cp_size,
+        dp_rank=rank // tp // layout.cp_size, tp_group=model_group, dp_cp_group=dp_cp_group,
+        model_group=model_group, device=device,
+    )  # fmt: skip
 
 
 def stepped(groups: ParallelGroups, placement: StatePlacement) -> Steps:

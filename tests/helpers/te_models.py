@@ -93,18 +93,10 @@ def small_spec(num_layers: int, hidden_size: int) -> ModelSpec:
     head_dim = 128 if hidden_size >= 512 else 16
     heads = hidden_size // head_dim
     return ModelSpec(
-        model_type="llama",
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=heads,
-        num_kv_heads=heads // 2,
-        head_dim=head_dim,
-        ffn_size=hidden_size * 11 // 4,
-        vocab_size=1024,
-        max_positions=4096,
-        norm_eps=1e-5,
-        rope_theta=1e4,
-    )
+        model_type="llama", num_layers=num_layers, hidden_size=hidden_size, num_heads=heads,
+        num_kv_heads=heads // 2, head_dim=head_dim, ffn_size=hidden_size * 11 // 4, vocab_size=1024,
+        max_positions=4096, norm_eps=1e-5, rope_theta=1e4,
+    )  # fmt: skip
 
 
 def build(mode: Mode, spec: ModelSpec, groups: ParallelGroups, source: Any = None) -> Subject:
@@ -146,37 +138,21 @@ def _config(mode: Mode, spec: ModelSpec, groups: ParallelGroups) -> TransformerC
         kind = "e4m3" if mode.fp8_recipe == "blockwise" else "hybrid"
         fp8 = {"fp8": kind, "fp8_recipe": mode.fp8_recipe, "fp8_param": mode.holds_fp8}
     return TransformerConfig(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        num_attention_heads=spec.num_heads,
-        num_query_groups=spec.num_kv_heads,
-        kv_channels=spec.head_dim,
-        ffn_hidden_size=spec.ffn_size,
-        normalization="RMSNorm",
-        layernorm_epsilon=spec.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        qk_layernorm=spec.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        num_layers=spec.num_layers, hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_heads, num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim, ffn_hidden_size=spec.ffn_size, normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps, gated_linear_unit=True, activation_func=F.silu,
+        add_bias_linear=False, qk_layernorm=spec.qk_norm, hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=groups.layout.tp_size,
-        sequence_parallel=groups.layout.sequence_parallel,
-        params_dtype=mode.dtype,
-        pipeline_dtype=mode.dtype,
-        bf16=mode.dtype == torch.bfloat16,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=mode.fused_rope,
-        calculate_per_token_loss=True,
-        deallocate_pipeline_outputs=False,
+        sequence_parallel=groups.layout.sequence_parallel, params_dtype=mode.dtype,
+        pipeline_dtype=mode.dtype, bf16=mode.dtype == torch.bfloat16,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False,
+        bias_activation_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=mode.fused_rope,
+        calculate_per_token_loss=True, deallocate_pipeline_outputs=False,
         fp32_residual_connection=mode.fp32_stream,
         recompute_granularity="selective" if mode.recompute_modules else None,
-        recompute_modules=list(mode.recompute_modules) or None,
-        **fp8,
-    )
+        recompute_modules=list(mode.recompute_modules) or None, **fp8,
+    )  # fmt: skip
 
 
 def _block(mode: Mode, config: TransformerConfig) -> TransformerBlockSubmodules:

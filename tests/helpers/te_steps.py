@@ -91,14 +91,10 @@ def run(subject: Subject, batches: Sequence[Batch], *, targets_alone: bool = Fal
         return output, loss
 
     get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=iter(batches),
-        model=[subject.model],
-        num_microbatches=len(batches),
-        seq_length=len(batches[0].tokens),
-        micro_batch_size=1,
+        forward_step_func=step, data_iterator=iter(batches), model=[subject.model],
+        num_microbatches=len(batches), seq_length=len(batches[0].tokens), micro_batch_size=1,
         forward_only=False,
-    )
+    )  # fmt: skip
     return losses
 
 

@@ -145,16 +145,13 @@ def build(
         "rope_scaling_factor": (spec.rope_scaling or {"factor": 8.0})["factor"],
     }
     model = GPTModel(
-        config,
-        block(config, spec, wrong),
-        vocab_size=spec.vocab_size,
+        config, block(config, spec, wrong), vocab_size=spec.vocab_size,
         max_sequence_length=spec.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=spec.tied_embeddings,
-        position_embedding_type="rope",
+        share_embeddings_and_output_weights=spec.tied_embeddings, position_embedding_type="rope",
         **(arguments | dict(wrong.model)),
-    )
+    )  # fmt: skip
     if dtype != torch.float32:
         model.to(dtype)
     load_backbone(_LocalNames(model) if te else model, spec, folder, layout)  # type: ignore[arg-type]

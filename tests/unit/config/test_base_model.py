@@ -22,18 +22,9 @@ from tlora_megatron.model.spec import ModelSpec
 ALWAYS = ["embed_tokens", "lm_head"]
 FP8 = BaseModelSpec(quantization="fp8")
 SPEC = ModelSpec(
-    model_type="llama",
-    num_layers=2,
-    hidden_size=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    ffn_size=16,
-    vocab_size=32,
-    max_positions=8,
-    norm_eps=1e-5,
-    rope_theta=1e4,
-)
+    model_type="llama", num_layers=2, hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4,
+    ffn_size=16, vocab_size=32, max_positions=8, norm_eps=1e-5, rope_theta=1e4,
+)  # fmt: skip
 
 
 def read(folder: Path, **keys: Any) -> BaseModelSpec:

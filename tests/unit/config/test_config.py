@@ -134,17 +134,10 @@ def test_overrides_by_index_by_name_and_into_sections_that_are_not_there(folder:
     content = document()
     content["jobs"][1]["name"] = "v1.5"
     config = load(
-        folder,
-        content,
-        "jobs[0].lora.rank=8",
-        "jobs.v1.5.lora.rank=4",
-        "jobs.v1.5.optimizer.betas=[0.9, 0.95]",
-        "jobs.v1.5.optimizer.betas[0]=0.8",
-        "parallel.tp_size=2",
-        "defaults.seed=7",
-        "run.output_dir=elsewhere",
-        "run.wandb_project=",
-    )
+        folder, content, "jobs[0].lora.rank=8", "jobs.v1.5.lora.rank=4",
+        "jobs.v1.5.optimizer.betas=[0.9, 0.95]", "jobs.v1.5.optimizer.betas[0]=0.8",
+        "parallel.tp_size=2", "defaults.seed=7", "run.output_dir=elsewhere", "run.wandb_project=",
+    )  # fmt: skip
     assert [job.lora.rank for job in config.jobs] == [8, 4]
     assert config.jobs[1].optimizer.betas == (0.8, 0.95)
     assert config.parallel.tp_size == 2

@@ -17,27 +17,15 @@ from tlora_megatron.model.experts import ExpertsSpec, refuse_experts
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
 QWEN3_30B: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 48,
-    "hidden_size": 2048,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "vocab_size": 151936,
-}
+    "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "norm_topk_prob": True, "vocab_size": 151936,
+}  # fmt: skip
 MIXTRAL: dict[str, Any] = {
-    "model_type": "mixtral",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "intermediate_size": 14336,
-    "vocab_size": 32000,
-}
+    "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096,
+    "num_attention_heads": 32, "intermediate_size": 14336, "vocab_size": 32000,
+}  # fmt: skip
 
 QWEN15: dict[str, Any] = {  # Qwen1.5-MoE-A2.7B
     "model_type": "qwen2_moe",

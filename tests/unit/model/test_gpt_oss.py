@@ -23,21 +23,13 @@ from tlora_megatron.ops.frozen.rotary import inverse_frequencies, rotary_factor
 from tlora_megatron.planner.cost.experts import check_predictable
 
 SIZES = {
-    "model_type": MODEL_TYPE,
-    "num_hidden_layers": 3,
-    "hidden_size": 320,
-    "num_attention_heads": 32,
-    "intermediate_size": 64,
-    "vocab_size": 96,
-}
+    "model_type": MODEL_TYPE, "num_hidden_layers": 3, "hidden_size": 320, "num_attention_heads": 32,
+    "intermediate_size": 64, "vocab_size": 96,
+}  # fmt: skip
 PUBLISHED = {
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "rope_type": "yarn",
-    "truncate": False,
-}
+    "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+    "rope_type": "yarn", "truncate": False,
+}  # fmt: skip
 """`rope_scaling` of the released files."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 

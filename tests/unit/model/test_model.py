@@ -22,12 +22,9 @@ from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.preparation import prepare_job
 
 SIZES = {
-    "num_hidden_layers": 3,
-    "hidden_size": 320,
-    "num_attention_heads": 32,
-    "intermediate_size": 64,
+    "num_hidden_layers": 3, "hidden_size": 320, "num_attention_heads": 32, "intermediate_size": 64,
     "vocab_size": 96,
-}
+}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 WINDOWED = {"use_sliding_window": True, "sliding_window": 128}

@@ -41,19 +41,10 @@ def read(
 
 def test_what_is_set_becomes_the_jobs_default(folder: Path) -> None:
     job, run, config = read(
-        folder,
-        learning_rate=1e-3,
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        adam_epsilon=1e-6,
-        max_grad_norm=0.5,
-        lr_scheduler_type="cosine",
-        warmup_steps=5,
-        max_steps=20,
-        seed=7,
-        save_steps=10,
-        report_to="wandb",
-    )
+        folder, learning_rate=1e-3, weight_decay=0.1, adam_beta2=0.95, adam_epsilon=1e-6,
+        max_grad_norm=0.5, lr_scheduler_type="cosine", warmup_steps=5, max_steps=20, seed=7,
+        save_steps=10, report_to="wandb",
+    )  # fmt: skip
     assert job.optimizer.lr == 1e-3
     assert (job.optimizer.betas, job.optimizer.eps) == ((0.9, 0.95), 1e-6)
     assert (job.optimizer.weight_decay, job.optimizer.max_grad_norm) == (0.1, 0.5)

@@ -183,11 +183,7 @@ model.build_backbone(SPEC, layout, dtype=torch.float32)
 """
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "PYTHONWARNINGS")}
     result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=repo,
-        env=inherited | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+        [sys.executable, "-c", code], cwd=repo, env=inherited | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

@@ -26,20 +26,11 @@ from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments
 
 TRAINER = {
-    "tensor_model_parallel_size": 2,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "data_parallel_size": 4,
-    "sequence_parallel": True,
-    "use_distributed_optimizer": False,
-    "params_dtype": torch.bfloat16,
-    "save": "out",
-    "seq_length": 512,
-    "recompute_granularity": None,
-    "seed": 7,
-    "tokenizer_type": "HuggingFaceTokenizer",
-    "tokenizer_model": None,
-}
+    "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
+    "data_parallel_size": 4, "sequence_parallel": True, "use_distributed_optimizer": False,
+    "params_dtype": torch.bfloat16, "save": "out", "seq_length": 512, "recompute_granularity": None,
+    "seed": 7, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": None,
+}  # fmt: skip
 
 
 def spec_of(folder: Path, kind: str = "llama", **fields: Any) -> ModelSpec:

@@ -21,20 +21,12 @@ from tlora_megatron.training.formats.megatron_flags import megatron_arguments
 
 ON_EXPERTS, ON_ATTENTION = ["gate_proj", "up_proj", "down_proj"], ["q_proj"]
 WRONG: dict[str, Any] = {
-    "moe_router_score_function": "sigmoid",
-    "moe_router_topk_scaling_factor": 2.5,
-    "moe_router_num_groups": 2,
-    "moe_router_group_topk": 1,
-    "moe_router_topk_limited_devices": 2,
-    "moe_router_force_biased": 1.0,
-    "moe_latent_size": 32,
-    "moe_mlp_glu_interleave_size": 8,
-    "moe_shared_expert_glu_interleave_size": 8,
-    "fp8": "e4m3",
-    "fp4": "e2m1",
-    "moe_dispatch_fwd_dtype": "mxfp8",
-    "moe_combine_bwd_dtype": "mxfp8",
-}
+    "moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk_limited_devices": 2,
+    "moe_router_force_biased": 1.0, "moe_latent_size": 32, "moe_mlp_glu_interleave_size": 8,
+    "moe_shared_expert_glu_interleave_size": 8, "fp8": "e4m3", "fp4": "e2m1",
+    "moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8",
+}  # fmt: skip
 """Values of arguments that are refused; of all others True is."""
 
 
@@ -48,24 +40,14 @@ def base(folder: Path, kind: TinyModelType = "qwen3_moe", **fields: Any) -> Mode
 def arguments(spec: ModelSpec, folder: Path, **fields: Any) -> argparse.Namespace:
     """Megatron's arguments after validation, for two processes that share experts."""
     trainer = {
-        "tensor_model_parallel_size": 1,
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "data_parallel_size": 2,
-        "sequence_parallel": False,
-        "use_distributed_optimizer": False,
-        "params_dtype": torch.float32,
-        "save": "out",
-        "seq_length": 512,
-        "recompute_granularity": None,
-        "seed": 7,
-        "tokenizer_type": "HuggingFaceTokenizer",
-        "tokenizer_model": None,
-        "tlora_config": str(folder / "jobs.json"),
-        "moe_shared_expert_gate": False,
-    }
+        "tensor_model_parallel_size": 1, "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1, "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1, "data_parallel_size": 2, "sequence_parallel": False,
+        "use_distributed_optimizer": False, "params_dtype": torch.float32, "save": "out",
+        "seq_length": 512, "recompute_granularity": None, "seed": 7,
+        "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": None,
+        "tlora_config": str(folder / "jobs.json"), "moe_shared_expert_gate": False,
+    }  # fmt: skip
     return argparse.Namespace(**(trainer | megatron_arguments(spec) | fields))
 
 

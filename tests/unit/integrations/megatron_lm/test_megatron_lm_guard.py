@@ -18,28 +18,14 @@ from tlora_megatron.integrations.megatron_lm import guard, hooks
 from tlora_megatron.training.stopping.signals import StopSignals
 
 FINE: dict[str, Any] = {
-    "micro_batch_size": 1,
-    "save": "out",
-    "save_interval": 10,
-    "hidden_size": 32,
-    "seq_length": 64,
-    "max_position_embeddings": 64,
-    "transformer_impl": "local",
-    "ckpt_format": "torch_dist",
-    "context_parallel_size": 1,
-    "tensor_model_parallel_size": 1,
-    "sequence_parallel": False,
-    "train_iters": 10,
-    "train_samples": None,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "position_embedding_type": "rope",
-    "optimizer": "adam",
-    "cuda_graph_impl": "none",
-    "moe_token_dispatcher_type": "allgather",
-    "moe_aux_loss_coeff": 0.0,
+    "micro_batch_size": 1, "save": "out", "save_interval": 10, "hidden_size": 32, "seq_length": 64,
+    "max_position_embeddings": 64, "transformer_impl": "local", "ckpt_format": "torch_dist",
+    "context_parallel_size": 1, "tensor_model_parallel_size": 1, "sequence_parallel": False,
+    "train_iters": 10, "train_samples": None, "normalization": "RMSNorm", "swiglu": True,
+    "position_embedding_type": "rope", "optimizer": "adam", "cuda_graph_impl": "none",
+    "moe_token_dispatcher_type": "allgather", "moe_aux_loss_coeff": 0.0,
     "rerun_mode": "validate_results",
-}
+}  # fmt: skip
 BAD: dict[str, Any] = {
     "micro_batch_size": 2,
     "fp16": True,

@@ -58,12 +58,9 @@ def spec(tmp_path: Path) -> ModelSpec:
 def config_of(spec: ModelSpec, **fields: Any) -> TransformerConfig:
     """The configuration of a built model."""
     shape: dict[str, Any] = {
-        "num_layers": spec.num_layers,
-        "hidden_size": spec.hidden_size,
-        "num_attention_heads": spec.num_heads,
-        "activation_func": F.silu,
-        "gated_linear_unit": True,
-    }
+        "num_layers": spec.num_layers, "hidden_size": spec.hidden_size,
+        "num_attention_heads": spec.num_heads, "activation_func": F.silu, "gated_linear_unit": True,
+    }  # fmt: skip
     return TransformerConfig(**(shape | fields))
 
 

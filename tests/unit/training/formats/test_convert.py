@@ -68,13 +68,9 @@ class TestFlags:
 
     def test_switches(self, tmp_path: Path) -> None:
         spec = read_spec(
-            tmp_path,
-            model_type="qwen3",
-            num_key_value_heads=32,
-            rope_scaling=None,
-            tie_word_embeddings=True,
-            vocab_size=1000,
-        )
+            tmp_path, model_type="qwen3", num_key_value_heads=32, rope_scaling=None,
+            tie_word_embeddings=True, vocab_size=1000,
+        )  # fmt: skip
         words = megatron_flags(spec)
         assert "--qk-layernorm" in words
         assert words[-2:] == ["--padded-vocab-size", "1024"]

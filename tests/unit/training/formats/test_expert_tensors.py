@@ -35,14 +35,9 @@ def test_a_rank_reads_its_experts_rows(tmp_path: Path) -> None:
     base = make_tiny_model(tmp_path, "mixtral")
     spec, source = read_model_spec(base / "config.json"), HFCheckpoint(base)
     part = rank_tensors(
-        spec,
-        tp_rank=0,
-        tp_size=2,
-        layers=range(1, 2),
-        with_embedding=False,
-        with_output=False,
+        spec, tp_rank=0, tp_size=2, layers=range(1, 2), with_embedding=False, with_output=False,
         experts=ExpertShare(range(2, 4), 1, 2),
-    )
+    )  # fmt: skip
     tensors = {tensor.name: tensor for tensor in part if ".mlp." in tensor.name}
     into, out = (f"decoder.layers.0.mlp.experts.linear_fc{n}.weight1" for n in (1, 2))
     assert tensors.keys() == {"decoder.layers.0.mlp.router.weight", into, out} | {

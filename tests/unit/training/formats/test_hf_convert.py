@@ -31,18 +31,9 @@ O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 HEAD = "lm_head.weight"
 
 SMALL = ModelSpec(
-    model_type="llama",
-    num_layers=2,
-    hidden_size=6,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=2,
-    ffn_size=4,
-    vocab_size=5,
-    max_positions=8,
-    norm_eps=1e-5,
-    rope_theta=1e4,
-)
+    model_type="llama", num_layers=2, hidden_size=6, num_heads=4, num_kv_heads=2, head_dim=2,
+    ffn_size=4, vocab_size=5, max_positions=8, norm_eps=1e-5, rope_theta=1e4,
+)  # fmt: skip
 
 
 def rank_tensors(

@@ -312,13 +312,9 @@ def test_an_adapter_names_its_base_and_peft_reads_it(tmp_path: Path) -> None:
 
     def export(quantisation: QuantisationCard | None) -> None:
         export_adapter(
-            directory,
-            lora=LORA,
-            factors=factors,
-            model=spec,
-            base_model="tiny",
+            directory, lora=LORA, factors=factors, model=spec, base_model="tiny",
             quantisation=quantisation,
-        )
+        )  # fmt: skip
 
     export(None)
     assert not (directory / "README.md").exists()

@@ -126,12 +126,9 @@ def test_small_rests_are_passed_over() -> None:
     controller = HysteresisController()
     is_rest = [step % 4 == 3 for step in range(80)]
     run(
-        controller,
-        (1.0, 0.9, 0.95, 1.0),
-        80,
-        tokens=lambda step: 500 if is_rest[step] else 8192,
+        controller, (1.0, 0.9, 0.95, 1.0), 80, tokens=lambda step: 500 if is_rest[step] else 8192,
         noise=lambda step: 5.0 if is_rest[step] else 1.0,
-    )
+    )  # fmt: skip
     assert controller.kept == 2
 
 

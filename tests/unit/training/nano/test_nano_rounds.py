@@ -56,13 +56,9 @@ class Run:
         self.limit = NO_LIMIT
         self.jobs = jobs(*names, step=step if resuming else 0)
         self.rounds = NanoRounds(
-            kind,
-            self,
-            NanoTrace(folder),
-            jobs=self.jobs,
-            device=torch.device("cpu"),
+            kind, self, NanoTrace(folder), jobs=self.jobs, device=torch.device("cpu"),
             resuming=resuming,
-        )
+        )  # fmt: skip
 
     def set_count(self, count: int) -> None:
         self.count = count

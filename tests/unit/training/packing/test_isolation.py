@@ -178,14 +178,9 @@ def test_an_embedding_without_gradient_is_refused(groups: ParallelGroups) -> Non
     model = Model(cumulative, torch.float32)
     with pytest.raises(ValueError, match="got no gradient at its embedding"):
         check_isolation(
-            model.forward_backward,
-            [],
-            groups,
-            name="Model",
-            dtype=torch.float32,
-            has_experts=False,
-            vocab_size=VOCAB,
-        )
+            model.forward_backward, [], groups, name="Model", dtype=torch.float32,
+            has_experts=False, vocab_size=VOCAB,
+        )  # fmt: skip
 
 
 def test_single_tokens_with_other_experts_do_not_count() -> None:

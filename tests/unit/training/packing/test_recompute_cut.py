@@ -96,14 +96,9 @@ def test_portions_stay_whole_and_in_order(drawn: list[tuple[int, int, int]]) -> 
 def test_a_packed_micro_batch_names_its_recompute() -> None:
     items = [Placed(0, Item(sequence(20), 0, 0, 1.0))]
     packed = pack(
-        items,
-        num_tokens=32,
-        num_slots=1,
-        dropout_keys=(0,),
-        cp_rank=0,
-        cp_size=1,
+        items, num_tokens=32, num_slots=1, dropout_keys=(0,), cp_rank=0, cp_size=1,
         device=torch.device("cpu"),
-    )
+    )  # fmt: skip
     assert packed.view.recompute is None
     named = with_recompute(MicroBatch(packed), TABLE)
     assert named.executed.view.recompute == "selective"
@@ -181,15 +176,9 @@ def packer(pp_size: int = 1, **changes: Any) -> RoundPacker:
         dp_cp_group=nobody, model_group=nobody, device=torch.device("cpu"),
     )  # fmt: skip
     made = RoundPacker(
-        groups=groups,
-        micro_batch_tokens=40,
-        shape=RoundShape(),
-        active=(True,),
-        dropout_keys=(1,),
-        num_nano_batches=1,
-        cut=cut_by_length,
-        rule=rule_of(2, 2, pp_size),
-    )
+        groups=groups, micro_batch_tokens=40, shape=RoundShape(), active=(True,), dropout_keys=(1,),
+        num_nano_batches=1, cut=cut_by_length, rule=rule_of(2, 2, pp_size),
+    )  # fmt: skip
     return replace(made, **changes)
 
 
@@ -240,15 +229,9 @@ def packed_on(cp_rank: int, table: RecomputeTable | None = None) -> PackedRound:
         tp_group=nobody, dp_cp_group=nobody, model_group=nobody, device=torch.device("cpu"),
     )  # fmt: skip
     packer = RoundPacker(
-        groups=groups,
-        micro_batch_tokens=BUDGET,
-        shape=RoundShape(recompute=table),
-        active=(True,),
-        dropout_keys=(1,),
-        num_nano_batches=1,
-        cut=cut_by_length,
-        cp_rates=RATES,
-    )
+        groups=groups, micro_batch_tokens=BUDGET, shape=RoundShape(recompute=table), active=(True,),
+        dropout_keys=(1,), num_nano_batches=1, cut=cut_by_length, cp_rates=RATES,
+    )  # fmt: skip
     return packer.pack_round([ITEMS], first_slot=0)
 
 

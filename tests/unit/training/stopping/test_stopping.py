@@ -43,13 +43,9 @@ def start(script: str) -> tuple[int, str]:
     """Exit code and stderr of a process that imports no torch."""
     check = "assert 'torch' not in sys.modules\n"
     result = subprocess.run(
-        [sys.executable, "-c", SET_UP + check + script],
-        env=environment(),
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+        [sys.executable, "-c", SET_UP + check + script], env=environment(), check=False,
+        capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
     return result.returncode, result.stderr
 
 

@@ -31,19 +31,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the 
 CPU = torch.device("cpu")
 HIDDEN, FFN, EXPERTS, TOP_K = 32, 24, 4, 2
 SPEC = ModelSpec(
-    model_type="qwen3_moe",
-    num_layers=1,
-    hidden_size=HIDDEN,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_size=FFN,
-    vocab_size=64,
-    max_positions=64,
-    norm_eps=1e-6,
-    rope_theta=1e4,
+    model_type="qwen3_moe", num_layers=1, hidden_size=HIDDEN, num_heads=4, num_kv_heads=2,
+    head_dim=8, ffn_size=FFN, vocab_size=64, max_positions=64, norm_eps=1e-6, rope_theta=1e4,
     experts=ExpertsSpec(num_experts=EXPERTS, top_k=TOP_K, ffn_size=FFN, normalizes=True),
-)
+)  # fmt: skip
 OWN = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 LORAS = {
     "own": LoraSpec(rank=2, alpha=4, target_modules=OWN),

@@ -52,13 +52,9 @@ ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU"
 def config() -> TransformerConfig:
     cpu.install()
     return TransformerConfig(
-        num_layers=1,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
-        attention_dropout=0.0,
-        normalization="RMSNorm",
-    )
+        num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2,
+        attention_dropout=0.0, normalization="RMSNorm",
+    )  # fmt: skip
 
 
 def make_attention(config: TransformerConfig, **options: float) -> PackedCoreAttention:
@@ -139,13 +135,9 @@ def test_cpu_generator_is_the_default_one() -> None:
 
 
 LLAMA_31: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
 LLAMA_32 = LLAMA_31 | {"factor": 32.0}
 DEFAULT: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 
