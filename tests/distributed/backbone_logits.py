@@ -8,19 +8,18 @@ folder has no safetensors, the weights are drawn by `RANDOM_SEED`.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from tests.helpers.variants import end_world, layout_of, options_of
 from tlora_megatron.config.schema import Recompute
 from tlora_megatron.integrations.megatron import engine as recompute
 from tlora_megatron.integrations.megatron.model import (
@@ -48,22 +47,13 @@ class MicroBatch(NamedTuple):
 def main() -> None:
     root, models = Path(sys.argv[1]), sys.argv[2].split(",")
     for variant in sys.argv[3:]:
-        options = dict(item.split("=") for item in variant.split(",") if item)
-        layout = ParallelLayout.for_world(
-            int(os.environ.get("WORLD_SIZE", "1")),
-            tp_size=int(options.get("tp", 1)),
-            pp_size=int(options.get("pp", 1)),
-            cp_size=int(options.get("cp", 1)),
-            sequence_parallel="sp" in options,
-        )
+        options = options_of(variant)
+        layout = layout_of(options)
         initialize_parallel(layout)
         recompute.install()
         for name in models:
             check_model(root / name, layout, options.get("recompute", "none"))
-    if dist.get_rank() == 0:
-        print("all equal")
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world("all equal")
 
 
 def check_model(directory: Path, layout: ParallelLayout, recompute: Recompute) -> None:

@@ -6,7 +6,6 @@ the same whole tensors; what comes back is joined and compared by name.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +26,7 @@ from tests.helpers.te_stand_in import (
 )
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC, user_config
+from tests.helpers.variants import end_world, layout_of, options_of
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.model import initialize_parallel
@@ -279,17 +279,10 @@ def gathered_rank_errors(groups: ParallelGroups) -> dict[str, float]:
 def in_each_layout(check: Callable[[str, ParallelGroups], None]) -> None:
     """Runs a check in every layout that the command line names, over all of this world."""
     for variant in sys.argv[1:]:
-        options = dict(item.split("=") for item in variant.split(","))
-        layout = ParallelLayout.for_world(
-            int(os.environ.get("WORLD_SIZE", "1")), tp_size=int(options["tp"]), pp_size=1,
-            cp_size=1, sequence_parallel="sp" in options,
-        )  # fmt: skip
+        layout = layout_of(options_of(variant))
         initialize_parallel(layout)
         check(variant, current_groups(layout))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print("all equal")
-    dist.destroy_process_group()
+    end_world("all equal")
 
 
 def check(variant: str, groups: ParallelGroups) -> None:

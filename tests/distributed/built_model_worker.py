@@ -16,7 +16,6 @@ file.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +42,7 @@ from tests.helpers.built_model import (
 )
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import EXPERTS_SPEC, SPEC, build_user_gpt, build_user_hybrid
+from tests.helpers.variants import end_world, layout_of, options_of
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron import engine, staggered
 from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
@@ -68,25 +68,13 @@ _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recomp
 def main() -> None:
     file = Path(sys.argv[1])
     for variant in sys.argv[2:]:
-        options = dict(item.split("=") for item in variant.split(","))
+        options = options_of(variant)
         if "reference" in options:
             file.parent.mkdir(exist_ok=True)
             torch.save(reference(options["reference"].split("+")), file)
         else:
             check(variant, options, torch.load(file, weights_only=True))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print("all equal")
-    dist.destroy_process_group()
-
-
-def layout_of(options: dict[str, str]) -> ParallelLayout:
-    return ParallelLayout.for_world(
-        int(os.environ.get("WORLD_SIZE", "1")), tp_size=int(options.get("tp", 1)),
-        pp_size=int(options.get("pp", 1)), cp_size=int(options.get("cp", 1)),
-        sequence_parallel="sp" in options, ep_size=int(options.get("ep", 1)),
-        expert_tp_size=int(options["etp"]) if "etp" in options else None,
-    )  # fmt: skip
+    end_world("all equal")
 
 
 def config_options(options: dict[str, str], layout: ParallelLayout) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.helpers.variants import end_world
 from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
     ALL,
     LENGTHS,
@@ -31,10 +32,7 @@ def main() -> None:
     layout = ParallelLayout(cp_size=2)
     check(SPEC, layout, "none")
     check(NORMED, layout, "full")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print("all equal")
-    dist.destroy_process_group()
+    end_world("all equal")
 
 
 def check(spec: ModelSpec, layout: ParallelLayout, recompute: Recompute) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tests.distributed import built_model_worker as built
 from tests.helpers import user_models
+from tests.helpers.variants import end_world, layout_of, options_of
 from tlora_megatron.integrations.megatron import engine as recompute
 from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
@@ -68,16 +69,15 @@ LEAKS: dict[str, type[SelfAttention]] = {"conv": ConvolvedAttention, "back": Bac
 def main() -> None:
     refused = {}
     for case in sys.argv[2:]:
-        refused[case] = refusal(dict(item.split("=") for item in case.split(",")))
+        refused[case] = refusal(options_of(case))
         parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(refused))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 def refusal(options: dict[str, str]) -> str:
     """Why a model is refused; empty if it is taken."""
-    layout = built.layout_of(options)
+    layout = layout_of(options)
     initialize_parallel(layout)
     if "vp" in options:
         parallel_state.set_virtual_pipeline_model_parallel_world_size(int(options["vp"]))

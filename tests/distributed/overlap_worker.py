@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.isolation import DROPOUT
+from tests.helpers.variants import end_world, options_of
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.adapter_bank import AdapterBank
@@ -46,12 +47,11 @@ class Result(NamedTuple):
 
 def main() -> None:
     for variant in sys.argv[2:]:
-        options = dict(item.split("=") for item in variant.split(",") if item)
+        options = options_of(variant)
         check(Path(sys.argv[1]), options)
         if dist.get_rank() == 0:
             print(f"{variant}: equal", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 def check(path: Path, options: dict[str, str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.helpers.variants import end_world
 from tlora_megatron.config.load import load_config
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.run import job_admission
@@ -33,8 +34,7 @@ def main(path: str, *overrides: str) -> None:
     # One line at once: the processes share an output.
     sys.stdout.write(f"<{said}>\n")
     sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 def _refuse(*_: object) -> None:

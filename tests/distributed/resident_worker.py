@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.helpers.variants import end_world
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.config.load import read_gang_config
 from tlora_megatron.layers.adapter_bank import AdapterBank
@@ -132,8 +133,7 @@ def main() -> None:
         loop.serve(script if dist.get_rank() == 0 else None)
         left = [slab for slab in slabs if slab() is not None]
         assert not left, f"{len(left)} of {len(slabs)} adapters are still in memory"
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from tests.helpers.variants import end_world
 from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
@@ -64,8 +65,7 @@ def main() -> None:
         run.close()
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 def _collectives(profiler: profile) -> Counter[str]:

@@ -16,6 +16,7 @@ from typing import NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
+from tests.helpers.variants import end_world
 from tlora_megatron.parallel.peer_memory import Operation
 from tlora_megatron.parallel.tensor_collectives import TensorCollectives, make_tensor_collectives
 
@@ -199,8 +200,7 @@ def main() -> None:
     del group
     if rank == 0:
         print(f"{collectives.name}: all equal")
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 if __name__ == "__main__":

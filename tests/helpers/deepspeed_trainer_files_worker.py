@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from tests.helpers.lean import compile_no_collective
+from tests.helpers.variants import end_world
 from tlora_megatron.deepspeed.trainer import MultiLoRATrainer
 
 
@@ -59,8 +60,7 @@ def main() -> None:
     seen = {"stage3": _whole(root), "stage2": _stopped(root)}
     if dist.get_rank() == 0:
         (root / "seen.json").write_text(json.dumps(seen))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 def _trainer(root: Path, name: str, callbacks: list[Any], **given: Any) -> MultiLoRATrainer:

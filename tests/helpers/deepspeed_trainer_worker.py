@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from tests.helpers.lean import compile_no_collective
+from tests.helpers.variants import end_world
 from tlora_megatron.deepspeed.trainer import MultiLoRATrainer
 
 
@@ -42,8 +43,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         heard = {"logs": recorder.logs, "rounds": result.global_step, "metrics": result.metrics}
         (out / "heard.json").write_text(json.dumps(heard))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from tests.helpers.variants import end_world
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments
 
@@ -36,10 +36,7 @@ def main() -> None:
             _check_with_core(Path(root), **{k: int(v) for k, v in [layout.split("=")]})
     else:
         _check_with_trainer(Path(root) / rest[0], rest[1:])
-    if dist.get_rank() == 0:
-        print("all equal")
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world("all equal")
 
 
 def _check_with_core(root: Path, *, tp: int = 1, pp: int = 1) -> None:

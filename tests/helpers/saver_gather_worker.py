@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests.helpers.layout_sites import SPEC, sites_of_ranks
 from tests.helpers.saver_case import BUFFERS, adapter, checkpoint, make_job
 from tests.helpers.tiny_models import random_factors
+from tests.helpers.variants import end_world
 from tlora_megatron.layers.adapter_bank import Adapter
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.layers.slab.layout import slab_layout
@@ -34,8 +35,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     for case in ("tensor parallel", "slices"):
         _save(Path(sys.argv[1]) / case, case, rank, device)
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 def _save(folder: Path, case: str, rank: int, device: torch.device) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.helpers.layout_sites import SPEC, sites_of_ranks
 from tests.helpers.optimizer_case import CPU, LORAS, SPECS
 from tests.helpers.tiny_models import random_factors
+from tests.helpers.variants import end_world
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.model.layout import ParallelLayout
@@ -122,8 +123,7 @@ def main() -> None:
         compare(groups_of(layout, device))
         if dist.get_rank() == 0:
             print("the same bits in", name, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 if __name__ == "__main__":

@@ -185,8 +185,9 @@ def test_logits_scaled_behind_the_output_layer_are_refused(groups: ParallelGroup
         prepared(build(GraniteConfig(**TINY, logits_scaling=8.0)), groups)
 
 
+@pytest.mark.parametrize("experts", [False, True])
 def test_attention_across_documents_is_refused(
-    groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+    experts: bool, groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def leak(q: Any, k: Any, v: Any, view: Any, scale: float) -> torch.Tensor:
         heads = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -194,8 +195,9 @@ def test_attention_across_documents_is_refused(
         return out[0].transpose(0, 1)
 
     monkeypatch.setattr(attention, "attend_documents", leak)
-    with pytest.raises(ValueError, match="LlamaForCausalLM must keep the documents of"):
-        prepared(build(LlamaConfig(**TINY)), groups)
+    model = build_tiny("mixtral", torch.bfloat16) if experts else build(LlamaConfig(**TINY))
+    with pytest.raises(ValueError, match=f"{type(model).__name__} must keep the documents of"):
+        prepared(model, groups)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -222,18 +224,18 @@ def prepared(model: Any, groups: ParallelGroups) -> None:
     check_packing(model, spec, groups, plain)
 
 
+RUN = DeepSpeedConfig(
+    engine={}, stage=0, tp_size=1, offload_optimizer=False, changes=(),
+    run=RunConfig(
+        base_model=BaseModelSpec(path="unread"), parallel=ParallelSpec(),
+        run=RunSpec(output_dir="unused"), jobs=(),
+    ),
+)  # fmt: skip
+
+
 def test_tensor_parallelism_must_fit_the_world(groups: ParallelGroups) -> None:
-    run = RunConfig(
-        base_model=BaseModelSpec(path="unread"),
-        parallel=ParallelSpec(),
-        run=RunSpec(output_dir="unused"),
-        jobs=(),
-    )
-    config = DeepSpeedConfig(
-        engine={}, run=run, stage=0, tp_size=3, offload_optimizer=False, changes=()
-    )
     with pytest.raises(ValueError, match="autotp_size must divide the 1 processes, got 3"):
-        build_base(config)
+        build_base(replace(RUN, tp_size=3))
 
 
 def test_attention_without_a_micro_batch_says_what_to_do() -> None:
@@ -270,34 +272,16 @@ def test_gpt_oss_is_refused() -> None:
 
 
 def test_what_a_run_cannot_keep_is_refused() -> None:
-    run = RunConfig(
-        base_model=BaseModelSpec(path="unread"),
-        parallel=ParallelSpec(),
-        run=RunSpec(output_dir="unused"),
-        jobs=(),
-    )
-    config = DeepSpeedConfig(
-        engine={}, run=run, stage=0, tp_size=1, offload_optimizer=False, changes=()
-    )
-    same_bits = replace(run, run=replace(run.run, deterministic=True))
+    same_bits = replace(RUN.run, run=replace(RUN.run.run, deterministic=True))
     experts, dense = build_tiny("mixtral"), build_tiny("llama")
-    check_run_over_experts(experts, config)
+    check_run_over_experts(experts, RUN)
     for asked, message in (
-        (replace(config, tp_size=2), "autotp_size must be 1 over a base with routed .*, got 2"),
-        (replace(config, run=same_bits), "run.deterministic must be false over a base with routed"),
+        (replace(RUN, tp_size=2), "autotp_size must be 1 over a base with routed .*, got 2"),
+        (replace(RUN, run=same_bits), "run.deterministic must be false over a base with routed"),
     ):
         check_run_over_experts(dense, asked)
         with pytest.raises(ValueError, match=message):
             check_run_over_experts(experts, asked)
-
-
-def check(model: Any, groups: ParallelGroups) -> None:
-    spec, plain = model_spec(model), model.config._attn_implementation
-    model.requires_grad_(False)
-    require_grad_from_embedding(model)
-    use_packed_attention(model)
-    prepare_output_layer(model, spec.vocab_size, groups)
-    check_packing(model, spec, groups, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -305,19 +289,4 @@ def check(model: Any, groups: ParallelGroups) -> None:
 def test_packing_is_exact(
     model_type: TinyModelType, dtype: torch.dtype, groups: ParallelGroups
 ) -> None:
-    check(build_tiny(model_type, dtype), groups)
-
-
-def test_attention_across_documents_is_found_beside_other_experts(
-    groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def leak(q: Any, k: Any, v: Any, view: Any, scale: float) -> torch.Tensor:
-        heads = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            *heads, is_causal=True, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
-
-    monkeypatch.setattr(attention, "attend_documents", leak)
-    with pytest.raises(ValueError, match="MixtralForCausalLM must keep the documents of"):
-        check(build_tiny("mixtral", torch.bfloat16), groups)
+    prepared(build_tiny(model_type, dtype), groups)

@@ -339,26 +339,31 @@ def test_a_file_whose_sequences_are_all_cut_before_their_targets_is_refused(tmp_
         load(tmp_path, [{"prompt": "abcdef", "completion": ""}] * 2, max_seq_len=4)
 
 
-def test_a_tokenizer_without_eos_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="the tokenizer must have an EOS token, got none: job 'x'"):
-        load(tmp_path, [GOOD], tiny_tokenizer(has_eos=False))
+RAISES = "{{ raise_exception('roles must alternate') }}"
+RAISED = "chat template, got .*roles must alternate.*train.jsonl line 2"
 
 
-def test_messages_without_a_chat_template_are_refused(tmp_path):
-    row = chat(("user", "a"), ("assistant", "b"))
-    with pytest.raises(
-        ValueError, match=r"messages must .* chat template, got none: job 'x', .* line 2"
-    ):
-        load(tmp_path, [GOOD, row], tiny_tokenizer(chat_template=None))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"has_eos": False}, "the tokenizer must have an EOS token, got none: job 'x'"),
+        ({"chat_template": None}, r"messages must .* chat template, got none: job 'x', .* line 2"),
+        ({"chat_template": RAISES}, RAISED),
+        ({"chat_template": "{% generation %}{% endgeneration %}" + RAISES}, RAISED),
+    ],
+)
+def test_a_tokenizer_that_does_not_do_is_refused(tmp_path, options, message):
+    rows = [GOOD, chat(("user", "a"), ("assistant", "b"))]
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, rows, tiny_tokenizer(**options))
 
 
 def test_messages_without_offsets_are_refused(tmp_path, monkeypatch):
-    row = chat(("user", "a"), ("assistant", "b"))
     monkeypatch.setattr(type(TOKENIZER), "is_fast", False)
     with pytest.raises(
         ValueError, match="messages must come with a tokenizer that reports offsets"
     ):
-        load(tmp_path, [row])
+        load(tmp_path, [chat(("user", "a"), ("assistant", "b"))])
 
 
 @pytest.mark.parametrize(
@@ -374,19 +379,6 @@ def test_a_template_that_does_not_extend_is_refused(tmp_path, template):
     row = chat(("user", "1"), ("assistant", "b"), ("user", "1"), ("assistant", "d"))
     with pytest.raises(ValueError, match=r"must extend .* at messages\[1\] .*: job 'x', .* line 2"):
         load(tmp_path, [GOOD, row], tiny_tokenizer(chat_template=template))
-
-
-@pytest.mark.parametrize("blocks", ["", "{% generation %}{% endgeneration %}"])
-def test_a_template_that_raises_is_refused(tmp_path, blocks):
-    template = blocks + "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(
-        ValueError, match=r"chat template, got .*roles must alternate.*train.jsonl line 1"
-    ):
-        load(
-            tmp_path,
-            [chat(("user", "a"), ("assistant", "b"))],
-            tiny_tokenizer(chat_template=template),
-        )
 
 
 class TestLoadTokenizer:

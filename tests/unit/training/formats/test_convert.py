@@ -188,6 +188,20 @@ class Failing(NamedTuple):
         return self.source.read(name, *part, **parts)
 
 
+Said = Callable[[Path, Path], str]
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """What `tlora convert MODEL OUT` says where it is refused."""
+
+    def convert(model: Path, out: Path) -> str:
+        assert main(["convert", str(model), str(out)]) == 2
+        return capsys.readouterr().err
+
+    return convert
+
+
 class TestRefusals:
     @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
     def test_a_failed_conversion(self, tiny: Path, tmp_path: Path, error: BaseException) -> None:
@@ -202,58 +216,29 @@ class TestRefusals:
         assert len(written) == 3, "the embedding and two layers"
         assert list(tmp_path.iterdir()) == []
 
-    @pytest.mark.parametrize("fill", [Path.touch, Path.mkdir])
-    def test_a_directory_in_use(
-        self,
-        tiny: Path,
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
-        fill: Callable[[Path], None],
-    ) -> None:
+    @pytest.mark.parametrize(
+        ("fill", "out"), [(Path.touch, "."), (Path.mkdir, "."), (Path.touch, "something")]
+    )
+    def test_in_use(self, tiny: Path, tmp_path: Path, said: Said, fill: Any, out: str) -> None:
         fill(tmp_path / "something")
-        assert main(["convert", str(tiny), str(tmp_path)]) == 2
-        assert "OUT must be a new or empty directory, got" in capsys.readouterr().err
+        assert "OUT must be a new or empty directory, got" in said(tiny, tmp_path / out)
 
-    def test_a_file_in_its_place(
-        self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        (tmp_path / "out").touch()
-        assert main(["convert", str(tiny), str(tmp_path / "out")]) == 2
-        assert "OUT must be a new or empty directory" in capsys.readouterr().err
-
-    def test_a_full_disk(
-        self,
-        tiny: Path,
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+    def test_a_full_disk(self, tiny: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 1000))
-        assert main(["convert", str(tiny), str(tmp_path / "a" / "b")]) == 2
-        assert "OUT must have 0.0 GB free, got 0.0 GB in" in capsys.readouterr().err
+        assert "OUT must have 0.0 GB free, got 0.0 GB in" in said(tiny, Path("nowhere/b"))
 
-    def test_no_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 2
-        assert "base_model must hold a config.json" in capsys.readouterr().err
-
-    def test_dtypes(self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        model = shutil.copytree(tiny, tmp_path / "model")
+    def test_tensors_that_do_not_fit(self, tiny: Path, tmp_path: Path, said: Said) -> None:
+        model, out = tmp_path / "model", tmp_path / "out"
+        assert "base_model must hold a config.json" in said(model, out)
+        shutil.copytree(tiny, model)
         tensors = load_file(model / "model.safetensors")
-        tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
-        save_file(tensors, model / "model.safetensors")
-        assert main(["convert", str(model), str(tmp_path / "out")]) == 2
-        message = capsys.readouterr().err
+        norm = tensors["model.norm.weight"].half()
+        save_file(tensors | {"model.norm.weight": norm}, model / "model.safetensors")
+        message = said(model, out)
         assert "must share one dtype unless --dtype is given, got torch.float32" in message
         assert "torch.float16 of model.norm.weight" in message
-        assert main(["convert", str(model), str(tmp_path / "out"), "--dtype", "float32"]) == 0
-
-    def test_a_missing_tensor(
-        self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        model = shutil.copytree(tiny, tmp_path / "model")
-        tensors = load_file(model / "model.safetensors")
+        assert main(["convert", str(model), str(tmp_path / "wide"), "--dtype", "float32"]) == 0
         del tensors["model.layers.3.mlp.up_proj.weight"]
         save_file(tensors, model / "model.safetensors")
-        assert main(["convert", str(model), str(tmp_path / "out")]) == 2
-        assert "must hold the tensor model.layers.3.mlp.up_proj.weight" in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
+        assert "must hold the tensor model.layers.3.mlp.up_proj.weight" in said(model, out)
+        assert not out.exists()

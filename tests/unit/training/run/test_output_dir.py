@@ -135,25 +135,20 @@ def test_nothing_there_an_empty_one_and_an_earlier_adapter_are_fine(job: Path) -
     check(job)
 
 
-@pytest.mark.parametrize("name", ["adapter", "checkpoints", "tensorboard"])
-def test_a_file_in_the_place_of_a_folder(job: Path, name: str) -> None:
-    (job / name).touch()
-    with pytest.raises(ValueError, match=rf"^job 'a': .*/{name} must be a folder, got a file"):
-        check(job)
-
-
-def test_a_folder_in_the_place_of_the_metrics(job: Path) -> None:
-    (job / "metrics.jsonl").mkdir()
-    with pytest.raises(
-        ValueError, match=r"^job 'a': .*/metrics.jsonl must be a file, got a folder"
-    ):
-        check(job)
-
-
-def test_a_folder_of_something_else(job: Path) -> None:
-    (job / "adapter").mkdir()
-    (job / "adapter" / "model.gguf").touch()
-    with pytest.raises(ValueError, match=r"^job 'a': adapter directory must be empty or hold an"):
+@pytest.mark.parametrize(
+    ("name", "is_file", "message"),
+    [
+        ("adapter", True, ".*/adapter must be a folder, got a file"),
+        ("checkpoints", True, ".*/checkpoints must be a folder, got a file"),
+        ("tensorboard", True, ".*/tensorboard must be a folder, got a file"),
+        ("metrics.jsonl", False, ".*/metrics.jsonl must be a file, got a folder"),
+        ("adapter/model.gguf", True, "adapter directory must be empty or hold an"),
+    ],
+)
+def test_something_else_in_its_place(job: Path, name: str, is_file: bool, message: str) -> None:
+    (job / name).parent.mkdir(exist_ok=True)
+    (job / name).touch() if is_file else (job / name).mkdir()
+    with pytest.raises(ValueError, match=rf"^job 'a': {message}"):
         check(job)
 
 
