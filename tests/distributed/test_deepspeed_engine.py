@@ -16,7 +16,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_cases import WORKER, may_abort_behind, run_cases, write_config, zero
 from tests.helpers.launch import torchrun
-from tests.helpers.scenario import losses, make_scenario
+from tests.helpers.scenario import adapter_tensors, have_same_adapters, losses, make_scenario
 from tests.helpers.standing_world import world
 from tlora_megatron.integrations.deepspeed.known_keys import OLDEST
 
@@ -61,9 +61,7 @@ def test_installed_jobs_train_as_if_alone_and_go_on_where_they_were(root: Path) 
     assert seen["resumed_at"] == [0, 3]
     for name in ("everything", "attention"):
         assert losses(root / "api" / "second", name) == losses(root / name, name)
-        file = f"jobs/{name}/adapter/adapter_model.safetensors"
-        ours, alone = load_file(root / "api" / "second" / file), load_file(root / name / file)
-        assert all(torch.equal(ours[key], value) for key, value in alone.items()), name
+        assert have_same_adapters(root / "api" / "second", root / name, name), name
 
 
 def test_wrong_jobs_are_refused_and_the_present_ones_stay(root: Path) -> None:
@@ -84,7 +82,7 @@ def test_evaluation_and_export_of_a_job_under_way(root: Path) -> None:
     seen = json.loads((root / "api" / "seen.json").read_text())
     assert seen["evaluated"].keys() == {"everything"}
     exported = load_file(root / "api" / "exported" / "adapter_model.safetensors")
-    final = load_file(root / "everything" / "jobs/everything/adapter/adapter_model.safetensors")
+    final = adapter_tensors(root / "everything", "everything")
     assert exported.keys() == final.keys()
     assert not all(torch.equal(exported[key], value) for key, value in final.items())
 

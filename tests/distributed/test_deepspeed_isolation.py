@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
-from tests.helpers.scenario import make_scenario
-from tlora_megatron.training.metrics import read_metrics
+from tests.helpers.scenario import make_scenario, records
 
 BF16 = {"bf16": {"enabled": True}}
 STAGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -81,11 +80,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return root / stage
 
     return folder
-
-
-def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
-    lines = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key != "time_s"} for line in lines]
 
 
 def tensors(output_dir: Path, name: str) -> dict[str, torch.Tensor]:

@@ -26,9 +26,8 @@ from tests.helpers.isolation import (
     Incident,
     make_cases,
 )
-from tests.helpers.scenario import exported, losses, oracle_of
+from tests.helpers.scenario import exported, have_same_adapters, losses, oracle_of, records
 from tests.helpers.scenario_worlds import Case, World, worlds
-from tlora_megatron.training.metrics import read_metrics
 
 WORKER = Path(__file__).parents[1] / "helpers" / "recording_worker.py"
 INCIDENT_RUNS = [
@@ -67,22 +66,6 @@ def told(output_dir: Path, name: str, key: str) -> list[dict[str, Any]]:
     return [entry for entry in entries if entry["name"] == name and key in entry]
 
 
-def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
-    """A job's metrics, training and evaluation, without the times."""
-    lines = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key != "time_s"} for line in lines]
-
-
-def assert_same_weights(run: Path, other: Path, name: str) -> None:
-    """A job's adapters of two runs are equal to the bit."""
-    mine, expected = (
-        load_file(out / "jobs" / name / "adapter" / "adapter_model.safetensors")
-        for out in (run, other)
-    )
-    assert mine.keys() == expected.keys()
-    assert all(torch.equal(mine[key], value) for key, value in expected.items()), name
-
-
 @pytest.mark.parametrize("grouping", GROUPINGS)
 def test_a_job_alone_equals_the_job_in_any_company(grouping: str, run_world: World) -> None:
     out = run_world(1)
@@ -119,7 +102,7 @@ def test_others_keep_their_bits(world_size: int, layout: str, name: str, run_wor
         assert len(losses(ill, neighbour)) == NUM_STEPS
         assert records(ill, neighbour) == records(healthy, neighbour), neighbour
         assert job_summary(ill, neighbour)["status"] == "finished"
-        assert_same_weights(ill, healthy, neighbour)
+        assert have_same_adapters(ill, healthy, neighbour), neighbour
 
 
 def test_an_evaluation_hangs_on_no_neighbour_where_sequences_are_divided(run_world: World) -> None:
@@ -263,4 +246,4 @@ def test_others_keep_their_bits_in_nano_batches(layout: str, run_world: World) -
     assert job_summary(ill, job)["status"] == "failed"
     for neighbour in set(NAMES) - {job}:
         assert losses(ill, neighbour) == losses(healthy, neighbour), neighbour
-        assert_same_weights(ill, healthy, neighbour)
+        assert have_same_adapters(ill, healthy, neighbour), neighbour

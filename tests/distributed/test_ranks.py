@@ -29,7 +29,7 @@ def test_two_groups_beside_each_other() -> None:
     assert "gloo: all equal" in world(COLLECTIVES, 4, "cpu", "gloo", "halves")
 
 
-SAVER = Path(__file__).parents[1] / "helpers" / "saver_gather_worker.py"
+SAVER = Path(__file__).parents[1] / "helpers" / "saver_case.py"
 
 
 def test_parts_of_two_processes_are_gathered(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
-"""The DeepSpeed JSON files that people have, as their projects publish them.
-
-Keys and values are those of the files that each case names: Hugging Face's documentation and tests,
-LLaMA-Factory's examples/deepspeed, axolotl's deepspeed_configs.
+"""The DeepSpeed JSON files that people have, as their projects publish them, and a tlora
+section. Keys and values are those of the files that each case names: Hugging Face's
+documentation and tests, LLaMA-Factory's examples/deepspeed, axolotl's deepspeed_configs.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
 
 LOSS_SCALE = {"loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 FP16 = {"enabled": "auto", "initial_scale_power": 16, **LOSS_SCALE}
@@ -108,3 +111,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
      r"fp16\.enabled must be left out"),
 ]  # fmt: skip
 """Those that cannot run here: name, content, and what is said."""
+
+
+def section(**job: Any) -> dict[str, Any]:
+    return {
+        "base_model": {"path": "base"},
+        "run": {"output_dir": "out", "micro_batch_tokens": 4096},
+        "jobs": [{"name": "a", "data": {"train": "a.jsonl"}, "max_steps": 9} | job],
+    }
+
+
+def load(folder: Path, document: dict[str, Any], **extra: Any) -> DeepSpeedConfig:
+    path = folder / "ds.json"
+    path.write_text(json.dumps({"tlora": section()} | document))
+    return load_deepspeed_config(path, **extra)

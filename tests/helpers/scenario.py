@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from tests.helpers.fake_quant_peft import FakeQuant
 from tests.helpers.oracle import OracleResult, assert_equals_alone
@@ -151,6 +152,24 @@ def losses(output_dir: Path, name: str) -> list[float]:
 def exported(output_dir: Path, name: str, base: Path) -> Mapping[str, torch.Tensor]:
     spec = read_model_spec(base / "config.json")
     return load_adapter(output_dir / "jobs" / name / "adapter", model=spec).factors
+
+
+def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
+    """A job's metrics, training and evaluation, without the times."""
+    lines = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key != "time_s"} for line in lines]
+
+
+def adapter_tensors(output_dir: Path, name: str) -> dict[str, torch.Tensor]:
+    """The exported adapter of a job as it is stored."""
+    return load_file(output_dir / "jobs" / name / "adapter" / "adapter_model.safetensors")
+
+
+def have_same_adapters(run: Path, other: Path, name: str) -> bool:
+    """True if a job has the same bits in two runs."""
+    mine, theirs = adapter_tensors(run, name), adapter_tensors(other, name)
+    assert mine.keys() == theirs.keys()
+    return all(torch.equal(mine[key], value) for key, value in theirs.items())
 
 
 def assert_equals_oracle(output_dir: Path, name: str, expected: OracleResult, base: Path) -> None:

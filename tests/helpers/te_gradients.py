@@ -26,8 +26,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.helpers import te_models, te_stand_in
-from tests.helpers.te_models import LORAS, MODES, Subject, build, install_adapters, small_spec
-from tests.helpers.te_steps import make_batch, run, take_gradients
+from tests.helpers.te_models import (
+    LORAS,
+    MODES,
+    Subject,
+    build,
+    install_adapters,
+    make_batch,
+    run,
+    small_spec,
+    take_gradients,
+)
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
 from tlora_megatron.integrations.megatron.model import initialize_parallel

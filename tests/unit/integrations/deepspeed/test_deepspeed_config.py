@@ -12,8 +12,7 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
-from tests.helpers.deepspeed_files import FILES, REFUSED
-from tests.helpers.deepspeed_json import load, section
+from tests.helpers.deepspeed_files import FILES, REFUSED, load, section
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.deepspeed.config import load_deepspeed_config

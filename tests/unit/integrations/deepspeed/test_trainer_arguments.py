@@ -12,8 +12,7 @@ pytest.importorskip("accelerate", reason="TrainingArguments need accelerate")
 
 from transformers import TrainingArguments
 
-from tests.helpers.deepspeed_files import FILES
-from tests.helpers.deepspeed_json import load, section
+from tests.helpers.deepspeed_files import FILES, load, section
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import BaseModelSpec, RunSpec

@@ -12,9 +12,10 @@ import pytest
 import transformers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from tests.helpers.chat_templates import (
+from tests.helpers.tiny_tokenizer import (
     CALLS_ALONE_TEMPLATE,
     ENDLESS_TEMPLATE,
+    EOS_ID,
     LAST_THINKS_TEMPLATE,
     MERGED_TEMPLATE,
     NO_CALLS_TEMPLATE,
@@ -23,9 +24,11 @@ from tests.helpers.chat_templates import (
     TOOL,
     TOOLS_BLOCKS_TEMPLATE,
     TOOLS_TEMPLATE,
+    VOCAB_SIZE,
     chat_template,
+    save_tiny_tokenizer,
+    tiny_tokenizer,
 )
-from tests.helpers.tiny_tokenizer import EOS_ID, VOCAB_SIZE, save_tiny_tokenizer, tiny_tokenizer
 from tlora_megatron.config.job import DataSpec, JobSpec
 from tlora_megatron.training.data import tokenize
 from tlora_megatron.training.data.job_data import load_job_data

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.chat_templates import TOOL
+from tests.helpers.tiny_tokenizer import TOOL
 from tlora_megatron.service.api.openai.uploads import LineCheck
 from tlora_megatron.training.data.rows import parse_row, read_messages
 
