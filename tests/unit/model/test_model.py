@@ -194,21 +194,20 @@ def test_sizes_are_not_defaulted(tmp_path: Path, key: str) -> None:
         read_model_spec(path)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"base_model must hold a config\.json, got .*nowhere"):
-        read_model_spec(tmp_path / "nowhere" / "config.json")
-
-
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b""])
-def test_what_is_not_json_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"config\.json must be JSON, got"):
-        read_model_spec(tmp_path / "config.json")
-
-
-def test_what_is_no_object_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"config\.json must hold a JSON object, got \[1\]"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"base_model must hold a config\.json, got "),
+        *((content, r"config\.json must be JSON, got") for content in (b"{", b"\xff\xfe", b"")),
+        (b"[1]", r"config\.json must hold a JSON object, got \[1\]"),
+    ],
+)
+def test_a_file_of_no_object_is_refused(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
         read_model_spec(tmp_path / "config.json")
 
 

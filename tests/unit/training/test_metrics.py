@@ -72,12 +72,6 @@ def test_nonfinite_is_null_and_flagged(tmp_path: Path, value: float) -> None:
     assert (evaluation["eval_loss"], evaluation["nonfinite"]) == (None, True)
 
 
-def test_missing_exact_match_is_not_nonfinite(tmp_path: Path) -> None:
-    with open_metrics(tmp_path) as job:
-        job.log_eval(5, 1.0, None)
-    assert "nonfinite" not in read_metrics(job.path)[0]
-
-
 def test_resume_repeats_no_step(tmp_path: Path) -> None:
     with open_metrics(tmp_path) as job:
         job.log_eval(0, 4.0, 0.0)

@@ -178,7 +178,6 @@ def test_processes_must_read_the_same(tmp_path: Path, monkeypatch: pytest.Monkey
         return [value, other_data if isinstance(value, str) else value]
 
     monkeypatch.setattr(reading, "_gather", gather)
-    with pytest.raises(
-        ValueError, match=r"must read the same configuration and data, got others on rank 1 than"
-    ):
+    rule = r"must read the same configuration and data, got others on rank 1 than"
+    with pytest.raises(ValueError, match=rule):
         reading.check_agreement(_run_config(tmp_path), [_prepared("a.jsonl", 3)])

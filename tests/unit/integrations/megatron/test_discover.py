@@ -173,9 +173,8 @@ def test_of_experts_the_shared_one_is_found_if_the_spec_has_it(groups: ParallelG
     assert len({site.index for site, _ in linears}) == len(linears)
     layout = record_stages(groups, linears).layout
     check_targets(MOE_SPEC, layout, "a", ("q_proj", "shared_expert.up_proj"))
-    with pytest.raises(
-        ValueError, match=r"job 'a': .* every layer has, got 'down_proj', which layer 0"
-    ):
+    rule = r"job 'a': .* every layer has, got 'down_proj', which layer 0"
+    with pytest.raises(ValueError, match=rule):
         check_targets(MOE_SPEC, layout, "a", ("q_proj", "down_proj"))
 
 

@@ -273,31 +273,28 @@ def test_megatron_s_own_checks_become_sentences(check: Any, value: Any, said: st
 
 LOADED = argparse.Namespace(load="base", num_experts=None)
 ABSENT = "\"{} from model not in state dict: ['decoder.final_layernorm.weight']\""
+MISMATCH = (
+    "Global shape mismatch for loaded (torch.Size([264, 64])) and expected ((264, 128)) tensor "
+    "for key embedding.word_embeddings.weight"
+)
 
 
-def test_a_weight_that_the_base_lacks_is_named() -> None:
-    error = KeyError(ABSENT.format("decoder.layers.self_attention.q_layernorm.weight"))
-    message = "--load base must hold the model that the arguments describe, got no "
-    expected = f"{message}decoder.layers.self_attention.q_layernorm.weight in it"
-    assert str(refusals.explain_loading(error, LOADED)) == expected
-
-
-def test_experts_over_a_dense_base_are_named() -> None:
-    error = KeyError(ABSENT.format("decoder.layers.mlp.router.weight"))
-    args = argparse.Namespace(load="base", num_experts=4)
-    said = str(refusals.explain_loading(error, args))
-    assert "got no decoder.layers.mlp.router.weight in it; --num-experts 4 is for a base of" in said
-
-
-def test_a_weight_of_another_shape_is_named() -> None:
-    error = Exception(
-        "Global shape mismatch for loaded (torch.Size([264, 64])) and expected ((264, 128)) tensor "
-        "for key embedding.word_embeddings.weight"
-    )
-    said = str(refusals.explain_loading(error, LOADED))
-    assert (
-        "got embedding.word_embeddings.weight of torch.Size([264, 64]) where they ask for" in said
-    )
+@pytest.mark.parametrize(
+    ("error", "experts", "said"),
+    [
+        (KeyError(ABSENT.format("decoder.layers.self_attention.q_layernorm.weight")), None,
+         "--load base must hold the model that the arguments describe, got no "
+         "decoder.layers.self_attention.q_layernorm.weight in it"),
+        (KeyError(ABSENT.format("decoder.layers.mlp.router.weight")), 4,
+         "got no decoder.layers.mlp.router.weight in it; --num-experts 4 is for a base of"),
+        (Exception(MISMATCH), None,
+         "got embedding.word_embeddings.weight of torch.Size([264, 64]) where they ask for"),
+    ],
+)  # fmt: skip
+def test_a_weight_that_does_not_fit_is_named(error: Exception, experts: Any, said: str) -> None:
+    args = argparse.Namespace(load="base", num_experts=experts)
+    found = str(refusals.explain_loading(error, args))
+    assert found == said if said.startswith("--load") else said in found
 
 
 def test_other_failures_of_the_loader_are_left_alone() -> None:

@@ -315,13 +315,11 @@ def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"\n \n"])
 def test_an_empty_file_is_refused(tmp_path, content):
-    with pytest.raises(
-        ValueError, match=r"data.train must hold at least one line.*'x', .*train.jsonl"
-    ):
+    rule = r"data.train must hold at least one line.*'x', .*train.jsonl"
+    with pytest.raises(ValueError, match=rule):
         load(tmp_path, [content])
-    with pytest.raises(
-        ValueError, match=r"data.eval must hold at least one line.*'x', .*eval.jsonl"
-    ):
+    rule = r"data.eval must hold at least one line.*'x', .*eval.jsonl"
+    with pytest.raises(ValueError, match=rule):
         load(tmp_path, [GOOD], eval_rows=[content])
 
 
@@ -333,9 +331,8 @@ def test_a_missing_file_or_a_directory_is_refused(tmp_path, name):
 
 
 def test_a_file_whose_sequences_are_all_cut_before_their_targets_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"data.train must hold .*max_seq_len 4 tokens, got 2 without"
-    ):
+    rule = r"data.train must hold .*max_seq_len 4 tokens, got 2 without"
+    with pytest.raises(ValueError, match=rule):
         load(tmp_path, [{"prompt": "abcdef", "completion": ""}] * 2, max_seq_len=4)
 
 
@@ -360,9 +357,8 @@ def test_a_tokenizer_that_does_not_do_is_refused(tmp_path, options, message):
 
 def test_messages_without_offsets_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(type(TOKENIZER), "is_fast", False)
-    with pytest.raises(
-        ValueError, match="messages must come with a tokenizer that reports offsets"
-    ):
+    rule = "messages must come with a tokenizer that reports offsets"
+    with pytest.raises(ValueError, match=rule):
         load(tmp_path, [chat(("user", "a"), ("assistant", "b"))])
 
 
@@ -394,9 +390,8 @@ class TestLoadTokenizer:
     def test_refuses_a_directory_without_a_tokenizer(self, tmp_path, name):
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
         (tmp_path / "vocab.json").write_text("{}")
-        with pytest.raises(
-            ValueError, match=r"base_model must hold a tokenizer \(tokenizer.json or .*"
-        ):
+        rule = r"base_model must hold a tokenizer \(tokenizer.json or .*"
+        with pytest.raises(ValueError, match=rule):
             load_tokenizer(tmp_path / name)
 
     def test_refuses_a_corrupt_tokenizer(self, tmp_path):
@@ -479,9 +474,8 @@ class TestBatchPlan:
 
     @pytest.mark.parametrize("ends", [{}, {"max_steps": 1, "epochs": 1}])
     def test_refuses_none_or_two_ends(self, ends):
-        with pytest.raises(
-            ValueError, match="exactly one of max_steps and epochs must be set, got"
-        ):
+        rule = "exactly one of max_steps and epochs must be set, got"
+        with pytest.raises(ValueError, match=rule):
             BatchPlan(num_sequences=5, batch_size=3, seed=0, **ends)
 
     @pytest.mark.parametrize("name", ["num_sequences", "batch_size", "max_steps"])

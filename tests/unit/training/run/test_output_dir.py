@@ -23,17 +23,11 @@ from tlora_megatron.training.run.output_dir import (
 
 
 def test_a_directory_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
-    with (
-        hold_output_dir(tmp_path),
-        pytest.raises(ValueError, match=r"run.output_dir must not be in use, got .* another run"),
-        hold_output_dir(tmp_path),
-    ):
+    refused = pytest.raises(
+        ValueError, match=r"run.output_dir must not be in use, got .* another run"
+    )
+    with hold_output_dir(tmp_path), refused, hold_output_dir(tmp_path):
         pass
-    with hold_output_dir(tmp_path):
-        pass
-
-
-def test_an_exception_lets_go(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="inside"), hold_output_dir(tmp_path):
         raise RuntimeError("inside")
     with hold_output_dir(tmp_path):
@@ -93,25 +87,19 @@ def test_another_quantization_must_be_allowed(tmp_path: Path, earlier_version: b
         claim_output_dir(tmp_path, seeded)
 
 
-def test_a_configuration_that_cannot_be_read_is_no_run_s(tmp_path: Path) -> None:
+def test_a_run_goes_on_over_the_same_base_alone(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"got .* with a config.json that is no run's"):
-        claim_output_dir(tmp_path, config_for(tmp_path))
-
-
-def test_another_base_is_named_by_what_differs(tmp_path: Path) -> None:
-    base = {**config_to_dict(config_for(tmp_path))["base_model"], "dtype": "float32"}
+        claim_output_dir(tmp_path, config)
+    base = {**config_to_dict(config)["base_model"], "dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps({"base_model": base}))
     said = "with a run over another base_model: dtype 'float32' instead of 'bfloat16'$"
     with pytest.raises(ValueError, match=said):
-        claim_output_dir(tmp_path, config_for(tmp_path))
-
-
-def test_a_run_of_a_version_that_lacked_a_key_goes_on(tmp_path: Path) -> None:
-    base = config_to_dict(config_for(tmp_path))["base_model"]
-    del base["dtype"]
+        claim_output_dir(tmp_path, config)
+    del base["dtype"]  # of a version that lacked the key
     (tmp_path / "config.json").write_text(json.dumps({"base_model": base}))
-    assert claim_output_dir(tmp_path, config_for(tmp_path))
+    assert claim_output_dir(tmp_path, config)
 
 
 @pytest.fixture

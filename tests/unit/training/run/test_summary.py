@@ -72,14 +72,12 @@ def test_nothing_is_said_of_same_or_unknown_settings(caplog: pytest.LogCaptureFi
 
 
 def test_an_end_behind_which_the_job_already_is_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"max_steps of job 'a' must be at least the 6 steps that "
-    ):
+    rule = r"max_steps of job 'a' must be at least the 6 steps that "
+    with pytest.raises(ValueError, match=rule):
         check_resumption(resumed(replace(SPEC, max_steps=5)))
     epochs = replace(SPEC, max_steps=None, epochs=1)
-    with pytest.raises(
-        ValueError, match=r"epochs of job 'a' must .*, got epochs 1, which are 4 st"
-    ):
+    rule = r"epochs of job 'a' must .*, got epochs 1, which are 4 st"
+    with pytest.raises(ValueError, match=rule):
         check_resumption(resumed(epochs))
 
 
