@@ -117,7 +117,7 @@ def test_a_job_alone_equals_the_job_in_company(
 
 @pytest.mark.parametrize("ill", INCIDENTS)
 @pytest.mark.parametrize(("world_size", "layout"), [(1, "one process"), (2, "TP2+SP")])
-def test_neighbours_of_a_job_gone_wrong_get_the_same_bits(
+def test_jobs_beside_one_gone_wrong_get_the_same_bits(
     world_size: int, layout: str, ill: str, run_world: World, scenario: Path
 ) -> None:
     root, base = run_world(world_size), scenario.parent / "base"

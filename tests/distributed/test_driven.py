@@ -146,7 +146,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_neighbours_and_errors_change_no_bit(layout: str, run: Runs) -> None:
+def test_other_jobs_and_errors_change_no_bit(layout: str, run: Runs) -> None:
     found = run(layout)
     assert found["beside"] == found["alone"]
     assert found["reloaded"] == found["later"]

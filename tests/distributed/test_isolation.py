@@ -1,4 +1,4 @@
-"""A job's arithmetic does not depend on its neighbours, whatever becomes of them.
+"""A job's arithmetic does not depend on co-trained jobs, whatever becomes of them.
 
 All runs of one world size share one set of processes; each is a whole `train_run`, checked by the
 files it leaves, its log, and the events of its loop.
@@ -96,16 +96,16 @@ def test_dropout_is_on_in_these_runs(run_world: World) -> None:
 def test_others_keep_their_bits(world_size: int, layout: str, name: str, run_world: World) -> None:
     out = run_world(world_size)
     healthy, ill = out / f"{layout}together", out / f"{layout}{name}"
-    for neighbour in NAMES:
-        if neighbour == INCIDENTS[name].job:
+    for other in NAMES:
+        if other == INCIDENTS[name].job:
             continue
-        assert len(losses(ill, neighbour)) == NUM_STEPS
-        assert records(ill, neighbour) == records(healthy, neighbour), neighbour
-        assert job_summary(ill, neighbour)["status"] == "finished"
-        assert have_same_adapters(ill, healthy, neighbour), neighbour
+        assert len(losses(ill, other)) == NUM_STEPS
+        assert records(ill, other) == records(healthy, other), other
+        assert job_summary(ill, other)["status"] == "finished"
+        assert have_same_adapters(ill, healthy, other), other
 
 
-def test_an_evaluation_hangs_on_no_neighbour_where_sequences_are_divided(run_world: World) -> None:
+def test_an_evaluation_hangs_on_no_other_job_where_sequences_are_divided(run_world: World) -> None:
     out = run_world(2)
     alone, beside = (
         records(out / f"CP2 evaluated {how}", "everything")[0]
@@ -244,6 +244,6 @@ def test_others_keep_their_bits_in_nano_batches(layout: str, run_world: World) -
     healthy, ill = (run_world(2) / f"{layout} {name} in 3" for name in ("together", NANO_INCIDENT))
     job = INCIDENTS[NANO_INCIDENT].job
     assert job_summary(ill, job)["status"] == "failed"
-    for neighbour in set(NAMES) - {job}:
-        assert losses(ill, neighbour) == losses(healthy, neighbour), neighbour
-        assert have_same_adapters(ill, healthy, neighbour), neighbour
+    for other in set(NAMES) - {job}:
+        assert losses(ill, other) == losses(healthy, other), other
+        assert have_same_adapters(ill, healthy, other), other

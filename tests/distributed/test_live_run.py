@@ -29,7 +29,7 @@ EXPERT_JOBS = [job | {"lora": LORA if job["name"] == "a" else OUTER} for job in 
 joins with some."""
 TRAIN = ("run.micro_batch_tokens=512", "run.portion_tokens=256", "parallel.tp_size=2")
 KEEPS_BITS = not torch.cuda.is_available()
-"""Two runs of fp32 on GPUs do not have the same bits, with or without neighbours."""
+"""Two runs of fp32 on GPUs do not have the same bits, alone or beside others."""
 
 
 def _losses(out: Path, name: str) -> list[Any]:

@@ -101,7 +101,7 @@ def test_losses_and_weights_equal_peft_s(
 
 
 @pytest.mark.parametrize("layout", EXCHANGED)
-def test_neighbours_of_a_job_gone_wrong_get_the_same_bits(
+def test_jobs_beside_one_gone_wrong_get_the_same_bits(
     layout: str, run_world: World, scenario: Path
 ) -> None:
     root, base = run_world(2), scenario.parent / "base"

@@ -105,7 +105,7 @@ def test_what_cannot_be_promised_is_refused(gang: Gang) -> None:
 
 
 def coming(look: int, name: str, document: dict[str, Any]) -> list[Command]:
-    """Prepares a job and lets it join at a look of the first rank into its mailbox."""
+    """Prepares a job and lets it join at a look of the first rank for commands."""
     order = {"kind": "prepare", "job": name, "body": {"document": document}}
     return [(look, order), (look, {"kind": "join", "job": name})]
 

@@ -164,7 +164,7 @@ def over_experts(root: Path, steps: str, base: str, ranks: str, parallel: str) -
 
 
 def layout(root: Path, ranks: str, parallel: str, more: str = "{}") -> dict[str, Any]:
-    """Loops in one layout: alone, beside neighbours, with errors, and from a saved state.
+    """Loops in one layout: alone, beside other jobs, with errors, and from a saved state.
 
     Args:
         more: further fields of the gang's spec; with another base there is no job with own data.
@@ -182,7 +182,7 @@ def layout(root: Path, ranks: str, parallel: str, more: str = "{}") -> dict[str,
         found["ordinary_alone"] = ordinary(driver, "j2")
     driver.submit("j3", document(name="again"))
     driver.submit("j4", document(16, name="other", lora={"target_modules": ["q_proj", "up_proj"]}))
-    neighbour = None if "base_model" in fields else ordinary_job(driver, "j5")
+    ordinary_beside = None if "base_model" in fields else ordinary_job(driver, "j5")
     again, other = Client(driver, "j3"), Client(driver, "j4")
     found["beside"] = []
     for n in range(STEPS):
@@ -200,8 +200,8 @@ def layout(root: Path, ranks: str, parallel: str, more: str = "{}") -> dict[str,
     for client in (again, other):
         client.good(client.ask("leave"))
     driver.run_to_end()
-    if neighbour is not None:
-        found["ordinary_beside"] = sorted(neighbour.losses.items())
+    if ordinary_beside is not None:
+        found["ordinary_beside"] = sorted(ordinary_beside.losses.items())
     found["digests"] = driver.adapter_digests()
     found["scores"] = base_scores(root)
     driver.stop()

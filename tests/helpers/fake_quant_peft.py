@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.fp8_folders import Coded, coded
+from tests.helpers.fp8_folders import Dequantized, dequantized
 
 LARGEST = 448.0
 BLOCK = 128
@@ -44,7 +44,7 @@ class FakeQuant:
 
     def apply(self, model: nn.Module) -> None:
         """Puts quantising linears in the place of those of all layers, before PEFT comes."""
-        published = {} if self.blocks_of is None else coded(Path(self.blocks_of))
+        published = {} if self.blocks_of is None else dequantized(Path(self.blocks_of))
         for index, layer in enumerate(model.model.layers):  # type: ignore[union-attr]
             for parent, names, kind in _FUSED:
                 if self._leaves(f"layers.{index}", names):
@@ -118,7 +118,7 @@ def by_channels(linear: nn.Linear) -> Weight:
     return Weight(rounded.read(), rounded.scales[:, 0], rounded.values)
 
 
-def in_blocks(published: Coded, like: nn.Linear) -> Weight:
+def in_blocks(published: Dequantized, like: nn.Linear) -> Weight:
     weight_NK = published.values.to(like.weight.dtype) * published.scales.to(like.weight.dtype)
     return Weight(weight_NK, torch.ones(len(weight_NK)), weight_NK)
 

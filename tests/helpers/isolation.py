@@ -1,4 +1,4 @@
-"""Variants of the losslessness scenario: other neighbours, other layouts, neighbours gone wrong."""
+"""Variants of the losslessness scenario: other company, other layouts, jobs gone wrong."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_the_sharding_follows_no_predictions(parallel: dict[str, Any], expected:
          "must be s_lora or auto with run.deterministic and sequence_parallel"),
     ],
 )  # fmt: skip
-def test_what_lets_neighbours_decide_is_refused(sections: dict[str, Any], sentence: str) -> None:
+def test_what_lets_other_jobs_decide_is_refused(sections: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as raised:
         settled(**sections)
     assert re.search(sentence, str(raised.value)), raised.value

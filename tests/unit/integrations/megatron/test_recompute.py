@@ -123,8 +123,8 @@ def train_in_portions(loads: list[JobLoad]) -> tuple[list[float], list[Recompute
     return job.adapter.slab.whole("master").tolist(), seen
 
 
-def test_cuts_by_recompute_keep_a_job_s_bits_from_its_neighbours() -> None:
+def test_cuts_by_recompute_keep_a_job_s_bits_beside_others() -> None:
     alone, few = train_in_portions(LOADS[:1])
     together, many = train_in_portions(LOADS)
     assert alone == together
-    assert len(many) > len(few), "its neighbour's rows have room of their own"
+    assert len(many) > len(few), "the other job's rows have room of their own"

@@ -1,4 +1,4 @@
-"""What a line may hold, by every door: shapes that people have, and mistakes by their paths."""
+"""What a line may hold, by every API: shapes that people have, and mistakes by their paths."""
 
 from __future__ import annotations
 
@@ -64,19 +64,21 @@ SHAPES: dict[str, tuple[dict[str, Any], str | None]] = {
 
 
 @pytest.mark.parametrize(("row", "error"), SHAPES.values(), ids=SHAPES.keys())
-def test_both_doors_take_and_refuse_the_same_shapes(row: dict[str, Any], error: str | None) -> None:
+def test_both_readers_take_and_refuse_the_same_shapes(
+    row: dict[str, Any], error: str | None
+) -> None:
     def by_openai(line: bytes) -> None:
         check = LineCheck("f")
         check.feed(line)
         check.end()
 
     line = json.dumps(row).encode()
-    for door in (by_openai, lambda line: parse_row(line, "f line 1")):
+    for reader in (by_openai, lambda line: parse_row(line, "f line 1")):
         if error is None:
-            door(line)
+            reader(line)
             continue
         with pytest.raises(ValueError, match=error) as caught:
-            door(line)
+            reader(line)
         assert "f line 1" in str(caught.value)
 
 

@@ -243,7 +243,7 @@ LORA = LoraSpec(rank=2, target_modules=("q_proj",))
 WHERE = Path("out/step_00000004")
 
 
-def card(base: BaseModelSpec) -> QuantisationCard | None:
+def quantization_of(base: BaseModelSpec) -> QuantisationCard | None:
     spec = read_model_spec(Path(str(base.path)) / "config.json")
     return quantisation_card(base, spec, base_quantisation(base, spec))
 
@@ -251,29 +251,31 @@ def card(base: BaseModelSpec) -> QuantisationCard | None:
 def test_the_digest_is_that_of_the_codes(tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path / "a", "llama", num_hidden_layers=2)
     base = BaseModelSpec(path=str(directory), quantization="fp8")
-    first = card(base)
+    first = quantization_of(base)
     assert first is not None
-    assert card(base) == first
-    assert card(replace(base, dtype="float32")) == first  # codes are made of what is stored
-    assert card(replace(base, quantization=None)) is None
+    assert quantization_of(base) == first
+    assert (
+        quantization_of(replace(base, dtype="float32")) == first
+    )  # codes are made of what is stored
+    assert quantization_of(replace(base, quantization=None)) is None
     listed = replace(base, unquantised=("embed_tokens", "lm_head", "layers.1.down_proj"))
-    assert card(listed) != first
+    assert quantization_of(listed) != first
     tensors = dict(load_file(directory / FILE))
     tensors["model.layers.1.self_attn.v_proj.weight"][3] *= 1.5  # another scale, the same codes
     save_file(tensors, directory / FILE)
-    assert card(base) != first
+    assert quantization_of(base) != first
 
 
 def test_a_published_folder_has_the_digest_of_its_own_codes(tmp_path: Path) -> None:
     directory = make_fp8_folder(tmp_path, "fp8")
     base = BaseModelSpec(path=str(directory))
-    first = card(base)
+    first = quantization_of(base)
     assert first is not None
     assert first.format == "e4m3, one scale a block of 128 x 128 (fp8)"
     tensors = dict(load_file(directory / FILE))
     tensors["model.layers.0.mlp.up_proj.weight_scale_inv"][0, 0] *= 2
     save_file(tensors, directory / FILE)
-    assert card(base) != first
+    assert quantization_of(base) != first
 
 
 @pytest.mark.parametrize(

@@ -161,8 +161,8 @@ def test_a_fingerprint_names_trainer_and_codes() -> None:
     ours, theirs = (run_fingerprint(config, groups, torch.bfloat16, x) for x in engines)
     assert ours == theirs | {"engine": "Ours"}
     assert theirs["engine"] == "Theirs"
-    card = QuantisationCard(method="fp8", format="e4m3", digest="0123456789abcdef")
-    found = run_fingerprint(config, groups, torch.bfloat16, engines[0], card)
+    base = QuantisationCard(method="fp8", format="e4m3", digest="0123456789abcdef")
+    found = run_fingerprint(config, groups, torch.bfloat16, engines[0], base)
     assert found == ours | {"quantization": "fp8 (e4m3, 0123456789ab)"}
 
 
