@@ -75,7 +75,6 @@ def test_callbacks_hear_of_every_job_and_may_stop(root: Path) -> None:
         assert rest["metrics"][f"loss/{name}"] == told[-1]
 
 
-FILES_WORKER = Path(__file__).parents[1] / "helpers" / "deepspeed_trainer_files_worker.py"
 OWN_RATE = 1e-3
 
 
@@ -94,7 +93,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         document = FILES[f"Hugging Face, ds_config_zero{stage}.json"] | {"tlora": tlora}
         (runs / f"stage{stage}.json").write_text(json.dumps(document))
     with may_abort_behind(runs / "seen.json"):
-        world(FILES_WORKER, 1, runs)
+        world(WORKER, 1, runs)
     return runs
 
 
