@@ -18,7 +18,7 @@ from tests.helpers.scenario import exported, load_scenario, losses, make_scenari
 from tests.helpers.scenario_worlds import Case, World, layout_params, run_cases, worlds
 from tests.helpers.wide_floats import wide_floats
 
-WORKER = Path(__file__).parents[1] / "helpers" / "wide_train_worker.py"
+WORKER = Path(__file__).parents[1] / "helpers" / "wide_floats.py"
 JOBS: tuple[dict[str, Any], ...] = (
     {"name": "attention", "lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
      "batch_size": 1, "optimizer": {"lr": 4e-3, "max_grad_norm": 0.5, "weight_decay": 0.1}},

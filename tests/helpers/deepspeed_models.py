@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig
 
-from tests.helpers.oracle import OracleResult
-from tests.helpers.oracle_cache import cached_train_alone
+from tests.helpers.oracle import OracleResult, cached_train_alone
 from tests.helpers.scenario import write_rows
 from tests.helpers.tiny_models import make_tiny_model, randomize
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.fake_quant_peft import FakeQuant
-from tests.helpers.oracle import OracleResult, assert_equals_alone
-from tests.helpers.oracle_cache import cached_train_alone
+from tests.helpers.oracle import OracleResult, assert_equals_alone, cached_train_alone
 from tests.helpers.tiny_models import TinyModelType, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.config.load import load_config
