@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.harness.arguments import bench_parser
+from scripts.bench.harness.arguments import add_checkout, bench_parser
 from scripts.bench.smoke.figures import Measured, figures, show
 from scripts.bench.smoke.parts import Part, parts_on_gpu, run_parts, skipped_on_cpu, toy_parts
 
@@ -37,7 +36,6 @@ _WHOLE_BYTES = 100 << 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints and writes what was found."""
     options = _arguments(argv)
     is_toy, checkout = options.size == "toy", options.megatron_lm
     begin_s = time.monotonic()
@@ -95,9 +93,8 @@ def _layers() -> int | None:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = bench_parser(__doc__)
-    checkout = os.environ.get("MEGATRON_LM_PATH")
+    add_checkout(parser)
     parser.add_argument("--json", type=Path, required=True, help="write what was found here")
-    parser.add_argument("--megatron-lm", type=Path, default=checkout and Path(checkout))
     parser.add_argument("--size", choices=["8b", "toy"], default="8b")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a part")
     return parser.parse_args(argv)
