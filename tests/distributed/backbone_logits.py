@@ -8,19 +8,18 @@ folder has no safetensors, the weights are drawn by `RANDOM_SEED`.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from tests.helpers.variants import end_world, layout_of, options_of
 from tlora_megatron.config.schema import Recompute
 from tlora_megatron.integrations.megatron import engine as recompute
 from tlora_megatron.integrations.megatron.model import (
@@ -30,12 +29,7 @@ from tlora_megatron.integrations.megatron.model import (
 )
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.ops.routing import (
-    Document,
-    MicroBatchView,
-    pack_micro_batch,
-    use_micro_batch,
-)
+from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 
 RANDOM_SEED = 7
 
@@ -51,29 +45,18 @@ class MicroBatch(NamedTuple):
 
 
 def main() -> None:
-    """Runs all models in all layouts and fails at the first result that is off."""
     root, models = Path(sys.argv[1]), sys.argv[2].split(",")
     for variant in sys.argv[3:]:
-        options = dict(item.split("=") for item in variant.split(",") if item)
-        layout = ParallelLayout.for_world(
-            int(os.environ.get("WORLD_SIZE", "1")),
-            tp_size=int(options.get("tp", 1)),
-            pp_size=int(options.get("pp", 1)),
-            cp_size=int(options.get("cp", 1)),
-            sequence_parallel="sp" in options,
-        )
+        options = options_of(variant)
+        layout = layout_of(options)
         initialize_parallel(layout)
         recompute.install()
         for name in models:
             check_model(root / name, layout, options.get("recompute", "none"))
-    if dist.get_rank() == 0:
-        print("all equal")
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world("all equal")
 
 
 def check_model(directory: Path, layout: ParallelLayout, recompute: Recompute) -> None:
-    """Compares logits and gradients of one model in one layout."""
     spec = read_model_spec(directory / "config.json")
     model = build_backbone(spec, layout, dtype=torch.float32, recompute=recompute)
     source = directory if any(directory.glob("*.safetensors")) else None
@@ -101,12 +84,9 @@ def local_part(stored: dict[str, Any], spec: ModelSpec, layout: ParallelLayout) 
     cp_rank = parallel_state.get_context_parallel_rank()
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     view = pack_micro_batch(
-        [Document(slot=0, length=length) for length in stored["lengths"]],
-        num_slots=1,
-        num_tokens=len(stored["ids"]),
-        cp_rank=cp_rank,
-        cp_size=layout.cp_size,
-    )
+        [Document(slot=0, length=length) for length in stored["lengths"]], num_slots=1,
+        num_tokens=len(stored["ids"]), cp_rank=cp_rank, cp_size=layout.cp_size,
+    )  # fmt: skip
     rows = view.local_rows().to(stored["ids"].device)
     columns = -(-spec.vocab_size // layout.tp_size)
     shard = slice(tp_rank * columns, min((tp_rank + 1) * columns, spec.vocab_size))
@@ -114,12 +94,9 @@ def local_part(stored: dict[str, Any], spec: ModelSpec, layout: ParallelLayout) 
     if layout.sequence_parallel:
         grad_rows = rows.view(layout.tp_size, -1)[tp_rank]
     return MicroBatch(
-        view=view,
-        ids=stored["ids"][rows][None],
-        weights=stored["weights"][rows][:, shard],
-        logits=stored["logits"][rows][:, shard],
-        grads=stored["grads"][grad_rows],
-    )
+        view=view, ids=stored["ids"][rows][None], weights=stored["weights"][rows][:, shard],
+        logits=stored["logits"][rows][:, shard], grads=stored["grads"][grad_rows],
+    )  # fmt: skip
 
 
 def run(
@@ -152,14 +129,11 @@ def run(
 
         model.embedding.register_forward_hook(keep_grad)
     get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[model],
+        forward_step_func=forward_step, data_iterator=iter(batches), model=[model],
         num_microbatches=len(batches),
-        seq_length=batches[0].ids.shape[1] * model.config.context_parallel_size,
-        micro_batch_size=1,
+        seq_length=batches[0].ids.shape[1] * model.config.context_parallel_size, micro_batch_size=1,
         forward_only=False,
-    )
+    )  # fmt: skip
     if not model.post_process:
         assert not logits, "only the last stage has logits"
     assert sorted(grads) == (list(range(len(batches))) if model.pre_process else [])

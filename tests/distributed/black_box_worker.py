@@ -6,7 +6,6 @@ the same whole tensors; what comes back is joined and compared by name.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +26,7 @@ from tests.helpers.te_stand_in import (
 )
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC, user_config
+from tests.helpers.variants import end_world, layout_of, options_of
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.model import initialize_parallel
@@ -35,12 +35,7 @@ from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import fc1_row_order, make_site, qkv_row_order
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.dropout import dropout_reference, mix_ints
-from tlora_megatron.ops.routing import (
-    Document,
-    MicroBatchView,
-    pack_micro_batch,
-    use_micro_batch,
-)
+from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
 LORAS = (
@@ -57,8 +52,6 @@ _PARTS = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
 
 
 class Making(NamedTuple):
-    """A module and what it computes."""
-
     kind: str
     linear: str
     norm: str = "none"
@@ -91,7 +84,6 @@ class Case(NamedTuple):
 
 
 def draw(linear: str) -> Case:
-    """Whole tensors of a linear from a fixed seed."""
     rows, columns = SPEC.target_shape(linear)
     generator = torch.Generator().manual_seed(rows + columns)
 
@@ -99,17 +91,13 @@ def draw(linear: str) -> Case:
         return torch.randn(shape, generator=generator) * scale
 
     return Case(
-        x=normal(NUM_ROWS, columns),
-        dy=normal(NUM_ROWS, rows),
-        weight=normal(rows, columns, scale=columns**-0.5),
-        bias=normal(rows),
-        gamma=1 + normal(columns, scale=0.2),
-        beta=normal(columns, scale=0.2),
-    )
+        x=normal(NUM_ROWS, columns), dy=normal(NUM_ROWS, rows),
+        weight=normal(rows, columns, scale=columns**-0.5), bias=normal(rows),
+        gamma=1 + normal(columns, scale=0.2), beta=normal(columns, scale=0.2),
+    )  # fmt: skip
 
 
 def view_of() -> MicroBatchView:
-    """Rows of all slots, with dropout."""
     documents = [Document(slot=s, length=n, first_token=3 * s) for s, n in enumerate(LENGTHS)]
     keys = [mix_ints(s, 5) for s in range(len(LENGTHS))]
     return pack_micro_batch(
@@ -170,7 +158,6 @@ class Cut(NamedTuple):
 
 
 def cut_of(linear: str, groups: ParallelGroups) -> Cut:
-    """Rows and columns of x, y and the weight on this rank."""
     rank, size = groups.tp_rank, groups.layout.tp_size
     everything = slice(None)
     rows = everything
@@ -186,7 +173,6 @@ def cut_of(linear: str, groups: ParallelGroups) -> Cut:
 
 
 def make_module(making: Making, case: Case, cut: Cut, layout: ParallelLayout) -> nn.Module:
-    """This rank's part of the linear, frozen."""
     config = user_config(
         normalization="LayerNorm" if making.norm == "LayerNorm" else "RMSNorm",
         layernorm_zero_centered_gamma=making.zero_centered,
@@ -293,24 +279,13 @@ def gathered_rank_errors(groups: ParallelGroups) -> dict[str, float]:
 def in_each_layout(check: Callable[[str, ParallelGroups], None]) -> None:
     """Runs a check in every layout that the command line names, over all of this world."""
     for variant in sys.argv[1:]:
-        options = dict(item.split("=") for item in variant.split(","))
-        layout = ParallelLayout.for_world(
-            int(os.environ.get("WORLD_SIZE", "1")),
-            tp_size=int(options["tp"]),
-            pp_size=1,
-            cp_size=1,
-            sequence_parallel="sp" in options,
-        )
+        layout = layout_of(options_of(variant))
         initialize_parallel(layout)
         check(variant, current_groups(layout))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print("all equal")
-    dist.destroy_process_group()
+    end_world("all equal")
 
 
 def check(variant: str, groups: ParallelGroups) -> None:
-    """Fails at the first making that is off."""
     for making in MAKINGS:
         errors = run(making, groups)
         worst = max(errors, key=errors.__getitem__)

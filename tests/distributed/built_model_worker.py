@@ -16,7 +16,6 @@ file.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +42,7 @@ from tests.helpers.built_model import (
 )
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import EXPERTS_SPEC, SPEC, build_user_gpt, build_user_hybrid
+from tests.helpers.variants import end_world, layout_of, options_of
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron import engine, staggered
 from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
@@ -62,44 +62,22 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.safetensors_file import Scratch
 from tlora_megatron.training.saving.snapshot import SnapshotTaker
 
-_FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def main() -> None:
-    """Runs all variants and fails at the first result that is off."""
     file = Path(sys.argv[1])
     for variant in sys.argv[2:]:
-        options = dict(item.split("=") for item in variant.split(","))
+        options = options_of(variant)
         if "reference" in options:
             file.parent.mkdir(exist_ok=True)
             torch.save(reference(options["reference"].split("+")), file)
         else:
             check(variant, options, torch.load(file, weights_only=True))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print("all equal")
-    dist.destroy_process_group()
-
-
-def layout_of(options: dict[str, str]) -> ParallelLayout:
-    """The layout a variant names, over all processes."""
-    return ParallelLayout.for_world(
-        int(os.environ.get("WORLD_SIZE", "1")),
-        tp_size=int(options.get("tp", 1)),
-        pp_size=int(options.get("pp", 1)),
-        cp_size=int(options.get("cp", 1)),
-        sequence_parallel="sp" in options,
-        ep_size=int(options.get("ep", 1)),
-        expert_tp_size=int(options["etp"]) if "etp" in options else None,
-    )
+    end_world("all equal")
 
 
 def config_options(options: dict[str, str], layout: ParallelLayout) -> dict[str, Any]:
-    """Fields of TransformerConfig that a variant sets."""
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tp_size,
         "pipeline_model_parallel_size": layout.pp_size,
@@ -129,8 +107,6 @@ def config_options(options: dict[str, str], layout: ParallelLayout) -> dict[str,
 
 
 class Built(NamedTuple):
-    """A model with adapters."""
-
     chunks: list[Any]
     groups: Any
     bank: AdapterBank
@@ -181,7 +157,6 @@ def _wrapped(chunk: Any) -> DistributedDataParallel:
 
 
 def adapted(kind: str) -> tuple[ModelSpec, Sequence[LoraSpec]]:
-    """The model that a kind builds, and its adapters."""
     return (EXPERTS_SPEC, MOE_LORAS) if kind == "moe" else (SPEC, LORAS)
 
 
@@ -195,7 +170,6 @@ def reference(ropes: list[str]) -> dict[str, Any]:
 
 
 def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> None:
-    """Compares one variant."""
     chunks, groups, bank, compute = build(options, layout_of(options))
     install_packed_attention(chunks)
     num_nano = int(options.get("nano", 1))
@@ -242,7 +216,6 @@ def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> 
 
 
 def is_last_rank() -> bool:
-    """True on the rank that gets hooks."""
     return dist.get_rank() == dist.get_world_size() - 1
 
 
@@ -313,7 +286,6 @@ def by_modules() -> Iterator[None]:
 
 @contextmanager
 def counted_parts() -> Iterator[list[int]]:
-    """Counts layers and halves that run by our kernels."""
     count, run = [0], plain_layer.run_layer
 
     def counted(*args: Any) -> Tensor:
@@ -354,7 +326,6 @@ def check_gathered(bank: AdapterBank, groups: ParallelGroups, spec: ModelSpec) -
 
 
 def assert_close(variant: str, got: Tensor, expected: Tensor) -> None:
-    """Compares losses."""
     error = float((got - expected).abs().max() / expected.abs().max())
     assert error < 1e-5, f"losses of {variant}: relative error {error}"
 

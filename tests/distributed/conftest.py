@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def oracle(scenario: Path) -> dict[str, OracleResult]:
     """Each job of the module's `scenario` alone under transformers and PEFT."""
     # Here: the process that shares out the tests reads this file, too, and needs no PEFT.
-    from tests.helpers.scenario import load_scenario, oracle_results
+    from tests.helpers.scenario import oracle_of
 
-    return oracle_results(load_scenario(scenario, output_dir=scenario.parent / "unused"))
+    return oracle_of(scenario)
 
 
 @pytest.fixture

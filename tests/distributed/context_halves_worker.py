@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.helpers.variants import end_world
 from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
     ALL,
     LENGTHS,
@@ -22,29 +23,19 @@ from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
 from tlora_megatron.config.schema import Recompute
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing import (
-    Document,
-    MicroBatchView,
-    pack_micro_batch,
-    use_micro_batch,
-)
+from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
 
 def main() -> None:
-    """Runs all cases and fails at the first that differs."""
     layout = ParallelLayout(cp_size=2)
     check(SPEC, layout, "none")
     check(NORMED, layout, "full")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print("all equal")
-    dist.destroy_process_group()
+    end_world("all equal")
 
 
 def check(spec: ModelSpec, layout: ParallelLayout, recompute: Recompute) -> None:
-    """Compares outputs and all gradients."""
     run = SyntheticRun(spec, layout, dtype=torch.float32, recompute=recompute)
     lengths = LengthHistogram.single(8)
     loads = [
@@ -54,11 +45,7 @@ def check(spec: ModelSpec, layout: ParallelLayout, recompute: Recompute) -> None
     model = run.super_model(loads, sum(LENGTHS))
     documents = [Document(slot=slot, length=n) for slot, n in enumerate(LENGTHS[:2])]
     view = pack_micro_batch(
-        documents,
-        num_slots=2,
-        num_tokens=sum(LENGTHS),
-        cp_rank=run.groups.cp_rank,
-        cp_size=2,
+        documents, num_slots=2, num_tokens=sum(LENGTHS), cp_rank=run.groups.cp_rank, cp_size=2
     )
     decoder: Any = run.engine.model.decoder
     assert all(layer.direct_sublayers for layer in decoder.layers)

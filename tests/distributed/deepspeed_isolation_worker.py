@@ -14,15 +14,14 @@ from typing import Any
 import torch.distributed as dist
 
 import tlora_megatron.deepspeed
+from tests.helpers.variants import end_world
 
 
 def main() -> None:
-    """Runs all cases."""
     cases = json.loads(Path(sys.argv[1]).read_text())
     refused = {name: refusal(config) for name, config in cases.items()}
     (Path(sys.argv[2]) / f"{dist.get_rank()}.json").write_text(json.dumps(refused))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 def refusal(config: dict[str, Any]) -> str:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.helpers.variants import end_world, layout_of, options_of
 from tests.helpers.wrong_base import WRONG, Wrong, build
 from tlora_megatron.integrations.megatron import model as own
 from tlora_megatron.integrations.megatron.engine import MegatronEngine, current_groups
@@ -31,19 +31,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def main() -> None:
-    """Runs all cases."""
     folder, file = Path(sys.argv[1]), Path(sys.argv[2])
     spec = read_model_spec(folder / "config.json")
     errors: dict[str, float] = {}
     for case in sys.argv[3:]:
-        options = dict(item.split("=", 1) for item in case.split(","))
-        layout = ParallelLayout.for_world(
-            int(os.environ.get("WORLD_SIZE", "1")),
-            tp_size=int(options.get("tp", 1)),
-            pp_size=int(options.get("pp", 1)),
-            cp_size=int(options.get("cp", 1)),
-            sequence_parallel="sp" in options,
-        )
+        options = options_of(case)
+        layout = layout_of(options)
         own.initialize_parallel(layout)
         if options.get("wrong") == "all":
             for name, wrong in WRONG.items():
@@ -53,8 +46,7 @@ def main() -> None:
             errors[case] = error_of(spec, folder, layout, options, wrong)
     if dist.get_rank() == 0:
         file.write_text(json.dumps(errors))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 def error_of(
@@ -81,14 +73,9 @@ def error_of(
     try:
         with without_quantization(chunks):
             check.check_base(
-                engine,
-                groups,
-                fingerprint,
-                where=str(folder),
-                precision=precision,
-                micro_batch_tokens=tokens,
-                fills_budget=options.get("engine") != "own",
-            )
+                engine, groups, fingerprint, where=str(folder), precision=precision,
+                micro_batch_tokens=tokens, fills_budget=options.get("engine") != "own",
+            )  # fmt: skip
         assert not any(_has_fp8_state(module) for chunk in chunks for module in chunk.modules())
         return max(found)
     except ValueError as error:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tests.distributed import built_model_worker as built
 from tests.helpers import user_models
+from tests.helpers.variants import end_world, layout_of, options_of
 from tlora_megatron.integrations.megatron import engine as recompute
 from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
@@ -38,7 +39,6 @@ class ConvolvedAttention(SelfAttention):
     """Self-attention behind a short convolution over all rows."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Adds a little of the row before to each row."""
         before = torch.cat([hidden_states[:1], hidden_states[:-1]])
         return super().forward(hidden_states + 1e-4 * before, *args, **kwargs)
 
@@ -60,7 +60,6 @@ class BackwardsAttention(SelfAttention):
     """Self-attention that leaks in backward alone."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Self-attention's."""
         return super().forward(_LeaksBack.apply(hidden_states), *args, **kwargs)
 
 
@@ -68,19 +67,17 @@ LEAKS: dict[str, type[SelfAttention]] = {"conv": ConvolvedAttention, "back": Bac
 
 
 def main() -> None:
-    """Runs all cases."""
     refused = {}
     for case in sys.argv[2:]:
-        refused[case] = refusal(dict(item.split("=") for item in case.split(",")))
+        refused[case] = refusal(options_of(case))
         parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(refused))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 def refusal(options: dict[str, str]) -> str:
     """Why a model is refused; empty if it is taken."""
-    layout = built.layout_of(options)
+    layout = layout_of(options)
     initialize_parallel(layout)
     if "vp" in options:
         parallel_state.set_virtual_pipeline_model_parallel_world_size(int(options["vp"]))
@@ -102,13 +99,9 @@ def refusal(options: dict[str, str]) -> str:
     groups = record_stages(groups, linears)
     compute = use_own_compute(chunks, linears, groups, spec.vocab_size)
     engine = MegatronLmEngine(
-        chunks,
-        groups,
-        vocab_size=spec.vocab_size,
-        seq_length=SEQ_LENGTH,
-        head=compute.head,
+        chunks, groups, vocab_size=spec.vocab_size, seq_length=SEQ_LENGTH, head=compute.head,
         parts=compute.parts,
-    )
+    )  # fmt: skip
     try:
         check_engine_isolation(engine)
     except ValueError as error:

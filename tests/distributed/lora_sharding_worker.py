@@ -70,7 +70,6 @@ class Linear:
         return self.run(loras, sharding, self.case)
 
     def _definition(self) -> dict[str, Tensor]:
-        """The fp64 definition's part on this rank."""
         expected = definition(self.making, self.case, self.view)
         expected["y"] = expected["y"][self.cut.y[0]][:, self.cut.y[1]]
         expected["dx"] = expected["dx"][self.cut.x[0]][:, self.cut.x[1]]
@@ -142,7 +141,6 @@ def check_isolation(linear: Linear, sharding: LoraSharding) -> None:
 
 
 def check_all(variant: str, groups: ParallelGroups) -> None:
-    """Fails at the first linear and sharding that is off."""
     for name in LINEARS:
         linear = Linear(name, groups, torch.float32)
         for sharding in SHARDINGS:

@@ -26,8 +26,6 @@ class _Documents(Round):
 
 
 class _Switch:
-    """Keeps the numbers that are set."""
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.counts: list[int] = []
@@ -47,19 +45,14 @@ class _Switch:
 
 
 def main() -> None:
-    """Runs 40 rounds."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     switch = _Switch(rank)
     counts = switch.counts
     rounds = NanoRounds(
-        "best",
-        switch,
-        NanoTrace(Path(sys.argv[1])) if rank == 0 else None,
-        jobs=(),
-        device=torch.device("cpu"),
-        resuming=False,
-    )
+        "best", switch, NanoTrace(Path(sys.argv[1])) if rank == 0 else None, jobs=(),
+        device=torch.device("cpu"), resuming=False,
+    )  # fmt: skip
     content: Any = _Documents(replicas=())
     for _ in range(40):
         rounds.after_round((), content, TIMES[rank][counts[-1]], has_waited=True)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.isolation import DROPOUT
+from tests.helpers.variants import end_world, options_of
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.adapter_bank import AdapterBank
@@ -36,8 +37,6 @@ TOLERANCES = {None: 2e-5, "bfloat16": 3e-2}
 
 
 class Result(NamedTuple):
-    """The results of a round on this rank."""
-
     losses: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
     scores: list[torch.Tensor]
@@ -47,14 +46,12 @@ class Result(NamedTuple):
 
 
 def main() -> None:
-    """Runs all variants and fails at the first number that is off."""
     for variant in sys.argv[2:]:
-        options = dict(item.split("=") for item in variant.split(",") if item)
+        options = options_of(variant)
         check(Path(sys.argv[1]), options)
         if dist.get_rank() == 0:
             print(f"{variant}: equal", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 def check(path: Path, options: dict[str, str]) -> None:
@@ -133,12 +130,9 @@ def measure(model: Any, count: int) -> Result:
         job.adapter.slab.zero_grad()
     scores = in_packed_order(model, [loss for loss, _ in model.engine.predict(batches)])
     return Result(
-        losses=losses,
-        gradients=gradients,
-        scores=scores,
-        rows=batches[0].view.num_tokens,
+        losses=losses, gradients=gradients, scores=scores, rows=batches[0].view.num_tokens,
         parts=[max(1, len(batch.view.nano_views)) for batch in batches],
-    )
+    )  # fmt: skip
 
 
 def in_packed_order(model: Any, values: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -160,7 +154,6 @@ def draw_weights(model: SuperModel) -> None:
 
 
 def read_config(path: Path, options: dict[str, str], output_dir: Path) -> RunConfig:
-    """The scenario in a variant's layout."""
     document = json.loads(path.read_text())
     if options.get("dropout"):
         for job in document["jobs"]:

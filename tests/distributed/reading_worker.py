@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.helpers.variants import end_world
 from tlora_megatron.config.load import load_config
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.run import job_admission
@@ -14,7 +15,6 @@ from tlora_megatron.training.run.reading import check_agreement, content_digest
 
 
 def main(path: str, *overrides: str) -> None:
-    """Says what this rank has prepared and rejected, or the error."""
     config = load_config(path, overrides, None)
     base = Path(str(config.base_model.path))
     spec = read_model_spec(base / "config.json")
@@ -34,8 +34,7 @@ def main(path: str, *overrides: str) -> None:
     # One line at once: the processes share an output.
     sys.stdout.write(f"<{said}>\n")
     sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 def _refuse(*_: object) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.helpers.variants import end_world
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.config.load import read_gang_config
 from tlora_megatron.layers.adapter_bank import AdapterBank
@@ -45,7 +46,6 @@ class Script:
         self._steps: dict[object, int] = {}
 
     def may_write(self, name: str) -> bool:
-        """False of jobs that a schedule has taken away."""
         return name not in self._lost
 
     def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
@@ -123,7 +123,6 @@ def digest_with_rank(prepared: PreparedJob) -> str:
 
 
 def main() -> None:
-    """Serves until a schedule is null."""
     folder = Path(sys.argv[1])
     sections = json.loads((folder / "sections.json").read_text())
     config = read_gang_config(sections, folder, output_dir=folder / "out")
@@ -134,8 +133,7 @@ def main() -> None:
         loop.serve(script if dist.get_rank() == 0 else None)
         left = [slab for slab in slabs if slab() is not None]
         assert not left, f"{len(left)} of {len(slabs)} adapters are still in memory"
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 if __name__ == "__main__":

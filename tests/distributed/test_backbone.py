@@ -77,12 +77,9 @@ def reference(model: PreTrainedModel, lengths: tuple[int, ...], seed: int) -> di
     logits = torch.cat(parts)
     (grads,) = torch.autograd.grad((logits * weights).sum(), embedded)
     return {
-        "ids": ids,
-        "lengths": list(lengths),
-        "weights": weights,
-        "logits": logits.detach(),
+        "ids": ids, "lengths": list(lengths), "weights": weights, "logits": logits.detach(),
         "grads": grads,
-    }
+    }  # fmt: skip
 
 
 ALL = ",".join((*MODELS, "drawn"))
@@ -120,7 +117,6 @@ def test_a_world_of_another_size_than_the_layout_is_refused() -> None:
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(
-        ValueError, match=r"processes a node must be at most its 1 GPUs, got local rank 1"
-    ):
+    rule = r"processes a node must be at most its 1 GPUs, got local rank 1"
+    with pytest.raises(ValueError, match=rule):
         backbone._bind_gpu()

@@ -24,14 +24,7 @@ from tests.helpers.scenario import (
     losses,
     make_scenario,
 )
-from tests.helpers.scenario_worlds import (
-    Case,
-    Life,
-    World,
-    layout_params,
-    live,
-    worlds,
-)
+from tests.helpers.scenario_worlds import Case, Life, World, layout_params, live, worlds
 from tests.helpers.standing_world import world
 
 COUNTER = Path(__file__).parents[1] / "helpers" / "block_collectives_worker.py"
@@ -84,7 +77,6 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_world(scenario: Path) -> World:
-    """Trains all layouts of a world size, once; returns the folder of their outputs."""
     return worlds(scenario.parent, lambda size: _cases(scenario, size))
 
 
@@ -125,17 +117,14 @@ def test_a_job_alone_equals_the_job_in_company(
 
 @pytest.mark.parametrize("ill", INCIDENTS)
 @pytest.mark.parametrize(("world_size", "layout"), [(1, "one process"), (2, "TP2+SP")])
-def test_neighbours_of_a_job_gone_wrong_get_the_same_bits(
+def test_jobs_beside_one_gone_wrong_get_the_same_bits(
     world_size: int, layout: str, ill: str, run_world: World, scenario: Path
 ) -> None:
     root, base = run_world(world_size), scenario.parent / "base"
     assert_unharmed(root / f"{ill} ill", root / layout, ill, NAMES, base)
 
 
-def test_resumes_between_layouts(
-    scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
-) -> None:
-    """Two TP ranks, then one process, then two TP ranks with sequence parallelism."""
+def test_between_layouts(scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path) -> None:
     lives = (
         Life(2, ("parallel.tp_size=2",), ("four", 3)),
         Life(1, (), ("four", 5)),

@@ -19,40 +19,27 @@ from tests.helpers.user_models import KINDS, ROPE
 
 WORKER = Path(__file__).with_name("built_model_worker.py")
 TWO_PROCESSES = (
-    "rope=scaled,tp=2",
-    "rope=interleaved,tp=2,sp=1,recompute=full",
-    "rope=scaled,cp=2",
-    "rope=interleaved,cp=2,recompute=core_attn",
-    "rope=yarn,pp=2",
-    "rope=scaled,pp=2,first=1,recompute=mlp",
-    "rope=scaled,pp=2,vp=2,recompute=full",
-    "rope=hybrid,tp=2,sp=1",
-    "rope=hybrid,pp=2,first=3,recompute=full",
-    "rope=moe,tp=2,sp=1,linears=te",
-    "rope=moe,tp=2,sp=1,ep=2,etp=1,rows=alltoall,linears=te",
-    "rope=moe,pp=2,rows=alltoall,linears=te,recompute=moe",
-    "rope=moe,ep=2,rows=alltoall",
-    "rope=moe,ep=2,linears=te,recompute=moe",
-    "rope=scaled,tp=2,sp=1,nano=2",
-    "rope=interleaved,tp=2,recompute=mlp,nano=3",
-    "rope=yarn,tp=2,sp=1,recompute=full,nano=2",
-    "rope=interleaved,tp=2,sp=1,recompute=core_attn,nano=2",
-    "rope=scaled,pp=2,vp=2,nano=2",
-    "rope=hybrid,tp=2,sp=1,nano=2,whole=1",
-    "rope=moe,tp=2,sp=1,nano=2,whole=1",
-)
+    "rope=scaled,tp=2", "rope=interleaved,tp=2,sp=1,recompute=full", "rope=scaled,cp=2",
+    "rope=interleaved,cp=2,recompute=core_attn", "rope=yarn,pp=2",
+    "rope=scaled,pp=2,first=1,recompute=mlp", "rope=scaled,pp=2,vp=2,recompute=full",
+    "rope=hybrid,tp=2,sp=1", "rope=hybrid,pp=2,first=3,recompute=full",
+    "rope=moe,tp=2,sp=1,linears=te", "rope=moe,tp=2,sp=1,ep=2,etp=1,rows=alltoall,linears=te",
+    "rope=moe,pp=2,rows=alltoall,linears=te,recompute=moe", "rope=moe,ep=2,rows=alltoall",
+    "rope=moe,ep=2,linears=te,recompute=moe", "rope=scaled,tp=2,sp=1,nano=2",
+    "rope=interleaved,tp=2,recompute=mlp,nano=3", "rope=yarn,tp=2,sp=1,recompute=full,nano=2",
+    "rope=interleaved,tp=2,sp=1,recompute=core_attn,nano=2", "rope=scaled,pp=2,vp=2,nano=2",
+    "rope=hybrid,tp=2,sp=1,nano=2,whole=1", "rope=moe,tp=2,sp=1,nano=2,whole=1",
+)  # fmt: skip
 FOUR_PROCESSES = (
     "rope=moe,tp=2,sp=1,ep=2",
     "rope=moe,tp=2,sp=1,ep=2,rows=alltoall",
     "rope=moe,cp=2,ep=2,rows=alltoall,linears=te",
 )
 OWN = (
-    "rope=scaled,tp=2,sp=1,own=4,recompute=full",
-    "rope=scaled,pp=2,first=1,own=4,recompute=mlp",
+    "rope=scaled,tp=2,sp=1,own=4,recompute=full", "rope=scaled,pp=2,first=1,own=4,recompute=mlp",
     "rope=scaled,pp=2,vp=2,own=4,recompute=full",
     "rope=scaled,tp=2,sp=1,own=4,linears=te,share=rank_exchange,recompute=full",
-    "rope=scaled,tp=2,sp=1,own=4,nano=2",
-    "rope=scaled,tp=2,own=4,nano=3,recompute=mlp",
+    "rope=scaled,tp=2,sp=1,own=4,nano=2", "rope=scaled,tp=2,own=4,nano=3,recompute=mlp",
     "rope=scaled,pp=2,vp=2,own=4,nano=2",
     "rope=scaled,tp=2,sp=1,own=4,linears=te,nano=2,recompute=full",
     "rope=scaled,tp=2,sp=1,own=4,late=output_layer",
@@ -60,37 +47,27 @@ OWN = (
     "rope=scaled,tp=2,sp=1,own=4,nano=2,late=decoder.layers.1.mlp.linear_fc1",
     "rope=scaled,tp=2,own=4,linears=te,nano=2,recompute=full,late=decoder.layers.1.mlp.linear_fc1",
     "rope=scaled,pp=2,own=4,linears=te,nano=2,late=decoder.layers.1.mlp.linear_fc1",
-    "rope=yarn,pp=2,own=4",
-    "rope=partial,cp=2,own=4",
-    "rope=qwen,tp=2,own=4",
-    "rope=scaled,tp=2,sp=1,own=4,ddp=1",
-    "rope=interleaved,tp=2,sp=1,own=0,halves=4,recompute=mlp",
-    "rope=moe,tp=2,sp=1,own=0,halves=4",
-    "rope=hybrid,tp=2,own=8,late=output_layer",
-    "rope=hybrid,pp=2,first=3,own=8,recompute=full",
-    "rope=scaled,pp=2,own=4,recompute=layernorm",
-)
+    "rope=yarn,pp=2,own=4", "rope=partial,cp=2,own=4", "rope=qwen,tp=2,own=4",
+    "rope=scaled,tp=2,sp=1,own=4,ddp=1", "rope=interleaved,tp=2,sp=1,own=0,halves=4,recompute=mlp",
+    "rope=moe,tp=2,sp=1,own=0,halves=4", "rope=hybrid,tp=2,own=8,late=output_layer",
+    "rope=hybrid,pp=2,first=3,own=8,recompute=full", "rope=scaled,pp=2,own=4,recompute=layernorm",
+)  # fmt: skip
 MORE_OWN = (
     "rope=scaled,tp=2,sp=1,own=4,linears=te",
     "rope=scaled,tp=2,own=4,linears=te,nano=3,recompute=mlp",
-    "rope=scaled,pp=2,vp=2,own=4,linears=te,nano=2",
-    "rope=yarn,tp=2,sp=1,own=4,linears=te,nano=2",
+    "rope=scaled,pp=2,vp=2,own=4,linears=te,nano=2", "rope=yarn,tp=2,sp=1,own=4,linears=te,nano=2",
     "rope=scaled,tp=2,sp=1,own=4,linears=te,nano=2,late=decoder.layers.1.mlp.linear_fc1",
-    "rope=scaled,tp=2,own=4",
-    "rope=scaled,cp=2,own=4",
+    "rope=scaled,tp=2,own=4", "rope=scaled,cp=2,own=4",
     "rope=scaled,pp=2,vp=2,own=4,recompute=core_attn",
     "rope=scaled,tp=2,own=4,linears=te,share=rank_exchange",
     "rope=scaled,tp=2,own=4,linears=te,recompute=mlp",
     "rope=interleaved,tp=2,own=0,halves=4,linears=te,nano=2,whole=1",
-    "rope=interleaved,tp=2,own=0,halves=4,nano=2",
-    "rope=qwen,tp=2,sp=1,own=4,recompute=core_attn",
-    "rope=scaled,pp=2,own=4,ddp=1",
-    "rope=moe,pp=2,own=0,halves=4,recompute=full",
-    "rope=interleaved,tp=2,sp=1,own=0,halves=4,linears=te",
-    "rope=hybrid,tp=2,sp=1,own=8",
+    "rope=interleaved,tp=2,own=0,halves=4,nano=2", "rope=qwen,tp=2,sp=1,own=4,recompute=core_attn",
+    "rope=scaled,pp=2,own=4,ddp=1", "rope=moe,pp=2,own=0,halves=4,recompute=full",
+    "rope=interleaved,tp=2,sp=1,own=0,halves=4,linears=te", "rope=hybrid,tp=2,sp=1,own=8",
     "rope=scaled,tp=2,sp=1,own=4,linears=te,recompute=layernorm",
     "rope=hybrid,tp=2,own=8,recompute=mlp+layernorm",
-)
+)  # fmt: skip
 """`first=3` of HybridModel cuts between a layer's attention and its MLP. `whole=1`: the model
 runs whole although nano-batches are asked for."""
 
@@ -133,9 +110,7 @@ def test_our_kernels_in_further_layouts(reference: Path) -> None:
 
 
 @pytest.mark.megatron_lm
-def test_the_checkout_named_by_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_checkout_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The repository first: a checkout has a package `tests` of its own.
     path = os.pathsep.join((str(REPO), os.environ["MEGATRON_LM_PATH"]))
     monkeypatch.setenv("PYTHONPATH", path)

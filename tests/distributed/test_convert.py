@@ -19,13 +19,10 @@ TRAINER = WORKER.with_name("megatron_lm_cpu.py")
 
 MODELS: dict[str, dict[str, Any]] = {
     # Megatron fixes all of llama3's scaling but its factor; 16 rotation frequencies reach it.
-    "llama3": {
-        "model_type": "llama3",
-        "head_dim": 32,
-        "rope_parameters": _LLAMA3_ROPE
-        | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192},
-        "max_position_embeddings": 16384,
-    },
+    "llama3": {"model_type": "llama3", "head_dim": 32,
+     "rope_parameters": _LLAMA3_ROPE
+     | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192},
+     "max_position_embeddings": 16384},
     "mistral": {"model_type": "mistral", "num_key_value_heads": 8, "num_shards": 2},
     # 100 rows of the vocabulary are filled up to 128.
     "qwen2_tied": {"model_type": "qwen2", "tied": True, "vocab_size": 100},
@@ -34,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_hidden_layers": 2},
     "qwen2_moe": {"model_type": "qwen2_moe", "num_hidden_layers": 2},
     "scores": {"model_type": "qwen3_moe", "num_hidden_layers": 2, "norm_topk_prob": False},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
-from tests.helpers.scenario import JOBS, losses, make_scenario
+from tests.helpers.scenario import JOBS, adapter_tensors, losses, make_scenario
 from tests.helpers.standing_world import forked
 
 MEGATRON_WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
@@ -93,8 +92,7 @@ def test_a_job_goes_on_elsewhere_as_if_it_had_stayed(source: str, target: str, r
         expected = losses(stayed, name)
         assert len(expected) == NUM_STEPS
         assert losses(moved, name) == pytest.approx(expected[HALF:], rel=1e-5), name
-        file = f"jobs/{name}/adapter/adapter_model.safetensors"
-        ours, theirs = load_file(moved / file), load_file(stayed / file)
+        ours, theirs = adapter_tensors(moved, name), adapter_tensors(stayed, name)
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
             assert float((ours[key] - value).norm() / value.norm()) < 1e-4, f"{name} {key}"

@@ -1,8 +1,11 @@
-"""The engine in a program's hands: rounds, evaluation, export, and other jobs on the same base."""
+"""The engine in a program's hands: rounds, evaluation, export, other jobs; and the oldest
+release.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,11 +14,13 @@ from safetensors.torch import load_file
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
-from tests.helpers.deepspeed_cases import may_abort_behind, run_cases, write_config, zero
-from tests.helpers.scenario import losses, make_scenario
+from tests.helpers.deepspeed_cases import WORKER, may_abort_behind, run_cases, write_config, zero
+from tests.helpers.launch import torchrun
+from tests.helpers.scenario import adapter_tensors, have_same_adapters, losses, make_scenario
 from tests.helpers.standing_world import world
+from tlora_megatron.integrations.deepspeed.known_keys import OLDEST
 
-WORKER = Path(__file__).parents[1] / "helpers" / "deepspeed_api_worker.py"
+PROGRAM = Path(__file__).parents[1] / "helpers" / "deepspeed_api_worker.py"
 NUM_STEPS = 5
 
 
@@ -32,7 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     deepspeed = zero(3)
     config = write_config(root / "config.json", deepspeed, section)
     with may_abort_behind(root / "api" / "seen.json"):
-        world(WORKER, 2, config, root / "api")
+        world(PROGRAM, 2, config, root / "api")
     alone = []
     for job in section["jobs"]:
         path = write_config(root / f"{job['name']}.json", deepspeed, section | {"jobs": [job]})
@@ -56,9 +61,7 @@ def test_installed_jobs_train_as_if_alone_and_go_on_where_they_were(root: Path) 
     assert seen["resumed_at"] == [0, 3]
     for name in ("everything", "attention"):
         assert losses(root / "api" / "second", name) == losses(root / name, name)
-        file = f"jobs/{name}/adapter/adapter_model.safetensors"
-        ours, alone = load_file(root / "api" / "second" / file), load_file(root / name / file)
-        assert all(torch.equal(ours[key], value) for key, value in alone.items()), name
+        assert have_same_adapters(root / "api" / "second", root / name, name), name
 
 
 def test_wrong_jobs_are_refused_and_the_present_ones_stay(root: Path) -> None:
@@ -79,6 +82,42 @@ def test_evaluation_and_export_of_a_job_under_way(root: Path) -> None:
     seen = json.loads((root / "api" / "seen.json").read_text())
     assert seen["evaluated"].keys() == {"everything"}
     exported = load_file(root / "api" / "exported" / "adapter_model.safetensors")
-    final = load_file(root / "everything" / "jobs/everything/adapter/adapter_model.safetensors")
+    final = adapter_tensors(root / "everything", "everything")
     assert exported.keys() == final.keys()
     assert not all(torch.equal(exported[key], value) for key, value in final.items())
+
+
+_FOLDER = os.environ.get("TLORA_OLDEST_DEEPSPEED", "")
+_VERSION = ".".join(map(str, OLDEST))
+
+
+@pytest.mark.skipif(
+    not Path(_FOLDER).is_absolute(),
+    reason=f"needs TLORA_OLDEST_DEEPSPEED to name a folder filled by `pip install --no-deps "
+    f"--target FOLDER deepspeed=={_VERSION}`",
+)
+def test_the_oldest_release_s_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = json.loads(make_scenario(tmp_path).read_text())
+    for job in section["jobs"]:
+        job["max_steps"] = 6
+    cases = []
+    for stage in (0, 1, 2, 3):
+        config = write_config(tmp_path / f"{stage}.json", zero(stage), section)
+        cases.append({"config": str(config), "output_dir": str(tmp_path / f"{stage}"), "set": ()})
+    run_cases(2, cases, tmp_path / "cases.json")
+    newest = {job["name"]: losses(tmp_path / "0", job["name"]) for job in section["jobs"]}
+    for case in cases:
+        case["output_dir"] += " oldest"
+    monkeypatch.setenv("PYTHONPATH", _FOLDER)
+    # Real processes: the forked ones have imported the newest.
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    log = torchrun(WORKER, 2, tmp_path / "cases.json")
+    assert "Traceback" not in log
+    for case in cases:
+        for name, expected in newest.items():
+            assert losses(Path(str(case["output_dir"])), name) == pytest.approx(expected, rel=1e-5)
+    refused = write_config(tmp_path / "tp.json", {"tensor_parallel": {"autotp_size": 2}}, section)
+    entry = {"config": str(refused), "output_dir": str(tmp_path / "tp"), "set": ()}
+    (tmp_path / "cases.json").write_text(json.dumps([entry]))
+    with pytest.raises(AssertionError, match=f"under AutoTP must be .* got {_VERSION}"):
+        torchrun(WORKER, 2, tmp_path / "cases.json")

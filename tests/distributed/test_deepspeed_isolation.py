@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
-from tests.helpers.scenario import make_scenario
-from tlora_megatron.training.metrics import read_metrics
+from tests.helpers.scenario import make_scenario, records
 
 BF16 = {"bf16": {"enabled": True}}
 STAGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -32,12 +31,9 @@ STAGES: dict[str, tuple[dict[str, Any], str]] = {
 }
 HEALTHY = ("attention", "everything", "outputs")
 ALONE: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(STAGES, HEALTHY),
-    "fp32 ZeRO-1": HEALTHY[:1],
-    "fp32 ZeRO-2": HEALTHY[1:2],
-    "bf16 ZeRO-2": HEALTHY[2:],
-    "bf16 base ZeRO-1": HEALTHY[1:2],
-}
+    **dict.fromkeys(STAGES, HEALTHY), "fp32 ZeRO-1": HEALTHY[:1], "fp32 ZeRO-2": HEALTHY[1:2],
+    "bf16 ZeRO-2": HEALTHY[2:], "bf16 base ZeRO-1": HEALTHY[1:2],
+}  # fmt: skip
 """Jobs that also train alone: one at stages whose runs together have the bits of another stage."""
 if not os.environ.get("TLORA_ALL_TESTS"):
     # Stages slice every dtype alike: all three jobs are alone in fp32, each of them in bf16.
@@ -57,7 +53,6 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Runs everything, once; returns the folder of a stage's runs."""
     root = tmp_path_factory.mktemp("deepspeed_isolation")
     section = json.loads(make_scenario(root).read_text())
     jobs = {job["name"]: job | {"max_steps": NUM_STEPS} for job in section["jobs"]}
@@ -85,12 +80,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return root / stage
 
     return folder
-
-
-def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
-    """A job's metrics without the times."""
-    lines = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key != "time_s"} for line in lines]
 
 
 def tensors(output_dir: Path, name: str) -> dict[str, torch.Tensor]:

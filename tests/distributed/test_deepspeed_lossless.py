@@ -1,8 +1,4 @@
-"""Under DeepSpeed, too, a job gets what transformers and PEFT give it alone, in every layout.
-
-All runs of one world and tensor-parallel size share one set of processes; each is a whole run,
-checked by the files it leaves.
-"""
+"""Under DeepSpeed, too, a job gets what transformers and PEFT give it alone, in every layout."""
 
 from __future__ import annotations
 
@@ -15,14 +11,13 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
+from tests.helpers.block_jobs import BLOCK_JOBS
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
-from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     JOBS,
     assert_run_equals_oracle,
-    load_scenario,
     make_scenario,
-    oracle_results,
+    oracle_of,
     take_fingerprint,
 )
 
@@ -35,37 +30,20 @@ FULL = ("run.recompute=full",)
 Case = tuple[dict[str, Any], tuple[str, ...]]
 WORLDS: dict[str, tuple[int, dict[str, Case]]] = {
     "one process": (1, {"ZeRO-0": (zero(0), ()), "ZeRO-3 recompute": (zero(3), FULL)}),
-    "DP2": (
-        2,
-        {
-            "ZeRO-0": (zero(0), ()),
-            "ZeRO-0 offload": (zero(0, **OFFLOAD), ()),
-            "ZeRO-1": (zero(1), ()),
-            "ZeRO-2 offload": (zero(2, **OFFLOAD), ()),
-            "ZeRO-2 by time": (
-                zero(2),
-                ("run.portion_tokens=null", "run.round_depth=2", "run.micro_batch_tokens=104"),
-            ),
-            "ZeRO-3": (zero(3), ()),
-            "ZeRO-3 recompute": (zero(3), FULL),
-            "ZeRO-3 offload": (
-                zero(3, offload_param={"device": "cpu"}, **OFFLOAD),
-                ("run.micro_batch_tokens=104",),
-            ),
-            "ZeRO-3 hpZ": (zero(3, zero_hpz_partition_size=2), ()),
-            "ZeRO-3 fair": (zero(3), ("run.portion_tokens=null",)),
-        },
-    ),
-    "TP2": (
-        2,
-        {
-            "ZeRO-0": (zero(0) | TP2, ()),
-            "ZeRO-1 recompute": (zero(1) | TP2, FULL),
-            "ZeRO-3": (zero(3) | TP2, ()),
-        },
-    ),
+    "DP2": (2,
+     {"ZeRO-0": (zero(0), ()), "ZeRO-0 offload": (zero(0, **OFFLOAD), ()), "ZeRO-1": (zero(1), ()),
+      "ZeRO-2 offload": (zero(2, **OFFLOAD), ()),
+      "ZeRO-2 by time": (zero(2),
+       ("run.portion_tokens=null", "run.round_depth=2", "run.micro_batch_tokens=104")),
+      "ZeRO-3": (zero(3), ()), "ZeRO-3 recompute": (zero(3), FULL),
+      "ZeRO-3 offload": (zero(3, offload_param={"device": "cpu"}, **OFFLOAD),
+       ("run.micro_batch_tokens=104",)), "ZeRO-3 hpZ": (zero(3, zero_hpz_partition_size=2), ()),
+      "ZeRO-3 fair": (zero(3), ("run.portion_tokens=null",))}),
+    "TP2": (2,
+     {"ZeRO-0": (zero(0) | TP2, ()), "ZeRO-1 recompute": (zero(1) | TP2, FULL),
+      "ZeRO-3": (zero(3) | TP2, ())}),
     "DP2xTP2": (4, {"ZeRO-1": (zero(1) | TP2, ()), "ZeRO-3 recompute": (zero(3) | TP2, FULL)}),
-}
+}  # fmt: skip
 EXPERTS: dict[str, Case] = {
     "experts, ZeRO-0": (zero(0), ()),
     "experts, ZeRO-1": (zero(1), ("run.portion_tokens=null",)),
@@ -89,7 +67,6 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config file of the scenario."""
     path = make_scenario(tmp_path_factory.mktemp("deepspeed"))
     take_fingerprint(path.parent / "base")  # every layout is held to it
     return path
@@ -97,7 +74,6 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def experts(scenario: Path) -> Path:
-    """The config file of a scenario over Qwen3-MoE."""
     jobs = [dict(job) for job in JOBS if job["name"] in OVER_EXPERTS]
     for job in jobs:
         job["lora"] = {**job["lora"], "target_modules": OVER_EXPERTS[job["name"]]}
@@ -108,8 +84,6 @@ def experts(scenario: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run_world(scenario: Path, experts: Path) -> Callable[[str], Path]:
-    """Trains all cases of a world, once; returns the folder of their outputs."""
-
     def run(world: str) -> Path:
         root = scenario.parent / world
         if not root.exists():
@@ -135,29 +109,30 @@ def _entries(scenario: Path, cases: dict[str, Case], root: Path) -> list[dict[st
 
 @pytest.mark.parametrize(("world", "case"), CASES)
 def test_losses_and_weights_equal_the_oracle(
-    world: str,
-    case: str,
-    run_world: Callable[[str], Path],
-    oracle: dict[str, OracleResult],
-    scenario: Path,
+    world: str, case: str, run_world: Callable[[str], Path], scenario: Path
 ) -> None:
-    output_dir = run_world(world) / case
-    assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
-
-
-@pytest.fixture(scope="module")
-def oracle_over_experts(experts: Path) -> dict[str, OracleResult]:
-    """Each job over Qwen3-MoE alone."""
-    return oracle_results(load_scenario(experts, output_dir=experts.parent / "unused"))
+    out, base = run_world(world) / case, scenario.parent / "base"
+    assert_run_equals_oracle(out, NAMES, oracle_of(scenario), base)
 
 
 @pytest.mark.parametrize("case", EXPERTS)
-def test_over_routed_experts_too(
-    case: str,
-    run_world: Callable[[str], Path],
-    oracle_over_experts: dict[str, OracleResult],
-    experts: Path,
-) -> None:
-    output_dir = run_world("DP2") / case
-    base = experts.parent / "base"
-    assert_run_equals_oracle(output_dir, OVER_EXPERTS, oracle_over_experts, base)
+def test_over_experts_too(case: str, run_world: Callable[[str], Path], experts: Path) -> None:
+    out, base = run_world("DP2") / case, experts.parent / "base"
+    assert_run_equals_oracle(out, OVER_EXPERTS, oracle_of(experts), base)
+
+
+BLOCK_WORLDS: dict[str, tuple[int, dict[str, Case]]] = {
+    "one process": (1, {"ZeRO-3": (zero(3), ())}),
+    "TP2": (2, {"ZeRO-1": (zero(1) | TP2, ()), "ZeRO-3": (zero(3) | TP2, ())}),
+}
+
+
+@pytest.mark.parametrize("world", BLOCK_WORLDS)
+def test_block_diagonal_jobs_get_what_peft_gives_them(world: str, tmp_path: Path) -> None:
+    scenario, root = make_scenario(tmp_path, BLOCK_JOBS), tmp_path / world
+    root.mkdir()
+    size, cases = BLOCK_WORLDS[world]
+    run_cases(size, _entries(scenario, cases, root), root / "cases.json")
+    for case in cases:
+        names = [job["name"] for job in BLOCK_JOBS]
+        assert_run_equals_oracle(root / case, names, oracle_of(scenario), tmp_path / "base")

@@ -1,7 +1,10 @@
-"""Causal models of several families under DeepSpeed: each job gets what PEFT gives it alone."""
+"""Causal models of several families under DeepSpeed: each job gets what PEFT gives it alone, or
+the base is refused.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,16 +16,20 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
-from tests.helpers.deepspeed_cases import run_cases, zero
+from tests.helpers.deepspeed_cases import may_abort_behind, run_cases, zero
 from tests.helpers.deepspeed_models import (
+    APART,
     DENSE_FAMILIES,
     FAMILIES,
+    MIXED,
     family_oracle,
     make_family,
     write_family_config,
+    write_untrained,
 )
 from tests.helpers.oracle import assert_equals_alone
 from tests.helpers.scenario import losses
+from tests.helpers.standing_world import forked, world
 from tlora_megatron.integrations.deepspeed.discover import model_spec
 from tlora_megatron.training.formats.peft import load_adapter
 
@@ -50,7 +57,6 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def run_world(
     families: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """Trains all families in a world, once; returns the folder of their outputs."""
     done: dict[str, Path] = {}
 
     def run(world: str) -> Path:
@@ -103,3 +109,27 @@ def test_peft_loads_the_adapters(
         assert sum(float(p.double().sum()) for p in held.values()) == pytest.approx(total)
         assert any(bool(torch.any(p)) for n, p in held.items() if "lora_B" in n)
         base = model.unload()
+
+
+REFUSER = Path(__file__).with_name("deepspeed_isolation_worker.py")
+
+
+@pytest.mark.parametrize("name", ["one process", "DP2 ZeRO-3"])
+def test_families_with_convolutions_are_refused_and_others_taken(name: str, tmp_path: Path) -> None:
+    size, deepspeed = WORLDS[name]
+    cases = {}
+    for family in (*APART, *MIXED):
+        for dtype in ("float32", "bfloat16"):
+            section = write_untrained(tmp_path, family, dtype)
+            cases[f"{family} {dtype}"] = deepspeed | {"tlora": section}
+    file = tmp_path / "cases.json"
+    file.write_text(json.dumps(cases))
+    with may_abort_behind(*(tmp_path / f"{rank}.json" for rank in range(size))):
+        run = forked if size == 1 else lambda *words: world(words[0], size, *words[1:])
+        run(REFUSER, file, tmp_path)
+    first, *others = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size))
+    assert all(other == first for other in others)
+    for case, why in first.items():
+        rule = r"must keep the documents of a micro-batch apart, got" if "lfm2" in case else ""
+        assert rule in why, case
+        assert bool(why) == bool(rule), (case, why)

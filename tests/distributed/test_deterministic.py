@@ -29,7 +29,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 @st.composite
-def neighbours(draw: st.DrawFn) -> list[dict[str, Any]]:
+def company(draw: st.DrawFn) -> list[dict[str, Any]]:
     """Two or three jobs of any rank, targets, dropout and batch, some of which end in NaN."""
     jobs = []
     for index in range(draw(st.integers(2, 3))):
@@ -41,7 +41,7 @@ def neighbours(draw: st.DrawFn) -> list[dict[str, Any]]:
         }
         optimizer = {"lr": 1e30} if draw(st.booleans()) else {}
         jobs.append({
-            "name": f"neighbour{index}",
+            "name": f"other{index}",
             "data": {"train": f"{draw(st.sampled_from(['attention', 'mlp', 'outputs']))}.jsonl"},
             "max_seq_len": draw(st.sampled_from([40, 100])),
             "batch_size": draw(st.integers(1, 9)),
@@ -73,7 +73,6 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 def cases(
     config: Path, out: Path, micro_batch_tokens: int, stop: tuple[str, int] | None = None
 ) -> list[dict[str, Any]]:
-    """A run in every layout."""
     size = f"run.micro_batch_tokens={micro_batch_tokens}"
     return [
         {"config": str(config), "output_dir": str(out / name), "set": [*own, size], "stop": stop}
@@ -89,7 +88,7 @@ def digest(run: Path) -> str:
     return hashlib.sha256(repr(found).encode() + adapter).hexdigest()
 
 
-@given(neighbours(), st.data())
+@given(company(), st.data())
 @settings(
     max_examples=2,
     deadline=None,
@@ -97,7 +96,7 @@ def digest(run: Path) -> str:
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-def test_neighbours_room_and_stops_do_not_change_a_bit(
+def test_company_room_and_stops_do_not_change_a_bit(
     scenario: tuple[Path, dict[str, str]], others: list[dict[str, Any]], data: st.DataObject
 ) -> None:
     path, alone = scenario
@@ -110,8 +109,8 @@ def test_neighbours_room_and_stops_do_not_change_a_bit(
     stop = (JOB, data.draw(st.integers(1, STEPS - 1)))
     tokens = data.draw(st.sampled_from([128, 256, 400]))
     work = []
-    for number, company in enumerate(lives):
-        mixed = document | {"jobs": [*company[:place], *document["jobs"], *company[place:]]}
+    for number, beside in enumerate(lives):
+        mixed = document | {"jobs": [*beside[:place], *document["jobs"], *beside[place:]]}
         config = path.with_name(f"{out.name}.{number}.json")
         config.write_text(json.dumps(mixed))
         work += cases(config, out, tokens, stop if number == 0 else None)

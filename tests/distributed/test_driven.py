@@ -51,12 +51,9 @@ def peft_rows(
     model = PeftModel.from_pretrained(frozen, adapter, is_trainable=True)
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        weights,
-        lr=ADAM["learning_rate"],
-        betas=(0.9, ADAM["beta2"]),
-        eps=ADAM["eps"],
+        weights, lr=ADAM["learning_rate"], betas=(0.9, ADAM["beta2"]), eps=ADAM["eps"],
         weight_decay=ADAM["weight_decay"],
-    )
+    )  # fmt: skip
     rows = []
     for number in range(steps):
         loss = LOSSES[number % len(LOSSES)]
@@ -139,8 +136,6 @@ Runs = Callable[[str], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs a layout once."""
-
     @functools.cache
     def found(layout: str) -> dict[str, Any]:
         ranks, parallel = LAYOUTS[layout]
@@ -151,7 +146,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_neighbours_and_errors_change_no_bit(layout: str, run: Runs) -> None:
+def test_other_jobs_and_errors_change_no_bit(layout: str, run: Runs) -> None:
     found = run(layout)
     assert found["beside"] == found["alone"]
     assert found["reloaded"] == found["later"]

@@ -109,6 +109,5 @@ def test_over_routed_experts_jobs_get_what_peft_gives_them(
 
 
 def trained(out: Path, name: str) -> OracleResult:
-    """The results of a job that was trained alone."""
     factors = dict(exported(out, name, BASE))
     return OracleResult(losses=losses(out, name), grad_norms=[], lrs=[], factors=factors)

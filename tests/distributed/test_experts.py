@@ -15,10 +15,9 @@ from tests.helpers.oracle import CLEAR_CHOICE, OracleResult
 from tests.helpers.scenario import (
     JOBS,
     assert_run_equals_oracle,
-    load_scenario,
     make_scenario,
     only_job,
-    oracle_results,
+    oracle_of,
     take_fingerprint,
 )
 from tests.helpers.scenario_worlds import Case, Life, World, cases_of, layout_params, live, worlds
@@ -72,13 +71,10 @@ BESIDE_SHARED: dict[str, dict[str, Any]] = {
 }
 SHARED_LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     1: {"shared, one process": (), "shared, full recompute": ("run.recompute=full",)},
-    2: {
-        "shared, EP2": (*_EP, "run.recompute=selective"),
-        "shared, TP2": _TP,
-        "shared, TP2+SP": (*_SP, "run.recompute=selective"),
-        "shared, TP2+SPxEP2": (*_SP, *_EP, "parallel.expert_tp_size=1"),
-    },
-}
+    2: {"shared, EP2": (*_EP, "run.recompute=selective"), "shared, TP2": _TP,
+     "shared, TP2+SP": (*_SP, "run.recompute=selective"),
+     "shared, TP2+SPxEP2": (*_SP, *_EP, "parallel.expert_tp_size=1")},
+}  # fmt: skip
 
 OF_GPT_OSS: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ["q_proj", "v_proj"]},
@@ -110,7 +106,6 @@ def _jobs(loras: Mapping[str, dict[str, Any]] = LORA) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config file of the scenario over Qwen3-MoE."""
     path = make_scenario(tmp_path_factory.mktemp("experts"), _jobs(), model_type="qwen3_moe")
     take_fingerprint(path.parent / "base")  # every layout is held to it
     return path
@@ -127,7 +122,6 @@ def shared(scenario: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def gpt_oss(scenario: Path) -> Path:
-    """The config file of a scenario over gpt-oss."""
     path = make_scenario(scenario.parent / "gpt_oss", _jobs(OF_GPT_OSS), model_type="gpt_oss")
     take_fingerprint(path.parent / "base")
     return path
@@ -135,8 +129,6 @@ def gpt_oss(scenario: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run_world(scenario: Path, shared: Path, gpt_oss: Path) -> World:
-    """Trains all layouts of a world size, once; returns the folder of their outputs."""
-
     def cases(size: int) -> dict[str, Case]:
         found = cases_of(scenario, LAYOUTS[size])
         found |= cases_of(shared, SHARED_LAYOUTS.get(size, {}))
@@ -151,9 +143,7 @@ def run_world(scenario: Path, shared: Path, gpt_oss: Path) -> World:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
-def test_losses_and_weights_equal_the_oracle(
-    output_dir: Path, oracle: dict[str, OracleResult], scenario: Path
-) -> None:
+def test_equals_oracle(output_dir: Path, oracle: dict[str, OracleResult], scenario: Path) -> None:
     assert_run_equals_oracle(output_dir, LORA, oracle, scenario.parent / "base")
     for name, expected in oracle.items():
         # A sum over the wrong ranks, or a part that is counted twice, shows here at once.
@@ -167,18 +157,14 @@ def test_losses_and_weights_equal_the_oracle(
     [
         ("recompute by rows", ("attention",), r"none to \d\d rows, full beyond"),
         ("all by rows", tuple(LORA), _ALL_RECOMPUTES),
+        ("shared, by rows", tuple(BESIDE_SHARED), _ALL_RECOMPUTES),
     ],
 )
 def test_recompute_by_rows(
-    case: str,
-    jobs: tuple[str, ...],
-    table: str,
-    run_world: World,
-    oracle: dict[str, OracleResult],
-    scenario: Path,
+    case: str, jobs: tuple[str, ...], table: str, run_world: World, scenario: Path, shared: Path
 ) -> None:
-    out = run_world(1) / case
-    assert_run_equals_oracle(out, jobs, oracle, scenario.parent / "base")
+    out, own = run_world(1) / case, shared if "shared" in case else scenario
+    assert_run_equals_oracle(out, jobs, oracle_of(own), own.parent / "base")
     summary = json.loads((out / "summary.json").read_text())
     assert re.fullmatch(table, summary["run"]["recompute"])
 
@@ -188,44 +174,17 @@ def test_no_choice_of_an_expert_hangs_on_rounding(oracle: dict[str, OracleResult
         assert CLEAR_CHOICE < result.router_gap < math.inf, name  # every comparison asks for it too
 
 
-@pytest.fixture(scope="module")
-def shared_oracle(shared: Path) -> dict[str, OracleResult]:
-    """Each job over Qwen2-MoE alone."""
-    return oracle_results(load_scenario(shared, output_dir=shared.parent / "unused"))
-
-
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(SHARED_LAYOUTS))
-def test_beside_a_shared_expert_too(
-    output_dir: Path, shared_oracle: dict[str, OracleResult], shared: Path
-) -> None:
-    assert_run_equals_oracle(output_dir, BESIDE_SHARED, shared_oracle, shared.parent / "base")
-
-
-def test_recompute_by_rows_beside_a_shared_expert(
-    run_world: World, shared_oracle: dict[str, OracleResult], shared: Path
-) -> None:
-    out = run_world(1) / "shared, by rows"
-    assert_run_equals_oracle(out, BESIDE_SHARED, shared_oracle, shared.parent / "base")
-    summary = json.loads((out / "summary.json").read_text())
-    assert re.fullmatch(_ALL_RECOMPUTES, summary["run"]["recompute"])
-
-
-@pytest.fixture(scope="module")
-def gpt_oss_oracle(gpt_oss: Path) -> dict[str, OracleResult]:
-    """Each job over gpt-oss alone."""
-    return oracle_results(load_scenario(gpt_oss, output_dir=gpt_oss.parent / "unused"))
+def test_beside_a_shared_expert_too(output_dir: Path, shared: Path) -> None:
+    assert_run_equals_oracle(output_dir, BESIDE_SHARED, oracle_of(shared), shared.parent / "base")
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(GPT_OSS_LAYOUTS))
-def test_over_gpt_oss_too(
-    output_dir: Path, gpt_oss_oracle: dict[str, OracleResult], gpt_oss: Path
-) -> None:
-    assert_run_equals_oracle(output_dir, OF_GPT_OSS, gpt_oss_oracle, gpt_oss.parent / "base")
+def test_over_gpt_oss_too(output_dir: Path, gpt_oss: Path) -> None:
+    assert_run_equals_oracle(output_dir, OF_GPT_OSS, oracle_of(gpt_oss), gpt_oss.parent / "base")
 
 
-def test_goes_on_in_other_layouts(
-    scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
-) -> None:
+def test_in_other_layouts(scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path) -> None:
     """Experts divided over two processes, then cut by them, then all in one."""
     lives = (
         Life(2, _EP, ("everything", 3)),
@@ -245,5 +204,5 @@ def test_mixtral_and_scores_that_are_not_normalised(tmp_path: Path) -> None:
     configs = {name: make_scenario(tmp_path / name, jobs, **base) for name, base in bases.items()}
     out = worlds(tmp_path, lambda _: {name: Case(path) for name, path in configs.items()})(1)
     for name, path in configs.items():
-        expected = oracle_results(load_scenario(path, output_dir=tmp_path / "unused"))
-        assert_run_equals_oracle(out / name, ["everything"], expected, path.parent / "base")
+        base = path.parent / "base"
+        assert_run_equals_oracle(out / name, ["everything"], oracle_of(path), base)

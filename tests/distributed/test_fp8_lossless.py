@@ -1,9 +1,4 @@
-"""Over a base in FP8, in every layout, a job gets what PEFT gives it alone over the same base.
-
-PEFT's base holds the dequantised weights and rounds the rows that it multiplies
-(`tests.helpers.fake_quant_peft`). Both sides compute in fp64: in fp32 a value in a million would be
-rounded to another code. So losses of whole trainings agree to the last digits.
-"""
+"""Over a base in FP8, in every layout, a job gets what PEFT gives it alone over the same base."""
 
 from __future__ import annotations
 
@@ -23,45 +18,25 @@ from tests.helpers.scenario import exported, load_scenario, losses, make_scenari
 from tests.helpers.scenario_worlds import Case, World, layout_params, run_cases, worlds
 from tests.helpers.wide_floats import wide_floats
 
-WORKER = Path(__file__).parents[1] / "helpers" / "wide_train_worker.py"
+WORKER = Path(__file__).parents[1] / "helpers" / "wide_floats.py"
 JOBS: tuple[dict[str, Any], ...] = (
-    {
-        "name": "attention",
-        "lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
-        "batch_size": 1,
-        "optimizer": {"lr": 4e-3, "max_grad_norm": 0.5, "weight_decay": 0.1},
-    },
-    {
-        "name": "mlp",
-        "lora": {"rank": 6, "alpha": 9, "target_modules": ["gate_proj", "up_proj"]},
-        "batch_size": 4,
-        "optimizer": {"lr": 2e-3},
-        "schedule": {"name": "cosine", "warmup_steps": 2},
-    },
-    {
-        "name": "blocks",
-        "lora": {
-            "rank": 8,
-            "alpha": 16,
-            "parametrization": "block_diagonal",
-            "num_blocks": 4,
-            "target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj"],
-        },
-        "batch_size": 3,
-        "optimizer": {"lr": 2e-3, "max_grad_norm": 0.3},
-    },
-)
+    {"name": "attention", "lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+     "batch_size": 1, "optimizer": {"lr": 4e-3, "max_grad_norm": 0.5, "weight_decay": 0.1}},
+    {"name": "mlp", "lora": {"rank": 6, "alpha": 9, "target_modules": ["gate_proj", "up_proj"]},
+     "batch_size": 4, "optimizer": {"lr": 2e-3}, "schedule": {"name": "cosine", "warmup_steps": 2}},
+    {"name": "blocks",
+     "lora": {"rank": 8, "alpha": 16, "parametrization": "block_diagonal", "num_blocks": 4,
+      "target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj"]}, "batch_size": 3,
+     "optimizer": {"lr": 2e-3, "max_grad_norm": 0.3}},
+)  # fmt: skip
 """None adapts the down projection."""
 WIDE = ("embed_tokens", "lm_head", "layers.0", "down_proj")
 """Linears that `partly` leaves as they are."""
 NAMES = tuple(job["name"] for job in JOBS)
 IN_BLOCKS: dict[str, int] = {
-    "hidden_size": 256,
-    "head_dim": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "hidden_size": 256, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
     "intermediate_size": 256,
-}
+}  # fmt: skip
 TP2, SP = ("parallel.tp_size=2",), ("parallel.sequence_parallel=true",)
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     1: {
@@ -87,15 +62,12 @@ CODES = "codes"
 
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config file of the scenario."""
     root = tmp_path_factory.mktemp("fp8")
     return make_scenario(root, JOBS, num_steps=5, dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
 def run_world(scenario: Path) -> World:
-    """Trains all layouts of a world size, once; returns the folder of their outputs."""
-
     config = json.loads(scenario.read_text())
     standard = scenario.with_name("standard.json")
     standard.write_text(json.dumps(config | {"jobs": config["jobs"][:2]}))
@@ -138,9 +110,7 @@ def test_losses_and_weights_equal_the_oracle(
             torch.testing.assert_close(factors[key], value.float(), rtol=1e-6, atol=1e-9)
 
 
-def test_a_published_base_in_blocks_equals_the_oracle(
-    tmp_path: Path,
-) -> None:
+def test_a_published_base_in_blocks_equals_the_oracle(tmp_path: Path) -> None:
     """Blocks of weights and groups of activations, of 128; scales that are stored in bf16."""
     config = make_scenario(tmp_path, JOBS[:2], num_steps=3, dtype=torch.bfloat16, **IN_BLOCKS)
     published = shutil.copytree(tmp_path / "base", tmp_path / "published")
@@ -159,9 +129,7 @@ def test_a_published_base_in_blocks_equals_the_oracle(
         assert losses(tmp_path / "out", name) == pytest.approx(expected.losses, rel=1e-12), name
 
 
-def test_bases_differ_and_jobs_move(
-    oracles: dict[str, dict[str, OracleResult]], scenario: Path
-) -> None:
+def test_bases_and_jobs_move(oracles: dict[str, dict[str, OracleResult]], scenario: Path) -> None:
     config = load_scenario(scenario, output_dir=scenario.parent / "unused")
     bases = {**oracles, "unquantised": oracle_results(config)}
     for name in NAMES:
@@ -172,3 +140,31 @@ def test_bases_differ_and_jobs_move(
             value for key, value in oracles["whole"][name].factors.items() if key.endswith("lora_b")
         ]
         assert all(float(factor.abs().max()) > 2e-3 for factor in moved), name  # begun at zero
+
+
+FP8 = "base_model.quantization=fp8"
+
+
+def case(config: Path, steps: int, *sets: str) -> dict[str, Any]:
+    """The scenario's job, trained to so many steps in one folder."""
+    output_dir = str(config.parent / "out")
+    values = [f"jobs.mlp.max_steps={steps}", "jobs.mlp.schedule.name=constant", *sets]
+    return {"config": str(config), "output_dir": output_dir, "set": values}
+
+
+def test_a_job_keeps_to_its_codes(tmp_path: Path) -> None:
+    config = make_scenario(tmp_path, [JOBS[1]], num_steps=4)
+    adapter, checkpoints = (tmp_path / "out/jobs/mlp" / n for n in ("adapter", "checkpoints"))
+    run_cases(1, [case(config, 4, FP8)], tmp_path / "first.json")
+    assert "one scale an output channel" in (adapter / "README.md").read_text()
+    state = json.loads((checkpoints / "step_00000004/state.json").read_text())
+    run_cases(2, [case(config, 6, FP8, "parallel.tp_size=2")], tmp_path / "tp.json")
+    later = json.loads((checkpoints / "step_00000006/state.json").read_text())
+    assert state["quantisation"] == later["quantisation"]
+    elsewhere = case(config, 8, f"jobs.mlp.resume_from={checkpoints}")
+    elsewhere["output_dir"] = str(tmp_path / "other")
+    with pytest.raises(AssertionError, match=r"quantization must be fp8 .* got null .bf16 or fp32"):
+        run_cases(1, [elsewhere], tmp_path / "refused.json")
+    log = run_cases(1, [case(config, 8, "base_model.allow_change=true")], tmp_path / "wide.json")
+    assert len(losses(tmp_path / "out", "mlp")) == 8, log
+    assert not (adapter / "README.md").exists()

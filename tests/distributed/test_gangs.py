@@ -23,9 +23,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return drive("plain", tmp_path_factory.mktemp("plain") / "service")
 
 
-def test_gang_makes_the_adapters_of_tlora_train(
-    undisturbed: dict[str, Any], tmp_path: Path
-) -> None:
+def test_gang_makes_tlora_train_s_adapters(undisturbed: dict[str, Any], tmp_path: Path) -> None:
     assert undisturbed["deaths"] == []
     assert {job: ended["status"] for job, ended in undisturbed["ended"].items()} == {
         "j1": "finished",

@@ -1,4 +1,4 @@
-"""A job's arithmetic does not depend on its neighbours, whatever becomes of them.
+"""A job's arithmetic does not depend on co-trained jobs, whatever becomes of them.
 
 All runs of one world size share one set of processes; each is a whole `train_run`, checked by the
 files it leaves, its log, and the events of its loop.
@@ -26,27 +26,21 @@ from tests.helpers.isolation import (
     Incident,
     make_cases,
 )
-from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import exported, load_scenario, losses, oracle_results
+from tests.helpers.scenario import exported, have_same_adapters, losses, oracle_of, records
 from tests.helpers.scenario_worlds import Case, World, worlds
-from tlora_megatron.training.metrics import read_metrics
 
 WORKER = Path(__file__).parents[1] / "helpers" / "recording_worker.py"
 INCIDENT_RUNS = [
     *(pytest.param(1, "", name, id=f"one process, {name}") for name in INCIDENTS),
-    *(
-        pytest.param(2, f"{layout} ", name, id=f"{layout}, {name}")
-        for layout in LAYOUTS
-        for name in INCIDENTS_OF[layout]
-    ),
-]
+    *(pytest.param(2, f"{layout} ", name,
+      id=f"{layout}, {name}") for layout in LAYOUTS for name in INCIDENTS_OF[layout]),
+]  # fmt: skip
 
 IN_NANO_BATCHES = ("TP2", "TP2+SP")
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the scenario and its cases."""
     root = tmp_path_factory.mktemp("isolation")
     make_cases(root)
     return root
@@ -62,14 +56,7 @@ def run_world(root: Path) -> World:
     )
 
 
-@pytest.fixture(scope="module")
-def uneven_oracle(root: Path) -> dict[str, OracleResult]:
-    """Each job of the uneven run alone under transformers and PEFT."""
-    return oracle_results(load_scenario(root / "uneven.json", output_dir=root / "unused"))
-
-
 def job_summary(output_dir: Path, name: str) -> dict[str, Any]:
-    """A job's entry in `summary.json`."""
     return json.loads((output_dir / "summary.json").read_text())["jobs"][name]
 
 
@@ -77,22 +64,6 @@ def told(output_dir: Path, name: str, key: str) -> list[dict[str, Any]]:
     """The `step`s or `event`s of a job among the events."""
     entries = json.loads((output_dir / "events.json").read_text())
     return [entry for entry in entries if entry["name"] == name and key in entry]
-
-
-def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
-    """A job's metrics, training and evaluation, without the times."""
-    lines = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key != "time_s"} for line in lines]
-
-
-def assert_same_weights(run: Path, other: Path, name: str) -> None:
-    """A job's adapters of two runs are equal to the bit."""
-    mine, expected = (
-        load_file(out / "jobs" / name / "adapter" / "adapter_model.safetensors")
-        for out in (run, other)
-    )
-    assert mine.keys() == expected.keys()
-    assert all(torch.equal(mine[key], value) for key, value in expected.items()), name
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS)
@@ -122,21 +93,19 @@ def test_dropout_is_on_in_these_runs(run_world: World) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "layout", "name"), INCIDENT_RUNS)
-def test_neighbours_of_an_incident_get_the_same_bits(
-    world_size: int, layout: str, name: str, run_world: World
-) -> None:
+def test_others_keep_their_bits(world_size: int, layout: str, name: str, run_world: World) -> None:
     out = run_world(world_size)
     healthy, ill = out / f"{layout}together", out / f"{layout}{name}"
-    for neighbour in NAMES:
-        if neighbour == INCIDENTS[name].job:
+    for other in NAMES:
+        if other == INCIDENTS[name].job:
             continue
-        assert len(losses(ill, neighbour)) == NUM_STEPS
-        assert records(ill, neighbour) == records(healthy, neighbour), neighbour
-        assert job_summary(ill, neighbour)["status"] == "finished"
-        assert_same_weights(ill, healthy, neighbour)
+        assert len(losses(ill, other)) == NUM_STEPS
+        assert records(ill, other) == records(healthy, other), other
+        assert job_summary(ill, other)["status"] == "finished"
+        assert have_same_adapters(ill, healthy, other), other
 
 
-def test_an_evaluation_hangs_on_no_neighbour_where_sequences_are_divided(run_world: World) -> None:
+def test_an_evaluation_hangs_on_no_other_job_where_sequences_are_divided(run_world: World) -> None:
     out = run_world(2)
     alone, beside = (
         records(out / f"CP2 evaluated {how}", "everything")[0]
@@ -147,9 +116,7 @@ def test_an_evaluation_hangs_on_no_neighbour_where_sequences_are_divided(run_wor
 
 
 @pytest.mark.parametrize(("world_size", "layout", "name"), INCIDENT_RUNS)
-def test_an_incident_is_marked_step_by_step(
-    world_size: int, layout: str, name: str, run_world: World
-) -> None:
+def test_bad_steps_are_marked(world_size: int, layout: str, name: str, run_world: World) -> None:
     output_dir, incident = run_world(world_size) / f"{layout}{name}", INCIDENTS[name]
     steps = [r for r in records(output_dir, incident.job) if "loss" in r]
     assert [r["step"] for r in steps] == list(range(1, incident.steps + 1))
@@ -190,7 +157,6 @@ def test_an_incident_ends_by_the_job_s_own_policy_and_with_its_name(
 
 
 def expected_reason(incident: Incident) -> str:
-    """How a failed job's reason begins."""
     if incident.never_moves:
         return f"none of its {NUM_STEPS} updates could be applied"
     if incident.run:
@@ -224,12 +190,10 @@ def test_jobs_go_at_their_own_pace_and_leave_when_done(run_world: World) -> None
     assert steps[-1] - steps[-4] < steps[3] - steps[0]
 
 
-def test_epochs_end_with_what_is_left(
-    run_world: World, uneven_oracle: dict[str, OracleResult]
-) -> None:
-    output_dir = run_world(1) / "uneven"
+def test_epochs_end_with_what_is_left(root: Path, run_world: World) -> None:
+    output_dir, oracle = run_world(1) / "uneven", oracle_of(root / "uneven.json")
     for name in NAMES:
-        expected = uneven_oracle[name].losses
+        expected = oracle[name].losses
         assert losses(output_dir, name) == pytest.approx(expected, rel=1e-5), name
     steps = [r for r in records(output_dir, "everything") if "loss" in r]
     # 18 rows twice in batches of 5: seven whole batches and one of a single row.
@@ -240,12 +204,10 @@ def test_epochs_end_with_what_is_left(
     assert (summary["max_steps"], summary["status"]) == (8, "finished")
 
 
-def test_bf16_follows_the_oracle_with_fp32_masters(
-    root: Path, run_world: World, uneven_oracle: dict[str, OracleResult]
-) -> None:
-    output_dir = run_world(1) / "bf16"
+def test_bf16_follows_the_oracle_with_fp32_masters(root: Path, run_world: World) -> None:
+    output_dir, oracle = run_world(1) / "bf16", oracle_of(root / "uneven.json")
     for name in NAMES:
-        expected = uneven_oracle[name].losses
+        expected = oracle[name].losses
         assert losses(output_dir, name) == pytest.approx(expected, rel=1e-2), name
         factors = exported(output_dir, name, root / "base")
         values = torch.cat([factor.flatten() for factor in factors.values()])
@@ -254,7 +216,6 @@ def test_bf16_follows_the_oracle_with_fp32_masters(
 
 
 def in_nano_batches(run: Path) -> dict[str, Any]:
-    """The summary's entry on nano-batches."""
     told = json.loads((run / "summary.json").read_text())["run"]
     return told["nano_batches"] | {"rounds": told["rounds"]}
 
@@ -279,12 +240,10 @@ def test_nano_batches_give_the_same_adapters(layout: str, root: Path, run_world:
 
 
 @pytest.mark.parametrize("layout", IN_NANO_BATCHES)
-def test_neighbours_of_an_incident_in_nano_batches_get_the_same_bits(
-    layout: str, run_world: World
-) -> None:
+def test_others_keep_their_bits_in_nano_batches(layout: str, run_world: World) -> None:
     healthy, ill = (run_world(2) / f"{layout} {name} in 3" for name in ("together", NANO_INCIDENT))
     job = INCIDENTS[NANO_INCIDENT].job
     assert job_summary(ill, job)["status"] == "failed"
-    for neighbour in set(NAMES) - {job}:
-        assert losses(ill, neighbour) == losses(healthy, neighbour), neighbour
-        assert_same_weights(ill, healthy, neighbour)
+    for other in set(NAMES) - {job}:
+        assert losses(ill, other) == losses(healthy, other), other
+        assert have_same_adapters(ill, healthy, other), other

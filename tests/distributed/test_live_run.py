@@ -29,7 +29,7 @@ EXPERT_JOBS = [job | {"lora": LORA if job["name"] == "a" else OUTER} for job in 
 joins with some."""
 TRAIN = ("run.micro_batch_tokens=512", "run.portion_tokens=256", "parallel.tp_size=2")
 KEEPS_BITS = not torch.cuda.is_available()
-"""Two runs of fp32 on GPUs do not have the same bits, with or without neighbours."""
+"""Two runs of fp32 on GPUs do not have the same bits, alone or beside others."""
 
 
 def _losses(out: Path, name: str) -> list[Any]:
@@ -91,13 +91,10 @@ def runs(folder: Path, expert_oracle: dict[str, OracleResult]) -> Path:
         {**dense, "output_dir": str(folder / "alone"), "requests": []},
         # Resumed: all has ended or is out.
         {**dense, "output_dir": str(folder / "changed"), "requests": []},
-        {
-            "config": str(experts),
-            "set": ["run.micro_batch_tokens=512", "parallel.ep_size=2"],
-            "output_dir": str(folder / "over experts"),
-            "requests": _requests_over_experts(_without_late(experts)),
-        },
-    ]
+        {"config": str(experts), "set": ["run.micro_batch_tokens=512", "parallel.ep_size=2"],
+         "output_dir": str(folder / "over experts"),
+         "requests": _requests_over_experts(_without_late(experts))},
+    ]  # fmt: skip
     (folder / "cases.json").write_text(json.dumps(cases))
     world("tests/helpers/live_run_worker.py", 2, folder / "cases.json")
     return folder
@@ -138,9 +135,7 @@ def test_a_job_joins_and_one_leaves_and_the_rest_keep_their_bits(runs: Path) -> 
     assert not (changed / ".live").exists()
 
 
-def test_over_experts_all_get_what_they_get_alone(
-    runs: Path, expert_oracle: dict[str, OracleResult]
-) -> None:
+def test_over_experts_as_if_alone(runs: Path, expert_oracle: dict[str, OracleResult]) -> None:
     out = runs / "over experts"
     portions, targets, joined, left = json.loads((out / "answers.json").read_text())
     assert portions["error"].startswith("portion_tokens of job c must be absent over a base with")

@@ -22,33 +22,19 @@ from tests.helpers.scenario import (
     gone_wrong,
     make_scenario,
 )
-from tests.helpers.scenario_worlds import (
-    Case,
-    Life,
-    World,
-    cases_of,
-    layout_params,
-    live,
-    worlds,
-)
+from tests.helpers.scenario_worlds import Case, Life, World, cases_of, layout_params, live, worlds
 from tests.helpers.standing_world import world
 
 LINEARS = Path(__file__).with_name("lora_sharding_worker.py")
 JOBS: tuple[dict[str, Any], ...] = (
     *STANDARD,
-    {
-        "name": "blocks",
-        "lora": {"rank": 8, "alpha": 16, "parametrization": "block_diagonal", "num_blocks": 4},
-        "batch_size": 3,
-        "optimizer": {"lr": 2e-3, "max_grad_norm": 0.3},
-    },
-    {
-        "name": "thin",
-        "lora": {"rank": 1, "alpha": 2, "target_modules": ["q_proj", "o_proj", "up_proj"]},
-        "batch_size": 2,
-        "optimizer": {"lr": 4e-3},
-    },
-)
+    {"name": "blocks",
+     "lora": {"rank": 8, "alpha": 16, "parametrization": "block_diagonal", "num_blocks": 4},
+     "batch_size": 3, "optimizer": {"lr": 2e-3, "max_grad_norm": 0.3}},
+    {"name": "thin",
+     "lora": {"rank": 1, "alpha": 2, "target_modules": ["q_proj", "o_proj", "up_proj"]},
+     "batch_size": 2, "optimizer": {"lr": 4e-3}},
+)  # fmt: skip
 """`thin` has fewer rank rows than TP ranks, `mlp` has 6, which 4 do not divide."""
 NAMES = tuple(job["name"] for job in JOBS)
 TP2, TP4 = ("parallel.tp_size=2",), ("parallel.tp_size=4",)
@@ -87,13 +73,11 @@ def test_linears_under_tensor_and_sequence_parallelism() -> None:
 
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config file of the scenario."""
     return make_scenario(tmp_path_factory.mktemp("sharding"), JOBS)
 
 
 @pytest.fixture(scope="module")
 def run_world(scenario: Path) -> World:
-    """Trains all layouts of a world size, once; returns the folder of their outputs."""
     return worlds(scenario.parent, lambda size: _cases(scenario, size))
 
 
@@ -117,7 +101,7 @@ def test_losses_and_weights_equal_peft_s(
 
 
 @pytest.mark.parametrize("layout", EXCHANGED)
-def test_neighbours_of_a_job_gone_wrong_get_the_same_bits(
+def test_jobs_beside_one_gone_wrong_get_the_same_bits(
     layout: str, run_world: World, scenario: Path
 ) -> None:
     root, base = run_world(2), scenario.parent / "base"

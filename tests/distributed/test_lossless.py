@@ -38,44 +38,25 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "PP2": ("parallel.pp_size=2", "parallel.lora_sharding=s_lora"),
         "PP2 uneven": ("parallel.pp_size=2", "parallel.first_stage_layers=3"),
         "PP2 full recompute": ("parallel.pp_size=2", "run.recompute=full"),
-        "TP2+SP recompute by rows": (
-            "parallel.tp_size=2",
-            "parallel.sequence_parallel=true",
-            "run.nano_batches=2",
-            "run.recompute=auto",
-            "run.gpu_memory_gb=0.30238",
-        ),
-        "CP2 recompute by rows": (
-            "parallel.cp_size=2",
-            "run.recompute=auto",
-            "run.gpu_memory_gb=0.3029",
-        ),
-        "PP2 recompute by rows": (
-            "parallel.pp_size=2",
-            "run.recompute=auto",
-            "run.gpu_memory_gb=0.3022",
-        ),
+        "TP2+SP recompute by rows": ("parallel.tp_size=2", "parallel.sequence_parallel=true",
+         "run.nano_batches=2", "run.recompute=auto", "run.gpu_memory_gb=0.30238"),
+        "CP2 recompute by rows": ("parallel.cp_size=2", "run.recompute=auto",
+         "run.gpu_memory_gb=0.3029"),
+        "PP2 recompute by rows": ("parallel.pp_size=2", "run.recompute=auto",
+         "run.gpu_memory_gb=0.3022"),
         "DP2": (),
         "CP2": ("parallel.cp_size=2",),
-        "CP2 and recompute by micro-batch": (
-            "parallel.cp_size=2",
-            "parallel.cp_by_micro_batch=true",
-            "run.micro_batch_tokens=128",
-            "run.round_depth=2",
-            "run.recompute=auto",
-            "run.gpu_memory_gb=0.3029",
-        ),
+        "CP2 and recompute by micro-batch": ("parallel.cp_size=2",
+         "parallel.cp_by_micro_batch=true", "run.micro_batch_tokens=128", "run.round_depth=2",
+         "run.recompute=auto", "run.gpu_memory_gb=0.3029"),
     },
     4: {
         "TP2xPP2": ("parallel.tp_size=2", "parallel.pp_size=2"),
         "TP2+SPxDP2": ("parallel.tp_size=2", "parallel.sequence_parallel=true"),
-        "TP2+SPxCP2": (
-            "parallel.tp_size=2",
-            "parallel.cp_size=2",
-            "parallel.sequence_parallel=true",
-        ),
+        "TP2+SPxCP2": ("parallel.tp_size=2", "parallel.cp_size=2",
+         "parallel.sequence_parallel=true"),
     },
-}
+}  # fmt: skip
 if os.environ.get("TLORA_ALL_TESTS"):
     # What each of them combines is below or in test_block_diagonal, pair by pair.
     LAYOUTS[2] |= {
@@ -93,25 +74,16 @@ if os.environ.get("TLORA_ALL_TESTS"):
     }
 CASES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
 TEAMS_AMONG_FOUR: dict[str, tuple[str, ...]] = {
-    "CP4 by micro-batch": (
-        "parallel.cp_size=4",
-        "parallel.cp_by_micro_batch=true",
-        "run.micro_batch_tokens=104",
-        "run.round_depth=4",
-    ),
-    "TP2+SPxCP2 by micro-batch": (
-        "parallel.tp_size=2",
-        "parallel.cp_size=2",
-        "parallel.sequence_parallel=true",
-        "parallel.cp_by_micro_batch=true",
-        "run.micro_batch_tokens=128",
-    ),
-}
+    "CP4 by micro-batch": ("parallel.cp_size=4", "parallel.cp_by_micro_batch=true",
+     "run.micro_batch_tokens=104", "run.round_depth=4"),
+    "TP2+SPxCP2 by micro-batch": ("parallel.tp_size=2", "parallel.cp_size=2",
+     "parallel.sequence_parallel=true", "parallel.cp_by_micro_batch=true",
+     "run.micro_batch_tokens=128"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config file of the scenario."""
     path = make_scenario(tmp_path_factory.mktemp("lossless"), num_layers=4)
     take_fingerprint(path.parent / "base")  # every layout is held to it
     return path
@@ -119,22 +91,16 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_world(scenario: Path) -> World:
-    """Trains all layouts of a world size, once; returns the folder of their outputs."""
     return worlds(scenario.parent, lambda size: cases_of(scenario, LAYOUTS[size]))
 
 
 @pytest.mark.parametrize(("world_size", "layout"), CASES, ids=[name for _, name in CASES])
-def test_losses_and_weights_equal_the_oracle(
-    output_dir: Path, oracle: dict[str, OracleResult], scenario: Path
-) -> None:
+def test_equals_oracle(output_dir: Path, oracle: dict[str, OracleResult], scenario: Path) -> None:
     assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
 
 
 @pytest.mark.parametrize("layout", ["TP2", "PP2"])
-def test_adapters_are_folded_where_nothing_else_was_asked_for_or_can_be(
-    layout: str, run_world: World
-) -> None:
-    """The rest is in test_lora_sharding."""
+def test_adapters_are_folded_unless_asked_otherwise(layout: str, run_world: World) -> None:
     summary = json.loads((run_world(2) / layout / "summary.json").read_text())
     assert summary["run"]["layout"]["lora_sharding"] == "fold"
 

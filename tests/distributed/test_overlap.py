@@ -15,18 +15,11 @@ from tests.helpers.standing_world import world
 
 WORKER = Path(__file__).with_name("overlap_worker.py")
 TWO_PROCESSES = (
-    "tp=2,dropout=1",
-    "tp=2,sp=1",
-    "tp=2,sp=1,recompute=full,dropout=1",
-    "tp=2,recompute=selective",
+    "tp=2,dropout=1", "tp=2,sp=1", "tp=2,sp=1,recompute=full,dropout=1", "tp=2,recompute=selective",
     "tp=2,sp=1,jobs=mlp",
-)
+)  # fmt: skip
 """`jobs=mlp` leaves attention without any adapter."""
-SLOW_TWO_PROCESSES = (
-    "tp=2,sp=1,blocks=1",
-    "pp=2",
-    "pp=2,recompute=selective",
-)
+SLOW_TWO_PROCESSES = ("tp=2,sp=1,blocks=1", "pp=2", "pp=2,recompute=selective")
 FOUR_PROCESSES = ("tp=2,pp=2,sp=1,recompute=full,dropout=1",)
 if os.environ.get("TLORA_ALL_TESTS"):
     SLOW_TWO_PROCESSES += ("tp=2,recompute=full", "tp=2,sp=1,recompute=selective")
@@ -36,12 +29,10 @@ ONE_STAGE_CANNOT = "pp=2,foreign=1"
 
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config file of the scenario."""
     return make_scenario(tmp_path_factory.mktemp("overlap"), num_layers=4)
 
 
 def check(scenario: Path, nproc: int, variants: tuple[str, ...]) -> None:
-    """Runs variants; each must have been compared."""
     output = world(WORKER, nproc, scenario, *variants)
     assert all(f"{variant}: equal" in output for variant in variants)
 

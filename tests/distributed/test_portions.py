@@ -9,10 +9,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.helpers.scenario import losses, make_scenario
+from tests.helpers.scenario import have_same_adapters, losses, make_scenario
 from tests.helpers.scenario_worlds import Case, World, worlds
 
 JOB = "everything"
@@ -50,12 +48,7 @@ def run_world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def have_equal_bits(root: Path, name: str) -> bool:
     """True if the job's losses and weights are those it has alone."""
     runs = [root / f"{name} {company}" for company in ("together", "alone")]
-    one, other = (
-        load_file(run / "jobs" / JOB / "adapter" / "adapter_model.safetensors") for run in runs
-    )
-    assert one.keys() == other.keys()
-    same = all(torch.equal(one[key], other[key]) for key in one)
-    return same and losses(runs[0], JOB) == losses(runs[1], JOB)
+    return have_same_adapters(*runs, JOB) and losses(runs[0], JOB) == losses(runs[1], JOB)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -30,11 +30,9 @@ _numbers = count()
 
 
 class Part(NamedTuple):
-    """The part of one job in a schedule."""
-
     job: str
     joins_at: int
-    """Look of the first rank into its mailbox, about one a round."""
+    """Look of the first rank for commands, about one a round."""
     fate: str
     """stays, cancelled, moves (leaves with a checkpoint and comes back), or fails."""
     leaves_after: int
@@ -74,7 +72,6 @@ class Gang:
         return {"kind": "prepare", "job": name, "body": {"document": document}}
 
     def result(self, name: str) -> tuple[list[float], bytes]:
-        """A finished job's losses and adapter."""
         folder = self.opened.job_dir(name)
         losses = [r["loss"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
         return losses, (folder / "adapter" / "adapter_model.safetensors").read_bytes()
@@ -104,7 +101,7 @@ class Gang:
     suppress_health_check=list(HealthCheck),
 )
 @given(parts=SCHEDULES)
-def test_neighbours_keep_their_bits(gang: Gang, parts: Sequence[Part]) -> None:
+def test_others_keep_their_bits(gang: Gang, parts: Sequence[Part]) -> None:
     number = next(_numbers)
     names = [f"s{number}-{index}-{part.job}" for index, part in enumerate(parts)]
     expected = [gang.alone(part.job) for part in parts]

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.helpers.oracle import OracleResult
 from tests.helpers.resident_case import Command, Resident, resident
-from tests.helpers.scenario import (
-    JOBS,
-    NUM_STEPS,
-    assert_equals_oracle,
-    load_scenario,
-    losses,
-    make_scenario,
-    oracle_results,
-)
+from tests.helpers.scenario import JOBS, NUM_STEPS, assert_equals_oracle, losses, oracle_of
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["gate_proj", "up_proj", "down_proj"]
@@ -33,11 +24,7 @@ factors of each expert."""
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one process": ("qwen3_moe", 1, {}),
     "EP2": ("qwen3_moe", 2, {"ep_size": 2}),
-    "TP2 SP": (
-        "qwen3_moe",
-        2,
-        {"tp_size": 2, "sequence_parallel": True, "expert_tp_size": 1},
-    ),
+    "TP2 SP": ("qwen3_moe", 2, {"tp_size": 2, "sequence_parallel": True, "expert_tp_size": 1}),
     "shared, EP2": ("qwen2_moe", 2, {"ep_size": 2}),
 }
 SHARED: dict[str, dict[str, Any]] = {
@@ -56,28 +43,14 @@ class Gang(NamedTuple):
     oracle: dict[str, OracleResult]
 
 
-@pytest.fixture(scope="module")
-def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, OracleResult]]:
-    """Each job alone in transformers and PEFT, over a kind of base."""
-
-    @functools.cache
-    def alone(model_type: str) -> dict[str, OracleResult]:
-        path = make_scenario(tmp_path_factory.mktemp("alone"), **shape_of(model_type))
-        return oracle_results(load_scenario(path, output_dir=path.parent / "unused"))
-
-    return alone
-
-
 @pytest.fixture(scope="module", params=LAYOUTS)
 def gang(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    oracles: Callable[[str], dict[str, OracleResult]],
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Gang]:
     model_type, num_ranks, parallel = LAYOUTS[request.param]
-    expected, root = oracles(model_type), tmp_path_factory.mktemp("resident")
-    with resident(root, num_ranks, parallel, **shape_of(model_type)) as opened:
-        yield Gang(opened, expected)
+    root, shape = tmp_path_factory.mktemp("resident"), shape_of(model_type)
+    with resident(root, num_ranks, parallel, **shape) as opened:
+        yield Gang(opened, oracle_of(root / "config.json"))
 
 
 def shape_of(model_type: str) -> dict[str, Any]:
@@ -132,7 +105,7 @@ def test_what_cannot_be_promised_is_refused(gang: Gang) -> None:
 
 
 def coming(look: int, name: str, document: dict[str, Any]) -> list[Command]:
-    """Prepares a job and lets it join at a look of the first rank into its mailbox."""
+    """Prepares a job and lets it join at a look of the first rank for commands."""
     order = {"kind": "prepare", "job": name, "body": {"document": document}}
     return [(look, order), (look, {"kind": "join", "job": name})]
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.scenario import JOBS, make_scenario
+from tests.helpers.scenario import JOBS, make_scenario, records
 from tests.helpers.scenario_worlds import RESUMER, run_cases
 from tests.helpers.shard_optimizer_worker import LAYOUTS
 from tests.helpers.standing_world import world
-from tlora_megatron.training.metrics import read_metrics
 
 SHARDED, WHOLE = "parallel.shard_optimizer=true", "parallel.shard_optimizer=false"
 NAMES = tuple(job["name"] for job in JOBS)
@@ -24,12 +23,6 @@ def test_steps_have_the_bits_of_whole_states() -> None:
     log = world(WORKER, 4)
     for name in LAYOUTS[4]:
         assert f"the same bits in {name}" in log
-
-
-def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
-    """A job's metrics without times."""
-    lines = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if k != "time_s"} for line in lines]
 
 
 def saved(output_dir: Path, name: str) -> dict[str, bytes]:

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
@@ -16,6 +14,7 @@ from tests.helpers.scenario import (
     assert_run_equals_oracle,
     assert_unharmed,
     gone_wrong,
+    have_same_adapters,
     losses,
     make_scenario,
 )
@@ -30,13 +29,11 @@ SMALLEST, SOME, ILL = "attention", "everything", "mlp"
 
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config file of the scenario."""
     return make_scenario(tmp_path_factory.mktemp("timed"), num_layers=4)
 
 
 @pytest.fixture(scope="module")
 def runs(scenario: Path) -> Path:
-    """Trains all cases in one world of two; returns the folder of their outputs."""
     out, document = scenario.parent / "runs", json.loads(scenario.read_text())
     out.mkdir()
     for job in document["jobs"]:
@@ -99,13 +96,8 @@ def test_the_summary_says_how_busy_the_replicas_were(runs: Path) -> None:
 def test_bits_are_the_same(one: str, other: str, runs: Path) -> None:
     """After a stop; and of portions, whatever the depth of the rounds and whoever is beside."""
     assert losses(runs / one, SOME) == losses(runs / other, SOME)
-    pair = [adapter(runs / run) for run in (one, other)]
-    assert all(torch.equal(pair[0][key], value) for key, value in pair[1].items())
+    assert have_same_adapters(runs / one, runs / other, SOME)
 
 
 def balance(run: Path) -> dict[str, object]:
     return json.loads((run / "summary.json").read_text())["run"]["balance"]
-
-
-def adapter(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "jobs" / SOME / "adapter" / "adapter_model.safetensors")

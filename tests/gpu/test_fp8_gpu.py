@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.te_models import MODES, build, install_adapters, small_spec
-from tests.helpers.te_steps import make_batch, run, take_gradients
+from tests.helpers.te_models import (
+    MODES,
+    build,
+    install_adapters,
+    make_batch,
+    run,
+    small_spec,
+    take_gradients,
+)
 from tlora_megatron.layers.transformer_engine import RECIPES, why_not_fp8
 from tlora_megatron.parallel.groups import ParallelGroups
 

@@ -12,8 +12,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.helpers.te_models import MODES, Subject, build, install_adapters, small_spec
-from tests.helpers.te_steps import Batch, make_batch, run
+from tests.helpers.te_models import (
+    MODES,
+    Batch,
+    Subject,
+    build,
+    install_adapters,
+    make_batch,
+    run,
+    small_spec,
+)
 from tlora_megatron.integrations.megatron.layer import conditions
 from tlora_megatron.parallel.groups import ParallelGroups
 

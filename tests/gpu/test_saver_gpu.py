@@ -22,7 +22,7 @@ from tlora_megatron.training.saving.saver import Saver
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
-WORKER = Path(__file__).parents[1] / "helpers" / "saver_gather_worker.py"
+WORKER = Path(__file__).parents[1] / "helpers" / "saver_case.py"
 
 
 def hold_copies(saver: Saver) -> None:

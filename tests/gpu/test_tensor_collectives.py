@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.test_tensor_collectives import WORKER
+from tests.distributed.test_ranks import COLLECTIVES as WORKER
 from tests.helpers.launch import torchrun
 
 pytestmark = pytest.mark.multigpu

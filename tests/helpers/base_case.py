@@ -18,22 +18,15 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def assert_base_is_read(
-    directory: Path,
-    device: torch.device,
-    *,
-    tp_size: int = 1,
-    dtype: torch.dtype = torch.float32,
+    directory: Path, device: torch.device, *, tp_size: int = 1, dtype: torch.dtype = torch.float32
 ) -> None:
     """Reads every rank's part into memory full of NaN and compares it bit by bit."""
     spec, checkpoint = read_model_spec(directory / "config.json"), HFCheckpoint(directory)
     for tp_rank in range(tp_size):
         part: dict[str, Any] = {
-            "tp_rank": tp_rank,
-            "tp_size": tp_size,
-            "layers": range(1, spec.num_layers),
-            "with_embedding": True,
-            "with_output": True,
-        }
+            "tp_rank": tp_rank, "tp_size": tp_size, "layers": range(1, spec.num_layers),
+            "with_embedding": True, "with_output": True,
+        }  # fmt: skip
         tensors = list(rank_tensors(spec, **part))
         parameters = {
             tensor.name: torch.full(tensor.shape, float("nan"), dtype=dtype, device=device)

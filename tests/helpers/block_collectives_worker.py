@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from tests.helpers.variants import end_world
 from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
@@ -22,29 +23,16 @@ from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
 SPEC = ModelSpec(
-    model_type="llama",
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_size=48,
-    vocab_size=64,
-    max_positions=64,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-)
+    model_type="llama", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8,
+    ffn_size=48, vocab_size=64, max_positions=64, norm_eps=1e-6, rope_theta=1e4,
+)  # fmt: skip
 
 
 def _load(name: str, rank: int, num_blocks: int) -> JobLoad:
     return JobLoad(
-        name=name,
-        rank=rank,
-        num_blocks=num_blocks,
-        targets=HF_TARGETS,
-        batch_size=2,
+        name=name, rank=rank, num_blocks=num_blocks, targets=HF_TARGETS, batch_size=2,
         lengths=LengthHistogram.single(24),
-    )
+    )  # fmt: skip
 
 
 MIXES = {
@@ -56,7 +44,6 @@ MIXES = {
 
 
 def main() -> None:
-    """Runs every mix in every layout; the first rank writes."""
     dist.init_process_group("gloo")
     found: dict[str, dict[str, dict[str, Counter[str]]]] = {}
     size = dist.get_world_size()
@@ -78,8 +65,7 @@ def main() -> None:
         run.close()
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 def _collectives(profiler: profile) -> Counter[str]:

@@ -54,14 +54,10 @@ def make_bank(dtype: torch.dtype, device: torch.device) -> AdapterBank:
 
 
 def layer_config(**options: Any) -> Any:
-    """Megatron's configuration of the layer."""
     return user_config(
-        num_moe_experts=4,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=SPEC.ffn_size,
-        moe_router_load_balancing_type="none",
-        **options,
-    )
+        num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=SPEC.ffn_size,
+        moe_router_load_balancing_type="none", **options,
+    )  # fmt: skip
 
 
 def frozen(bank: AdapterBank, like: FrozenExperts | None = None) -> FrozenExperts:

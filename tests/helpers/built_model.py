@@ -34,37 +34,20 @@ from tlora_megatron.ops.routing import (
     use_micro_batch,
 )
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano_cuts import (
-    cut_by_length,
-    fill_parts,
-    padded_rows,
-    shard_order,
-)
+from tlora_megatron.parallel.nano_cuts import cut_by_length, fill_parts, padded_rows, shard_order
 
 LORAS = (
     LoraSpec(rank=4, alpha=8, target_modules=("q_proj", "v_proj", "o_proj", "linear_fc1")),
     LoraSpec(rank=3, alpha=3, target_modules=("linear_qkv", "gate_proj", "up_proj", "down_proj")),
 )
 MOE_LORAS = (
-    LoraSpec(
-        rank=4,
-        alpha=8,
-        target_modules=(
-            *("q_proj", "o_proj", "shared_expert.up_proj"),
-            *("experts.linear_fc1", "experts.linear_fc2"),
-        ),
-    ),
-    LoraSpec(
-        rank=3,
-        alpha=3,
-        expert_rank=2,
-        expert_sharing="outer",
-        target_modules=(
-            *("linear_qkv", "shared_expert.gate_proj", "shared_expert.down_proj"),
-            *("experts.gate_proj", "experts.up_proj", "experts.down_proj"),
-        ),
-    ),
-)
+    LoraSpec(rank=4, alpha=8,
+     target_modules=(*("q_proj", "o_proj", "shared_expert.up_proj"),
+      *("experts.linear_fc1", "experts.linear_fc2"))),
+    LoraSpec(rank=3, alpha=3, expert_rank=2, expert_sharing="outer",
+     target_modules=(*("linear_qkv", "shared_expert.gate_proj", "shared_expert.down_proj"),
+      *("experts.gate_proj", "experts.up_proj", "experts.down_proj"))),
+)  # fmt: skip
 PACKINGS = (
     ((0, 7), (0, 9), (1, 13), (1, 1)),
     ((0, 32),),
@@ -79,8 +62,6 @@ NANO_ROWS = 48
 
 
 class Batch(NamedTuple):
-    """One rank's rows of a micro-batch."""
-
     view: Any
     tokens: Tensor
     labels: Tensor
@@ -90,14 +71,9 @@ class Batch(NamedTuple):
 
 
 def packed_batch(index: int, cp_rank: int = 0, cp_size: int = 1) -> Batch:
-    """Micro-batch `index` of `PACKINGS`."""
     documents = [Document(slot=slot, length=length) for slot, length in PACKINGS[index]]
     view = pack_micro_batch(
-        documents,
-        num_slots=len(LORAS),
-        num_tokens=NUM_TOKENS,
-        cp_rank=cp_rank,
-        cp_size=cp_size,
+        documents, num_slots=len(LORAS), num_tokens=NUM_TOKENS, cp_rank=cp_rank, cp_size=cp_size
     )
     rows = view.local_rows()
     whole = whole_rows(index)
@@ -184,12 +160,9 @@ def run_packed(
     outs = get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
-        model=list(chunks),
-        num_microbatches=len(batches),
-        seq_length=len(batches[0].rows) * layout.cp_size,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+        model=list(chunks), num_microbatches=len(batches),
+        seq_length=len(batches[0].rows) * layout.cp_size, micro_batch_size=1, forward_only=False,
+    )  # fmt: skip
     found = [_all_rows(o["losses"], b.rows, groups) for o, b in zip(outs, batches, strict=False)]
     return _of_all_replicas(found, groups)
 

@@ -16,10 +16,8 @@ from typing import NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.parallel.collectives import (
-    TensorCollectives,
-    make_tensor_collectives,
-)
+from tests.helpers.variants import end_world
+from tlora_megatron.parallel.collectives import TensorCollectives, make_tensor_collectives
 from tlora_megatron.parallel.peer_memory import Operation
 
 LANES = 3
@@ -183,7 +181,6 @@ def halves() -> dist.ProcessGroup:
 
 
 def main() -> None:
-    """Runs a case of collectives, by the words of the command line."""
     device_type, kind, *rest = sys.argv[1:]
     device = torch.device("cpu")
     if device_type == "cuda":
@@ -203,8 +200,7 @@ def main() -> None:
     del group
     if rank == 0:
         print(f"{collectives.name}: all equal")
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import tlora_megatron.deepspeed
+from tests.helpers.variants import end_world
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import read_config
 from tlora_megatron.deepspeed import MultiLoRAEngine
 
 
 def main() -> None:
-    """Every process runs it; the first writes what it saw."""
     path, out = Path(sys.argv[1]), Path(sys.argv[2])
     config = json.loads(path.read_text())
     section = config["tlora"]
@@ -56,8 +56,7 @@ def main() -> None:
     engine.train()
     if dist.get_rank() == 0:
         (out / "seen.json").write_text(json.dumps(seen))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 def _refusal(engine: MultiLoRAEngine, jobs: list[JobSpec]) -> str:

@@ -21,7 +21,6 @@ def zero(stage: int, **section: Any) -> dict[str, Any]:
 
 
 def write_config(path: Path, deepspeed: Mapping[str, Any], tlora: Mapping[str, Any]) -> Path:
-    """Writes a DeepSpeed JSON with its section."""
     path.write_text(json.dumps({**deepspeed, "tlora": tlora}))
     return path
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig
 
-from tests.helpers.oracle import OracleResult
-from tests.helpers.oracle_cache import cached_train_alone
+from tests.helpers.oracle import OracleResult, cached_train_alone
 from tests.helpers.scenario import write_rows
 from tests.helpers.tiny_models import make_tiny_model, randomize
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
@@ -62,15 +61,9 @@ def make_family(root: Path, family: str) -> dict[str, Any]:
 def make_gpt_neox(directory: Path) -> None:
     """A random GPT-NeoX: fused query_key_value, biases, partial rotary, parallel residual."""
     config = GPTNeoXConfig(
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        intermediate_size=96,
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=8, intermediate_size=96,
+        vocab_size=VOCAB_SIZE, max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # With other seeds a gradient near 0 lets Adam step as its sums are rounded, up to 1e-4.
     randomize(model, seed=2)
@@ -98,19 +91,15 @@ def family_oracle(
 
 
 def write_family_config(root: Path, name: str, deepspeed: dict[str, Any], section: Any) -> Path:
-    """A DeepSpeed JSON beside the family's files."""
     path = root / f"{name}.json"
     path.write_text(json.dumps({**deepspeed, "tlora": section}))
     return path
 
 
 _MOE: dict[str, Any] = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 _LFM2 = {"layer_types": ["conv", "full_attention", "conv"]}
 APART: dict[str, dict[str, Any]] = {
     "qwen3": {},
@@ -136,14 +125,10 @@ MIXED: dict[str, dict[str, Any]] = {
 }
 """Those with short convolutions over all rows."""
 DELTA_NETS: dict[str, dict[str, Any]] = {
-    "qwen3_next": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    },
+    "qwen3_next": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+     "shared_expert_intermediate_size": 32},
     "qwen3_5_text": {},
-}
+}  # fmt: skip
 """Those with gated delta nets."""
 _DELTA = {
     "linear_num_key_heads": 2,
@@ -156,19 +141,11 @@ _DELTA = {
 def untrained(family: str, dtype: torch.dtype) -> Any:
     """A small model as transformers draws it, of a family of `APART`, `MIXED` or `DELTA_NETS`."""
     fields: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
         "tie_word_embeddings": False,
-    }
+    }  # fmt: skip
     fields |= _DELTA if family in DELTA_NETS else {}
     config = AutoConfig.for_model(family, **fields | (APART | MIXED | DELTA_NETS)[family])
     torch.manual_seed(0)

@@ -20,7 +20,6 @@ from tests.helpers.lean import draw_no_reports, keep_imports_from_collector
 
 
 def main() -> None:
-    """Runs every case; all processes take part in all of them."""
     if os.environ.get("TLORA_TEST_DETERMINISTIC") == "1":
         torch.use_deterministic_algorithms(True, warn_only=True)
     draw_no_reports()

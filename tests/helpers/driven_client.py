@@ -23,21 +23,18 @@ class Client:
         self.number = 0
 
     def ask(self, op: str, arrays: dict[str, np.ndarray] | None = None, **params: Any) -> int:
-        """Leaves the next request; returns its number."""
         self.number += 1
         request = Request(op=op, params=params, arrays=arrays or {})  # type: ignore[arg-type]
         assert self.log.write_request(self.number, request)
         return self.number
 
     def answer(self, number: int) -> Answer:
-        """Waits for an answer."""
         self.driver.run_until(lambda: self.log.has_answer(number))
         found = self.log.read_answer(number)
         assert found is not None
         return found
 
     def good(self, number: int) -> Answer:
-        """Waits for an answer that is no error."""
         found = self.answer(number)
         assert found.error is None, found.error
         return found

@@ -34,14 +34,12 @@ STEPS = 4
 
 
 def document(rank: int = 4, **more: Any) -> dict[str, Any]:
-    """A driven job."""
     lora = LORA | {"rank": rank} | more.pop("lora", {})
     own = {"name": "t", "driven": True, "lora": lora, "max_seq_len": 256, "portion_tokens": 64}
     return own | more
 
 
 def make_driver(root: Path, ranks: int, parallel: dict[str, Any], **more: Any) -> GangDriver:
-    """A gang without jobs."""
     on_gpu = torch.cuda.is_available()
     # On CPUs the pre-forked worker is a fork, and so are the ranks.
     engine = LocalEngine(root, ranks if on_gpu else 0, slots=ranks, preforked=0 if on_gpu else 1)
@@ -55,7 +53,6 @@ def make_driver(root: Path, ranks: int, parallel: dict[str, Any], **more: Any) -
 
 
 def sampled(seed: int, loss: str) -> dict[str, Any]:
-    """A batch of reinforcement learning."""
     arrays = batch(seed)
     del arrays["weights"]
     generator = np.random.default_rng(seed)
@@ -116,7 +113,6 @@ def wrong(client: Client, number: int) -> tuple[int, str]:
 
 
 def values(client: Client, number: int) -> list[float]:
-    """Loss and log-probabilities of a request."""
     answer = client.good(number)
     assert answer.logprobs is not None
     return [answer.metrics["loss:sum"], *answer.logprobs.tolist()]
@@ -168,7 +164,7 @@ def over_experts(root: Path, steps: str, base: str, ranks: str, parallel: str) -
 
 
 def layout(root: Path, ranks: str, parallel: str, more: str = "{}") -> dict[str, Any]:
-    """Loops in one layout: alone, beside neighbours, with errors, and from a saved state.
+    """Loops in one layout: alone, beside other jobs, with errors, and from a saved state.
 
     Args:
         more: further fields of the gang's spec; with another base there is no job with own data.
@@ -186,7 +182,7 @@ def layout(root: Path, ranks: str, parallel: str, more: str = "{}") -> dict[str,
         found["ordinary_alone"] = ordinary(driver, "j2")
     driver.submit("j3", document(name="again"))
     driver.submit("j4", document(16, name="other", lora={"target_modules": ["q_proj", "up_proj"]}))
-    neighbour = None if "base_model" in fields else ordinary_job(driver, "j5")
+    ordinary_beside = None if "base_model" in fields else ordinary_job(driver, "j5")
     again, other = Client(driver, "j3"), Client(driver, "j4")
     found["beside"] = []
     for n in range(STEPS):
@@ -204,8 +200,8 @@ def layout(root: Path, ranks: str, parallel: str, more: str = "{}") -> dict[str,
     for client in (again, other):
         client.good(client.ask("leave"))
     driver.run_to_end()
-    if neighbour is not None:
-        found["ordinary_beside"] = sorted(neighbour.losses.items())
+    if ordinary_beside is not None:
+        found["ordinary_beside"] = sorted(ordinary_beside.losses.items())
     found["digests"] = driver.adapter_digests()
     found["scores"] = base_scores(root)
     driver.stop()
@@ -213,7 +209,6 @@ def layout(root: Path, ranks: str, parallel: str, more: str = "{}") -> dict[str,
 
 
 def ordinary_job(driver: GangDriver, job: str) -> Any:
-    """Submits a job of the quickstart."""
     (own,) = quickstart_jobs(["mirror"], portion_tokens=256, max_steps=8, schedule={}).values()
     del own["data"]["eval"]
     own.pop("eval_every_steps", None)
@@ -265,12 +260,9 @@ def killed(root: Path, kills: str) -> dict[str, Any]:
     driver.stop()
     kept = sorted(path.name for path in (driver.home.job("j1") / "requests").glob("*.safetensors"))
     return {
-        "rows": rows,
-        "deaths": len(driver.deaths),
-        "digests": driver.adapter_digests(),
-        "versions": published(root),
-        "kept": kept,
-    }
+        "rows": rows, "deaths": len(driver.deaths), "digests": driver.adapter_digests(),
+        "versions": published(root), "kept": kept,
+    }  # fmt: skip
 
 
 def published(root: Path) -> dict[str, str]:
@@ -293,7 +285,6 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main(case: str, root: Path, *args: str) -> None:
-    """Runs a case; leaves no process behind."""
     if not torch.cuda.is_available():
         forked_children.install()
     try:

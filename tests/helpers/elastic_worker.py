@@ -54,7 +54,6 @@ def expert_documents() -> dict[str, dict[str, Any]]:
 
 
 def documents() -> dict[str, dict[str, Any]]:
-    """The jobs by name."""
     (quick,) = quickstart_jobs(["ordered"]).values()
     return {
         name: {

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.fp8_folders import Coded, coded
+from tests.helpers.fp8_folders import Dequantized, dequantized
 
 LARGEST = 448.0
 BLOCK = 128
@@ -34,8 +34,6 @@ _FUSED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeQuant:
-    """The quantisation of an oracle's base."""
-
     tp_size: int = 1
     """Ranks that would cut the linears, each of which has scales of its own."""
     unquantised: tuple[str, ...] = ()
@@ -46,7 +44,7 @@ class FakeQuant:
 
     def apply(self, model: nn.Module) -> None:
         """Puts quantising linears in the place of those of all layers, before PEFT comes."""
-        published = {} if self.blocks_of is None else coded(Path(self.blocks_of))
+        published = {} if self.blocks_of is None else dequantized(Path(self.blocks_of))
         for index, layer in enumerate(model.model.layers):  # type: ignore[union-attr]
             for parent, names, kind in _FUSED:
                 if self._leaves(f"layers.{index}", names):
@@ -80,7 +78,6 @@ class Rounded(NamedTuple):
     scales: Tensor
 
     def read(self) -> Tensor:
-        """Returns the values that are meant."""
         return self.values * self.scales.to(self.values.dtype)
 
 
@@ -103,15 +100,12 @@ class FakeQuantLinear(nn.Linear):
         self._fused, self._index = (fused,), index  # in a tuple: a module would be registered
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns `[..., N]`."""
         y = self._fused[0].product(x, self._index)
         # PEFT may add in place, which one of several results does not allow.
         return y.clone() if self.bias is None else y + self.bias
 
 
 class Weight(NamedTuple):
-    """A rounded weight, as the two products take it."""
-
     dequantised_NK: Tensor
     fold_N: Tensor
     """Factors of gradients before they are rounded."""
@@ -124,8 +118,7 @@ def by_channels(linear: nn.Linear) -> Weight:
     return Weight(rounded.read(), rounded.scales[:, 0], rounded.values)
 
 
-def in_blocks(published: Coded, like: nn.Linear) -> Weight:
-    """Takes a weight with scales of blocks."""
+def in_blocks(published: Dequantized, like: nn.Linear) -> Weight:
     weight_NK = published.values.to(like.weight.dtype) * published.scales.to(like.weight.dtype)
     return Weight(weight_NK, torch.ones(len(weight_NK)), weight_NK)
 
@@ -142,7 +135,6 @@ class _Fused:
         self._results: list[Tensor] = []
 
     def product(self, x: Tensor, index: int) -> Tensor:
-        """Returns one linear's part of the product."""
         if index == 0:
             self._given, self._results = x, list(_Product.apply(x, self))
         assert self._given is x, "fused linears must be given one input, in turn"

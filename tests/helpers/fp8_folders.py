@@ -58,14 +58,12 @@ def put_codes(directory: Path, kind: Format) -> Path:
 
 
 def wide_names(tensors: dict[str, Tensor]) -> list[str]:
-    """The weights that get codes."""
     left = "model.layers.1.mlp.down_proj"
     names = [f"model.layers.{layer}.{linear}" for layer in range(2) for linear in LINEARS]
     return [f"{name}.weight" for name in names if name != left and f"{name}.weight" in tensors]
 
 
 def statement(kind: Format) -> dict[str, Any]:
-    """The `quantization_config` of a format."""
     left = ["lm_head", "model.layers.1.mlp.down_proj"]
     if kind in ("fp8", "fp8_bf16", "ue8m0"):
         return {
@@ -93,7 +91,6 @@ def statement(kind: Format) -> dict[str, Any]:
 
 
 def set_quantization(directory: Path, value: Any) -> None:
-    """Writes a `quantization_config` into a folder's config.json."""
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": value}))
 
@@ -121,25 +118,25 @@ def decoded(directory: Path) -> dict[str, Tensor]:
     """All weights of a folder by their names, codes multiplied with their scales in fp32."""
     tensors = dict(load_file(directory / FILE))
     return {
-        name: value.values * value.scales if isinstance(value, Coded) else value
+        name: value.values * value.scales if isinstance(value, Dequantized) else value
         for name, value in _read(tensors).items()
     }
 
 
-class Coded(NamedTuple):
+class Dequantized(NamedTuple):
     """The values of a weight's codes, and the scale of each of them, fp32."""
 
     values: Tensor
     scales: Tensor
 
 
-def coded(directory: Path) -> dict[str, Coded]:
+def dequantized(directory: Path) -> dict[str, Dequantized]:
     """The weights of a folder that have codes, by their names."""
     found = _read(dict(load_file(directory / FILE)))
-    return {name: value for name, value in found.items() if isinstance(value, Coded)}
+    return {name: value for name, value in found.items() if isinstance(value, Dequantized)}
 
 
-def _read(tensors: dict[str, Tensor]) -> dict[str, Tensor | Coded]:
+def _read(tensors: dict[str, Tensor]) -> dict[str, Tensor | Dequantized]:
     return {
         name: _decode(name, tensors) if value.dtype == torch.float8_e4m3fn else value
         for name, value in tensors.items()
@@ -147,7 +144,7 @@ def _read(tensors: dict[str, Tensor]) -> dict[str, Tensor | Coded]:
     }
 
 
-def _decode(name: str, tensors: dict[str, Tensor]) -> Coded:
+def _decode(name: str, tensors: dict[str, Tensor]) -> Dequantized:
     values = TABLE[tensors[name].view(torch.uint8).int()]
     stem = name.removesuffix("weight")
     scales = tensors.get(f"{stem}weight_scale", tensors.get(f"{stem}weight_scale_inv"))
@@ -158,4 +155,4 @@ def _decode(name: str, tensors: dict[str, Tensor]) -> Coded:
     if (scales.dim() == 2 and scales.shape[1] > 1) or "inv" in "".join(tensors):
         scales = scales.repeat_interleave(128, 0)[: len(values)]
         scales = scales.repeat_interleave(128, 1)[:, : values.shape[1]]
-    return Coded(values, scales.expand_as(values))
+    return Dequantized(values, scales.expand_as(values))

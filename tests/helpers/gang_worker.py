@@ -30,7 +30,6 @@ RUN = {"micro_batch_tokens": 2048}
 
 
 def make_driver(root: Path, **more: Any) -> GangDriver:
-    """A gang of two ranks and two jobs of the quickstart."""
     engine = LocalEngine(root, 0, slots=2, preforked=1)
     driver = GangDriver(
         engine,
@@ -44,7 +43,6 @@ def make_driver(root: Path, **more: Any) -> GangDriver:
 
 
 def documents() -> list[dict[str, Any]]:
-    """The jobs."""
     more = {"portion_tokens": PORTION, "schedule": {"name": "cosine"}}
     jobs = quickstart_jobs(list(STEPS), **more)
     del jobs["ordered"]["data"]["eval"], jobs["ordered"]["eval_every_steps"]
@@ -52,7 +50,6 @@ def documents() -> list[dict[str, Any]]:
 
 
 def plain(root: Path) -> dict[str, Any]:
-    """From start to end, undisturbed."""
     driver = make_driver(root)
     driver.start()
     return finish(driver)
@@ -163,7 +160,6 @@ def finish(driver: GangDriver) -> dict[str, Any]:
 
 
 def result(driver: GangDriver) -> dict[str, Any]:
-    """Adapters' digests, losses, and how the gangs died."""
     return {
         "digests": driver.adapter_digests(),
         "losses": {job: sorted(driven.losses.items()) for job, driven in driver.jobs.items()},
@@ -174,7 +170,6 @@ def result(driver: GangDriver) -> dict[str, Any]:
 
 
 def is_over(driver: GangDriver) -> bool:
-    """True once all jobs have ended."""
     return all(driven.ended is not None for driven in driver.jobs.values())
 
 
@@ -186,7 +181,6 @@ def pids(driver: GangDriver) -> list[int]:
 
 
 def signal_all(ranks: list[int], number: int) -> None:
-    """Sends a signal to processes."""
     for pid in ranks:
         os.kill(pid, number)
 
@@ -203,17 +197,12 @@ def contents(driver: GangDriver) -> dict[str, str]:
 
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
-    "plain": plain,
-    "killed": killed,
-    "adopted": adopted,
-    "zombie": zombie,
-    "hung": hung,
+    "plain": plain, "killed": killed, "adopted": adopted, "zombie": zombie, "hung": hung,
     "young": young,
-}
+}  # fmt: skip
 
 
 def main(case: str, root: Path, *args: str) -> None:
-    """Runs a case; leaves no process behind."""
     forked_children.install()
     try:
         print("RESULT " + json.dumps(CASES[case](root, *args)))

@@ -56,7 +56,6 @@ class Recorder:
         self._output_dir, self._stop, self._on_step = output_dir, stop, on_step
 
     def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
-        """Adds a line to `starts.jsonl`; stops where it was asked to."""
         if kind == "begun" and int(os.environ.get("RANK", "0")) == 0:
             with (self._output_dir / "starts.jsonl").open("a") as file:
                 file.write(json.dumps({name: at[0] for name, at in body["jobs"].items()}) + "\n")
@@ -83,7 +82,6 @@ def train_until(
 
 
 def main() -> None:
-    """Runs every case."""
     draw_no_reports()
     for case in json.loads(Path(sys.argv[1]).read_text()):
         if "RANK" in os.environ:

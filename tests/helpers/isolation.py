@@ -1,4 +1,4 @@
-"""Variants of the losslessness scenario: other neighbours, other layouts, neighbours gone wrong."""
+"""Variants of the losslessness scenario: other company, other layouts, jobs gone wrong."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class Incident(NamedTuple):
 
     @property
     def never_moves(self) -> bool:
-        """True if none of its updates can be applied."""
         return self.bad_steps == NUM_STEPS
 
     @property
@@ -46,7 +45,6 @@ class Incident(NamedTuple):
         return self.steps < NUM_STEPS or self.never_moves
 
     def case(self, **sections: Any) -> Case:
-        """The run in which it happens."""
         return {"changes": {self.job: self.change}, "run": self.run, **sections}
 
 
@@ -64,10 +62,8 @@ INCIDENTS = {
     "bad lr, skip": Incident("everything", _bad_lr(on_nonfinite="skip"), NUM_STEPS, NUM_STEPS - 2),
     "bad lr, fail": Incident("everything", _bad_lr(on_nonfinite="fail"), 3, 1),
     "bad lr, three in a row": Incident("everything", _bad_lr(), 5, 3, {"max_nonfinite_steps": 3}),
-    "poisoned, skip": Incident(
-        "outputs", _poison("outputs", on_nonfinite="skip"), NUM_STEPS, NUM_STEPS,
-        {"max_nonfinite_steps": NUM_STEPS + 1, "checkpoint_every_steps": NUM_STEPS - 1},
-    ),
+    "poisoned, skip": Incident("outputs", _poison("outputs", on_nonfinite="skip"), NUM_STEPS,
+     NUM_STEPS, {"max_nonfinite_steps": NUM_STEPS + 1, "checkpoint_every_steps": NUM_STEPS - 1}),
     "poisoned, fail": Incident("outputs", _poison("outputs", on_nonfinite="fail"), 1, 1),
     "first poisoned, fail": Incident("attention", _poison("attention", on_nonfinite="fail"), 1, 1),
 }  # fmt: skip
@@ -112,14 +108,10 @@ GROUPINGS: dict[str, Case] = {
 }
 _DRY: Mapping[str, Any] = {"lora": {"dropout": 0.0}}
 UNEVEN: Case = {
-    "changes": {
-        "attention": _DRY,
-        "mlp": {**_DRY, "max_steps": 4},
-        "everything": {**_DRY, "max_steps": None, "epochs": 2},
-        "outputs": _DRY,
-    },
+    "changes": {"attention": _DRY, "mlp": {**_DRY, "max_steps": 4},
+     "everything": {**_DRY, "max_steps": None, "epochs": 2}, "outputs": _DRY},
     "run": {"micro_batch_tokens": 104},
-}
+}  # fmt: skip
 """Micro-batches of hardly more than one long sequence; one job with epochs; no dropout, so that
 the oracle can follow."""
 
@@ -133,25 +125,15 @@ EVALUATED: dict[str, Case] = {
 """Runs of which the first evaluation counts, on many rows."""
 
 CASES: dict[int, dict[str, Case]] = {
-    1: {
-        "together": {},
-        **GROUPINGS,
-        "no dropout": {"changes": dict.fromkeys(NAMES, _DRY)},
-        **{name: incident.case() for name, incident in INCIDENTS.items()},
-        "uneven": UNEVEN,
-        "bf16": {**UNEVEN, "base_model": {"dtype": "bfloat16"}},
-    },
-    2: {
-        f"{layout} {name}": {**case, "parallel": parallel}
-        for layout, parallel in LAYOUTS.items()
-        for name, case in {
-            "together": {},
-            **{name: INCIDENTS[name].case() for name in INCIDENTS_OF[layout]},
-            **(NANO_RUNS if "tp_size" in parallel else {}),
-            **(EVALUATED if "cp_size" in parallel else {}),
-        }.items()
-    },
-}
+    1: {"together": {}, **GROUPINGS, "no dropout": {"changes": dict.fromkeys(NAMES, _DRY)},
+     **{name: incident.case() for name, incident in INCIDENTS.items()}, "uneven": UNEVEN,
+     "bf16": {**UNEVEN, "base_model": {"dtype": "bfloat16"}}},
+    2: {f"{layout} {name}": {**case, "parallel": parallel} for layout,
+     parallel in LAYOUTS.items() for name,
+     case in {"together": {}, **{name: INCIDENTS[name].case() for name in INCIDENTS_OF[layout]},
+      **(NANO_RUNS if "tp_size" in parallel else {}),
+      **(EVALUATED if "cp_size" in parallel else {})}.items()},
+}  # fmt: skip
 """By world size."""
 
 

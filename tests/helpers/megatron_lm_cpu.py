@@ -24,7 +24,6 @@ import torch
 
 
 def main() -> None:
-    """Runs the script of the command line."""
     prepare()
     from tlora_megatron.integrations.megatron_lm import cpu
     from tlora_megatron.launch import main as launch
@@ -41,14 +40,12 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """Lets the checkout be imported."""
     if not hasattr(typing, "override"):  # from Python 3.12 on, which newer checkouts ask for
         typing.override = lambda method: method
     sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
 
 
 def change_trainer() -> None:
-    """Changes the trainer as the environment asks for."""
     training: Any = importlib.import_module("megatron.training.training")
     if os.environ.get("TLORA_WEIGHTS"):
         build = _with_named_weights(training.setup_model_and_optimizer)

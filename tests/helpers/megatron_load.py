@@ -18,29 +18,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from tests.helpers.variants import end_world
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments
 
 
 def main() -> None:
-    """Loads everything and fails at the first difference."""
     mode, root, *rest = sys.argv[1:]
     if mode == "core":
         for layout in rest:
             _check_with_core(Path(root), **{k: int(v) for k, v in [layout.split("=")]})
     else:
         _check_with_trainer(Path(root) / rest[0], rest[1:])
-    if dist.get_rank() == 0:
-        print("all equal")
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world("all equal")
 
 
 def _check_with_core(root: Path, *, tp: int = 1, pp: int = 1) -> None:
@@ -159,14 +155,9 @@ def _check_logits(model: GPTModel, directory: Path) -> None:
     model.eval()
     with torch.no_grad():
         get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter([None]),
-            model=[model],
-            num_microbatches=1,
-            seq_length=ids.shape[1],
-            micro_batch_size=1,
-            forward_only=True,
-        )
+            forward_step_func=forward_step, data_iterator=iter([None]), model=[model],
+            num_microbatches=1, seq_length=ids.shape[1], micro_batch_size=1, forward_only=True,
+        )  # fmt: skip
     if not parallel_state.is_pipeline_last_stage():
         return
     (logits,) = found

@@ -29,7 +29,6 @@ SLOTS = range(len(LORAS))
 
 
 def make_bank(dtype: torch.dtype = torch.float32) -> AdapterBank:
-    """Three adapters with random weights."""
     sites = stage_sites(SPEC, ParallelLayout(), tp_rank=0, pp_rank=0)
     bank = AdapterBank(sites, LORAS, dtype=dtype, device=CPU)
     adapters = []
@@ -42,7 +41,6 @@ def make_bank(dtype: torch.dtype = torch.float32) -> AdapterBank:
 
 
 def random_gradient(bank: AdapterBank, slot: int, seed: int, std: float = 1.0) -> torch.Tensor:
-    """A gradient in the slab's layout."""
     numel = bank.adapters[slot].slab.layout.numel
     generator = torch.Generator().manual_seed(100 * seed + slot)
     return torch.randn(numel, generator=generator) * std
@@ -65,7 +63,6 @@ def accumulate(bank: AdapterBank, slot: int, flat: torch.Tensor) -> None:
 
 
 def request(slot: int, updates: int, *, lr: float | None = None, loss: float = 2.5) -> StepRequest:
-    """A step of a job with its settings."""
     spec = SPECS[slot]
     return StepRequest(slot, spec, spec.lr if lr is None else lr, updates, torch.tensor(loss))
 
@@ -84,7 +81,6 @@ class TorchJob:
         )
 
     def step(self, flat: torch.Tensor, lr: float) -> float:
-        """Takes a step; returns the norm before clipping."""
         for param, grad in zip(self.params, self.layout.views(flat.clone()), strict=True):
             param.grad = grad
         norm = torch.nn.utils.clip_grad_norm_(self.params, self.spec.max_grad_norm or math.inf)
@@ -94,7 +90,6 @@ class TorchJob:
 
     @property
     def master(self) -> torch.Tensor:
-        """All factors in the slab's layout."""
         return torch.cat([param.detach().flatten() for param in self.params])
 
 
@@ -105,5 +100,4 @@ def state(bank: AdapterBank, slot: int) -> list[torch.Tensor]:
 
 
 def unmoved(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
-    """True if every buffer holds the same bits."""
     return all(torch.equal(old, new) for old, new in zip(before, after, strict=True))

@@ -1,15 +1,18 @@
 """The oracle of losslessness: transformers + PEFT train one job alone, CPU, fp32, one process.
-
 It shares no arithmetic with the package: model, adapter, loss, clipping, AdamW and schedule are
-those of transformers, PEFT and torch. Sequences run one by one, without padding or packing.
+those of transformers, PEFT and torch. Sequences run one by one, without padding or packing. Its
+results lie on the disk.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +24,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoModelForCausalLM, get_scheduler
 
+from tests.helpers import fake_quant_peft, oracle_experts
 from tests.helpers.fake_quant_peft import FakeQuant
 from tests.helpers.oracle_experts import (
     as_exported,
@@ -29,6 +33,7 @@ from tests.helpers.oracle_experts import (
     peft_fields,
     share_outer,
 )
+from tests.helpers.session import ORACLE_CACHE
 from tlora_megatron.config.job import MEGATRON_TARGETS, JobSpec
 
 _HF_SCHEDULE = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
@@ -104,12 +109,9 @@ def train_alone(
         optimizer.step()
         scheduler.step()
     return OracleResult(
-        losses=losses,
-        grad_norms=grad_norms,
-        lrs=lrs,
-        factors=as_exported(_read_factors(model, factors)),
-        router_gap=float(router_gap),
-    )
+        losses=losses, grad_norms=grad_norms, lrs=lrs,
+        factors=as_exported(_read_factors(model, factors)), router_gap=float(router_gap),
+    )  # fmt: skip
 
 
 def _watch_routers(model: nn.Module) -> Tensor:
@@ -248,3 +250,70 @@ def _backward(model: PeftModel, batch: Sequence[Sequenced]) -> float:
         (loss / num_targets).backward()
         total += loss.item() / num_targets
     return total
+
+
+def cached_train_alone(
+    base_dir: Path,
+    job: JobSpec,
+    factors: Mapping[str, Tensor],
+    batches: Sequence[Sequence[Sequenced]],
+    quantised: FakeQuant | None = None,
+) -> OracleResult:
+    """The result of `train_alone`, trained only if no earlier call had the same inputs.
+
+    It follows from the base's files, the job's settings, its initial factors, the sequences of each
+    step, this source and the libraries' versions. Where pytest has no cache, every call trains.
+    """
+    folder = os.environ.get(ORACLE_CACHE)
+    if not folder:
+        return train_alone(base_dir, job, factors, batches, quantised=quantised)
+    path = Path(folder) / f"{_digest(base_dir, job, factors, batches, quantised)}.pt"
+    if path.is_file():
+        return OracleResult(**torch.load(path, weights_only=True))
+    result = train_alone(base_dir, job, factors, batches, quantised=quantised)
+    partial = path.with_suffix(f".{os.getpid()}")
+    torch.save(asdict(result), partial)
+    partial.rename(path)  # another process may be at the same job
+    return result
+
+
+def _digest(
+    base_dir: Path,
+    job: JobSpec,
+    factors: Mapping[str, Tensor],
+    batches: Sequence[Sequence[Sequenced]],
+    quantised: FakeQuant | None,
+) -> str:
+    digest = hashlib.sha256()
+    for part in _parts(base_dir, job, factors, batches, quantised):
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _parts(
+    base_dir: Path,
+    job: JobSpec,
+    factors: Mapping[str, Tensor],
+    batches: Sequence[Sequence[Sequenced]],
+    quantised: FakeQuant | None,
+) -> Iterator[bytes]:
+    yield Path(__file__).read_bytes()
+    yield Path(oracle_experts.__file__).read_bytes()
+    yield repr(torch.get_default_dtype()).encode()
+    if quantised is not None:
+        yield Path(fake_quant_peft.__file__).read_bytes()
+        yield repr(quantised).encode()
+    yield repr([version(name) for name in ("torch", "transformers", "peft")]).encode()
+    yield repr((job.lora, job.optimizer, job.schedule, job.max_steps)).encode()
+    for file in sorted(base_dir.glob("*.json")) + sorted(base_dir.glob("*.safetensors")):
+        yield file.name.encode()
+        yield file.read_bytes()
+    for name, factor in sorted(factors.items()):
+        yield f"{name} {tuple(factor.shape)} {factor.dtype}".encode()
+        yield factor.contiguous().numpy().tobytes()
+    for batch in batches:
+        yield str(len(batch)).encode()
+        for sequence in batch:
+            for values in (sequence.tokens, sequence.is_target):
+                yield torch.as_tensor(values).numpy().tobytes()

@@ -36,14 +36,11 @@ def peft_fields(lora: LoraSpec) -> dict[str, Any]:
         ranks[_DOWN] = rank
     dense = [target for target in lora.target_modules if target not in targets]
     return {
-        "r": lora.rank,
-        "lora_alpha": lora.scaling * lora.rank,
+        "r": lora.rank, "lora_alpha": lora.scaling * lora.rank,
         "target_modules": dense or "nothing",
-        "target_parameters": [f"mlp.{name}" for name in ranks],
-        "rank_pattern": ranks,
-        "alpha_pattern": {name: lora.scaling * r for name, r in ranks.items()},
-        "use_rslora": False,
-    }
+        "target_parameters": [f"mlp.{name}" for name in ranks], "rank_pattern": ranks,
+        "alpha_pattern": {name: lora.scaling * r for name, r in ranks.items()}, "use_rslora": False,
+    }  # fmt: skip
 
 
 def expert_factor(model: nn.Module, name: str, *, grad: bool = False) -> Tensor:

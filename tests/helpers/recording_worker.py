@@ -29,7 +29,6 @@ class Recorder:
         self.events: list[dict[str, Any]] = []
 
     def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
-        """Keeps steps and notes, counts rounds."""
         if kind == "progress":
             self.round = body["rounds"] + 1
         elif kind == "stepped":
@@ -39,7 +38,6 @@ class Recorder:
 
 
 def main() -> None:
-    """Runs every case; all processes take part in all of them."""
     logging.basicConfig()
     logging.getLogger("tlora_megatron").setLevel(logging.INFO)
     draw_no_reports()

@@ -36,7 +36,6 @@ class Resident(NamedTuple):
         return [tuple(event) for event in json.loads(answer)]
 
     def job_dir(self, name: str) -> Path:
-        """A job's folder."""
         return self.folder / "out" / "jobs" / name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from tests.helpers.fake_quant_peft import FakeQuant
-from tests.helpers.oracle import OracleResult, assert_equals_alone
-from tests.helpers.oracle_cache import cached_train_alone
+from tests.helpers.oracle import OracleResult, assert_equals_alone, cached_train_alone
 from tests.helpers.tiny_models import TinyModelType, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.config.load import load_config
@@ -32,36 +33,21 @@ NUM_STEPS = 6
 """Warm-up, the whole of every schedule, and more than an epoch of the two larger jobs."""
 
 JOBS: tuple[dict[str, Any], ...] = (
-    {
-        "name": "attention",
-        "lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
-        "batch_size": 1,
-        "optimizer": {"lr": 4e-3, "max_grad_norm": 0.5, "weight_decay": 0.1},
-        "schedule": {"name": "constant"},
-    },
-    {
-        "name": "mlp",
-        "lora": {"rank": 6, "alpha": 9, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
-        "batch_size": 2,
-        "optimizer": {"lr": 2e-3, "max_grad_norm": 1.0, "weight_decay": 0.01},
-        "schedule": {"name": "linear", "warmup_steps": 3},
-    },
-    {
-        "name": "everything",
-        "lora": {"rank": 8, "alpha": 16, "use_rslora": True},
-        "batch_size": 5,
-        "optimizer": {"lr": 1e-3, "max_grad_norm": 0.3},
-        "schedule": {"name": "cosine", "warmup_steps": 2, "min_lr": 1e-4},
-        "seed": 7,
-    },
-    {
-        "name": "outputs",
-        "lora": {"rank": 16, "alpha": 16, "target_modules": ["k_proj", "o_proj", "down_proj"]},
-        "batch_size": 8,
-        "optimizer": {"lr": 2e-3, "max_grad_norm": 0.0, "betas": [0.8, 0.95]},
-        "schedule": {"name": "cosine"},
-    },
-)
+    {"name": "attention", "lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+     "batch_size": 1, "optimizer": {"lr": 4e-3, "max_grad_norm": 0.5, "weight_decay": 0.1},
+     "schedule": {"name": "constant"}},
+    {"name": "mlp",
+     "lora": {"rank": 6, "alpha": 9, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
+     "batch_size": 2, "optimizer": {"lr": 2e-3, "max_grad_norm": 1.0, "weight_decay": 0.01},
+     "schedule": {"name": "linear", "warmup_steps": 3}},
+    {"name": "everything", "lora": {"rank": 8, "alpha": 16, "use_rslora": True}, "batch_size": 5,
+     "optimizer": {"lr": 1e-3, "max_grad_norm": 0.3},
+     "schedule": {"name": "cosine", "warmup_steps": 2, "min_lr": 1e-4}, "seed": 7},
+    {"name": "outputs",
+     "lora": {"rank": 16, "alpha": 16, "target_modules": ["k_proj", "o_proj", "down_proj"]},
+     "batch_size": 8, "optimizer": {"lr": 2e-3, "max_grad_norm": 0.0, "betas": [0.8, 0.95]},
+     "schedule": {"name": "cosine"}},
+)  # fmt: skip
 
 _SENTENCE = "the quick brown fox jumps over a lazy dog while seven wizards bake round bread"
 _WORDS = _SENTENCE.split()
@@ -138,6 +124,12 @@ def oracle_results(
     return results
 
 
+@functools.cache
+def oracle_of(scenario: Path) -> dict[str, OracleResult]:
+    """Each job of a configuration's file alone, once a process."""
+    return oracle_results(load_config(scenario))
+
+
 def only_job(scenario: Path, name: str) -> Path:
     """Writes the configuration with one of its jobs; returns its file."""
     document = json.loads(scenario.read_text())
@@ -148,20 +140,35 @@ def only_job(scenario: Path, name: str) -> Path:
 
 
 def load_scenario(path: Path, *overrides: str, output_dir: Path) -> RunConfig:
-    """The scenario's configuration with overrides."""
     return load_config(path, overrides, str(output_dir))
 
 
 def losses(output_dir: Path, name: str) -> list[float]:
-    """A job's training losses, one a step."""
     records = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
     return [r["loss"] for r in records if "loss" in r]
 
 
 def exported(output_dir: Path, name: str, base: Path) -> Mapping[str, torch.Tensor]:
-    """A job's exported adapter as canonical factors."""
     spec = read_model_spec(base / "config.json")
     return load_adapter(output_dir / "jobs" / name / "adapter", model=spec).factors
+
+
+def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
+    """A job's metrics, training and evaluation, without the times."""
+    lines = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key != "time_s"} for line in lines]
+
+
+def adapter_tensors(output_dir: Path, name: str) -> dict[str, torch.Tensor]:
+    """The exported adapter of a job as it is stored."""
+    return load_file(output_dir / "jobs" / name / "adapter" / "adapter_model.safetensors")
+
+
+def have_same_adapters(run: Path, other: Path, name: str) -> bool:
+    """True if a job has the same bits in two runs."""
+    mine, theirs = adapter_tensors(run, name), adapter_tensors(other, name)
+    assert mine.keys() == theirs.keys()
+    return all(torch.equal(mine[key], value) for key, value in theirs.items())
 
 
 def assert_equals_oracle(output_dir: Path, name: str, expected: OracleResult, base: Path) -> None:

@@ -24,8 +24,6 @@ Layouts = Mapping[int, Mapping[str, tuple[str, ...]]]
 
 
 class Case(NamedTuple):
-    """One run."""
-
     config: Path
     overrides: Sequence[str] = ()
 
@@ -36,11 +34,7 @@ def cases_of(config: Path, layouts: Mapping[str, Sequence[str]]) -> dict[str, Ca
 
 
 def run_cases(
-    world_size: int,
-    cases: Sequence[Mapping[str, Any]],
-    path: Path,
-    *,
-    worker: Path = TRAINER,
+    world_size: int, cases: Sequence[Mapping[str, Any]], path: Path, *, worker: Path = TRAINER
 ) -> str:
     """Runs cases one after another in one set of processes; returns what they wrote.
 

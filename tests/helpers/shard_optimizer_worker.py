@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.helpers.layout_sites import SPEC, sites_of_ranks
 from tests.helpers.optimizer_case import CPU, LORAS, SPECS
 from tests.helpers.tiny_models import random_factors
+from tests.helpers.variants import end_world
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.model.layout import ParallelLayout
@@ -25,18 +26,13 @@ from tlora_megatron.training.saving.snapshot import BUFFERS, SnapshotTaker
 ROUNDS = 6
 LAYOUTS = {
     2: {"DP2": ParallelLayout(dp_size=2), "CP2": ParallelLayout(cp_size=2)},
-    4: {
-        "DP4": ParallelLayout(dp_size=4),
-        "TP2 DP2": ParallelLayout(tp_size=2, dp_size=2),
-        "DP2 CP2": ParallelLayout(dp_size=2, cp_size=2),
-    },
-}
+    4: {"DP4": ParallelLayout(dp_size=4), "TP2 DP2": ParallelLayout(tp_size=2, dp_size=2),
+     "DP2 CP2": ParallelLayout(dp_size=2, cp_size=2)},
+}  # fmt: skip
 """By number of processes."""
 
 
 class Steps(NamedTuple):
-    """The state of the jobs after some steps."""
-
     bank: AdapterBank
     outcomes: list[StepOutcome]
 
@@ -51,16 +47,10 @@ def groups_of(layout: ParallelLayout, device: torch.device) -> ParallelGroups:
         next(made[tuple(ranks)] for ranks in kind if rank in ranks) for kind in (models, replicas)
     )
     return ParallelGroups(
-        layout=layout,
-        tp_rank=rank % tp,
-        pp_rank=0,
-        cp_rank=rank // tp % layout.cp_size,
-        dp_rank=rank // tp // layout.cp_size,
-        tp_group=model_group,
-        dp_cp_group=dp_cp_group,
-        model_group=model_group,
-        device=device,
-    )
+        layout=layout, tp_rank=rank % tp, pp_rank=0, cp_rank=rank // tp % layout.cp_size,
+        dp_rank=rank // tp // layout.cp_size, tp_group=model_group, dp_cp_group=dp_cp_group,
+        model_group=model_group, device=device,
+    )  # fmt: skip
 
 
 def stepped(groups: ParallelGroups, placement: StatePlacement) -> Steps:
@@ -124,7 +114,6 @@ def snapshot(groups: ParallelGroups, slab: AdapterSlab) -> dict[str, torch.Tenso
 
 
 def main() -> None:
-    """Compares in every layout."""
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     device = torch.device("cuda", dist.get_rank()) if on_gpu else CPU
@@ -134,8 +123,7 @@ def main() -> None:
         compare(groups_of(layout, device))
         if dist.get_rank() == 0:
             print("the same bits in", name, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 if __name__ == "__main__":

@@ -45,19 +45,12 @@ from tests.helpers.session import WORLD_SERVER
 
 _STARTED: list[subprocess.Popen[bytes]] = []
 _PRELOADED = (
-    "torch.distributed.run",
-    "torch.distributed.tensor",
-    "torch.optim.lr_scheduler",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen2.modeling_qwen2",
-    "peft",
-    "megatron.core.models.gpt",
-    "tlora_megatron.cli.main",
-    "tlora_megatron.integrations.megatron.engine",
-    "tlora_megatron.runtime.controller",
-    "tests.helpers.oracle",
-    "tests.helpers.te_stand_in",
-)
+    "torch.distributed.run", "torch.distributed.tensor", "torch.optim.lr_scheduler",
+    "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2", "peft",
+    "megatron.core.models.gpt", "tlora_megatron.cli.main",
+    "tlora_megatron.integrations.megatron.engine", "tlora_megatron.runtime.controller",
+    "tests.helpers.oracle", "tests.helpers.te_stand_in",
+)  # fmt: skip
 _PRELOADED_WITH_DEEPSPEED = ("deepspeed", "tlora_megatron.deepspeed")
 
 
@@ -326,21 +319,12 @@ def _become_rank(request: Request, rank: int, port_pipe: int) -> NoReturn:
 
 def _torchrun_environment(rank: int, size: int, port: int) -> dict[str, str]:
     values = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "ROLE_RANK": rank,
-        "GROUP_RANK": 0,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "ROLE_WORLD_SIZE": size,
-        "GROUP_WORLD_SIZE": 1,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCHELASTIC_RUN_ID": "standing-world",
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size, "ROLE_WORLD_SIZE": size, "GROUP_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "standing-world",
+        "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-    }
+    }  # fmt: skip
     return {key: str(value) for key, value in values.items()}
 
 

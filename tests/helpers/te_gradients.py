@@ -26,8 +26,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.helpers import te_models, te_stand_in
-from tests.helpers.te_models import LORAS, MODES, Subject, build, install_adapters, small_spec
-from tests.helpers.te_steps import make_batch, run, take_gradients
+from tests.helpers.te_models import (
+    LORAS,
+    MODES,
+    Subject,
+    build,
+    install_adapters,
+    make_batch,
+    run,
+    small_spec,
+    take_gradients,
+)
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
 from tlora_megatron.integrations.megatron.model import initialize_parallel
@@ -46,7 +55,6 @@ Errors = dict[str, float]
 
 
 def main() -> int:
-    """Returns the exit status."""
     options = parse()
     if options.stand_in:
         use_stand_in()
@@ -61,7 +69,6 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     modes = [mode for mode in MODES if mode != "fp32"]
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=modes)
@@ -97,13 +104,11 @@ def start() -> ParallelGroups:
 
 
 def say(groups: ParallelGroups, text: str) -> None:
-    """Prints on one process, at once."""
     if groups.tp_rank == 0:
         print(text, flush=True)
 
 
 def check(options: argparse.Namespace, groups: ParallelGroups) -> int:
-    """Compares gradients, a mode after the other."""
     spec = replace(small_spec(options.layers, options.hidden), qk_norm=options.qk_norm)
     batches = [
         make_batch(i, options.tokens, spec, groups.device) for i in range(options.micro_batches)

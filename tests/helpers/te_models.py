@@ -1,33 +1,40 @@
-"""One small GPTModel with adapters, by Megatron's local spec and by its Transformer Engine spec.
-
-A mode is a spec and what of Transformer Engine is on. All modes share weights, adapters, data,
-dropout masks and core attention, so that what differs is rounding.
+"""One small GPTModel with adapters, by Megatron's local spec and by its Transformer Engine spec,
+and its steps. A mode is a spec and what of Transformer Engine is on. All modes share weights,
+adapters, data, dropout masks and core attention, so that what differs is rounding.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.integrations.megatron.built.head import Targets, use_targets
 from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
-from tlora_megatron.layers.slab import initial_factor
+from tlora_megatron.layers.sites import stage_sites
+from tlora_megatron.layers.slab import initial_factor, whole_tensors
+from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.dropout import mix_ints
+from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
 LORAS = (
@@ -93,18 +100,10 @@ def small_spec(num_layers: int, hidden_size: int) -> ModelSpec:
     head_dim = 128 if hidden_size >= 512 else 16
     heads = hidden_size // head_dim
     return ModelSpec(
-        model_type="llama",
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=heads,
-        num_kv_heads=heads // 2,
-        head_dim=head_dim,
-        ffn_size=hidden_size * 11 // 4,
-        vocab_size=1024,
-        max_positions=4096,
-        norm_eps=1e-5,
-        rope_theta=1e4,
-    )
+        model_type="llama", num_layers=num_layers, hidden_size=hidden_size, num_heads=heads,
+        num_kv_heads=heads // 2, head_dim=head_dim, ffn_size=hidden_size * 11 // 4, vocab_size=1024,
+        max_positions=4096, norm_eps=1e-5, rope_theta=1e4,
+    )  # fmt: skip
 
 
 def build(mode: Mode, spec: ModelSpec, groups: ParallelGroups, source: Any = None) -> Subject:
@@ -146,37 +145,21 @@ def _config(mode: Mode, spec: ModelSpec, groups: ParallelGroups) -> TransformerC
         kind = "e4m3" if mode.fp8_recipe == "blockwise" else "hybrid"
         fp8 = {"fp8": kind, "fp8_recipe": mode.fp8_recipe, "fp8_param": mode.holds_fp8}
     return TransformerConfig(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        num_attention_heads=spec.num_heads,
-        num_query_groups=spec.num_kv_heads,
-        kv_channels=spec.head_dim,
-        ffn_hidden_size=spec.ffn_size,
-        normalization="RMSNorm",
-        layernorm_epsilon=spec.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        qk_layernorm=spec.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        num_layers=spec.num_layers, hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_heads, num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim, ffn_hidden_size=spec.ffn_size, normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps, gated_linear_unit=True, activation_func=F.silu,
+        add_bias_linear=False, qk_layernorm=spec.qk_norm, hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=groups.layout.tp_size,
-        sequence_parallel=groups.layout.sequence_parallel,
-        params_dtype=mode.dtype,
-        pipeline_dtype=mode.dtype,
-        bf16=mode.dtype == torch.bfloat16,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=mode.fused_rope,
-        calculate_per_token_loss=True,
-        deallocate_pipeline_outputs=False,
+        sequence_parallel=groups.layout.sequence_parallel, params_dtype=mode.dtype,
+        pipeline_dtype=mode.dtype, bf16=mode.dtype == torch.bfloat16,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False,
+        bias_activation_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=mode.fused_rope,
+        calculate_per_token_loss=True, deallocate_pipeline_outputs=False,
         fp32_residual_connection=mode.fp32_stream,
         recompute_granularity="selective" if mode.recompute_modules else None,
-        recompute_modules=list(mode.recompute_modules) or None,
-        **fp8,
-    )
+        recompute_modules=list(mode.recompute_modules) or None, **fp8,
+    )  # fmt: skip
 
 
 def _block(mode: Mode, config: TransformerConfig) -> TransformerBlockSubmodules:
@@ -260,3 +243,104 @@ def install_adapters(
         slab.load(whole)
         adapters.append(Adapter(name=f"job{slot}", lora=lora, slab=slab))
     subject.bank.install(adapters)
+
+
+class Batch(NamedTuple):
+    """A micro-batch on the device; all rows of it."""
+
+    view: MicroBatchView
+    tokens: Tensor
+    labels: Tensor
+    weights: Tensor
+    """Weight of each row's loss; 0 in padding."""
+
+
+def make_batch(step: int, num_tokens: int, spec: ModelSpec, device: torch.device) -> Batch:
+    """Documents of every job: a token is followed by what the job's own table says.
+
+    About an eighth of the rows is padding. A job's loss is the mean over its tokens.
+    """
+    draw = torch.Generator().manual_seed(step)
+    shares = ((0, 0.3), (0, 0.07), (1, 0.2), (2, 0.13), (2, 0.18))
+    documents, tokens, labels, weights = [], [], [], []
+    for slot, share in shares:
+        length = int(share * num_tokens)
+        total = sum(int(s * num_tokens) for other, s in shares if other == slot)
+        table = torch.randperm(spec.vocab_size, generator=torch.Generator().manual_seed(slot))
+        row = torch.randint(spec.vocab_size // 8, (length,), generator=draw)
+        documents.append(Document(slot=slot, length=length))
+        tokens.append(row)
+        labels.append(table[row])
+        weights.append(torch.full((length,), 1.0 / total))
+    padding = num_tokens - sum(len(row) for row in tokens)
+    zeros = torch.zeros(padding, dtype=torch.long)
+    view = pack_micro_batch(
+        documents,
+        num_slots=len(LORAS),
+        num_tokens=num_tokens,
+        dropout_keys=[mix_ints(slot, step) for slot in range(len(LORAS))],
+    )
+    return Batch(
+        view,
+        torch.cat([*tokens, zeros]).to(device),
+        torch.cat([*labels, zeros]).to(device),
+        torch.cat([*weights, torch.zeros(padding)]).to(device),
+    )
+
+
+def run(subject: Subject, batches: Sequence[Batch], *, targets_alone: bool = False) -> list[Tensor]:
+    """One forward and backward of all micro-batches; each job's loss, summed over them, on TP 0.
+
+    Gradients are left in the slabs.
+
+    Args:
+        targets_alone: padding has no loss, where the head can do without it.
+    """
+    losses = [torch.zeros((), device=subject.groups.device) for _ in LORAS]
+
+    def step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
+        batch = next(iterator)
+        targets = Targets(batch.weights.nonzero().flatten(), batch.labels, scores=False)
+        bound = use_targets(targets) if targets_alone else nullcontext()
+        with use_micro_batch(batch.view), bound:
+            output = model(batch.tokens[None], None, None, labels=batch.labels[None])
+
+        def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            weighted = output.flatten().float() * batch.weights
+            ends = batch.view.rows.ends
+            for slot in range(len(LORAS)):
+                losses[slot] += weighted[(0, *ends)[slot] : ends[slot]].detach().sum()
+            return weighted.sum(), torch.ones((), dtype=torch.int, device=output.device), {}
+
+        return output, loss
+
+    get_forward_backward_func()(
+        forward_step_func=step, data_iterator=iter(batches), model=[subject.model],
+        num_microbatches=len(batches), seq_length=len(batches[0].tokens), micro_batch_size=1,
+        forward_only=False,
+    )  # fmt: skip
+    return losses
+
+
+def take_gradients(subject: Subject) -> list[dict[str, Tensor]]:
+    """Every adapter's whole gradient by canonical name, fp32 on the CPU; the slabs' are zero then.
+
+    Collective over the ranks, which are one tensor-parallel replica.
+    """
+    groups, wholes = subject.groups, []
+    for adapter in subject.bank.adapters:
+        slab = adapter.slab
+        replicated = slab.grad[: slab.layout.replicated_numel]
+        if replicated.numel():
+            dist.all_reduce(replicated, group=groups.tp_group)
+        held = [torch.empty_like(slab.grad) for _ in range(groups.layout.tp_size)]
+        dist.all_gather(held, slab.grad, group=groups.tp_group)
+        slab.grad.zero_()
+        layouts = [
+            slab_layout(
+                stage_sites(subject.spec, groups.layout, tp_rank=tp_rank, pp_rank=0), adapter.lora
+            )
+            for tp_rank in range(groups.layout.tp_size)
+        ]
+        wholes.append(whole_tensors(layouts, held, subject.spec))
+    return wholes

@@ -152,11 +152,9 @@ class _TELinear(nn.Module):
 
     @property
     def gathers_input(self) -> bool:
-        """Column-parallel under sequence parallelism."""
         return self.parallel_mode == "column" and self.sequence_parallel
 
     def norm(self, x: Tensor) -> Tensor:
-        """None here."""
         return x * 1
 
     def prepare_forward(self, x: Tensor) -> Tensor:

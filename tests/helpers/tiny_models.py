@@ -38,37 +38,21 @@ _WEIGHT_STD = 0.15
 """Logits of attention and output spread by about 1 at hidden size 64: no softmax is flat."""
 
 _SHAPE: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "intermediate_size": 96,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-}
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 8, "intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
 
 GPU_SHAPE: dict[str, Any] = {
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
+    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "intermediate_size": 512,
-}
+}  # fmt: skip
 """What makes a tiny model wide enough for the kernels of GPUs."""
 
 _LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
 
 GPT_OSS: dict[str, Any] = {
     "head_dim": 16,
@@ -144,14 +128,10 @@ def tiny_config(
     if model_type == "qwen3_moe":
         values |= {"head_dim": 16, "moe_intermediate_size": 48, "norm_topk_prob": True}
     classes = {
-        "qwen2": Qwen2Config,
-        "qwen3": Qwen3Config,
-        "mistral": MistralConfig,
-        "qwen2_moe": Qwen2MoeConfig,
-        "qwen3_moe": Qwen3MoeConfig,
-        "mixtral": MixtralConfig,
+        "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig,
+        "qwen2_moe": Qwen2MoeConfig, "qwen3_moe": Qwen3MoeConfig, "mixtral": MixtralConfig,
         "gpt_oss": GptOssConfig,
-    }
+    }  # fmt: skip
     return classes.get(model_type, LlamaConfig)(**(values | fields))
 
 

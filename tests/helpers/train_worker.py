@@ -19,7 +19,6 @@ from tlora_megatron.runtime.controller import train_run
 
 
 def main() -> None:
-    """Runs every case; all processes take part in all of them."""
     cases = json.loads(Path(sys.argv[1]).read_text())
     if not any(case.get("report") for case in cases):
         draw_no_reports()

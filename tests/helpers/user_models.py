@@ -21,10 +21,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from tests.helpers import te_stand_in
@@ -35,32 +32,18 @@ from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
 
 SPEC = ModelSpec(
-    model_type="llama",
-    num_layers=4,
-    hidden_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    ffn_size=96,
-    vocab_size=128,
-    max_positions=64,
-    norm_eps=1e-5,
-    rope_theta=1e4,
-)
+    model_type="llama", num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16,
+    ffn_size=96, vocab_size=128, max_positions=64, norm_eps=1e-5, rope_theta=1e4,
+)  # fmt: skip
 MOE_SPEC = replace(SPEC, shared_ffn_size=48)
 EXPERTS_SPEC = replace(
-    MOE_SPEC,
-    ffn_size=32,
-    experts=ExpertsSpec(num_experts=4, top_k=2, ffn_size=32, normalizes=True),
+    MOE_SPEC, ffn_size=32, experts=ExpertsSpec(num_experts=4, top_k=2, ffn_size=32, normalizes=True)
 )
 MOE: dict[str, Any] = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 32,
-    "moe_shared_expert_intermediate_size": 48,
-    "moe_router_load_balancing_type": "none",
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 48, "moe_router_load_balancing_type": "none",
     "moe_token_dispatcher_type": "allgather",
-}
+}  # fmt: skip
 ROPE: dict[str, dict[str, Any]] = {
     "plain": {},
     "scaled": {"rotary_base": 500, "rope_scaling": True, "rope_scaling_factor": 4.0},
@@ -78,41 +61,25 @@ _NORMS = {
 """Name of a norm's weight in Transformer Engine's spec -> in the local spec."""
 _CONFIG_FIELDS = ("rotary_interleaved", "add_qkv_bias")
 _YARN = {
-    "yarn_rotary_scaling_factor": 4.0,
-    "yarn_original_max_position_embeddings": 8,
-    "yarn_beta_fast": 32.0,
-    "yarn_beta_slow": 1.0,
-    "yarn_mscale": 1.0,
-    "yarn_mscale_all_dim": 0.5,
+    "yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8,
+    "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.5,
     "yarn_correction_range_round_to_int": True,
-}
+}  # fmt: skip
 
 
 def user_config(**options: Any) -> TransformerConfig:
     """A dense Llama-like configuration for the CPU; `options` replace fields."""
     fields: dict[str, Any] = {
-        "num_layers": SPEC.num_layers,
-        "hidden_size": SPEC.hidden_size,
-        "num_attention_heads": SPEC.num_heads,
-        "num_query_groups": SPEC.num_kv_heads,
-        "kv_channels": SPEC.head_dim,
-        "ffn_hidden_size": SPEC.ffn_size,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "params_dtype": torch.float32,
-        "pipeline_dtype": torch.float32,
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-        "calculate_per_token_loss": True,
+        "num_layers": SPEC.num_layers, "hidden_size": SPEC.hidden_size,
+        "num_attention_heads": SPEC.num_heads, "num_query_groups": SPEC.num_kv_heads,
+        "kv_channels": SPEC.head_dim, "ffn_hidden_size": SPEC.ffn_size, "normalization": "RMSNorm",
+        "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32, "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False, "bias_activation_fusion": False,
+        "bias_dropout_fusion": False, "apply_rope_fusion": False, "calculate_per_token_loss": True,
         "deallocate_pipeline_outputs": False,
-    }
+    }  # fmt: skip
     return TransformerConfig(**(fields | options))
 
 
@@ -150,12 +117,9 @@ def _gpt_chunk(
     config: Any, vp_stage: int | None, arguments: Mapping[str, Any], te: bool, torch_norms: bool
 ) -> GPTModel:
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=False,
-        normalization="RMSNorm",
-        qk_layernorm=config.qk_layernorm,
-        qk_l2_norm=config.qk_l2_norm,
-    )
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm,
+    )  # fmt: skip
     parts = layer.submodules
     if not torch_norms:
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -174,15 +138,11 @@ def _gpt_chunk(
     stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     options = {"position_embedding_type": "rope"} | dict(arguments)
     return GPTModel(
-        config,
-        block,
-        vocab_size=SPEC.vocab_size,
-        max_sequence_length=SPEC.max_positions,
+        config, block, vocab_size=SPEC.vocab_size, max_sequence_length=SPEC.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
-        post_process=parallel_state.is_pipeline_last_stage(**stage),
-        vp_stage=vp_stage,
+        post_process=parallel_state.is_pipeline_last_stage(**stage), vp_stage=vp_stage,
         **{k: v for k, v in options.items() if k not in _CONFIG_FIELDS},
-    )
+    )  # fmt: skip
 
 
 def build_user_hybrid(**options: Any) -> list[Any]:

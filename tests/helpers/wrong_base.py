@@ -145,16 +145,13 @@ def build(
         "rope_scaling_factor": (spec.rope_scaling or {"factor": 8.0})["factor"],
     }
     model = GPTModel(
-        config,
-        block(config, spec, wrong),
-        vocab_size=spec.vocab_size,
+        config, block(config, spec, wrong), vocab_size=spec.vocab_size,
         max_sequence_length=spec.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=spec.tied_embeddings,
-        position_embedding_type="rope",
+        share_embeddings_and_output_weights=spec.tied_embeddings, position_embedding_type="rope",
         **(arguments | dict(wrong.model)),
-    )
+    )  # fmt: skip
     if dtype != torch.float32:
         model.to(dtype)
     load_backbone(_LocalNames(model) if te else model, spec, folder, layout)  # type: ignore[arg-type]
@@ -179,9 +176,7 @@ def _local_block(config: Any, spec: ModelSpec, wrong: Wrong) -> TransformerBlock
 
 def _te_block(config: Any, spec: ModelSpec, wrong: Wrong) -> TransformerBlockSubmodules:
     from megatron.core.extensions.transformer_engine import TENorm
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     layer = get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=spec.qk_norm, qk_l2_norm=wrong.qk_l2_norm
@@ -206,7 +201,6 @@ class _LocalNames:
         return getattr(self._model, name)
 
     def named_parameters(self, **_: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters by the local specification's names."""
         for name, weight in self._model.named_parameters(remove_duplicate=False):
             for inside, outside in self._NORMS.items():
                 name = name.replace(inside, outside)

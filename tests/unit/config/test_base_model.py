@@ -22,18 +22,9 @@ from tlora_megatron.model.spec import ModelSpec
 ALWAYS = ["embed_tokens", "lm_head"]
 FP8 = BaseModelSpec(quantization="fp8")
 SPEC = ModelSpec(
-    model_type="llama",
-    num_layers=2,
-    hidden_size=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    ffn_size=16,
-    vocab_size=32,
-    max_positions=8,
-    norm_eps=1e-5,
-    rope_theta=1e4,
-)
+    model_type="llama", num_layers=2, hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4,
+    ffn_size=16, vocab_size=32, max_positions=8, norm_eps=1e-5, rope_theta=1e4,
+)  # fmt: skip
 
 
 def read(folder: Path, **keys: Any) -> BaseModelSpec:
@@ -72,24 +63,18 @@ def test_listed_linears_stay(tmp_path: Path, names: list[str], left: set[Any]) -
     ("keys", "message"),
     [
         ({"quantization": "int8"}, "base_model.quantization must be one of fp8, got 'int8'"),
-        (
-            {"unquantised": ["embed_tokens"]},
-            "base_model.unquantised must hold lm_head, which has no FP8 kernels, got "
-            "['embed_tokens']",
-        ),
-        (
-            {"unquantised": [*ALWAYS, "down"]},
-            "base_model.unquantised[2] must be one of embed_tokens, lm_head, q_proj, k_proj, "
-            "v_proj, o_proj, gate_proj, up_proj, down_proj, layers.N or layers.N.TARGET, got "
-            "'down'; did you mean down_proj?",
-        ),
+        ({"unquantised": ["embed_tokens"]},
+         "base_model.unquantised must hold lm_head, which has no FP8 kernels, got "
+         "['embed_tokens']"),
+        ({"unquantised": [*ALWAYS, "down"]},
+         "base_model.unquantised[2] must be one of embed_tokens, lm_head, q_proj, k_proj, "
+         "v_proj, o_proj, gate_proj, up_proj, down_proj, layers.N or layers.N.TARGET, got "
+         "'down'; did you mean down_proj?"),
         ({"unquantised": [*ALWAYS, "layers.0.lm_head"]}, "[2] must be one of embed_tokens"),
-        (
-            {"unquantised": [*ALWAYS, "layers.3.q_proj", "v_proj", "k_proj"]},
-            "must name q_proj, k_proj, v_proj together: they are one GEMM",
-        ),
+        ({"unquantised": [*ALWAYS, "layers.3.q_proj", "v_proj", "k_proj"]},
+         "must name q_proj, k_proj, v_proj together: they are one GEMM"),
     ],
-)
+)  # fmt: skip
 def test_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         read(tmp_path, **keys)

@@ -33,11 +33,9 @@ def document(**sections: Any) -> dict[str, Any]:
     base = {
         "base_model": {"path": "base"},
         "run": {"output_dir": "out"},
-        "jobs": [
-            {"name": "one", "data": {"train": "a.jsonl"}, "max_steps": 5},
-            {"name": "two", "data": {"train": "b.jsonl"}, "epochs": 1},
-        ],
-    }
+        "jobs": [{"name": "one", "data": {"train": "a.jsonl"}, "max_steps": 5},
+         {"name": "two", "data": {"train": "b.jsonl"}, "epochs": 1}],
+    }  # fmt: skip
     return {**base, **sections}
 
 
@@ -135,17 +133,10 @@ def test_overrides_by_index_by_name_and_into_sections_that_are_not_there(folder:
     content = document()
     content["jobs"][1]["name"] = "v1.5"
     config = load(
-        folder,
-        content,
-        "jobs[0].lora.rank=8",
-        "jobs.v1.5.lora.rank=4",
-        "jobs.v1.5.optimizer.betas=[0.9, 0.95]",
-        "jobs.v1.5.optimizer.betas[0]=0.8",
-        "parallel.tp_size=2",
-        "defaults.seed=7",
-        "run.output_dir=elsewhere",
-        "run.wandb_project=",
-    )
+        folder, content, "jobs[0].lora.rank=8", "jobs.v1.5.lora.rank=4",
+        "jobs.v1.5.optimizer.betas=[0.9, 0.95]", "jobs.v1.5.optimizer.betas[0]=0.8",
+        "parallel.tp_size=2", "defaults.seed=7", "run.output_dir=elsewhere", "run.wandb_project=",
+    )  # fmt: skip
     assert [job.lora.rank for job in config.jobs] == [8, 4]
     assert config.jobs[1].optimizer.betas == (0.8, 0.95)
     assert config.parallel.tp_size == 2
@@ -170,9 +161,7 @@ def test_overrides_by_index_by_name_and_into_sections_that_are_not_there(folder:
         ("defaults.rank=8", r"defaults.rank is not a known key; did you mean lora.rank\?"),
     ],
 )
-def test_overrides_that_lead_nowhere_are_refused(
-    folder: Path, override: str, message: str | None
-) -> None:
+def test_overrides_that_lead_nowhere(folder: Path, override: str, message: str | None) -> None:
     content = document(run={"output_dir": "out", "seed": 0})
     with pytest.raises(ConfigError, match=message or "must lead through mappings and lists, got 0"):
         load(folder, content, override)
@@ -189,10 +178,7 @@ def test_overrides_that_lead_nowhere_are_refused(
         ("parallel.tp_size=1.0", "^parallel.tp_size must be an integer, got 1.0"),
         ("parallel.sequence_parallel=1", "must be true or false, got 1"),
         ("parallel=null", "^parallel must be a mapping, got null"),
-        (
-            "run.recompute=ful",
-            "one of none, selective, full, auto, got 'ful'; did you mean full",
-        ),
+        ("run.recompute=ful", "one of none, selective, full, auto, got 'ful'; did you mean full"),
         ("run.seed=99999999999999999999", "^run.seed must fit in 64 bits"),
         ("run.output_dir=", "^run.output_dir must be a string, got null"),
         ("run.output_dir=''", "^run.output_dir must not be empty"),
@@ -209,10 +195,8 @@ def test_overrides_that_lead_nowhere_are_refused(
         ("jobs[0].optimizer.betas=[0.9, 1]", r"betas\[1\] must be below 1, got 1.0"),
         ("jobs[0].optimizer.betas=0.9", "betas must be a list, got 0.9"),
         ("jobs[0].lora.target_modules=[]", "target_modules must not be empty"),
-        (
-            "jobs[0].lora.target_modules=[q_prj]",
-            r"target_modules\[0\] must be one of q_proj, .*linear_fc2, got 'q_prj'; .*mean q_proj",
-        ),
+        ("jobs[0].lora.target_modules=[q_prj]",
+         r"target_modules\[0\] must be one of q_proj, .*linear_fc2, got 'q_prj'; .*mean q_proj"),
         ("defaults.lora.rank=x", "^defaults.lora.rank must be an integer, got 'x'$"),
         ("defaults.name=x", "^defaults must not hold name"),
         ("defaults=null", "^defaults must be a mapping, got null"),
@@ -223,31 +207,21 @@ def test_overrides_that_lead_nowhere_are_refused(
         ("jobs[0].data={}", r"^jobs\[0\].data.train must be given"),
         ("base_model=null", "^base_model must be given"),
         ("base_model=llama", "^base_model must be a mapping, got 'llama'; names of bases are for"),
-        (
-            "base_model.path=null",
-            "^base_model must set exactly one of path and config, got neither",
-        ),
+        ("base_model.path=null",
+         "^base_model must set exactly one of path and config, got neither"),
         ("base_model.config=x", "^base_model must set exactly one of path and config, got both"),
-        (
-            "base_model.path=nowhere",
-            "^base_model.path must be an existing directory, got .*nowhere",
-        ),
+        ("base_model.path=nowhere",
+         "^base_model.path must be an existing directory, got .*nowhere"),
         ("base_model.random_init=true", "random_init must be false with path, got true"),
-        (
-            "base_model={config: base/config.json}",
-            "random_init must be true with config, got false",
-        ),
-        (
-            "base_model={config: no, random_init: true}",
-            "base_model.config must be a string, got false",
-        ),
+        ("base_model={config: base/config.json}",
+         "random_init must be true with config, got false"),
+        ("base_model={config: no, random_init: true}",
+         "base_model.config must be a string, got false"),
         ("base_model={config: x, random_init: true}", "base_model.config must be an existing file"),
         ("base_model.dtype=float16", "must be one of float32, bfloat16, got 'float16'"),
     ],
-)
-def test_wrong_values_are_refused_with_their_path(
-    folder: Path, override: str, message: str
-) -> None:
+)  # fmt: skip
+def test_wrong_values_are_refused_by_path(folder: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(folder, document(), override)
 
@@ -276,25 +250,19 @@ def test_names_that_can_be_a_folder_are_kept(folder: Path, name: str) -> None:
         ({"max_steps": None}, "exactly one of max_steps and epochs, got neither"),
         ({"schedule": {"warmup_steps": 5}}, "warmup_steps must be below max_steps = 5, got 5"),
         ({"schedule": {"min_lr": 1.0}}, "min_lr must be at most optimizer.lr = 0.0002, got 1.0"),
-        (
-            {"lora": {"target_modules": ["q_proj", "k_proj", "q_proj"]}},
-            "must not repeat a target, got q_proj 2 times",
-        ),
-        (
-            {"lora": {"target_modules": ["linear_qkv", "v_proj"]}},
-            "must name each base linear once, got v_proj and linear_qkv",
-        ),
-        (
-            {"lora": {"target_modules": ["down_proj", "linear_fc2"]}},
-            "must name each base linear once, got down_proj and linear_fc2",
-        ),
+        ({"lora": {"target_modules": ["q_proj", "k_proj", "q_proj"]}},
+         "must not repeat a target, got q_proj 2 times"),
+        ({"lora": {"target_modules": ["linear_qkv", "v_proj"]}},
+         "must name each base linear once, got v_proj and linear_qkv"),
+        ({"lora": {"target_modules": ["down_proj", "linear_fc2"]}},
+         "must name each base linear once, got down_proj and linear_fc2"),
         ({"data": {"train": "no.jsonl"}}, "data.train must be an existing file, got .*no.jsonl"),
         ({"data": {"train": "."}}, "data.train must be an existing file"),
         ({"data": {"train": "empty.jsonl"}}, "data.train must be a file that is not empty"),
         ({"data": {"train": "a.jsonl", "eval": "no.jsonl"}}, "data.eval must be an existing file"),
         ({"init_from": "nowhere"}, "init_from must be an existing directory, got .*nowhere"),
     ],
-)
+)  # fmt: skip
 class TestJobRules:
     def test_stop_refuses(self, folder: Path, change: dict[str, Any], message: str) -> None:
         content = document()
@@ -302,9 +270,7 @@ class TestJobRules:
         with pytest.raises(ConfigError, match=rf"^jobs\[0\].*{message}.* \(job one\)$"):
             load(folder, content)
 
-    def test_skip_leaves_the_job_out(
-        self, folder: Path, change: dict[str, Any], message: str
-    ) -> None:
+    def test_skip_leaves_it_out(self, folder: Path, change: dict[str, Any], message: str) -> None:
         content = document()
         content["jobs"][0].update(change)
         config = load(folder, content, "run.on_job_error=skip")
@@ -348,17 +314,15 @@ def test_what_is_outside_the_jobs_always_stops(folder: Path, policy: str) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "run: {seed: 1, seed: 2}",
-            "YAML, got line 1, column 16, .*: key 'seed' stands twice in one",
-        ),
+        ("run: {seed: 1, seed: 2}",
+         "YAML, got line 1, column 16, .*: key 'seed' stands twice in one"),
         ("jobs: [\n", "YAML, got line 2, column 1, '': expected the node content, but found"),
         ("a: !!python/object:os.system {}", "well-formed YAML"),
         ("- 1\n- 2", "must hold a mapping of sections, got"),
         ("", "must hold a mapping of sections, got null"),
         ("a: 1\n---\nb: 2", "well-formed YAML"),
     ],
-)
+)  # fmt: skip
 def test_malformed_yaml_is_refused(folder: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(folder, text)
@@ -446,9 +410,7 @@ def test_a_budget_of_memory_needs_someone_who_asks(folder: Path) -> None:
 
 
 def test_names_overlap_settings_without_effect(folder: Path) -> None:
-    content = document(
-        run={"output_dir": "out", "nano_batches": 2, "nano_controller": "aimd"},
-    )
+    content = document(run={"output_dir": "out", "nano_batches": 2, "nano_controller": "aimd"})
     assert ignored_settings(load(folder, content)) == (
         "run.nano_batches has no effect with tp_size 1",
         "run.nano_controller has no effect with tp_size 1",

@@ -46,12 +46,7 @@ def load(tmp_path: Path) -> Any:
 
 def test_the_list_the_short_form_and_an_override_say_the_same(load: Any) -> None:
     listed = [
-        {
-            "tp_size": 2,
-            "sequence_parallel": True,
-            "micro_batch_tokens": 512,
-            "recompute": "full",
-        },
+        {"tp_size": 2, "sequence_parallel": True, "micro_batch_tokens": 512, "recompute": "full"},
         {"count": 2, "micro_batch_tokens": 128},
     ]
     short, override = load(UNLIKE_TP), load(None, f"parallel.replicas={UNLIKE_TP}")
@@ -95,66 +90,33 @@ def test_other_numbers_of_processes_are_refused(load: Any, form: str) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "sizes beside it": (
-        UNLIKE_TP,
-        {"parallel": {"tp_size": 2}},
-        "parallel.tp_size must be absent beside parallel.replicas, got 2",
-    ),
-    "other sizes beside alike ones": (
-        "2xTP2",
-        {"parallel": {"pp_size": 2}},
-        "parallel.pp_size must be absent beside parallel.replicas",
-    ),
+    "sizes beside it": (UNLIKE_TP, {"parallel": {"tp_size": 2}},
+     "parallel.tp_size must be absent beside parallel.replicas, got 2"),
+    "other sizes beside alike ones": ("2xTP2", {"parallel": {"pp_size": 2}},
+     "parallel.pp_size must be absent beside parallel.replicas"),
     "nobody": ([], {}, "parallel.replicas must not be empty"),
     "another key": ([{"dp_size": 2}], {}, "parallel.replicas[0].dp_size is not a known key"),
-    "s_lora": (
-        UNLIKE_TP,
-        {"parallel": {"lora_sharding": "s_lora"}},
-        "parallel.lora_sharding must be auto or fold with replicas of unlike tp_size",
-    ),
-    "rank_exchange": (
-        UNLIKE_TP,
-        {"parallel": {"lora_sharding": "rank_exchange"}},
-        "parallel.lora_sharding must be auto or fold with replicas of unlike tp_size",
-    ),
-    "block-diagonal": (
-        UNLIKE_TP,
-        {"lora": {"parametrization": "block_diagonal", "num_blocks": 2}},
-        "lora.parametrization of job one must be standard with replicas of unlike tp_size "
-        "(1xTP2+SP@512/full + 2xTP1@128/none), got 'block_diagonal'",
-    ),
-    "states in slices": (
-        "1xPP2 + 1xTP1",
-        {"parallel": {"shard_optimizer": True}},
-        "parallel.shard_optimizer must be false with unlike replicas",
-    ),
-    "nano-batches": (
-        UNLIKE_TP,
-        {"run": {"nano_batches": "auto"}},
-        "run.nano_batches must be 1 with replicas of unlike tp_size",
-    ),
-    "deterministic SP": (
-        "1xTP2+SP + 1xTP1",
-        {"run": {"deterministic": True}},
-        "parallel.replicas must name no sequence parallelism with run.deterministic",
-    ),
-    "recompute by rows": (
-        "1xPP2/full + 1xTP1",
-        {"run": {"recompute": "auto"}},
-        "run.recompute must be none, selective or full with unlike parallel.replicas, whose memory "
-        "differs, got 'auto'; or let each replica name its own",
-    ),
-    "deterministic CP": (
-        "1xCP2 + 1xTP1",
-        {"run": {"deterministic": True}},
-        "parallel.cp_size must be 1 with run.deterministic",
-    ),
-    "portions": (
-        "1xPP2 + 1xTP1@128",
-        {"portion_tokens": 129},
-        "portion_tokens of job one must be at most 128, which every replica's micro-batch holds",
-    ),
-}
+    "s_lora": (UNLIKE_TP, {"parallel": {"lora_sharding": "s_lora"}},
+     "parallel.lora_sharding must be auto or fold with replicas of unlike tp_size"),
+    "rank_exchange": (UNLIKE_TP, {"parallel": {"lora_sharding": "rank_exchange"}},
+     "parallel.lora_sharding must be auto or fold with replicas of unlike tp_size"),
+    "block-diagonal": (UNLIKE_TP, {"lora": {"parametrization": "block_diagonal", "num_blocks": 2}},
+     "lora.parametrization of job one must be standard with replicas of unlike tp_size "
+     "(1xTP2+SP@512/full + 2xTP1@128/none), got 'block_diagonal'"),
+    "states in slices": ("1xPP2 + 1xTP1", {"parallel": {"shard_optimizer": True}},
+     "parallel.shard_optimizer must be false with unlike replicas"),
+    "nano-batches": (UNLIKE_TP, {"run": {"nano_batches": "auto"}},
+     "run.nano_batches must be 1 with replicas of unlike tp_size"),
+    "deterministic SP": ("1xTP2+SP + 1xTP1", {"run": {"deterministic": True}},
+     "parallel.replicas must name no sequence parallelism with run.deterministic"),
+    "recompute by rows": ("1xPP2/full + 1xTP1", {"run": {"recompute": "auto"}},
+     "run.recompute must be none, selective or full with unlike parallel.replicas, whose memory "
+     "differs, got 'auto'; or let each replica name its own"),
+    "deterministic CP": ("1xCP2 + 1xTP1", {"run": {"deterministic": True}},
+     "parallel.cp_size must be 1 with run.deterministic"),
+    "portions": ("1xPP2 + 1xTP1@128", {"portion_tokens": 129},
+     "portion_tokens of job one must be at most 128, which every replica's micro-batch holds"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -178,9 +140,7 @@ def test_alike_tp_keeps_what_unlike_tp_cannot(load: Any) -> None:
     ("form", "sharding"),
     [("1xTP2 + 2xTP1@128", "fold"), ("1xPP2 + 2xTP1@128", "auto"), ("1xTP2+SP + 1xTP2", "s_lora")],
 )
-def test_deterministic_runs_have_portions_that_every_replica_holds(
-    load: Any, form: str, sharding: str
-) -> None:
+def test_deterministic_runs_have_portions_of_all(load: Any, form: str, sharding: str) -> None:
     config = load(form, run={"deterministic": True, "micro_batch_tokens": 512})
     assert config.parallel.lora_sharding == sharding
     assert config.jobs[0].portion_tokens <= (64 if "@128" in form else 256)

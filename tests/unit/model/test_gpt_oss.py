@@ -23,21 +23,13 @@ from tlora_megatron.ops.frozen.rotary import inverse_frequencies, rotary_factor
 from tlora_megatron.planner.cost.experts import check_predictable
 
 SIZES = {
-    "model_type": MODEL_TYPE,
-    "num_hidden_layers": 3,
-    "hidden_size": 320,
-    "num_attention_heads": 32,
-    "intermediate_size": 64,
-    "vocab_size": 96,
-}
+    "model_type": MODEL_TYPE, "num_hidden_layers": 3, "hidden_size": 320, "num_attention_heads": 32,
+    "intermediate_size": 64, "vocab_size": 96,
+}  # fmt: skip
 PUBLISHED = {
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "rope_type": "yarn",
-    "truncate": False,
-}
+    "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+    "rope_type": "yarn", "truncate": False,
+}  # fmt: skip
 """`rope_scaling` of the released files."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -108,14 +100,12 @@ def test_a_file_means_what_transformers_reads(tmp_path: Path, fields: dict[str, 
         ({"rope_scaling": PUBLISHED | {"factor": None}}, "factor must be a positive number, got N"),
         ({"rope_scaling": PUBLISHED | {"mscale": 1.0}}, "mscale must be absent from rope_param"),
         ({"rope_scaling": PUBLISHED | {"truncate": "no"}}, "truncate must be true or false"),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "original_max_position_embeddings must be an integer of at least 1, got None",
-        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+         "original_max_position_embeddings must be an integer of at least 1, got None"),
         ({"swiglu_limit": 0}, "swiglu_limit must be a positive number, got 0"),
         ({"num_experts_per_tok": 200}, "num_experts_per_tok must be at most 128, got 200"),
     ],
-)
+)  # fmt: skip
 def test_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read(tmp_path, **fields)

@@ -15,18 +15,16 @@ from tlora_megatron.model.spec import (
     DENSE_MODEL_TYPES,
     SUPPORTED_MODEL_TYPES,
     ModelSpec,
+    count_parameters,
     read_model_spec,
 )
 from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.preparation import prepare_job
 
 SIZES = {
-    "num_hidden_layers": 3,
-    "hidden_size": 320,
-    "num_attention_heads": 32,
-    "intermediate_size": 64,
+    "num_hidden_layers": 3, "hidden_size": 320, "num_attention_heads": 32, "intermediate_size": 64,
     "vocab_size": 96,
-}
+}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 WINDOWED = {"use_sliding_window": True, "sliding_window": 128}
@@ -157,51 +155,29 @@ def test_target_shapes(tmp_path: Path) -> None:
         ("llama", {"hidden_size": "64"}, r"hidden_size must be an integer of at least 1, got '64'"),
         ("llama", {"vocab_size": True}, r"vocab_size must be an integer of at least 1, got True"),
         ("llama", {"num_hidden_layers": 0}, r"num_hidden_layers must be .* at least 1, got 0"),
-        (
-            "mistral",
-            {"num_attention_heads": 4},
-            r"num_attention_heads must be a multiple of num_key_value_heads=8, got 4",
-        ),
+        ("mistral", {"num_attention_heads": 4},
+         r"num_attention_heads must be a multiple of num_key_value_heads=8, got 4"),
         ("qwen3", {"head_dim": 15}, r"head_dim must be even, got 15"),
         ("llama", {"head_dim": 0}, r"head_dim must be an integer of at least 1, got 0"),
         ("llama", {"rms_norm_eps": 0}, r"rms_norm_eps must be a positive number, got 0"),
         ("llama", {"rope_theta": None}, r"rope_theta must be a positive number, got None"),
         ("llama", {"rope_theta": float("inf")}, r"rope_theta must be a positive number, got inf"),
-        (
-            "llama",
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            r"rope_type must be default or llama3, got 'linear'",
-        ),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}},
+         r"rope_type must be default or llama3, got 'linear'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, r"rope_type must be .*, got 'yarn'"),
-        (
-            "qwen3",
-            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-            r"rope_parameters must be one set for all layers, got \{'full_attention'",
-        ),
+        ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+         r"rope_parameters must be one set for all layers, got \{'full_attention'"),
         ("llama", {"rope_scaling": "linear"}, r"rope_parameters must be one set .*, got 'linear'"),
-        (
-            "llama",
-            {"partial_rotary_factor": 0.5},
-            r"partial_rotary_factor must be 1, got 0\.5",
-        ),
-        (
-            "llama",
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
-            r"high_freq_factor must be a positive number, got None",
-        ),
-        (
-            "mistral",
-            {"layer_types": ["full_attention"] * 3},
-            r"layer_types must be absent from a mistral config, got \['full_attention'",
-        ),
+        ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor must be 1, got 0\.5"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+         r"high_freq_factor must be a positive number, got None"),
+        ("mistral", {"layer_types": ["full_attention"] * 3},
+         r"layer_types must be absent from a mistral config, got \['full_attention'"),
         ("mistral", {"sliding_window": 0}, r"sliding_window must be .* at least 1, got 0"),
-        (
-            "qwen2",
-            {**WINDOWED, "max_window_layers": None},
-            r"max_window_layers must be an integer of at least 0, got None",
-        ),
+        ("qwen2", {**WINDOWED, "max_window_layers": None},
+         r"max_window_layers must be an integer of at least 0, got None"),
     ],
-)
+)  # fmt: skip
 def test_refusals(
     tmp_path: Path, model_type: str | None, fields: dict[str, Any], message: str
 ) -> None:
@@ -218,21 +194,20 @@ def test_sizes_are_not_defaulted(tmp_path: Path, key: str) -> None:
         read_model_spec(path)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"base_model must hold a config\.json, got .*nowhere"):
-        read_model_spec(tmp_path / "nowhere" / "config.json")
-
-
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b""])
-def test_what_is_not_json_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"config\.json must be JSON, got"):
-        read_model_spec(tmp_path / "config.json")
-
-
-def test_what_is_no_object_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"config\.json must hold a JSON object, got \[1\]"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"base_model must hold a config\.json, got "),
+        *((content, r"config\.json must be JSON, got") for content in (b"{", b"\xff\xfe", b"")),
+        (b"[1]", r"config\.json must hold a JSON object, got \[1\]"),
+    ],
+)
+def test_a_file_of_no_object_is_refused(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
         read_model_spec(tmp_path / "config.json")
 
 
@@ -261,3 +236,22 @@ def test_only_sequences_within_the_window_are_trained(tmp_path: Path, model_type
         r"got a sequence of 8",
     ):
         prepare(9)
+
+
+@pytest.mark.parametrize(
+    ("base", "total", "active"),
+    [
+        ("llama-3.1-8b", 8.03, 8.03),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("qwen3-235b-a22b", 235, 22),
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("mixtral-8x22b", 141, 39),
+        ("qwen1.5-moe-a2.7b", 14.3, 2.7),
+    ],
+)
+def test_billions_as_published(repo: Path, base: str, total: float, active: float) -> None:
+    spec = read_model_spec(repo / f"configs/models/{base}.json")
+    found = count_parameters(spec)
+    assert found.total / 1e9 == pytest.approx(total, rel=0.003)
+    assert found.active / 1e9 == pytest.approx(active, rel=0.02)
+    assert (found.active == found.total) == (spec.experts is None)

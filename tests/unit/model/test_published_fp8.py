@@ -115,30 +115,18 @@ GROUP = "config_groups.group_0"
         ("channel", f"{GROUP}.weights.symmetric", False, "weights.symmetric must be true, got"),
         ("channel", f"{GROUP}.weights.dynamic", True, "weights.dynamic must be false, got true"),
         ("channel", f"{GROUP}.weights.actorder", "group", "weights.actorder must be null"),
-        (
-            "channel",
-            f"{GROUP}.weights.strategy",
-            "group",
-            "weights.strategy must be channel, tensor or block, got",
-        ),
+        ("channel", f"{GROUP}.weights.strategy", "group",
+         "weights.strategy must be channel, tensor or block, got"),
         ("block", f"{GROUP}.weights.block_structure", [1, 128], "block_structure must be [128, 12"),
         ("channel", f"{GROUP}.input_activations", None, "input_activations must be 8-bit floats"),
-        (
-            "channel",
-            f"{GROUP}.input_activations.dynamic",
-            False,
-            f"{GROUP}.input_activations.dynamic must be true, got false",
-        ),
-        (
-            "channel",
-            f"{GROUP}.input_activations.strategy",
-            "tensor",
-            f"{GROUP}.input_activations.strategy must be token with weights of strategy channel",
-        ),
+        ("channel", f"{GROUP}.input_activations.dynamic", False,
+         f"{GROUP}.input_activations.dynamic must be true, got false"),
+        ("channel", f"{GROUP}.input_activations.strategy", "tensor",
+         f"{GROUP}.input_activations.strategy must be token with weights of strategy channel"),
         ("block", f"{GROUP}.input_activations.group_size", 64, "group_size must be 128, got 64"),
         ("channel", f"{GROUP}.output_activations", {"a": 1}, "output_activations must be null"),
     ],
-)
+)  # fmt: skip
 def test_refused(tmp_path: Path, kind: Format, path: str, value: Any, message: str) -> None:
     stated: Any = copy.deepcopy(statement(kind))
     *parents, last = path.split(".")

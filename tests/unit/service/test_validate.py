@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.chat_templates import ENDLESS_TEMPLATE
 from tests.helpers.scenario import make_scenario
+from tests.helpers.tiny_tokenizer import ENDLESS_TEMPLATE
 from tlora_megatron.channel import LinePipe
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.sections import read_job

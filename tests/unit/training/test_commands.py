@@ -157,9 +157,7 @@ def test_an_early_join_waits_until_the_job_is_prepared() -> None:
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_joins_of_one_moment_share_the_first_round(
-    comes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joins_at_once_share_the_first_round(comes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, stager = CountedLoop(), Stager(a=staged("a"), b=staged("b"))
     prepare = [{"kind": "prepare", "job": name} for name in "ab"]
     first = {"kind": "join", "job": "a", "body": {"more": True}}

@@ -1,14 +1,17 @@
-"""Rounds as a caller with a loop of its own drives them."""
+"""Rounds as a caller with a loop of its own drives them, and when jobs are saved."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.training.job_files import JobFiles
+from tlora_megatron.training.job_saves import SavePolicy
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.run_watch import RunWatch
 from tlora_megatron.training.signals import StopSignals
@@ -114,3 +117,18 @@ def test_a_signal_in_the_last_round_changes_nothing() -> None:
 
     loop.step(run_round)
     assert (loop.is_over, loop.stopped_by, watch.signals.stopped_by) == (True, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("every_s", "has_checkpoint", "due_s"),
+    [(60.0, False, 3.0), (60.0, True, 60.0), (1.0, False, 1.0), (0.0, False, math.inf)],
+)
+def test_jobs_without_checkpoint_due(every_s: float, has_checkpoint: bool, due_s: float) -> None:
+    saves = SavePolicy(0, every_s, has_checkpoint, saved_s=100.0)
+    for now_s in (100.0, 102.0, 104.0, 159.0, 161.0):
+        assert (saves.late_s(now_s) >= 0) == (now_s - 100.0 >= due_s)
+
+
+def test_steps_and_time_ask_for_saves_on_their_own() -> None:
+    assert [step for step in range(1, 9) if SavePolicy(3).is_due(step)] == [3, 6]
+    assert not any(SavePolicy(0, 1.0).is_due(step) for step in range(1, 9))

@@ -72,12 +72,6 @@ def test_nonfinite_is_null_and_flagged(tmp_path: Path, value: float) -> None:
     assert (evaluation["eval_loss"], evaluation["nonfinite"]) == (None, True)
 
 
-def test_missing_exact_match_is_not_nonfinite(tmp_path: Path) -> None:
-    with open_metrics(tmp_path) as job:
-        job.log_eval(5, 1.0, None)
-    assert "nonfinite" not in read_metrics(job.path)[0]
-
-
 def test_resume_repeats_no_step(tmp_path: Path) -> None:
     with open_metrics(tmp_path) as job:
         job.log_eval(0, 4.0, 0.0)
@@ -210,9 +204,7 @@ def test_without_tensorboard_one_warning_for_all_jobs(
     ]
 
 
-def test_wandb_asked_for_but_missing_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_that_is_missing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"'j': W&B must be installed .*'p'; pip install 'wandb"):
         JobMetrics(tmp_path, "j", tensorboard=False, wandb_project="p")
@@ -233,9 +225,7 @@ class FakeWandbRun:
         self.finished += 1
 
 
-def test_wandb_run_is_continued_on_resume_and_new_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_run_is_continued_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[FakeWandbRun] = []
     asked: list[dict] = []
 

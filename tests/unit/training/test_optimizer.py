@@ -1,4 +1,4 @@
-"""The per-job optimizer against torch's AdamW and `clip_grad_norm_`, a job at a time."""
+"""Steps and learning rates of each job against torch's AdamW and transformers' schedulers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import get_scheduler
 
 from tests.helpers.optimizer_case import (
     SLOTS,
@@ -19,8 +22,10 @@ from tests.helpers.optimizer_case import (
     state,
     unmoved,
 )
+from tlora_megatron.config.job import ScheduleSpec
 from tlora_megatron.layers.slab import AdapterSlab
 from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.job_state import learning_rate
 from tlora_megatron.training.optimizer import StepOutcome, step_adapters
 
 
@@ -57,9 +62,7 @@ def test_the_cases_clip_and_do_not(groups: ParallelGroups) -> None:
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3, 1.0, 1e6])
-def test_a_clipped_gradient_has_the_limit_s_norm(
-    max_grad_norm: float, groups: ParallelGroups
-) -> None:
+def test_a_clipped_gradient_has_its_limit(max_grad_norm: float, groups: ParallelGroups) -> None:
     """The first moment after one step is `(1 - beta1)` times the gradient that was used."""
     bank = make_bank()
     flat = random_gradient(bank, 0, 1)
@@ -76,9 +79,7 @@ def test_a_clipped_gradient_has_the_limit_s_norm(
     [(math.nan, None), (math.inf, None), (-math.inf, None), (1.0, math.nan), (1.0, math.inf),
      (1.0, -math.inf)],
 )  # fmt: skip
-def test_what_is_not_finite_moves_nobody(
-    loss: float, poison: float | None, groups: ParallelGroups
-) -> None:
+def test_not_finite_moves_nobody(loss: float, poison: float | None, groups: ParallelGroups) -> None:
     bank, alone = make_bank(), make_bank()
     for each in (bank, alone):
         for slot in SLOTS:
@@ -173,9 +174,7 @@ def test_a_rate_of_zero_moves_moments_only(groups: ParallelGroups) -> None:
     assert slab.exp_avg_sq.any()
 
 
-def test_whoever_moves_waits_for_copies_of_its_state(
-    groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_wait_for_copies(groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save copies beside the rounds; masters and moments must not change under it."""
     bank, waited = make_bank(), list[AdapterSlab]()
     before = [adapter.slab.master.clone() for adapter in bank.adapters]
@@ -222,3 +221,51 @@ def test_outcomes_are_values(groups: ParallelGroups) -> None:
     outcome = step_adapters(bank, groups, [request(2, 0, loss=0.75)])[0]
     assert outcome == StepOutcome(0.75, outcome.grad_norm, True)
     assert outcome.grad_norm == pytest.approx(float(flat.norm()), rel=1e-6)
+
+
+HF_NAMES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+fast = settings(max_examples=60, deadline=None)
+
+
+@pytest.mark.parametrize("name", HF_NAMES)
+@given(warmup=st.integers(0, 12), num_steps=st.integers(1, 30), peak=st.floats(1e-6, 1.0))
+@fast
+def test_rates_equal_transformers(name: str, warmup: int, num_steps: int, peak: float) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
+    scheduler = get_scheduler(
+        HF_NAMES[name], optimizer, num_warmup_steps=warmup, num_training_steps=num_steps
+    )
+    spec = ScheduleSpec(name=name, warmup_steps=warmup)
+    for step in range(num_steps):
+        expected = optimizer.param_groups[0]["lr"]
+        actual = learning_rate(spec, peak, step, num_steps)
+        assert math.isclose(actual, expected, rel_tol=1e-12, abs_tol=1e-15 * peak), step
+        optimizer.step()
+        scheduler.step()
+
+
+def test_a_warm_up_may_be_a_share_of_the_job_s_steps() -> None:
+    """Rounded up, as TrainingArguments.get_warmup_steps has it."""
+    share, steps = ScheduleSpec(warmup_ratio=0.1), ScheduleSpec(warmup_steps=3)
+    rates = [[learning_rate(spec, 0.5, step, 21) for step in range(21)] for spec in (share, steps)]
+    assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+@given(warmup=st.integers(0, 9), length=st.integers(1, 20), floor=st.floats(0.0, 0.5))
+@fast
+def test_decays_fall_from_peak_to_floor(name: str, warmup: int, length: int, floor: float) -> None:
+    spec = ScheduleSpec(name=name, warmup_steps=warmup, min_lr=floor)
+    num_steps = warmup + length
+    rates = [learning_rate(spec, 0.5, step, num_steps) for step in range(warmup, num_steps + 1)]
+    assert rates[0] == 0.5
+    assert rates[-1] == pytest.approx(floor)
+    assert rates == sorted(rates, reverse=True)
+    middle = learning_rate(spec, 0.5, warmup + length // 2, num_steps)
+    if length % 2 == 0:
+        assert middle == pytest.approx((0.5 + floor) / 2)
+
+
+def test_a_constant_rate_ignores_the_floor() -> None:
+    spec = ScheduleSpec(name="constant", warmup_steps=2, min_lr=0.25)
+    assert [learning_rate(spec, 1.0, step, 5) for step in range(5)] == [0.0, 0.5, 1.0, 1.0, 1.0]

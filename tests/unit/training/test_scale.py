@@ -77,9 +77,7 @@ def test_torch_ops_take_a_few_operations_a_present_job(linear: str) -> None:
     assert four - two <= 2 * 12
 
 
-def test_a_leaving_job_s_arenas_are_freed_before_the_new_ones_are_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_leaving_job_s_arenas_are_freed_before_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("linear_fc1", torch.float32)
     (factors,) = case.bank.fused_factors.values()
     arenas = (factors.lora_a, *factors.lora_b)
@@ -123,9 +121,7 @@ def test_a_large_slab_s_norm_is_right(numel: int) -> None:
     assert square_sum(flat).item() == pytest.approx(expected, rel=3e-6)
 
 
-def test_nodes_with_the_same_process_ids_share_an_output_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_share_an_output_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other node's process, of the same id, removes whatever file is named after the id."""
     touch = Path.touch
 
@@ -168,9 +164,7 @@ def _prepared(path: str, last_token: int) -> PreparedJob:
     return PreparedJob(spec=job, data=data, plan=plan, checkpoint=None, imported=None)
 
 
-def test_processes_must_read_the_same_configuration_and_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_must_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes with copies of their own, at paths of their own; the second one is made up."""
     mine = reading.content_digest(_run_config(tmp_path), [_prepared("a.jsonl", 3)])
     copied = reading.content_digest(_run_config(tmp_path / "b"), [_prepared("b.jsonl", 3)])
@@ -184,7 +178,6 @@ def test_processes_must_read_the_same_configuration_and_data(
         return [value, other_data if isinstance(value, str) else value]
 
     monkeypatch.setattr(reading, "_gather", gather)
-    with pytest.raises(
-        ValueError, match=r"must read the same configuration and data, got others on rank 1 than"
-    ):
+    rule = r"must read the same configuration and data, got others on rank 1 than"
+    with pytest.raises(ValueError, match=rule):
         reading.check_agreement(_run_config(tmp_path), [_prepared("a.jsonl", 3)])

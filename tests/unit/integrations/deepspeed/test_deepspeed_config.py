@@ -1,4 +1,6 @@
-"""The tlora section of a DeepSpeed JSON: what is taken, changed and refused around it."""
+"""The tlora section of a DeepSpeed JSON, those that people have too: what is taken, changed,
+refused.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
-from tests.helpers.deepspeed_json import load, section
+from tests.helpers.deepspeed_files import FILES, REFUSED, load, section
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.deepspeed.config import load_deepspeed_config
@@ -42,12 +44,10 @@ def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
         "communication_data_type": "fp16",
         "zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.9]}},
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {"warmup_num_steps": 3, "warmup_type": "linear", "total_num_steps": 50},
-        },
+        "scheduler": {"type": "WarmupDecayLR",
+         "params": {"warmup_num_steps": 3, "warmup_type": "linear", "total_num_steps": 50}},
         "tlora": section(optimizer={"lr": 5e-3}),
-    }
+    }  # fmt: skip
     config = load(folder, document)
     (job,) = config.run.jobs
     assert job.optimizer.max_grad_norm == 0.5
@@ -71,29 +71,21 @@ def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
         ({"gradient_cliping": 1.0}, "did you mean gradient_clipping?"),
         ({"fp8": {"enabled": True}}, "fp8 is not a key of DeepSpeed .*, which would ignore it$"),
         ({"sequence_parallel": {"size": 2}}, "did you mean sequence_parallel_size?"),
-        (
-            {"zero_optimization": {"stage": 3, "stage3_param_persistance_threshold": 1}},
-            r"zero_optimization\.stage3_param_persistance_threshold is not .* did you mean "
-            r"stage3_param_persistence_threshold\?",
-        ),
-        (
-            {"zero_optimization": {"stage": 1, "offload_optimizer": {"devise": "cpu"}}},
-            r"zero_optimization\.offload_optimizer\.devise is not .* did you mean device\?",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"bufer_size": 1}}},
-            "did you mean buffer_size?",
-        ),
+        ({"zero_optimization": {"stage": 3, "stage3_param_persistance_threshold": 1}},
+         r"zero_optimization\.stage3_param_persistance_threshold is not .* did you mean "
+         r"stage3_param_persistence_threshold\?"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"devise": "cpu"}}},
+         r"zero_optimization\.offload_optimizer\.devise is not .* did you mean device\?"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"bufer_size": 1}}},
+         "did you mean buffer_size?"),
         ({"bf16": {"enabled": False, "enable": True}}, r"bf16\.enable is .*mean enabled"),
         ({"optimizer": {"type": "AdamW", "parms": {}}}, r"optimizer\.parms is .*mean params"),
         ({"scheduler": {"typ": "WarmupLR"}}, r"scheduler\.typ"),
         ({"checkpoint": {"tag_validaton": "warn"}}, "did you mean tag_validation?"),
         ({"compile": {"disable": False}}, r"compile\.disable is not a key"),
     ],
-)
-def test_a_key_that_deepspeed_would_ignore_is_refused(
-    folder: Path, document: dict[str, Any], told: str
-) -> None:
+)  # fmt: skip
+def test_a_key_that_it_would_ignore(folder: Path, document: dict[str, Any], told: str) -> None:
     """ZeRO 0 in the place of 3, and nobody would know."""
     with pytest.raises(ConfigError, match=told):
         load(folder, document)
@@ -138,10 +130,8 @@ def test_deepspeed_s_other_keys_are_its_own(folder: Path, key: str, value: Any) 
         ({"fp16": {"enabled": True}}, r"fp16\.enabled must be left out.*loss scale"),
         ({"data_types": {"grad_accum_dtype": "fp32"}}, r"grad_accum_dtype .*BF16_Optimizer"),
         ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zenflow"),
-        (
-            {"zero_optimization": {"offload_optimizer": {"super_offload": True}}},
-            "super_offload must be left out",
-        ),
+        ({"zero_optimization": {"offload_optimizer": {"super_offload": True}}},
+         "super_offload must be left out"),
         ({"pipeline": {"stages": 2}}, "pipeline must be left out"),
         ({"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}, "tp_overlap_comm"),
         ({"tensor_parallel": {"autotp_size": 0.5}}, "autotp_size must be an integer"),
@@ -153,14 +143,10 @@ def test_deepspeed_s_other_keys_are_its_own(folder: Path, key: str, value: Any) 
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled must be left out"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "mics_shard_size must be left"),
         ({"bfloat16": {"enabled": True}}, "bfloat16 must be left out.*its name is bf16"),
-        (
-            {"zero_optimization": {"stage": 2, "offload_optimiser": {"device": "cpu"}}},
-            r"zero_optimization\.offload_optimiser is not a key.*mean offload_optimizer",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}},
-            "reduce_bucket_size must be what DeepSpeed takes, got 'big'",
-        ),
+        ({"zero_optimization": {"stage": 2, "offload_optimiser": {"device": "cpu"}}},
+         r"zero_optimization\.offload_optimiser is not a key.*mean offload_optimizer"),
+        ({"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}},
+         "reduce_bucket_size must be what DeepSpeed takes, got 'big'"),
         ({"optimizer": "AdamW"}, "optimizer must be a mapping of type and params"),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, r"optimizer\.params must be a mapping"),
         ({"scheduler": "WarmupLR"}, "scheduler must be a mapping of type and params"),
@@ -172,10 +158,8 @@ def test_deepspeed_s_other_keys_are_its_own(folder: Path, key: str, value: Any) 
         ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "got 'amsgrad'"),
         ({"scheduler": {"type": "OneCycle"}}, r"scheduler\.type .*tlora\.defaults\.schedule"),
         ({"scheduler": {"type": "WarmupLR"}}, "warmup_type must be linear"),
-        (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}},
-            "warmup_num_steps must be given, got null; DeepSpeed's own default is 1000",
-        ),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}},
+         "warmup_num_steps must be given, got null; DeepSpeed's own default is 1000"),
         ({"tlora": section(optimizer={"lr": "auto"})}, r"jobs\.a\.optimizer\.lr .*Trainer alone"),
         ({"zero_optimization": {"stage": "auto"}}, r"stage must be a number, got 'auto'"),
         ({"tensor_parallel": {"autotp_size": "auto"}}, "autotp_size must be a number"),
@@ -183,24 +167,16 @@ def test_deepspeed_s_other_keys_are_its_own(folder: Path, key: str, value: Any) 
         ({"tlora_config": "jobs.yaml"}, "exactly one of tlora and tlora_config, got both"),
         ({"tlora": section() | {"parallel": {"tp_size": 2}}}, "must not hold parallel"),
         ({"tlora": section() | {"jbos": []}}, "jbos.*mean jobs"),
-        (
-            {"bf16": {"enabled": True}, "tlora": section() | {"base_model": {"dtype": "float32"}}},
-            r"base_model\.dtype must be bfloat16 with bf16\.enabled",
-        ),
-        (
-            {"tlora": section() | {"run": {"output_dir": "o", "nano_batches": 2}}},
-            r"run\.nano_batches must be 1 or auto under DeepSpeed, got 2",
-        ),
-        (
-            {"tlora": section() | {"run": {"output_dir": "o", "recompute": "selective"}}},
-            r"run\.recompute must be none or full",
-        ),
-        (
-            {"tlora": section() | {"base_model": {"path": "base", "quantization": "fp8"}}},
-            r"base_model\.quantization must be null under DeepSpeed, got 'fp8'",
-        ),
+        ({"bf16": {"enabled": True}, "tlora": section() | {"base_model": {"dtype": "float32"}}},
+         r"base_model\.dtype must be bfloat16 with bf16\.enabled"),
+        ({"tlora": section() | {"run": {"output_dir": "o", "nano_batches": 2}}},
+         r"run\.nano_batches must be 1 or auto under DeepSpeed, got 2"),
+        ({"tlora": section() | {"run": {"output_dir": "o", "recompute": "selective"}}},
+         r"run\.recompute must be none or full"),
+        ({"tlora": section() | {"base_model": {"path": "base", "quantization": "fp8"}}},
+         r"base_model\.quantization must be null under DeepSpeed, got 'fp8'"),
     ],
-)
+)  # fmt: skip
 def test_refusals(folder: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(folder, change)
@@ -301,3 +277,25 @@ def test_a_choice_of_nano_batches_is_one(folder: Path) -> None:
     config = load(folder, {"tlora": section() | {"run": run}})
     assert config.run.run.nano_batches == 1
     assert "run.nano_batches has no effect" in "\n".join(config.changes)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_it_is_taken_as_it_is(folder: Path, name: str) -> None:
+    config = load(folder, FILES[name])
+    (job,) = config.run.jobs
+    assert job.schedule.name == ("linear" if "WarmupDecayLR" in name else "constant")
+    assert (job.schedule.warmup_steps, job.optimizer.lr) == (0, 2e-4), "this package's own"
+    assert config.stage == FILES[name]["zero_optimization"]["stage"]
+    assert "'auto'" not in str(config.engine)
+
+
+@pytest.mark.parametrize(("name", "document", "message"), REFUSED)
+def test_refused_by_name(folder: Path, name: str, document: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(folder, document)
+
+
+def test_keys_that_no_deepspeed_reads_are_told(folder: Path) -> None:
+    told = "\n".join(load(folder, FILES["LLaMA-Factory, ds_z3_config.json"]).changes)
+    assert "comms_config has no effect" in told
+    assert "monitor_config has no effect" in told

@@ -23,12 +23,16 @@ from transformers import (
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_models import DELTA_NETS, MIXED, untrained
-from tests.helpers.tiny_models import randomize, tiny_config
+from tests.helpers.tiny_models import TINY_EXPERT_TYPES, TinyModelType, randomize, tiny_config
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.integrations.deepspeed import model as attention
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
-from tlora_megatron.integrations.deepspeed.discover import model_spec, prepare_linear
+from tlora_megatron.integrations.deepspeed.discover import (
+    check_run_over_experts,
+    model_spec,
+    prepare_linear,
+)
 from tlora_megatron.integrations.deepspeed.engine import (
     build_base,
     check_packing,
@@ -48,17 +52,10 @@ from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
 
 TINY: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-}
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
 
 
 def build(config: Any) -> Any:
@@ -188,8 +185,9 @@ def test_logits_scaled_behind_the_output_layer_are_refused(groups: ParallelGroup
         prepared(build(GraniteConfig(**TINY, logits_scaling=8.0)), groups)
 
 
+@pytest.mark.parametrize("experts", [False, True])
 def test_attention_across_documents_is_refused(
-    groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+    experts: bool, groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def leak(q: Any, k: Any, v: Any, view: Any, scale: float) -> torch.Tensor:
         heads = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -197,8 +195,9 @@ def test_attention_across_documents_is_refused(
         return out[0].transpose(0, 1)
 
     monkeypatch.setattr(attention, "attend_documents", leak)
-    with pytest.raises(ValueError, match="LlamaForCausalLM must keep the documents of"):
-        prepared(build(LlamaConfig(**TINY)), groups)
+    model = build_tiny("mixtral", torch.bfloat16) if experts else build(LlamaConfig(**TINY))
+    with pytest.raises(ValueError, match=f"{type(model).__name__} must keep the documents of"):
+        prepared(model, groups)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -225,18 +224,18 @@ def prepared(model: Any, groups: ParallelGroups) -> None:
     check_packing(model, spec, groups, plain)
 
 
+RUN = DeepSpeedConfig(
+    engine={}, stage=0, tp_size=1, offload_optimizer=False, changes=(),
+    run=RunConfig(
+        base_model=BaseModelSpec(path="unread"), parallel=ParallelSpec(),
+        run=RunSpec(output_dir="unused"), jobs=(),
+    ),
+)  # fmt: skip
+
+
 def test_tensor_parallelism_must_fit_the_world(groups: ParallelGroups) -> None:
-    run = RunConfig(
-        base_model=BaseModelSpec(path="unread"),
-        parallel=ParallelSpec(),
-        run=RunSpec(output_dir="unused"),
-        jobs=(),
-    )
-    config = DeepSpeedConfig(
-        engine={}, run=run, stage=0, tp_size=3, offload_optimizer=False, changes=()
-    )
     with pytest.raises(ValueError, match="autotp_size must divide the 1 processes, got 3"):
-        build_base(config)
+        build_base(replace(RUN, tp_size=3))
 
 
 def test_attention_without_a_micro_batch_says_what_to_do() -> None:
@@ -244,3 +243,50 @@ def test_attention_without_a_micro_batch_says_what_to_do() -> None:
     use_packed_attention(model)
     with pytest.raises(RuntimeError, match=r'set_attn_implementation."sdpa".'):
         model(input_ids=torch.arange(5)[None])
+
+
+def build_tiny(model_type: TinyModelType, dtype: torch.dtype = torch.float32) -> Any:
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type, num_hidden_layers=2))
+    randomize(model, seed=0)
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("model_type", TINY_EXPERT_TYPES)
+def test_attention_alone_may_be_adapted(model_type: TinyModelType) -> None:
+    spec = model_spec(build_tiny(model_type))
+    assert spec.peft_targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    for target, reason in (
+        ("gate_proj", "routed experts carry no adapters"),
+        ("gate_up_proj", "routed experts carry no adapters"),
+        ("gate", "routers carry no adapters"),
+        ("shared_expert_gate", "it only weighs the shared expert"),
+    ):
+        with pytest.raises(ValueError, match=f"got '{target}': {reason}"):
+            spec.target_shape(target)
+
+
+def test_gpt_oss_is_refused() -> None:
+    message = "the base of a DeepSpeed run must not be of model_type gpt_oss yet, got one; train"
+    with pytest.raises(ValueError, match=message):
+        model_spec(build_tiny("gpt_oss"))
+
+
+def test_what_a_run_cannot_keep_is_refused() -> None:
+    same_bits = replace(RUN.run, run=replace(RUN.run.run, deterministic=True))
+    experts, dense = build_tiny("mixtral"), build_tiny("llama")
+    check_run_over_experts(experts, RUN)
+    for asked, message in (
+        (replace(RUN, tp_size=2), "autotp_size must be 1 over a base with routed .*, got 2"),
+        (replace(RUN, run=same_bits), "run.deterministic must be false over a base with routed"),
+    ):
+        check_run_over_experts(dense, asked)
+        with pytest.raises(ValueError, match=message):
+            check_run_over_experts(experts, asked)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", TINY_EXPERT_TYPES)
+def test_packing_is_exact(
+    model_type: TinyModelType, dtype: torch.dtype, groups: ParallelGroups
+) -> None:
+    prepared(build_tiny(model_type, dtype), groups)

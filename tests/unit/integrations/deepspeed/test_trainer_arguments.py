@@ -12,8 +12,7 @@ pytest.importorskip("accelerate", reason="TrainingArguments need accelerate")
 
 from transformers import TrainingArguments
 
-from tests.helpers.deepspeed_files import FILES
-from tests.helpers.deepspeed_json import load, section
+from tests.helpers.deepspeed_files import FILES, load, section
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import BaseModelSpec, RunSpec
@@ -41,19 +40,10 @@ def read(
 
 def test_what_is_set_becomes_the_jobs_default(folder: Path) -> None:
     job, run, config = read(
-        folder,
-        learning_rate=1e-3,
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        adam_epsilon=1e-6,
-        max_grad_norm=0.5,
-        lr_scheduler_type="cosine",
-        warmup_steps=5,
-        max_steps=20,
-        seed=7,
-        save_steps=10,
-        report_to="wandb",
-    )
+        folder, learning_rate=1e-3, weight_decay=0.1, adam_beta2=0.95, adam_epsilon=1e-6,
+        max_grad_norm=0.5, lr_scheduler_type="cosine", warmup_steps=5, max_steps=20, seed=7,
+        save_steps=10, report_to="wandb",
+    )  # fmt: skip
     assert job.optimizer.lr == 1e-3
     assert (job.optimizer.betas, job.optimizer.eps) == ((0.9, 0.95), 1e-6)
     assert (job.optimizer.weight_decay, job.optimizer.max_grad_norm) == (0.1, 0.5)
@@ -126,18 +116,12 @@ def test_deepspeed_s_values_stand_before_arguments_that_nobody_set(folder: Path)
 @pytest.mark.parametrize(
     ("document", "given", "message"),
     [
-        (
-            {"optimizer": {"type": "AdamW", "params": {"lr": 3e-5}}},
-            {"learning_rate": 1e-3},
-            r"TrainingArguments\.learning_rate must agree with DeepSpeed's keys, where "
-            r"optimizer\.lr is 3e-05, got 0\.001",
-        ),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 3e-5}}}, {"learning_rate": 1e-3},
+         r"TrainingArguments\.learning_rate must agree with DeepSpeed's keys, where "
+         r"optimizer\.lr is 3e-05, got 0\.001"),
         ({"gradient_clipping": 0.3}, {"max_grad_norm": 0.5}, "max_grad_norm must agree"),
-        (
-            {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}}},
-            {"lr_scheduler_type": "cosine"},
-            "lr_scheduler_type must agree",
-        ),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}}},
+         {"lr_scheduler_type": "cosine"}, "lr_scheduler_type must agree"),
         ({"bf16": {"enabled": False}}, {"bf16": True}, r"bf16\.enabled must agree"),
         ({}, {"bf16": True}, r"TrainingArguments\.bf16 must agree with the model's float32"),
         ({}, {"fp16": True}, r"TrainingArguments\.fp16 must be left out, got true; one loss scale"),
@@ -145,31 +129,19 @@ def test_deepspeed_s_values_stand_before_arguments_that_nobody_set(folder: Path)
         ({}, {"label_smoothing_factor": 0.1}, "label_smoothing_factor must be left out"),
         ({}, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha must be left out"),
         ({}, {"push_to_hub": True}, "push_to_hub must be left out.*OUT/jobs/NAME/adapter"),
-        (
-            {},
-            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_steps": 500},
-            "load_best_model_at_end must be left out",
-        ),
-        (
-            {},
-            {"lr_scheduler_type": "polynomial"},
-            r"lr_scheduler_type must be one of linear, .* got polynomial: job a would take it",
-        ),
-        (
-            {},
-            {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}},
-            "lr_scheduler_kwargs must hold min_lr",
-        ),
-        (
-            {},
-            {"num_train_epochs": 1.5},
-            r"num_train_epochs must be a whole number, got 1\.5: job a",
-        ),
+        ({}, {"load_best_model_at_end": True, "eval_strategy": "steps", "save_steps": 500},
+         "load_best_model_at_end must be left out"),
+        ({}, {"lr_scheduler_type": "polynomial"},
+         r"lr_scheduler_type must be one of linear, .* got polynomial: job a would take it"),
+        ({}, {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}},
+         "lr_scheduler_kwargs must hold min_lr"),
+        ({}, {"num_train_epochs": 1.5},
+         r"num_train_epochs must be a whole number, got 1\.5: job a"),
         ({}, {"save_steps": 0.1}, r"save_steps must be steps, got 0\.1: run\.checkpoint_every"),
         ({"tlora": _open(defaults={"lora": {"rank": "auto"}})}, {}, r"lora\.rank must be an int"),
         ({"tlora": _open(jobs="auto")}, {}, "jobs must be a list"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_honoured_is_refused(
     folder: Path, document: dict[str, Any], given: dict[str, Any], message: str
 ) -> None:

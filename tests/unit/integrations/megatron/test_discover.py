@@ -32,12 +32,7 @@ from tlora_megatron.integrations.megatron.built.packed_attention import (
 )
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
-from tlora_megatron.layers.sites import (
-    EXPERT_LINEARS,
-    LINEAR_TARGETS,
-    check_targets,
-    stage_sites,
-)
+from tlora_megatron.layers.sites import EXPERT_LINEARS, LINEAR_TARGETS, check_targets, stage_sites
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.peft import export_adapter, load_adapter
@@ -73,9 +68,7 @@ def test_linears_are_found_inside_wrappers_in_order(chunk: Any, groups: Parallel
     assert linears[11][1] is layer.mlp.linear_fc2
 
 
-def test_recorded_stages_are_what_every_rank_derives_its_sites_from(
-    chunk: Any, groups: ParallelGroups
-) -> None:
+def test_ranks_derive_sites_from_recorded_stages(chunk: Any, groups: ParallelGroups) -> None:
     linears = discover([chunk], SPEC, groups)
     recorded = record_stages(groups, linears)
     sites = stage_sites(SPEC, recorded.layout, tp_rank=0, pp_rank=0)
@@ -146,18 +139,14 @@ def test_unknown_modules_are_refused(chunk: Any, groups: ParallelGroups) -> None
         language_models([nn.Linear(2, 2)])
 
 
-def test_an_mlp_that_does_not_call_its_linears_is_refused(
-    chunk: Any, groups: ParallelGroups
-) -> None:
+def test_an_mlp_that_calls_no_linears_is_refused(chunk: Any, groups: ParallelGroups) -> None:
     mlp = chunk.decoder.layers[1].mlp
     mlp.__class__ = type("TEFusedMLP", (type(mlp),), {})
     with pytest.raises(ValueError, match=r"layer 1 must have an MLP whose .*, got TEFusedMLP"):
         discover([chunk], SPEC, groups)
 
 
-def test_weights_that_do_not_fit_are_refused_even_where_the_loader_is_not_strict(
-    chunk: Any,
-) -> None:
+def test_weights_that_do_not_fit_are_refused_even_by_lenient_loaders(chunk: Any) -> None:
     require_whole_weights([Wrapped(chunk)])
     weights = {k: v for k, v in chunk.state_dict().items() if not k.endswith("_extra_state")}
     chunk.load_state_dict(weights, strict=False)
@@ -184,9 +173,8 @@ def test_of_experts_the_shared_one_is_found_if_the_spec_has_it(groups: ParallelG
     assert len({site.index for site, _ in linears}) == len(linears)
     layout = record_stages(groups, linears).layout
     check_targets(MOE_SPEC, layout, "a", ("q_proj", "shared_expert.up_proj"))
-    with pytest.raises(
-        ValueError, match=r"job 'a': .* every layer has, got 'down_proj', which layer 0"
-    ):
+    rule = r"job 'a': .* every layer has, got 'down_proj', which layer 0"
+    with pytest.raises(ValueError, match=rule):
         check_targets(MOE_SPEC, layout, "a", ("q_proj", "down_proj"))
 
 

@@ -41,19 +41,13 @@ def _nano_batches(linear_class: Any, sharding: str, **config: Any) -> NanoBatche
     ("linear_class", "sharding", "reason"),
     [
         (_Megatrons, "s_lora", "parallel.lora_sharding must be fold or auto for it, got s_lora"),
-        (
-            _Megatrons,
-            "rank_exchange",
-            "parallel.lora_sharding must be fold or auto for it, got rank_exchange",
-        ),
-        (
-            _Foreign,
-            "rank_exchange",
-            "decoder.layers.0 is a _Foreign, which does its own communication",
-        ),
+        (_Megatrons, "rank_exchange",
+         "parallel.lora_sharding must be fold or auto for it, got rank_exchange"),
+        (_Foreign, "rank_exchange",
+         "decoder.layers.0 is a _Foreign, which does its own communication"),
         (_Megatrons, "fold", "the decoder is a Module"),
     ],
-)
+)  # fmt: skip
 def test_the_log_names_what_keeps_micro_batches_whole(
     linear_class: Any, sharding: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -187,10 +187,7 @@ def test_a_base_that_is_scored_before_it_has_adapters(
 
 @pytest.mark.parametrize("modules", [["layernorm"], ["layernorm", "mlp"]], ids="+".join)
 def test_norms_that_run_again(
-    modules: list[str],
-    groups: ParallelGroups,
-    num_run: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    modules: list[str], groups: ParallelGroups, num_run: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit what they give once, and until then nobody holds their output."""
     expected = Case(groups).results()
@@ -316,9 +313,7 @@ def test_what_is_not_plain_runs_by_its_modules(groups: ParallelGroups, num_run: 
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_settings_that_keep_the_modules(
-    options: dict[str, Any], reason: str, groups: ParallelGroups
-) -> None:
+def test_settings_for_modules(options: dict[str, Any], reason: str, groups: ParallelGroups) -> None:
     case = Case(groups, **options)
     assert case.compute.layers.own == 0
     assert reason in case.compute.line
@@ -434,9 +429,7 @@ def test_another_choice_is_refused(groups: ParallelGroups, monkeypatch: pytest.M
         use_own_compute([], [], groups, SPEC.vocab_size)
 
 
-def test_our_kernels_compute_unless_asked_otherwise(
-    groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_kernels_by_default(groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TLORA_FLAG_COMPUTE", raising=False)
     assert _agreed_choice() == "own"
 

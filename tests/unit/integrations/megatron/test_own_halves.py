@@ -32,27 +32,19 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the 
         ({"rope": "yarn"}, ""),
         ({"rope": "yarn", "te": True}, ""),
         ({"rope": "partial"}, ""),
-        (
-            {"rope": "interleaved"},
-            "MLP by our kernels, attention by Megatron's modules: rotary_int",
-        ),
-        (
-            {"rope": "interleaved", "te": True, "recompute_granularity": "full"}
-            | {"recompute_method": "uniform", "recompute_num_layers": 1},
-            "MLP by our kernels, attention by Megatron's modules: rotary_interleaved is True: our",
-        ),
-        (
-            {"activation_func": F.gelu, "te": True},
-            "attention by our kernels, MLP by Megatron's modules: activation_func is gelu: our ",
-        ),
-        (
-            {"activation_func": F.gelu, "recompute_granularity": "selective"}
-            | {"recompute_modules": ["mlp"]},
-            "attention by our kernels, MLP by Megatron's modules: activation_func is gelu: our ",
-        ),
+        ({"rope": "interleaved"},
+         "MLP by our kernels, attention by Megatron's modules: rotary_int"),
+        ({"rope": "interleaved", "te": True, "recompute_granularity": "full"}
+         | {"recompute_method": "uniform", "recompute_num_layers": 1},
+         "MLP by our kernels, attention by Megatron's modules: rotary_interleaved is True: our"),
+        ({"activation_func": F.gelu, "te": True},
+         "attention by our kernels, MLP by Megatron's modules: activation_func is gelu: our "),
+        ({"activation_func": F.gelu, "recompute_granularity": "selective"}
+         | {"recompute_modules": ["mlp"]},
+         "attention by our kernels, MLP by Megatron's modules: activation_func is gelu: our "),
     ],
     ids=["yarn", "yarn TE", "partial", "interleaved", "interleaved TE full", "GELU TE", "GELU mlp"],
-)
+)  # fmt: skip
 def test_settings_about_one_half_keep_that_half_alone(
     options: dict[str, Any], told: str, groups: ParallelGroups, num_run: list[int]
 ) -> None:

@@ -1,9 +1,10 @@
-"""Decisions of Megatron-LM's arguments, and files that contradict them."""
+"""Decisions of Megatron-LM's arguments, files that contradict them, and flags that jobs ignore."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,30 +14,23 @@ import torch
 
 from tests.helpers.tiny_models import TINY_MODEL_TYPES, tiny_config
 from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.integrations.megatron_lm import hooks
 from tlora_megatron.integrations.megatron_lm.arguments import (
     add_flag,
     launch_settings,
     resolve_arguments,
     spec_from_arguments,
 )
+from tlora_megatron.integrations.megatron_lm.refusals import UNUSED, describe_unused, switch_off
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments
 
 TRAINER = {
-    "tensor_model_parallel_size": 2,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "data_parallel_size": 4,
-    "sequence_parallel": True,
-    "use_distributed_optimizer": False,
-    "params_dtype": torch.bfloat16,
-    "save": "out",
-    "seq_length": 512,
-    "recompute_granularity": None,
-    "seed": 7,
-    "tokenizer_type": "HuggingFaceTokenizer",
-    "tokenizer_model": None,
-}
+    "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
+    "data_parallel_size": 4, "sequence_parallel": True, "use_distributed_optimizer": False,
+    "params_dtype": torch.bfloat16, "save": "out", "seq_length": 512, "recompute_granularity": None,
+    "seed": 7, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": None,
+}  # fmt: skip
 
 
 def spec_of(folder: Path, kind: str = "llama", **fields: Any) -> ModelSpec:
@@ -166,9 +160,7 @@ def test_arguments_alone_describe_a_base_without_a_file(
     assert is_told == (folder == "another architecture")
 
 
-def test_settings_without_effect_are_told(
-    tmp_path: Path, spec: ModelSpec, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_effect(tmp_path: Path, spec: ModelSpec, caplog: pytest.LogCaptureFixture) -> None:
     quiet = write_config(tmp_path)
     launch_settings(arguments(spec, tlora_config=quiet), tokenizer_size=100)
     assert not caplog.records
@@ -202,10 +194,8 @@ def test_settings_without_effect_are_told(
         ({"run": {"seed": 0}}, "run.seed must agree with --seed, which makes it 7, got 0"),
         ({"run": {"checkpoint_every_steps": 50}}, "agree with --save-interval"),
         ({"base_model": {"path": "base", "dtype": "float32"}}, "dtype must agree with --bf16"),
-        (
-            {"base_model": {"path": "base", "quantization": "fp8"}},
-            "base_model.quantization must be null under --tlora-config, got 'fp8'",
-        ),
+        ({"base_model": {"path": "base", "quantization": "fp8"}},
+         "base_model.quantization must be null under --tlora-config, got 'fp8'"),
         ({"base_model": {"config": "c.json"}}, "base_model.config must be absent"),
         ({"base_model": {"path": "none"}}, "base_model.path must be an existing directory"),
         ({"base_model": None}, "base_model.path, or --tokenizer-type HuggingFaceTokenizer"),
@@ -213,7 +203,7 @@ def test_settings_without_effect_are_told(
         ({"parallel": 3}, "parallel must be a mapping"),
         ({"more": {}}, "more is not a known key"),
     ],
-)
+)  # fmt: skip
 def test_contradictions_are_refused_by_both_names(
     tmp_path: Path, spec: ModelSpec, sections: dict[str, Any], message: str
 ) -> None:
@@ -263,9 +253,7 @@ ANOTHER_MODEL = {
 
 @pytest.mark.parametrize("message", ANOTHER_MODEL)
 @pytest.mark.parametrize("named", [True, False])
-def test_arguments_of_another_model_are_refused(
-    tmp_path: Path, spec: ModelSpec, message: str, named: bool
-) -> None:
+def test_another_model_refused(tmp_path: Path, spec: ModelSpec, message: str, named: bool) -> None:
     path = write_config(tmp_path, base_model={"path": "base"} if named else None)
     fields = ANOTHER_MODEL[message] | {"tokenizer_model": str(tmp_path / "base")}
     args = arguments(spec, tlora_config=path, **fields)
@@ -280,9 +268,7 @@ def test_arguments_of_another_model_are_refused(
         ({"rope_scaling_factor": 32.0}, "--rope-scaling-factor must be 8 as in .* got 32"),
     ],
 )
-def test_another_rope_scaling_is_refused(
-    tmp_path: Path, fields: dict[str, Any], message: str
-) -> None:
+def test_another_rope_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 8192}
     rope |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     spec = spec_of(tmp_path / "base", rope_parameters=rope)
@@ -315,3 +301,63 @@ def test_the_flag_sets_what_follows_from_it() -> None:
     assert args.moe_router_bias_update_rate == 0.0
     assert args.no_persist_layer_norm
     assert (args.eval_iters, args.full_validation, args.lr) == (0, False, 0.0)
+
+
+def test_given_flags_are_named_once_with_a_reason() -> None:
+    words = (
+        "x.py --lr 1e-4 --bf16 --data-path=a --lr 2e-4 --async-save --sft --optimizer-cpu-offload"
+    )
+    assert describe_unused(words.split()) == (
+        "--lr, --optimizer-cpu-offload (each job has its own optimizer and schedule); "
+        "--data-path, --sft (each job names its own data); "
+        "--async-save (jobs are saved by this package, and the base never)"
+    )
+
+
+@pytest.mark.parametrize(
+    "words", ["", "--bf16 --save out --seq-length 64", "--eval-iters 0", "--eval-iters=0", "lr 1"]
+)
+def test_nothing_is_said_of_flags_that_work_or_were_not_given(words: str) -> None:
+    assert describe_unused(words.split()) is None
+
+
+def test_the_last_value_counts() -> None:
+    assert describe_unused(["--eval-iters", "0", "--eval-iters", "5"]) is not None
+    assert describe_unused(["--eval-iters=5", "--eval-iters=0"]) is None
+
+
+def test_no_flag_stands_twice() -> None:
+    flags = [flag for group in UNUSED for flag in group.flags]
+    assert len(flags) == len(set(flags))
+    assert all(flag.startswith("--") for flag in flags)
+
+
+def test_what_is_not_used_is_switched_off_where_the_version_has_it() -> None:
+    args = argparse.Namespace(lr=None, min_lr=1e-3, sft=True, optimizer_cpu_offload=True)
+    switch_off(args)
+    expected = {"lr": 0.0, "min_lr": 0.0, "sft": False, "optimizer_cpu_offload": False}
+    assert vars(args) == expected
+
+
+def test_one_line_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    base = tmp_path / "release"
+    base.mkdir()
+    (base / "metadata.json").write_text("{}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+
+    def settled(words: str) -> list[str]:
+        caplog.clear()
+        args = argparse.Namespace(
+            save="out", save_interval=1, hidden_size=32, seq_length=8, max_position_embeddings=8,
+            lr=0.1,
+            transformer_impl="local", load=str(tmp_path), pretrained_checkpoint=None,
+            ckpt_format="torch" if "torch" in words else "torch_dist",
+        )  # fmt: skip
+        hooks.settle(args, words.split())
+        return [record.getMessage() for record in caplog.records]
+
+    with caplog.at_level(logging.INFO):
+        (line,) = settled("--lr 0.1 --ckpt-format torch")
+        assert settled("--bf16") == []
+    assert line.startswith("without effect beside --tlora-config: --lr (each job has its own ")
+    assert "; --ckpt-format torch (the base in " in line

@@ -21,20 +21,12 @@ from tlora_megatron.training.formats.megatron_flags import megatron_arguments
 
 ON_EXPERTS, ON_ATTENTION = ["gate_proj", "up_proj", "down_proj"], ["q_proj"]
 WRONG: dict[str, Any] = {
-    "moe_router_score_function": "sigmoid",
-    "moe_router_topk_scaling_factor": 2.5,
-    "moe_router_num_groups": 2,
-    "moe_router_group_topk": 1,
-    "moe_router_topk_limited_devices": 2,
-    "moe_router_force_biased": 1.0,
-    "moe_latent_size": 32,
-    "moe_mlp_glu_interleave_size": 8,
-    "moe_shared_expert_glu_interleave_size": 8,
-    "fp8": "e4m3",
-    "fp4": "e2m1",
-    "moe_dispatch_fwd_dtype": "mxfp8",
-    "moe_combine_bwd_dtype": "mxfp8",
-}
+    "moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk_limited_devices": 2,
+    "moe_router_force_biased": 1.0, "moe_latent_size": 32, "moe_mlp_glu_interleave_size": 8,
+    "moe_shared_expert_glu_interleave_size": 8, "fp8": "e4m3", "fp4": "e2m1",
+    "moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8",
+}  # fmt: skip
 """Values of arguments that are refused; of all others True is."""
 
 
@@ -48,24 +40,14 @@ def base(folder: Path, kind: TinyModelType = "qwen3_moe", **fields: Any) -> Mode
 def arguments(spec: ModelSpec, folder: Path, **fields: Any) -> argparse.Namespace:
     """Megatron's arguments after validation, for two processes that share experts."""
     trainer = {
-        "tensor_model_parallel_size": 1,
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "data_parallel_size": 2,
-        "sequence_parallel": False,
-        "use_distributed_optimizer": False,
-        "params_dtype": torch.float32,
-        "save": "out",
-        "seq_length": 512,
-        "recompute_granularity": None,
-        "seed": 7,
-        "tokenizer_type": "HuggingFaceTokenizer",
-        "tokenizer_model": None,
-        "tlora_config": str(folder / "jobs.json"),
-        "moe_shared_expert_gate": False,
-    }
+        "tensor_model_parallel_size": 1, "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1, "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1, "data_parallel_size": 2, "sequence_parallel": False,
+        "use_distributed_optimizer": False, "params_dtype": torch.float32, "save": "out",
+        "seq_length": 512, "recompute_granularity": None, "seed": 7,
+        "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": None,
+        "tlora_config": str(folder / "jobs.json"), "moe_shared_expert_gate": False,
+    }  # fmt: skip
     return argparse.Namespace(**(trainer | megatron_arguments(spec) | fields))
 
 
@@ -85,9 +67,7 @@ def write_jobs(
 
 @pytest.mark.parametrize("kind", TINY_EXPERT_TYPES)
 @pytest.mark.parametrize("normalizes", [False, True])
-def test_arguments_of_a_base_describe_it(
-    tmp_path: Path, kind: TinyModelType, normalizes: bool
-) -> None:
+def test_arguments_describe_a_base(tmp_path: Path, kind: TinyModelType, normalizes: bool) -> None:
     fields = {} if kind == "mixtral" else {"norm_topk_prob": normalizes}
     spec = base(tmp_path / "base", kind, **fields)
     found = spec_from_arguments(arguments(spec, tmp_path), vocab_size=spec.vocab_size)
@@ -133,16 +113,12 @@ def test_jobs_may_adapt_experts_of_a_known_base(tmp_path: Path) -> None:
         ({"moe_ffn_hidden_size": 32}, "--moe-ffn-hidden-size must be 48 as in .*, got 32"),
         ({"moe_router_pre_softmax": True}, "--moe-router-pre-softmax must be off as in .*, got on"),
         ({"moe_router_dtype": "fp64"}, "--moe-router-dtype must be absent as in .*, got fp64; log"),
-        (
-            {"moe_router_dtype": "fp32", "params_dtype": torch.bfloat16},
-            "--moe-router-dtype must be absent as in .*, got fp32; logits in another precision",
-        ),
-        (
-            {"moe_shared_expert_intermediate_size": 64},
-            "--moe-shared-expert-intermediate-size must be absent as in .*, got 64",
-        ),
+        ({"moe_router_dtype": "fp32", "params_dtype": torch.bfloat16},
+         "--moe-router-dtype must be absent as in .*, got fp32; logits in another precision"),
+        ({"moe_shared_expert_intermediate_size": 64},
+         "--moe-shared-expert-intermediate-size must be absent as in .*, got 64"),
     ],
-)
+)  # fmt: skip
 def test_another_router_than_that_of_the_file_is_refused(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
@@ -196,9 +172,7 @@ def test_each_other_router_is_refused_by_its_flag(tmp_path: Path, rule: Any, kno
 
 
 @pytest.mark.parametrize("rule", experts.ADAPTERS, ids=lambda rule: rule.argument)
-def test_what_excludes_adapters_on_experts_is_refused_for_the_job(
-    tmp_path: Path, rule: Any
-) -> None:
+def test_what_excludes_adapters_on_experts_is_refused_by_job(tmp_path: Path, rule: Any) -> None:
     spec = base(tmp_path / "base")
     args = arguments(spec, tmp_path, **{rule.argument: WRONG.get(rule.argument, True)})
     write_jobs(tmp_path, ON_ATTENTION, ON_EXPERTS)
@@ -217,27 +191,15 @@ def test_what_excludes_adapters_on_experts_is_refused_for_the_job(
 @pytest.mark.parametrize(
     ("fields", "job", "sections", "message"),
     [
-        (
-            {"use_distributed_optimizer": True},
-            {},
-            {},
-            "--use-distributed-optimizer must be off for job 'a', .*; replicas of experts are",
-        ),
-        (
-            {"expert_tensor_parallel_size": 2},
-            {},
-            {},
-            "--expert-tensor-parallel-size must be 1 or 1 for job 'a', .*, got 2",
-        ),
+        ({"use_distributed_optimizer": True}, {}, {},
+         "--use-distributed-optimizer must be off for job 'a', .*; replicas of experts are"),
+        ({"expert_tensor_parallel_size": 2}, {}, {},
+         "--expert-tensor-parallel-size must be 1 or 1 for job 'a', .*, got 2"),
         ({}, {"portion_tokens": 64}, {}, "portion_tokens of job a must be absent over a base with"),
-        (
-            {},
-            {},
-            {"run": {"deterministic": True}},
-            "run.deterministic must be off with --tlora-con",
-        ),
+        ({}, {}, {"run": {"deterministic": True}},
+         "run.deterministic must be off with --tlora-con"),
     ],
-)
+)  # fmt: skip
 def test_settings_of_runs_over_experts(
     tmp_path: Path, fields: dict[str, Any], job: Any, sections: Any, message: str
 ) -> None:

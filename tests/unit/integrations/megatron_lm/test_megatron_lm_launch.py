@@ -46,9 +46,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
-def test_without_a_gpu_megatron_s_own_switches_are_set(
-    script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_switches_are_set(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed: list[bool] = []
     monkeypatch.setattr(cpu, "install", lambda: installed.append(True))
     launch.main([str(script), "--bf16"])
@@ -87,9 +85,7 @@ def test_one_process_needs_no_torchrun(script: Path, monkeypatch: pytest.MonkeyP
     assert "MASTER_PORT" not in os.environ
 
 
-def test_a_rank_that_is_ended_while_it_waits_prints_no_stack(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_rank_that_waits_prints_no_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(launch, "show_error", lambda error: os.kill(os.getpid(), signal.SIGUSR2))
     ended: list[int] = []
     monkeypatch.setattr(launch, "STOP_SIGNALS", (signal.SIGUSR2,))
@@ -161,9 +157,7 @@ def test_a_script_of_another_model_is_not_run(
     assert sys.seen == []  # type: ignore[attr-defined]
 
 
-def test_a_package_that_the_script_misses_is_named(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_package_is_named(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text("import nowhere_to_be_found\n")
     with pytest.raises(ModuleNotFoundError):
         launch.main([str(script)])

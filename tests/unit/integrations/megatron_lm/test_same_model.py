@@ -1,10 +1,14 @@
-"""Every field of Megatron's configuration is judged, and built models are held to config.json."""
+"""Built models are held to config.json field by field, and to the fingerprint of the checkpoint
+that Megatron loads.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from tests.helpers.tiny_models import tiny_config
 from tlora_megatron.integrations.megatron_lm.experts import set_rotary_frequencies
@@ -22,23 +27,24 @@ from tlora_megatron.integrations.megatron_lm.same_model import (
     COMPARED,
     ONE_VALUE,
     check_transformer_config,
+    checkpoint_of_convert,
     is_judged,
+    precision_of,
+    without_quantization,
 )
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.ops.frozen.rotary import inverse_frequencies
 
 BUILDER_ARGUMENTS = {
-    "compared": {
-        *("padded_vocab_size", "rotary_base", "untie_embeddings_and_output_weights"),
-        "use_rope_scaling",
-    },
+    "compared": {*("padded_vocab_size", "rotary_base", "untie_embeddings_and_output_weights"),
+     "use_rope_scaling"},
     "chooses a specification, whose linears `discover` checks": {"spec", "transformer_impl"},
     "a TransformerConfig by another way, checked when the model stands": {"yaml_cfg"},
     "rope has no end": {"max_position_embeddings"},
     "the mean of losses that are not the jobs'": {"fp16_lm_cross_entropy", "logit_dtype"},
     "how many rows fill the vocabulary up": {"make_vocab_size_divisible_by", "vocab_size"},
     "num_moe_experts of TransformerConfig": {"num_experts"},
-}
+}  # fmt: skip
 """Arguments that Megatron-LM's builders read beside the fields of TransformerConfig."""
 BUILDERS = ("gpt_builders.py", "megatron/training/argument_utils.py")
 
@@ -52,12 +58,9 @@ def spec(tmp_path: Path) -> ModelSpec:
 def config_of(spec: ModelSpec, **fields: Any) -> TransformerConfig:
     """The configuration of a built model."""
     shape: dict[str, Any] = {
-        "num_layers": spec.num_layers,
-        "hidden_size": spec.hidden_size,
-        "num_attention_heads": spec.num_heads,
-        "activation_func": F.silu,
-        "gated_linear_unit": True,
-    }
+        "num_layers": spec.num_layers, "hidden_size": spec.hidden_size,
+        "num_attention_heads": spec.num_heads, "activation_func": F.silu, "gated_linear_unit": True,
+    }  # fmt: skip
     return TransformerConfig(**(shape | fields))
 
 
@@ -106,9 +109,7 @@ def test_every_argument_of_the_builder_is_judged() -> None:
         ({"num_moe_experts": 4}, "--num-experts must be absent as in c.json, got 4"),
     ],
 )
-def test_a_built_model_is_held_to_the_file(
-    spec: ModelSpec, fields: dict[str, Any], message: str | None
-) -> None:
+def test_held_to_the_file(spec: ModelSpec, fields: dict[str, Any], message: str | None) -> None:
     config = config_of(spec, **fields)
     if message is None:
         check_transformer_config(config, spec, Path("c.json"))
@@ -117,9 +118,7 @@ def test_a_built_model_is_held_to_the_file(
         check_transformer_config(config, spec, Path("c.json"))
 
 
-def test_a_field_of_a_newer_version_is_told_once_it_is_set(
-    spec: ModelSpec, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_newer_version_s_field_is_told(spec: ModelSpec, caplog: pytest.LogCaptureFixture) -> None:
     newer = dataclasses.make_dataclass("Newer", [("logit_soft_cap", float, 0.0)])
     check_transformer_config(newer(), spec, Path("c.json"))
     assert not caplog.text
@@ -163,3 +162,67 @@ def test_frequencies_that_nobody_asked_for_are_refused(spec: ModelSpec) -> None:
     model = built(inverse_frequencies(replace(spec, rope_theta=1e6)))
     with pytest.raises(ValueError, match="must be those of --rotary-base 10000"):
         set_rotary_frequencies(model, spec)
+
+
+@pytest.fixture(autouse=True)
+def trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM's own question whether a folder holds a checkpoint."""
+
+    def checkpoint_exists(folder: Any) -> bool:
+        return folder is not None and (Path(folder) / "latest_checkpointed_iteration.txt").exists()
+
+    module = SimpleNamespace(checkpoint_exists=checkpoint_exists)
+    monkeypatch.setitem(sys.modules, "megatron.training", SimpleNamespace(checkpointing=module))
+    monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", module)
+
+
+def folder(root: Path, name: str, tracker: str) -> str:
+    """A folder of checkpoints."""
+    (root / name).mkdir()
+    (root / name / "latest_checkpointed_iteration.txt").write_text(tracker)
+    return str(root / name)
+
+
+def arguments(load: str | None, pretrained: str | None, **fields: Any) -> argparse.Namespace:
+    """Megatron's arguments."""
+    return argparse.Namespace(load=load, pretrained_checkpoint=pretrained, **fields)
+
+
+def test_it_is_the_folder_that_megatron_loads(tmp_path: Path) -> None:
+    one, other = folder(tmp_path, "one", "release"), folder(tmp_path, "other", "release\n")
+    assert checkpoint_of_convert(arguments(one, other)) == Path(one)
+    assert checkpoint_of_convert(arguments(None, other)) == Path(other)
+    assert checkpoint_of_convert(arguments(str(tmp_path / "none"), other)) == Path(other)
+    assert checkpoint_of_convert(arguments(None, None)) is None
+
+
+def test_weights_that_were_trained_on_are_not_the_base_s(tmp_path: Path) -> None:
+    trained, release = folder(tmp_path, "trained", "100"), folder(tmp_path, "release", "release")
+    assert checkpoint_of_convert(arguments(trained, release)) is None
+    assert checkpoint_of_convert(arguments(release, None, ckpt_step=100)) is None
+    assert checkpoint_of_convert(arguments(release, None, ckpt_step=None)) == Path(release)
+
+
+@pytest.mark.parametrize(
+    ("fields", "precision"),
+    [
+        ({"bf16": False}, "float32"),
+        ({"bf16": True, "fp8_param_gather": False}, "bfloat16"),
+        ({"bf16": True, "fp8_param_gather": True}, "fp8"),
+    ],
+)
+def test_the_precision_is_that_of_the_weights(fields: dict[str, Any], precision: str) -> None:
+    assert precision_of(arguments(None, None, **fields)) == precision
+
+
+def test_fp8_is_off_while_the_base_is_scored() -> None:
+    config = SimpleNamespace(fp8="hybrid", fp4=None)
+    layer = nn.Linear(1, 1)
+    layer.config = config  # type: ignore[assignment]
+    model: Any = nn.Module()
+    model.decoder = nn.Module()
+    model.decoder.layers = nn.ModuleList([layer])
+    model.config = config
+    with without_quantization([model]):
+        assert config.fp8 is None
+    assert (config.fp8, config.fp4) == ("hybrid", None)

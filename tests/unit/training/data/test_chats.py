@@ -1,4 +1,4 @@
-"""Chats through templates with the habits of published ones: nothing of a row is lost unsaid."""
+"""Chats through templates with the habits of published ones, and the class of a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
+from tokenizers.pre_tokenizers import ByteLevel
 
-from tests.helpers.chat_templates import (
+from tests.helpers.tiny_tokenizer import (
     CALLS_ALONE_TEMPLATE,
     ENDLESS_TEMPLATE,
+    EOS_ID,
     LAST_THINKS_TEMPLATE,
     MERGED_TEMPLATE,
     NO_CALLS_TEMPLATE,
@@ -21,10 +24,13 @@ from tests.helpers.chat_templates import (
     TOOL,
     TOOLS_BLOCKS_TEMPLATE,
     TOOLS_TEMPLATE,
+    VOCAB_SIZE,
     chat_template,
+    save_tiny_tokenizer,
+    tiny_tokenizer,
 )
-from tests.helpers.tiny_tokenizer import EOS_ID, VOCAB_SIZE, save_tiny_tokenizer, tiny_tokenizer
 from tlora_megatron.config.job import DataSpec, JobSpec
+from tlora_megatron.training.data import tokenize
 from tlora_megatron.training.data.job_data import load_job_data
 from tlora_megatron.training.data.rows import parse_row, read_messages
 from tlora_megatron.training.data.tokenize import (
@@ -148,11 +154,8 @@ NAMED = [{"role": "user", "content": "bob", "name": "bob"}, {"role": "assistant"
 DEVELOPER = [{"role": "developer", "content": "Be good"}, *NAMED[1:]]
 LOST: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "calls": (NO_CALLS_TEMPLATE, talk(), r"messages\[1\].tool_calls\[0\].function.name"),
-    "calls in blocks": (
-        chat_template(calls="", blocks=True),
-        talk(),
-        r"messages\[1\].tool_calls\[0\].function.name",
-    ),
+    "calls in blocks": (chat_template(calls="", blocks=True), talk(),
+     r"messages\[1\].tool_calls\[0\].function.name"),
     "arguments": (
         chat_template(calls="{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"),
         talk(),
@@ -165,13 +168,11 @@ LOST: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "name": (TOOLS_TEMPLATE, NAMED, r"messages\[0\].name"),
     "reasoning": (chat_template(think=""), TWICE[:2], r"messages\[1\].reasoning_content"),
     "reasoning before": (LAST_THINKS_TEMPLATE, TWICE, r"messages\[1\].reasoning_content"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("template", "messages", "path"), LOST.values(), ids=LOST.keys())
-def test_what_the_template_passes_over_is_refused(
-    template: str, messages: list[dict[str, Any]], path: str
-) -> None:
+def test_what_a_template_omits(template: str, messages: list[dict[str, Any]], path: str) -> None:
     rule = "must be written by the chat template, and the base's passes over it"
     with pytest.raises(ValueError, match=f"^{path} {rule}: .*: f line 1$"):
         tokenized(template, messages, tools=[TOOL])
@@ -232,11 +233,7 @@ STOPS = {
     "another token": (chat_template(end="<|end|>"), None, 4),
     "a token that the base names": (chat_template(end="<|end|>\n"), [EOS_ID, 6], 0),
     "a token that the base names alone": (chat_template(end="<|end|>"), 6, 0),
-    "one answer of two": (
-        chat_template(end="{{ '</s>' if loop.last }}", blocks=True),
-        None,
-        2,
-    ),
+    "one answer of two": (chat_template(end="{{ '</s>' if loop.last }}", blocks=True), None, 2),
 }
 
 
@@ -266,3 +263,52 @@ def test_stop_tokens_are_those_of_tokenizer_and_files(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"generation_config.json must be JSON of an object, got"):
         stop_tokens(load_tokenizer(tmp_path))
+
+
+TEXTS = ["Hello  World's 12345 caf\u00e9 e\u0301\n\n x", "<|endoftext|></s> \u4f60\u597d\t!"]
+
+
+def save_qwen(directory: Path) -> None:
+    alphabet = sorted(ByteLevel.alphabet())
+    vocab = {symbol: index for index, symbol in enumerate(["<|endoftext|>", *alphabet, "He"])}
+    transformers.Qwen2Tokenizer(vocab=vocab, merges=[("H", "e")]).save_pretrained(directory)
+
+
+def set_value(file: Path, key: str, value: Any) -> None:
+    document = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps(document | {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tokenizer_class"),
+    [
+        *tokenize._KNOWN_CLASSES,
+        ("mistral", "PreTrainedTokenizerFast"),
+        ("qwen2", "PreTrainedTokenizerFast"),
+        ("llama", "LlamaTokenizer"),
+    ],
+)
+def test_class_and_ids_are_auto_tokenizer_s(
+    tmp_path: Path, model_type: str, tokenizer_class: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tokenizer_class.startswith("Qwen2"):
+        save_qwen(tmp_path)
+    else:
+        save_tiny_tokenizer(tmp_path)
+    set_value(tmp_path / "config.json", "model_type", model_type)
+    set_value(tmp_path / "tokenizer_config.json", "tokenizer_class", tokenizer_class)
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    if (model_type, tokenizer_class) in tokenize._KNOWN_CLASSES:
+        monkeypatch.setattr(transformers, "AutoTokenizer", None)
+    found = load_tokenizer(tmp_path)
+    assert type(found) is type(expected)
+    assert found(TEXTS)["input_ids"] == expected(TEXTS)["input_ids"]
+    assert found.special_tokens_map == expected.special_tokens_map
+    assert found.chat_template == expected.chat_template
+
+
+def test_code_that_comes_with_a_tokenizer_is_auto_tokenizer_s_to_refuse(tmp_path: Path) -> None:
+    save_tiny_tokenizer(tmp_path)
+    set_value(tmp_path / "config.json", "model_type", "llama")
+    set_value(tmp_path / "tokenizer_config.json", "auto_map", {"AutoTokenizer": ["a.B", None]})
+    assert tokenize._tokenizer_class(tmp_path) is None

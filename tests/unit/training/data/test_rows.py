@@ -1,4 +1,4 @@
-"""What a line may hold, by every door: shapes that people have, and mistakes by their paths."""
+"""What a line may hold, by every API: shapes that people have, and mistakes by their paths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.chat_templates import TOOL
+from tests.helpers.tiny_tokenizer import TOOL
 from tlora_megatron.service.api.openai.uploads import LineCheck
 from tlora_megatron.training.data.rows import parse_row, read_messages
 
@@ -28,77 +28,57 @@ def chat(*messages: dict[str, Any], **keys: Any) -> dict[str, Any]:
 
 SHAPES: dict[str, tuple[dict[str, Any], str | None]] = {
     "calls, content null": (chat(ASK, CALLED, RESULT, TOLD, tools=[TOOL]), None),
-    "calls, no content": (
-        chat(ASK, {"role": "assistant", "tool_calls": [CALL]}, tools=[TOOL]),
-        None,
-    ),
-    "calls, content empty": (
-        chat(ASK, {**CALLED, "content": ""}, RESULT, TOLD, tools=[TOOL]),
-        None,
-    ),
+    "calls, no content": (chat(ASK, {"role": "assistant", "tool_calls": [CALL]}, tools=[TOOL]),
+     None),
+    "calls, content empty": (chat(ASK, {**CALLED, "content": ""}, RESULT, TOLD, tools=[TOOL]),
+     None),
     "tools alone": (chat(ASK, TOLD, tools=[TOOL], parallel_tool_calls=False), None),
     "weight 0": (chat(ASK, {**TOLD, "weight": 0}, ASK, {**TOLD, "weight": 1}), None),
-    "content parts": (
-        chat({"role": "user", "content": [{"type": "text", "text": "hi"}]}, TOLD),
-        r"messages\[0\].content must be a string, got \[",
-    ),
+    "content parts": (chat({"role": "user", "content": [{"type": "text", "text": "hi"}]}, TOLD),
+     r"messages\[0\].content must be a string, got \["),
     "reasoning": (chat(ASK, {**TOLD, "reasoning_content": "because"}), None),
     "ShareGPT": ({"conversations": [{"from": "human", "value": "hi"}]}, OTHER_KEYS),
     "Alpaca": ({"instruction": "hi", "input": "", "output": "x"}, OTHER_KEYS),
-    "pairs": (
-        {"prompt": "a", "chosen": "b", "rejected": "c"},
-        "^chosen must be left out: it is preference data, which is not trained here",
-    ),
-    "conversational pairs": (
-        {"prompt": [ASK], "chosen": [TOLD], "rejected": [TOLD]},
-        "^chosen must be left out: it is preference data",
-    ),
-    "pairs with the prompt inside": (
-        {"chosen": [ASK, TOLD], "rejected": [ASK, TOLD]},
-        "^chosen must be left out: it is preference data",
-    ),
-    "OpenAI's pairs": (
-        {"input": chat(ASK), "preferred_output": [TOLD], "non_preferred_output": [TOLD]},
-        "^preferred_output must be left out: it is preference data",
-    ),
-    "unpaired preferences": (
-        {"prompt": "a", "completion": "b", "label": False},
-        "^label must be left out: it is unpaired preference data, which is not trained here: f l",
-    ),
+    "pairs": ({"prompt": "a", "chosen": "b", "rejected": "c"},
+     "^chosen must be left out: it is preference data, which is not trained here"),
+    "conversational pairs": ({"prompt": [ASK], "chosen": [TOLD], "rejected": [TOLD]},
+     "^chosen must be left out: it is preference data"),
+    "pairs with the prompt inside": ({"chosen": [ASK, TOLD], "rejected": [ASK, TOLD]},
+     "^chosen must be left out: it is preference data"),
+    "OpenAI's pairs": ({"input": chat(ASK), "preferred_output": [TOLD],
+      "non_preferred_output": [TOLD]}, "^preferred_output must be left out: it is preference data"),
+    "unpaired preferences": ({"prompt": "a", "completion": "b", "label": False},
+     "^label must be left out: it is unpaired preference data, which is not trained here: f l"),
     "unpaired chats": (chat(ASK, TOLD, label=True), "^label must be left out: it is unpaired"),
-    "conversational completion": (
-        {"prompt": [ASK], "completion": [TOLD]},
-        "prompt must be a string, got",
-    ),
-    "variables of the template": (
-        chat(ASK, TOLD, chat_template_kwargs={"enable_thinking": False}),
-        None,
-    ),
-    "misspelt": (
-        {"prompt": "a", "completion": "b", "wieght": 3},
-        "^a line's keys must be prompt, completion, got 'wieght'; remove it: training would",
-    ),
+    "conversational completion": ({"prompt": [ASK], "completion": [TOLD]},
+     "prompt must be a string, got"),
+    "variables of the template": (chat(ASK, TOLD, chat_template_kwargs={"enable_thinking": False}),
+     None),
+    "misspelt": ({"prompt": "a", "completion": "b", "wieght": 3},
+     "^a line's keys must be prompt, completion, got 'wieght'; remove it: training would"),
     "metadata": ({"text": "a", "id": 7}, "^a line's keys must be text, got 'id'; remove it"),
     "misspelt beside messages": (chat(ASK, TOLD, tool=[TOOL]), "got 'tool'; did you mean tools?"),
     "older tools": (chat(ASK, TOLD, functions=[TOOL]), "^functions must be left out"),
     "nulls": (chat(ASK, {**TOLD, "refusal": None}, tools=None, source=None), None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "error"), SHAPES.values(), ids=SHAPES.keys())
-def test_both_doors_take_and_refuse_the_same_shapes(row: dict[str, Any], error: str | None) -> None:
+def test_both_readers_take_and_refuse_the_same_shapes(
+    row: dict[str, Any], error: str | None
+) -> None:
     def by_openai(line: bytes) -> None:
         check = LineCheck("f")
         check.feed(line)
         check.end()
 
     line = json.dumps(row).encode()
-    for door in (by_openai, lambda line: parse_row(line, "f line 1")):
+    for reader in (by_openai, lambda line: parse_row(line, "f line 1")):
         if error is None:
-            door(line)
+            reader(line)
             continue
         with pytest.raises(ValueError, match=error) as caught:
-            door(line)
+            reader(line)
         assert "f line 1" in str(caught.value)
 
 
@@ -108,52 +88,36 @@ def call(**function: Any) -> dict[str, Any]:
 
 ARGUMENTS = r"messages\[1\].tool_calls\[0\].function.arguments must be"
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "misspelt": (
-        chat(ASK, {**TOLD, "wieght": 0}),
-        r"messages\[1\]'s keys must be role, .*, got 'wieght'; did you mean weight\?",
-    ),
-    "refusal": (
-        chat(ASK, {**TOLD, "refusal": "no"}),
-        r"messages\[1\]'s keys .*, got 'refusal'; rem",
-    ),
+    "misspelt": (chat(ASK, {**TOLD, "wieght": 0}),
+     r"messages\[1\]'s keys must be role, .*, got 'wieght'; did you mean weight\?"),
+    "refusal": (chat(ASK, {**TOLD, "refusal": "no"}),
+     r"messages\[1\]'s keys .*, got 'refusal'; rem"),
     "older call": (chat(ASK, {**TOLD, "function_call": {}}), r"messages\[1\]'s keys must"),
     "weight 2": (chat(ASK, {**TOLD, "weight": 2}), r"messages\[1\].weight must be 0 or 1, got 2"),
     "weight true": (chat(ASK, {**TOLD, "weight": True}), r"weight must be 0 or 1, got True"),
-    "weight of a question": (
-        chat({**ASK, "weight": 0}, TOLD),
-        r"messages\[0\].weight must be of role assistant, got user",
-    ),
+    "weight of a question": (chat({**ASK, "weight": 0}, TOLD),
+     r"messages\[0\].weight must be of role assistant, got user"),
     "calls of a question": (chat({**CALLED, "role": "user"}, TOLD), "must be of role assistant"),
-    "all of weight 0": (
-        chat(ASK, {**TOLD, "weight": 0}),
-        r"a chat must have an answer of weight 1 \(role assistant\), got none",
-    ),
-    "null and no calls": (
-        chat(ASK, {**TOLD, "content": None}),
-        r"content must be a string, got No",
-    ),
-    "cut arguments": (
-        chat(ASK, call(arguments="{'city")),
-        ARGUMENTS + r""" JSON of an object, got "{'city\"""",
-    ),
+    "all of weight 0": (chat(ASK, {**TOLD, "weight": 0}),
+     r"a chat must have an answer of weight 1 \(role assistant\), got none"),
+    "null and no calls": (chat(ASK, {**TOLD, "content": None}),
+     r"content must be a string, got No"),
+    "cut arguments": (chat(ASK, call(arguments="{'city")),
+     ARGUMENTS + r""" JSON of an object, got "{'city\""""),
     "list of arguments": (chat(ASK, call(arguments="[1]")), ARGUMENTS + " JSON of an object"),
     "no arguments": (chat(ASK, call()), ARGUMENTS + " an object, got None"),
     "deep arguments": (chat(ASK, call(arguments="[" * 100_000)), ARGUMENTS + " JSON of an object"),
     "more in a function": (chat(ASK, call(arguments={}, argument={})), "did you mean arguments?"),
     "calls no list": (chat(ASK, {**CALLED, "tool_calls": {"a": 1}}), "tool_calls must be a list"),
-    "call without a function": (
-        chat(ASK, {**CALLED, "tool_calls": [{"type": "custom"}]}),
-        r"messages\[1\].tool_calls\[0\] must be an object whose function has a name",
-    ),
+    "call without a function": (chat(ASK, {**CALLED, "tool_calls": [{"type": "custom"}]}),
+     r"messages\[1\].tool_calls\[0\] must be an object whose function has a name"),
     "tools as text": (chat(ASK, TOLD, tools="[]"), r"tools must be a list, got '\[\]'"),
     "flat tool": (chat(ASK, TOLD, tools=[{"name": "f"}]), r"tools\[0\] must be an object whose"),
     "name no string": (chat({**ASK, "name": 1}, TOLD), r"messages\[0\].name must be a string"),
     "variables no object": (chat(ASK, TOLD, chat_template_kwargs=[1]), "must be an object, got"),
-    "half a character": (
-        chat(ASK, TOLD, tools=[{"function": {"name": "f", "description": "\ud800"}}]),
-        "tools must be Unicode text",
-    ),
-}
+    "half a character": (chat(ASK, TOLD,
+      tools=[{"function": {"name": "f", "description": "\ud800"}}]), "tools must be Unicode text"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "error"), MISTAKES.values(), ids=MISTAKES.keys())

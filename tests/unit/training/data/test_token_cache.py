@@ -79,9 +79,7 @@ def test_the_cache_gives_the_bits_of_the_files(
         again.data.train[len(again.data.train)]
 
 
-def test_an_entry_is_safetensors_and_its_owners_alone(
-    cache: TokenCache, job: JobSpec, source: TokenizerFolder
-) -> None:
+def test_an_entry_is_its_owners(cache: TokenCache, job: JobSpec, source: TokenizerFolder) -> None:
     loaded = cache.load(job, source, VOCAB_SIZE)
     entry = cache.folder / loaded.keys["train"]
     assert os.listdir(entry) == [ENTRY_NAME]
@@ -154,9 +152,7 @@ def test_answers_that_never_end_are_told_by_the_cache_too(
     assert len(told) == 2
 
 
-def test_a_known_key_is_of_one_file_alone(
-    cache: TokenCache, job: JobSpec, source: TokenizerFolder
-) -> None:
+def test_a_known_key_is_of_a_file(cache: TokenCache, job: JobSpec, source: TokenizerFolder) -> None:
     keys = cache.load(job, source, VOCAB_SIZE).keys
     (cache.folder / keys["train"] / ENTRY_NAME).unlink()
     Path(job.data.train).write_text('{"text": "other"}\n')

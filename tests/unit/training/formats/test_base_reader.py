@@ -1,19 +1,40 @@
-"""The threaded reader fills parameters with the values of `megatron_tensors`, and names damage."""
+"""The threaded reader fills parameters with a base's values, or quantised ones, and names
+damage.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.base_case import FILE, UP, assert_base_is_read
+from tests.helpers.one_process import one_process_groups
 from tests.helpers.tiny_models import TINY_MODEL_TYPES, TinyModelType, make_tiny_model
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.integrations.megatron import model as backbone
+from tlora_megatron.layers.quantised_linear import quantised_linears
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.quantisation import quantised_on_reading
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.ops.quantised.weight import encode_weight
+from tlora_megatron.runtime.backbone import EXPECTED, log_base, outliers
 from tlora_megatron.training.formats import base_reader
-from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
+from tlora_megatron.training.formats.base_reader import read_base
+from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, RandomWeights, WeightSource
+from tlora_megatron.training.formats.hf_convert import (
+    Rounding,
+    draw_base,
+    hf_shapes,
+    megatron_tensors,
+)
 from tlora_megatron.training.formats.rank_tensors import rank_tensors
 
 CPU = torch.device("cpu")
@@ -32,9 +53,7 @@ def test_parameters_are_those_of_megatron_tensors(
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_files_of_any_dtype_are_cast(
-    tmp_path: Path, stored: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_files_of_any_dtype(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype) -> None:
     directory = make_tiny_model(tmp_path, "llama", tied=True)
     change(directory, {name: value.to(stored) for name, value in tensors_of(directory).items()})
     assert_base_is_read(directory, CPU, dtype=dtype)
@@ -73,3 +92,132 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 def change(directory: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, directory / FILE)
+
+
+UNQUANTISED = ("embed_tokens", "lm_head", "layers.1.o_proj")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", vocab_size=127)
+
+
+def read(source: WeightSource, spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
+    """One rank's tensors, with codes where there are linears, and scales as `NAME.scale`."""
+    part: dict[str, Any] = {"tp_rank": tp_rank, "tp_size": tp_size}
+    part |= {"layers": range(spec.num_layers), "with_embedding": True, "with_output": True}
+    tensors = list(rank_tensors(spec, **part))
+    held = [t for t in tensors if ".linear_" in t.name and t.name.endswith(".weight")]
+    scales = {tensor.name: torch.full((tensor.shape[0],), float("nan")) for tensor in held}
+    parameters = {
+        tensor.name: torch.empty(tensor.shape, dtype=torch.uint8)
+        if tensor.name in scales
+        else torch.full(tensor.shape, float("nan"))
+        for tensor in tensors
+    }
+    fill = read_base if isinstance(source, HFCheckpoint) else draw_base
+    rounding = fill(source, tensors, parameters, scales)  # type: ignore[operator]
+    assert rounding.relative().keys() == scales.keys()
+    assert all(0.9 * EXPECTED < error < EXPECTED for error in rounding.relative().values())
+    assert not outliers(rounding.relative())
+    return parameters | {f"{name}.scale": value for name, value in scales.items()}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_codes_are_those_of_whole_rows(
+    directory: Path, tp_size: int, drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_reader, "_BLOCK_BYTES", 1800)  # a few rows: all runs are cut
+    spec, source = read_model_spec(directory / "config.json"), source_of(directory, drawn)
+    whole = dict(
+        megatron_tensors(
+            spec,
+            source,
+            tp_rank=0,
+            tp_size=1,
+            layers=range(spec.num_layers),
+            with_embedding=True,
+            with_output=True,
+        )
+    )
+    ranks = [read(source, spec, rank, tp_size) for rank in range(tp_size)]
+    for name in ("linear_proj", "linear_fc2"):
+        for layer in range(spec.num_layers):
+            block = "self_attention" if name == "linear_proj" else "mlp"
+            key = f"decoder.layers.{layer}.{block}.{name}.weight"
+            expected = encode_weight(whole[key])
+            assert torch.equal(torch.cat([r[key] for r in ranks], dim=1), expected.codes_NK), key
+            assert all(torch.equal(r[f"{key}.scale"], expected.scales) for r in ranks), key
+    for rank, found in enumerate(ranks):
+        part = {"tp_rank": rank, "tp_size": tp_size, "layers": range(spec.num_layers)}
+        own = dict(megatron_tensors(spec, source, with_embedding=True, with_output=True, **part))
+        for key, value in own.items():
+            if "linear_qkv.weight" in key or "linear_fc1" in key:
+                expected = encode_weight(value)
+                assert torch.equal(found[key], expected.codes_NK), key
+                assert torch.equal(found[f"{key}.scale"], expected.scales), key
+            elif "linear_proj" not in key and "linear_fc2" not in key:
+                assert torch.equal(found[key], value), key
+
+
+def source_of(directory: Path, drawn: bool) -> WeightSource:
+    if not drawn:
+        return HFCheckpoint(directory)
+    shapes = hf_shapes(read_model_spec(directory / "config.json"))
+    return RandomWeights(shapes, seed=3, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_no_wide_weight_is_ever_made(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = read_model_spec(directory / "config.json")
+    with one_process_groups():
+        quantisation = quantised_on_reading(spec, UNQUANTISED)
+        with _Made() as made:
+            model = backbone.build_backbone(
+                spec, ParallelLayout(), dtype=torch.bfloat16, quantisation=quantisation
+            )
+        rounding = backbone.load_backbone(model, spec, directory, ParallelLayout())
+        with caplog.at_level(logging.INFO):
+            log_base(quantisation, spec, model, rounding)
+    assert "15 of 16 linears, 0.00 GiB; at most 0.00 GiB of weights on a rank" in caplog.text
+    assert re.search(r"lose .* 0\.02.* to 0\.02.* most in layers\.[0-3]\.", caplog.text)
+    assert "base_model.unquantised may name" not in caplog.text
+    held = dict(quantised_linears(model))
+    assert len(held) == len(rounding.relative()) == 4 * spec.num_layers - 1
+    assert model.decoder.layers[1].self_attention.linear_proj.weight.dtype == torch.bfloat16
+    assert not any(tensor.is_meta for tensor in model.state_dict().values() if tensor is not None)
+    hidden, vocab = spec.hidden_size, spec.vocab_size
+    wide = [shape for shape in made.shapes if len(shape) > 1]
+    # The embedding, the head, and the linear that stays.
+    assert sorted(wide) == sorted([(vocab, hidden)] * 2 + [(hidden, spec.q_size)])
+
+
+class _Made(TorchDispatchMode):
+    """Notes the shapes of all floating tensors that are given memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        is_wide = isinstance(made, Tensor) and made.is_floating_point() and not made.is_meta
+        if is_wide and "empty" in str(func):
+            self.shapes.append(tuple(made.shape))
+        return made
+
+
+def test_a_linear_that_loses_more_is_an_outlier() -> None:
+    rounding = Rounding()
+    rounding.add("good", torch.tensor([0.0265**2 * 4, 4.0]))
+    rounding.add("bad", torch.tensor([0.02**2, 1.0]))
+    rounding.join([rounding_of("bad", torch.tensor([0.05**2, 1.0]))])
+    assert outliers(rounding.relative()) == ["bad"]
+
+
+def rounding_of(name: str, squares: Tensor) -> Rounding:
+    rounding = Rounding()
+    rounding.add(name, squares)
+    return rounding

@@ -46,14 +46,9 @@ def read_spec(tmp_path: Path, **fields: Any) -> ModelSpec:
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    }
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    }  # fmt: skip
     path = tmp_path / "config.json"
     path.write_text(json.dumps(values | fields))
     return read_model_spec(path)
@@ -73,13 +68,9 @@ class TestFlags:
 
     def test_switches(self, tmp_path: Path) -> None:
         spec = read_spec(
-            tmp_path,
-            model_type="qwen3",
-            num_key_value_heads=32,
-            rope_scaling=None,
-            tie_word_embeddings=True,
-            vocab_size=1000,
-        )
+            tmp_path, model_type="qwen3", num_key_value_heads=32, rope_scaling=None,
+            tie_word_embeddings=True, vocab_size=1000,
+        )  # fmt: skip
         words = megatron_flags(spec)
         assert "--qk-layernorm" in words
         assert words[-2:] == ["--padded-vocab-size", "1024"]
@@ -92,23 +83,12 @@ class TestFlags:
         ("fields", "message"),
         [
             ({"rope_theta": 10000.5}, r"rope_theta must be whole for .*--rotary-base, got 10000.5"),
-            (
-                {
-                    "rope_scaling": {
-                        "rope_type": "llama3",
-                        "factor": 8.0,
-                        "low_freq_factor": 1.0,
-                        "high_freq_factor": 2.0,
-                        "original_max_position_embeddings": 8192,
-                    }
-                },
-                r"rope_scaling.high_freq_factor must be 4.0 for .*--use-rope-scaling, got 2.0",
-            ),
+            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 2.0, "original_max_position_embeddings": 8192}},
+             r"rope_scaling.high_freq_factor must be 4.0 for .*--use-rope-scaling, got 2.0"),
         ],
-    )
-    def test_what_megatron_has_no_flag_for(
-        self, tmp_path: Path, fields: dict[str, Any], message: str
-    ) -> None:
+    )  # fmt: skip
+    def test_what_has_no_flag(self, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
         with pytest.raises(NotImplementedError, match=message):
             megatron_flags(read_spec(tmp_path, **fields))
 
@@ -146,9 +126,7 @@ class TestFiles:
         }
         assert {entry.properties.dtype for entry in tensors.values()} == {torch.bfloat16}
 
-    def test_the_result_as_json(
-        self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_as_json(self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (shutil.copytree(tiny, tmp_path / "with tokenizer") / "tokenizer.json").touch()
         model, out = tmp_path / "with tokenizer", tmp_path / "out"
         assert main(["convert", str(model), str(out), "--json"]) == 0
@@ -210,11 +188,23 @@ class Failing(NamedTuple):
         return self.source.read(name, *part, **parts)
 
 
+Said = Callable[[Path, Path], str]
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """What `tlora convert MODEL OUT` says where it is refused."""
+
+    def convert(model: Path, out: Path) -> str:
+        assert main(["convert", str(model), str(out)]) == 2
+        return capsys.readouterr().err
+
+    return convert
+
+
 class TestRefusals:
     @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
-    def test_a_failure_leaves_nothing(
-        self, tiny: Path, tmp_path: Path, error: BaseException
-    ) -> None:
+    def test_a_failed_conversion(self, tiny: Path, tmp_path: Path, error: BaseException) -> None:
         spec, source = read_model_spec(tiny / "config.json"), HFCheckpoint(tiny)
         planned = plan_megatron_checkpoint(spec, source)
         failing = Failing(source, "model.layers.2.mlp.down_proj.weight", error)
@@ -226,60 +216,29 @@ class TestRefusals:
         assert len(written) == 3, "the embedding and two layers"
         assert list(tmp_path.iterdir()) == []
 
-    @pytest.mark.parametrize("fill", [Path.touch, Path.mkdir])
-    def test_a_directory_in_use(
-        self,
-        tiny: Path,
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
-        fill: Callable[[Path], None],
-    ) -> None:
+    @pytest.mark.parametrize(
+        ("fill", "out"), [(Path.touch, "."), (Path.mkdir, "."), (Path.touch, "something")]
+    )
+    def test_in_use(self, tiny: Path, tmp_path: Path, said: Said, fill: Any, out: str) -> None:
         fill(tmp_path / "something")
-        assert main(["convert", str(tiny), str(tmp_path)]) == 2
-        assert "OUT must be a new or empty directory, got" in capsys.readouterr().err
+        assert "OUT must be a new or empty directory, got" in said(tiny, tmp_path / out)
 
-    def test_a_file_in_its_place(
-        self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        (tmp_path / "out").touch()
-        assert main(["convert", str(tiny), str(tmp_path / "out")]) == 2
-        assert "OUT must be a new or empty directory" in capsys.readouterr().err
-
-    def test_a_full_disk(
-        self,
-        tiny: Path,
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+    def test_a_full_disk(self, tiny: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 1000))
-        assert main(["convert", str(tiny), str(tmp_path / "a" / "b")]) == 2
-        assert "OUT must have 0.0 GB free, got 0.0 GB in" in capsys.readouterr().err
+        assert "OUT must have 0.0 GB free, got 0.0 GB in" in said(tiny, Path("nowhere/b"))
 
-    def test_no_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 2
-        assert "base_model must hold a config.json" in capsys.readouterr().err
-
-    def test_two_types(
-        self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        model = shutil.copytree(tiny, tmp_path / "model")
+    def test_tensors_that_do_not_fit(self, tiny: Path, tmp_path: Path, said: Said) -> None:
+        model, out = tmp_path / "model", tmp_path / "out"
+        assert "base_model must hold a config.json" in said(model, out)
+        shutil.copytree(tiny, model)
         tensors = load_file(model / "model.safetensors")
-        tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
-        save_file(tensors, model / "model.safetensors")
-        assert main(["convert", str(model), str(tmp_path / "out")]) == 2
-        message = capsys.readouterr().err
+        norm = tensors["model.norm.weight"].half()
+        save_file(tensors | {"model.norm.weight": norm}, model / "model.safetensors")
+        message = said(model, out)
         assert "must share one dtype unless --dtype is given, got torch.float32" in message
         assert "torch.float16 of model.norm.weight" in message
-        assert main(["convert", str(model), str(tmp_path / "out"), "--dtype", "float32"]) == 0
-
-    def test_a_missing_tensor(
-        self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        model = shutil.copytree(tiny, tmp_path / "model")
-        tensors = load_file(model / "model.safetensors")
+        assert main(["convert", str(model), str(tmp_path / "wide"), "--dtype", "float32"]) == 0
         del tensors["model.layers.3.mlp.up_proj.weight"]
         save_file(tensors, model / "model.safetensors")
-        assert main(["convert", str(model), str(tmp_path / "out")]) == 2
-        assert "must hold the tensor model.layers.3.mlp.up_proj.weight" in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
+        assert "must hold the tensor model.layers.3.mlp.up_proj.weight" in said(model, out)
+        assert not out.exists()

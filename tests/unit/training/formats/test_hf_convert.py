@@ -31,18 +31,9 @@ O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 HEAD = "lm_head.weight"
 
 SMALL = ModelSpec(
-    model_type="llama",
-    num_layers=2,
-    hidden_size=6,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=2,
-    ffn_size=4,
-    vocab_size=5,
-    max_positions=8,
-    norm_eps=1e-5,
-    rope_theta=1e4,
-)
+    model_type="llama", num_layers=2, hidden_size=6, num_heads=4, num_kv_heads=2, head_dim=2,
+    ffn_size=4, vocab_size=5, max_positions=8, norm_eps=1e-5, rope_theta=1e4,
+)  # fmt: skip
 
 
 def rank_tensors(
@@ -164,32 +155,22 @@ def test_random_weights_do_not_depend_on_the_slice() -> None:
     assert large.std().item() == pytest.approx(0.02, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
-def test_pickles_are_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=rf"must be safetensors, got {name} \(pickle\)"):
-        HFCheckpoint(tmp_path)
+def test_pickles_and_folders_without_weights_are_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ValueError, match=r"must hold model.safetensors or .*, got no files"):
+            HFCheckpoint(folder)
+    for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth"):
+        (tmp_path / name).touch()
+        with pytest.raises(ValueError, match=rf"must be safetensors, got {name} \(pickle\)"):
+            HFCheckpoint(tmp_path)
+        (tmp_path / name).unlink()
 
 
-def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must hold model.safetensors or .*, got no files"):
-        HFCheckpoint(tmp_path)
-    with pytest.raises(ValueError, match=r"must hold model.safetensors or .*, got no files"):
-        HFCheckpoint(tmp_path / "missing")
-
-
-@pytest.mark.parametrize("size", [0, 4, 100, -1])
-def test_a_truncated_file_is_refused(directory: Path, size: int) -> None:
+@pytest.mark.parametrize("size", [0, 4, 100, -1, None])
+def test_a_truncated_or_corrupt_file_is_refused(directory: Path, size: int | None) -> None:
     content = (directory / WHOLE).read_bytes()
-    (directory / WHOLE).write_bytes(content[:size])
-    with pytest.raises(ValueError, match=r"model.safetensors must be a complete safetensors file"):
-        HFCheckpoint(directory)
-
-
-def test_a_corrupt_header_is_refused(directory: Path) -> None:
-    content = bytearray((directory / WHOLE).read_bytes())
-    content[:8] = b"\xff" * 8
-    (directory / WHOLE).write_bytes(content)
+    spoilt = b"\xff" * 8 + content[8:] if size is None else content[:size]
+    (directory / WHOLE).write_bytes(spoilt)
     with pytest.raises(ValueError, match=r"model.safetensors must be a complete safetensors file"):
         HFCheckpoint(directory)
 
@@ -209,11 +190,14 @@ def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
         HFCheckpoint(tmp_path)
 
 
-def test_a_missing_tensor_is_refused(directory: Path, spec: ModelSpec) -> None:
+def test_a_missing_or_quantised_tensor_is_refused(directory: Path, spec: ModelSpec) -> None:
     tensors = load_file(directory / WHOLE)
-    del tensors[O_PROJ]
+    codes = tensors.pop(O_PROJ).to(torch.float8_e4m3fn)
     save_file(tensors, directory / WHOLE)
     with pytest.raises(ValueError, match=rf"must hold the tensor {O_PROJ}, got 38 others"):
+        rank_tensors(spec, HFCheckpoint(directory), 0, 1)
+    save_file(tensors | {O_PROJ: codes}, directory / WHOLE)
+    with pytest.raises(ValueError, match=rf"{O_PROJ} must be float32, .*got F8_E4M3"):
         rank_tensors(spec, HFCheckpoint(directory), 0, 1)
 
 
@@ -236,14 +220,6 @@ def test_a_wrong_shape_is_refused_with_both_shapes(directory: Path, spec: ModelS
         check_weights(wrong, HFCheckpoint(directory))
 
 
-def test_quantised_weights_are_refused(directory: Path, spec: ModelSpec) -> None:
-    tensors = load_file(directory / WHOLE)
-    tensors[O_PROJ] = tensors[O_PROJ].to(torch.float8_e4m3fn)
-    save_file(tensors, directory / WHOLE)
-    with pytest.raises(ValueError, match=rf"{O_PROJ} must be float32, .*got F8_E4M3"):
-        rank_tensors(spec, HFCheckpoint(directory), 0, 1)
-
-
 @pytest.mark.parametrize(
     ("change", "sizes", "message"),
     [
@@ -254,9 +230,7 @@ def test_quantised_weights_are_refused(directory: Path, spec: ModelSpec) -> None
         ({}, {"pp_size": 2, "first_stage_layers": 2}, r"leave equally many of 2 .* got 2 and None"),
     ],
 )
-def test_layouts_that_do_not_divide_are_refused(
-    change: dict[str, int], sizes: dict[str, int], message: str
-) -> None:
+def test_unfit_layouts_refused(change: dict[str, int], sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_layout(replace(SMALL, **change), ParallelLayout(**sizes))
 

@@ -126,12 +126,9 @@ def test_small_rests_are_passed_over() -> None:
     controller = HysteresisController()
     is_rest = [step % 4 == 3 for step in range(80)]
     run(
-        controller,
-        (1.0, 0.9, 0.95, 1.0),
-        80,
-        tokens=lambda step: 500 if is_rest[step] else 8192,
+        controller, (1.0, 0.9, 0.95, 1.0), 80, tokens=lambda step: 500 if is_rest[step] else 8192,
         noise=lambda step: 5.0 if is_rest[step] else 1.0,
-    )
+    )  # fmt: skip
     assert controller.kept == 2
 
 
@@ -236,9 +233,7 @@ def test_under_the_hysteresis_every_change_is_to_a_truly_faster_count(
     width=st.floats(0.0, 0.1),
     seed=st.integers(0, 2**20),
 )
-def test_what_is_kept_is_near_the_best_that_was_tried(
-    costs: list[float], width: float, seed: int
-) -> None:
+def test_what_is_kept_is_near_the_best_tried(costs: list[float], width: float, seed: int) -> None:
     """Bounded noise: the kept count is within the margin and the noise of all that were measured.
 
     The margin is at most 1.7 times the noise (its estimate is a block's range, at most 2 widths).

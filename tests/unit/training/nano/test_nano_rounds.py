@@ -1,8 +1,9 @@
-"""Rounds of a run told to the controller; the trace; going on with it."""
+"""Rounds reported to the controller; the trace; going on with it."""
 
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from tlora_megatron.ops.routing import Document
 from tlora_megatron.parallel.overlap import NO_LIMIT, LaneRoom
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.nano.rounds import NanoRounds, mix_key, rank_aware_cut
-from tlora_megatron.training.nano.trace import TRACE_FILE, NanoTrace
+from tlora_megatron.training.nano.trace import TRACE_FILE, NanoTrace, TraceLine, read_trace
 from tlora_megatron.training.packing.packing import Item, Placed, Round
 
 COSTS = (1.0, 0.9, 0.95, 1.0)
@@ -55,13 +56,9 @@ class Run:
         self.limit = NO_LIMIT
         self.jobs = jobs(*names, step=step if resuming else 0)
         self.rounds = NanoRounds(
-            kind,
-            self,
-            NanoTrace(folder),
-            jobs=self.jobs,
-            device=torch.device("cpu"),
+            kind, self, NanoTrace(folder), jobs=self.jobs, device=torch.device("cpu"),
             resuming=resuming,
-        )
+        )  # fmt: skip
 
     def set_count(self, count: int) -> None:
         self.count = count
@@ -110,9 +107,7 @@ def test_chooses_sets_and_writes_down(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_step_that_ran_beside_a_decision_does_not_count_for_the_new_number(
-    tmp_path: Path,
-) -> None:
+def test_a_step_that_ran_beside_a_decision_is_not_the_new_number_s(tmp_path: Path) -> None:
     """Were it counted, the first step behind a change would be."""
     run, content, last = Run(tmp_path), content_of(100, 50, 60, 40), 0
     for _ in range(50):
@@ -191,12 +186,10 @@ def test_a_resumed_run_reads_no_more_of_its_trace_than_it_needs(
         (lambda line: line.update(step="59"), "step must be of type int, got '59'"),
         (lambda line: line.update(chosen=True), "chosen must be of type int | None, got True"),
         (lambda line: line.update(chosen={}), "chosen must be of type int | None, got {}"),
-        (
-            lambda line: line.update(job_steps={"a": "1"}),
-            "job_steps must be of type dict[str, int] | int, got {'a': '1'}",
-        ),
+        (lambda line: line.update(job_steps={"a": "1"}),
+         "job_steps must be of type dict[str, int] | int, got {'a': '1'}"),
     ],
-)
+)  # fmt: skip
 def test_broken_lines_are_passed_over_and_stay(
     tmp_path: Path, change: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -320,3 +313,33 @@ def test_cuts_follow_the_ranks_of_the_jobs() -> None:
     documents = [Document(slot=slot, length=32) for slot in (0, 0, 1, 1, 1, 1)]
     assert rank_aware_cut(SPEC, (job(16), job(16)))(documents, 2) == (0, 3, 6)
     assert rank_aware_cut(SPEC, (job(256), job(16)))(documents, 2) == (0, 2, 6)
+
+
+def line(step: int) -> TraceLine:
+    return TraceLine(
+        step=step, nano_batches=1, time_s=0.5, tokens=9, phase="explore", kept=1, jobs=1, mix="m"
+    )
+
+
+def test_a_disk_that_fills_up_in_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trace = NanoTrace(tmp_path)
+    trace.begin()
+    trace.append(line(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (trace.path.stat().st_size + 10, hard))
+    try:
+        trace.append(line(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    trace.append(line(3))
+    assert read_trace(tmp_path) == [line(1), line(3)]
+    assert [record.message.partition(": ")[0] for record in caplog.records] == [
+        f"{trace.path} could not be written"
+    ]
+
+
+def test_a_trace_that_cannot_be_begun(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The other processes wait for what the writer has to tell."""
+    (tmp_path / TRACE_FILE).mkdir()
+    NanoTrace(tmp_path).begin()
+    assert "could not be emptied" in caplog.text

@@ -47,10 +47,7 @@ class Model(nn.Module):
 
 
 def probe(
-    mixer: Mixer,
-    groups: ParallelGroups,
-    dtype: torch.dtype = torch.float32,
-    **options: Any,
+    mixer: Mixer, groups: ParallelGroups, dtype: torch.dtype = torch.float32, **options: Any
 ) -> None:
     model = Model(mixer, dtype)
     given = {"name": "Model", "dtype": dtype, "has_experts": False, "vocab_size": VOCAB} | options
@@ -114,9 +111,7 @@ def routed(x_TH: Tensor, most: int | None = None) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [4, 32, 96, 160, 512])
-def test_documents_that_are_apart_pass(
-    num_rows: int, dtype: torch.dtype, groups: ParallelGroups
-) -> None:
+def test_apart_documents_pass(num_rows: int, dtype: torch.dtype, groups: ParallelGroups) -> None:
     probe(cumulative, groups, dtype, num_rows=num_rows, longest=33)
 
 
@@ -132,9 +127,7 @@ def test_documents_that_are_apart_pass(
         pytest.param(scaled, id="a scale of all rows"),
     ],
 )
-def test_losses_that_move_are_refused(
-    mixer: Mixer, dtype: torch.dtype, groups: ParallelGroups
-) -> None:
+def test_losses_that_move(mixer: Mixer, dtype: torch.dtype, groups: ParallelGroups) -> None:
     rule = r"the model Model must keep the documents of a micro-batch apart, got losses of one doc"
     with pytest.raises(ValueError, match=rule + r"ument that move by \d\.\de-\d\d when another's"):
         probe(mixer, groups, dtype)
@@ -142,9 +135,7 @@ def test_losses_that_move_are_refused(
 
 @pytest.mark.parametrize("has_experts", [False, True])
 @pytest.mark.parametrize("shift", [-1, 1])
-def test_a_leak_in_backward_alone_is_refused(
-    shift: int, has_experts: bool, groups: ParallelGroups
-) -> None:
+def test_a_leak_in_backward_alone(shift: int, has_experts: bool, groups: ParallelGroups) -> None:
     rule = r"got gradients of one document's losses at another's tokens, \d\.\de-\d\d of those"
     with pytest.raises(ValueError, match=rule):
         probe(lambda x: _Back.apply(x, shift), groups, has_experts=has_experts)
@@ -187,14 +178,9 @@ def test_an_embedding_without_gradient_is_refused(groups: ParallelGroups) -> Non
     model = Model(cumulative, torch.float32)
     with pytest.raises(ValueError, match="got no gradient at its embedding"):
         check_isolation(
-            model.forward_backward,
-            [],
-            groups,
-            name="Model",
-            dtype=torch.float32,
-            has_experts=False,
-            vocab_size=VOCAB,
-        )
+            model.forward_backward, [], groups, name="Model", dtype=torch.float32,
+            has_experts=False, vocab_size=VOCAB,
+        )  # fmt: skip
 
 
 def test_single_tokens_with_other_experts_do_not_count() -> None:

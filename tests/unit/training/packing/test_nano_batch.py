@@ -207,9 +207,7 @@ def test_a_portion_is_in_one_nano_batch_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize(("lengths", "parts"), [((30, 30), 2), ((60, 4), 1), ((64,), 1)])
-def test_kernels_are_cut_for_the_number_asked_for_whatever_the_documents(
-    lengths: tuple[int, ...], parts: int
-) -> None:
+def test_kernels_are_cut_for_the_number_asked_for(lengths: tuple[int, ...], parts: int) -> None:
     """Alone a job's documents may not be cut: its bits must not depend on that."""
     rows = RoundPacker(
         groups=groups(), micro_batch_tokens=64, shape=RoundShape(), active=(True,) * 4,

@@ -80,12 +80,9 @@ def test_a_round_is_full_when_it_ends(
 ) -> None:
     dp_size, pp_size = layout
     bins, left = fill_bins(
-        queues_of(lengths),
-        capacity=CAPACITY,
-        dp_size=dp_size,
-        pp_size=pp_size,
+        queues_of(lengths), capacity=CAPACITY, dp_size=dp_size, pp_size=pp_size,
         first_slot=first_slot,
-    )
+    )  # fmt: skip
     lightest = min(sum(p.item.length for p in contents) for contents in bins.micro_batches)
     for queue in left:
         if queue:
@@ -94,9 +91,7 @@ def test_a_round_is_full_when_it_ends(
 
 @given(LENGTHS, LAYOUTS)
 @fast
-def test_rounds_place_every_sequence_exactly_once(
-    lengths: list[list[int]], layout: tuple[int, int]
-) -> None:
+def test_rounds_place_sequences_once(lengths: list[list[int]], layout: tuple[int, int]) -> None:
     left, placed, rounds = queues_of(lengths), [], 0
     while any(left):
         bins, left = fill_bins(
@@ -110,9 +105,7 @@ def test_rounds_place_every_sequence_exactly_once(
 
 @given(LENGTHS, st.integers(0, 9))
 @fast
-def test_room_for_the_longest_of_each_lets_every_slot_go_every_round(
-    lengths: list[list[int]], first_slot: int
-) -> None:
+def test_room_for_the_longest_lets_every_slot_go(lengths: list[list[int]], first_slot: int) -> None:
     capacity = sum(max(queue, default=0) for queue in lengths) or 1
     bins, _ = fill_bins(
         queues_of(lengths), capacity=capacity, dp_size=1, pp_size=1, first_slot=first_slot
@@ -126,12 +119,9 @@ def test_the_first_slot_always_gets_room(
     lengths: list[list[int]], layout: tuple[int, int], first_slot: int
 ) -> None:
     bins, _ = fill_bins(
-        queues_of(lengths),
-        capacity=CAPACITY,
-        dp_size=layout[0],
-        pp_size=layout[1],
+        queues_of(lengths), capacity=CAPACITY, dp_size=layout[0], pp_size=layout[1],
         first_slot=first_slot,
-    )
+    )  # fmt: skip
     first = first_slot % len(lengths)
     assert not lengths[first] or first in {slot for slot, _ in ids(bins)}
 
@@ -187,13 +177,9 @@ def test_data_parallel_ranks_share_the_bins() -> None:
 
 
 RECORDED = {
-    (1, 1): "c63b8ff21e979c20",
-    (2, 1): "c180d40322c60a9f",
-    (3, 1): "5133aae1cdf1e38a",
-    (8, 1): "3ae6ba71fb51baf5",
-    (1, 2): "74819a455ca3d293",
-    (2, 2): "c9421b4af43ad977",
-}
+    (1, 1): "c63b8ff21e979c20", (2, 1): "c180d40322c60a9f", (3, 1): "5133aae1cdf1e38a",
+    (8, 1): "3ae6ba71fb51baf5", (1, 2): "74819a455ca3d293", (2, 2): "c9421b4af43ad977",
+}  # fmt: skip
 """By dp_size and pp_size the digest of all rounds of 40 drawn mixes, balanced by tokens. A run's
 bits follow from which sequences meet, so they must stay."""
 
@@ -271,14 +257,9 @@ def test_tensors_of_a_micro_batch_by_the_definition(cp_size: int) -> None:
     seen = set()
     for cp_rank in range(cp_size):
         batch = pack(
-            placed,
-            num_tokens=32,
-            num_slots=3,
-            dropout_keys=(1, 2, 3),
-            cp_rank=cp_rank,
-            cp_size=cp_size,
-            device=CPU,
-        )
+            placed, num_tokens=32, num_slots=3, dropout_keys=(1, 2, 3), cp_rank=cp_rank,
+            cp_size=cp_size, device=CPU,
+        )  # fmt: skip
         assert (batch.tokens.dtype, batch.labels.dtype) == (torch.int64, torch.int64)
         assert batch.weights.dtype == torch.float32
         assert batch.tokens.shape == batch.labels.shape == (1, 32 // cp_size)

@@ -10,11 +10,7 @@ import torch
 
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import Item, Round
-from tlora_megatron.training.packing.portions import (
-    ReplicaRoom,
-    fill_with_portions,
-    next_portion,
-)
+from tlora_megatron.training.packing.portions import ReplicaRoom, fill_with_portions, next_portion
 
 
 def items(lengths: list[int]) -> list[Item]:
@@ -58,9 +54,7 @@ def slot_history(rounds_: list[Round], slot: int) -> list[tuple[tuple[int, ...],
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("dp_size", "pp_size"), [(1, 1), (2, 1), (3, 2)])
-def test_a_job_s_portions_are_the_same_alone_and_in_company(
-    seed: int, dp_size: int, pp_size: int
-) -> None:
+def test_portions_are_the_same_alone_and_in_company(seed: int, dp_size: int, pp_size: int) -> None:
     draw = random.Random(seed)
     queues = [items([draw.randint(1, 40) for _ in range(draw.randint(1, 9))]) for _ in range(5)]
     shape = {"portion_tokens": 25, "capacity": 60, "dp_size": dp_size, "pp_size": pp_size}

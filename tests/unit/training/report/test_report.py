@@ -17,13 +17,7 @@ from tests.helpers.html_page import Page, check_loads_nothing
 from tlora_megatron.training.metrics import JobMetrics, write_summary
 from tlora_megatron.training.run import curves as report_curves
 from tlora_megatron.training.run import report
-from tlora_megatron.training.run.curves import (
-    PanelStyle,
-    ReportJob,
-    has_dots,
-    overview,
-    read_jobs,
-)
+from tlora_megatron.training.run.curves import PanelStyle, ReportJob, has_dots, overview, read_jobs
 from tlora_megatron.training.run.report import Report, write_report
 
 pytest.importorskip("matplotlib")
@@ -182,9 +176,7 @@ def test_rejected_job_shows_its_reason(tmp_path: Path) -> None:
         (("running", "failed"), "stopped: 1 running, 1 failed · "),
     ],
 )
-def test_the_line_below_the_title_hides_no_job_that_failed(
-    tmp_path: Path, states: tuple[str, str], said: str
-) -> None:
+def test_the_title_names_failed_jobs(tmp_path: Path, states: tuple[str, str], said: str) -> None:
     jobs = {f"job{i}": {"status": state} for i, state in enumerate(states)}
     write_summary(tmp_path, {"run": {"rounds": 3}, "jobs": jobs})
     text, _ = page_of(tmp_path)
@@ -297,9 +289,7 @@ def test_log_axis_is_for_positive_wide_values(values: list[float], expected: boo
     assert report_curves._wants_log(np.asarray(values)) == expected
 
 
-def test_without_matplotlib_the_pip_line_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_pip_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_job(tmp_path, "a", 3)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     message = "an HTML report needs matplotlib; pip install matplotlib"

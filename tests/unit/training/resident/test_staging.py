@@ -1,8 +1,12 @@
-"""Jobs that are dropped while they are prepared."""
+"""Jobs that come to a super-model: prepared on a thread, copied through pinned memory, agreed
+upon.
+"""
 
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +16,8 @@ import torch
 from tests.helpers.launch import HANG_S
 from tlora_megatron.training.job_saves import SavePolicy, StagedJob
 from tlora_megatron.training.resident import staging
-from tlora_megatron.training.resident.staging import Stager
+from tlora_megatron.training.resident.saved_states import LockedRing
+from tlora_megatron.training.resident.staging import Agreement, Readiness, Stager, gather_texts
 
 
 class DroppedWhenFound:
@@ -31,9 +36,7 @@ class DroppedWhenFound:
             self.thread.join(0.2)
 
 
-def test_a_job_that_is_dropped_as_it_is_found_is_given_up_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_job_dropped_as_it_is_found_is_given_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
     metrics: Any = SimpleNamespace(close=lambda: closed.append("once"))
     job = StagedJob(
@@ -51,3 +54,73 @@ def test_a_job_that_is_dropped_as_it_is_found_is_given_up_once(
     stager._thread.join(HANG_S)
     order.thread.join(HANG_S)
     assert closed == ["once"]
+
+
+class LateStream:
+    """Keeps copies until somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.queued: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def finish(self) -> None:
+        for target, values in self.queued:
+            target.data[:] = values
+        self.queued.clear()
+
+
+class LateTarget(torch.Tensor):
+    """Memory of the GPU: what is copied into it is queued."""
+
+    stream: LateStream
+
+    def copy_(self, values: torch.Tensor, non_blocking: bool = False) -> Any:
+        assert non_blocking
+        self.stream.queued.append((self.as_subclass(torch.Tensor), values))
+        return self
+
+
+def _fill(value: torch.Tensor, room: torch.Tensor) -> None:
+    room.copy_(value)
+
+
+@pytest.mark.parametrize("parts", [(3, 9), (16, 16, 1, 2, 7), (160,), (17, 16, 54)])
+def test_buffers_are_not_filled_again_before_they_are_copied(
+    monkeypatch: pytest.MonkeyPatch, parts: tuple[int, ...]
+) -> None:
+    stream: Any = LateStream()
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            self.is_recorded = False
+
+        def record(self, on: LateStream) -> None:
+            self.is_recorded = on is stream
+
+        def synchronize(self) -> None:
+            if self.is_recorded:
+                stream.finish()
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(LateTarget, "stream", stream, raising=False)
+    ring = LockedRing(stream, torch.full((3, 16), torch.nan))
+    values = [torch.rand(part) for part in parts]
+    targets = [torch.full_like(value, torch.nan) for value in values]
+    for target, value in zip(targets, values, strict=True):
+        ring.copy(target.as_subclass(LateTarget), partial(_fill, value))
+    stream.finish()
+    for target, value in zip(targets, values, strict=True):
+        assert torch.equal(target, value)
+
+
+def test_one_process_agrees_with_itself() -> None:
+    agreement = Agreement(None)
+    for word in ({"commands": []}, {"commands": [{"kind": "note", "text": "é" * 9000}]}):
+        agreement.begin(word)
+        assert agreement.read() == word
+    assert gather_texts(None, "why") == ["why"]
+
+
+def test_jobs_that_are_prepared_or_refused_are_known_others_are_not() -> None:
+    assert Readiness(None, {"a": 5, "b": None, "c": -1}).read() == {"a": True, "c": False}
+    assert Readiness(None, {}).read() == {}

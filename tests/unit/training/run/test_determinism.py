@@ -90,9 +90,7 @@ def test_linears_of_others_are_refused() -> None:
         check_deterministic(CPU, torch.bfloat16, [(site, nn.Linear(2, 2)), (site, host())])
 
 
-def test_on_cpus_a_library_that_looks_at_the_number_of_rows_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_cpus_libraries_that_look_at_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     site: Any = SimpleNamespace(in_size=4, out_size=2)
     multiply = torch.Tensor.__matmul__
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, w: multiply(x, w) + (len(x) == 5))
@@ -163,8 +161,8 @@ def test_a_fingerprint_names_trainer_and_codes() -> None:
     ours, theirs = (run_fingerprint(config, groups, torch.bfloat16, x) for x in engines)
     assert ours == theirs | {"engine": "Ours"}
     assert theirs["engine"] == "Theirs"
-    card = QuantisationCard(method="fp8", format="e4m3", digest="0123456789abcdef")
-    found = run_fingerprint(config, groups, torch.bfloat16, engines[0], card)
+    base = QuantisationCard(method="fp8", format="e4m3", digest="0123456789abcdef")
+    found = run_fingerprint(config, groups, torch.bfloat16, engines[0], base)
     assert found == ours | {"quantization": "fp8 (e4m3, 0123456789ab)"}
 
 
@@ -184,9 +182,7 @@ def kept(out: Path, name: str) -> dict[str, Any]:
     return dict(json.loads((out / "jobs" / name / FILE_NAME).read_text()))
 
 
-def test_a_fingerprint_lies_beside_the_adapter(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fingerprint_beside_the_adapter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     keep_fingerprints(HERE, tmp_path, [trains("one")])
     assert kept(tmp_path, "one") == HERE | {"portion_tokens": 64}
@@ -225,9 +221,7 @@ def test_a_job_whose_first_steps_promised_nothing_is_told(
     assert not (tmp_path / "jobs" / "one" / FILE_NAME).exists()
 
 
-def test_a_job_that_has_ended_keeps_its_fingerprint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_ended_job_s_fingerprint_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep_fingerprints(HERE, tmp_path, [trains("one")])
     for later in (OTHER, None):
         keep_fingerprints(later, tmp_path, [trains("one", tmp_path / "jobs" / "one", is_done=True)])

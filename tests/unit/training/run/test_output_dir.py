@@ -1,8 +1,11 @@
-"""Two runs in one directory would mix their files."""
+"""Folders of a run: in use by one alone, of one base, and refused before training if not
+writable.
+"""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +13,8 @@ import pytest
 
 from tlora_megatron.config.load import config_to_dict
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
+from tlora_megatron.training.formats.peft import CONFIG_NAME
+from tlora_megatron.training.run.job_admission import check_job_folders
 from tlora_megatron.training.run.output_dir import (
     claim_output_dir,
     hold_output_dir,
@@ -18,17 +23,11 @@ from tlora_megatron.training.run.output_dir import (
 
 
 def test_a_directory_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
-    with (
-        hold_output_dir(tmp_path),
-        pytest.raises(ValueError, match=r"run.output_dir must not be in use, got .* another run"),
-        hold_output_dir(tmp_path),
-    ):
+    refused = pytest.raises(
+        ValueError, match=r"run.output_dir must not be in use, got .* another run"
+    )
+    with hold_output_dir(tmp_path), refused, hold_output_dir(tmp_path):
         pass
-    with hold_output_dir(tmp_path):
-        pass
-
-
-def test_an_exception_lets_go(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="inside"), hold_output_dir(tmp_path):
         raise RuntimeError("inside")
     with hold_output_dir(tmp_path):
@@ -67,9 +66,7 @@ def test_checkpoints_without_their_configuration_are_not_written_over(tmp_path: 
 
 
 @pytest.mark.parametrize("earlier_version", [False, True])
-def test_another_quantization_of_the_base_must_be_allowed(
-    tmp_path: Path, earlier_version: bool
-) -> None:
+def test_another_quantization_must_be_allowed(tmp_path: Path, earlier_version: bool) -> None:
     config = config_for(tmp_path)
     held = config_to_dict(config)
     if earlier_version:
@@ -90,22 +87,79 @@ def test_another_quantization_of_the_base_must_be_allowed(
         claim_output_dir(tmp_path, seeded)
 
 
-def test_a_configuration_that_cannot_be_read_is_no_run_s(tmp_path: Path) -> None:
+def test_a_run_goes_on_over_the_same_base_alone(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"got .* with a config.json that is no run's"):
-        claim_output_dir(tmp_path, config_for(tmp_path))
-
-
-def test_another_base_is_named_by_what_differs(tmp_path: Path) -> None:
-    base = {**config_to_dict(config_for(tmp_path))["base_model"], "dtype": "float32"}
+        claim_output_dir(tmp_path, config)
+    base = {**config_to_dict(config)["base_model"], "dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps({"base_model": base}))
     said = "with a run over another base_model: dtype 'float32' instead of 'bfloat16'$"
     with pytest.raises(ValueError, match=said):
-        claim_output_dir(tmp_path, config_for(tmp_path))
-
-
-def test_a_run_of_a_version_that_lacked_a_key_goes_on(tmp_path: Path) -> None:
-    base = config_to_dict(config_for(tmp_path))["base_model"]
-    del base["dtype"]
+        claim_output_dir(tmp_path, config)
+    del base["dtype"]  # of a version that lacked the key
     (tmp_path / "config.json").write_text(json.dumps({"base_model": base}))
-    assert claim_output_dir(tmp_path, config_for(tmp_path))
+    assert claim_output_dir(tmp_path, config)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    folder = tmp_path / "out" / "jobs" / "a"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def check(job: Path) -> None:
+    check_job_folders(job.parents[1], job.name)
+
+
+def test_nothing_there_an_empty_one_and_an_earlier_adapter_are_fine(job: Path) -> None:
+    check_job_folders(job.parents[2] / "new", "a")
+    check(job)
+    (job / "adapter").mkdir()
+    check(job)
+    (job / "adapter" / CONFIG_NAME).touch()
+    (job / "adapter" / "README.md").touch()
+    check(job)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_file", "message"),
+    [
+        ("adapter", True, ".*/adapter must be a folder, got a file"),
+        ("checkpoints", True, ".*/checkpoints must be a folder, got a file"),
+        ("tensorboard", True, ".*/tensorboard must be a folder, got a file"),
+        ("metrics.jsonl", False, ".*/metrics.jsonl must be a file, got a folder"),
+        ("adapter/model.gguf", True, "adapter directory must be empty or hold an"),
+    ],
+)
+def test_something_else_in_its_place(job: Path, name: str, is_file: bool, message: str) -> None:
+    (job / name).parent.mkdir(exist_ok=True)
+    (job / name).touch() if is_file else (job / name).mkdir()
+    with pytest.raises(ValueError, match=rf"^job 'a': {message}"):
+        check(job)
+
+
+@pytest.mark.parametrize("place", ["", "adapter", "checkpoints"])
+def test_a_link_that_leads_elsewhere(job: Path, tmp_path: Path, place: str) -> None:
+    job.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    link = job / place
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"^job 'a': .* must be a folder of its own, got a symb"):
+        check(job)
+
+
+def test_a_folder_that_cannot_be_written(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (job / "adapter").mkdir()
+    make = tempfile.TemporaryFile
+
+    def refuse(dir: Path) -> object:
+        if dir.name == "adapter":
+            raise OSError(30, "Read-only file system")
+        return make(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(ValueError, match=r"^job 'a': .*/adapter must be writable, got: .*Read"):
+        check(job)

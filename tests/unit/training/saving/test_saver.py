@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from tlora_megatron.training.formats.peft import load_adapter
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.saving import saver as targets
 from tlora_megatron.training.saving.saver import Saver
+from tlora_megatron.training.saving.snapshot import Arena, HostMemory, save_memory_numel
 from tlora_megatron.training.saving.writer import WriterDied
 
 
@@ -173,9 +175,7 @@ def test_what_comes_behind_the_saves_is_written_behind_them(tmp_path: Path, gate
     assert there == [True] * 3
 
 
-def test_a_full_disk_costs_the_save_and_is_told_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_costs_the_save_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, errors = make_job("a"), list[Exception]()
     saver = make_saver(job)
     saver.save(job, [checkpoint(tmp_path, job, errors)])
@@ -305,3 +305,41 @@ def test_a_job_that_comes_later_finds_room(tmp_path: Path, gate: Gate) -> None:
     assert saver.can_take(small)
     assert saver.can_take(large)
     saver.close()
+
+
+def test_ranges_do_not_meet_and_are_used_again() -> None:
+    arena, taken, random_ = Arena(1000), list[range](), random.Random(0)
+    for _ in range(500):
+        if taken and random_.random() < 0.5:
+            arena.give_back(taken.pop(random_.randrange(len(taken))))
+        elif (new := arena.take(random_.randint(1, 400))) is not None:
+            assert 0 <= new.start < new.stop <= arena.numel
+            assert all(new.stop <= old.start or old.stop <= new.start for old in taken)
+            taken.append(new)
+    for held in taken:
+        arena.give_back(held)
+    assert arena.take(1000) == range(1000)
+    assert arena.take(1) is None
+
+
+def test_more_than_all_is_an_error() -> None:
+    with pytest.raises(ValueError, match="numel must be at most 128, got 129"):
+        Arena(100).take(129)
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "numel"), [(1.0, 640 + 6400), (1e-5, 6400), (26e-6, 6500), (1e-12, 6400)]
+)
+def test_all_jobs_once_but_no_more_than_allowed(memory_gb: float, numel: int) -> None:
+    """The largest always finds room."""
+    assert save_memory_numel([640, 6337], memory_gb) == numel
+
+
+def test_by_default_all_jobs_find_room_on_an_idle_host() -> None:
+    assert save_memory_numel([64, 64], None) == 128
+
+
+def test_memory_beside_no_gpu_is_plain() -> None:
+    memory = HostMemory(10, torch.device("cpu"))
+    assert memory.flat().shape == (10,)
+    memory.close()

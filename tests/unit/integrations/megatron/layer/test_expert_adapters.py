@@ -14,12 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from tests.helpers.oracle_experts import (
-    expert_factor,
-    mask_gradients,
-    peft_fields,
-    share_outer,
-)
+from tests.helpers.oracle_experts import expert_factor, mask_gradients, peft_fields, share_outer
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron import cpu
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
@@ -36,38 +31,24 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the 
 CPU = torch.device("cpu")
 HIDDEN, FFN, EXPERTS, TOP_K = 32, 24, 4, 2
 SPEC = ModelSpec(
-    model_type="qwen3_moe",
-    num_layers=1,
-    hidden_size=HIDDEN,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_size=FFN,
-    vocab_size=64,
-    max_positions=64,
-    norm_eps=1e-6,
-    rope_theta=1e4,
+    model_type="qwen3_moe", num_layers=1, hidden_size=HIDDEN, num_heads=4, num_kv_heads=2,
+    head_dim=8, ffn_size=FFN, vocab_size=64, max_positions=64, norm_eps=1e-6, rope_theta=1e4,
     experts=ExpertsSpec(num_experts=EXPERTS, top_k=TOP_K, ffn_size=FFN, normalizes=True),
-)
+)  # fmt: skip
 OWN = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 LORAS = {
     "own": LoraSpec(rank=2, alpha=4, target_modules=OWN),
     "absent": LoraSpec(rank=3, alpha=4, target_modules=OWN),
-    "fused": LoraSpec(
-        rank=8, alpha=8, expert_rank=5, target_modules=("experts.linear_fc1", "experts.linear_fc2")
-    ),
+    "fused": LoraSpec(rank=8, alpha=8, expert_rank=5,
+     target_modules=("experts.linear_fc1", "experts.linear_fc2")),
     "down": LoraSpec(rank=4, alpha=3, use_rslora=True, target_modules=("experts.down_proj",)),
     "attention": LoraSpec(rank=4, target_modules=("q_proj",)),
     "outer": LoraSpec(rank=3, alpha=6, expert_sharing="outer", target_modules=OWN),
     "outer, absent": LoraSpec(rank=6, expert_sharing="outer", target_modules=OWN),
-    "outer, fused": LoraSpec(
-        rank=4, alpha=6, expert_rank=5, expert_sharing="outer",
-        target_modules=("experts.linear_fc1", "experts.linear_fc2"),
-    ),
-    "outer, down": LoraSpec(
-        rank=4, alpha=3, use_rslora=True, expert_sharing="outer",
-        target_modules=("experts.down_proj",),
-    ),
+    "outer, fused": LoraSpec(rank=4, alpha=6, expert_rank=5, expert_sharing="outer",
+     target_modules=("experts.linear_fc1", "experts.linear_fc2")),
+    "outer, down": LoraSpec(rank=4, alpha=3, use_rslora=True, expert_sharing="outer",
+     target_modules=("experts.down_proj",)),
 }  # fmt: skip
 ROWS = {
     "own": 13, "absent": 0, "fused": 9, "down": 1, "attention": 4,

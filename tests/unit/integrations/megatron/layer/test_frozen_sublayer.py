@@ -34,19 +34,9 @@ from tlora_megatron.profiling.synthetic_run import SyntheticRun
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LENGTHS = (5, 11, 16)
 SPEC = ModelSpec(
-    model_type="llama",
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_size=48,
-    vocab_size=64,
-    max_positions=64,
-    norm_eps=1e-5,
-    rope_theta=1e4,
-    qkv_bias=True,
-)
+    model_type="llama", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8,
+    ffn_size=48, vocab_size=64, max_positions=64, norm_eps=1e-5, rope_theta=1e4, qkv_bias=True,
+)  # fmt: skip
 
 NORMED = replace(SPEC, model_type="qwen3", qkv_bias=False, qk_norm=True)
 
@@ -132,13 +122,9 @@ def whole() -> MicroBatchView:
 def part(slots: range, lengths: tuple[int, ...], num_parts: int = 1) -> MicroBatchView:
     documents = [Document(slot=s, length=n) for s, n in zip(slots, lengths, strict=True) if s < 2]
     return pack_micro_batch(
-        documents,
-        num_slots=2,
-        num_tokens=sum(lengths),
-        dropout_keys=(3, 4),
-        token_budget=sum(LENGTHS),
-        num_parts=num_parts,
-    )
+        documents, num_slots=2, num_tokens=sum(lengths), dropout_keys=(3, 4),
+        token_budget=sum(LENGTHS), num_parts=num_parts,
+    )  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -111,9 +111,7 @@ def test_a_hook_is_called(name: str, num_parts: int) -> None:
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_compiled_module_is_called(
-    name: str, num_parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_modules(name: str, num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case, calls = Case(), []
     view = micro_batch(case, num_parts)
     expected = run(case, view)
