@@ -19,6 +19,8 @@ from tests.helpers.expert_branch import (
     results,
     run_branch,
 )
+from tests.helpers.outer_case import definition, outer_case
+from tests.helpers.outer_case import results as outer_results
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
@@ -223,3 +225,9 @@ def test_a_block_is_what_torch_s_products_give(
     # y, dx, and of each of the three jobs on experts all factors.
     assert len(moved) == 2 + 6 + 6 + 4
     check_close(found, expected, 2e-2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 63, 257])
+def test_factors_that_experts_share_are_the_definition(num_rows: int) -> None:
+    found = outer_results(outer_case(num_rows, torch.bfloat16, "cuda"))
+    check_close(found, definition(outer_case(num_rows, torch.float64)), 1e-2)

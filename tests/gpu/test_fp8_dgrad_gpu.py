@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.test_kernels_gpu import CASES, DROPOUT, WORKLOADS, K, draw
+from tests.gpu.test_kernels_gpu import CASES, DROPOUT, WHOLE, WORKLOADS, K, draw
 from tests.helpers.kernel_case import KernelCase, make_case, make_rows, poisoned_memory, reference
 from tests.helpers.linear_case import error
 from tlora_megatron.ops.dropout import dropout_reference
@@ -241,9 +241,8 @@ def test_the_mask_is_that_of_the_definition() -> None:
 def test_1024_adapters() -> None:
     lengths = [3 + i % 11 for i in range(1024)]
     lengths[17] = 0
-    whole = (OutputColumns(groups=1, stride=768, begin=0, width=768),)
     ranks = [[1 + i % 24] for i in range(1024)]
-    case = make_case(ranks, whole, K, dtype=torch.bfloat16, device="cuda")
+    case = make_case(ranks, WHOLE, K, dtype=torch.bfloat16, device="cuda")
     rows = make_rows(lengths, padding=9)
     x, dy = draw(case, rows.ends[-1])
     weight = quantised(case, "channel")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.coded_ranks import LAYOUT, RANKS, Ranks
+from tests.helpers.fp8_ranks import LAYOUT, RANKS, Ranks
 from tests.helpers.linear_case import WORKLOADS, Case
 from tlora_megatron.layers.fold import FoldStrategy
 from tlora_megatron.layers.linear import multi_lora_linear_vjp

@@ -96,13 +96,13 @@ def test_rms_norm(rows: int, width: int, has_residual: bool, kind: str, dtype: t
     assert beside.column is not None
     assert beside.row is not None
     plain = rms_norm.add_rms_norm_vjp(x, given, norm)
-    coded = rms_norm.add_rms_norm_vjp(x, given, norm, beside)
+    quantized = rms_norm.add_rms_norm_vjp(x, given, norm, beside)
     dtotal, dy = (draw(rows, width, dtype=dtype).roll(i, 1) for i in range(2))
     for grads in ((dtotal, dy), (None, dy)):
-        found, expected = ((*way[:2], way[2](*grads)) for way in (coded, plain))
+        found, expected = ((*way[:2], way[2](*grads)) for way in (quantized, plain))
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         assert_codes(found[2], beside.row, gradient=True)
-    assert_codes(coded[1], beside.column)
+    assert_codes(quantized[1], beside.column)
 
 
 @RUNS
