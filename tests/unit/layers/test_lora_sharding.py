@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.interpreter import INTERPRETED
 from tests.helpers.kernel_case import CASES, make_case, make_rows, own_factors
 from tests.helpers.planner_case import FREE_LORA, HARDWARE, job
 from tests.helpers.planner_case import SPEC as PLANNED
@@ -51,7 +51,6 @@ from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of
 from tlora_megatron.runtime.planning.plan_inputs import profile_of_gpu
 
 CPU = torch.device("cpu")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TIMES: dict[LoraSharding, float] = {"fold": 1.0, "rank_exchange": 1.2, "s_lora": 0.9}
 
 
@@ -181,11 +180,9 @@ LENGTHS = {"ragged": (5, 130, 70, 33), "absent": (0, 61, 0, 257), "none": (0, 0,
 def all_ops() -> LinearOps:
     if not INTERPRETED:
         return TorchOps()
-    from tests.helpers.interpreter import ready_interpreter
     from tests.unit.ops.lora.triton.test_triton_kernels import SMALL
     from tlora_megatron.ops.lora.triton_ops import TritonOps
 
-    ready_interpreter()
     return TritonOps(config=SMALL)
 
 

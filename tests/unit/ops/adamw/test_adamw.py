@@ -7,17 +7,16 @@ of `test_interpreted_kernels`: `TRITON_INTERPRET=1 pytest` on this file runs the
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
 
 from tests.helpers.adam_case import BUFFERS, HYPERS, SIZES, AdamCase, Step, take_steps
+from tests.helpers.interpreter import INTERPRETED
 from tlora_megatron.ops.adamw import fused_adamw
 from tlora_megatron.ops.adamw_update import AdamUpdate
 
 CPU = torch.device("cpu")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.fixture(params=["kernel" if INTERPRETED else "torch"])

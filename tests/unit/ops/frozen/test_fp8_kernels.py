@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.ops.frozen.test_frozen_kernels import DEVICE, INTERPRETED, RUNS, draw, head_norms
+from tests.helpers.interpreter import DEVICE, INTERPRETED, RUNS
+from tests.unit.ops.frozen.test_frozen_kernels import draw, head_norms
 from tlora_megatron.ops.frozen import parts, rms_norm, rotary
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.quantised.rows import GROUP, encode_rows, handed_rows
@@ -25,9 +26,6 @@ KINDS = pytest.mark.parametrize("kind", ["channel", "block"])
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns the kernels on where only the interpreter runs them."""
     if INTERPRETED:
-        from tests.helpers.interpreter import ready_interpreter
-
-        ready_interpreter()
         for module in (rotary, rms_norm, parts):
             monkeypatch.setattr(module, "runs_triton", lambda x: True)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.interpreter import DEVICE, RUNS
 from tlora_megatron.ops.routing import (
     Document,
     MicroBatchView,
@@ -201,14 +201,7 @@ def test_kernels_are_cut_for_the_budget_of_the_run(options: dict[str, int], expe
     assert view.rows.row_budget == expected
 
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(),
-    reason="runs in the process of test_interpreted_kernels",
-)
+@RUNS
 @pytest.mark.parametrize("first", [0, 1, 333])
 def test_the_kernel_adds_a_run_in_an_order_of_its_own(first: int) -> None:
     module = importlib.import_module("tlora_megatron.ops.segment_sums_triton")

@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.helpers.cuda_cases import CASES as CUDA_CASES
-from tests.helpers.interpreter import ready_interpreter
+from tests.helpers.interpreter import INTERPRETED, interpreted
 from tests.helpers.item_machine import ItemMachine
 from tests.helpers.kernel_case import (
     CASES as SHAPES,
@@ -55,12 +55,6 @@ from tlora_megatron.ops.lora.triton_config import (
 )
 from tlora_megatron.ops.lora.triton_ops import TritonOps
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
-    ready_interpreter()
-interpreted = pytest.mark.skipif(
-    not INTERPRETED, reason="runs in the process of test_the_kernels_in_the_interpreter"
-)
 K = 80
 SMALL = KernelConfig(
     down=DownConfig(block_rows=32, block_depth=32, splits=2, rank_tile=32),
