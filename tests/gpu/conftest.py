@@ -30,3 +30,10 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Line
         pytest.skip(problem)
     monkeypatch.setenv("TLORA_KERNELS", request.param)
     return choose_ops(device, dtype)
+
+
+@pytest.fixture
+def hopper() -> None:
+    """Skips where the CUDA kernels do not run."""
+    if problem := problem_of("cuda", torch.device("cuda"), torch.bfloat16):
+        pytest.skip(problem)

@@ -16,7 +16,6 @@ from tests.helpers.kernel_case import KernelCase, make_case, make_rows, poisoned
 from tests.helpers.linear_case import error
 from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.lora.cuda_calls import RankPart
-from tlora_megatron.ops.lora.kernel_choice import problem_of
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.quantised.cuda import dgrad_with_ranks, fp8_dgrad
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, decode, encode, encode_rows
@@ -27,7 +26,7 @@ from tlora_megatron.ops.row_groups import RowGroups
 if TYPE_CHECKING:
     from tlora_megatron.ops.lora.cuda_ops import CudaLinear
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 ROUNDED = 3e-3
 """Share of a row's norm: bf16 rounds to 2^-9, 1.1e-3 on average; sums of FP8 products add 1e-4."""
@@ -36,12 +35,6 @@ ONE = 0x38
 GUARD = 8
 KINDS: tuple[Kind, ...] = ("channel", "block")
 SUPPORTED = [name for name in CASES if name != "odd columns"]
-
-
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    if problem := problem_of("cuda", torch.device("cuda"), torch.bfloat16):
-        pytest.skip(problem)
 
 
 def dgrad(rows: QuantRows, weight: QuantWeight, rank: RankPart | None = None) -> Tensor:

@@ -20,7 +20,6 @@ from tests.helpers.kernel_case import (
 )
 from tests.helpers.linear_case import error
 from tlora_megatron.ops.lora.cuda_calls import GemmTile
-from tlora_megatron.ops.lora.kernel_choice import problem_of
 from tlora_megatron.ops.lora.linear_ops import BoundLinear, LinearOps
 from tlora_megatron.ops.quantised import cuda
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode, encode_rows
@@ -33,7 +32,7 @@ from tlora_megatron.ops.quantised.weight import (
 from tlora_megatron.ops.quantised.weight_codes import Kind
 from tlora_megatron.ops.row_groups import RowGroups
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 BF16 = torch.bfloat16
 MOST = 2**-8 + 6e-4
@@ -47,12 +46,6 @@ LINEARS["large ranks"] = (QKV, [[128, 128, 128], [16, 16, 16], [0, 100, 0], [8, 
 WORKLOADS = {name: lengths for name, lengths in ALL_WORKLOADS.items() if name != "one adapter"}
 SIZES = ((256, 768, 512), (300, 520, 400), (1, 16, 16), (4097, 1096, 1040), (129, 136, 2064))
 """Rows, columns, terms of the sum: whole tiles, and tails of 16 terms and 8 columns."""
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    if problem := problem_of("cuda", torch.device("cuda"), BF16):
-        pytest.skip(problem)
 
 
 KINDS = ("channel 128", "channel 192", "channel 256", "block 128", "block 256")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tests.helpers.fp8_folders import make_fp8_folder
-from tests.helpers.one_process import one_process_groups
 from tests.helpers.tiny_models import make_tiny_model
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.megatron import model as backbone
@@ -30,10 +28,7 @@ LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4,
 LARGE |= {"num_attention_heads": 16, "num_key_value_heads": 8}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _groups() -> Iterator[None]:
-    with one_process_groups():
-        yield
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("groups")]
 
 
 def build(directory: Path) -> dict[str, QuantWeight]:
