@@ -106,11 +106,7 @@ def compare(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("linear", CASES)
 def test_every_output_and_gradient_equals_the_definition(
-    linear: str,
-    workload: str,
-    dropout: tuple[float, ...],
-    dtype: torch.dtype,
-    make_ops: MakeOps,
+    linear: str, workload: str, dropout: tuple[float, ...], dtype: torch.dtype, make_ops: MakeOps
 ) -> None:
     case = gpu_case(linear, dtype, dropout)
     rows = make_rows(WORKLOADS[workload], padding=6)

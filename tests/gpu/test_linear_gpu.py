@@ -28,11 +28,7 @@ WIDE = dataclasses.replace(
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("linear", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
 def test_every_output_and_gradient_equals_the_reference(
-    linear: str,
-    workload: str,
-    training: bool,
-    dtype: torch.dtype,
-    ops: LinearOps,
+    linear: str, workload: str, training: bool, dtype: torch.dtype, ops: LinearOps
 ) -> None:
     case = Case(linear, dtype, spec=WIDE, device="cuda", ops=ops)
     lengths = WORKLOADS[workload]
@@ -55,10 +51,7 @@ def test_every_output_and_gradient_equals_the_reference(
 @pytest.mark.parametrize("training", [True, False], ids=["dropout", "no dropout"])
 @pytest.mark.parametrize("linear", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
 def test_block_diagonal_jobs_equal_those_of_dense_factors(
-    linear: str,
-    training: bool,
-    dtype: torch.dtype,
-    ops: LinearOps,
+    linear: str, training: bool, dtype: torch.dtype, ops: LinearOps
 ) -> None:
     loras = (
         blocks(32, 4, alpha=5, dropout=0.2),

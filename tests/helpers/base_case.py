@@ -18,11 +18,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def assert_base_is_read(
-    directory: Path,
-    device: torch.device,
-    *,
-    tp_size: int = 1,
-    dtype: torch.dtype = torch.float32,
+    directory: Path, device: torch.device, *, tp_size: int = 1, dtype: torch.dtype = torch.float32
 ) -> None:
     """Reads every rank's part into memory full of NaN and compares it bit by bit."""
     spec, checkpoint = read_model_spec(directory / "config.json"), HFCheckpoint(directory)

@@ -14,14 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlora_megatron.ops.lora.cuda_arguments import MAX_RANKS
-from tlora_megatron.parallel.peer_memory import (
-    Copy,
-    Exchange,
-    Lane,
-    Operation,
-    Place,
-    Step,
-)
+from tlora_megatron.parallel.peer_memory import Copy, Exchange, Lane, Operation, Place, Step
 
 Values = NDArray[np.float32]
 _ELEMENT_BYTES = 4

@@ -124,12 +124,7 @@ class ItemMachine:
     """
 
     def __init__(
-        self,
-        factors: SiteFactors,
-        *,
-        tile: int = 256,
-        seed: int = 0,
-        multiprocessors: int = 8,
+        self, factors: SiteFactors, *, tile: int = 256, seed: int = 0, multiprocessors: int = 8
     ) -> None:
         self.tile = GemmTile(tile)
         self.tile_sizes: list[tuple[int, int]] = []

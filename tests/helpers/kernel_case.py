@@ -118,12 +118,7 @@ def make_case(
     weight = (draw(out_size, in_size) * in_size**-0.5).to(dtype)
     bias = draw(out_size).to(dtype)
     return KernelCase(
-        columns=columns,
-        layout=layout,
-        factors=factors,
-        weight_NK=weight,
-        bias_N=bias,
-        p_S=p_S,
+        columns=columns, layout=layout, factors=factors, weight_NK=weight, bias_N=bias, p_S=p_S
     )
 
 

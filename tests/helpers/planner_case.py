@@ -63,11 +63,7 @@ HARDWARE = HardwareProfile(
 def job(name: str = "a", **changes: object) -> JobLoad:
     """Rank 16 on q_proj alone, one sequence of 128 tokens a step, unless told otherwise."""
     base = JobLoad(
-        name=name,
-        rank=16,
-        targets=("q_proj",),
-        batch_size=1,
-        lengths=LengthHistogram.single(128),
+        name=name, rank=16, targets=("q_proj",), batch_size=1, lengths=LengthHistogram.single(128)
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 

@@ -18,12 +18,7 @@ from tlora_megatron.layers.slab import whole_tensors
 from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.dropout import mix_ints
-from tlora_megatron.ops.routing import (
-    Document,
-    MicroBatchView,
-    pack_micro_batch,
-    use_micro_batch,
-)
+from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 
 
 class Batch(NamedTuple):

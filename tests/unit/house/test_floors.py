@@ -36,10 +36,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "pydantic": (f"{PACKAGE}.service.api", f"{PACKAGE}.integrations.deepspeed"),
     "tinker": (f"{PACKAGE}.service.api.tinker",),
     "google.protobuf": (f"{PACKAGE}.service.api.tinker.protobuf",),
-    "ray": (
-        f"{PACKAGE}.service.engines.ray.bridge",
-        f"{PACKAGE}.service.engines.ray.probe_auth",
-    ),
+    "ray": (f"{PACKAGE}.service.engines.ray.bridge", f"{PACKAGE}.service.engines.ray.probe_auth"),
     f"{PACKAGE}.integrations.megatron.cpu": (
         f"{PACKAGE}.integrations.megatron",
         f"{PACKAGE}.integrations.megatron_lm.cpu",
@@ -98,12 +95,7 @@ def imports_of(root: Path) -> list[Import]:
         for node, at_import in _statements(tree):
             for target in _targets(node, name, is_package=is_package, modules=modules):
                 found.append(
-                    Import(
-                        source=name,
-                        target=target,
-                        line=node.lineno,
-                        at_import=at_import,
-                    )
+                    Import(source=name, target=target, line=node.lineno, at_import=at_import)
                 )
     return found
 

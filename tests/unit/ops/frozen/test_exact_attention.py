@@ -58,9 +58,7 @@ def reference_kernel(
 
 
 @pytest.mark.parametrize(
-    "lengths",
-    [(5, 7, 9), (5, 30, 7, 8, 22), (30,), (18, 19, 18, 19, 20, 3), (40, 17)],
-    ids=str,
+    "lengths", [(5, 7, 9), (5, 30, 7, 8, 22), (30,), (18, 19, 18, 19, 20, 3), (40, 17)], ids=str
 )
 @pytest.mark.parametrize("padding", [0, 13])
 @pytest.mark.parametrize("heads", [(4, 2), (8, 2), (16, 4), (32, 8), (24, 24)], ids=str)

@@ -68,10 +68,7 @@ def test_a_gemm_never_has_more_column_tiles_than_the_kernel_counts() -> None:
     ],
 )
 def test_is_supported(
-    columns: tuple[OutputColumns, ...],
-    sizes: tuple[int, int],
-    first_column: int,
-    supported: bool,
+    columns: tuple[OutputColumns, ...], sizes: tuple[int, int], first_column: int, supported: bool
 ) -> None:
     size_out, size_in = sizes
     factors = SimpleNamespace(

@@ -273,10 +273,7 @@ PORTIONS = make_rows((900, 40, 0, 300), 21, budget=4000, cuts=(150, 500, 520, 10
 
 @pytest.mark.parametrize("dropout", [(), (0.3, 0.1, 0.5, 0.0)], ids=["", "dropout"])
 def test_portions_add_up_as_micro_batches_one_after_another(
-    dropout: tuple[float, ...],
-    run: type,
-    cuda_ops: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
+    dropout: tuple[float, ...], run: type, cuda_ops: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = [(24, 0, 8), (8, 8, 8), (16, 16, 16), (130, 4, 0)]
     case = make_case(ranks, QKV, IN_SIZE, dtype=torch.float64, dropout=dropout)

@@ -21,9 +21,7 @@ pytest.importorskip("triton")
 from tests.helpers.cuda_cases import CASES as CUDA_CASES
 from tests.helpers.interpreter import INTERPRETED, interpreted
 from tests.helpers.item_machine import ItemMachine
-from tests.helpers.kernel_case import (
-    CASES as SHAPES,
-)
+from tests.helpers.kernel_case import CASES as SHAPES
 from tests.helpers.kernel_case import (
     ODD,
     WHOLE,

@@ -36,11 +36,7 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.expert_adapters import expert_elements, kept_inputs, routed_bytes
 from tlora_megatron.planner.cost.experts import expert_split, shared_bytes
 from tlora_megatron.planner.cost.memory import COMMUNICATOR_BYTES, memory_use
-from tlora_megatron.planner.cost.saved_activations import (
-    kept_bytes,
-    saved_inputs,
-    workspace_bytes,
-)
+from tlora_megatron.planner.cost.saved_activations import kept_bytes, saved_inputs, workspace_bytes
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 ROWS, HIDDEN = 256, 64
