@@ -43,7 +43,7 @@ def test_many_steps_equal_the_definition(tensor_clip: bool, kernels: str) -> Non
         compare(case, kernels)
 
 
-def test_a_clip_that_is_not_finite_skips_the_job_alone(kernels: str) -> None:
+def test_a_clip_not_finite_skips_the_job_alone(kernels: str) -> None:
     cases = make_cases()
     before = [t.clone() for t in cases[3].state()]
     updates = [case.update(torch.ones((), device=GPU)) for case in cases]

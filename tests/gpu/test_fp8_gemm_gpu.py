@@ -240,9 +240,7 @@ def gemm(rows: QuantRows, weight: QuantWeight, width: int) -> torch.Tensor:
 @pytest.mark.parametrize("num_rows", [1, 300, 8192])
 @pytest.mark.parametrize("k", [16, 272, 2048])
 @pytest.mark.parametrize("kind_of_scales", ["channel", "block"])
-def test_bits_do_not_depend_on_the_width_of_tiles(
-    kind_of_scales: Kind, k: int, num_rows: int
-) -> None:
+def test_the_width_of_tiles_changes_no_bit(kind_of_scales: Kind, k: int, num_rows: int) -> None:
     weight = quantised(draw(1096, k, seed=1), kind_of_scales)
     rows = encode_rows(draw(num_rows, k).to(BF16), group=weight.group)
     found = gemm(rows, weight, 256)

@@ -72,9 +72,7 @@ def test_a_published_folder_is_read(tmp_path: Path, kind: Any) -> None:
         assert weight.scales.isfinite().all(), name
 
 
-def test_the_peak_is_codes_and_a_few_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peak_is_codes_and_few_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_reader, "_BLOCK_BYTES", 1 << 20)  # those of small models are large
     directory = make_tiny_model(tmp_path, "llama", vocab_size=128, **LARGE)
     spec = read_model_spec(directory / "config.json")

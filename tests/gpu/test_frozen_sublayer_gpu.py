@@ -49,9 +49,7 @@ def in_flight(case: Case, view: MicroBatchView) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_micro_batches_in_flight_give_what_modules_give(
-    recompute: Recompute, num_parts: int
-) -> None:
+def test_batches_in_flight_give_what_modules_give(recompute: Recompute, num_parts: int) -> None:
     case = Case(recompute, spec=WIDE, dtype=DTYPE)
     check(case, whole() if num_parts == 1 else case.split())
 

@@ -128,7 +128,7 @@ def test_two_runs_are_bitwise_equal(make_ops: MakeOps) -> None:
 
 
 @pytest.mark.parametrize("linear", ["q k v", "gate up"])
-def test_gradients_are_bitwise_those_of_the_job_in_other_company(
+def test_gradients_have_the_bits_of_the_job_in_other_company(
     linear: str, make_ops: MakeOps
 ) -> None:
     case = gpu_case(linear)

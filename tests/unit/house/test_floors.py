@@ -283,7 +283,7 @@ def _tree(root: Path, files: dict[str, str]) -> list[Import]:
         ("runtime/ranks.py", f"from {PACKAGE}.cli.main import main", "cli.main"),
     ],
 )
-def test_an_import_up_or_sideways_is_found(
+def test_imports_up_or_sideways_are_found(
     tmp_path: Path, file: str, text: str, target: str
 ) -> None:
     module = f"{PACKAGE}." + file.removesuffix(".py").replace("/", ".")

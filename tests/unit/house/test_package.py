@@ -272,9 +272,7 @@ def test_the_wheel_finds_its_files_and_no_other_wheel_s(installed: Installed) ->
 
 
 @pytest.mark.slow
-def test_the_wheel_s_command_plans_and_inspects(
-    installed: Installed, repo: Path, tmp_path: Path
-) -> None:
+def test_the_wheel_plans_and_inspects(installed: Installed, repo: Path, tmp_path: Path) -> None:
     assert "usage: tlora" in installed.tlora("--help")
     (tmp_path / "unread.jsonl").write_text("not read")
     job = {"name": "a", "data": {"train": "unread.jsonl"}, "max_steps": 1}
@@ -345,9 +343,7 @@ def test_setup_env_names_what_is_missing_and_refuses(
 
 
 @pytest.mark.parametrize("missing", ["triton", "something_else"])
-def test_a_megatron_that_needs_triton_says_so(
-    monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
+def test_megatron_that_needs_triton_says_so(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     from tlora_megatron.runtime import backbone
 
     real = builtins.__import__

@@ -96,9 +96,7 @@ class TestRules:
             ),
         ],
     )
-    def test_blocks_fit_the_ranks_and_the_sizes(
-        self, lora: LoraSpec, tp_size: int, message: str
-    ) -> None:
+    def test_blocks_fit_ranks_and_sizes(self, lora: LoraSpec, tp_size: int, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             check_block_sizes("a", lora, SPEC, tp_size)
         check_block_sizes("a", blocks(16, 8), SPEC, 4)
@@ -287,9 +285,7 @@ class TestPeft:
         torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
         assert (plain - ours).abs().max() > 0.1
 
-    def test_we_read_what_peft_writes(
-        self, base_dir: Path, model: ModelSpec, tmp_path: Path
-    ) -> None:
+    def test_peft_s_files_are_read(self, base_dir: Path, model: ModelSpec, tmp_path: Path) -> None:
         base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
         config = LoraConfig(
             r=8,

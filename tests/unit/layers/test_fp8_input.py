@@ -54,9 +54,7 @@ def test_standard_adapters_let_codes_travel(setting: Setting) -> None:
     assert setting.ranks.bytes == code_bytes(setting) < setting.x_TK.nbytes
 
 
-def test_without_adapters_codes_travel_alone(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codes_travel_alone_without_jobs(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FoldStrategy, "factors", None)
     expected = setting.base.forward(setting.x_TK) + setting.case.bias
     for strategy in (

@@ -101,9 +101,7 @@ def test_black_boxes_allow_rank_exchange_only(asked: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "black_box", "got"), [("s_lora", None, "s_lora"), ("auto", "TELinear", "a TELinear")]
 )
-def test_replicas_of_unlike_tp_sizes_allow_fold_only(
-    asked: str, black_box: str | None, got: str
-) -> None:
+def test_unlike_tp_sizes_allow_fold_only(asked: str, black_box: str | None, got: str) -> None:
     with pytest.raises(ValueError, match=f"fold or auto where replicas differ .*, got {got}"):
         choose(asked, black_box=black_box, tp_sizes={2, 1})
 

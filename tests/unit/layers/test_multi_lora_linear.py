@@ -164,9 +164,7 @@ def test_windows_of_the_rows_sum_to_the_whole_gradient_of_a(training: bool) -> N
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("slot", [1, 2])
-def test_a_job_has_the_same_gradient_whoever_stands_beside_it(
-    slot: int, dtype: torch.dtype
-) -> None:
+def test_a_job_has_the_same_gradient_whoever_is_beside_it(slot: int, dtype: torch.dtype) -> None:
     loras = (LoraSpec(rank=256, alpha=1, target_modules=("q_proj", "linear_qkv")), *JOBS)
     case = Case("linear_qkv", dtype, loras=loras)
     x, dy = case.draw(64, 1, case.site.in_size), case.draw(64, 1, case.site.out_size)

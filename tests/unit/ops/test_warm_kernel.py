@@ -71,9 +71,7 @@ def test_what_is_launched_by_its_address_stays_loaded() -> None:
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_profiler_of_triton_s_sees_every_launch(
-    hook: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profiler_sees_every_launch(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, warm = made()
     for calls in ([], [print], []):
         monkeypatch.setattr(getattr(warm_kernel.knobs.runtime, hook), "calls", calls)

@@ -283,9 +283,7 @@ def test_block_diagonal_jobs_keep_to_one_tp_size(spec: ModelSpec, l40s: Hardware
         assert entry.deployment.tp_is_alike
 
 
-def test_no_deployment_where_nothing_holds_the_longest(
-    spec: ModelSpec, l40s: HardwareProfile
-) -> None:
+def test_none_where_nothing_holds_the_longest(spec: ModelSpec, l40s: HardwareProfile) -> None:
     long = [replace(job, longest_eval=2**20) for job in jobs(1)]
     result = deploy(spec, long, l40s, 1)
     assert result.ranked == ()

@@ -59,9 +59,7 @@ def _loads(mix: str) -> list[JobLoad]:
 
 
 @pytest.mark.parametrize("mix", ["batch 1-8", "batch 1-4"])
-def test_eight_jobs_together_and_one_after_another(
-    h200: HardwareProfile, repo: Path, mix: str
-) -> None:
+def test_eight_jobs_together_and_in_turn(h200: HardwareProfile, repo: Path, mix: str) -> None:
     """One after another is as many steps of each job, as the bench runs them."""
     jobs = _loads(mix)
     model = GroupModel(cases.model_spec("8b"), h200)

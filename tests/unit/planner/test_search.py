@@ -231,9 +231,7 @@ def test_that_nothing_fits_is_known_soon(repo: Path, monkeypatch: pytest.MonkeyP
         (1, {"vpp_size": 2}, r"must allow some plan on 1 GPUs, got \{'vpp_size': 2\}"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(
-    num_gpus: int, space: dict[str, int], match: str
-) -> None:
+def test_impossible_numbers_are_refused(num_gpus: int, space: dict[str, int], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         search(SPEC, jobs(1), HARDWARE, num_gpus, SearchSpace(**space))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="jobs must hold at least one job"):

@@ -93,7 +93,7 @@ def test_spread_lengths_have_the_histograms_shares() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 32])
-def test_shuffled_lengths_have_the_histograms_shares_and_batches_that_differ(
+def test_shuffled_lengths_have_the_shares_and_batches_that_differ(
     batch_size: int,
 ) -> None:
     histogram = LengthHistogram.from_counts([(10, 1), (20, 2), (80, 1)])

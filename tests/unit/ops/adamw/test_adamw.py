@@ -51,9 +51,7 @@ def test_one_after_another_is_together(step: Step) -> None:
 
 @pytest.mark.parametrize("clip", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("tensor_clip", [False, True], ids=["number", "tensor"])
-def test_a_clip_that_is_not_finite_skips_the_job_alone(
-    step: Step, tensor_clip: bool, clip: float
-) -> None:
+def test_a_clip_not_finite_skips_the_job_alone(step: Step, tensor_clip: bool, clip: float) -> None:
     cases = [AdamCase(i, 3000, CPU) for i in range(3)]
     step([case.update(1.0) for case in cases])
     for case in cases:

@@ -89,7 +89,7 @@ def test_gradients_of_all_calls_are_those_of_one(
         torch.testing.assert_close(a, b, msg=name)
 
 
-def test_a_micro_batch_has_its_calls_only_where_it_asks_for_them(
+def test_a_micro_batch_has_calls_only_where_it_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(

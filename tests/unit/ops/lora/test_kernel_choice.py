@@ -141,7 +141,7 @@ def test_a_failed_build_warns_once_and_is_not_tried_again(
     assert machine.loads == 1
 
 
-def test_a_gpu_without_triton_warns_once(
+def test_without_triton_a_gpu_warns_once(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.set((9, 0), triton="No module named 'triton'")
@@ -224,9 +224,7 @@ def test_interpreted_triton_runs_on_the_cpu_where_it_is_forced(
     assert choice.kernel_choice(CPU, torch.bfloat16).name == "triton"
 
 
-def test_an_empty_variable_forces_nothing(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_word_forces_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLORA_KERNELS", "")
     assert choice.kernel_choice(CPU, torch.float32).reason == "no GPU"
 

@@ -172,9 +172,7 @@ def test_sequence_parallelism_gathers_and_scatters_and_sums_ds() -> None:
 @pytest.mark.parametrize(
     ("blocks", "in_blocks"), [(1, False), (1, True), (2, False)], ids=["", "groups", "whole x"]
 )
-def test_over_an_fp8_base_codes_are_gathered_unless_adapters_need_x(
-    blocks: int, in_blocks: bool
-) -> None:
+def test_fp8_codes_are_gathered_unless_adapters_need_x(blocks: int, in_blocks: bool) -> None:
     plan = Plan(tp_size=2, sequence_parallel=True, micro_batch_tokens=128)
     linears = (("linear_qkv", LAYERS // 2),)
     spec, hardware = replace(SPEC, fp8_in_blocks=in_blocks), replace(HARDWARE, fp8_speedup=2.0)

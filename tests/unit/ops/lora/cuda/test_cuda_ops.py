@@ -219,9 +219,7 @@ def test_a_jobs_bits_do_not_depend_on_its_neighbours(run: type) -> None:
 
 
 @pytest.mark.parametrize("multiprocessors", [8, 40])
-def test_a_jobs_bits_do_not_depend_on_how_full_the_micro_batch_is(
-    multiprocessors: int, run: type
-) -> None:
+def test_how_full_a_micro_batch_is_changes_no_bit(multiprocessors: int, run: type) -> None:
     """Without a budget, runs are longer (8) or clusters smaller (40) in the fuller one."""
     case = make_case([(24,), (60,)], WHOLE, IN_SIZE, dtype=torch.float64)
     x, dy = operands(case, 2304)
