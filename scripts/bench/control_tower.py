@@ -19,9 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 from scripts.bench.harness.arguments import REPO, bench_parser
 from scripts.bench.harness.rows import append_rows
@@ -44,8 +42,6 @@ from tlora_megatron.sim.workload import load_mix
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchCase:
-    """A question to the planner."""
-
     model: str
     jobs: int
     gpus: int = 1024
@@ -56,7 +52,6 @@ class SearchCase:
 
     @property
     def name(self) -> str:
-        """The row's `what`."""
         program = "any program" if self.runs_in is None else self.runs_in
         most = "at most " if self.may_idle else ""
         return f"search {self.model} {self.jobs} jobs {most}{self.gpus} GPUs {program}"
@@ -73,7 +68,6 @@ SEARCHES = (
     SearchCase(model="405b", jobs=8, may_idle=True),
     SearchCase(model="70b", jobs=256, runs_in="megatron", may_idle=True),
 )
-T = TypeVar("T", bound=Sized)
 HARDWARE = REPO / "configs" / "hardware"
 RUNNING, WAITING = 100, 1000
 LENGTHS = ((256, 3.0), (512, 3.0), (1024, 1.0), (2048, 0.3))
@@ -86,27 +80,14 @@ NOW_S = 50.0
 """Before any job is due."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One measurement; the fields are the CSV's columns."""
-
-    machine: str
-    versions: str
-    commit: str
-    what: str
-    count: int
-    first_ms: float
-    median_ms: float
-
-
-def timed(run: Callable[[], T], repeats: int) -> tuple[T, float, float]:
-    """Result of the last run, milliseconds of the first run, and the median of the others."""
+def timed(run: Callable[[], Sized], repeats: int) -> tuple[int, float, float]:
+    """Size of the last result, milliseconds of the first run, and the median of the others."""
     times_ms = []
     for _ in range(1 + repeats):
         begin = time.process_time()
         found = run()
         times_ms.append((time.process_time() - begin) * 1e3)
-    return found, times_ms[0], statistics.median(times_ms[1:])
+    return len(found), times_ms[0], statistics.median(times_ms[1:])
 
 
 def make_study(mix: str = "paper", seed: int = 0) -> Study:
@@ -123,13 +104,9 @@ def make_study(mix: str = "paper", seed: int = 0) -> Study:
     cluster, profile = load_cluster(HARDWARE / "cluster-128xA100.yaml")
     drawn, specs = load_mix(mix)
     return Study(
-        trace=Trace(name="crowd", rows=tuple(rows), dropped={}),
-        cluster=cluster,
-        profile=profile,
-        mix=drawn,
-        specs=specs,
-        options=Options(seed=seed),
-    )
+        trace=Trace(name="crowd", rows=tuple(rows), dropped={}), cluster=cluster, profile=profile,
+        mix=drawn, specs=specs, options=Options(seed=seed),
+    )  # fmt: skip
 
 
 def crowd(study: Study, rules: Rules) -> tuple[WaitingQueue, ClusterState]:
@@ -146,13 +123,9 @@ def crowd(study: Study, rules: Rules) -> tuple[WaitingQueue, ClusterState]:
         rates = study.speeds.rates((entry.job.kind,), 1)
         assert rates is not None, "a job that asks for one GPU must fit one"
         group = formed(
-            Parts(joining=(entry,)),
-            gpus=(number,),
-            rates=rates,
-            now_s=0.0,
-            cost=rules.cost,
+            Parts(joining=(entry,)), gpus=(number,), rates=rates, now_s=0.0, cost=rules.cost,
             number=number,
-        )
+        )  # fmt: skip
         state.groups[number] = group
         state.free.take(group.gpus)
     return WaitingQueue(jobs[RUNNING:]), state
@@ -168,8 +141,7 @@ def decisions(policy: str, repeats: int) -> tuple[int, float, float]:
         regrouped=frozenset(range(RUNNING)),
         freed=True,
     )
-    found, first_ms, median_ms = timed(lambda: made.decide(NOW_S, queue, state, changes), repeats)
-    return len(found), first_ms, median_ms
+    return timed(lambda: made.decide(NOW_S, queue, state, changes), repeats)
 
 
 def plans(case: SearchCase, repeats: int) -> tuple[int, float, float]:
@@ -189,15 +161,11 @@ def plans(case: SearchCase, repeats: int) -> tuple[int, float, float]:
         for i in range(case.jobs)
     ]
     space = SearchSpace(runs_in=case.runs_in)
-    options = {"may_idle": True} if case.may_idle else {}
-    found, first_ms, median_ms = timed(
-        lambda: search(spec, jobs, hardware, case.gpus, space, **options).plans, repeats
-    )
-    return len(found), first_ms, median_ms
+    more = {"may_idle": True} if case.may_idle else {}
+    return timed(lambda: search(spec, jobs, hardware, case.gpus, space, **more).plans, repeats)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints a table and appends rows."""
     parser = bench_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="after the first")
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=list(POLICIES))
@@ -219,23 +187,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
     for what, measure in measures:
         count, first_ms, median_ms = measure()
-        row = Row(
-            machine=args.machine or f"{os.cpu_count()} CPU cores, {platform.machine()}",
-            versions=f"python {platform.python_version()}",
-            commit=args.commit,
-            what=what,
-            count=count,
-            first_ms=round(first_ms, 2),
-            median_ms=round(median_ms, 2),
-        )
+        row = {
+            "machine": args.machine or f"{os.cpu_count()} CPU cores, {platform.machine()}",
+            "versions": f"python {platform.python_version()}", "commit": args.commit, "what": what,
+            "count": count, "first_ms": round(first_ms, 2), "median_ms": round(median_ms, 2),
+        }  # fmt: skip
         print(f"{what:48} {count:7,} {first_ms:10.1f} {median_ms:11.1f}", flush=True)
-        _append(args.csv, row)
+        if args.csv is not None:
+            append_rows(args.csv, [row])
     return 0
-
-
-def _append(path: Path | None, row: Row) -> None:
-    if path is not None:
-        append_rows(path, [asdict(row)])
 
 
 if __name__ == "__main__":

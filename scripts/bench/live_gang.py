@@ -16,23 +16,21 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from scripts.bench.around_training.base import base_in
-from scripts.bench.around_training.cases import RANKS, TEXTS
+from scripts.bench.around_training.command import TEXTS, job_document
 from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.rows import append_rows, gpu_name
-from scripts.bench.harness.turn import wait_for_turn
+from scripts.bench.harness.processes import wait_for_turn
+from scripts.bench.harness.rows import Figures, gpu_name
 from tests.helpers.gang_driver import DrivenJob, GangDriver, quickstart_base
 from tlora_megatron.ops.kernel_build import build, built_library
 from tlora_megatron.service.engines.local import LocalEngine
-from tlora_megatron.service.engines.preforked import COMMAND as WORKER_COMMAND
 from tlora_megatron.service.messages import GangFolder
 
-_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _ENDLESS = 100_000
 _CASES = {"8b": "8B", "six layers": "six layers", "toy": "toy", "quickstart": "quickstart"}
 
@@ -41,78 +39,42 @@ class Bench:
     """A gang on this host, jobs for it, and the rows that come of it."""
 
     def __init__(self, root: Path, base: Mapping[str, Any], world: int, args: Any) -> None:
-        worker: Sequence[str] = WORKER_COMMAND
-        if args.stacks is not None:
-            worker = (sys.executable, "-m", "scripts.bench.harness.stacks", str(args.stacks))
-        self.engine = LocalEngine(
-            root, args.gpus, slots=None if args.gpus else world, worker_command=worker
-        )
+        self.engine = LocalEngine(root, args.gpus, slots=None if args.gpus else world)
         self.world = world
         self.args = args
-        self._gpu = gpu_name()
-        self.missed: list[str] = []
+        self.figures = Figures(
+            csv=args.csv, commit=args.commit, engine="local", gpu=gpu_name(), world=world,
+            about=f"{_CASES[args.size]}: ",
+        )  # fmt: skip
         self._submitted = 0
         self.driver = GangDriver(
-            self.engine,
-            root,
-            world,
-            base_model=base,
-            parallel=layout(world),
-            run={"micro_batch_tokens": args.tokens},
-            exact=False,
-        )
+            self.engine, root, world, base_model=base, parallel=layout(world),
+            run={"micro_batch_tokens": args.tokens}, exact=False,
+        )  # fmt: skip
 
     def close(self) -> None:
-        """Ends all processes."""
         for info in self.engine.gangs():
             self.engine.kill(info.gang, info.epoch)
         self.engine.close()
 
     def row(self, case: str, value: float, unit: str = "s", must: float | None = None) -> None:
-        """Notes one figure, and whether it is one that must hold."""
-        limit = "" if must is None else f" (must {must:g})"
-        print(f"{case}: {value:.4g} {unit}{limit}", flush=True)
-        if must is not None and value > must:
-            self.missed.append(case)
-        found = {
-            "gpu": self._gpu,
-            "world": self.world,
-            "commit": self.args.commit,
-            "engine": "local",
-            "case": f"{_CASES[self.args.size]}: {case}",
-            "value": f"{value:.4g}",
-            "unit": unit,
-        }
-        if self.args.csv is not None:
-            append_rows(self.args.csv, [found])
+        self.figures.row(case, value, unit, most=must)
 
     def submit(self, steps: int = _ENDLESS) -> DrivenJob:
         """Adds a job, whose batch is its share of a micro-batch."""
         number = self._submitted
         self._submitted += 1
-        texts = sorted(path for path in TEXTS.glob("*.jsonl") if not path.stem.endswith("_eval"))
-        text = next(islice(cycle(texts), number, None))
-        rank, length = RANKS[number % len(RANKS)], self.args.tokens // self.args.jobs
-        document = {
-            "name": f"job{number}",
-            "data": {"train": str(text.resolve())},
-            "lora": {"rank": rank, "alpha": 2 * rank, "target_modules": _LINEARS},
-            "batch_size": 2,
-            "max_seq_len": length,
-            "portion_tokens": length,
-            "max_steps": steps,
-            "optimizer": {"lr": 1e-4},
-        }
+        length = self.args.tokens // self.args.jobs
+        more = {"batch_size": 2, "portion_tokens": length, "max_steps": steps}
+        document = job_document(number, TEXTS, length=length, **more)
         return self.driver.submit(f"j{number}", document, checkpoint_every_s=self.args.save_every)
 
     def timed(self, is_reached: Callable[[], bool]) -> float:
-        """Seconds until something is true."""
         begin_s = time.perf_counter()
         self.driver.run_until(is_reached)
         return time.perf_counter() - begin_s
 
     def start(self, **more: Any) -> float:
-        """Starts the gang's next epoch; returns the seconds until it has."""
         epoch = self.driver.start(**more).epoch
         return self.timed(
             lambda: any(e.kind == "started" and e.epoch == epoch for e in self.events)
@@ -120,7 +82,6 @@ class Bench:
 
     @property
     def events(self) -> Sequence[Any]:
-        """All events so far."""
         return self.driver.events
 
     def all_step(self, beyond: int = 0) -> Callable[[], bool]:
@@ -128,22 +89,18 @@ class Bench:
         jobs = [job for job, driven in self.driver.jobs.items() if driven.ended is None]
 
         def check() -> bool:
-            counts = dict.fromkeys(jobs, 0)
-            for event in self.events:
-                if event.kind == "stepped" and event.epoch == self.driver.epoch:
-                    counts[event.job] = counts.get(event.job, 0) + 1
+            mine = (e for e in self.events if e.epoch == self.driver.epoch)
+            counts = Counter(e.job for e in mine if e.kind == "stepped")
             return all(counts[job] > beyond for job in jobs)
 
         return check
 
     def kill_rank(self, rank: int) -> None:
-        """SIGKILLs one rank."""
         folder = GangFolder(self.driver.home.root, "g", self.driver.epoch)
         os.kill(int(folder.pid(rank).read_text().split()[0]), signal.SIGKILL)
 
 
 def layout(tp_size: int) -> dict[str, Any]:
-    """The section `parallel`."""
     return {"tp_size": tp_size, "sequence_parallel": tp_size > 1}
 
 
@@ -163,7 +120,6 @@ def measure_start(bench: Bench) -> None:
 
 
 def measure_life(bench: Bench) -> None:
-    """Start, first steps, joins, and a kill."""
     measure_start(bench)
     for _ in range(bench.args.jobs - 1):
         bench.submit()
@@ -181,7 +137,7 @@ def measure_kill(bench: Bench) -> None:
     wait_for_spares(bench)
     epoch, deaths = bench.driver.epoch, len(bench.driver.deaths)
     bench.kill_rank(bench.world - 1)
-    begin_s, begin_at = time.perf_counter(), time.time()
+    begin_s = time.perf_counter()
     while any(info.alive for info in bench.driver.engine.gangs()):
         time.sleep(0.005)
     bench.row("SIGKILL of a rank to its notice", 1e3 * (time.perf_counter() - begin_s), "ms")
@@ -190,7 +146,6 @@ def measure_kill(bench: Bench) -> None:
     bench.driver.run_until(lambda: bench.driver.epoch > epoch)
     bench.driver.run_until(bench.all_step())
     took_s = time.perf_counter() - begin_s
-    show_timeline(bench, begin_at)
     base_s = note_start(bench)
     bench.row("SIGKILL of a rank to all jobs stepping again", took_s)
     bench.row("the same without loading the base", took_s - base_s, must=5.0)
@@ -201,20 +156,6 @@ def note_start(bench: Bench) -> float:
     body = next(event.body for event in reversed(bench.events) if event.kind == "started")
     print(json.dumps(body), flush=True)
     return float(body["base_s"])
-
-
-def show_timeline(bench: Bench, since_s: float) -> None:
-    """Prints who told what since a Unix time, each for the first time, in seconds behind it."""
-    first: dict[tuple[int, str, str | None], float] = {}
-    for event in bench.events:
-        if event.at >= since_s:
-            first.setdefault((event.epoch, event.kind, event.job), event.at - since_s)
-    rows: dict[tuple[int, str], list[str]] = {}
-    for (epoch, kind, job), at_s in sorted(first.items(), key=lambda item: item[1]):
-        if kind not in ("applied", "round"):
-            rows.setdefault((epoch, kind), []).append(f"{job or ''} {at_s:.2f}".strip())
-    for (epoch, kind), times in rows.items():
-        print(f"  epoch {epoch} {kind}: {', '.join(times)}", flush=True)
 
 
 def measure_resize(bench: Bench) -> dict[str, dict[int, float]]:
@@ -236,12 +177,10 @@ def change_layout(
 ) -> float:
     """Times a change until all jobs have stepped again; returns the seconds that the base took."""
     wait_for_spares(bench)
-    begin_s, begin_at = time.perf_counter(), time.time()
-    print(f"{case}: order at {begin_at:.2f}", flush=True)
+    begin_s = time.perf_counter()
     change(bench, tp_size)
     bench.driver.run_until(bench.all_step())
     bench.row(case, time.perf_counter() - begin_s, must=15.0)
-    show_timeline(bench, begin_at)
     base_s = note_start(bench)
     bench.timed(bench.all_step(beyond=bench.args.steps))
     return base_s
@@ -251,11 +190,6 @@ def wait_for_spares(bench: Bench) -> None:
     """Waits until a pre-forked worker is ready for every rank."""
     workers = bench.engine.workers
     bench.timed(lambda: bool(workers.by_slot) and all(w.is_ready for w in workers.by_slot.values()))
-
-
-def hand_over(bench: Bench, tp_size: int) -> None:
-    """Starts the gang with another layout beside itself; jobs move one by one."""
-    bench.driver.hand_over(parallel=layout(tp_size))
 
 
 def resize(bench: Bench, tp_size: int) -> None:
@@ -271,7 +205,13 @@ def resize(bench: Bench, tp_size: int) -> None:
     driver.start(parallel=layout(tp_size))
 
 
-_CHANGES = {"": resize, ", beside the old gang": hand_over}
+_CHANGES: dict[str, Callable[[Bench, int], None]] = {
+    "": resize,
+    ", beside the old gang": lambda bench, tp_size: bench.driver.hand_over(
+        parallel=layout(tp_size)
+    ),
+}
+"""Jobs are saved and their gang starts anew, or move one by one to one that starts beside it."""
 
 
 def compare(bench: Bench, losses: Mapping[str, Mapping[int, float]]) -> None:
@@ -290,7 +230,6 @@ def compare(bench: Bench, losses: Mapping[str, Mapping[int, float]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures; returns the exit code."""
     parser = bench_parser(__doc__)
     parser.add_argument("--gpus", type=int, default=1, help="GPUs; 0 = on the CPU")
     parser.add_argument("--world", type=int, help="processes on the CPU (default: 1)")
@@ -304,7 +243,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
     parser.add_argument("--steps", type=int, default=3, help="between two changes of layout")
     parser.add_argument("--save-every", type=float, default=5.0, help="seconds between checkpoints")
-    parser.add_argument("--stacks", type=Path, help="folder for what ranks' threads are busy with")
     parser.add_argument("--scratch", type=Path, help="folder for base and service")
     args = parser.parse_args(argv)
     wait_for_turn()
@@ -334,7 +272,7 @@ def measure(args: Any, folder: Path) -> list[str]:
             work(bench)
         finally:
             bench.close()
-        missed.extend(bench.missed)
+        missed.extend(bench.figures.missed)
 
     if world == 1:
         run("life", measure_start if args.start_only else measure_life)

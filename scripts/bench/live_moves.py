@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.around_training.base import base_in
-from scripts.bench.around_training.cases import TEXTS
+from scripts.bench.around_training.command import TEXTS
 from scripts.bench.harness.arguments import REPO, bench_parser
-from scripts.bench.harness.moves import Move, fused, moves, stays
 from scripts.bench.harness.rows import append_rows, gpu_name
 from tests.helpers import elastic_worker
 from tests.helpers.gang_driver import quickstart_base
 from tests.helpers.live_service import FloorCost
+from tests.helpers.moves import Move, fused, moves, stays
 from tests.helpers.ruled_service import RuledService
 from tlora_megatron.ops.kernel_build import build, built_library
 from tlora_megatron.service.control.pricing import pricing_of

@@ -17,43 +17,173 @@ load average stands beside them, for a wall time from a busy machine says little
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from scripts.bench.harness.arguments import REPO, bench_parser
-from scripts.bench.harness.replayed_service import EPOCH_S, SPEEDUP, Jobs, Replay
-from scripts.bench.harness.rows import append_rows
+from scripts.bench.harness.rows import Figures
 from scripts.bench.simulate.cases import SOURCES, Source
-from tests.helpers.fake_gang import FakeTimes
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.fake_gang import FakeTimes, FakeWork
+from tlora_megatron.planner.group import GroupModel
+from tlora_megatron.planner.workload import JobLoad
+from tlora_megatron.scheduler.queue import Job
+from tlora_megatron.service.control.controller import Controller
+from tlora_megatron.service.control.pricing import PlannedBase, Pricing
+from tlora_megatron.service.engines.protocol import NodeInfo
+from tlora_megatron.service.home import Home
+from tlora_megatron.service.prepare.submission import Submission
 from tlora_megatron.service.settings import Settings
-from tlora_megatron.service.store import JobState
+from tlora_megatron.service.store import JobState, NewJob, open_store
 from tlora_megatron.sim.cluster import load_cluster
 from tlora_megatron.sim.study import Options, Study
 from tlora_megatron.sim.trace import Trace, TraceRow, read_trace
 from tlora_megatron.sim.workload import load_mix
 
+EPOCH_S = 1_000_000.0
+"""Unix time at which a trace begins: small, so that its times are exact enough."""
+SPEEDUP = 600.0
+LOOK_S = 0.04 * SPEEDUP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """A job of a trace, as validation would give it."""
+
+    job: str
+    document: Mapping[str, Any]
+    own: JobLoad
+    train_tokens: float
+    num_steps: int
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    from_step: int = 0
+    notes: tuple[str, ...] = ()
+
+    def load(self) -> JobLoad:
+        return self.own
+
+
+class Jobs:
+    """The jobs of a study: accepts what names them, and says what they are to fake gangs."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self.jobs: Sequence[Job] = study.workload.jobs
+        self._done: list[Accepted] = []
+
+    def load(self, job: Job) -> JobLoad:
+        return self.study.speeds.load_of(job.kind)
+
+    def num_steps(self, job: Job) -> int:
+        return max(1, round(job.tokens / self.load(job).batch_tokens))
+
+    def submission(self, job: Job) -> NewJob:
+        name = f"trace-{job.index}"
+        document = {"name": name, "index": job.index}
+        made = Submission(name=name, base_model={"path": job.base}, document=document)
+        asked = {"gpus": job.num_gpus, "max_slowdown": job.max_slowdown, "priority": job.priority}
+        return NewJob(
+            name=name, document=json.loads(made.to_json()), base=job.base, key=name, schedule=asked
+        )
+
+    def work(self, order: Mapping[str, Any]) -> FakeWork:
+        job = self.jobs[int(order["document"]["index"])]
+        return FakeWork(kind=job.kind, tokens=job.tokens, num_steps=self.num_steps(job))
+
+    def submit(self, job_id: str, submission: Submission) -> None:
+        job = self.jobs[int(submission.document["index"])]
+        size = {"train_tokens": job.tokens, "num_steps": self.num_steps(job)}
+        document, own = submission.document, self.load(job)
+        self._done.append(Accepted(job=job_id, document=document, own=own, **size))
+
+    def forget(self, job_id: str) -> None:
+        """Nothing is under way."""
+
+    def poll(self) -> list[Accepted]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class Replay:
+    def __init__(self, jobs: Jobs, root: Path, settings: Settings, times: FakeTimes) -> None:
+        study = jobs.study
+        self.now_s = EPOCH_S
+        self.jobs = jobs
+        self.home = Home.open(root)
+        self._settings = settings
+        specs = load_mix(study.mix.name)[1]
+        self._models = {name: GroupModel(spec, study.profile) for name, spec in specs.items()}
+        shape = study.cluster.shape
+        nodes = [
+            NodeInfo(node=i, address="", gpus=shape.gpus_per_node) for i in range(shape.num_nodes)
+        ]
+        self.engine = FakeEngine(
+            nodes=nodes, speeds=study.speeds, work=jobs.work, clock=lambda: self.now_s,
+            times=times, writes=False,
+        )  # fmt: skip
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Starts a controller on the store, as after a SIGKILL of the one before."""
+        self.store = open_store(self.home.store, clock=lambda: self.now_s)
+        self.store.lock.take(stale_s=-1.0)
+        self.controller = Controller(
+            home=self.home, store=self.store, engine=self.engine,
+            pricing=Pricing(lambda section: PlannedBase(model=self._models[section["path"]])),
+            validator=self.jobs, settings=self._settings, clock=lambda: self.now_s,
+            on_said=lambda sentence: None,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Submits each job at its time, and ends when all are over."""
+        waiting = list(reversed(self.jobs.jobs))
+        total = len(waiting)
+        while True:
+            due = []
+            while waiting and EPOCH_S + waiting[-1].submit_s <= self.now_s:
+                due.append(waiting.pop())
+            if due:
+                self.store.jobs.submit([self.jobs.submission(job) for job in due])
+            self.controller.step()
+            if not waiting and not self.controller.context.state.jobs:
+                return
+            arrival_s = EPOCH_S + waiting[-1].submit_s if waiting else float("inf")
+            soonest = min(arrival_s, self.engine.next_s(), self.controller.next_s())
+            looks = max(1.0, -(-(soonest - self.now_s) // LOOK_S))
+            self.now_s += looks * LOOK_S
+            if len(due) and len(waiting) % 100 < len(due):
+                print(f"{total - len(waiting)} of {total} jobs submitted", file=sys.stderr)
+
+    def completion_s(self) -> dict[int, float]:
+        """Seconds from submission to the end of each finished job, by its index."""
+        found, after = {}, 0
+        while page := self.store.jobs.page(after=after, limit=1000):
+            after = page[-1].number
+            for row in page:
+                index = int(row.name.removeprefix("trace-"))
+                if row.state is JobState.FINISHED and row.ended_at is not None:
+                    found[index] = row.ended_at - EPOCH_S - self.jobs.jobs[index].submit_s
+        return found
+
 
 def replay_settings(policy: str) -> Settings:
-    """The settings of `tlora serve`, with those times stretched that only bound how often it looks.
-
-    A trace takes weeks: looked at every ten seconds of it, nothing would happen in most looks.
-    """
+    """The settings of `tlora serve`, its looks stretched as a trace of weeks needs them."""
     return Settings(
-        policy=policy,
-        tick_s=10.0 * SPEEDUP,
-        look_s=10.0 * SPEEDUP,
-        coalesce_s=0.0,
-        lease_s=600.0 * SPEEDUP,
-        hang_s=600.0 * SPEEDUP,
-        decide_in_thread=False,
-    )
+        policy=policy, tick_s=10.0 * SPEEDUP, look_s=10.0 * SPEEDUP, coalesce_s=0.0,
+        lease_s=600.0 * SPEEDUP, hang_s=600.0 * SPEEDUP, decide_in_thread=False,
+    )  # fmt: skip
 
 
 def replay_times(study: Study, noise: float) -> FakeTimes:
@@ -61,14 +191,9 @@ def replay_times(study: Study, noise: float) -> FakeTimes:
     cost = study.cluster.regroup
     weights = max(2.0 * 8e9, 1.0)
     return FakeTimes(
-        start_s=cost.replan_s + weights / cost.weights_bytes_per_s,
-        prepare_s=1.0,
-        boundary_s=1.0,
-        stall_s=cost.admit_s,
-        report_s=3600.0,
-        checkpoint_s=3600.0,
-        noise=noise,
-    )
+        start_s=cost.replan_s + weights / cost.weights_bytes_per_s, prepare_s=1.0, boundary_s=1.0,
+        stall_s=cost.admit_s, report_s=3600.0, checkpoint_s=3600.0, noise=noise,
+    )  # fmt: skip
 
 
 def compared(study: Study, policy: str, root: Path, noise: float) -> dict[str, float]:
@@ -98,51 +223,36 @@ def compared(study: Study, policy: str, root: Path, noise: float) -> dict[str, f
 
 def trace_study(source: Source, traces: Path, num_jobs: int, load: float) -> Study:
     """The first jobs of a trace on 128 A100, arriving at an offered load."""
-    cluster, profile = load_cluster(REPO / "configs/hardware/cluster-128xA100.yaml")
-    mix, specs = load_mix("paper")
     assert source.file is not None, "a trace that is drawn has no folder"
-    return Study(
-        trace=read_trace(traces / source.file),
-        cluster=cluster,
-        profile=profile,
-        mix=mix,
-        specs=specs,
-        options=Options(shape=replace(source.shape, most_jobs=num_jobs, load=load)),
-    )
+    shape = replace(source.shape, most_jobs=num_jobs, load=load)
+    return _study(read_trace(traces / source.file), Options(shape=shape))
+
+
+def _study(trace: Trace, options: Options, nodes: int | None = None) -> Study:
+    cluster, profile = load_cluster(REPO / "configs/hardware/cluster-128xA100.yaml")
+    cluster = cluster if nodes is None else replace(cluster, nodes=nodes)
+    mix, specs = load_mix("paper")
+    parts = {"cluster": cluster, "profile": profile, "mix": mix, "specs": specs}
+    return Study(trace=trace, options=options, **parts)
 
 
 REPLAYED = tuple(name for name, source in SOURCES.items() if source.file is not None)
-_RUNNING, _QUEUED = 1000, 10_000
 _LONG_S = 1.0e6
+_GPUS_PER_NODE = 8
 
 
 def crowd_study(running: int, queued: int) -> Study:
     """Jobs of one GPU that fill a cluster, and ten times as many that come a minute later."""
-    cluster, profile = load_cluster(REPO / "configs/hardware/cluster-128xA100.yaml")
-    nodes = -(-running // cluster.gpus_per_node)
-    mix, specs = load_mix("paper")
+    nodes = -(-running // _GPUS_PER_NODE)
     rows = [
         TraceRow(name=str(i), submit_s=0.0, duration_s=_LONG_S + i, num_gpus=1)
-        for i in range(nodes * cluster.gpus_per_node)
+        for i in range(nodes * _GPUS_PER_NODE)
     ]
-    rows += [
-        TraceRow(
-            name=str(len(rows) + i),
-            submit_s=600.0 + 0.1 * (i // 100),
-            duration_s=1000.0 + i % 370,
-            num_gpus=(1, 1, 1, 2, 8)[i % 5],
-        )
-        for i in range(queued)
-    ]
+    for i in range(queued):
+        times = {"submit_s": 600.0 + 0.1 * (i // 100), "duration_s": 1000.0 + i % 370}
+        rows.append(TraceRow(name=str(len(rows)), num_gpus=(1, 1, 1, 2, 8)[i % 5], **times))
     trace = Trace(name="crowd", rows=tuple(rows), dropped={})
-    return Study(
-        trace=trace,
-        cluster=replace(cluster, nodes=nodes),
-        profile=profile,
-        mix=mix,
-        specs=specs,
-        options=Options(max_slowdown=1.5),
-    )
+    return _study(trace, Options(max_slowdown=1.5), nodes)
 
 
 def crowded(study: Study, running: int, root: Path) -> dict[str, float]:
@@ -166,16 +276,12 @@ def crowded(study: Study, running: int, root: Path) -> dict[str, float]:
     decisions = replay.controller.decider.seconds
     found = {
         "running": float(states.get(JobState.RUNNING, 0)),
-        "queued": float(states.get(JobState.QUEUED, 0)),
-        "submits by 100": len(rest) / submit_s,
+        "queued": float(states.get(JobState.QUEUED, 0)), "submits by 100": len(rest) / submit_s,
         "longest wake-up while all arrive (CPU)": max(intake),
-        "longest decision while all arrive": arriving,
-        "decisions": float(len(decisions)),
-        "median decision": statistics.median(decisions),
-        "longest decision": max(decisions),
-        "median wake-up (CPU)": statistics.median(steps),
-        "longest wake-up (CPU)": max(steps),
-    }
+        "longest decision while all arrive": arriving, "decisions": float(len(decisions)),
+        "median decision": statistics.median(decisions), "longest decision": max(decisions),
+        "median wake-up (CPU)": statistics.median(steps), "longest wake-up (CPU)": max(steps),
+    }  # fmt: skip
     begin, begin_cpu = time.perf_counter(), time.process_time()
     replay.take_over()
     found["restart"] = time.perf_counter() - begin
@@ -199,15 +305,10 @@ def _steps(replay: Replay, seconds: float) -> list[float]:
 
 
 _UNITS = {
-    "jobs": "jobs",
-    "running": "jobs",
-    "queued": "jobs",
-    "gangs": "gangs",
-    "decisions": "",
-    "memory": "GB",
-    "submits by 100": "1/s",
-    "live over simulated": "ratio",
-    "speed of the clock": "ratio",
+    **dict.fromkeys(("jobs", "running", "queued"), "jobs"),
+    **dict.fromkeys(("live over simulated", "speed of the clock"), "ratio"),
+    **dict.fromkeys(("decisions", "load average"), ""),
+    **{"gangs": "gangs", "memory": "GB", "submits by 100": "1/s"},
 }
 """Units of the columns that are not seconds."""
 
@@ -222,8 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", type=float, default=1.0, help="offered load")
     parser.add_argument("--policy", default=Settings().policy)
     parser.add_argument("--noise", type=float, default=0.05)
-    parser.add_argument("--running", type=int, default=_RUNNING)
-    parser.add_argument("--queued", type=int, default=_QUEUED)
+    parser.add_argument("--running", type=int, default=1000)
+    parser.add_argument("--queued", type=int, default=10_000)
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where the store lies")
     args = parser.parse_args(argv)
     if not args.crowd and args.traces is None:
@@ -238,19 +339,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = compared(study, args.policy, root, args.noise)
             where = f"{args.source} load {args.load:g} {args.policy}"
     found["load average"] = os.getloadavg()[0]
+    figures = Figures(csv=args.csv, commit=args.commit, engine="fake", about=f"{where}: ")
     for case, value in found.items():
-        row = {
-            "gpu": "cpu",
-            "world": 1,
-            "commit": args.commit,
-            "engine": "fake",
-            "case": f"{where}: {case}",
-            "value": round(value, 4),
-            "unit": _UNITS.get(case, "" if case == "load average" else "s"),
-        }
-        print(f"{row['case']:60} {row['value']:14.4f} {row['unit']}", flush=True)
-        if args.csv:
-            append_rows(args.csv, [row])
+        figures.row(case, value, _UNITS.get(case, "s"))
     return 0
 
 

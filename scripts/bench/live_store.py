@@ -16,48 +16,22 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import resource
 import statistics
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.rows import append_rows
+from scripts.bench.harness.rows import Figures
 from tlora_megatron.service.messages import GangSpec
 from tlora_megatron.service.store import JobState, NewJob, Store, open_store
 
-Figures = Iterator[tuple[str, float, str]]
-"""Case, value, unit."""
 GANGS = 50
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One figure; the fields are the CSV's columns."""
-
-    gpu: str
-    world: int
-    commit: str
-    engine: str
-    case: str
-    value: float
-    unit: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """How much of everything."""
-
-    submits: int
-    writers: int
-    queued: int
-    running: int
 
 
 def new_job() -> NewJob:
@@ -76,7 +50,6 @@ def new_job() -> NewJob:
 
 
 def timed(calls: int, call: Callable[[], object]) -> list[float]:
-    """Seconds of each call, in order of length."""
     times = []
     for _ in range(calls):
         begin = time.perf_counter()
@@ -85,35 +58,26 @@ def timed(calls: int, call: Callable[[], object]) -> list[float]:
     return sorted(times)
 
 
-def spread(case: str, times: Sequence[float]) -> Figures:
-    """Median, 99th percentile and longest of sorted seconds."""
-    yield f"{case}, p50", 1e3 * statistics.median(times), "ms"
-    yield f"{case}, p99", 1e3 * times[min(len(times) - 1, int(0.99 * len(times)))], "ms"
-    yield f"{case}, longest", 1e3 * times[-1], "ms"
-
-
-def submits(store: Store, sizes: Sizes) -> Figures:
-    """One submit after another, then many in each call."""
-    times = timed(sizes.submits, lambda: store.jobs.submit([new_job()]))
-    yield "submits", len(times) / sum(times), "1/s"
-    yield from spread("submit", times)
-    calls = max(1, sizes.submits // 100)
+def submits(figures: Figures, store: Store, args: Any) -> None:
+    times = timed(args.submits, lambda: store.jobs.submit([new_job()]))
+    figures.row("submits", len(times) / sum(times), "1/s")
+    figures.spread("submit", times)
+    calls = max(1, args.submits // 100)
     times = timed(calls, lambda: store.jobs.submit([new_job() for _ in range(100)]))
-    yield "submits by 100", 100 * calls / sum(times), "1/s"
+    figures.row("submits by 100", 100 * calls / sum(times), "1/s")
 
 
-def submits_at_once(place: str, sizes: Sizes) -> Figures:
+def submits_at_once(figures: Figures, place: str, args: Any) -> None:
     """Several processes submit to one store."""
-    each = sizes.submits // sizes.writers
+    each = args.submits // args.writers
     context = multiprocessing.get_context("spawn")
-    with context.Pool(sizes.writers) as pool:
-        # They start and import.
-        pool.map(_write, [(place, 1)] * sizes.writers, chunksize=1)
+    with context.Pool(args.writers) as pool:
+        pool.map(_write, [(place, 1)] * args.writers, chunksize=1)  # they start and import
         begin = time.perf_counter()
-        lists = pool.map(_write, [(place, each)] * sizes.writers, chunksize=1)
+        lists = pool.map(_write, [(place, each)] * args.writers, chunksize=1)
         took_s = time.perf_counter() - begin
-    yield f"submits of {sizes.writers} at once", each * sizes.writers / took_s, "1/s"
-    yield from spread(f"submit of {sizes.writers} at once", sorted(itertools.chain(*lists)))
+    figures.row(f"submits of {args.writers} at once", each * args.writers / took_s, "1/s")
+    figures.spread(f"submit of {args.writers} at once", sorted(itertools.chain(*lists)))
 
 
 def _write(task: tuple[str, int]) -> list[float]:
@@ -122,51 +86,48 @@ def _write(task: tuple[str, int]) -> list[float]:
         return timed(count, lambda: store.jobs.submit([new_job()]))
 
 
-def fill(store: Store, sizes: Sizes) -> Figures:
-    """Makes the jobs that wait and run; yields what a change of one costs."""
+def fill(figures: Figures, store: Store, args: Any) -> None:
+    """Makes the jobs that wait and run; notes what a change of one costs."""
     for number in range(GANGS):
         spec = {"base_model": {}, "parallel": {}, "run": {}, "gpus": ((0, number),), "root": "/"}
         store.gangs.add(GangSpec(gang=f"g{number}", epoch=1, **spec))
-    jobs = store.jobs.submit([new_job() for _ in range(sizes.queued + sizes.running)])
+    jobs = store.jobs.submit([new_job() for _ in range(args.queued + args.running)])
     with store.transaction():
         for job in jobs:
             store.jobs.change(job.id, JobState.QUEUED, stats={"lengths": list(range(64))})
-    for number, job in enumerate(jobs[: sizes.running]):
+    for number, job in enumerate(jobs[: args.running]):
         with store.transaction():
             store.leases.grant(job.id, f"g{number % GANGS}", 1)
             store.jobs.change(job.id, JobState.STARTING)
             store.commands.write(f"g{number % GANGS}", 1, "join", job=job.id)
-    left = iter(jobs[: sizes.running])
-    times = timed(sizes.running, lambda: store.jobs.change(next(left).id, JobState.RUNNING))
-    yield "changes of state", len(times) / sum(times), "1/s"
-    yield from spread("change of state", times)
+    left = iter(jobs[: args.running])
+    times = timed(args.running, lambda: store.jobs.change(next(left).id, JobState.RUNNING))
+    figures.row("changes of state", len(times) / sum(times), "1/s")
+    figures.spread("change of state", times)
 
 
-def reads(store: Store, place: str) -> Figures:
+def reads(figures: Figures, store: Store, place: str) -> None:
     """Lists, alone and beside submits, and the question whether anything changed."""
     times = timed(2000, store.events.last)
-    yield "poll", 1e6 * statistics.median(times), "us"
-    yield from spread("page of 100", timed(200, lambda: store.jobs.page(limit=100)))
-    yield from spread("counts", timed(50, store.jobs.counts))
+    figures.row("poll", 1e6 * statistics.median(times), "us")
+    figures.spread("page of 100", timed(200, lambda: store.jobs.page(limit=100)))
+    figures.spread("counts", timed(50, store.jobs.counts))
     running = {JobState.RUNNING}
-    yield from spread(
-        "1,000 running", timed(20, lambda: store.jobs.page(states=running, limit=1000))
-    )
+    figures.spread("1,000 running", timed(20, lambda: store.jobs.page(states=running, limit=1000)))
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         pool.apply(_write, [(place, 1)])
         writer = pool.apply_async(_write, [(place, 1000)])
         times = timed(200, lambda: store.jobs.page(limit=100))
         writer.get()
-    yield from spread("page of 100 beside submits", times)
+    figures.spread("page of 100 beside submits", times)
 
 
-def start(place: str) -> Figures:
-    """A new process opens and loads the store."""
+def start(figures: Figures, place: str) -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         took_s, jobs, memory = pool.apply(_load, [place])
-    yield f"start with {jobs:,} jobs", took_s, "s"
-    yield "memory of that process", memory / 2**20, "MiB"
+    figures.row(f"start with {jobs:,} jobs", took_s, "s")
+    figures.row("memory of that process", memory / 2**20, "MiB")
 
 
 def _load(place: str) -> tuple[float, int, int]:
@@ -177,24 +138,21 @@ def _load(place: str) -> tuple[float, int, int]:
     return took_s, len(found.jobs), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def figures(place: str, sizes: Sizes) -> Figures:
+def measure(figures: Figures, place: str, args: Any) -> None:
     """Everything, in the order of the module's description."""
-    yield "load average before", os.getloadavg()[0], ""
-    with open_store(place) as store:
-        yield from submits(store, sizes)
-        yield from submits_at_once(place, sizes)
+    with figures.load(""), open_store(place) as store:
+        submits(figures, store, args)
+        submits_at_once(figures, place, args)
         for page in iter(lambda: store.jobs.page(states={JobState.VALIDATING}, limit=5000), []):
             with store.transaction():
                 for job in page:
                     store.jobs.change(job.id, JobState.CANCELLED)
-        yield from fill(store, sizes)
-        yield from start(place)
-        yield from reads(store, place)
-    yield "load average after", os.getloadavg()[0], ""
+        fill(figures, store, args)
+        start(figures, place)
+        reads(figures, store, place)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the figures and appends them to a file."""
     parser = bench_parser(__doc__)
     parser.add_argument("--place", help="a file, or the URL of an empty PostgreSQL database")
     parser.add_argument("--submits", type=int, default=2000)
@@ -202,23 +160,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--queued", type=int, default=10_000)
     parser.add_argument("--running", type=int, default=1000)
     args = parser.parse_args(argv)
-    sizes = Sizes(**{name: getattr(args, name) for name in Sizes.__dataclass_fields__})
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         place = args.place or f"{folder}/store.sqlite"
         engine = "store, PostgreSQL" if "://" in place else "store, SQLite"
-        for case, value, unit in figures(place, sizes):
-            print(f"{engine:18} {case:36} {value:12.3f} {unit}", flush=True)
-            row = Row(
-                gpu="cpu",
-                world=1,
-                commit=args.commit,
-                engine=engine,
-                case=case,
-                value=round(value, 3),
-                unit=unit,
-            )
-            if args.csv:
-                append_rows(args.csv, [asdict(row)])
+        measure(Figures(csv=args.csv, commit=args.commit, engine=engine), place, args)
     return 0
 
 

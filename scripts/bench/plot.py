@@ -1,10 +1,8 @@
-"""Draws the pictures of measured rows, and tabulates sweeps of the simulator.
+"""Draws the pictures of measured rows.
 
     python -m scripts.bench.plot linear       # results/lora_linear.png
     python -m scripts.bench.plot planner      # results/plan_vs_measured.png
-    python -m scripts.bench.plot loads        # results/simulation_loads.png and a table
-    python -m scripts.bench.plot fp8          # tables
-    python -m scripts.bench.plot ablations    # a table; also: mixes, adversarial
+    python -m scripts.bench.plot loads        # results/simulation_loads.png
 
 `--csv` and `--out` name other files.
 """
@@ -32,7 +30,6 @@ from scripts.bench.linear.results import geometric_mean
 from scripts.bench.linear.results import read_csv as read_linear
 from scripts.bench.planner.results import Row as PlanRow
 from scripts.bench.planner.results import read_csv as read_plans
-from scripts.bench.step.precision_table import precision_tables
 
 # The multi-adapter linear: ratio to the frozen linear against the number of adapters.
 
@@ -63,11 +60,7 @@ def linear_curves(rows: Sequence[dict[str, Any]], tokens: int, dropout: float) -
 
 
 def plot_linear(rows: Sequence[dict[str, Any]], dropout: float, path: Path) -> None:
-    """Writes the picture, a panel a token count.
-
-    Raises:
-        ValueError: if no row has this dropout.
-    """
+    """Writes the picture, a panel a token count."""
     token_counts = sorted({r["tokens"] for r in rows if r["dropout"] == dropout})
     if not token_counts:
         raise ValueError(f"dropout must be one of the CSV's, got {dropout}")
@@ -117,7 +110,6 @@ def _top(panels: Sequence[Curves]) -> float:
 
 
 def _legend(panels: Sequence[Axes]) -> tuple[list[Any], list[str]]:
-    """One entry a provider over all panels."""
     found: dict[str, Any] = {}
     for panel in panels:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
@@ -185,46 +177,36 @@ YARDSTICKS = {"malleable_jct_s": "malleable SRPT (estimate)", "least_jct_s": "no
 METRICS = {
     "mean_jct_s": "mean JCT: isolated / policy",
     "throughput_tokens_per_s": "tokens/s: policy / isolated",
-    "gpu_utilisation": "utilisation: policy / isolated",
 }
-Ratios = dict[tuple[str, str, float, str], dict[str, list[float]]]
-"""By source, variant, load and policy: each metric over `isolated`, a value a seed."""
+Ratios = dict[tuple[str, float, str], dict[str, list[float]]]
+"""By source, load and policy: each metric over `isolated`, a value a seed."""
 
 
 def simulation_ratios(rows: Sequence[Mapping[str, str]]) -> Ratios:
-    """Every cell over `isolated`; a variant without one of its own takes that of `base`."""
-    first = {
-        (r["source"], r["variant"], r["target_load"], r["seed"]): r
-        for r in rows
-        if r["policy"] == "isolated"
-    }
+    """Every row over `isolated` of the same trace, load and seed."""
+    cells = ((r["source"], float(r["target_load"] or 0), r["seed"]) for r in rows)
+    placed = list(zip(cells, rows, strict=True))
+    first = {cell: r for cell, r in placed if r["policy"] == "isolated"}
     found: Ratios = defaultdict(lambda: defaultdict(list))
-    for r in rows:
-        place = (r["target_load"], r["seed"])
-        own = first.get((r["source"], r["variant"], *place))
-        base = own or first.get((r["source"], "base", *place))
-        if base is None:
+    for cell, r in placed:
+        if cell not in first:
             continue
-        cell = found[(r["source"], r["variant"], _load(r), r["policy"])]
+        source, load, _ = cell
         for metric in METRICS:
-            ratio = float(r[metric]) / float(base[metric])
-            cell[metric].append(1 / ratio if metric.endswith("jct_s") else ratio)
+            ratio = float(r[metric]) / float(first[cell][metric])
+            value = 1 / ratio if metric.endswith("jct_s") else ratio
+            found[source, load, r["policy"]][metric].append(value)
         if r["policy"] == "isolated":
             for column, name in YARDSTICKS.items():
-                own = found[(r["source"], r["variant"], _load(r), name)]
-                own["mean_jct_s"].append(float(r["mean_jct_s"]) / float(r[column]))
+                ratio = float(r["mean_jct_s"]) / float(r[column])
+                found[source, load, name]["mean_jct_s"].append(ratio)
     return found
-
-
-def _load(row: Mapping[str, str]) -> float:
-    """The offered load of a row; 0 where arrivals are as drawn."""
-    return float(row["target_load"] or 0)
 
 
 def plot_loads(found: Ratios, path: Path) -> None:
     """One column a trace, one row a metric; bands span the seeds."""
     sources = list(dict.fromkeys(source for source, *_ in found))
-    metrics = list(METRICS)[:2]
+    metrics = list(METRICS)
     figure, grid = plt.subplots(
         len(metrics), len(sources), figsize=(3.4 * len(sources), 5.6), squeeze=False
     )
@@ -247,7 +229,7 @@ def _load_panel(axes: Axes, found: Ratios, source: str, metric: str) -> None:
     for policy, color in {**COLORS, **dict.fromkeys(YARDSTICKS.values(), "#222222")}.items():
         cells = sorted(
             (load, cell[metric])
-            for (name, _, load, other), cell in found.items()
+            for (name, load, other), cell in found.items()
             if (name, other) == (source, policy) and metric in cell
         )
         loads = [load for load, _ in cells]
@@ -270,63 +252,23 @@ def _load_panel(axes: Axes, found: Ratios, source: str, metric: str) -> None:
     axes.set_xlabel("load", fontsize=8)
 
 
-def simulation_table(found: Ratios) -> str:
-    """Markdown: median over seeds, smallest and largest where there are several."""
-    lines = ["| trace | variant | load | policy | JCT | tokens/s | utilisation | seeds |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for (source, variant, load, policy), cell in found.items():
-        if policy != "isolated":
-            cells = " | ".join(_spread(cell[metric]) for metric in METRICS)
-            seeds = len(cell["mean_jct_s"])
-            lines.append(f"| {source} | {variant} | {load:g} | {policy} | {cells} | {seeds} |")
-    return "\n".join(lines)
-
-
-def _spread(values: list[float]) -> str:
-    if not values:
-        return ""
-    middle = f"{statistics.median(values):.2f}"
-    return middle if len(values) == 1 else f"{middle} ({min(values):.2f}-{max(values):.2f})"
-
-
 # The command line.
 
 
-def _linear(csv_path: Path, out: Path, args: argparse.Namespace) -> None:
-    plot_linear(read_linear([csv_path]), args.dropout, out)
-
-
-def _planner(csv_path: Path, out: Path, args: argparse.Namespace) -> None:
-    plot_planner(read_plans(csv_path), out)
-
-
-def _sweep(csv_path: Path, out: Path, args: argparse.Namespace) -> None:
+def _simulation(csv_path: Path, out: Path, dropout: float) -> None:
     with csv_path.open(newline="") as file:
-        found = simulation_ratios(list(csv.DictReader(file)))
-    if args.what == "loads":
-        plot_loads(found, out)
-    print(simulation_table(found))
+        plot_loads(simulation_ratios(list(csv.DictReader(file))), out)
 
 
-def _fp8(csv_path: Path, out: Path, args: argparse.Namespace) -> None:
-    with csv_path.open(newline="") as file:
-        print(precision_tables(list(csv.DictReader(file))))
-
-
-_PARTS: dict[str, tuple[str, Callable[[Path, Path, argparse.Namespace], None]]] = {
-    "linear": ("lora_linear", _linear),
-    "planner": ("plan_vs_measured", _planner),
-    "fp8": ("fp8", _fp8),
-    "loads": ("simulation_loads", _sweep),
-    "ablations": ("simulation_ablations", _sweep),
-    "mixes": ("simulation_mixes", _sweep),
-    "adversarial": ("simulation_adversarial", _sweep),
+_PARTS: dict[str, tuple[str, Callable[[Path, Path, float], None]]] = {
+    "linear": ("lora_linear", lambda rows, out, p: plot_linear(read_linear([rows]), p, out)),
+    "planner": ("plan_vs_measured", lambda rows, out, p: plot_planner(read_plans(rows), out)),
+    "loads": ("simulation_loads", _simulation),
 }
-"""The stem of the CSV and of the picture, and what is made of them."""
+"""The stem of the CSV and of the picture, and what draws it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draws one picture or prints one table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -337,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     stem, draw = _PARTS[args.what]
     csv_path = args.csv or RESULTS / f"{stem}.csv"
-    draw(csv_path, args.out or csv_path.with_suffix(".png"), args)
+    draw(csv_path, args.out or csv_path.with_suffix(".png"), args.dropout)
     return 0
 
 

@@ -10,8 +10,6 @@ step in which all of them grow (median), and the tokens a second that follow fro
 
 from __future__ import annotations
 
-import argparse
-import shutil
 import statistics
 import sys
 import tempfile
@@ -22,8 +20,10 @@ from typing import Any
 
 import torch
 
+from scripts.bench.around_training.base import TOKENIZER, shape_of, write_config
+from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.clock import wait_for_device
-from scripts.bench.harness.rows import append_rows, checkout_commit, gpu_name
+from scripts.bench.harness.rows import append_rows, gpu_name
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
 from tlora_megatron.layers.slab import initial_factors
 from tlora_megatron.model.spec import read_model_spec
@@ -32,15 +32,11 @@ from tlora_megatron.runtime.sampling.opening import open_batcher
 from tlora_megatron.runtime.sampling.values import Prompt, SamplerLimits, SamplingParams
 from tlora_megatron.training.formats.peft import export_adapter
 
-_REPO = Path(__file__).resolve().parents[2]
-_QUICKSTART = _REPO / "configs/quickstart/base"
 _PROMPT = 128
 
 
 def main() -> int:
-    """Measures and writes rows."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--csv", type=Path, help="file that rows are appended to")
+    parser = bench_parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="the quickstart's base")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 1, 8])
@@ -52,7 +48,7 @@ def main() -> int:
         limits = SamplerLimits(adapters=max(1, len(folders)))
         batcher = open_batcher(base, limits)
         rows = [
-            _measure(batcher, folders[:adapters], sequences, args.tokens)
+            _measure(batcher, folders[:adapters], sequences, args)
             for adapters in args.adapters
             for sequences in args.sequences
             if sequences >= adapters
@@ -66,12 +62,9 @@ def main() -> int:
 
 def _base(root: Path, *, is_tiny: bool) -> Mapping[str, Any]:
     if is_tiny:
-        return {"path": str(_QUICKSTART)}
+        return {"path": str(TOKENIZER)}
     folder = root / "base"
-    folder.mkdir()
-    shutil.copy(_REPO / "configs/models/llama-3.1-8b.json", folder / "config.json")
-    for file in _QUICKSTART.glob("tokenizer*"):
-        shutil.copy(file, folder)
+    write_config(shape_of("8b"), folder)
     return {"config": str(folder / "config.json"), "random_init": True, "dtype": "bfloat16"}
 
 
@@ -83,19 +76,14 @@ def _adapters(root: Path, base: Mapping[str, Any], count: int) -> list[str]:
     for seed, folder in enumerate(folders):
         factors = initial_factors(spec, lora, seed)
         export_adapter(
-            folder,
-            lora=lora,
-            factors=factors,
-            model=spec,
-            base_model="base",
-            dtype=torch.bfloat16,
+            folder, lora=lora, factors=factors, model=spec, base_model="base", dtype=torch.bfloat16
         )
     return [str(folder) for folder in folders]
 
 
-def _measure(batcher: Batcher, folders: list[str], sequences: int, tokens: int) -> dict[str, Any]:
+def _measure(batcher: Batcher, folders: list[str], sequences: int, args: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(sequences)
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
+    params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, temperature=0.0)
     for number in range(sequences):
         ids = torch.randint(8, 200, (_PROMPT,), generator=generator).tolist()
         adapter = folders[number % len(folders)] if folders else None
@@ -109,14 +97,10 @@ def _measure(batcher: Batcher, folders: list[str], sequences: int, tokens: int) 
         times_s.append(time.perf_counter() - step_s)
     step_ms = 1e3 * statistics.median(times_s[len(times_s) // 4 :])
     return {
-        "gpu": gpu_name(),
-        "commit": checkout_commit(),
-        "adapters": len(folders),
-        "sequences": sequences,
-        "step_ms": round(step_ms, 2),
-        "tokens_per_s": round(1e3 * sequences / step_ms, 1),
+        "gpu": gpu_name(), "commit": args.commit, "adapters": len(folders), "sequences": sequences,
+        "step_ms": round(step_ms, 2), "tokens_per_s": round(1e3 * sequences / step_ms, 1),
         "whole_s": round(time.perf_counter() - begin_s, 2),
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

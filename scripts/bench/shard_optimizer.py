@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 
 from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.clock import allocated, peak_bytes, wait_for_all
+from scripts.bench.harness.clock import allocated, is_main, largest, peak_bytes, say, wait_for_all
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
-from scripts.bench.harness.world import is_main, largest, say
 from scripts.bench.planner.cases import Case, parse_case, predict
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 from tlora_megatron.profiling.synthetic_run import SyntheticRun

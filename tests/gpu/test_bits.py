@@ -18,12 +18,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from scripts.bench.determinism.__main__ import companies, start
-from scripts.bench.determinism.cases import CASES, SIZES, cases_of
-from scripts.bench.determinism.leaks import KINDS, search
-from scripts.bench.determinism.mixes import Mix
-from scripts.bench.determinism.operations import Shapes, operations
-from scripts.bench.determinism.training import Training
+from scripts.bench.determinism.__main__ import Training, companies, start
+from scripts.bench.determinism.cases import CASES, SIZES, Mix, cases_of
+from tests.helpers.exact_operations import KINDS, OPERATIONS, Shapes, search
 from tests.helpers.one_process import one_process_groups
 from tests.helpers.standing_world import world
 from tlora_megatron.ops.exactness import Exactness
@@ -103,24 +100,11 @@ def test_without_exactness_a_job_has_other_bits_every_time(training: Training) -
     assert any(found.sha256() != alone.sha256() for _, found in others)
 
 
-OPERATIONS = (
-    "attention, 1 document",
-    "attention, long and short",
-    "attention, middle and short",
-    "fc2, frozen",
-    "fc2, rank 16, dropout 0.0",
-    "fc2, adapted by others",
-    "vocabulary head",
-    "sum of losses",
-)
-"""Those that leak without exactness, and what they meet."""
-
-
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_does_not_see_what_lies_around_its_rows(name: str) -> None:
     shapes = Shapes.here()
     exactness = Exactness(short_document=shapes.unit, long_document=2 * shapes.unit)
-    found = search(operations(shapes)[name], exactness, shapes.unit, repeats=8)
+    found = search(OPERATIONS[name](shapes), exactness, shapes.unit, repeats=8)
     assert found == dict.fromkeys(KINDS, "")
 
 

@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.harness.moves import fused, moves, stays
 from tests.helpers import forked_children, pacing
 from tests.helpers.floor_model import FloorModel
 from tests.helpers.gang_driver import quickstart_base, quickstart_jobs
 from tests.helpers.live_service import FloorCost
+from tests.helpers.moves import fused, moves, stays
 from tests.helpers.ruled_service import RuledService
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.workload import JobLoad

@@ -5,17 +5,14 @@
     python -m scripts.bench.around_training --cases toy            # on a CPU: shows that it works
 
 Each case is one command, started as users start it and watched from outside: a step counts from the
-moment that its line stands in `metrics.jsonl`. The base is a Hugging Face folder of random weights
-in the page cache; every job steps in every round. `before` is another checkout of the package,
-which takes turns with this one.
+moment that its line stands in `metrics.jsonl`. Weights are random, and in the page cache; every job
+steps in every round. `before` is another checkout of the package, which takes turns with this one.
 
-`first_step_s` runs from the start of the command to the end of its first round, `end_s` from the
-last round to the end of the command; `disk_s` is what this disk takes for as many bytes as the
-command left behind, written and flushed by one thread. `round_ms` is the median time between two
-rounds, `longest_ms` the longest: what a save holds up shows there. `behind_save_ms` and
-`before_save_ms` are the means of the first and the second half of the rounds between two saves:
-writing goes on beside the first. `time_s` are the phases of `summary.json`, and `stood_still_ms`
-the longest that rounds waited for a save, where the package says so.
+`disk_s` is what this disk takes for as many bytes as the command left behind. `round_ms` is the
+median time between two rounds, `longest_ms` the longest. `behind_save_ms` and `before_save_ms` are
+the means of the first and the second half of the rounds between two saves: writing goes on beside
+the first. `time_s` are the phases of `summary.json`, and `stood_still_ms` the longest that rounds
+waited for a save, where the package says so.
 """
 
 from __future__ import annotations
@@ -23,45 +20,28 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from scripts.bench.around_training.base import shapes, warm_page_cache, write_base
-from scripts.bench.around_training.cases import CASES, TEXTS, Case, write_jobs
-from scripts.bench.around_training.command import Watched, beside_saves, watch
-from scripts.bench.around_training.disk import folder_bytes, write_s
+from scripts.bench.around_training.base import warm_page_cache, write_base
+from scripts.bench.around_training.command import (
+    CASES,
+    TEXTS,
+    Case,
+    Watched,
+    beside_saves,
+    folder_bytes,
+    watch,
+    write_jobs,
+    write_s,
+)
 from scripts.bench.harness.arguments import REPO, bench_parser
+from scripts.bench.harness.processes import wait_for_turn
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
-from scripts.bench.harness.turn import wait_for_turn
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One command; the fields are the CSV's columns."""
-
-    gpu: str
-    versions: str
-    commit: str
-    case: str
-    base_bytes: int
-    wall_s: float
-    first_step_s: float
-    rounds_s: float
-    """From the first round's end to the last one's."""
-    end_s: float
-    written_bytes: int
-    disk_s: float
-    round_ms: float
-    longest_ms: float
-    behind_save_ms: float | str
-    before_save_ms: float | str
-    trained_s: float
-    """Seconds that the run itself counts as training."""
-    time_s: str
-    stood_still_ms: float | str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, case: Case, commit: str, tree: Path, work: Path) -> None:
     base = work / "bases" / case.shape.replace(" ", "_")
-    size = write_base(shapes()[case.shape], base)
+    size = write_base(case.shape, base)
     warm_page_cache(base)
     output_dir, config = work / "out", work / "run.yaml"
     shutil.rmtree(output_dir, ignore_errors=True)
@@ -96,47 +76,30 @@ def _run(args: argparse.Namespace, case: Case, commit: str, tree: Path, work: Pa
     written = folder_bytes(output_dir)
     disk_s = write_s(written, work / "disk")
     row = _row(case, commit, size, watched, written, disk_s)
-    print(_show(row), flush=True)
+    print(", ".join(f"{name} {value}" for name, value in list(row.items())[2:]), flush=True)
     if args.csv is not None:
-        append_rows(args.csv, [asdict(row)])
+        append_rows(args.csv, [row])
 
 
-def _row(case: Case, commit: str, size: int, watched: Watched, written: int, disk_s: float) -> Row:
-    run = watched.summary["run"]
-    saving = run.get("saving") or {}
-    longest_s = saving.get("longest_stop_s")
-    halves = beside_saves(watched.gaps_s, case.save_every)
-    return Row(
-        gpu=gpu_name(),
-        versions=versions("megatron-core"),
-        commit=commit,
-        case=case.name,
-        base_bytes=size,
-        wall_s=round(watched.wall_s, 2),
-        first_step_s=round(watched.first_step_s, 2),
-        rounds_s=round(watched.last_step_s - watched.first_step_s, 2),
-        end_s=round(watched.wall_s - watched.last_step_s, 2),
-        written_bytes=written,
-        disk_s=round(disk_s, 2),
-        round_ms=round(watched.round_s * 1e3, 1),
-        longest_ms=round(watched.longest_s * 1e3, 1),
-        behind_save_ms="" if halves is None else round(halves[0] * 1e3, 1),
-        before_save_ms="" if halves is None else round(halves[1] * 1e3, 1),
-        trained_s=round(run["train_time_s"], 2),
-        time_s=json.dumps({k: round(v, 2) for k, v in run.get("time_s", {}).items()}),
-        stood_still_ms="" if longest_s is None else round(longest_s * 1e3, 2),
-    )
-
-
-def _show(row: Row) -> str:
-    return (
-        f"{row.commit:10} {row.case:24} {row.wall_s:7.1f} s = {row.first_step_s:6.1f} to the first "
-        f"step, {row.rounds_s:6.1f} of rounds, {row.end_s:6.1f} behind them "
-        f"({row.written_bytes / 1e9:.1f} GB: the disk's own {row.disk_s:.1f}); a round "
-        f"{row.round_ms:7.1f} ms, the longest {row.longest_ms:8.1f}, "
-        f"behind and before saves {row.behind_save_ms} and {row.before_save_ms}; {row.time_s}; "
-        f"stood still {row.stood_still_ms}"
-    )
+def _row(
+    case: Case, commit: str, size: int, watched: Watched, written: int, disk_s: float
+) -> dict[str, Any]:
+    run, gaps_s, rounds_s = watched.summary["run"], watched.gaps_s, watched.rounds_s
+    longest_s = (run.get("saving") or {}).get("longest_stop_s")
+    halves = beside_saves(gaps_s, case.save_every)
+    return {
+        "gpu": gpu_name(), "versions": versions("megatron-core"), "commit": commit,
+        "case": case.name, "base_bytes": size, "wall_s": round(watched.wall_s, 2),
+        "first_step_s": round(rounds_s[0], 2), "rounds_s": round(rounds_s[-1] - rounds_s[0], 2),
+        "end_s": round(watched.wall_s - rounds_s[-1], 2), "written_bytes": written,
+        "disk_s": round(disk_s, 2), "round_ms": round(statistics.median(gaps_s) * 1e3, 1),
+        "longest_ms": round(max(gaps_s) * 1e3, 1),
+        "behind_save_ms": "" if halves is None else round(halves[0] * 1e3, 1),
+        "before_save_ms": "" if halves is None else round(halves[1] * 1e3, 1),
+        "trained_s": round(run["train_time_s"], 2),
+        "time_s": json.dumps({k: round(v, 2) for k, v in run.get("time_s", {}).items()}),
+        "stood_still_ms": "" if longest_s is None else round(longest_s * 1e3, 2),
+    }  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:

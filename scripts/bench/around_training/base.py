@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,48 +20,46 @@ _FILE_BYTES = 4 << 30
 _STD = 0.02
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """A model that a case trains over."""
-
-    name: str
-    config: dict[str, Any]
-
-
-def shapes() -> dict[str, Shape]:
-    """The shapes by name: Llama-3.1-8B, six layers of width 2,048, and a toy for CPUs."""
-    large = json.loads((REPO / "configs" / "models" / "llama-3.1-8b.json").read_text())
-    small = large | {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-    }
-    toy = small | {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 512,
-    }
-    named = {"8b": large, "six layers": small, "toy": toy}
-    return {name: Shape(name=name, config=config) for name, config in named.items()}
+def shape_of(size: str) -> dict[str, Any]:
+    """A config.json by name: Llama-3.1-8B's, six layers of width 2,048, or a toy for CPUs."""
+    config = json.loads((REPO / "configs" / "models" / "llama-3.1-8b.json").read_text())
+    if size in ("six layers", "toy"):
+        config |= {
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "vocab_size": 32000,
+        }
+    if size == "toy":
+        config |= {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 512,
+        }
+    return config
 
 
-def write_base(shape: Shape, directory: Path) -> int:
+def write_config(config: dict[str, Any], directory: Path) -> None:
+    """Writes a base without weights: config and tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / file, directory)
+    kind = {"architectures": ["LlamaForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(config | kind))
+
+
+def write_base(size: str, directory: Path) -> int:
     """Writes config, tokenizer and bf16 weights unless they are there; returns their bytes."""
     done = directory / "complete"
     if not done.exists():
         shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(TOKENIZER / file, directory)
-        architecture = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
-        (directory / "config.json").write_text(json.dumps(shape.config | architecture))
+        write_config(shape_of(size) | {"torch_dtype": "bfloat16"}, directory)
         _write_weights(directory)
         done.touch()
     return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
@@ -79,7 +76,7 @@ def warm_page_cache(directory: Path) -> None:
 
 def base_in(folder: Path, size: str, dtype: str) -> dict[str, Any]:
     """The section `base_model` of a base of that size, which it writes into a folder."""
-    write_base(shapes()[size], folder)
+    write_base(size, folder)
     warm_page_cache(folder)
     return {"path": str(folder), "dtype": dtype}
 

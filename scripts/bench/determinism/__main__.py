@@ -1,28 +1,28 @@
 """Checks that a job's bits are its own, and times what that costs.
 
-    python -m scripts.bench.determinism --csv scripts/bench/results/determinism.csv
-    torchrun --standalone --nproc-per-node 2 -m scripts.bench.determinism --layers 4
     python -m scripts.bench.determinism --size toy --steps 3 --rounds 2
 
 A watched job of each drawn mix trains alone, again, beside neighbours of which one's weights
 overflow, beside others, and resumed beside others; losses, gradient norms, weights and moments must
 have one sha256. `runs` and `equal` count those after the first. Then jobs that fill one micro-batch
 exactly train with the fastest kernels and with the exact ones in turns: `step_ms_default` and
-`step_ms` are medians of whole rounds. What packing by portions leaves empty is not in them.
-Returns 1 if a run is not equal.
+`step_ms` are medians of whole rounds. Returns 1 if a run is not equal.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import random
 import statistics
+import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,20 +32,121 @@ from scripts.bench.determinism.cases import (
     DOCUMENTS,
     SIZES,
     Case,
+    Mix,
+    Plan,
     Size,
     cases_of,
-    dtype_here,
+    read_mix,
     timed_jobs,
 )
-from scripts.bench.determinism.mixes import Mix, read_mix
-from scripts.bench.determinism.training import Bits, Training, joined
 from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.clock import Marks, wait_for_all
+from scripts.bench.harness.clock import Marks, is_main, largest, say, wait_for_all
 from scripts.bench.harness.rows import append_rows, gpu_name
-from scripts.bench.harness.world import is_main, largest, say
+from scripts.bench.harness.training_jobs import job_on
+from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
+from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
+from tlora_megatron.training.super_model import SuperModel
+
+
+class Saved(NamedTuple):
+    """A job between two steps: what a checkpoint keeps of it on this rank."""
+
+    progress: dict[str, Any]
+    buffers: dict[str, torch.Tensor]
+
+
+class Bits(NamedTuple):
+    """The outcome of a job, over all ranks; equal ones are equal to the bit."""
+
+    losses: tuple[tuple[float, float], ...]
+    """Loss and gradient norm of every step."""
+    adapter: str
+    """sha256 of weights and moments."""
+
+    def sha256(self) -> str:
+        numbers = [x for pair in self.losses for x in pair]
+        digest = hashlib.sha256(struct.pack(f"={len(numbers)}d", *numbers))
+        digest.update(self.adapter.encode())
+        return digest.hexdigest()
+
+
+class Training:
+    """Trains jobs on one base model; the rounds' shape has an `Exactness` for the promise."""
+
+    def __init__(
+        self, run: SyntheticRun, shape: RoundShape, micro_batch_tokens: int, nano_batches: int = 1
+    ) -> None:
+        self.run = run
+        self.shape = shape
+        self.micro_batch_tokens = micro_batch_tokens
+        self.nano_batches = nano_batches
+
+    def super_model(
+        self, plans: Sequence[Plan], saved: tuple[str, Saved] | None = None
+    ) -> SuperModel[Any]:
+        """Puts jobs on the base model in the place of those before; one of them may go on."""
+        run, specs = self.run, [plan.spec() for plan in plans]
+        bank = AdapterBank(
+            run.sites, [spec.lora for spec in specs], dtype=run.dtype, device=run.groups.device
+        )
+        attach(run.linears, bank)
+        if self.nano_batches > 1:
+            run.engine.nano_batches.set_count(self.nano_batches)
+        jobs = [self._job(plan, bank) for plan in plans]
+        if saved is not None:
+            name, state = saved
+            job = next(job for job in jobs if job.name == name)
+            job.restore(state.progress)
+            for key, buffer in job.adapter.slab.buffers().items():
+                buffer.copy_(state.buffers[key])
+        return SuperModel(
+            run.engine, bank, run.groups, jobs, micro_batch_tokens=self.micro_batch_tokens,
+            round_shape=self.shape, cut_for=partial(rank_aware_cut, run.spec),
+        )  # fmt: skip
+
+    def _job(self, plan: Plan, bank: AdapterBank) -> JobState:
+        spec, run = plan.spec(), self.run
+        slab = bank.new_slab(spec.lora)
+        generator = torch.Generator(slab.master.device).manual_seed(plan.seed + run.groups.tp_rank)
+        slab.master.normal_(0.0, run.spec.hidden_size**-0.5, generator=generator)
+        train = plan.sequences(run.spec.vocab_size)
+        return job_on(slab, spec, train)
+
+    def bits(
+        self, plans: Sequence[Plan], name: str, steps: int, saved: Saved | None = None
+    ) -> tuple[Bits, Saved]:
+        """Trains until a job has taken so many steps, those before `saved` too; what it gave."""
+        model = self.super_model(plans, None if saved is None else (name, saved))
+        job = next(job for job in model.jobs if job.name == name)
+        losses: list[tuple[float, float]] = []
+        while job.step < steps:
+            for report in model.train_round():
+                if report.job is job:
+                    losses.append((report.outcome.loss, report.outcome.grad_norm))
+        buffers = {key: value.clone() for key, value in job.adapter.slab.buffers().items()}
+        return Bits(tuple(losses), _sha256(buffers)), Saved(job.progress(), buffers)
+
+
+def _sha256(buffers: dict[str, torch.Tensor]) -> str:
+    """Hashes the flat buffers of all ranks, in the order of ranks."""
+    digest = hashlib.sha256()
+    for key in sorted(buffers):
+        digest.update(buffers[key].cpu().numpy().tobytes())
+    found = [digest.hexdigest()]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found = [""] * dist.get_world_size()
+        dist.all_gather_object(found, digest.hexdigest())
+    return " ".join(found)
+
+
+def joined(first: Bits, second: Bits) -> Bits:
+    """The bits of a job that was resumed: losses of both parts, the adapter of the last."""
+    return Bits(first.losses + second.losses, second.adapter)
 
 
 class Count(NamedTuple):
@@ -56,11 +157,8 @@ class Count(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns its exit code."""
     args = arguments(argv)
-    unequal = 0
-    for name in args.layouts:
-        unequal += measure(name, args)
+    unequal = sum(measure(name, args) for name in args.layouts)
     if dist.is_initialized():
         dist.destroy_process_group()
     return int(unequal > 0)
@@ -86,19 +184,15 @@ def measure(name: str, args: argparse.Namespace) -> int:
 
 
 def mixes(args: argparse.Namespace) -> list[Mix]:
-    """The mix that was given, or those of the seeds."""
     if args.mix is not None:
         return [read_mix(args.mix)]
     return [args.shape.mix(random.Random(seed), args.steps) for seed in range(args.seeds)]
 
 
 def start(size: Size, case: Case, exactness: Exactness, default: bool) -> Training:
-    """Builds a layout's base model.
-
-    Args:
-        default: without exactness, to see that the check finds what it looks for.
-    """
-    run = SyntheticRun(size.spec(), case.layout, dtype=dtype_here(), recompute=case.recompute)
+    """Builds a layout's base model; by default, without exactness, jobs' bits must differ."""
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    run = SyntheticRun(size.spec(), case.layout, dtype=dtype, recompute=case.recompute)
     shape = RoundShape(exactness=None if default else exactness)
     return Training(run, shape, size.micro_batch_tokens, case.nano_batches)
 
@@ -107,8 +201,8 @@ def check(training: Training, mix: Mix, steps: int, where: str, count: Count) ->
     """Trains a mix's watched job in all companies; adds to the count and names what differs."""
     expected = None
     for company, found in companies(training, mix, steps):
-        if expected is None:
-            expected = found
+        expected = expected or found
+        if company == "alone":
             continue
         is_equal = found.sha256() == expected.sha256()
         if not is_equal:
@@ -136,7 +230,6 @@ def companies(training: Training, mix: Mix, steps: int) -> list[tuple[str, Bits]
 
 
 def first_difference(expected: Bits, found: Bits) -> str:
-    """Names the step at which a loss or norm first differs."""
     pairs = zip(expected.losses, found.losses, strict=True)
     for step, (one, other) in enumerate(pairs):
         if one != other:
@@ -167,24 +260,16 @@ def step_times(training: Training, documents: str, args: argparse.Namespace) -> 
 def report(
     args: argparse.Namespace, layout: str, count: Count, times: tuple[float | str, float | str]
 ) -> None:
-    """Writes a row."""
-    if not (args.csv and is_main()):
-        return
     row = {
-        "gpu": gpu_name(),
-        "world": int(os.environ.get("WORLD_SIZE", "1")),
-        "commit": args.commit,
-        "layout": layout,
-        "runs": count.runs,
-        "equal": count.equal,
-        "step_ms": times[0],
+        "gpu": gpu_name(), "world": int(os.environ.get("WORLD_SIZE", "1")), "commit": args.commit,
+        "layout": layout, "runs": count.runs, "equal": count.equal, "step_ms": times[0],
         "step_ms_default": times[1],
-    }
-    append_rows(args.csv, [row])
+    }  # fmt: skip
+    if args.csv and is_main():
+        append_rows(args.csv, [row])
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses and completes the command line."""
     parser = bench_parser(__doc__)
     add = parser.add_argument
     add("--size", choices=SIZES, default="8b", help="of the base model")

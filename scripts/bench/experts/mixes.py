@@ -8,18 +8,14 @@ from typing import Literal
 
 import numpy as np
 
-from scripts.bench.step.jobs import RANKS, Mix
-from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
-from tlora_megatron.training.data.tokenize import TokenSequence
+from scripts.bench.step.jobs import ATTENTION, RANKS, Mix, endless_job, sequence
+from tlora_megatron.config.job import LoraSpec
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Jobs of one measurement."""
-
     ranks: tuple[int, ...]
     expert_ranks: tuple[int, ...] | None
     """Ranks on the experts; None = no adapter is on them."""
@@ -27,24 +23,18 @@ class Case:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Linears that every job adapts."""
         return ATTENTION if self.expert_ranks is None else (*ATTENTION, *EXPERTS)
 
     @property
     def shown_expert_rank(self) -> str:
-        """The ranks on the experts as a column shows them."""
         found = self.expert_ranks or ()
         return " ".join(map(str, found if len(set(found)) > 1 else found[:1]))
-
-
-def _eighths(ranks: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(max(1, rank // 8) for rank in ranks)
 
 
 CASES: Mapping[str, Case] = {
     "attention": Case(ranks=RANKS, expert_ranks=None),
     "experts": Case(ranks=RANKS, expert_ranks=RANKS),
-    "experts_eighth": Case(ranks=RANKS, expert_ranks=_eighths(RANKS)),
+    "experts_eighth": Case(ranks=RANKS, expert_ranks=tuple(max(1, rank // 8) for rank in RANKS)),
     "experts_outer": Case(ranks=RANKS, expert_ranks=RANKS, sharing="outer"),
     "1x16": Case(ranks=(16,), expert_ranks=(16,)),
     "16x16": Case(ranks=(16,) * 16, expert_ranks=(16,) * 16),
@@ -54,11 +44,7 @@ CASES: Mapping[str, Case] = {
 
 
 def make_mix(name: str, *, tokens: int, micro_batches: int, vocab_size: int) -> Mix:
-    """Jobs of equally many rows, whose batches are so many whole micro-batches.
-
-    Args:
-        tokens: rows of a micro-batch.
-    """
+    """Jobs of equally many rows, whose batches are so many whole micro-batches of `tokens` rows."""
     case = CASES[name]
     jobs = len(case.ranks)
     length = min(512, tokens // jobs)
@@ -73,21 +59,6 @@ def make_mix(name: str, *, tokens: int, micro_batches: int, vocab_size: int) -> 
             expert_sharing=case.sharing,
             target_modules=case.targets,
         )
-        specs.append(
-            JobSpec(
-                name=f"job{index}",
-                data=DataSpec(train="synthetic"),
-                lora=lora,
-                batch_size=batch,
-                max_seq_len=length + 1,
-                max_steps=10**6,
-                seed=index,
-            )
-        )
-        data.append(tuple(_sequence(draw, length, vocab_size) for _ in range(batch)))
+        specs.append(endless_job(f"job{index}", lora, batch, length, index))
+        data.append(tuple(sequence(draw, length, vocab_size, 0.5) for _ in range(batch)))
     return Mix(name=name, specs=tuple(specs), data=tuple(data), target_share=0.5)
-
-
-def _sequence(draw: np.random.Generator, length: int, vocab_size: int) -> TokenSequence:
-    is_target = np.arange(length + 1) > length // 2
-    return TokenSequence(draw.integers(0, vocab_size, length + 1, dtype=np.int32), is_target)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.bench.experts.mixes import CASES, Case, make_mix
+from scripts.bench.experts.mixes import CASES, make_mix
 from scripts.bench.harness.arguments import REPO, RESULTS, bench_parser
 from scripts.bench.harness.rows import write_rows
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
@@ -42,7 +42,7 @@ NAMES = tuple(field.name for field in fields(ExpertTimes))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One measurement and its prediction; the fields are the CSV's columns."""
+    """A measurement and its prediction, by the CSV's columns; errors are their ratio less 1."""
 
     gpu: str
     commit: str
@@ -62,21 +62,15 @@ class Row:
 
     @property
     def time_error(self) -> float:
-        """Predicted over measured, less 1."""
         return self.predicted_ms / self.measured_ms - 1
 
     @property
     def memory_error(self) -> float:
-        """Predicted over measured, less 1; 0 where none is predicted."""
         return self.predicted_bytes / self.measured_bytes - 1 if self.predicted_bytes else 0.0
 
 
 class Predictor:
-    """Predicts rows on one kind of GPU.
-
-    Args:
-        vocab_size: of the benchmark, which its rows do not tell.
-    """
+    """Predicts rows on one kind of GPU; they do not tell the benchmark's vocabulary."""
 
     def __init__(self, hardware: HardwareProfile, vocab_size: int = 8192) -> None:
         self._hardware, self._vocab_size = hardware, vocab_size
@@ -90,19 +84,13 @@ class Predictor:
         cost = CostModel(spec, jobs, Rates(self._hardware, times)).step_cost(plan)
         use = MemoryModel(spec, jobs, self._hardware).use(plan)
         return Row(
-            gpu=measured["gpu"],
-            commit=measured["commit"],
-            model=measured["model"],
-            layers=spec.num_layers,
-            case=name,
-            tokens=tokens,
-            micro_batches=steps,
-            mode=mode,
+            gpu=measured["gpu"], commit=measured["commit"], model=measured["model"],
+            layers=spec.num_layers, case=name, tokens=tokens, micro_batches=steps, mode=mode,
             predicted_ms=round(_seconds(cost, mode, steps) * 1e3, 3),
             measured_ms=float(measured["step_ms"]),
             predicted_bytes=0 if mode == "floor" else round(use.allocated_bytes),
             measured_bytes=int(measured["peak_bytes"]),
-        )
+        )  # fmt: skip
 
     def _spec(self, measured: Mapping[str, str]) -> ModelSpec:
         spec = read_model_spec(REPO / f"configs/models/{measured['model']}.json")
@@ -115,12 +103,8 @@ class Predictor:
         measured = np.array([row.measured_ms for row in base])
         left = 1 - np.array([row.predicted_ms for row in base]) / measured
         unit = 1e-3
-        slopes = np.array(
-            [
-                [self.row(row, replace(none, **{name: unit})).predicted_ms for row in rows]
-                for name in NAMES
-            ]
-        )
+        ones = [replace(none, **{name: unit}) for name in NAMES]
+        slopes = np.array([[self.row(row, one).predicted_ms for row in rows] for one in ones])
         slopes = (slopes - [row.predicted_ms for row in base]) / measured
         used = [index for index, slope in enumerate(slopes) if slope.any()]
         found = dict.fromkeys(NAMES, 0.0)
@@ -135,7 +119,6 @@ class Predictor:
 
 
 def _seconds(cost: StepCost, mode: str, steps: int) -> float:
-    """Seconds of what a mode times."""
     if mode == "step":
         return steps * cost.step_time_s
     floor_s = cost.gemm_s + cost.attention_s + cost.elementwise_s + cost.head_s + cost.host_s
@@ -156,29 +139,18 @@ def loads(name: str, *, tokens: int, micro_batches: int) -> list[JobLoad]:
 
 
 def case_of(measured: Mapping[str, str]) -> str:
-    """Returns the name of the case that a row is of.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Returns the name of the case that a row is of."""
     keys = ("jobs", "targets", "expert_rank", "sharing")
     wanted = tuple(measured[key] for key in keys)
     for name, case in CASES.items():
-        if wanted == _shown(case):
+        targets = "attention" if case.expert_ranks is None else "all"
+        if wanted == (str(len(case.ranks)), targets, case.shown_expert_rank, case.sharing):
             return name
     raise ValueError(f"a row must be of a case of scripts.bench.experts, got {wanted}")
 
 
-def _shown(case: Case) -> tuple[str, str, str, str]:
-    targets = "attention" if case.expert_ranks is None else "all"
-    return str(len(case.ranks)), targets, case.shown_expert_rank, case.sharing
-
-
 def measured_rows(path: Path) -> list[dict[str, str]]:
-    """Returns the rows that can be predicted: of one GPU, without PEFT's, routed at random.
-
-    Only those of the file's last commit are taken: kernels of others were others.
-    """
+    """Returns the last commit's rows of one GPU, without PEFT's, routed at random."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]

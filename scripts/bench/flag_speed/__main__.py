@@ -1,40 +1,33 @@
 """Times iterations of an unmodified `pretrain_gpt.py` with `--tlora-config` beside our own trainer.
 
-    python -m scripts.bench.flag_speed --megatron-lm CHECKOUT --csv rows.csv
     python -m scripts.bench.flag_speed --megatron-lm CHECKOUT --impl transformer_engine --tp 2
-    python -m scripts.bench.flag_speed --megatron-lm CHECKOUT --tp 2 --no-sp --nano 2
     python -m scripts.bench.flag_speed --megatron-lm CHECKOUT --model toy --tokens 256   # on a CPU
 
-One life of the script for each implementation. Inside it the modes take turns, block by block, so
-that all see the same clock:
+In one life of the script for each implementation the modes take turns, block by block:
 
-- `flag`: iterations of the trainer, the base by our kernels where it is plain.
-- `flag_modules`: the same iterations, the base by Megatron's modules (`TLORA_FLAG_COMPUTE`).
-- `own`: rounds of our own trainer: a second base of the same shape, the same jobs and data. With
+- `flag`: iterations of the trainer, all between two `train_step`s; `flag_modules`: the base by
+  Megatron's modules (`TLORA_FLAG_COMPUTE`) instead of our kernels.
+- `own`: rounds of our own trainer on a second base of the same shape, the same jobs and data. With
   `--precision fp8` it is quantised as `base_model.quantization: fp8` has it.
-- `floor`: forward and input gradients of Megatron's modules without any adapter, over the
+- `floor`: forward and input gradients of Megatron's modules without any adapter, over the whole
   micro-batches that the trainer ran.
-- `stock_peft`: one adapter of rank 16 trained on those micro-batches as Megatron-Bridge does, by
-  the adapters of a checkout of it (`--bridge`) and the settings of its recipe for Llama 3.1 8B.
-  `stock_fused_loss` adds Transformer Engine's fused cross-entropy, `stock_op_fuser` its fused
-  operations, `stock_in_turn` instead has each job step on its own rows, one after another.
-  `--jobs one` has the flag train that very adapter, and holds the losses together.
+- `stock_peft`: one adapter of rank 16 trained on those micro-batches by a checkout of
+  Megatron-Bridge (`--bridge`), as its recipe for Llama 3.1 8B does. `stock_fused_loss` adds
+  Transformer Engine's fused cross-entropy, `stock_op_fuser` its fused operations; `stock_in_turn`
+  has each job step on its own rows. `--jobs one` has the flag train that adapter, and compares.
 
-An iteration is all between two of the trainer's `train_step`s: packing, forward, backward, steps of
-jobs, logging. Eight jobs of ranks 4 to 64 on real texts fill every micro-batch. `--kernels FILE`
-writes what each mode launches in one iteration, by kind of kernel and by name. Weights are random.
-The floor runs whole micro-batches, also where flag and own run nano-batches (`--nano`); with
-`--tp-comm-overlap` it has Transformer Engine's userbuffers as the flag has.
+Eight jobs of ranks 4 to 64 on real texts fill every micro-batch; weights are random. `--kernels
+FILE` writes what each mode launches in one iteration.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -48,12 +41,14 @@ from scripts.bench.flag_speed.cases import (
     USERBUFFERS,
     Case,
     Place,
+    Row,
+    show,
 )
-from scripts.bench.flag_speed.rows import Row, show, verdicts
-from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.life import live
+from scripts.bench.harness.arguments import add_checkout, bench_parser, check_checkout
+from scripts.bench.harness.processes import live
 from scripts.bench.harness.rows import append_rows
 
+_FIELDS = {field.name for field in fields(Case)}
 _BESIDE = ("flag_modules", "own", "floor")
 
 
@@ -69,31 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             on_cpu=not torch.cuda.is_available(),
         )
         for impl in options.impl:
-            case = Case(
-                impl=impl,
-                precision=options.precision,
-                model=options.model,
-                layers=options.layers,
-                tp=options.tp,
-                tokens=options.tokens,
-                rounds=options.rounds,
-                turns=options.turns,
-                commit=options.commit,
-                kernels=options.kernels and options.kernels.resolve(),
-                modes=tuple(options.modes),
-                sequence_parallel=options.sp and options.tp > 1,
-                nano=options.nano,
-                userbuffers=options.tp_comm_overlap or "",
-                jobs=options.jobs,
-                bridge=options.bridge and options.bridge.resolve(),
-            )
+            asked = {name: value for name, value in vars(options).items() if name in _FIELDS}
+            case = Case(**asked | {"impl": impl})
             found = run(case, place, options.timeout)
             failed += [] if found else [impl]
             rows += found
             if options.csv:
                 append_rows(options.csv, found)
-    for line in (*map(show, rows), *verdicts(rows)):
-        print(line)
+    for row in rows:
+        print(show(row, rows))
     return 1 if failed else 0
 
 
@@ -115,9 +94,8 @@ def run(case: Case, place: Place, timeout_s: float) -> list[Row]:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line; ends with a usage error where it cannot be run."""
     parser = bench_parser(__doc__)
-    checkout = os.environ.get("MEGATRON_LM_PATH")
+    add_checkout(parser)
     add = parser.add_argument
-    add("--megatron-lm", type=Path, default=checkout and Path(checkout))
     add("--impl", nargs="+", choices=list(IMPLS), help="all that are installed")
     add(
         "--precision",
@@ -139,20 +117,16 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--sp", action=argparse.BooleanOptionalAction, default=True, help="sequence parallelism")
     add("--nano", type=int, default=1, help="nano-batches of a micro-batch, flag and own")
     add(
-        "--tp-comm-overlap",
-        nargs="?",
-        choices=list(USERBUFFERS),
-        const="userbuffers",
+        "--tp-comm-overlap", nargs="?", choices=list(USERBUFFERS), const="userbuffers",
         help="Transformer Engine's userbuffers; layers then run by the modules",
-    )
+    )  # fmt: skip
     add("--tokens", type=int, default=8192, help="rows of a micro-batch")
     add("--rounds", type=int, default=8, help="timed iterations of a mode in a turn")
     add("--turns", type=int, default=2, help="how often each mode has its turn")
     add("--kernels", type=Path, help="write tables of kernels to this file")
     add("--timeout", type=float, default=400.0, help="seconds that a life of the script may take")
     options = parser.parse_args(argv)
-    if not ((options.megatron_lm or Path("nowhere")) / "pretrain_gpt.py").is_file():
-        parser.error("--megatron-lm (or MEGATRON_LM_PATH) must name a Megatron-LM checkout")
+    check_checkout(parser, options)
     _check_overlap(parser, options)
     package = (options.bridge or Path("nowhere")) / "megatron" / "bridge" / "peft"
     if not {*STOCK}.isdisjoint(options.modes or ()) and not package.is_dir():
@@ -168,6 +142,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         options.precision = "fp32"
     if options.kernels:
         options.kernels.unlink(missing_ok=True)
+    options.modes = tuple(options.modes)
+    options.sequence_parallel = options.sp and options.tp > 1
+    options.userbuffers = options.tp_comm_overlap or ""
+    options.kernels = options.kernels and options.kernels.resolve()
+    options.bridge = options.bridge and options.bridge.resolve()
     return options
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,8 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.around_training.base import TOKENIZER, shapes
+from scripts.bench.around_training.base import shape_of, write_config
 from scripts.bench.harness.arguments import REPO
+from scripts.bench.harness.processes import (
+    ITERATION,
+    MEGATRON_WORKER,
+    megatron_environment,
+    torchrun,
+)
+from scripts.bench.step.jobs import ATTENTION, RANKS
 from tlora_megatron.config.job import MEGATRON_TARGETS
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.training.formats.megatron_flags import megatron_flags
@@ -34,7 +39,6 @@ PRECISIONS = {
     "fp32": "",
 }
 MODELS = {"8b": "8b", "six_layers": "six layers", "toy": "toy"}
-RANKS = (4, 8, 16, 16, 24, 32, 64, 64)
 ONE_JOB = "one"
 JOBS = ("eight", ONE_JOB)
 STOCK = ("stock_peft", "stock_fused_loss", "stock_op_fuser", "stock_in_turn")
@@ -57,7 +61,6 @@ _COMMON = (
     "--num-workers 0 --seed 1 --mock-data --no-create-attention-mask-in-dataloader "
     "--save-interval 1000000"
 )
-WORKER = Path(__file__).with_name("worker.py")
 TEXTS = REPO / "configs" / "quickstart" / "data"
 WARMUP = 3
 """Iterations of a mode before those that count, in each turn."""
@@ -91,7 +94,6 @@ class Case:
 
     @property
     def layout(self) -> str:
-        """The layout's name in the rows."""
         parts = [f"TP{self.tp}+SP" if self.sequence_parallel and self.tp > 1 else f"TP{self.tp}"]
         if self.nano > 1:
             parts.append(f"nano {self.nano}")
@@ -118,22 +120,17 @@ class Place:
 
     def prepare(self, case: Case) -> tuple[Path, Path]:
         """Writes base, texts and jobs; returns the files of the rows and of the log."""
-        base = self.work / "base"
-        base.mkdir(parents=True, exist_ok=True)
-        config = shapes()[MODELS[case.model]].config
-        config = config | {"num_hidden_layers": case.layers or config["num_hidden_layers"]}
-        kind = {"architectures": ["LlamaForCausalLM"]}
-        (base / "config.json").write_text(json.dumps(config | kind))
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (base / file).write_bytes((TOKENIZER / file).read_bytes())
-        write = write_one_job if case.jobs == ONE_JOB else write_jobs
-        write(case, self.spec(), self.work)
+        config = shape_of(MODELS[case.model])
+        config["num_hidden_layers"] = case.layers or config["num_hidden_layers"]
+        write_config(config, self.work / "base")
+        if case.jobs == ONE_JOB:
+            write_one_job(case, self.work)
+        else:
+            write_jobs(case, self.spec(), self.work)
         (self.work / "case.json").write_text(json.dumps(asdict(case), default=str))
         return self.work / f"{case.impl}.json", self.work / f"{case.impl}.log"
 
     def command(self, case: Case) -> list[str]:
-        """torchrun's command line."""
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         backend = ["--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion"]
         files = {
             "--tokenizer-type": "HuggingFaceTokenizer",
@@ -147,8 +144,7 @@ class Place:
             "--log-interval": case.rounds,
         }
         return [
-            *(sys.executable, *launcher, str(case.tp), str(WORKER)),
-            str(self.checkout / "pretrain_gpt.py"),
+            *torchrun(case.tp, MEGATRON_WORKER, self.checkout / "pretrain_gpt.py"),
             *megatron_flags(self.spec()),
             *([] if self.on_cpu else [*backend, *IMPLS[case.impl].split()]),
             *_COMMON.split(),
@@ -166,31 +162,20 @@ class Place:
         return [*words, *USERBUFFERS.get(case.userbuffers, "").split()]
 
     def spec(self) -> ModelSpec:
-        """The base's shape."""
         return read_model_spec(self.work / "base" / "config.json")
 
     def environment(self, case: Case, rows: Path) -> dict[str, str]:
-        """For the processes of one life."""
-        inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-        # The repository first: a checkout has packages `tests` and `scripts` of its own.
-        paths = [str(REPO), str(self.checkout), os.environ.get("PYTHONPATH")]
-        return inherited | {
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "MEGATRON_LM_PATH": str(self.checkout),
+        return megatron_environment(self.checkout) | {
+            ITERATION: "scripts.bench.flag_speed.turns:begin",
             "TLORA_FLAG_CASE": str(self.work / "case.json"),
             "TLORA_FLAG_ROWS": str(rows),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-            "TOKENIZERS_PARALLELISM": "false",
-            # Userbuffers would use NVLink multicast, which may disturb others on a shared host.
-            "UB_SKIPMC": "1",
         }
 
 
 def write_jobs(case: Case, spec: ModelSpec, folder: Path) -> None:
     """Writes eight jobs over real texts, whose batches are larger than a micro-batch's share."""
     draw = np.random.default_rng(0)
-    sources = sorted(path for path in TEXTS.glob("*_train.jsonl"))
+    sources = sorted(TEXTS.glob("*_train.jsonl"))
     jobs = []
     for number, (rank, source) in enumerate(zip(RANKS, itertools.cycle(sources), strict=False)):
         texts = _texts(source, draw, longest=case.tokens // 8)
@@ -200,29 +185,18 @@ def write_jobs(case: Case, spec: ModelSpec, folder: Path) -> None:
         rank = min(rank, spec.kv_size)
         lora: dict[str, Any] = {"rank": rank, "alpha": 2 * rank}
         if number % 3 == 2:
-            lora |= {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-        jobs.append(
-            {
-                "name": f"job{number}",
-                "data": {"train": str(file)},
-                "lora": lora,
-                "batch_size": 16,
-                "max_seq_len": max(32, case.tokens // 4),
-                "max_steps": 10**6,
-                "optimizer": {"lr": 1e-5},
-            }
-        )
+            lora |= {"target_modules": ATTENTION}
+        jobs.append(_job(file, lora, batch_size=16, max_seq_len=max(32, case.tokens // 4), lr=1e-5))
     _write_document(jobs, folder, case.nano)
 
 
-def write_one_job(case: Case, spec: ModelSpec, folder: Path) -> None:
+def write_one_job(case: Case, folder: Path) -> None:
     """Writes a job whose batch is one full micro-batch: eight sequences of an eighth each.
 
     It steps in every iteration, as a trainer of one job does.
     """
-    del spec
     length = case.tokens // 8
-    sources = sorted(path for path in TEXTS.glob("*_train.jsonl"))
+    sources = sorted(TEXTS.glob("*_train.jsonl"))
     text = "\n".join(
         record["prompt"] + record["completion"]
         for source in sources
@@ -235,16 +209,13 @@ def write_one_job(case: Case, spec: ModelSpec, folder: Path) -> None:
     records = [{"prompt": piece[:prompt], "completion": piece[prompt:]} for piece in pieces]
     file = folder / "job0.jsonl"
     file.write_text("\n".join(map(json.dumps, records)) + "\n")
-    job = {
-        "name": "job0",
-        "data": {"train": str(file)},
-        "lora": ONE_LORA,
-        "batch_size": 8,
-        "max_seq_len": length + 1,
-        "max_steps": 10**6,
-        "optimizer": {"lr": 1e-3},
-    }
+    job = _job(file, ONE_LORA, batch_size=8, max_seq_len=length + 1, lr=1e-3)
     _write_document([job], folder, case.nano)
+
+
+def _job(file: Path, lora: Mapping[str, Any], lr: float, **more: Any) -> dict[str, Any]:
+    common = {"name": file.stem, "data": {"train": str(file)}, "max_steps": 10**6}
+    return common | {"lora": lora, "optimizer": {"lr": lr}, **more}
 
 
 def _write_document(jobs: Sequence[Mapping[str, Any]], folder: Path, nano: int) -> None:
@@ -268,3 +239,29 @@ def _texts(source: Path, draw: np.random.Generator, *, longest: int) -> Iterator
             parts.append(record["prompt"] + record["completion"])
         half = len(parts) // 2
         yield {"prompt": "\n".join(parts[:half]), "completion": "\n".join(parts[half:])}
+
+
+Row = Mapping[str, Any]
+"""One mode of one life; the keys are the CSV's columns."""
+
+
+def make_row(case: Any, mode: str, common: Mapping[str, Any], measured: Mapping[str, Any]) -> Row:
+    """A mode's row, of what a life's rows share, and of its own time, tokens and peak."""
+    return {
+        "gpu": common["gpu"], "world": case.tp, "commit": case.commit,
+        "megatron_lm": common["megatron_lm"], "impl": case.impl, "precision": case.precision,
+        "layout": case.layout, "mode": mode, "rows": case.tokens, "tokens": measured["tokens"],
+        "step_ms": measured["step_ms"], "floor_ms": common["floor_ms"],
+        "peak_bytes": measured["peak_bytes"],
+    }  # fmt: skip
+
+
+def show(row: Row, rows: Sequence[Row]) -> str:
+    life = {r["mode"]: r["step_ms"] for r in rows if r["impl"] == row["impl"]}
+    others = {"floor": row["floor_ms"], "own": life.get("own"), "flag": life.get("flag")}
+    over = "".join(f", {row['step_ms'] / ms:.3f}x {mode}" for mode, ms in others.items() if ms)
+    return (
+        f"{row['impl']:20} {row['layout']:16} {row['mode']:16} {row['step_ms']:8.1f} ms{over}, "
+        f"{row['tokens']} tokens, {1e3 * row['tokens'] / row['step_ms']:.0f} tokens/s, "
+        f"{row['peak_bytes'] / 2**30:.1f} GiB"
+    )

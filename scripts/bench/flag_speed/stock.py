@@ -13,12 +13,19 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import itertools
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -28,18 +35,69 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from scripts.bench.flag_speed.bridge import load_bridge
 from scripts.bench.flag_speed.cases import ONE_JOB, ONE_LORA, STOCK, Case
-from scripts.bench.flag_speed.cut import cut_by_job
-from scripts.bench.harness.clock import allocated
-from scripts.bench.harness.world import largest, say
+from scripts.bench.harness.clock import allocated, is_main, largest, say
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.integrations.megatron.built.model import language_models
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing import use_micro_batch
-from tlora_megatron.training.packing.packing import PackedBatch
+from tlora_megatron.ops.routing import pack_micro_batch, use_micro_batch
+from tlora_megatron.training.packing.packing import PackedBatch, round_up
+
+
+def load_bridge(source: Path) -> str:
+    """Makes `megatron.bridge.peft` importable; returns Megatron-Bridge's version.
+
+    `megatron.bridge` itself would import its models, and with them half of its requirements: it
+    becomes an empty package. Of its utilities, the adapters need a print.
+    """
+    os.environ["NO_VCS_VERSION"] = "1"  # or it asks the git of another repository
+    package = _module("megatron.bridge")
+    package.__path__ = [str(source / "megatron" / "bridge")]
+    _module("megatron.bridge.utils.common_utils").print_rank_0 = (  # type: ignore[attr-defined]
+        lambda text: print(text) if is_main() else None
+    )
+    absent = not importlib.util.find_spec("transformer_engine")
+    if absent:  # it is imported for the class of one annotation
+        engine = _module("transformer_engine.pytorch")
+        engine.ops = SimpleNamespace(Sequential=object)  # type: ignore[attr-defined]
+        _module("transformer_engine").pytorch = engine  # type: ignore[attr-defined]
+    importlib.import_module("megatron.bridge.peft.lora")
+    if absent:
+        del sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"]
+        # It takes the names that megatron-core then has for classes.
+        sys.modules["megatron.bridge.peft.utils"].HAVE_TE = False  # type: ignore[attr-defined]
+    return str(importlib.import_module("megatron.bridge.package_info").__version__)
+
+
+def _module(name: str) -> ModuleType:
+    sys.modules[name] = module = ModuleType(name)
+    return module
+
+
+def cut_by_job(batch: PackedBatch, *, multiple: int) -> list[PackedBatch]:
+    """Returns each job's rows as a micro-batch of one adapter, in multiples of so many rows."""
+    parts, begin = [], 0
+    for slot, group in itertools.groupby(batch.view.documents, lambda document: document.slot):
+        if slot == batch.view.num_slots:
+            break  # padding
+        documents = [replace(document, slot=0) for document in group]
+        length = sum(document.length for document in documents)
+        rows, size = slice(begin, begin + length), round_up(length, multiple)
+        begin += length
+        view = pack_micro_batch(
+            documents, num_slots=1, num_tokens=size, dropout_keys=(), cp_rank=0, cp_size=1
+        )
+        tokens_T, labels_T, weights_T = (
+            F.pad(values[rows], (0, size - length))
+            for values in (batch.tokens[0], batch.labels[0], batch.weights)
+        )
+        values = {"tokens": tokens_T.unsqueeze(0), "labels": labels_T.unsqueeze(0)}
+        targets = torch.nonzero(weights_T).flatten()
+        parts.append(PackedBatch(view=view, weights=weights_T, target_rows=targets, **values))
+    return parts
+
 
 _CHECKED = 3
 """Steps whose losses are held against the flag's; the flag's first blocks have them."""
@@ -61,13 +119,6 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 """Changes of the model's configuration; the first has those of Bridge's recipe."""
 
 
-class _Step(NamedTuple):
-    """A step of the flag's one job."""
-
-    batches: list[PackedBatch]
-    loss: torch.Tensor
-
-
 class StockModes:
     """The stock modes of a life, which are checked once and then take their turns.
 
@@ -81,7 +132,8 @@ class StockModes:
     ) -> None:
         self._modes = [mode for mode in case.modes if mode in STOCK]
         self._trainers: dict[str, StockTrainer] = {}
-        self._first: list[_Step] = []
+        self._first: list[tuple[list[PackedBatch], torch.Tensor]] = []
+        """First steps of the flag's one job, and their losses."""
         if not self._modes:
             return
         assert case.bridge is not None, "the command line asks for it"
@@ -95,7 +147,7 @@ class StockModes:
             losses = take()
             if len(self._first) < _CHECKED:
                 whole = torch.stack([losses_T.sum() for losses_T in losses]).sum()
-                self._first.append(_Step(list(batches()), whole))
+                self._first.append((list(batches()), whole))
             return losses
 
         engine.take_losses = watched
@@ -108,8 +160,8 @@ class StockModes:
                 continue
             step = self._trainers[mode].step
             if mode == "stock_in_turn":
-                parts = [cut_by_job(batch, multiple=_ROWS) for batch in batches]
-                yield mode, partial(_run_each, step, parts)
+                parts = [[part] for batch in batches for part in cut_by_job(batch, multiple=_ROWS)]
+                yield mode, lambda step=step, parts=parts: [step(part) for part in parts]
             else:
                 yield mode, partial(step, batches)
 
@@ -121,13 +173,13 @@ class StockModes:
         """Makes a mode's trainer, and holds its first losses against the flag's."""
         try:
             trainer = self._make(_SETTINGS[mode])
-            found = [trainer.step(step.batches) for step in self._first]
+            found = [trainer.step(its) for its, _ in self._first]
         except Exception as error:  # the other modes' rows are worth having
             say(f"stock: {mode} does not run: {type(error).__name__}: {error}")
             return False
         self._trainers[mode] = trainer
         pairs = zip(found, self._first, strict=True)
-        errors = [abs(a.item() - b.loss.item()) / abs(b.loss.item()) for a, b in pairs]
+        errors = [abs(a.item() - b.item()) / abs(b.item()) for a, (_, b) in pairs]
         if not self._takes_steps:
             return True
         limit = _TOLERANCES[trainer.dtype]
@@ -138,14 +190,6 @@ class StockModes:
             f"{'' if is_right else f', must be within {limit:.0e}'}"
         )
         return is_right
-
-
-def _run_each(
-    step: Callable[[list[PackedBatch]], object], micro_batches: Sequence[Sequence[PackedBatch]]
-) -> None:
-    for parts in micro_batches:
-        for part in parts:
-            step([part])
 
 
 class StockTrainer:
@@ -161,7 +205,9 @@ class StockTrainer:
         config = model.config
         # Read where a linear is wrapped; built with it, the MLP would be another module.
         config.use_transformer_engine_op_fuser = fuses
-        _adapt(model)
+        lora = importlib.import_module("megatron.bridge.peft.lora")
+        targets = list(ONE_LORA["target_modules"])
+        lora.LoRA(target_modules=targets, dim=ONE_LORA["rank"], alpha=ONE_LORA["alpha"])(model)
         config.use_transformer_engine_op_fuser = False
         _copy_first_factors(model, session._run.spec, job)
         self.dtype = config.params_dtype
@@ -183,14 +229,10 @@ class StockTrainer:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         outs = get_forward_backward_func()(
-            forward_step_func=self._forward,
-            data_iterator=iter(batches),
-            model=[self._model],
-            num_microbatches=len(batches),
-            seq_length=self._seq_length,
-            micro_batch_size=1,
+            forward_step_func=self._forward, data_iterator=iter(batches), model=[self._model],
+            num_microbatches=len(batches), seq_length=self._seq_length, micro_batch_size=1,
             forward_only=False,
-        )
+        )  # fmt: skip
         self._optimizer.step()
         loss, tokens = torch.stack([out["loss"] for out in outs]).sum(0)
         return loss / tokens
@@ -215,25 +257,17 @@ def _model_over(theirs: Any, settings: dict[str, Any]) -> Any:
     """Builds a GPTModel as the trainer's, over the same memory for its weights."""
     config = copy.copy(theirs.config)
     plain = {
-        "timers": None,
-        "no_sync_func": None,
-        "grad_sync_func": None,
-        "param_sync_func": None,
-        "perform_initialization": False,
-        "calculate_per_token_loss": True,
-    }
+        "timers": None, "no_sync_func": None, "grad_sync_func": None, "param_sync_func": None,
+        "perform_initialization": False, "calculate_per_token_loss": True,
+    }  # fmt: skip
     for name, value in (plain | settings).items():
         setattr(config, name, value)
     model: Any = GPTModel(
-        config,
-        theirs.transformer_layer_spec,
-        theirs.vocab_size,
-        theirs.max_sequence_length,
+        config, theirs.transformer_layer_spec, theirs.vocab_size, theirs.max_sequence_length,
         share_embeddings_and_output_weights=theirs.share_embeddings_and_output_weights,
         position_embedding_type=theirs.position_embedding_type,
-        rotary_percent=theirs.rotary_percent,
-        rotary_base=theirs.rotary_base,
-    )
+        rotary_percent=theirs.rotary_percent, rotary_base=theirs.rotary_base,
+    )  # fmt: skip
     weights = dict(theirs.named_parameters())
     for name, parameter in model.named_parameters():
         parameter.data = weights.pop(name).data
@@ -241,12 +275,6 @@ def _model_over(theirs: Any, settings: dict[str, Any]) -> Any:
     install_packed_attention([model])
     model.rotary_pos_emb.inv_freq = theirs.rotary_pos_emb.inv_freq
     return model
-
-
-def _adapt(model: Any) -> None:
-    lora = importlib.import_module("megatron.bridge.peft.lora")
-    targets = list(ONE_LORA["target_modules"])
-    lora.LoRA(target_modules=targets, dim=ONE_LORA["rank"], alpha=ONE_LORA["alpha"])(model)
 
 
 def _copy_first_factors(model: Any, spec: ModelSpec, job: JobSpec) -> None:
@@ -266,14 +294,7 @@ def _copy_first_factors(model: Any, spec: ModelSpec, job: JobSpec) -> None:
 def _optimizer_config(job: JobSpec, config: Any) -> OptimizerConfig:
     ours = job.optimizer
     return OptimizerConfig(
-        optimizer="adam",
-        lr=ours.lr,
-        weight_decay=ours.weight_decay,
-        adam_beta1=ours.betas[0],
-        adam_beta2=ours.betas[1],
-        adam_eps=ours.eps,
-        clip_grad=ours.max_grad_norm,
-        bf16=config.bf16,
-        params_dtype=config.params_dtype,
-        use_distributed_optimizer=False,
-    )
+        optimizer="adam", lr=ours.lr, weight_decay=ours.weight_decay, adam_beta1=ours.betas[0],
+        adam_beta2=ours.betas[1], adam_eps=ours.eps, clip_grad=ours.max_grad_norm,
+        bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=False,
+    )  # fmt: skip

@@ -6,35 +6,98 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from scripts.bench.flag_speed.cases import STOCK, WARMUP, Case
-from scripts.bench.flag_speed.own import OwnTrainer
-from scripts.bench.flag_speed.rows import make_row
+from scripts.bench.flag_speed.cases import STOCK, WARMUP, Case, make_row
 from scripts.bench.flag_speed.stock import StockModes
-from scripts.bench.harness.clock import Marks, allocated, peak_bytes, wait_for_all
+from scripts.bench.harness.clock import Marks, allocated, is_main, largest, peak_bytes, wait_for_all
 from scripts.bench.harness.kernel_table import kernel_table
 from scripts.bench.harness.rows import gpu_name, versions
-from scripts.bench.harness.world import is_main, largest
+from scripts.bench.harness.training_jobs import fresh_job
+from tlora_megatron.config.schema import EMBEDDING, HEAD
 from tlora_megatron.integrations.megatron.built.head import BuiltHead
 from tlora_megatron.integrations.megatron.built.model import language_models
 from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
+from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import MultiAdapter, attach
-from tlora_megatron.training.packing.packing import PackedBatch
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.quantisation import quantised_on_reading
+from tlora_megatron.profiling.synthetic_run import SyntheticRun
+from tlora_megatron.training.nano.rounds import rank_aware_cut
+from tlora_megatron.training.packing.packing import PackedBatch, RoundShape
+from tlora_megatron.training.run.nano_setup import nano_settings
+from tlora_megatron.training.super_model import SuperModel
 
-T = TypeVar("T")
+
+class OwnTrainer:
+    """A second base of the same shape, with the same jobs, data, layout and nano-batches.
+
+    Beside a trainer whose linears Transformer Engine runs in FP8, this base is quantised as
+    `base_model.quantization: fp8` has it.
+
+    Args:
+        session: of the trainer under Megatron-LM's flag.
+    """
+
+    def __init__(self, session: Any, case: Case) -> None:
+        theirs: SuperModel = session.loop.super_model
+        spec, groups, dtype = session._run.spec, theirs.groups, theirs.bank.dtype
+        layout = ParallelLayout(
+            tp_size=case.tp,
+            sequence_parallel=case.sequence_parallel,
+            lora_sharding=groups.layout.lora_sharding,
+        )
+        is_fp8 = case.precision.startswith("fp8")
+        quantisation = quantised_on_reading(spec, (EMBEDDING, HEAD)) if is_fp8 else None
+        run = SyntheticRun(spec, layout, dtype=dtype, quantisation=quantisation)
+        loras = [job.spec.lora for job in theirs.jobs]
+        bank = AdapterBank(run.sites, loras, dtype=dtype, device=groups.device)
+        attach(run.linears, bank)
+        settings = nano_settings(session._run.config.run, spec, dtype)
+        run.engine.nano_batches = NanoBatches([run.engine.model], run.groups, settings)
+        run.engine.nano_batches.set_count(case.nano)
+        self.ran: list[PackedBatch] = []
+        """The micro-batches of the last round."""
+        self._model: Any = SuperModel(
+            run.engine,
+            bank,
+            run.groups,
+            [fresh_job(job.spec, job.data.train, bank, spec) for job in theirs.jobs],
+            micro_batch_tokens=case.tokens,
+            round_shape=RoundShape(num_micro_batches=lambda: 1, fills_budget=True),
+            cut_for=partial(rank_aware_cut, spec),
+        )
+
+    def round(self) -> None:
+        model = self._model
+        self.ran = model.begin_round()
+        model.end_round(model.engine.forward_backward(self.ran))
+
+    def close(self) -> None:
+        """Releases the collectives of its nano-batches; collective over the world."""
+        self._model.engine.nano_batches.close()
+
+
+class _Other(NamedTuple):
+    """A mode beside the trainer's own."""
+
+    mode: str
+    step: Callable[[], object]
+    tokens: Callable[[], int]
+    """Those of the step that has run last."""
+    beside: int
+    """Bytes that are held and are not the mode's."""
 
 
 class _Block(NamedTuple):
-    """Iterations of one mode, one after another."""
-
     seconds: list[float]
     tokens: int
     peak_bytes: int
@@ -75,7 +138,9 @@ class Turns:
         if index >= len(self._plan):
             return self._look(session, run, index - len(self._plan))
         if index % size == 0:
-            self._begin(self._plan[index])
+            self._mode = self._plan[index]
+            _compute_by_modules(self._mode == "flag_modules")
+            wait_for_all()
         if index % size >= WARMUP:
             self._mark(index % size == WARMUP)
         answer = run()
@@ -92,11 +157,6 @@ class Turns:
                 self._own.close()
         return answer
 
-    def _begin(self, mode: str) -> None:
-        self._mode = mode
-        _compute_by_modules(mode == "flag_modules")
-        wait_for_all()
-
     def _mark(self, is_first: bool) -> None:
         if is_first:
             wait_for_all()
@@ -108,32 +168,30 @@ class Turns:
 
     def _end(self) -> None:
         assert self._marks is not None, "a block has marks"
-        peak = peak_bytes() - self._own_bytes - self._stock_bytes()
+        held = 0 if self._stock is None else self._stock.held_bytes()
+        peak = peak_bytes() - self._own_bytes - held
         self._blocks[self._mode].append(_Block(self._marks.seconds(), self._tokens, peak))
 
     def _measure_rest(self, session: Any) -> None:
         _compute_by_modules(False)
-        if self._own is not None:
-            self._blocks["own"].append(self._own_block(self._own))
-        if "floor" in self.case.modes:
-            self._blocks["floor"].append(self._floor_block(session))
-        for mode, step in self._stock_steps():
-            tokens = real_tokens(self._batches)
-            block = _timed(step, self.case.rounds, partial(int, tokens))
-            peak = block.peak_bytes - self._own_bytes - self._stock_bytes(besides=mode)
-            self._blocks[mode].append(block._replace(peak_bytes=peak))
+        for mode, step, tokens, beside in self._others(session):
+            block = _timed(step, self.case.rounds, tokens)
+            self._blocks[mode].append(block._replace(peak_bytes=block.peak_bytes - beside))
         wait_for_all()
 
-    def _own_block(self, own: OwnTrainer) -> _Block:
-        block = _timed(own.round, self.case.rounds, lambda: real_tokens(own.ran))
-        beside = self._other_bytes + self._stock_bytes()
-        return block._replace(peak_bytes=block.peak_bytes - beside)
-
-    def _stock_steps(self) -> Iterator[tuple[str, Callable[[], object]]]:
-        return iter(()) if self._stock is None else self._stock.steps(list(self._batches))
-
-    def _stock_bytes(self, besides: str = "") -> int:
-        return 0 if self._stock is None else self._stock.held_bytes(besides)
+    def _others(self, session: Any) -> Iterator[_Other]:
+        """Yields the modes that the trainer does not run, each while it can be run."""
+        tokens, own, stock = real_tokens(self._batches), self._own, self._stock
+        held = 0 if stock is None else stock.held_bytes()
+        if own is not None:
+            yield _Other("own", own.round, lambda: real_tokens(own.ran), self._other_bytes + held)
+        if "floor" in self.case.modes:
+            with self._without_adapters(session):
+                floor = self._floor(session)
+                yield _Other("floor", floor, lambda: tokens, self._own_bytes + held)
+        for mode, step in () if stock is None else stock.steps(list(self._batches)):
+            beside = self._own_bytes + stock.held_bytes(besides=mode)
+            yield _Other(mode, step, lambda: tokens, beside)
 
     def _look(self, session: Any, run: Callable[[], Any], number: int) -> Any:
         """Lists the kernels of one more iteration, and of the other modes behind the last."""
@@ -142,12 +200,8 @@ class Turns:
         _compute_by_modules(mode == "flag_modules")
         self._table(mode, lambda: answers.append(run()))
         if number == len(self._looks) - 1:
-            if self._own is not None:
-                self._table("own", self._own.round)
-            if "floor" in self.case.modes:
-                self._table("floor", lambda: self._without_adapters(session, self._floor(session)))
-            for stock, step in self._stock_steps():
-                self._table(stock, step)
+            for other in self._others(session):
+                self._table(other.mode, other.step)
             if self._own is not None:
                 self._own.close()
         return answers[0]
@@ -178,16 +232,9 @@ class Turns:
         if not {*STOCK}.isdisjoint(self.case.modes):
             self._stock = StockModes(session, self.case, lambda: self._batches)
 
-    def _floor_block(self, session: Any) -> _Block:
-        run, tokens = self._floor(session), real_tokens(self._batches)
-        block = self._without_adapters(
-            session, lambda: _timed(run, self.case.rounds, lambda: tokens)
-        )
-        beside = self._own_bytes + self._stock_bytes()
-        return block._replace(peak_bytes=block.peak_bytes - beside)
-
-    def _without_adapters(self, session: Any, run: Callable[[], T]) -> T:
-        """Runs the trainer's modules alone; the adapters are attached again behind it."""
+    @contextmanager
+    def _without_adapters(self, session: Any) -> Iterator[None]:
+        """The trainer's modules run alone; the adapters are attached again behind it."""
         bank = session.loop.super_model.bank
         linears = [
             (module.tlora_adapters.site, module)
@@ -197,10 +244,9 @@ class Turns:
         ]
         attach(linears, AdapterBank(bank.sites, [], dtype=bank.dtype, device=bank.device))
         _compute_by_modules(True)
-        result = run()
+        yield
         attach(linears, bank)
         _compute_by_modules(False)
-        return result
 
     def _floor(self, session: Any) -> Callable[[], None]:
         """Forward and input gradients of the trainer's model, on micro-batches that it has run."""
@@ -210,14 +256,10 @@ class Turns:
         def run() -> None:
             timers, config.timers = config.timers, None
             get_forward_backward_func()(
-                forward_step_func=engine.forward_step,
-                data_iterator=iter(batches),
-                model=engine.chunks,
-                num_microbatches=len(batches),
-                seq_length=engine.seq_length,
-                micro_batch_size=1,
-                forward_only=False,
-            )
+                forward_step_func=engine.forward_step, data_iterator=iter(batches),
+                model=engine.chunks, num_microbatches=len(batches), seq_length=engine.seq_length,
+                micro_batch_size=1, forward_only=False,
+            )  # fmt: skip
             engine.take_losses()
             config.timers = timers
 
@@ -277,12 +319,8 @@ def _timed(run: Callable[[], object], rounds: int, tokens: Callable[[], int]) ->
 
 def _compute_by_modules(on: bool) -> None:
     """Has plain layers and the head run by Megatron's modules, as `TLORA_FLAG_COMPUTE` does."""
-    PlainLayer.runs_now = _never if on else _NOW  # type: ignore[method-assign]
+    PlainLayer.runs_now = (lambda layer, half: False) if on else _NOW  # type: ignore
     BuiltHead.runs = property(lambda self: False) if on else _RUNS  # type: ignore[method-assign]
-
-
-def _never(layer: PlainLayer, half: str) -> bool:
-    return False
 
 
 _NOW, _RUNS = PlainLayer.runs_now, BuiltHead.runs
@@ -299,3 +337,8 @@ def _read_case() -> Case:
     for name in ("kernels", "bridge"):
         document[name] = Path(document[name]) if document[name] else None
     return Case(**{field.name: document[field.name] for field in fields(Case)})
+
+
+def begin() -> Callable[[Any, Callable[[], Any]], Any]:
+    """What stands between the trainer and the session in a life of the script."""
+    return Turns().iteration

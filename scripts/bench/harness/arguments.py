@@ -1,8 +1,9 @@
-"""Options that every benchmark has."""
+"""Options that many benchmarks have."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from scripts.bench.harness.rows import checkout_commit
@@ -26,3 +27,14 @@ def bench_parser(description: str | None, *, csv: Path | None = None) -> argpars
         "--commit", default=checkout_commit(), help="of the package, where git is not at hand"
     )
     return parser
+
+
+def add_checkout(parser: argparse.ArgumentParser) -> None:
+    checkout = os.environ.get("MEGATRON_LM_PATH")
+    parser.add_argument("--megatron-lm", type=Path, default=checkout and Path(checkout))
+
+
+def check_checkout(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends with a usage error where `--megatron-lm` is none."""
+    if not ((options.megatron_lm or Path("nowhere")) / "pretrain_gpt.py").is_file():
+        parser.error("--megatron-lm (or MEGATRON_LM_PATH) must name a Megatron-LM checkout")

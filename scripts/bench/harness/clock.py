@@ -1,8 +1,10 @@
-"""Clocks of the benchmarks: marks on the device's stream, and a watch over whole steps."""
+"""Clocks of the benchmarks, and what the processes of one agree on."""
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,11 +15,7 @@ import torch.distributed as dist
 
 
 class Marks:
-    """Points in time on the current CUDA stream, or of the host's clock.
-
-    Args:
-        on_gpu: what is timed runs on a GPU.
-    """
+    """Points in time on the current CUDA stream, or of the host's clock."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
@@ -53,6 +51,10 @@ class Timing(NamedTuple):
     peak_bytes: int
     step_times_s: tuple[float, ...] = ()
     """Time of each step, where the steps were marked."""
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / self.steps
 
     def percentile_s(self, percent: int) -> float:
         """A percentile (a multiple of 10) of the steps' times; NaN if they were not marked."""
@@ -120,3 +122,46 @@ def peak_bytes() -> int:
 def allocated() -> int:
     """The memory that this process's tensors take now; 0 without CUDA."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def release() -> None:
+    """Gives the allocator's cache back, and says what is still held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_allocated()
+        if held > 2**30:
+            say(f"memory still held: {held / 2**30:.1f} GiB")
+
+
+def is_main() -> bool:
+    """True on the first process, which prints and writes rows."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def say(text: str) -> None:
+    if is_main():
+        print(text, flush=True)
+
+
+def out_of_time(begin: float, budget_s: float) -> bool:
+    """True once so many seconds have passed since `begin`, by the first process's clock."""
+    answer = [time.monotonic() - begin > budget_s]
+    if dist.is_initialized():
+        dist.broadcast_object_list(answer, src=0)
+    return answer[0]
+
+
+def largest(values: list[float]) -> list[float]:
+    return _reduced(values, dist.ReduceOp.MAX)
+
+
+def summed(values: list[float]) -> list[float]:
+    return _reduced(values, dist.ReduceOp.SUM)
+
+
+def _reduced(values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=op)
+    return tensor.tolist()

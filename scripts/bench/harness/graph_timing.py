@@ -25,8 +25,6 @@ _WARM_ROUNDS = 2
 
 
 class Sample(NamedTuple):
-    """Time of one call over the rounds."""
-
     median_us: float
     spread: float
     """Interquartile range over the median."""
@@ -105,7 +103,12 @@ def time_interleaved(
     rounds = max(_MIN_ROUNDS, min(rounds, int(_MAX_SECONDS / max(seconds, 1e-9))))
     pending = [_round(replays, device) for _ in range(rounds)]
     by_replay = zip(*(marks.seconds() for marks in pending), strict=True)
-    return [_sample(times, len(r.calls)) for times, r in zip(by_replay, replays, strict=True)]
+    found = []
+    for times_s, replay in zip(by_replay, replays, strict=True):
+        median = statistics.median(times_s)
+        low, _, high = statistics.quantiles(times_s, n=4)
+        found.append(Sample(median * 1e6 / len(replay.calls), (high - low) / median))
+    return found
 
 
 def _round(replays: Sequence[Replay[Any]], device: torch.device) -> Marks:
@@ -116,9 +119,3 @@ def _round(replays: Sequence[Replay[Any]], device: torch.device) -> Marks:
         replay.replay()
         marks.set()
     return marks
-
-
-def _sample(times_s: Sequence[float], calls: int) -> Sample:
-    median = statistics.median(times_s)
-    low, _, high = statistics.quantiles(times_s, n=4)
-    return Sample(median * 1e6 / calls, (high - low) / median)

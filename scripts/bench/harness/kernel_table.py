@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -56,32 +57,17 @@ def kernel_table(run: Callable[[], object], title: str, file: Path) -> None:
     lines.append("-- by name")
     for spent_us, count, name in sorted(kernels, reverse=True)[:_SHOWN]:
         lines.append(f"{spent_us / 1e3:9.2f} ms {count:6d}  {name[:150]}")
-    lines.append("-- longest waits of the device, and which kernel ended them")
-    for waited_us, index in longest_waits(spans):
-        lines.append(f"{waited_us / 1e3:9.2f} ms  before {on_device[index].name[:120]}")
     with file.open("a") as sink:
         sink.write("\n".join(lines) + "\n\n")
 
 
 def idle_us(spans: Sequence[tuple[float, float]]) -> float:
     """Time between the first span's begin and the last one's end in which none runs."""
-    return sum((waited for waited, _ in longest_waits(spans, len(spans))), 0.0)
-
-
-def longest_waits(spans: Sequence[tuple[float, float]], most: int = 12) -> list[tuple[float, int]]:
-    """The longest times without any span, each with the index of the span that ends it."""
-    waits, reached = [], None
-    for index in sorted(range(len(spans)), key=spans.__getitem__):
-        begin, end = spans[index]
-        if reached is not None and begin > reached:
-            waits.append((begin - reached, index))
-        reached = end if reached is None else max(reached, end)
-    return sorted(waits, reverse=True)[:most]
+    ends = itertools.accumulate((end for _, end in sorted(spans)), max)
+    begins = (begin for begin, _ in sorted(spans)[1:])
+    return sum(max(0.0, begin - end) for end, begin in zip(ends, begins, strict=False))
 
 
 def kind_of(name: str) -> str:
-    """The kind of a kernel."""
-    for kind, pattern in KINDS:
-        if re.search(pattern, name, re.IGNORECASE):
-            return kind
-    return "other"
+    found = (kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
+    return next(found, "other")

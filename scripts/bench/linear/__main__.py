@@ -1,48 +1,33 @@
 """Times one multi-adapter linear, forward and backward, against the frozen linear beside it.
 
-    python -m scripts.bench.linear --csv scripts/bench/results/lora_linear.csv
-    python -m scripts.bench.linear --providers baselines --tokens 8192 --dropout 0 --csv ...
-    python -m scripts.bench.linear --providers fp8 --tokens 8192 --adapters 1,4,16 --dropout 0 \\
-        --csv scripts/bench/results/fp8_linear.csv
+    python -m scripts.bench.linear --providers baselines --tokens 8192 --dropout 0 --csv rows.csv
 
 Shapes are those of Llama-3.1-8B and of a rank of 70B at TP 4. A provider is `tlora` (the kernels
 chosen for this GPU), `tlora_torch`, `tlora_triton` or `tlora_cuda` (forced), `frozen`, `tlora_fp8`,
-`tlora_fp8_given` and `frozen_fp8` (over an FP8 base), or a baseline of `linear/baselines.py`. Each
-is checked against fp32 first (an FP8 base: against its definition), on what the captured graph
-computed; a cell with an error above the bound is reported as wrong and not written. Frozen and
-provider then run in turn as CUDA graphs over rotated buffers, so that both see the same clock;
-times are medians.
+`tlora_fp8_given` and `frozen_fp8` (over an FP8 base), or a baseline of `linear/baselines.py`. What
+the captured graph computes is checked against fp32 first (an FP8 base: against its definition); a
+wrong cell is reported and not written. Frozen and provider then run in turn as CUDA graphs over
+rotated buffers, so that both see the same clock; times are medians.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.linear.baselines import BASELINES, why_not
+from scripts.bench.linear.fused import FP8
 from scripts.bench.linear.measure import AdapterSets, CellMeasurer, versions
-from scripts.bench.linear.quantised import FP8
-from scripts.bench.linear.results import (
-    Row,
-    append_csv,
-    read_csv,
-    shape_table,
-    summary,
-    summary_table,
-)
-from scripts.bench.linear.shapes import MEASURED, SHAPES, adapter_mix
-from scripts.bench.linear.targets import beaten_by, verdicts
-from scripts.bench.linear.workload import make_workload
+from scripts.bench.linear.results import Row, append_csv, cell_of, read_csv, summary, summary_table
+from scripts.bench.linear.workload import MEASURED, SHAPES, adapter_mix, make_workload
 
 T = TypeVar("T", int, float)
 TLORA = ("tlora", "tlora_torch", "tlora_triton", "tlora_cuda")
@@ -53,31 +38,23 @@ ADAPTERS = (4, 16, 1, 64)
 DROPOUT = (0.0, 0.1)
 
 
-@dataclasses.dataclass(slots=True)
-class Outcome:
-    """Rows and problems of a run so far."""
-
-    rows: list[Row] = dataclasses.field(default_factory=list)
-    problems: list[str] = dataclasses.field(default_factory=list)
-    """Cells that failed, were wrong, or had no time."""
-
-
-def run(args: argparse.Namespace) -> Outcome:
-    """Measures every cell that there is time for; rows go to the CSV as they are measured."""
+def run(args: argparse.Namespace) -> tuple[list[Row], list[str]]:
+    """Measures every cell that there is time for; returns rows, and cells without one."""
     deadline = time.monotonic() + args.budget_s
-    outcome = Outcome()
+    rows: list[Row] = []
+    problems: list[str] = []
     for tokens, shape in itertools.product(args.tokens, args.shapes):
         if time.monotonic() > deadline:
-            outcome.problems.append(f"{shape} {tokens}: no time left")
+            problems.append(f"{shape} {tokens}: no time left")
             continue
-        for row in _measured(args, tokens, shape, deadline, outcome.problems):
-            outcome.rows.append(row)
+        for row in _measured(args, tokens, shape, deadline, problems):
+            rows.append(row)
             print(_line(row), flush=True)
             if args.csv is not None:
                 append_csv(args.csv, row)
         if args.device.type == "cuda":
             torch.cuda.empty_cache()
-    return outcome
+    return rows, problems
 
 
 def _measured(
@@ -105,31 +82,20 @@ def _measured(
 
 def _line(row: Row) -> str:
     return (
-        f"{row.cell:44} {row.fwd_us:9.1f} {row.bwd_us:9.1f} us  frozen {row.frozen_fwd_us:9.1f} "
-        f"{row.frozen_bwd_us:9.1f}  ratio {row.ratio:.3f}  error {row.rel_error:.1e}  "
-        f"spread {row.spread:.1%} / {row.frozen_spread:.1%}"
+        f"{cell_of(row):44} {row['fwd_us']:9.1f} {row['bwd_us']:9.1f} us  frozen "
+        f"{row['frozen_fwd_us']:9.1f} {row['frozen_bwd_us']:9.1f}  ratio {row['ratio']:.3f}  error "
+        f"{row['rel_error']:.1e}  spread {row['spread']:.1%} / {row['frozen_spread']:.1%}"
     )
 
 
-def report(rows: Sequence[dict[str, Any]], problems: Sequence[str]) -> None:
-    """Prints the tables, the targets and what went wrong."""
-    print("\nratio to the frozen linear, forward + backward")
-    print(shape_table(rows))
-    print("\ngeometric mean over shapes (* = over fewer shapes)")
+def report(rows: Sequence[Row], problems: Sequence[str], most: int = 20) -> None:
+    print("\nratio to the frozen linear, forward + backward: geometric mean over shapes")
+    print("(* = over fewer shapes)")
     print(summary_table(summary(rows)))
-    print()
-    for provider in [p for p in (*TLORA, "tlora_fp8") if any(r["provider"] == p for r in rows)]:
-        for verdict in verdicts(rows, provider):
-            print(verdict.line)
-        _print_some("not faster:", beaten_by(rows, provider))
-    _print_some("not measured:", problems)
-
-
-def _print_some(head: str, lines: Sequence[str], most: int = 20) -> None:
-    for line in lines[:most]:
-        print(head, line)
-    if len(lines) > most:
-        print(head, f"and {len(lines) - most} more")
+    for problem in problems[:most]:
+        print("not measured:", problem)
+    if len(problems) > most:
+        print(f"not measured: and {len(problems) - most} more")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,19 +104,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.report:
         report(read_csv(args.report), [])
         return 0
-    outcome = run(args)
-    rows = [dataclasses.asdict(row) for row in outcome.rows]
-    report(rows, outcome.problems)
-    if args.json is not None:
-        found = {"summary": summary(rows), "rows": rows, "problems": outcome.problems}
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return int(any("no time left" not in problem for problem in outcome.problems))
+    rows, problems = run(args)
+    report(rows, problems)
+    return int(any("no time left" not in problem for problem in problems))
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses and completes the command line."""
     parser = bench_parser(__doc__)
-    parser.add_argument("--json", type=Path, help="write rows and geometric means here")
     parser.add_argument("--shapes", type=names_of(SHAPES), default=MEASURED)
     parser.add_argument("--tokens", type=numbers(int), default=TOKENS)
     parser.add_argument("--adapters", type=numbers(int), default=ADAPTERS)
@@ -190,7 +150,6 @@ def names_of(known: Collection[str], **groups: tuple[str, ...]) -> Callable[[str
 
 
 def numbers(kind: type[T]) -> Callable[[str], tuple[T, ...]]:
-    """A parser of comma-separated numbers."""
     return lambda text: tuple(kind(part) for part in text.split(","))
 
 

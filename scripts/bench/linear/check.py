@@ -24,14 +24,11 @@ _SAMPLES = 128
 
 
 class Expected(NamedTuple):
-    """fp32 results of one call."""
+    """fp32 results of one call: y and dx at the sampled rows, every dA and dB in order."""
 
     y: torch.Tensor
-    """At the sampled rows."""
     dx: torch.Tensor
-    """At the sampled rows."""
     factors: list[torch.Tensor]
-    """dA and dB of every slot and target, in order."""
 
 
 class FrozenRows:
@@ -104,10 +101,7 @@ def worst_error(
     ends: Sequence[int],
     results: tuple[Forward, Backward],
 ) -> float:
-    """The largest relative error of set 0's results; inf where something is not finite.
-
-    Waits for the device.
-    """
+    """The largest relative error of set 0's results; inf where something is not finite."""
     forward, backward = results
     wanted = expected(operands, frozen, provider.weights(), ends, provider.keep(forward))
     rows = torch.tensor(sampled_rows(ends), device=operands.x_TK.device)
@@ -122,7 +116,6 @@ def worst_error(
 
 
 def _error(actual: torch.Tensor, wanted: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """`|actual - wanted| / |wanted|` in the 2-norm, over `dim` or everything."""
     assert actual.shape == wanted.shape, f"{actual.shape} is not the shape {wanted.shape}"
     difference = torch.linalg.vector_norm(actual.float() - wanted, dim=dim)
     return difference / torch.linalg.vector_norm(wanted, dim=dim).clamp(min=1e-30)

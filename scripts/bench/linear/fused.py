@@ -11,27 +11,36 @@ from collections.abc import Sequence
 
 import torch
 
-from scripts.bench.linear.shapes import AdapterMix
+from scripts.bench.linear.check import FrozenRows
 from scripts.bench.linear.workload import (
+    AdapterMix,
     Backward,
+    BufferSet,
     FactorGrads,
     Forward,
+    Frozen,
     SlotWeights,
     TargetWeights,
     Workload,
 )
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
-from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.dropout import dropout_reference, mix_ints
 from tlora_megatron.ops.lora.linear_ops import Base, LinearOps, SiteFactors
 from tlora_megatron.ops.lora.torch_ops import TorchOps
+from tlora_megatron.ops.quantised.rows import encode_rows, hand_rows
+from tlora_megatron.ops.quantised.weight import (
+    QuantWeight,
+    encode_weight,
+    forward_product,
+    input_gradient,
+)
 from tlora_megatron.ops.routing import Document, pack_micro_batch
 from tlora_megatron.ops.row_groups import RowGroups
 
 
 def build_factors(workload: Workload, mix: AdapterMix) -> tuple[SiteFactors, ...]:
-    """Factors for every buffer set, such that the branch is about half of the frozen output.
+    """Factors for every buffer set: the branch is about half of the frozen output.
 
     All share one `RankLayout` and so one set of work lists, as the layers of a model do.
     """
@@ -48,26 +57,19 @@ def _bank_factors(workload: Workload, mix: AdapterMix, generator: torch.Generato
     ]
     device = workload.device
     bank = AdapterBank([site], loras, dtype=workload.dtype, device=device, ops=TorchOps())
-    adapters = [
-        _drawn_adapter(bank, site, index, lora, generator) for index, lora in enumerate(loras)
-    ]
+    adapters = []
+    for index, lora in enumerate(loras):
+        slab = bank.new_slab(lora)
+        slab.master.normal_(generator=generator)
+        std = {"lora_a": site.in_size**-0.5, "lora_b": 0.5 / (lora.scaling * lora.rank**0.5)}
+        views = slab.layout.views(slab.master)
+        torch._foreach_mul_(views, [std[factor.which] for factor in slab.layout.factors])
+        adapters.append(Adapter(name=f"job{index}", lora=lora, slab=slab))
     bank.install(adapters)
     return bank.fused_factors[site.index]
 
 
-def _drawn_adapter(
-    bank: AdapterBank, site: Site, index: int, lora: LoraSpec, generator: torch.Generator
-) -> Adapter:
-    slab = bank.new_slab(lora)
-    slab.master.normal_(generator=generator)
-    std = {"lora_a": site.in_size**-0.5, "lora_b": 0.5 / (lora.scaling * lora.rank**0.5)}
-    views = slab.layout.views(slab.master)
-    torch._foreach_mul_(views, [std[factor.which] for factor in slab.layout.factors])
-    return Adapter(name=f"job{index}", lora=lora, slab=slab)
-
-
 def with_dropout(factors: tuple[SiteFactors, ...], p: float) -> tuple[SiteFactors, ...]:
-    """The same factors, every adapter with this dropout."""
     p_S = torch.full_like(factors[0].dropout, p)
     return tuple(dataclasses.replace(f, dropout=p_S, has_dropout=p > 0) for f in factors)
 
@@ -85,11 +87,7 @@ def row_groups(mix: AdapterMix, *, dropout: float) -> RowGroups:
 
 
 class FusedLinear:
-    """A `LinearOps` over the buffer sets of a workload.
-
-    Args:
-        bases: of each set: its weight, or that quantised.
-    """
+    """A `LinearOps` over the buffer sets of a workload, whose bases may be quantised."""
 
     def __init__(
         self,
@@ -107,13 +105,11 @@ class FusedLinear:
         self._window = (0, workload.tokens)
 
     def forward(self, index: int) -> Forward:
-        """y, and s as saved."""
         operands = self._sets[index]
         y_TN, s = self._bound[index].forward(operands.x_TK, self._bases[index], None)
         return Forward(y_TN, s)
 
     def backward(self, index: int, forward: Forward) -> Backward:
-        """dx; dA and dB are added to the jobs' gradients."""
         operands, bound = self._sets[index], self._bound[index]
         ds = bound.backward_up(operands.dy_TN, forward.saved)
         dx_TK = bound.product_dgrad(operands.dy_TN, ds, self._bases[index])
@@ -131,7 +127,6 @@ class FusedLinear:
         )
 
     def keep(self, forward: Forward) -> torch.Tensor | None:
-        """The mask by its definition."""
         factors, x_TK = self._factors[0], self._sets[0].x_TK
         if not factors.has_dropout:
             return None
@@ -141,22 +136,17 @@ class FusedLinear:
         return dropout_reference(ones, keys_T, p_T, factors.dropout_key, factors.first_column)
 
     def clear(self) -> None:
-        """Zeroes the jobs' gradients."""
         for factors in self._factors:
             for grads in (factors.grad_a, factors.grad_b):
                 torch._foreach_zero_([g for slot in grads for g in slot if g is not None])
 
     def gradients(self, backward: Backward) -> tuple[tuple[FactorGrads, ...], ...]:
-        """Gradients in the jobs' slabs."""
         factors = self._factors[0]
-        return tuple(
-            tuple(
-                FactorGrads(a, b)
-                for a, b in zip(grad_a, grad_b, strict=True)
-                if a is not None and b is not None
-            )
-            for grad_a, grad_b in zip(factors.grad_a, factors.grad_b, strict=True)
-        )
+        found = []
+        for grad_a, grad_b in zip(factors.grad_a, factors.grad_b, strict=True):
+            pairs = zip(grad_a, grad_b, strict=True)
+            found.append(tuple(FactorGrads(a, b) for a, b in pairs if not (a is None or b is None)))
+        return tuple(found)
 
 
 def _targets(factors: SiteFactors, slot: int) -> list[TargetWeights]:
@@ -168,3 +158,62 @@ def _targets(factors: SiteFactors, slot: int) -> list[TargetWeights]:
         lora_b_RN = factors.lora_b[p][b_begin : b_begin + rank]
         found.append(TargetWeights(factors.columns[p], lora_a_RK, lora_b_RN))
     return found
+
+
+FP8 = ("frozen_fp8", "tlora_fp8", "tlora_fp8_given")
+"""Providers over an FP8 base. The times of the first two hold what they quantise; the last is given
+the codes of x and dy, as in a layer, where the kernels before the linear make them."""
+
+
+def quantised_bases(workload: Workload) -> tuple[QuantWeight, ...]:
+    return tuple(encode_weight(operands.weight_NK) for operands in workload.sets)
+
+
+class FrozenFp8(Frozen):
+    name = "frozen_fp8"
+
+    def __init__(self, workload: Workload, bases: tuple[QuantWeight, ...]) -> None:
+        super().__init__(workload)
+        self._bases = bases
+
+    def forward(self, index: int) -> Forward:
+        return Forward(self._bases[index].forward(self._sets[index].x_TK), None)
+
+    def backward(self, index: int, forward: Forward) -> Backward:
+        return Backward(self._bases[index].dgrad(self._sets[index].dy_TN), None)
+
+
+class GivenRows(FusedLinear):
+    """The FP8 linear with adapters whose input and gradient come with their codes."""
+
+    def quantise(self, bases: Sequence[QuantWeight]) -> None:
+        self._given = [
+            (base, base.rows_of(operands.x_TK), base.gradient_rows_of(operands.dy_TN))
+            for base, operands in zip(bases, self._sets, strict=True)
+        ]
+
+    def forward(self, index: int) -> Forward:
+        hand_rows(self._sets[index].x_TK, self._given[index][1])
+        return super().forward(index)
+
+    def backward(self, index: int, forward: Forward) -> Backward:
+        base, _, rows = self._given[index]
+        hand_rows(self._sets[index].dy_TN, rows, base.fold_N)
+        return super().backward(index, forward)
+
+
+class QuantisedRows(FrozenRows):
+    """Results of the FP8 linear alone at sampled rows, by its definition."""
+
+    def __init__(self, operands: BufferSet, base: QuantWeight) -> None:
+        super().__init__(operands)
+        self._base = base
+
+    def _computed(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        base, wide = self._base, torch.float32
+        x = encode_rows(self._operands.x_TK[index], group=base.group)
+        dy = encode_rows(self._operands.dy_TN[index], fold_K=base.fold_N)
+        return (
+            forward_product(x, base.codes_NK, base.scales, wide),
+            input_gradient(dy, base.codes_NK, base.scales, wide),
+        )

@@ -5,59 +5,43 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 
 from scripts.bench.harness.graph_timing import Replay, Sample, time_interleaved, warm_up
-from scripts.bench.linear.baselines import BASELINES
+from scripts.bench.linear.baselines import BASELINES, PlainFactors, draw_factors
 from scripts.bench.linear.check import MAX_ERROR, FrozenRows, worst_error
-from scripts.bench.linear.fused import FusedLinear, build_factors, row_groups, with_dropout
-from scripts.bench.linear.plain_factors import PlainFactors, draw_factors
-from scripts.bench.linear.quantised import (
+from scripts.bench.linear.fused import (
     FP8,
     FrozenFp8,
+    FusedLinear,
     GivenRows,
     QuantisedRows,
+    build_factors,
     quantised_bases,
+    row_groups,
+    with_dropout,
 )
-from scripts.bench.linear.results import Row, ratio
-from scripts.bench.linear.shapes import AdapterMix
-from scripts.bench.linear.workload import Backward, Forward, Frozen, Provider, Workload
+from scripts.bench.linear.results import Row
+from scripts.bench.linear.workload import AdapterMix, Backward, Forward, Frozen, Provider, Workload
 from tlora_megatron.ops.lora.kernel_choice import VARIABLE, choose_ops
 from tlora_megatron.ops.lora.linear_ops import LinearOps, SiteFactors
 from tlora_megatron.ops.quantised.weight import QuantWeight
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Versions:
-    """Where and with what a run measures."""
-
-    gpu: str
-    torch: str
-    triton: str
-    """Empty where it is not installed."""
-    commit: str
-
-
-def versions(device: torch.device, commit: str) -> Versions:
-    """GPU and versions of this process."""
+def versions(device: torch.device, commit: str) -> dict[str, str]:
     try:
         triton = str(importlib.import_module("triton").__version__)
     except ImportError:
         triton = ""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return Versions(gpu=gpu, torch=torch.__version__, triton=triton, commit=commit)
+    return {"gpu": gpu, "torch": torch.__version__, "triton": triton, "commit": commit}
 
 
 def linear_ops(provider: str, device: torch.device, dtype: torch.dtype) -> LinearOps:
-    """Kernels of the provider `tlora` (the package's choice) or `tlora_NAME`.
-
-    Raises:
-        ValueError: if NAME cannot run here.
-    """
+    """Kernels of the provider `tlora` (the package's choice) or `tlora_NAME`, if they run here."""
     before = os.environ.get(VARIABLE)
     _, _, forced = provider.partition("_")
     if forced:
@@ -80,12 +64,11 @@ class AdapterSets:
 
     @cached_property
     def fused(self) -> tuple[SiteFactors, ...]:
-        """Factors as the package holds them: a pair for each target."""
+        """A pair for each target, as the package holds them."""
         return build_factors(self._workload, self.mix)
 
     @cached_property
     def plain(self) -> tuple[PlainFactors, ...]:
-        """Factors as the baselines get them: one pair for the whole output."""
         return draw_factors(self._workload, self.mix)
 
 
@@ -97,12 +80,12 @@ class _Replays(NamedTuple):
 class CellMeasurer:
     """Measures providers one after another, each in turns with the frozen linear."""
 
-    def __init__(self, workload: Workload, versions: Versions, *, rounds: int) -> None:
+    def __init__(self, workload: Workload, versions: dict[str, str], *, rounds: int) -> None:
         self._workload = workload
         self._versions = versions
         self._rounds = rounds
         self._frozen = self._captured(Frozen(workload))
-        self._frozen_rows = FrozenRows(workload.sets[0])
+        self._rows: dict[bool, FrozenRows] = {}
 
     def measure(
         self, name: str, adapters: AdapterSets, dropout: float
@@ -127,8 +110,7 @@ class CellMeasurer:
         provider.clear()
         results = replays.forward.first_output(), replays.backward.first_output()
         operands, ends = self._workload.sets[0], adapters.mix.ends
-        rows = self._quantised_rows if name in FP8 else self._frozen_rows
-        error = worst_error(provider, operands, rows, ends, results)
+        error = worst_error(provider, operands, self._frozen_rows(name), ends, results)
         if not error <= MAX_ERROR:
             return None, f"wrong: rel_error must be at most {MAX_ERROR}, got {error:.2e}"
         frozen = self._frozen
@@ -154,13 +136,17 @@ class CellMeasurer:
             return given
         return FusedLinear(name, ops, workload, factors, rows, bases)
 
+    def _frozen_rows(self, name: str) -> FrozenRows:
+        """What the frozen linear computes, of an FP8 base by its definition."""
+        is_fp8, operands = name in FP8, self._workload.sets[0]
+        if is_fp8 not in self._rows:
+            made = QuantisedRows(operands, self._quantised[0]) if is_fp8 else FrozenRows(operands)
+            self._rows[is_fp8] = made
+        return self._rows[is_fp8]
+
     @cached_property
     def _quantised(self) -> tuple[QuantWeight, ...]:
         return quantised_bases(self._workload)
-
-    @cached_property
-    def _quantised_rows(self) -> QuantisedRows:
-        return QuantisedRows(self._workload.sets[0], self._quantised[0])
 
     def _captured(self, provider: Provider) -> _Replays:
         """Runs the provider on every buffer set, then captures it."""
@@ -184,27 +170,13 @@ class CellMeasurer:
         self, name: str, adapters: int, dropout: float, samples: Sequence[Sample], error: float
     ) -> Row:
         frozen_fwd, fwd, frozen_bwd, bwd = samples
-        times = (fwd.median_us, bwd.median_us, frozen_fwd.median_us, frozen_bwd.median_us)
-        return Row(
-            gpu=self._versions.gpu,
-            torch=self._versions.torch,
-            triton=self._versions.triton,
-            commit=self._versions.commit,
-            shape=self._workload.shape.name,
-            tokens=self._workload.tokens,
-            adapters=adapters,
-            dropout=dropout,
-            provider=name,
-            fwd_us=fwd.median_us,
-            bwd_us=bwd.median_us,
-            frozen_fwd_us=frozen_fwd.median_us,
-            frozen_bwd_us=frozen_bwd.median_us,
-            ratio=ratio(*times),
-            rel_error=error,
-            spread=_widest(fwd, bwd),
-            frozen_spread=_widest(frozen_fwd, frozen_bwd),
-        )
-
-
-def _widest(*samples: Sample) -> float:
-    return max(sample.spread for sample in samples)
+        frozen_us = frozen_fwd.median_us + frozen_bwd.median_us
+        return {
+            **self._versions, "shape": self._workload.shape.name, "tokens": self._workload.tokens,
+            "adapters": adapters, "dropout": dropout, "provider": name, "fwd_us": fwd.median_us,
+            "bwd_us": bwd.median_us, "frozen_fwd_us": frozen_fwd.median_us,
+            "frozen_bwd_us": frozen_bwd.median_us,
+            "ratio": (fwd.median_us + bwd.median_us) / frozen_us, "rel_error": error,
+            "spread": max(fwd.spread, bwd.spread),
+            "frozen_spread": max(frozen_fwd.spread, frozen_bwd.spread),
+        }  # fmt: skip

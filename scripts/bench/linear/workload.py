@@ -5,23 +5,90 @@ Shapes: T rows, K features in, N features out, R rank.
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from scripts.bench.linear.shapes import LinearShape
+from tlora_megatron.layers.sites import Site, make_site
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
+from tlora_megatron.profiling.sizes import LLAMA_8B, LLAMA_70B, TINY
+
+RANKS = (8, 16, 32, 64)
+SCALINGS = (2.0, 1.0, 0.5, 4.0)
+LONE_RANK = 16
+LINEARS = {"qkv": "linear_qkv", "o": "linear_proj", "gate_up": "linear_fc1", "down": "linear_fc2"}
+
+MODELS = {"8b": (LLAMA_8B, 1), "70b_tp4": (LLAMA_70B, 4), "tiny": (TINY.layer_spec, 1)}
+"""A prefix of shape names: the model and the tensor-parallel size whose shard is measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearShape:
+    """One frozen linear as one tensor-parallel rank holds it."""
+
+    name: str
+    model: str
+    linear: str
+
+    @property
+    def site(self) -> Site:
+        spec, tp_size = MODELS[self.model]
+        return make_site(spec, 0, self.linear, 0, tp_size)
+
+
+SHAPES = {
+    f"{model}_{short}": LinearShape(name=f"{model}_{short}", model=model, linear=linear)
+    for model in MODELS
+    for short, linear in LINEARS.items()
+}
+MEASURED = tuple(name for name in SHAPES if not name.startswith("tiny"))
+"""Shapes measured by default; the tiny ones are for tests on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterMix:
+    """The adapters of a micro-batch, and how many rows each has."""
+
+    ranks: tuple[int, ...]
+    scalings: tuple[float, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate(self.lengths))
+
+
+def adapter_mix(tokens: int, adapters: int) -> AdapterMix:
+    """Ranks 8, 16, 32, 64 in turn (a lone adapter: 16) over ragged segments."""
+    cycled = tuple(RANKS[i % len(RANKS)] for i in range(adapters))
+    return AdapterMix(
+        ranks=cycled if adapters > 1 else (LONE_RANK,),
+        scalings=tuple(SCALINGS[i % len(SCALINGS)] for i in range(adapters)),
+        lengths=segment_lengths(tokens, adapters),
+    )
+
+
+def segment_lengths(tokens: int, adapters: int) -> tuple[int, ...]:
+    """Log-normal lengths, about half to twice the mean, aligned to nothing, in all `tokens`."""
+    if tokens < adapters:
+        raise ValueError(f"tokens must be at least one an adapter ({adapters}), got {tokens}")
+    draw = random.Random(1000 * adapters + tokens)
+    weights = [draw.lognormvariate(0.0, 0.5) for _ in range(adapters)]
+    spare = tokens - adapters
+    bounds = [round(spare * w / sum(weights)) for w in itertools.accumulate(weights)]
+    return tuple(1 + e - b for b, e in itertools.pairwise((0, *bounds)))
+
 
 MAX_SETS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BufferSet:
-    """Operands of one call."""
-
     x_TK: torch.Tensor
     weight_NK: torch.Tensor
     dy_TN: torch.Tensor
@@ -37,12 +104,10 @@ class Workload:
 
     @property
     def device(self) -> torch.device:
-        """Where the buffers lie."""
         return self.sets[0].x_TK.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the activations and weights."""
         return self.sets[0].x_TK.dtype
 
 
@@ -71,76 +136,53 @@ def num_sets(set_bytes: int, cache_bytes: int) -> int:
 
 
 def l2_bytes(device: torch.device) -> int:
-    """Size of the GPU's L2 cache; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).L2_cache_size
 
 
 class TargetWeights(NamedTuple):
-    """One adapter at one target."""
-
     columns: OutputColumns
     lora_a_RK: torch.Tensor
     lora_b_RN: torch.Tensor
 
 
 class SlotWeights(NamedTuple):
-    """One adapter at all targets of the linear."""
-
     scaling: float
     targets: tuple[TargetWeights, ...]
 
 
 class FactorGrads(NamedTuple):
-    """Gradients of one adapter at one target, shaped as `TargetWeights`."""
-
     lora_a_RK: torch.Tensor
     lora_b_RN: torch.Tensor
 
 
 class Forward(NamedTuple):
-    """Results of a forward."""
-
     y_TN: torch.Tensor
     saved: Any
 
 
 class Backward(NamedTuple):
-    """Results of a backward."""
-
     dx_TK: torch.Tensor
     grads: Any
 
 
 class Provider(Protocol):
-    """One way to compute the linear with its adapters; `index` picks the buffer set."""
+    """One way to compute the linear with its adapters; `index` picks the buffer set.
+
+    `backward` may add gradients to what `clear` zeroes. Of set 0, `weights` are the adapters slot
+    by slot, `keep` dropout's factors of x in fp32 `[T, K]` (None = no dropout), and `gradients`
+    those of the factors, `[slot][target]`.
+    """
 
     name: str
 
-    def forward(self, index: int) -> Forward:
-        """Output, and whatever backward needs."""
-        ...
-
-    def backward(self, index: int, forward: Forward) -> Backward:
-        """Gradients of x and every factor."""
-        ...
-
-    def weights(self) -> tuple[SlotWeights, ...]:
-        """The adapters of set 0, slot by slot."""
-        ...
-
-    def keep(self, forward: Forward) -> torch.Tensor | None:
-        """Dropout's factors of x in a forward of set 0, fp32 `[T, K]`; None = no dropout."""
-        ...
-
-    def clear(self) -> None:
-        """Zeroes the gradients that `backward` accumulates, if it does."""
-        ...
-
-    def gradients(self, backward: Backward) -> tuple[tuple[FactorGrads, ...], ...]:
-        """`[slot][target]`: gradients of set 0's factors."""
-        ...
+    def forward(self, index: int) -> Forward: ...
+    def backward(self, index: int, forward: Forward) -> Backward: ...
+    def weights(self) -> tuple[SlotWeights, ...]: ...
+    def keep(self, forward: Forward) -> torch.Tensor | None: ...
+    def clear(self) -> None: ...
+    def gradients(self, backward: Backward) -> tuple[tuple[FactorGrads, ...], ...]: ...
 
 
 class Frozen:
@@ -152,26 +194,21 @@ class Frozen:
         self._sets = workload.sets
 
     def forward(self, index: int) -> Forward:
-        """`x W^T`."""
         operands = self._sets[index]
         return Forward(F.linear(operands.x_TK, operands.weight_NK), None)
 
     def backward(self, index: int, forward: Forward) -> Backward:
-        """`dy W`."""
         operands = self._sets[index]
         return Backward(torch.mm(operands.dy_TN, operands.weight_NK), None)
 
     def weights(self) -> tuple[SlotWeights, ...]:
-        """None."""
         return ()
 
     def keep(self, forward: Forward) -> torch.Tensor | None:
-        """There is no branch to drop from."""
         return None
 
     def clear(self) -> None:
-        """There is nothing to clear."""
+        pass
 
     def gradients(self, backward: Backward) -> tuple[tuple[FactorGrads, ...], ...]:
-        """None."""
         return ()

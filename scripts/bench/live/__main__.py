@@ -1,20 +1,15 @@
 """Measures the cost of jobs that join and leave a super-model while it trains.
 
-    python -m scripts.bench.live --csv scripts/bench/results/live.csv
-    torchrun --standalone --nproc-per-node 2 -m scripts.bench.live --tp 2 --csv rows.csv
     python -m scripts.bench.live --tiny --jobs 4 --rank 8 --tokens 256      # on a CPU, to try it
 
 Jobs of one rank on all linears train over random weights at the shapes of an 8B model.
 
 `join`: a prepared job joins 16 that train; from one wait for the device to the next, so with all
-copies of adapters. `join, first`: the first one, which meets an allocator that has seen none.
-`next round`: the round behind a join over the others. `resident over train`: rounds of a loop
-that serves commands over those of a run, same jobs, in turns. `20 joins in 10 min`: share of the
-tokens that are lost if a job is prepared, joins and leaves every 30 seconds, from rounds with one
-such job over rounds without, in turns. `drawn` is how long a job is prepared for, beside training.
-Returns 1 if a figure misses what it must be: 50 ms, 0.5 %, 2 %.
-
-`scripts.bench.live.throughput` measures whole processes instead.
+copies of adapters; `join, first` meets an allocator that has seen none. `resident over train`:
+rounds of a loop that serves commands over those of a run, same jobs, in turns. `20 joins in 10
+min`: share of the tokens that are lost if a job is prepared, joins and leaves every 30 seconds.
+Returns 1 if a figure misses what it must be. `scripts.bench.live.throughput` measures whole
+processes instead.
 """
 
 from __future__ import annotations
@@ -35,35 +30,33 @@ import torch
 import torch.distributed as dist
 
 from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.clock import wait_for_all, wait_for_device
-from scripts.bench.harness.rows import append_rows, gpu_name
-from scripts.bench.harness.world import is_main, say
+from scripts.bench.harness.clock import is_main, wait_for_all, wait_for_device
+from scripts.bench.harness.rows import Figures, gpu_name
+from scripts.bench.harness.training_jobs import job_on
 from scripts.bench.planner.cases import model_spec
-from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
+from scripts.bench.step.jobs import endless_job, sequence
+from tlora_megatron.config.job import JobSpec, LoraSpec
 from tlora_megatron.config.schema import RunSpec
-from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank, BankShape
+from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.data.job_data import BatchPlan, JobData
-from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.job_saves import SavePolicy, StagedJob
-from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.resident.staging import Order, Stager
 from tlora_megatron.training.run.determinism import frozen_gc
 from tlora_megatron.training.super_model import SuperModel
 
-MUST_JOIN_MS, MUST_OVER, MUST_LOST = 50.0, 0.5, 2.0
+MUST = {"join, median": 50.0, "resident over train": 0.5, "20 joins in 10 min": 2.0}
 _SEQUENCE, _SEQUENCES = 512, 64
 _JOINS = 5
 
 
 def files_of(run: RunSpec) -> JobFiles:
-    """The files of a loop's jobs, written by the first process."""
     is_writer = dist.get_rank() == 0
     return JobFiles(run, base_model="random", quantisation=None, has_metrics=is_writer)
 
@@ -85,7 +78,9 @@ class Bench:
         shape = BankShape(
             targets=frozenset(lora.target_modules), kept_ranks=args.rank * (args.jobs + 2)
         )
-        self.bank = AdapterBank(self.run.sites, shape, dtype=self.run.dtype, device=self.device)
+        self.bank = AdapterBank(
+            self.run.sites, shape, dtype=self.run.dtype, device=self.run.groups.device
+        )
         attach(self.run.linears, self.bank)
         engine: Any = self.run.engine
         self.model = SuperModel(
@@ -105,37 +100,21 @@ class Bench:
         self.events: list[tuple[float, str, str | None, Mapping[str, Any]]] = []
         self._number = 0
 
-    @property
-    def device(self) -> torch.device:
-        return self.run.groups.device
-
     def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
-        """Notes an event and its time."""
         self.events.append((time.perf_counter(), kind, job, body))
 
     def job_spec(self, name: str) -> JobSpec:
         """A job whose batch fills half a micro-batch; each steps once in `jobs / 2` rounds."""
         self._number += 1
         per_round = max(2, self.args.tokens // _SEQUENCE)
-        return JobSpec(
-            name=name,
-            data=DataSpec(train="synthetic"),
-            lora=LoraSpec(rank=self.args.rank),
-            batch_size=per_round // 2,
-            max_seq_len=_SEQUENCE + 1,
-            max_steps=10**6,
-            seed=self._number,
-        )
+        lora = LoraSpec(rank=self.args.rank)
+        return endless_job(name, lora, per_round // 2, _SEQUENCE, self._number)
 
     def data(self, seed: int) -> JobData:
         """Sequences of one length, so that all rounds are equally long."""
         draw, size = np.random.default_rng(seed), min(_SEQUENCE, self.args.tokens // 2)
-        is_target = np.arange(size + 1) > size // 2
-        rows = (
-            draw.integers(0, self.run.spec.vocab_size, size + 1, dtype=np.int32)
-            for _ in range(_SEQUENCES)
-        )
-        train = tuple(TokenSequence(tokens, is_target) for tokens in rows)
+        vocab_size = self.run.spec.vocab_size
+        train = tuple(sequence(draw, size, vocab_size, 0.5) for _ in range(_SEQUENCES))
         return JobData(train=train, eval=(), num_truncated=0, num_dropped=0)
 
     def read_order(self, order: Order) -> PreparedJob:
@@ -150,10 +129,7 @@ class Bench:
         job = self.job_spec(name)
         slab = self.bank.new_slab(job.lora)
         slab.master.normal_(0.0, self.run.spec.hidden_size**-0.5)
-        data = self.data(job.seed)
-        plan = BatchPlan.for_job(job, len(data.train))
-        adapter = Adapter(name=name, lora=job.lora, slab=slab)
-        state = JobState(spec=job, data=data, plan=plan, adapter=adapter)
+        state = job_on(slab, job, self.data(job.seed).train)
         metrics = self.live.files.open_metrics(state)
         return StagedJob(state=state, digest="", copied=None, metrics=metrics, saving=SavePolicy())
 
@@ -167,7 +143,6 @@ class Bench:
         return 1e3 * (time.perf_counter() - begin_s)
 
     def round_s(self) -> float:
-        """Seconds of one round alone."""
         wait_for_all()
         begin_s = time.perf_counter()
         self.live.step()
@@ -187,7 +162,6 @@ class Rounds:
         """The bench's jobs never end."""
 
     def take(self) -> Sequence[Mapping[str, Any]]:
-        """Looked at before every round."""
         if self._looks in (0, self._count):
             wait_for_device()
             self.seconds = time.perf_counter() - self.seconds
@@ -198,7 +172,6 @@ class Rounds:
 
 
 def train_s(loop: Loop, count: int) -> float:
-    """Seconds of rounds as `tlora train` runs them."""
     with frozen_gc():
         wait_for_device()
         begin_s = time.perf_counter()
@@ -293,7 +266,6 @@ def measure_cost(bench: Bench) -> dict[str, tuple[float, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures all cases and appends their rows."""
     parser = bench_parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
@@ -310,28 +282,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         found |= measure_cost(bench)
         bench.commands.close()
         bench.live.close()
-    shape = "" if not args.tiny else "tiny, "
-    rows = [
-        {
-            "gpu": gpu_name(), "world": dist.get_world_size(), "commit": args.commit,
-            "engine": "none", "case": f"{shape}{args.jobs} jobs of rank {args.rank}: {case}",
-            "value": f"{value:.4g}", "unit": unit,
-        }
-        for case, (value, unit) in found.items()
-    ]  # fmt: skip
-    for row in rows:
-        say(f"{row['case']}: {row['value']} {row['unit']}")
-    if is_main() and args.csv is not None:
-        append_rows(args.csv, rows)
-    musts = {
-        "join, median": MUST_JOIN_MS,
-        "resident over train": MUST_OVER,
-        "20 joins in 10 min": MUST_LOST,
-    }
-    missed = [case for case, must in musts.items() if found[case][0] > must]
-    for case in missed:
-        say(f"{case} must be at most {musts[case]:g} {found[case][1]}, got {found[case][0]:.3g}")
-    return 1 if missed else 0
+    tiny = "tiny, " if args.tiny else ""
+    figures = Figures(
+        csv=args.csv, commit=args.commit, engine="none", gpu=gpu_name(),
+        world=dist.get_world_size(), about=f"{tiny}{args.jobs} jobs of rank {args.rank}: ",
+    )  # fmt: skip
+    for case, (value, unit) in found.items() if is_main() else ():
+        figures.row(case, value, unit, most=MUST.get(case))
+    return int(bool(figures.missed))
 
 
 if __name__ == "__main__":

@@ -103,12 +103,7 @@ def rows(
     speeds = {
         name: float(np.mean([one.tokens_per_s for one in own])) for name, own in found.items()
     }
-    shared = {
-        "gpu": gpu_name(),
-        "world": 1,
-        "commit": args.commit,
-        "engine": "local",
-    }
+    shared = {"gpu": gpu_name(), "world": 1, "commit": args.commit, "engine": "local"}
     size = {"8b": "8B", "toy": "toy"}.get(args.size, args.size)
 
     def row(case: str, value: float, unit: str) -> dict[str, Any]:
@@ -286,10 +281,7 @@ def train(
 
 @contextmanager
 def service(
-    args: argparse.Namespace,
-    own: Path,
-    base: Mapping[str, Any],
-    jobs: Sequence[Mapping[str, Any]],
+    args: argparse.Namespace, own: Path, base: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]]
 ) -> Iterator[Running]:
     """A controller in this process, which starts a gang for the jobs."""
     root = own / "service"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import runpy
 import sys
 import tempfile
@@ -22,16 +21,24 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.life import live
+from scripts.bench.harness.arguments import add_checkout, bench_parser, check_checkout
+from scripts.bench.harness.processes import Life, live
 from scripts.bench.harness.rows import gpu_name, versions
-from scripts.bench.megatron_lm.cases import LAYOUTS, Layout, Place, write_nano_jobs
-from scripts.bench.megatron_lm.rows import Oracle, Row, compare, verdicts, write
+from scripts.bench.megatron_lm.cases import (
+    LAYOUTS,
+    Layout,
+    Oracle,
+    Place,
+    Row,
+    compare,
+    verdicts,
+    write,
+    write_nano_jobs,
+)
 from tests.helpers.megatron_lm import (
     convert,
     make_launch_scenario,
@@ -39,17 +46,6 @@ from tests.helpers.megatron_lm import (
     tokenizer_alone,
     write_jobs,
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """Exit status, time and output of one layout's run."""
-
-    layout: Layout
-    code: int | None
-    """None: it took too long."""
-    seconds: float
-    output: str
 
 
 class Devices:
@@ -65,7 +61,6 @@ class Devices:
 
     @contextmanager
     def take(self, count: int) -> Iterator[tuple[int, ...]]:
-        """Waits for so many, all different."""
         with self._changed:
             self._changed.wait_for(lambda: sum(map(bool, self._places)) >= count)
             emptiest = sorted(range(len(self._places)), key=lambda i: -self._places[i])
@@ -84,7 +79,6 @@ class Devices:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
     options = parse(arguments)
     if options.prepare is not None:
         prepare(options.prepare)
@@ -103,8 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; ends with a usage error where it cannot be run."""
     parser = bench_parser(__doc__)
-    checkout = os.environ.get("MEGATRON_LM_PATH")
-    parser.add_argument("--megatron-lm", type=Path, default=checkout and Path(checkout))
+    add_checkout(parser)
     parser.add_argument("--prepare", type=Path, help="write the scenario to this folder and end")
     parser.add_argument("--prepared", type=Path, help="its folder; made anew where not given")
     parser.add_argument("--layouts", help="comma-separated; all that fit where not given")
@@ -114,9 +107,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="keep logs and adapters in this folder")
     options = parser.parse_args(arguments)
     if options.prepare is None:
-        script = (options.megatron_lm or Path("nowhere")) / "pretrain_gpt.py"
-        if not script.is_file():
-            parser.error("--megatron-lm (or MEGATRON_LM_PATH) must name a Megatron-LM checkout")
+        check_checkout(parser, options)
         unknown = set(_names(options)) - {layout.name for layout in LAYOUTS}
         if unknown:
             parser.error(f"--layouts must be among {', '.join(x.name for x in LAYOUTS)}")
@@ -146,17 +137,20 @@ def measure(options: argparse.Namespace, place: Place) -> int:
     rows: list[Row] = []
     failures: list[str] = []
     print(" | ".join(common.values()))
-    for run in side_by_side(layouts, place, Devices(num_devices, options.share), options.timeout):
-        print(f"{run.layout.name}: {run.seconds:.0f} s")
-        if sentence := failure(run):
+    devices = Devices(num_devices, options.share)
+    for layout, life in side_by_side(layouts, place, devices, options.timeout):
+        print(f"{layout.name}: {life.seconds:.0f} s")
+        sentence = failure(layout, life)
+        if sentence is not None:
             failures.append(sentence)
-            print(f"  {sentence}\n{_end_of(run.output)}")
-        elif not run.layout.refusal:
-            found = compare(run.layout, place.out / run.layout.folder, expected, common)
+            print(f"  {sentence}\n{_end_of(life.output)}")
+        elif not layout.refusal:
+            found = compare(layout, place.out / layout.folder, expected, common)
             rows += found
-            failures += verdicts(found, expected)
+            failures += verdicts(layout, found, expected)
             for row in found:
-                print(f"  {row.job:12} {row.steps:3} steps   {row.max_rel_loss_error:.1e}")
+                error = row["max_rel_loss_error"]
+                print(f"  {row['job']:12} {row['steps']:3} steps   {error:.1e}")
         if options.csv:
             write(rows, options.csv)  # at once: a later layout may hang
     print("\n".join(failures) or f"all {len(layouts)} layouts passed")
@@ -180,39 +174,33 @@ def chosen(names: Sequence[str], num_devices: int, *, on_cpu: bool) -> list[Layo
 
 def side_by_side(
     layouts: Sequence[Layout], place: Place, devices: Devices, timeout_s: float
-) -> Iterator[Run]:
+) -> Iterator[tuple[Layout, Life]]:
     """Runs all layouts, as many at a time as there are devices for; in the order they end."""
     place.out.mkdir(parents=True, exist_ok=True)
 
-    def run(layout: Layout) -> Run:
+    def run(layout: Layout) -> tuple[Layout, Life]:
         with devices.take(layout.world) as taken:
-            return run_one(layout, place, taken, timeout_s)
+            log = place.out / f"{layout.folder}.log"
+            return layout, live(place.command(layout), place.environment(taken), log, timeout_s)
 
     with ThreadPoolExecutor(max_workers=max(1, len(layouts))) as threads:
         for done in as_completed([threads.submit(run, layout) for layout in layouts]):
             yield done.result()
 
 
-def run_one(layout: Layout, place: Place, devices: tuple[int, ...], timeout_s: float) -> Run:
-    """One life of the script; its output is kept beside its adapters."""
-    log = place.out / f"{layout.folder}.log"
-    life = live(place.command(layout), place.environment(devices), log, timeout_s)
-    return Run(layout=layout, code=life.code, seconds=life.seconds, output=life.output)
-
-
-def failure(run: Run) -> str | None:
+def failure(layout: Layout, life: Life) -> str | None:
     """A complaint about how a run ended; None if it ended as it should."""
-    name, refusal = run.layout.name, run.layout.refusal
-    if run.code is None:
-        return f"{name}: took over {run.seconds:.0f} s"
-    if refusal and run.code == 0:
+    name, refusal = layout.name, layout.refusal
+    if life.code is None:
+        return f"{name}: took over {life.seconds:.0f} s"
+    if refusal and life.code == 0:
         return f"{name}: must fail over {refusal}, got exit status 0"
-    if refusal and refusal not in run.output:
+    if refusal and refusal not in life.output:
         return f"{name}: must fail over {refusal}, failed over something else"
-    if run.code and not refusal:
-        return f"{name}: exit status {run.code}"
-    if run.layout.says not in run.output:
-        return f"{name}: must say {run.layout.says!r}"
+    if life.code and not refusal:
+        return f"{name}: exit status {life.code}"
+    if layout.says not in life.output:
+        return f"{name}: must say {layout.says!r}"
     return None
 
 
@@ -231,7 +219,6 @@ def _versions(options: argparse.Namespace, place: Place) -> dict[str, str]:
 
 
 def _end_of(output: str) -> str:
-    """The lines that say most about a failure."""
     lines = output.splitlines()
     told = [x for x in lines if "Error" in x or "error:" in x or " must " in x]
     # torchrun's own follows, once a rank.

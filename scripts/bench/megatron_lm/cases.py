@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from scripts.bench.harness.arguments import REPO
-from tests.helpers.megatron_lm import (
-    COMMON,
-    RUNNER,
-    SIZES,
-    model_flags,
-    words,
-)
+from scripts.bench.harness.processes import MEGATRON_WORKER, megatron_environment, torchrun
+from scripts.bench.harness.rows import write_rows
+from tests.helpers.megatron_lm import COMMON, RUNNER, SIZES, model_flags, words
+from tests.helpers.scenario import losses
 
 Precision = Literal["fp32", "bf16", "fp8", "fp8 blockwise", "fp8 delayed"]
 
 _FP8_LIMIT = 5e-2
 LIMITS: dict[Precision, float] = {
-    "fp32": 3e-6,
-    "bf16": 1e-2,
-    "fp8": _FP8_LIMIT,
-    "fp8 blockwise": _FP8_LIMIT,
+    "fp32": 3e-6, "bf16": 1e-2, "fp8": _FP8_LIMIT, "fp8 blockwise": _FP8_LIMIT,
     "fp8 delayed": _FP8_LIMIT,
-}
+}  # fmt: skip
 """Largest relative error of a training loss beside the fp32 oracle. bf16 and FP8 are the base's.
 
 On H200s 3.0e-7, 3.9e-3 and 3.7e-2 were seen (results/megatron_lm_layouts.csv). An adapter that
 never steps is off by 0.07 to 0.44, by job."""
-
-WORKER = Path(__file__).with_name("worker.py")
 
 _WITHOUT_APEX = words("--no-masked-softmax-fusion --no-gradient-accumulation-fusion")
 _LOCAL = words(
@@ -81,10 +72,12 @@ class Layout:
 
     @property
     def folder(self) -> str:
-        """The name as one word."""
         return self.name.replace(" ", "_").replace("+", "_")
 
 
+_BF16_SP: dict[str, Any] = {"world": 2, "precision": "bf16", "flags": _TP2_SP}
+_TE_SP = _BF16_SP | {"transformer_engine": True}
+_TE_ALONE: dict[str, Any] = {"transformer_engine": True}
 LAYOUTS = (
     Layout(
         name="local TP2 DP2 distributed optimizer",
@@ -93,61 +86,28 @@ LAYOUTS = (
     ),
     Layout(name="local TP2+SP", world=2, flags=_TP2_SP),
     Layout(name="local PP2 full recompute", world=2, flags=f"{_PP2} {_FULL}"),
-    Layout(
-        name="TE TP2+SP bf16", world=2, precision="bf16", transformer_engine=True, flags=_TP2_SP
-    ),
-    Layout(
-        name="TE TP2+SP bf16 nano",
-        world=2,
-        precision="bf16",
-        transformer_engine=True,
-        flags=_TP2_SP,
-        nano=2,
-        says=_NANO,
-    ),
-    Layout(
-        name="TE TP2+SP bf16 userbuffers",
-        world=2,
-        precision="bf16",
-        transformer_engine=True,
-        flags=_USERBUFFERS,
-        says=_BY_MODULES,
-    ),
+    Layout(name="TE TP2+SP bf16", **_TE_SP),
+    Layout(name="TE TP2+SP bf16 nano", **_TE_SP, nano=2, says=_NANO),
+    Layout(name="TE TP2+SP bf16 userbuffers", **_TE_SP | {"flags": _USERBUFFERS}, says=_BY_MODULES),
     Layout(
         name="TE TP2+SP bf16 userbuffers rs-dgrad",
-        world=2,
-        precision="bf16",
-        transformer_engine=True,
-        flags=f"{_USERBUFFERS} {_RS_DGRAD}",
+        **_TE_SP | {"flags": f"{_USERBUFFERS} {_RS_DGRAD}"},
         says=_BY_MODULES,
     ),
-    Layout(name="TE PP2 FP8", world=2, precision="fp8", transformer_engine=True, flags=_PP2),
-    Layout(name="TE TP2+SP FP8", world=2, precision="fp8", transformer_engine=True, flags=_TP2_SP),
-    Layout(
-        name="TE TP2+SP FP8 blockwise",
-        world=2,
-        precision="fp8 blockwise",
-        transformer_engine=True,
-        flags=_TP2_SP,
-    ),
-    Layout(name="TE FP8 blockwise", precision="fp8 blockwise", transformer_engine=True),
-    Layout(name="TE FP8 delayed", precision="fp8 delayed", transformer_engine=True),
-    Layout(name="TE bf16", precision="bf16", transformer_engine=True),
-    Layout(name="TE FP8", precision="fp8", transformer_engine=True),
+    Layout(name="TE PP2 FP8", **_TE_SP | {"precision": "fp8", "flags": _PP2}),
+    Layout(name="TE TP2+SP FP8", **_TE_SP | {"precision": "fp8"}),
+    Layout(name="TE TP2+SP FP8 blockwise", **_TE_SP | {"precision": "fp8 blockwise"}),
+    Layout(name="TE FP8 blockwise", precision="fp8 blockwise", **_TE_ALONE),
+    Layout(name="TE FP8 delayed", precision="fp8 delayed", **_TE_ALONE),
+    Layout(name="TE bf16", precision="bf16", **_TE_ALONE),
+    Layout(name="TE FP8", precision="fp8", **_TE_ALONE),
     Layout(name="local bf16", precision="bf16"),
-    Layout(name="local TP2+SP bf16", world=2, precision="bf16", flags=_TP2_SP),
-    Layout(
-        name="local TP2+SP bf16 nano",
-        world=2,
-        precision="bf16",
-        flags=_TP2_SP,
-        nano=2,
-        says=_NANO,
-    ),
+    Layout(name="local TP2+SP bf16", **_BF16_SP),
+    Layout(name="local TP2+SP bf16 nano", **_BF16_SP, nano=2, says=_NANO),
     Layout(
         name="TE strict load",
         precision="bf16",
-        transformer_engine=True,
+        **_TE_ALONE,
         flags="--qk-layernorm",
         refusal="q_layernorm.weight",
     ),
@@ -167,9 +127,7 @@ class Place:
 
     def command(self, layout: Layout) -> list[str]:
         """torchrun's command line; the scenario may have been moved since it was written."""
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        worker = RUNNER if self.on_cpu else WORKER
-        script = self.checkout / "pretrain_gpt.py"
+        worker = RUNNER if self.on_cpu else MEGATRON_WORKER
         sources = {
             "--tokenizer-model": self.scenario / ("tokenizer" if layout.refusal else "base"),
             "--load": self.scenario / "megatron",
@@ -177,7 +135,7 @@ class Place:
             "--tlora-config": self.scenario / jobs_file(layout),
         }
         return [
-            *(sys.executable, *launcher, str(layout.world), str(worker), str(script)),
+            *torchrun(layout.world, worker, self.checkout / "pretrain_gpt.py"),
             *model_flags(self.scenario / "megatron"),
             *self._backend(layout),
             *(*COMMON, *SIZES, *_PRECISION[layout.precision], *layout.flags.split()),
@@ -190,19 +148,8 @@ class Place:
         return [*_WITHOUT_APEX, *(_TE if layout.transformer_engine else _LOCAL)]
 
     def environment(self, devices: tuple[int, ...]) -> dict[str, str]:
-        """For the processes of one run, on these GPUs."""
-        inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-        paths = [str(REPO), os.environ.get("PYTHONPATH")]
-        return inherited | {
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
-            "MEGATRON_LM_PATH": str(self.checkout),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-            "TOKENIZERS_PARALLELISM": "false",
-            # Userbuffers would use NVLink multicast, which may disturb others on a shared host.
-            "UB_SKIPMC": "1",
-        }
+        ours = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+        return megatron_environment(self.checkout) | ours
 
 
 def jobs_file(layout: Layout) -> str:
@@ -219,3 +166,55 @@ def write_nano_jobs(scenario: Path, layouts: Iterable[Layout]) -> None:
             document = json.loads((scenario / "jobs.json").read_text())
             document["run"]["nano_batches"] = layout.nano
             (scenario / jobs_file(layout)).write_text(json.dumps(document))
+
+
+Oracle = Mapping[str, Sequence[float]]
+"""Training losses of each job, one a step."""
+
+
+Row = dict[str, Any]
+"""One job of one layout, by the CSV's columns."""
+
+
+def largest_error(got: Sequence[float], alone: Sequence[float]) -> float:
+    """Relative to the oracle's losses; infinite where there is none, or one that is no number."""
+    errors = [abs(a - b) / abs(b) for a, b in zip(got, alone, strict=False)]
+    return max((e if math.isfinite(e) else math.inf for e in errors), default=math.inf)
+
+
+def compare(layout: Layout, out: Path, expected: Oracle, common: Mapping[str, str]) -> list[Row]:
+    """A row for each job of a run that ended well."""
+    rows = []
+    for job, alone in expected.items():
+        trained = (out / "jobs" / job / "metrics.jsonl").is_file()
+        got = losses(out, job) if trained else []
+        rows.append(
+            {
+                "gpu": common["gpu"],
+                "world": layout.world,
+                "versions": common["versions"],
+                "commit": common["commit"],
+                "megatron_lm": common["megatron_lm"],
+                "layout": layout.name,
+                "precision": layout.precision,
+                "job": job,
+                "steps": len(got),
+                "max_rel_loss_error": largest_error(got, alone),
+            }
+        )
+    return rows
+
+
+def verdicts(layout: Layout, rows: Sequence[Row], expected: Oracle) -> list[str]:
+    found, limit = [], LIMITS[layout.precision]
+    for row in rows:
+        job, num_steps, error = row["job"], len(expected[row["job"]]), row["max_rel_loss_error"]
+        if row["steps"] != num_steps:
+            found.append(f"{layout.name}: {job} took {row['steps']} of {num_steps} steps")
+        if error > limit:
+            found.append(f"{layout.name}: {job} is {error:.1e} off, at most {limit:.0e}")
+    return found
+
+
+def write(rows: Sequence[Row], path: Path) -> None:
+    write_rows(path, [r | {"max_rel_loss_error": f"{r['max_rel_loss_error']:.2e}"} for r in rows])

@@ -13,43 +13,26 @@ import torch.distributed as dist
 
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.parallel import collectives
 from tlora_megatron.parallel.overlap import Overlap
 from tlora_megatron.parallel.tensor_collectives import TensorCollectives
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.profiling.sizes import LLAMA_8B, LLAMA_70B, TINY
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.packing.packing import PackedBatch
 
 RANKS = (8, 16, 32, 64)
-_VOCABULARY = 1024
-"""Embedding and head are built and not timed."""
-
-
-def _llama(hidden: int, heads: int, kv_heads: int, ffn: int, layers: int) -> ModelSpec:
-    return ModelSpec(
-        model_type="llama",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=hidden // heads,
-        ffn_size=ffn,
-        vocab_size=_VOCABULARY,
-        max_positions=8192,
-        norm_eps=1e-5,
-        rope_theta=5e5,
-    )
 
 
 MODELS = {
-    "70b": _llama(8192, 64, 8, 28672, layers=8),
-    "8b": _llama(4096, 32, 8, 14336, layers=16),
-    "tiny": _llama(64, 4, 4, 160, layers=2),
+    "70b": replace(LLAMA_70B, num_layers=8),
+    "8b": replace(LLAMA_8B, num_layers=16),
+    "tiny": replace(TINY.layer_spec, num_kv_heads=4, ffn_size=160, num_layers=2),
 }
 """Shapes of Llama-3.1, as many layers as a pipeline stage may have: what the last nano-batch sends
-at the end of either pass has nothing to hide behind, however many there are."""
+at the end of either pass has nothing to hide behind, however many there are. Embedding and head
+are built and not timed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,10 +46,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """`70b:8x1024:4`: model, sequences x tokens, adapters.
-
-        More adapters than sequences share the same tokens in as many shorter sequences.
-        """
+        """`70b:8x1024:4`: model, sequences x tokens, adapters, each of one sequence at least."""
         model, shape, adapters = text.split(":")
         sequences, length = map(int, shape.split("x"))
         if model not in MODELS:
@@ -75,12 +55,10 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The case as it was given."""
         return f"{self.model}:{self.sequences}x{self.length}:{self.adapters}"
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the micro-batch."""
         return self.sequences * self.length
 
     def loads(self) -> list[JobLoad]:
@@ -109,7 +87,6 @@ class Variant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name in the results."""
         frozen = "frozen " if self.frozen else ""
         return f"{frozen}{self.mechanism}" + (" skipped" if self.skips else "")
 
@@ -185,7 +162,6 @@ class Bench:
         return Step(self, variant, self._batch(variant.count, overlap), overlap, bank)
 
     def forget_overlaps(self) -> None:
-        """Their collectives are going to be closed."""
         self._overlaps.clear()
 
     def _batch(self, count: int, overlap: Overlap | None) -> PackedBatch:
@@ -215,12 +191,7 @@ class Step:
     """Forward and backward of the decoder in one variant."""
 
     def __init__(
-        self,
-        bench: Bench,
-        variant: Variant,
-        batch: PackedBatch,
-        overlap: Overlap | None,
-        bank: Any,
+        self, bench: Bench, variant: Variant, batch: PackedBatch, overlap: Overlap | None, bank: Any
     ) -> None:
         self.variant, self.batch = variant, batch
         self._bench, self._overlap, self._bank = bench, overlap, bank
@@ -230,7 +201,6 @@ class Step:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Makes the decoder run this variant."""
         bench = self._bench
         attach(bench.run.linears, self._bank)
         if self._overlap is not None:

@@ -1,22 +1,17 @@
 """The planner's step time and peak memory against the super-model's, on the GPUs at hand.
 
-    torchrun --standalone --nproc-per-node 4 -m scripts.bench.planner \\
-        --hardware configs/hardware/h200.json --csv scripts/bench/results/plan_vs_measured.csv
     python -m scripts.bench.planner --report scripts/bench/results/plan_vs_measured.csv
 
-Every case builds the project's own super-model on random weights under its layout, inside one
-torchrun, runs whole rounds (packing, pipeline, optimizer steps) and writes its row at once. The
-planner knows the jobs' lengths as histograms and predicts the mean round. Only a few rounds can be
-timed, so those are chosen whose tokens and padded rows are most like the mean of the first
-hundreds, which are packed without a model; the rounds before are packed and not run.
+Every case builds the super-model on random weights under its layout, inside one torchrun, and runs
+whole rounds. The planner knows the jobs' lengths as histograms and predicts the mean round. Those
+rounds are timed whose tokens and padded rows are most like the mean of the first hundreds, which
+are packed without a model; the rounds before are packed and not run.
 
 The world size decides which cases run, unless `--cases` does: `MODEL/LAYERS tpN ppN [cpN] RECOMPUTE
-JOBSj TOKENSt`, what is left of the world is data parallel. MODEL-fp8 has an FP8 base. A case that
-the planner thinks does not fit is left out. Megatron-LM's trainer has a command of its own
-(`scripts.bench.planner.under_megatron`). `--nodes 2` has NCCL treat the GPUs of one machine as
-those of two, which it connects by sockets; there, and on several nodes, the link is measured first.
-`--repredict OLD.csv --csv NEW.csv`
-measures nothing: it writes the rows of OLD with what the planner predicts now.
+JOBSj TOKENSt`, what is left of the world is data parallel. MODEL-fp8 has an FP8 base. `--nodes 2`
+has NCCL treat the GPUs of one machine as those of two, which it connects by sockets; there, and on
+several nodes, the link is measured first. `--repredict OLD.csv --csv NEW.csv` measures nothing: it
+writes the rows of OLD with what the planner predicts now.
 """
 
 from __future__ import annotations
@@ -30,23 +25,39 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.clock import peak_bytes, wait_for_all
-from scripts.bench.harness.rows import append_rows, gpu_name, versions
-from scripts.bench.harness.world import is_main, largest, say, summed
-from scripts.bench.planner.cases import CASES, NODES_CASES, Case, parse_case, predict
-from scripts.bench.planner.nodes import divide_into_nodes, over_nodes
-from scripts.bench.planner.results import Measured, Row, read_csv, report, show
-from scripts.bench.planner.rounds import packed_rounds, typical_window
+from scripts.bench.harness.clock import (
+    is_main,
+    largest,
+    out_of_time,
+    peak_bytes,
+    release,
+    say,
+    summed,
+    wait_for_all,
+)
+from scripts.bench.harness.rows import append_rows
+from scripts.bench.harness.training_jobs import real_tokens
+from scripts.bench.planner.cases import (
+    CASES,
+    NODES_CASES,
+    Case,
+    packed_rounds,
+    parse_case,
+    predict,
+    typical_window,
+)
+from scripts.bench.planner.results import Row, read_csv, report, show
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.planner.cost.memory import MemoryUse
 from tlora_megatron.planner.cost.step_terms import TERMS, StepCost
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
+from tlora_megatron.profiling.timer import CollectiveTimer, fit_link
 
 _WARM_ROUNDS, _FEWEST_ROUNDS = 2, 3
 _MEAN_OF, _SKIPPED = 256, 64
@@ -71,19 +82,20 @@ class Bench:
         return nodes, profile if nodes == 1 else over_nodes(profile, nodes, self.world_size)
 
     def run(self) -> None:
-        """All cases that there is time and memory for."""
-        end = time.monotonic() + self.args.budget_s
+        begin = time.monotonic()
         cases = CASES if self.nodes == 1 else NODES_CASES
         texts = self.args.cases or cases.get(self.world_size)
         if texts is None:
             raise ValueError(f"--cases must be given for a world of {self.world_size}")
         for case in [parse_case(text, self.world_size) for text in texts]:
             if case.plan.num_micro_batches is not None:
-                raise ValueError(f"{case.name!r} is for scripts.bench.planner.under_megatron")
+                raise ValueError(
+                    f"{case.name!r} is of Megatron-LM's trainer, which is not run here"
+                )
             cost, memory = predict(case, self.hardware)
             if memory.total_bytes > self.hardware.memory_bytes:
                 say(f"{case.name}: left out, {memory.total_bytes / 2**30:.0f} GiB needed")
-            elif self._any(time.monotonic() > end):
+            elif out_of_time(begin, self.args.budget_s):
                 say(f"{case.name}: left out for lack of time")
             else:
                 self._run_case(case, cost, memory)
@@ -94,20 +106,12 @@ class Bench:
         size = min(max(size, _FEWEST_ROUNDS), self.args.rounds)
         rounds = packed_rounds(case, _MEAN_OF)
         first = typical_window(rounds[: _SKIPPED + size], size, _WARM_ROUNDS)
-        measured_s, tokens, peak = self._measure(case, first, size)
-        measured = Measured(
-            gpu=gpu_name(),
-            versions=versions("megatron-core"),
-            seconds=measured_s,
-            tokens=tokens,
-            peak_bytes=peak,
-            nodes=self.nodes,
-        )
-        row = Row.of(case, (cost, memory), measured, commit=self.args.commit)
+        measured = self._measure(case, first, size)
+        where = {"commit": self.args.commit, "nodes": self.nodes}
+        row = Row.of(case, (cost, memory), measured, **where)
         self.rows.append(row)
-        terms = {
-            name: round(getattr(cost, name), 4) for name in TERMS if getattr(cost, name) > 5e-5
-        }
+        terms = {name: round(getattr(cost, name), 4) for name in TERMS}
+        terms = {name: seconds for name, seconds in terms.items() if seconds}
         say(f"{case.name}: {show(row)}  ({time.monotonic() - begin:.0f} s)")
         say(f"    predicted {json.dumps(terms)}")
         if is_main() and self.args.csv:
@@ -117,13 +121,8 @@ class Bench:
         """Mean seconds and tokens of `size` rounds from `first` on; the largest peak of a rank."""
         on_gpu = torch.cuda.is_available()
         dtype = torch.bfloat16 if on_gpu else torch.float32
-        run = SyntheticRun(
-            case.spec,
-            case.plan.layout,
-            dtype=dtype,
-            recompute=case.plan.recompute,
-            quantisation=case.quantisation,
-        )
+        base = {"recompute": case.plan.recompute, "quantisation": case.quantisation}
+        run = SyntheticRun(case.spec, case.plan.layout, dtype=dtype, **base)
         try:
             model = run.super_model(case.jobs, case.plan.micro_batch_tokens)
             if on_gpu:
@@ -142,7 +141,7 @@ class Bench:
                 model.end_round(model.engine.forward_backward(batches))
                 wait_for_all()
                 times.append(time.perf_counter() - begin)
-                tokens.append(sum(map(_real_tokens, batches)))
+                tokens.append(sum(map(real_tokens, batches)))
             peak = peak_bytes()
             del model, batches
         finally:
@@ -151,17 +150,37 @@ class Bench:
             free, total = torch.cuda.mem_get_info()
             beside = (total - free - torch.cuda.memory_reserved()) / 2**30
             say(f"memory beside torch's: {beside:.1f} GiB")
-        held = torch.cuda.memory_allocated() if on_gpu else 0
-        if held > 2**30:
-            say(f"memory still held: {held / 2**30:.1f} GiB")
+        release()
         (whole,) = summed([statistics.fmean(tokens)])
         (largest_peak,) = largest([peak])
         whole /= case.plan.tp_size * case.plan.pp_size
         return statistics.fmean(times), whole, int(largest_peak)
 
-    def _any(self, value: bool) -> bool:
-        """True if the value holds on any rank: all must go the same way."""
-        return any(largest([float(value)])) if dist.is_initialized() else value
+
+_BYTES = (1 << 20, 1 << 23, 1 << 26)
+
+
+def divide_into_nodes(nodes: int, world_size: int) -> None:
+    """Has NCCL take the processes of one machine for those of several; before it is started."""
+    if nodes < 1 or world_size % nodes:
+        raise ValueError(f"--nodes must divide the world of {world_size}, got {nodes}")
+    rank = int(os.environ.get("RANK", "0"))
+    os.environ["NCCL_HOSTID"] = f"node{rank // (world_size // nodes)}"
+
+
+def over_nodes(profile: HardwareProfile, nodes: int, world_size: int) -> HardwareProfile:
+    """The profile of smaller nodes with the link that an all-reduce over all of them has now."""
+    from tlora_megatron.integrations.megatron.model import initialize_parallel
+
+    initialize_parallel(ParallelLayout(dp_size=world_size))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    timer = CollectiveTimer(world_size, device)
+    link = fit_link([timer.measure("all_reduce", size) for size in _BYTES])
+    per_node = world_size // nodes
+    near = tuple(point for point in profile.collectives if point.ranks <= per_node)
+    return replace(
+        profile, gpus_per_node=per_node, inter_node=link, nics_per_node=None, collectives=near
+    )
 
 
 def repredicted(row: Row, hardware: HardwareProfile) -> Row:
@@ -177,13 +196,7 @@ def repredicted(row: Row, hardware: HardwareProfile) -> Row:
     )
 
 
-def _real_tokens(batch: Any) -> int:
-    view = batch.view
-    return sum(p.length for p in view.pieces if p.document.slot != view.num_slots)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, or reports on a file."""
     args = _arguments(argv)
     if args.report:
         rows = read_csv(args.report)

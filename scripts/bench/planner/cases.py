@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import re
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+import numpy as np
 
 from scripts.bench.harness.arguments import REPO
+from scripts.bench.step.jobs import ATTENTION, MIXES, RANKS
 from tlora_megatron.config.schema import EMBEDDING, HEAD, Recompute
 from tlora_megatron.model.quantisation import BaseQuantisation, quantised_on_reading
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.cost.cost_model import CostModel
-from tlora_megatron.planner.cost.memory import MemoryModel, MemoryUse
+from tlora_megatron.planner.cost.memory import ROW_TILE, MemoryModel, MemoryUse
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.profiling.synthetic_run import data_lengths
+from tlora_megatron.training.data.job_data import BatchPlan
+from tlora_megatron.training.data.tokenize import TokenSequence
+from tlora_megatron.training.packing.packing import Item, batch_items, fill_bins, round_up
 
 LLAMA_8B = REPO / "configs" / "models" / "llama-3.1-8b.json"
-RANKS = (4, 8, 16, 16, 24, 32, 64, 64)
-BATCHES = (1, 8, 2, 4, 8, 1, 4, 2)
+BATCHES = MIXES["batch 1-8"]
 """Sequences a step of each job, on one GPU; on more, as many times that."""
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LENGTHS = (256, 265, 272, 284, 296, 313, 338, 376, 517, 837, 1171, 1686, 2018)
 SHARES = (0.05, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.075, 0.045, 0.025, 0.005)
 """Shares of sequences with these lengths, in five data sets: see `step.jobs`."""
@@ -123,8 +130,6 @@ _CASE = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A layout and the jobs that run under it."""
-
     name: str
     model: str
     spec: ModelSpec
@@ -146,16 +151,11 @@ def parse_case(text: str, world_size: int) -> Case:
     if world_size % (tp * pp * cp):
         raise ValueError(f"tp * pp * cp must divide the world of {world_size}, got {text!r}")
     plan = Plan(
-        tp_size=tp,
-        pp_size=pp,
-        vpp_size=int(match["vpp"] or 1),
-        cp_size=cp,
-        dp_size=world_size // (tp * pp * cp),
-        sequence_parallel=tp > 1,
-        micro_batch_tokens=int(match["tokens"]),
-        recompute=cast(Recompute, match["recompute"]),
+        tp_size=tp, pp_size=pp, vpp_size=int(match["vpp"] or 1), cp_size=cp,
+        dp_size=world_size // (tp * pp * cp), sequence_parallel=tp > 1,
+        micro_batch_tokens=int(match["tokens"]), recompute=cast(Recompute, match["recompute"]),
         num_micro_batches=int(match["batches"]) if match["batches"] else None,
-    )
+    )  # fmt: skip
     spec = model_spec(match["model"].removesuffix("-fp8"))
     spec = replace(spec, num_layers=int(match["layers"]))
     reason = misfit(spec, plan)
@@ -167,13 +167,9 @@ def parse_case(text: str, world_size: int) -> Case:
     longest = min(LENGTHS[-1], plan.micro_batch_tokens // cp // 4)
     jobs = make_jobs(int(match["jobs"]), world_size, longest)
     return Case(
-        name=text.strip(),
-        model=match["model"],
-        spec=spec,
-        quantisation=quantisation,
-        plan=plan,
+        name=text.strip(), model=match["model"], spec=spec, quantisation=quantisation, plan=plan,
         jobs=jobs,
-    )
+    )  # fmt: skip
 
 
 def model_spec(name: str) -> ModelSpec:
@@ -210,6 +206,66 @@ def make_jobs(count: int, world_size: int, longest: int) -> tuple[JobLoad, ...]:
 
 
 def predict(case: Case, hardware: HardwareProfile) -> tuple[StepCost, MemoryUse]:
-    """The planner's prediction of time and memory."""
     cost = CostModel(case.spec, case.jobs, Rates(hardware)).step_cost(case.plan)
     return cost, MemoryModel(case.spec, case.jobs, hardware).use(case.plan)
+
+
+class PackedRound(NamedTuple):
+    tokens: int
+    """Rows of all jobs over all ranks."""
+    padded: int
+    """Micro-batches of a rank times their rows: what the slowest rank computes."""
+
+
+def packed_rounds(case: Case, count: int) -> list[PackedRound]:
+    """The first rounds of a case: its jobs' data in their order, by the run's own packer."""
+    plan = case.plan
+    streams = [_Batches(load, seed) for seed, load in enumerate(case.jobs)]
+    queues: list[list[Item]] = [[] for _ in streams]
+    rounds = []
+    for index in range(count):
+        queues = [queue or stream.next() for queue, stream in zip(queues, streams, strict=True)]
+        filled, queues = fill_bins(
+            queues, capacity=plan.micro_batch_tokens, dp_size=plan.dp_size, pp_size=plan.pp_size,
+            first_slot=index, num_micro_batches=plan.num_micro_batches,
+        )  # fmt: skip
+        loads = [sum(placed.item.length for placed in content) for content in filled.micro_batches]
+        is_full = plan.num_micro_batches is not None
+        rows = plan.micro_batch_tokens if is_full else round_up(max(loads), ROW_TILE * plan.cp_size)
+        rounds.append(PackedRound(sum(loads), len(filled.replicas[0]) * rows))
+    return rounds
+
+
+class _Batches:
+    """A job's global batches one after another, as `SyntheticRun` has them."""
+
+    def __init__(self, load: JobLoad, seed: int) -> None:
+        rows = ((np.int32(0), np.True_, length + 1) for length in data_lengths(load))
+        both = (
+            (np.broadcast_to(token, n), np.broadcast_to(target, n)) for token, target, n in rows
+        )
+        self._sequences = [TokenSequence(*arrays) for arrays in both]
+        self._plan = BatchPlan(len(self._sequences), load.batch_size, seed, max_steps=10**6)
+        self._step = 0
+
+    def next(self) -> list[Item]:
+        self._step += 1
+        return batch_items([self._sequences[i] for i in self._plan.indices(self._step - 1)])
+
+
+def typical_window(rounds: Sequence[PackedRound], size: int, first: int) -> int:
+    """Where the `size` rounds in a row begin that are most like the mean of all.
+
+    A few rounds from anywhere hold up to 15 % more or less, where batches wait for room.
+
+    Args:
+        first: the earliest round that may be one of them.
+    """
+    tokens, padded = (statistics.fmean(values) for values in zip(*rounds, strict=True))
+
+    def distance(begin: int) -> float:
+        window = rounds[begin : begin + size]
+        own = [statistics.fmean(values) for values in zip(*window, strict=True)]
+        return abs(own[0] / tokens - 1) + abs(own[1] / padded - 1)
+
+    return min(range(first, len(rounds) - size + 1), key=distance)

@@ -10,28 +10,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
+from scripts.bench.harness.rows import gpu_name, versions
 from scripts.bench.planner.cases import Case
 from tlora_megatron.planner.cost.memory import MemoryUse
 from tlora_megatron.planner.cost.step_terms import StepCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """Means over the timed rounds of a case."""
-
-    gpu: str
-    versions: str
-    seconds: float
-    tokens: float
-    """Rows of all jobs, without padding."""
-    peak_bytes: int
-    """Peak of the rank with most; 0 without CUDA."""
-    nodes: int = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One case; the fields are the CSV's columns."""
+    """One case; the fields are the CSV's columns; errors are predicted over measured, less 1."""
 
     gpu: str
     versions: str
@@ -64,65 +51,59 @@ class Row:
 
     @classmethod
     def of(
-        cls, case: Case, prediction: tuple[StepCost, MemoryUse], measured: Measured, *, commit: str
+        cls,
+        case: Case,
+        prediction: tuple[StepCost, MemoryUse],
+        measured: tuple[float, float, int],
+        *,
+        commit: str,
+        nodes: int = 1,
     ) -> Row:
-        """The row of a case that was run."""
-        plan, (cost, memory) = case.plan, prediction
+        """The row of a case, whose seconds, tokens and peak (0 without CUDA) were measured."""
+        plan, (cost, memory), (seconds, tokens, peak) = case.plan, prediction, measured
         return cls(
-            gpu=measured.gpu,
-            versions=measured.versions,
-            commit=commit,
-            gpus=plan.num_gpus,
+            gpu=gpu_name(), versions=versions("megatron-core"), commit=commit, gpus=plan.num_gpus,
             model=case.model if case.model.startswith("tiny") else f"llama-3.1-{case.model}",
-            layers=case.spec.num_layers,
-            tp=plan.tp_size,
-            pp=plan.pp_size,
-            vpp=plan.vpp_size,
-            cp=plan.cp_size,
-            dp=plan.dp_size,
-            nodes=measured.nodes,
-            batches=plan.num_micro_batches or 0,
-            recompute=plan.recompute,
-            jobs=len(case.jobs),
-            tokens=plan.micro_batch_tokens,
-            predicted_s=round(cost.step_time_s, 5),
-            measured_s=round(measured.seconds, 5),
-            predicted_bytes=round(memory.allocated_bytes),
-            measured_bytes=measured.peak_bytes,
-            predicted_round_tokens=round(cost.load.tokens),
-            measured_round_tokens=round(measured.tokens),
-        )
+            layers=case.spec.num_layers, tp=plan.tp_size, pp=plan.pp_size, vpp=plan.vpp_size,
+            cp=plan.cp_size, dp=plan.dp_size, nodes=nodes,
+            batches=plan.num_micro_batches or 0, recompute=plan.recompute, jobs=len(case.jobs),
+            tokens=plan.micro_batch_tokens, predicted_s=round(cost.step_time_s, 5),
+            measured_s=round(seconds, 5), predicted_bytes=round(memory.allocated_bytes),
+            measured_bytes=peak, predicted_round_tokens=round(cost.load.tokens),
+            measured_round_tokens=round(tokens),
+        )  # fmt: skip
 
     @property
     def case(self) -> str:
         """The case in the form in which it is asked for."""
-        vpp = f"x{self.vpp}" if self.vpp > 1 else ""
-        cp = f" cp{self.cp}" if self.cp > 1 else ""
         batches = f" m{self.batches}" if self.batches else ""
-        layout = f"tp{self.tp} pp{self.pp}{vpp}{cp}"
+        layout = f"tp{self.tp} pp{self.pp}{self._vpp}{self._cp.lower()}"
         model = f"{self.model.removeprefix('llama-3.1-')}/{self.layers}"
         return f"{model} {layout} {self.recompute} {self.jobs}j {self.tokens}t{batches}"
 
     @property
     def layout(self) -> str:
-        """The layout for reading."""
-        vpp = f"x{self.vpp}" if self.vpp > 1 else ""
-        cp = f" CP{self.cp}" if self.cp > 1 else ""
-        return f"TP{self.tp} PP{self.pp}{vpp}{cp} DP{self.dp}"
+        return f"TP{self.tp} PP{self.pp}{self._vpp}{self._cp} DP{self.dp}"
+
+    @property
+    def _vpp(self) -> str:
+        return f"x{self.vpp}" if self.vpp > 1 else ""
+
+    @property
+    def _cp(self) -> str:
+        return f" CP{self.cp}" if self.cp > 1 else ""
 
     @property
     def time_error(self) -> float:
-        """Predicted over measured, less 1."""
         return self.predicted_s / self.measured_s - 1
 
     @property
     def tokens_error(self) -> float:
-        """Predicted over measured tokens of a round, less 1."""
         return self.predicted_round_tokens / self.measured_round_tokens - 1
 
     @property
     def rate_error(self) -> float:
-        """Predicted over measured tokens per second, less 1: free of which rounds were measured."""
+        """Free of which rounds were measured."""
         predicted = self.predicted_round_tokens / self.predicted_s
         return predicted * self.measured_s / self.measured_round_tokens - 1
 
@@ -133,7 +114,6 @@ class Row:
 
 
 def show(row: Row) -> str:
-    """A row for reading."""
     return (
         f"{row.predicted_s * 1e3:8.1f} ms predicted, {row.measured_s * 1e3:8.1f} measured "
         f"({row.time_error:+.1%}); {row.predicted_bytes / 2**30:6.1f} GiB, "
@@ -143,7 +123,6 @@ def show(row: Row) -> str:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """All rows of a file."""
     kinds = {f.name: {"int": int, "float": float, "str": str}[str(f.type)] for f in fields(Row)}
     with path.open(encoding="utf-8", newline="") as file:
         return [

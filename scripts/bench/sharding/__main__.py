@@ -1,17 +1,12 @@
 """Times each LoRA sharding over the frozen step, on the project's own decoder layers.
 
-    torchrun --standalone --nproc-per-node 4 -m scripts.bench.sharding \\
-        --models llama-3.1-8b llama-3.1-70b --csv scripts/bench/results/lora_sharding.csv
-
 A step is forward and backward of a few decoder layers over one packed micro-batch, and the sum over
-TP of the gradients that a strategy replicates; packing, output layer and AdamW are no part of it.
-All strategies and the frozen layers take turns, round by round; times are medians over rounds of
-the slowest rank. `block_diagonal` has the case's rank, `block_diagonal_equal_parameters` as much
-more as makes its parameters the same; `own_rank` says which. Collectives are counted where torch
-dispatches them, in forward and backward of their own, less those of the frozen layers: calls, and
-bytes of the whole tensor (gathered, or before it is scattered); the sums of gradients, one a job
-and step, stand apart. Before any case is timed, all strategies of a small one must agree. A row is
-written as soon as its case is done.
+TP of the gradients that a strategy replicates. All strategies and the frozen layers take turns;
+times are medians over rounds of the slowest rank. `block_diagonal` has the case's rank,
+`block_diagonal_equal_parameters` as much more as makes its parameters the same (`own_rank`).
+Collectives are counted where torch dispatches them, less those of the frozen layers: calls, and
+bytes of the whole tensor; the sums of gradients stand apart. Before any case is timed, all
+strategies of a small one must agree.
 """
 
 from __future__ import annotations
@@ -31,13 +26,19 @@ import torch
 import torch.distributed as dist
 
 from scripts.bench.harness.arguments import REPO, bench_parser
-from scripts.bench.harness.clock import Marks, wait_for_all, wait_for_device
+from scripts.bench.harness.clock import (
+    Marks,
+    is_main,
+    largest,
+    out_of_time,
+    release,
+    wait_for_all,
+    wait_for_device,
+)
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
-from scripts.bench.harness.world import is_main, largest
 from scripts.bench.sharding.layers import (
     FROZEN,
     LAYERS,
-    LLAMA_70B,
     STRATEGIES,
     TINY,
     Batch,
@@ -51,6 +52,7 @@ from scripts.bench.sharding.layers import (
 )
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.profiling.sizes import LLAMA_70B
 
 CONFIGS = REPO / "configs" / "models"
 
@@ -58,10 +60,7 @@ CONFIGS = REPO / "configs" / "models"
 def check(layers: Layers, tokens: int) -> None:
     """Holds all strategies of a small case to the same layers in fp32.
 
-    In bf16, as far from it as `fold` and half of that again: rounding.
-
-    Raises:
-        SystemExit: naming the one that is further.
+    In bf16 they may be as far from it as `fold` and half of that again: rounding.
     """
     standard = [s for s in STRATEGIES if not s.blocks]
     exact = Layers(layers.spec, layers.layout, torch.float32)
@@ -97,13 +96,9 @@ def _results(layers: Layers, strategies: Sequence[Strategy], tokens: int) -> dic
 
 def _errors(found: Result, expected: Result) -> list[float]:
     """Relative, the largest of a rank."""
-    errors = [_relative(found[i], expected[i]) for i in (0, 1)]
+    pairs = [(found[i].float(), expected[i].float()) for i in (0, 1)]
+    errors = [float((a - b).norm() / b.norm()) for a, b in pairs]
     return largest([*errors, abs(found[2] / expected[2] - 1)])
-
-
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    found, expected = found.float(), expected.float()
-    return float((found - expected).norm() / expected.norm())
 
 
 def count(layers: Layers, name: str, batch: Batch) -> Collectives:
@@ -146,7 +141,6 @@ def _timed(step: Callable[[], object], steps: int) -> float:
 
 
 def rows_of(layers: Layers, case: Case, args: argparse.Namespace, model: str) -> list[dict]:
-    """Times one case; one row a strategy."""
     chosen = [s for s in STRATEGIES if s.name in args.strategies]
     loras = layers.prepare(case, chosen)
     batch = make_batch(layers, case.adapters, args.tokens)
@@ -200,11 +194,7 @@ def main() -> None:
         for case in args.cases:
             started = time.monotonic()
             faulthandler.dump_traceback_later(args.patience_s, exit=True)
-            # The first rank decides: all of them go on, or none.
-            left = torch.tensor(args.budget_s - (started - begin) - longest)
-            left = left.to(layers.groups.device)
-            dist.broadcast(left, 0)
-            if float(left) < 0:
+            if out_of_time(begin, args.budget_s - longest):
                 break
             rows = rows_of(layers, case, args, model)
             longest = max(longest, time.monotonic() - started)
@@ -213,8 +203,7 @@ def main() -> None:
         faulthandler.cancel_dump_traceback_later()
         layers.run.close()
         del layers
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -228,12 +217,11 @@ def _spec(model: str, num_layers: int | None) -> ModelSpec:
 
 def _write(rows: Sequence[dict[str, Any]], path: Path | None) -> None:
     for row in rows:
-        over = row["step_ms"] / row["frozen_ms"]
-        case = f"{row['model']} TP{row['world']} {row['adapters']} x {row['rank']}"
+        over, mib = row["step_ms"] / row["frozen_ms"], row["lora_bytes_per_layer"] / 2**20
         print(
-            f"{case}: {row['strategy']} {row['step_ms']:.2f} ms, {over:.3f} of frozen, "
-            f"{row['lora_collectives_per_layer']} collectives and "
-            f"{row['lora_bytes_per_layer'] / 2**20:.2f} MiB a layer",
+            f"{row['model']} TP{row['world']} {row['adapters']} x {row['rank']}: {row['strategy']} "
+            f"{row['step_ms']:.2f} ms, {over:.3f} of frozen, {row['lora_collectives_per_layer']} "
+            f"collectives and {mib:.2f} MiB a layer",
             flush=True,
         )
     if path is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,32 +18,17 @@ from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import factor_shape
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.routing import (
-    Document,
-    MicroBatchView,
-    pack_micro_batch,
-    use_micro_batch,
-)
+from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.collectives import all_reduce
+from tlora_megatron.profiling.sizes import TINY as SIZES
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
-TINY = ModelSpec(
-    model_type="llama", num_layers=2, hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=8,
-    ffn_size=128, vocab_size=128, max_positions=8192, norm_eps=1e-5, rope_theta=1e4,
-)  # fmt: skip
-LLAMA_70B = ModelSpec(
-    model_type="llama", num_layers=2, hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=128,
-    ffn_size=28672, vocab_size=128, max_positions=8192, norm_eps=1e-5, rope_theta=5e5,
-)  # fmt: skip
-"""Shapes of Llama-3.1-70B's layers (its config.json on Hugging Face)."""
+TINY = replace(SIZES.layer_spec, num_heads=8, num_kv_heads=4, head_dim=8, ffn_size=128)
 LAYERS = {"tiny": 2, "llama-3.1-8b": 8, "llama-3.1-70b": 4}
 DOCUMENT = 512
-"""Rows of a document."""
 
 
 class Strategy(NamedTuple):
-    """One way to hold adapters."""
-
     name: str
     sharding: LoraSharding
     blocks: bool = False
@@ -61,8 +46,6 @@ STRATEGIES = (
 
 
 class Case(NamedTuple):
-    """Number and rank of the adapters."""
-
     adapters: int
     rank: int
 
@@ -108,7 +91,7 @@ class Layers:
         """Makes a bank a strategy, with adapters drawn by name; returns their shapes."""
         loras = {}
         for strategy in strategies:
-            layout = dataclasses.replace(self.layout, lora_sharding=strategy.sharding)
+            layout = replace(self.layout, lora_sharding=strategy.sharding)
             ranks = {"tp_rank": self.groups.tp_rank, "pp_rank": 0}
             self.sites[strategy.name] = stage_sites(self.spec, layout, **ranks)
             lora = loras[strategy.name] = lora_of(strategy, case, self.spec, layout.tp_size)
@@ -133,7 +116,6 @@ class Layers:
         return bank
 
     def take(self, name: str) -> None:
-        """Gives the layers a strategy's adapters."""
         modules = [module for _, module in self.run.linears]
         attach(list(zip(self.sites[name], modules, strict=True)), self.banks[name])
 
@@ -179,8 +161,6 @@ class Layers:
 
 
 class Batch(NamedTuple):
-    """One micro-batch of this rank."""
-
     view: MicroBatchView
     hidden: torch.Tensor
     gradient: torch.Tensor
@@ -218,7 +198,6 @@ def lora_of(strategy: Strategy, case: Case, spec: ModelSpec, tp_size: int) -> Lo
 
 
 def parameters(spec: ModelSpec, lora: LoraSpec) -> int:
-    """Parameters of one layer of an adapter."""
     names = [f"layers.0.{t}.lora_{w}" for t in lora.target_modules for w in "ab"]
     shapes = [factor_shape(spec, name, lora) for name in names]
     return sum(rows * columns for rows, columns in shapes)

@@ -2,16 +2,11 @@
 
     python -m scripts.bench.simulate loads --traces DIR
     python -m scripts.bench.simulate ablations --traces DIR --seeds 101,102,103
-    python -m scripts.bench.simulate mixes --traces DIR --seeds 101,102
-    python -m scripts.bench.simulate adversarial --seeds 101
-    python -m scripts.bench.simulate decisions
 
 A load of 1 is a trace whose jobs, each alone, ask for all the GPU time the cluster has between the
-first and the last submission; arrivals are stretched or squeezed to get there. Policies were tuned
-on the seeds `tuning` (0 to 4); the seeds `held-out` (101 to 105) report.
-
-`adversarial` are drawn traces that are hard on a scheduler. `decisions` times decisions with 1,000
-waiting jobs of mixes that nobody has asked about yet.
+first and the last submission. Policies were tuned on the seeds `tuning` (0 to 4); `held-out` (101
+to 105) report. `adversarial` are drawn traces that are hard on a scheduler. `decisions` times
+decisions with 1,000 waiting jobs of mixes that nobody has asked about yet.
 
 Rows go to `results/simulation_PART.csv` (or `--csv`) as they come; cells that the file has already
 are left out. A mean completion time below the bound on all policies ends the run.
@@ -20,15 +15,23 @@ are left out. A mean completion time below the bound on all policies ends the ru
 from __future__ import annotations
 
 import csv
+import json
+import os
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from scripts.bench.control_tower import NOW_S, RUNNING, WAITING, crowd, make_study
 from scripts.bench.harness.arguments import RESULTS, bench_parser
 from scripts.bench.harness.rows import append_rows
 from scripts.bench.simulate.cases import PARTS, Cell, study_of
-from scripts.bench.simulate.decisions import decision_rows
-from tlora_megatron.scheduler.registry import POLICIES
+from tlora_megatron.scheduler.cluster import ClusterState
+from tlora_megatron.scheduler.policy import Changes, Rules
+from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.scheduler.registry import POLICIES, make_policy
 from tlora_megatron.sim.bounds import exceeded_by, limits_of
 from tlora_megatron.sim.report import summary_rows
 from tlora_megatron.sim.study import PolicyRun, Study, Yardsticks
@@ -112,6 +115,75 @@ def main() -> int:
             study = study_of(cell, args.traces, cache)
             append_rows(path, run_cell(cell, missing, study, args.commit))
     return 0
+
+
+MIXES = ("paper", "measured")
+
+
+class Timed(NamedTuple):
+    """One decision: its time, the groups it forms, the mixes it asked the model about."""
+
+    took_ms: float
+    formed: int
+    asked: int
+
+
+def first_decision(
+    policy: str, study: Study, rules: Rules, queue: WaitingQueue, state: ClusterState
+) -> Timed:
+    """A decision by a model that knows jobs alone, as a service does after they are submitted."""
+    made = make_policy(policy, study.speeds, rules)
+    changes = Changes(
+        arrived=frozenset(range(RUNNING, RUNNING + WAITING)),
+        regrouped=frozenset(range(RUNNING)),
+        freed=True,
+    )
+    known, begin = study.speeds.num_estimates, time.process_time()
+    found = made.decide(NOW_S, queue, state, changes)
+    took_ms = (time.process_time() - begin) * 1e3
+    return Timed(took_ms, len(found), study.speeds.num_estimates - known)
+
+
+def in_a_fork(run: Callable[[], Timed]) -> Timed:
+    """Runs it in a copy of this process, so that what the model learns there is forgotten."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writing, json.dumps(run()).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        found = Timed(*json.load(answer))
+    os.waitpid(child, 0)
+    return found
+
+
+def decision_rows(
+    policies: Sequence[str], seeds: Sequence[int], commit: str
+) -> Iterator[dict[str, Any]]:
+    """A row for each mix of attributes and policy: the longest decision of all seeds."""
+    for mix in MIXES:
+        took: dict[str, list[Timed]] = {policy: [] for policy in policies}
+        for seed in seeds:
+            study, rules = make_study(mix, seed), Rules()
+            queue, state = crowd(study, rules)
+            for policy, times in took.items():
+                decide = partial(first_decision, policy, study, rules, queue, state)
+                times.append(in_a_fork(decide))
+        for policy, times in took.items():
+            longest = max(times)
+            print(f"{mix:9} {policy:14} {longest.took_ms:7.1f} ms, {longest.asked} new mixes")
+            yield {
+                "commit": commit,
+                "mix": mix,
+                "policy": policy,
+                "waiting": WAITING,
+                "running": RUNNING,
+                "seeds": len(seeds),
+                "longest_ms": round(longest.took_ms, 1),
+                "groups_formed": longest.formed,
+                "new_mixes": longest.asked,
+            }
 
 
 if __name__ == "__main__":

@@ -2,18 +2,85 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from scripts.bench.harness.arguments import REPO
-from scripts.bench.simulate.traces import ADVERSARIAL, synthetic
 from tlora_megatron.scheduler.registry import POLICIES
 from tlora_megatron.sim.cluster import load_cluster
 from tlora_megatron.sim.study import Options, Study
-from tlora_megatron.sim.trace import Trace, TraceShape, read_trace
+from tlora_megatron.sim.trace import Trace, TraceRow, TraceShape, read_trace
 from tlora_megatron.sim.workload import load_mix
+
+_SIZES = (1, 2, 4, 8, 16)
+_SHARES = (60, 12, 12, 12, 4)
+_LONGEST_S = 7 * 86400.0
+
+
+def _poisson(mean_s: float) -> Callable[[Random], float]:
+    return lambda rng: rng.expovariate(1 / mean_s)
+
+
+_one_a_minute = _poisson(60)
+
+
+def _log_normal(rng: Random) -> float:
+    return math.exp(rng.gauss(math.log(1800), 1.5))
+
+
+def _mixed_sizes(rng: Random) -> int:
+    return rng.choices(_SIZES, _SHARES)[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crowd:
+    """How the jobs of a trace are drawn."""
+
+    num_jobs: int
+    gap_s: Callable[[Random], float] = _one_a_minute
+    """From one submission to the next."""
+    duration_s: Callable[[Random], float] = _log_normal
+    num_gpus: Callable[[Random], int] = _mixed_sizes
+    load: float | None = None
+    """Offered load; None: submissions as drawn."""
+    name: str
+
+    def draw(self, seed: int) -> Trace:
+        rng = Random(f"{self.name} {seed}")
+        rows, now_s = [], 0.0
+        for index in range(self.num_jobs):
+            now_s += self.gap_s(rng)
+            duration_s, num_gpus = min(self.duration_s(rng), _LONGEST_S), self.num_gpus(rng)
+            row = {"submit_s": now_s, "duration_s": duration_s, "num_gpus": num_gpus}
+            rows.append(TraceRow(name=str(index), **row))
+        return Trace(name=self.name, rows=tuple(rows), dropped={})
+
+
+def synthetic(seed: int) -> Trace:
+    """Poisson arrivals; log-normal durations, median 30 min; one GPU mostly, 16 at most."""
+    return Crowd(name="synthetic", num_jobs=1500).draw(seed)
+
+
+_CROWDS = (
+    Crowd(name="5,000 in a minute", num_jobs=5000, gap_s=_poisson(60 / 5000)),
+    Crowd(name="1,000 at once", num_jobs=1000, gap_s=lambda rng: 0.0),
+    Crowd(name="all 1 GPU", num_jobs=1500, num_gpus=lambda rng: 1, load=2.0),
+    Crowd(name="all 64 GPUs", num_jobs=500, num_gpus=lambda rng: 64, load=2.0),
+    # Median 8 min, and a mean that the longest few make.
+    Crowd(
+        name="heavy tail",
+        num_jobs=1500,
+        duration_s=lambda rng: 250 * rng.paretovariate(1.05),
+        load=2.0,
+    ),
+)
+ADVERSARIAL = {crowd.name: crowd for crowd in _CROWDS}
+
 
 LOADS = (0.5, 1.0, 2.0, 3.0, 5.0)
 FUSING = ("tlora", "tlora_best", "tlora_elastic")
@@ -88,57 +155,31 @@ def ablations(seeds: Sequence[int]) -> Iterator[Cell]:
         "no slowdown bound": {"keep_bounds": False},
         "zero migration cost": {"free_moves": True},
     }
+    both = ("isolated", "tlora_elastic")
     for seed in seeds:
         for source in ("philly", "kalos", "lingjun"):
+            at = partial(Cell, source=source, seed=seed)
             for name, options in variants.items():
-                yield Cell(
-                    source=source,
-                    load=2.0,
-                    seed=seed,
-                    variant=name,
-                    policies=FUSING,
-                    options=options,
-                )
-            yield Cell(source=source, load=2.0, seed=seed, policies=("isolated",))
-            for name, options in (("base", {}), ("no residual", {"use_residual": False})):
-                yield Cell(
-                    source=source,
-                    load=5.0,
-                    seed=seed,
-                    variant=name,
-                    policies=("isolated", "tlora_elastic"),
-                    options=options,
-                )
+                yield at(load=2.0, variant=name, policies=FUSING, options=options)
+            yield at(load=2.0, policies=("isolated",))
+            for name in ("base", "no residual"):
+                yield at(load=5.0, variant=name, policies=both, options=variants[name])
             # Alone jobs gain too: over an isolated run with the same machine.
-            yield Cell(
-                source=source,
-                load=2.0,
-                seed=seed,
-                variant="nano-batch gain",
-                policies=("isolated", *FUSING),
-                nano_overlap=NANO_OVERLAP,
-            )
+            gain = {"variant": "nano-batch gain", "nano_overlap": NANO_OVERLAP}
+            yield at(load=2.0, policies=("isolated", *FUSING), **gain)
 
 
 def mixes(seeds: Sequence[int]) -> Iterator[Cell]:
     """Other LoRA attributes, other GPUs, other bounds."""
-    bounds = (1.1, 1.25, 1.5, 2.0, 4.0)
     for seed in seeds:
+        at = partial(Cell, source="philly", load=2.0, seed=seed)
         for cluster in ("cluster-128xA100", "cluster-128xH100"):
             for mix in ("paper", "paper_per_gpu", "measured"):
                 name = f"{mix}, {cluster.removeprefix('cluster-')}"
-                yield Cell(
-                    source="philly", load=2.0, seed=seed, variant=name, cluster=cluster, mix=mix
-                )
-        for bound in bounds:
-            yield Cell(
-                source="philly",
-                load=2.0,
-                seed=seed,
-                variant=f"bound {bound:g}",
-                policies=("isolated", *FUSING),
-                options={"max_slowdown": bound},
-            )
+                yield at(variant=name, cluster=cluster, mix=mix)
+        for bound in (1.1, 1.25, 1.5, 2.0, 4.0):
+            policies, options = ("isolated", *FUSING), {"max_slowdown": bound}
+            yield at(variant=f"bound {bound:g}", policies=policies, options=options)
 
 
 def adversarial(seeds: Sequence[int]) -> Iterator[Cell]:
@@ -149,10 +190,7 @@ def adversarial(seeds: Sequence[int]) -> Iterator[Cell]:
 
 
 PARTS: dict[str, Callable[[Sequence[int]], Iterator[Cell]]] = {
-    "loads": loads,
-    "ablations": ablations,
-    "mixes": mixes,
-    "adversarial": adversarial,
+    part.__name__: part for part in (loads, ablations, mixes, adversarial)
 }
 
 

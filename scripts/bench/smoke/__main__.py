@@ -9,15 +9,13 @@ is compared with the docs are ratios of one run, and of times to a first step th
 that is more than 5 % short is printed, and goes into the record; it is no failure. A part that
 crashes is one: it is reported with its last lines, and the others are measured all the same.
 
-Weights are drawn on the GPU. On a GPU with less than 100 GiB, steps have 16 of 8B's 32 layers.
-Returns 1 if a part failed.
+Weights are drawn on the GPU, of 16 of 8B's 32 layers. Returns 1 if a part failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -26,18 +24,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.harness.arguments import bench_parser
+from scripts.bench.harness.arguments import add_checkout, bench_parser
 from scripts.bench.smoke.figures import Measured, figures, show
 from scripts.bench.smoke.parts import Part, parts_on_gpu, run_parts, skipped_on_cpu, toy_parts
 
 _TOLD = 80
 """Lines of a failed part that are printed: torchrun says much behind the error."""
-_WHOLE_BYTES = 100 << 30
-"""An 8B step beside a second base takes 85 GiB."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints and writes what was found."""
     options = _arguments(argv)
     is_toy, checkout = options.size == "toy", options.megatron_lm
     begin_s = time.monotonic()
@@ -47,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_toy:
             parts, skipped = toy_parts(checkout, work), skipped_on_cpu(checkout)
         else:
-            parts = parts_on_gpu(checkout or Path("MEGATRON_LM_PATH"), _layers())
+            _require_gpu()
+            parts = parts_on_gpu(checkout or Path("MEGATRON_LM_PATH"))
         found = measure(parts, work, options, is_toy=is_toy)
     seconds = round(time.monotonic() - begin_s, 1)
     document = {"commit": options.commit, "seconds": seconds, **found, "skipped": dict(skipped)}
@@ -84,20 +80,17 @@ def measure(
     return {"figures": [asdict(m) for m in measured], "failures": failures, "parts": seconds}
 
 
-def _layers() -> int | None:
+def _require_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
         raise SystemExit("--size 8b must have a GPU, got none; --size toy runs on a CPU")
-    memory = torch.cuda.get_device_properties(0).total_memory
-    return None if memory >= _WHOLE_BYTES else 16
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = bench_parser(__doc__)
-    checkout = os.environ.get("MEGATRON_LM_PATH")
+    add_checkout(parser)
     parser.add_argument("--json", type=Path, required=True, help="write what was found here")
-    parser.add_argument("--megatron-lm", type=Path, default=checkout and Path(checkout))
     parser.add_argument("--size", choices=["8b", "toy"], default="8b")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a part")
     return parser.parse_args(argv)

@@ -24,16 +24,11 @@ class Rows:
 
     column: str
     row: Mapping[str, str]
-    """Columns that name the row, with their values."""
     over: Mapping[str, str] | None = None
     """Where the row of the baseline differs; None = the value has no baseline."""
 
     def read(self, file: Path) -> tuple[float, float | None]:
-        """Returns the value and its baseline.
-
-        Raises:
-            LookupError: if the file has not exactly one such row.
-        """
+        """Returns the value and its baseline, each of exactly one row."""
         value = self._find(file, self.row)
         return value, None if self.over is None else self._find(file, {**self.row, **self.over})
 
@@ -70,11 +65,7 @@ class Figure:
         return (value, 1.0) if baseline is None else (None, value / baseline)
 
     def measure(self, file: Path, *, compares: bool) -> Measured:
-        """Reads the figure from a part's rows.
-
-        Args:
-            compares: with what the docs say; not on a machine whose times mean nothing.
-        """
+        """Reads the figure from a part's rows; compares it with the docs where times count."""
         value, baseline = self.measured.read(file)
         stated_s, ratio = self.expected()
         baseline = stated_s if baseline is None else baseline
@@ -82,15 +73,10 @@ class Figure:
         limit = baseline * ratio * SHORT
         short = value > max(limit, baseline * ratio + self.slack_s)
         return Measured(
-            name=self.name,
-            value=value,
-            unit=self.unit,
-            baseline=baseline,
-            ratio=round(value / baseline, 3),
-            expected_ratio=round(ratio, 3) if compares else None,
-            source=self.source,
-            short=compares and short,
-        )
+            name=self.name, value=value, unit=self.unit, baseline=baseline,
+            ratio=round(value / baseline, 3), expected_ratio=round(ratio, 3) if compares else None,
+            source=self.source, short=compares and short,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,93 +120,79 @@ def figures(gang_base: str, train_case: str) -> tuple[Figure, ...]:
         gang_base: the base of the part `submit`, as its rows name it.
         train_case: the case of the part `train`.
     """
-    return (*_steps(), *_flags(), *_first_steps(gang_base, train_case))
-
-
-def _steps() -> Iterable[Figure]:
-    """README: "8B, eight jobs, one GPU" over the bare model, and the same with a base in FP8."""
-    together = {"mode": "together"}
-    yield Figure(
-        name="8B step of eight jobs, bf16, over the bare model",
-        part="step",
-        unit="ms",
-        measured=Rows(
-            column="step_ms", row=together | {"precision": "bf16"}, over={"mode": "floor"}
+    floor, own, flag = {"mode": "floor"}, {"mode": "own"}, {"mode": "flag"}
+    bf16, fp8 = ({"mode": "together", "precision": precision} for precision in ("bf16", "fp8"))
+    jobs = {"jobs": "8 (batch 1-8)"}
+    bare_bf16 = Rows(
+        column="step_ms",
+        row=jobs | {"commit": "b308047", "mode": "super_model"},
+        over={"mode": "frozen_floor"},
+    )
+    measured = flag | {"commit": "98d5556"}
+    te = {"impl": "transformer_engine"}
+    local_bf16 = measured | {"impl": "local", "precision": "bf16", "layout": "TP1"}
+    te_bf16, te_fp8 = local_bf16 | te, measured | te | {"precision": "fp8"}
+    h200 = fp8 | jobs | {"commit": "c6ca12a", "gpu": "NVIDIA H200"}
+    steps, flags, fp8_steps = "end_to_end.csv", "flag_speed.csv", "fp8.csv"
+    limit, bare = "a limit, no row", "over the bare FP8 model"
+    step, engine = "8B step of eight jobs,", "flag, Transformer Engine"
+    return (
+        # README: "8B, eight jobs, one GPU" over the bare model, and the same with a base in FP8.
+        _step(f"{step} bf16, over the bare model", "step", bf16, floor, steps, bare_bf16),
+        _step(f"{step} FP8 base, {bare}", "step", fp8, floor, fp8_steps, _over(h200, floor)),
+        # README: "the same with eight jobs: local spec; Transformer Engine in FP8".
+        _step(
+            "flag, local spec, over our own trainer",
+            "flag local",
+            flag,
+            own,
+            flags,
+            _over(local_bf16, own),
         ),
-        source="end_to_end.csv",
-        stated=Rows(
-            column="step_ms",
-            row={"commit": "b308047", "jobs": "8 (batch 1-8)", "mode": "super_model"},
-            over={"mode": "frozen_floor"},
+        _step(
+            f"{engine} bf16, over our own trainer",
+            "flag te bf16",
+            flag,
+            own,
+            flags,
+            _over(te_bf16, own),
         ),
-    )
-    fp8 = together | {"precision": "fp8"}
-    yield Figure(
-        name="8B step of eight jobs, FP8 base, over the bare FP8 model",
-        part="step",
-        unit="ms",
-        measured=Rows(column="step_ms", row=fp8, over={"mode": "floor"}),
-        source="fp8.csv",
-        stated=Rows(
-            column="step_ms",
-            row=fp8 | {"commit": "c6ca12a", "jobs": "8 (batch 1-8)", "gpu": "NVIDIA H200"},
-            over={"mode": "floor"},
-        ),
+        _step(f"{engine} FP8, over our own FP8 trainer", "flag te fp8", flag, own, limit, 1.02),
+        _step(f"{engine} FP8, {bare}", "flag te fp8", flag, floor, flags, _over(te_fp8, floor)),
+        *_first_steps(gang_base, train_case),
     )
 
 
-def _flags() -> Iterable[Figure]:
-    """README: "the same with eight jobs: local spec; Transformer Engine in FP8"."""
-    own, flag = {"mode": "own"}, {"mode": "flag"}
-    for part, impl, words in (
-        ("flag local", "local", "local spec"),
-        ("flag te bf16", "transformer_engine", "Transformer Engine bf16"),
-    ):
-        rows = flag | {"commit": "98d5556", "impl": impl, "precision": "bf16", "layout": "TP1"}
-        yield Figure(
-            name=f"flag, {words}, over our own trainer",
-            part=part,
-            unit="ms",
-            measured=Rows(column="step_ms", row=flag, over=own),
-            source="flag_speed.csv",
-            stated=Rows(column="step_ms", row=rows, over=own),
-        )
-    yield Figure(
-        name="flag, Transformer Engine FP8, over our own FP8 trainer",
-        part="flag te fp8",
-        unit="ms",
-        measured=Rows(column="step_ms", row=flag, over=own),
-        source="the limit of scripts/bench/flag_speed",
-        stated=1.02,
-    )
-    rows = flag | {"commit": "98d5556", "impl": "transformer_engine", "precision": "fp8"}
-    yield Figure(
-        name="flag, Transformer Engine FP8, over the bare FP8 model",
-        part="flag te fp8",
-        unit="ms",
-        measured=Rows(column="step_ms", row=flag, over={"mode": "floor"}),
-        source="flag_speed.csv",
-        stated=Rows(column="step_ms", row=rows, over={"mode": "floor"}),
-    )
+def _step(
+    name: str,
+    part: str,
+    row: Mapping[str, str],
+    over: Mapping[str, str],
+    source: str,
+    stated: Rows | float,
+) -> Figure:
+    """A step's time over that of another mode of the same run."""
+    measured = _over(row, over)
+    return Figure(name=name, part=part, unit="ms", measured=measured, source=source, stated=stated)
 
 
-def _first_steps(gang_base: str, train_case: str) -> Iterable[Figure]:
+def _over(row: Mapping[str, str], over: Mapping[str, str]) -> Rows:
+    return Rows(column="step_ms", row=row, over=over)
+
+
+def _first_steps(gang_base: str, train_case: str) -> tuple[Figure, ...]:
     """docs/service.md: submit to first step; docs/benchmarks.md, Around training: first step.
 
     The gang's base has six layers, not 8B's: it costs no 16 GB of files, and takes no longer.
     First steps of a command vary by a few seconds with the machine's file cache.
     """
     case = "submit to first step, warm idle gang"
-    yield Figure(
-        name="warm submit to first step",
-        part="submit",
-        unit="s",
-        measured=Rows(column="value", row={"case": f"{gang_base}: {case}"}),
-        source="live.csv",
-        stated=Rows(column="value", row={"commit": "525c001", "case": f"8B: {case}"}),
-        slack_s=0.5,
-    )
-    yield Figure(
+    submit = Figure(
+        name="warm submit to first step", part="submit", unit="s",
+        measured=Rows(column="value", row={"case": f"{gang_base}: {case}"}), source="live.csv",
+        stated=Rows(column="value", row={"commit": "525c001", "case": f"8B: {case}"}), slack_s=0.5,
+    )  # fmt: skip
+    train = Figure(
         name="tlora train to its first step, six layers",
         part="train",
         unit="s",
@@ -229,3 +201,4 @@ def _first_steps(gang_base: str, train_case: str) -> Iterable[Figure]:
         stated=Rows(column="first_step_s", row={"commit": "6eff7ecc", "case": "six layers"}),
         slack_s=3.0,
     )
+    return submit, train

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scripts.bench.around_training.base import shapes
+from scripts.bench.around_training.base import shape_of
 from scripts.bench.harness.arguments import REPO
-from scripts.bench.harness.turn import TURN
+from scripts.bench.harness.processes import TURN
 
 _GRACE_S = 15.0
 _STEP = "--precisions bf16 fp8 --modes floor together"
@@ -46,11 +46,7 @@ class Ended:
 
 
 class Running:
-    """A part's process, whose output and rows go to files.
-
-    Args:
-        work: folder of those files.
-    """
+    """A part's process, whose output and rows go to files of a folder."""
 
     def __init__(self, part: Part, work: Path, commit: str) -> None:
         stem = part.name.replace(" ", "_")
@@ -59,15 +55,11 @@ class Running:
         command = [sys.executable, "-m", *part.words]
         command += ["--csv", str(self.rows), "--commit", commit]
         with self._log.open("w") as sink:
-            self._process = subprocess.Popen(
-                command,
-                cwd=REPO,
-                env=os.environ | {TURN: str(self._turn)},
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that all its processes can be ended
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": sink, "stderr": subprocess.STDOUT}
+            env = os.environ | {TURN: str(self._turn)}
+            # In a session of its own all its processes can be ended.
+            own = {"cwd": REPO, "env": env, "start_new_session": True}
+            self._process = subprocess.Popen(command, **streams, **own)
 
     def begin(self) -> None:
         """Gives it its turn."""
@@ -122,23 +114,19 @@ def run_parts(
                 left.end()
 
 
-def parts_on_gpu(checkout: Path, layers: int | None) -> list[Part]:
+def parts_on_gpu(checkout: Path) -> list[Part]:
     """The parts on a GPU, with few repetitions.
 
-    The gang's jobs run in front of the command: kernels of its shapes are built then. Under the
-    flag, half of 8B's layers have the ratio of all.
-
-    Args:
-        checkout: Megatron-LM's.
-        layers: fewer than 8B's, for a GPU with less memory; None = all.
+    The gang's jobs run in front of the command: kernels of its shapes are built then. Half of 8B's
+    layers have the ratio of all.
     """
-    cut = () if layers is None else ("--layers", str(layers))
-    flag = ("--megatron-lm", str(checkout), "--layers", "16")
+    half = ("--layers", "16")
+    flag = ("--megatron-lm", str(checkout), *half)
     bf16 = "--precision bf16 --modes own --turns 1 --rounds 6"
     fp8 = "--precision fp8 --modes own floor --turns 1 --rounds 5"
     engine = "flag_speed --impl transformer_engine"
     return [
-        _part("step", f"step {_STEP} --turns 2 --rounds 2 --warmup 1", *_MIX, *cut),
+        _part("step", f"step {_STEP} --turns 2 --rounds 2 --warmup 1", *_MIX, *half),
         _part("flag local", f"flag_speed --impl local {bf16}", *flag, ahead=True),
         _part("flag te bf16", f"{engine} {bf16}", *flag, ahead=True),
         _part("flag te fp8", f"{engine} {fp8}", *flag, ahead=True),
@@ -153,7 +141,7 @@ def parts_on_gpu(checkout: Path, layers: int | None) -> list[Part]:
 def toy_parts(checkout: Path | None, work: Path) -> list[Part]:
     """The parts on a CPU, over models of two layers; under the flag the local spec alone."""
     model = work / "toy.json"
-    model.write_text(json.dumps(shapes()["toy"].config))
+    model.write_text(json.dumps(shape_of("toy")))
     step = f"step {_STEP} --turns 1 --rounds 1 --warmup 1 --tokens 512"
     flag = "flag_speed --model toy --tokens 256 --turns 1 --rounds 1 --modes own"
     gang = "live_gang --start-only --gpus 0 --size toy --dtype float32 --tokens 2048"

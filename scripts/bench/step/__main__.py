@@ -1,55 +1,41 @@
 """Times whole training steps of eight jobs against the same steps without any adapter.
 
-    python -m scripts.bench.step --csv scripts/bench/results/step.csv
     python -m scripts.bench.step --modes floor together --layers 4
-    python -m scripts.bench.step --precisions bf16 fp8 --csv scripts/bench/results/fp8.csv
-    torchrun --standalone --nproc-per-node 2 -m scripts.bench.step --tp 2 --sequence-parallel \\
-        --mixes "full micro-batch" --csv scripts/bench/results/step.csv
-
-Mixes: `batch 1-8` and `batch 1-4` have sequences of real lengths and rounds of one micro-batch;
-`full micro-batch` fills one micro-batch exactly, every third job on attention only.
-
-Modes: `floor` is forward and input gradients of the frozen backbone; `adapters` runs the same
-micro-batches with all jobs' branches and factor gradients; `together` is whole rounds of them,
-packing and optimizer steps included. `sequential` trains the same jobs one after another through
-this project. `hf_peft` is one job of rank 16 on all linears through Hugging Face transformers and
-PEFT (bf16, sdpa, no recompute, fused AdamW) at 8 x 1024 and 1 x 512 tokens, with factors in bf16
-and, as PEFT does by default, in fp32; it needs `--tp 1`.
-
-With `--precisions` a base of each is on the GPU, and their rounds and floors take turns, block by
-block. The rows are other ones then (`precision_rows`), of those modes and PEFT's fastest. Further
-modes are `hf_compile`, PEFT's model compiled by torch, and `hf_liger`, PEFT with Liger's kernels
-(extra `bench`); with mixes such as `"512 a step"` all train steps of so many tokens:
-
     python -m scripts.bench.step --precisions bf16 fp8 --modes together hf_peft hf_compile \\
         hf_liger --mixes "512 a step" "1024 a step" "2048 a step" "4096 a step" "8192 a step"
 
-Weights and tokens are random. `mfu` and `tflops_per_gpu` count the GEMMs of forward and input
-gradients for real tokens, adapters, attention and recompute left out; `mfu` is over the rate of an
+Mixes: `batch 1-8` and `batch 1-4` have sequences of real lengths and rounds of one micro-batch;
+`full micro-batch` fills one micro-batch exactly; in `512 a step` all steps have so many tokens.
+
+Modes: `floor` is forward and input gradients of the frozen backbone; `adapters` runs the same
+micro-batches with all jobs' branches and factor gradients; `together` is whole rounds, packing and
+optimizer steps included; `sequential` trains the jobs one after another. `hf_peft` is one job of
+rank 16 on all linears by transformers and PEFT (bf16, sdpa, fused AdamW), with factors in bf16 and,
+as PEFT does by default, in fp32; `hf_compile` is compiled by torch, `hf_liger` has Liger's kernels.
+
+With `--precisions` a base of each is on the GPU, and their rounds and floors take turns, block by
+block; rows have other columns then, and PEFT's fastest alone stands beside. Weights and tokens are
+random. `mfu` counts the GEMMs of forward and input gradients for real tokens, over the rate of an
 8192-cubed bf16 GEMM of the same run. Columns that a mode does not have are empty.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
 from scripts.bench.harness.arguments import bench_parser
-from scripts.bench.harness.clock import Timing, wait_for_device
+from scripts.bench.harness.clock import Timing, is_main, release, say, wait_for_device
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
-from scripts.bench.harness.world import is_main, say
-from scripts.bench.step.in_turns import PrecisionBench
 from scripts.bench.step.jobs import (
     EQUAL_STEPS,
     FULL,
@@ -63,19 +49,24 @@ from scripts.bench.step.jobs import (
     step_shape,
 )
 from scripts.bench.step.peft import Stack, build_peft, run_peft
-from scripts.bench.step.precision_rows import verdicts as verdicts_of_precisions
-from scripts.bench.step.precisions import Precision
-from scripts.bench.step.project import Effort, Project, run_sequential, run_together
-from scripts.bench.step.rows import Row, show, verdicts
+from scripts.bench.step.project import (
+    Effort,
+    Mode,
+    Precision,
+    Project,
+    Side,
+    measure_in_turns,
+    run_sequential,
+    run_together,
+)
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
-TOGETHER = ("floor", "adapters", "together")
+TOGETHER: tuple[Mode, ...] = ("floor", "adapters", "together")
 MODES = (*TOGETHER, "sequential", "hf_peft")
 STACKS: tuple[Stack, ...] = ("hf_peft", "hf_compile", "hf_liger")
 """Single jobs of others; Liger's last, since its kernels stay."""
-PEFT_RANK = 16
 PEFT_SHAPES = ((8, 1024), (1, 512))
 
 
@@ -86,9 +77,8 @@ class Bench:
         self.args = args
         spec = read_model_spec(args.model)
         self.spec = spec if args.layers is None else replace(spec, num_layers=args.layers)
+        self.layout = ParallelLayout(tp_size=args.tp, sequence_parallel=args.sequence_parallel)
         self.peak_flops = gemm_flops_per_s()
-        self.rows: list[Row] = []
-        self.sentences: list[str] = []
 
     def run(self) -> None:
         """Runs all modes asked for; each leaves the GPU's memory empty behind it."""
@@ -97,34 +87,50 @@ class Bench:
             return
         if set(self.args.modes) - {"hf_peft"}:
             self._run_project()
-            _release()
+            release()
         if "hf_peft" in self.args.modes:
             for fp32_factors in (False, True):
                 for jobs, timing in self._time_peft(PEFT_SHAPES, fp32_factors=fp32_factors):
                     self._add("hf_peft", jobs, timing, 1.0)
-                _release()
+                release()
 
     def _run_precisions(self) -> None:
         """Takes turns between bases; of PEFT what was fastest: the largest batch, bf16 factors."""
         args = self.args
-        layout = ParallelLayout(tp_size=args.tp, sequence_parallel=args.sequence_parallel)
-        bench = PrecisionBench(args, self.spec, layout)
-        bench.run(self._mixes())
-        bench.release()
-        _release()
+        self._measure_sides()
+        release()
         steps = [EQUAL_STEPS[name] for name in args.mixes if name in EQUAL_STEPS]
         shapes = [step_shape(tokens) for tokens in steps] or PEFT_SHAPES[:1]
         for stack in STACKS:
             if stack in args.modes:
                 for jobs, timing in self._time_peft(shapes, fp32_factors=False, stack=stack):
-                    bench.add(stack, "bf16", jobs, timing)
-                _release()
-        self.sentences = list(verdicts_of_precisions(bench.rows))
+                    self._add_side(stack, "bf16", jobs, timing)
+                release()
+
+    def _measure_sides(self) -> None:
+        args = self.args
+        sizes = {"recompute": args.recompute, "tokens": args.tokens}
+        sides = [Side(name, self.spec, self.layout, **sizes) for name in args.precisions]
+        for mix in self._mixes():
+            measure_in_turns(
+                sides, mix, warmup=args.warmup, rounds=max(1, args.rounds // args.turns),
+                turns=args.turns, adapters="adapters" in args.modes,
+            )  # fmt: skip
+            for side in sides:
+                floor_s = side.timing("floor").step_s
+                for mode in TOGETHER:
+                    if mode in args.modes:
+                        jobs, timing = f"{len(mix.specs)} ({mix.name})", side.timing(mode)
+                        self._add_side(mode, side.precision, jobs, timing, floor_s)
+            for side in sides if args.kernels else ():
+                side.look("together", mix.name, args.kernels)
+                side.look("floor", mix.name, args.kernels)
+        for side in sides:
+            side.end()
 
     def _run_project(self) -> None:
         args = self.args
-        layout = ParallelLayout(tp_size=args.tp, sequence_parallel=args.sequence_parallel)
-        run = SyntheticRun(self.spec, layout, dtype=torch.bfloat16, recompute=args.recompute)
+        run = SyntheticRun(self.spec, self.layout, dtype=torch.bfloat16, recompute=args.recompute)
         project = Project(run=run, micro_batch_tokens=args.tokens)
         effort = Effort(args.warmup, args.rounds, args.steps, args.profile)
         for mix in self._mixes():
@@ -133,8 +139,8 @@ class Bench:
                 timings = run_together(project, mix, effort)
                 for mode in TOGETHER:
                     if mode in args.modes:
-                        ratio = _step_s(getattr(timings, mode)) / _step_s(timings.floor)
-                        self._add(mode, jobs, getattr(timings, mode), mix.target_share, ratio)
+                        ratio = timings[mode].step_s / timings["floor"].step_s
+                        self._add(mode, jobs, timings[mode], mix.target_share, ratio)
             if "sequential" in args.modes:
                 timing = run_sequential(project, mix, effort)
                 self._add("sequential", jobs, timing, mix.target_share)
@@ -143,12 +149,9 @@ class Bench:
     def _mixes(self) -> list[Mix]:
         args, vocab_size = self.args, self.spec.vocab_size
         mixes = make_mixes(
-            args.lengths,
-            vocab_size=vocab_size,
-            target_share=args.target_share,
-            dropout=args.dropout,
-            longest=min(LONGEST, args.tokens),
-        )
+            args.lengths, vocab_size=vocab_size, target_share=args.target_share,
+            dropout=args.dropout, longest=min(LONGEST, args.tokens),
+        )  # fmt: skip
         mixes.append(full_micro_batch(args.tokens, vocab_size=vocab_size, dropout=args.dropout))
         for name in EQUAL_STEPS:
             mixes.append(equal_steps(name, vocab_size=vocab_size, dropout=args.dropout))
@@ -162,14 +165,15 @@ class Bench:
     ) -> Iterator[tuple[str, Timing]]:
         """Yields the jobs' name and the timing of each shape that fits."""
         args = self.args
-        model = build_peft(
-            args.model,
-            args.layers,
-            PEFT_RANK,
-            args.dropout,
-            fp32_factors=fp32_factors,
-            stack=stack,
-        )
+        if stack == "hf_liger":
+            from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+            apply_liger_kernel_to_llama()  # in this process for good
+        changes = {} if args.layers is None else {"num_hidden_layers": args.layers}
+        lora = {"target_modules": "all-linear", "lora_dropout": args.dropout}
+        model = build_peft(args.model, changes, fp32_factors=fp32_factors, **lora)
+        if stack == "hf_compile":
+            model = torch.compile(model, dynamic=False)
         detail = ", fp32 factors" if fp32_factors else ""
         for batch, length in shapes:
             length = min(length, args.tokens)
@@ -188,41 +192,51 @@ class Bench:
     ) -> None:
         args = self.args
         rate = useful_flops(self.spec, timing.tokens, target_share) / timing.seconds / args.tp
-        row = Row(
-            gpu=gpu_name(),
-            versions=versions("megatron-core", *(["peft"] if mode == "hf_peft" else [])),
-            commit=args.commit,
-            model=args.model.stem,
-            tp=args.tp,
-            sequence_parallel=args.sequence_parallel,
-            recompute=args.recompute,
-            dropout=args.dropout,
-            jobs=jobs,
-            mode=mode,
-            step_ms=round(_step_s(timing) * 1e3, 2),
-            **_percentiles(timing),
-            tokens=round(timing.tokens / timing.steps),
-            tokens_per_s=round(timing.tokens / timing.seconds, 1),
-            ratio_to_floor="" if ratio is None else round(ratio, 3),
-            peak_bytes=timing.peak_bytes,
-            mfu=round(rate / self.peak_flops, 4),
-            tflops_per_gpu=round(rate / 1e12, 1),
+        percentiles: dict[str, float | str] = {"p20_ms": "", "p50_ms": "", "p80_ms": ""}
+        if timing.step_times_s:
+            found = {name: timing.percentile_s(int(name[1:3])) for name in percentiles}
+            percentiles = {name: round(seconds * 1e3, 2) for name, seconds in found.items()}
+        row = {
+            "gpu": gpu_name(),
+            "versions": versions("megatron-core", *(["peft"] if mode == "hf_peft" else [])),
+            "commit": args.commit, "model": args.model.stem, "tp": args.tp,
+            "sequence_parallel": args.sequence_parallel, "recompute": args.recompute,
+            "dropout": args.dropout, "jobs": jobs, "mode": mode,
+            "step_ms": round(timing.step_s * 1e3, 2), **percentiles,
+            "tokens": round(timing.tokens / timing.steps),
+            "tokens_per_s": round(timing.tokens / timing.seconds, 1),
+            "ratio_to_floor": "" if ratio is None else round(ratio, 3),
+            "peak_bytes": timing.peak_bytes, "mfu": round(rate / self.peak_flops, 4),
+            "tflops_per_gpu": round(rate / 1e12, 1),
+        }  # fmt: skip
+        self._write(row, f"mfu {row['mfu']:.3f}", ratio)
+
+    def _add_side(
+        self, mode: str, precision: Precision, jobs: str, timing: Timing, floor_s: float = 0.0
+    ) -> None:
+        gpu, layout = gpu_name(), self.layout
+        if layout.tp_size > 1:
+            shared = " SP" if layout.sequence_parallel else ""
+            gpu = f"{layout.tp_size} x {gpu}, TP{layout.tp_size}{shared}"
+        row = {
+            "gpu": gpu, "commit": self.args.commit, "model": self.args.model.stem, "jobs": jobs,
+            "mode": mode, "precision": precision, "step_ms": round(timing.step_s * 1e3, 2),
+            "floor_ms": round(floor_s * 1e3, 2) if floor_s else "",
+            "tokens": round(timing.tokens / timing.steps),
+            "tokens_per_s": round(timing.tokens / timing.seconds, 1),
+            "peak_bytes": timing.peak_bytes,
+        }  # fmt: skip
+        self._write(row, precision, timing.step_s / floor_s if floor_s else None)
+
+    def _write(self, row: dict[str, Any], what: str, over_floor: float | None) -> None:
+        over = "" if over_floor is None else f"  {over_floor:.3f} of the floor"
+        say(
+            f"{row['mode']:10} {row['jobs']:22} step {row['step_ms']:8.1f} ms  {row['tokens']:6} "
+            f"tokens  {row['tokens_per_s']:9.0f} tokens/s  peak {row['peak_bytes'] / 2**30:6.1f} "
+            f"GiB  {what}{over}"
         )
-        self.rows.append(row)
-        say(show(row))
-        if args.csv and is_main():
-            append_rows(args.csv, [asdict(row)])
-
-
-def _step_s(timing: Timing) -> float:
-    return timing.seconds / timing.steps
-
-
-def _percentiles(timing: Timing) -> dict[str, float | str]:
-    names = {"p20_ms": 20, "p50_ms": 50, "p80_ms": 80}
-    if not timing.step_times_s:
-        return dict.fromkeys(names, "")
-    return {name: round(timing.percentile_s(at) * 1e3, 2) for name, at in names.items()}
+        if self.args.csv and is_main():
+            append_rows(self.args.csv, [row])
 
 
 def useful_flops(spec: ModelSpec, tokens: int, target_share: float) -> float:
@@ -247,32 +261,15 @@ def gemm_flops_per_s(size: int = 8192, repeats: int = 30) -> float:
     return 2.0 * size**3 * repeats / (time.perf_counter() - begin)
 
 
-def _release() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        held = torch.cuda.memory_allocated()
-        if held > 2**30:
-            say(f"memory still held: {held / 2**30:.1f} GiB")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints rows and verdicts; with `--check`, 1 if a verdict is missed."""
+    """Measures; prints rows and appends them to a file."""
     args = arguments(argv)
     bench = Bench(args)
     say(f"{gpu_name()}, torch {torch.__version__}, GEMM {bench.peak_flops / 1e12:.0f} TFLOP/s")
     bench.run()
-    for sentence in bench.sentences:
-        say(sentence)
-    results = verdicts(bench.rows)
-    for sentence, value, reached in results:
-        say(f"{'reached' if reached else 'MISSED':8} {sentence}: {value:.3f}")
-    if args.json and is_main():
-        found = {"rows": [asdict(r) for r in bench.rows], "verdicts": results}
-        args.json.write_text(json.dumps(found, indent=1))
     if dist.is_initialized():
         dist.destroy_process_group()
-    return int(args.check and not all(reached for *_, reached in results))
+    return 0
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -302,8 +299,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=3, help="timed, of each job alone")
     add("--profile", action="store_true", help="print the kernels of a round, adapters and floor")
     add("--kernels", type=Path, help="write the kernels of a round of each precision to this file")
-    add("--json", type=Path, help="write rows and verdicts to this file")
-    add("--check", action="store_true", help="return 1 if a target is missed")
     args = parser.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if args.tp != world:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import gzip
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ FULL = "full micro-batch"
 """A third mix: one global batch of each job; together they fill one micro-batch exactly."""
 EQUAL_STEPS = {f"{tokens} a step": tokens for tokens in (512, 1024, 2048, 4096, 8192)}
 """Further mixes: tokens of an optimizer step of each job, in sequences of at most 1,024."""
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _SEQUENCES_PER_JOB = 64
 
 _QUANTILES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
@@ -46,35 +47,33 @@ class Mix:
 def make_mixes(
     lengths: Path | None, *, vocab_size: int, target_share: float, dropout: float, longest: int
 ) -> list[Mix]:
-    """All mixes, the same ones every time.
+    """The mixes of `MIXES`, the same ones every time, no sequence over `longest`.
 
     Args:
         lengths: CSV, gzipped or not, with `prompt_tokens` and `completion_tokens`; None draws from
             quantiles of such data.
-        target_share: of each sequence's tokens, its last ones.
-        longest: cuts lengths, for micro-batches that hold less than 2,048 tokens.
     """
     draw = np.random.default_rng(0)
     pool = None if lengths is None else np.array(list(_read_lengths(lengths)))
     mixes = []
     for name, batches in MIXES.items():
         specs = [_spec(index, batch, dropout) for index, batch in enumerate(batches)]
-        data = tuple(
-            tuple(
-                _sequence(draw, min(int(n), longest), vocab_size, target_share)
-                for n in _draw_lengths(draw, pool, _SEQUENCES_PER_JOB)
-            )
-            for _ in specs
+        data = []
+        for _ in specs:
+            if pool is None:
+                lengths = np.interp(draw.random(_SEQUENCES_PER_JOB), _QUANTILES, _TOKENS)
+            else:
+                lengths = draw.choice(pool, _SEQUENCES_PER_JOB)
+            cut = (min(int(n), longest) for n in lengths)
+            data.append(tuple(sequence(draw, n, vocab_size, target_share) for n in cut))
+        mixes.append(
+            Mix(name=name, specs=tuple(specs), data=tuple(data), target_share=target_share)
         )
-        mixes.append(Mix(name=name, specs=tuple(specs), data=data, target_share=target_share))
     return mixes
 
 
 def full_micro_batch(tokens: int, *, vocab_size: int, dropout: float) -> Mix:
-    """Eight jobs, every third on attention only, whose batches are `tokens` rows together.
-
-    Lengths are ragged; half of each sequence's tokens count in the loss.
-    """
+    """Eight jobs, every third on attention only, whose batches are `tokens` rows together."""
     draw = np.random.default_rng(0)
     shares = draw.dirichlet(np.full(len(RANKS), 4.0))
     rows = np.maximum((shares * tokens).astype(int), 16)
@@ -84,12 +83,12 @@ def full_micro_batch(tokens: int, *, vocab_size: int, dropout: float) -> Mix:
         count = max(1, job_rows // 512)
         cuts = draw.choice(np.arange(8, job_rows - 8), count - 1, replace=False)
         lengths = np.diff([0, *np.sort(cuts), job_rows])
-        data.append(tuple(_sequence(draw, int(length), vocab_size, 0.5) for length in lengths))
+        data.append(tuple(sequence(draw, int(length), vocab_size, 0.5) for length in lengths))
     specs = []
     for index, sequences in enumerate(data):
         spec = _spec(index, len(sequences), dropout)
         if index % 3 == 2:
-            spec = replace(spec, lora=replace(spec.lora, target_modules=_ATTENTION))
+            spec = replace(spec, lora=replace(spec.lora, target_modules=ATTENTION))
         specs.append(spec)
     return Mix(name=FULL, specs=tuple(specs), data=tuple(data), target_share=0.5)
 
@@ -99,7 +98,7 @@ def equal_steps(name: str, *, vocab_size: int, dropout: float) -> Mix:
     batch, length = step_shape(EQUAL_STEPS[name])
     draw = np.random.default_rng(0)
     data = tuple(
-        tuple(_sequence(draw, length, vocab_size, 1.0) for _ in range(2 * batch)) for _ in RANKS
+        tuple(sequence(draw, length, vocab_size, 1.0) for _ in range(2 * batch)) for _ in RANKS
     )
     specs = tuple(_spec(index, batch, dropout) for index in range(len(RANKS)))
     return Mix(name=name, specs=specs, data=data, target_share=1.0)
@@ -113,15 +112,17 @@ def step_shape(tokens: int) -> tuple[int, int]:
 
 def _spec(index: int, batch_size: int, dropout: float) -> JobSpec:
     lora = LoraSpec(rank=RANKS[index % len(RANKS)], dropout=dropout)
+    return endless_job(f"job{index}", lora, batch_size, LONGEST, index)
+
+
+def endless_job(
+    name: str, lora: LoraSpec, batch_size: int, longest: int, seed: int, **more: Any
+) -> JobSpec:
+    """A job whose data the benchmark draws, and that does not end by itself."""
     return JobSpec(
-        name=f"job{index}",
-        data=DataSpec(train="synthetic"),
-        lora=lora,
-        batch_size=batch_size,
-        max_seq_len=LONGEST + 1,
-        max_steps=10**6,
-        seed=index,
-    )
+        name=name, data=DataSpec(train="synthetic"), lora=lora, batch_size=batch_size,
+        max_seq_len=longest + 1, max_steps=10**6, seed=seed, **more,
+    )  # fmt: skip
 
 
 def _read_lengths(path: Path) -> Iterator[int]:
@@ -133,15 +134,7 @@ def _read_lengths(path: Path) -> Iterator[int]:
             yield tokens
 
 
-def _draw_lengths(
-    draw: np.random.Generator, pool: np.ndarray | None, count: int
-) -> Sequence[float] | np.ndarray:
-    if pool is not None:
-        return draw.choice(pool, count)
-    return np.interp(draw.random(count), _QUANTILES, _TOKENS)
-
-
-def _sequence(
+def sequence(
     draw: np.random.Generator, length: int, vocab_size: int, target_share: float
 ) -> TokenSequence:
     """A sequence of `length` rows: it holds one token more, since the last is only predicted."""

@@ -11,46 +11,30 @@ from scripts.bench.harness.clock import Timing, timed
 
 Stack = Literal["hf_peft", "hf_liger", "hf_compile"]
 """PEFT alone, with Liger's kernels for Llama, or compiled by torch."""
+RANK = 16
 
 
 def build_peft(
-    model_path: Path,
-    layers: int | None,
-    rank: int,
-    dropout: float,
-    *,
-    fp32_factors: bool,
-    stack: Stack = "hf_peft",
+    model_path: Path, changes: dict[str, Any], *, fp32_factors: bool = False, **lora: Any
 ) -> Any:
-    """Llama with a LoRA on all its linears, weights drawn on the GPU, in bf16 with sdpa.
+    """A base with a LoRA of rank 16, weights drawn where they lie, in bf16 with sdpa.
 
     Args:
+        changes: of the model's configuration.
         fp32_factors: PEFT's default over a bf16 base: the branch runs in fp32, and is slower.
-        stack: Liger's kernels take the place of Llama's in this process for good.
+        lora: what PEFT's configuration says besides, its targets at least.
     """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if stack == "hf_liger":
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama()
-    shrunk = {} if layers is None else {"num_hidden_layers": layers}
-    config = AutoConfig.from_pretrained(str(model_path), use_cache=False, **shrunk)
+    config = AutoConfig.from_pretrained(str(model_path), use_cache=False, **changes)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         base = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa"
         )
-        lora = LoraConfig(
-            r=rank,
-            lora_alpha=2 * rank,
-            lora_dropout=dropout,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        )
-        model = get_peft_model(base, lora, autocast_adapter_dtype=fp32_factors)
-    model.train()
-    return torch.compile(model, dynamic=False) if stack == "hf_compile" else model
+        adapter = LoraConfig(r=RANK, lora_alpha=2 * RANK, task_type="CAUSAL_LM", **lora)
+        model = get_peft_model(base, adapter, autocast_adapter_dtype=fp32_factors)
+    return model.train()
 
 
 def run_peft(model: Any, batch: int, length: int, vocab_size: int, repeats: int) -> Timing | None:

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from scripts.bench.harness.clock import Timing, timed, total, wait_for_device
-from scripts.bench.harness.training_jobs import fresh_job
-from scripts.bench.harness.world import is_main
+from scripts.bench.harness.clock import Timing, allocated, is_main, timed, total, wait_for_device
+from scripts.bench.harness.kernel_table import kernel_table
+from scripts.bench.harness.training_jobs import fresh_job, real_tokens
 from scripts.bench.step.jobs import Mix
 from tlora_megatron.config.job import JobSpec
+from tlora_megatron.config.schema import EMBEDDING, HEAD, Recompute
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.quantisation import quantised_on_reading
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.packing.packing import PackedBatch
 from tlora_megatron.training.super_model import SuperModel
+
+Precision = Literal["bf16", "fp8"]
+Mode = Literal["floor", "adapters", "together"]
 
 
 class Effort(NamedTuple):
@@ -58,11 +69,9 @@ class Project:
     def fresh_job(
         self, spec: JobSpec, train: tuple[TokenSequence, ...], bank: AdapterBank
     ) -> JobState:
-        """Returns a job at its first step."""
         return fresh_job(spec, train, bank, self.run.spec)
 
     def detach(self) -> None:
-        """Leaves the frozen backbone alone on the device."""
         run = self.run
         attach(run.linears, AdapterBank(run.sites, [], dtype=run.dtype, device=run.groups.device))
 
@@ -78,23 +87,11 @@ class _Recorder:
         return getattr(self._engine, name)
 
     def forward_backward(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
-        """Runs and keeps the micro-batches."""
         self.batches += batches
         return self._engine.forward_backward(batches)
 
 
-class TogetherTimings(NamedTuple):
-    """Timings of one mix over the same micro-batches, one a round."""
-
-    together: Timing
-    """Whole rounds: packing, forward, backward, the steps of jobs whose batch is complete."""
-    adapters: Timing
-    """Forward and backward with all adapters and their gradients; no packing, no optimizer."""
-    floor: Timing
-    """Forward and input gradients without any adapter."""
-
-
-def run_together(project: Project, mix: Mix, effort: Effort) -> TogetherTimings:
+def run_together(project: Project, mix: Mix, effort: Effort) -> dict[Mode, Timing]:
     """Times rounds of all jobs, then their micro-batches again with and without adapters."""
     super_model = project.super_model(mix)
     recorder: Any = super_model.engine
@@ -107,9 +104,8 @@ def run_together(project: Project, mix: Mix, effort: Effort) -> TogetherTimings:
     project.detach()
     floor = _run_batches(project, batches, effort)
     tokens = sum(map(real_tokens, batches[effort.warmup :]))
-    return TogetherTimings(
-        *(timing._replace(tokens=tokens) for timing in (together, adapters, floor))
-    )
+    found: dict[Mode, Timing] = {"floor": floor, "adapters": adapters, "together": together}
+    return {mode: timing._replace(tokens=tokens) for mode, timing in found.items()}
 
 
 def _run_batches(project: Project, batches: Sequence[PackedBatch], effort: Effort) -> Timing:
@@ -127,18 +123,23 @@ def run_sequential(project: Project, mix: Mix, effort: Effort) -> Timing:
     for index in range(len(mix.specs)):
         super_model = project.super_model(mix, [index])
         recorder: Any = super_model.engine
-
-        def step(super_model: SuperModel = super_model) -> None:
-            while not super_model.train_round():
-                pass
-
+        step = whole_step(super_model)
         step()
         step()
         warm = len(recorder.batches)
         timing = timed(step, 0, effort.steps)
-        tokens = sum(map(real_tokens, recorder.batches[warm:]))
-        timings.append(timing._replace(tokens=tokens))
+        timings.append(timing._replace(tokens=sum(map(real_tokens, recorder.batches[warm:]))))
     return total(timings)
+
+
+def whole_step(super_model: SuperModel) -> Callable[[], None]:
+    """Runs rounds until some job has stepped."""
+
+    def step() -> None:
+        while not super_model.train_round():
+            pass
+
+    return step
 
 
 def _print_profile(run: Callable[[], object]) -> None:
@@ -150,19 +151,123 @@ def _print_profile(run: Callable[[], object]) -> None:
         launched = time.perf_counter() - begin
         wait_for_device()
         whole = time.perf_counter() - begin
-    if not is_main():
-        return
-    print(
-        f"host {launched * 1e3:.1f} ms until it returned, {whole * 1e3:.1f} ms until all was done"
-    )
-    print(
-        trace.key_averages().table(
-            sort_by="self_cuda_time_total", row_limit=35, max_name_column_width=80
+    if is_main():
+        print(f"host {launched * 1e3:.1f} ms until it returned, {whole * 1e3:.1f} until all ended")
+        table = trace.key_averages()
+        columns = {"row_limit": 35, "max_name_column_width": 80}
+        print(table.table(sort_by="self_cuda_time_total", **columns))
+
+
+class Side:
+    """A base of one precision, and the jobs of a mix on it; weights are the same ones for each.
+
+    Args:
+        tokens: rows of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        precision: Precision,
+        spec: ModelSpec,
+        layout: ParallelLayout,
+        *,
+        recompute: Recompute,
+        tokens: int,
+    ) -> None:
+        self.precision = precision
+        self.base_bytes = self.job_bytes = 0
+        before = allocated()
+        is_fp8 = precision == "fp8"
+        quantisation = quantised_on_reading(spec, (EMBEDDING, HEAD)) if is_fp8 else None
+        run = SyntheticRun(
+            spec, layout, dtype=torch.bfloat16, recompute=recompute, quantisation=quantisation
         )
-    )
+        self._project = Project(run=run, micro_batch_tokens=tokens)
+        self._model: SuperModel | None = None
+        self._batches: list[PackedBatch] = []
+        self._pieces: dict[Mode, list[Timing]] = {}
+        self.base_bytes = allocated() - before
+
+    def begin(self, mix: Mix) -> None:
+        """Makes the jobs of a mix, in place of those of the last one."""
+        self.end()
+        with self._counting():
+            self._model = self._project.super_model(mix)
+
+    def end(self) -> None:
+        with self._counting():
+            self._model = None
+            self._batches, self._pieces = [], {}
+            self._project.detach()
+            gc.collect()
+
+    def measure(self, mode: Mode, warmup: int, rounds: int, beside: int) -> None:
+        """Times rounds of a mode; floor and adapters run the micro-batches of the last rounds.
+
+        Args:
+            beside: bytes that are none of this side's.
+        """
+        with self._counting():
+            run = self._prepare(mode)
+            timing = timed(run, warmup, rounds)
+        batches = self._batches[-rounds:]
+        beside += self.job_bytes if mode == "floor" else 0
+        timing = timing._replace(
+            tokens=sum(map(real_tokens, batches)), peak_bytes=max(0, timing.peak_bytes - beside)
+        )
+        self._pieces.setdefault(mode, []).append(timing)
+
+    def timing(self, mode: Mode) -> Timing:
+        """All rounds of a mode."""
+        return total(self._pieces[mode])
+
+    def look(self, mode: Mode, title: str, file: Path) -> None:
+        """Appends the kernels of one round of a mode to a file."""
+        run = self._prepare(mode)
+        run()
+        if is_main():
+            kernel_table(run, f"{title}, {self.precision} {mode}", file)
+        else:
+            run()
+
+    def _prepare(self, mode: Mode) -> Any:
+        """Attaches what a mode runs with; what runs one round of it."""
+        assert self._model is not None, "a mix must have begun"
+        model, project = self._model, self._project
+        recorder: Any = model.engine
+        if mode == "floor":
+            project.detach()
+        else:
+            attach(project.run.linears, model.bank)
+        if mode == "together":
+            recorder.batches = self._batches = []
+            return model.train_round
+        turns = itertools.cycle(self._batches)
+        return lambda: project.run.engine.forward_backward([next(turns)])
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Adds what jobs have come to hold."""
+        before = allocated()
+        yield
+        self.job_bytes += allocated() - before
 
 
-def real_tokens(batch: PackedBatch) -> int:
-    """Rows of a micro-batch that belong to a job."""
-    view = batch.view
-    return sum(p.length for p in view.pieces if p.document.slot != view.num_slots)
+def measure_in_turns(
+    sides: Sequence[Side], mix: Mix, *, warmup: int, rounds: int, turns: int, adapters: bool
+) -> None:
+    """Times a mix on every side; sides and modes take turns, block by block of rounds.
+
+    Args:
+        rounds: timed in each block, behind `warmup` untimed ones.
+        adapters: also forward and backward with adapters, without packing and optimizers.
+    """
+    modes: list[Mode] = ["together", *(["adapters"] if adapters else []), "floor"]
+    for side in sides:
+        side.begin(mix)
+    for _ in range(turns):
+        for side in sides:
+            others = (other for other in sides if other is not side)
+            beside = sum(other.base_bytes + other.job_bytes for other in others)
+            for mode in modes:
+                side.measure(mode, warmup, rounds, beside)

@@ -8,31 +8,31 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.around_training import base, cases, command, disk
+from scripts.bench.around_training import base, command
 from tlora_megatron.config.load import load_config
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
 from tlora_megatron.training.formats.hf_convert import check_weights
 
-TOY = next(case for case in cases.CASES if case.shape == "toy")
+TOY = next(case for case in command.CASES if case.shape == "toy")
 
 
 def test_a_base_can_be_read_and_is_written_once(tmp_path: Path) -> None:
-    size = base.write_base(base.shapes()["toy"], tmp_path / "base")
+    size = base.write_base("toy", tmp_path / "base")
     check_weights(
         read_model_spec(tmp_path / "base" / "config.json"), HFCheckpoint(tmp_path / "base")
     )
     (file,) = (tmp_path / "base").glob("*.safetensors")
     written = file.stat().st_mtime_ns
-    assert base.write_base(base.shapes()["toy"], tmp_path / "base") == size == file.stat().st_size
+    assert base.write_base("toy", tmp_path / "base") == size == file.stat().st_size
     assert file.stat().st_mtime_ns == written
 
 
 def test_every_job_steps_in_every_round(tmp_path: Path) -> None:
-    base.write_base(base.shapes()["toy"], tmp_path / "base")
-    for case in cases.CASES:
-        cases.write_jobs(
-            case, tmp_path / "base", cases.TEXTS, tmp_path / "out", tmp_path / "run.yaml"
+    base.write_base("toy", tmp_path / "base")
+    for case in command.CASES:
+        command.write_jobs(
+            case, tmp_path / "base", command.TEXTS, tmp_path / "out", tmp_path / "run.yaml"
         )
         config = load_config(tmp_path / "run.yaml")
         assert len(config.jobs) == case.jobs
@@ -43,7 +43,7 @@ def test_every_job_steps_in_every_round(tmp_path: Path) -> None:
 
 def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--texts must be a folder with JSONL files, got "):
-        cases.write_jobs(TOY, tmp_path, tmp_path, tmp_path, tmp_path / "run.yaml")
+        command.write_jobs(TOY, tmp_path, tmp_path, tmp_path, tmp_path / "run.yaml")
 
 
 def test_steps_are_counted_while_the_command_runs(tmp_path: Path) -> None:
@@ -62,16 +62,6 @@ def test_steps_are_counted_while_the_command_runs(tmp_path: Path) -> None:
         patch.setattr(command.time, "sleep", end_when_seen)
         assert len(command._rounds(process, metrics, begin_s=0.0)) == 2
     assert seen
-
-
-def test_the_disk_s_floor_is_of_the_bytes_that_a_run_left(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    (out / "jobs").mkdir(parents=True)
-    (out / "a").write_bytes(b"x" * 1000)
-    (out / "jobs" / "b").write_bytes(b"x" * 234)
-    assert disk.folder_bytes(out) == 1234
-    assert disk.write_s(1234, tmp_path / "disk") >= 0
-    assert not (tmp_path / "disk").exists()
 
 
 def test_rounds_behind_a_save_are_held_against_those_before_the_next() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scripts.bench.harness import clock
-from scripts.bench.harness.clock import Marks, Timing, Watch, timed, total
+from scripts.bench.harness.clock import Marks, Timing, timed, total
 
 
 @pytest.fixture
@@ -34,12 +34,6 @@ def test_steps_are_timed_together_and_one_by_one(host_clock: list[float]) -> Non
     assert (timing.seconds, timing.steps) == (7.0, 3)
     assert timing.step_times_s == (1.0, 2.0, 4.0)
     assert timing.percentile_s(50) == 2.0
-
-
-def test_a_watch_says_what_has_passed_and_for_how_much(host_clock: list[float]) -> None:
-    watch = Watch()
-    host_clock.append(2.5)
-    assert watch.timing(steps=4, tokens=10)[:3] == (2.5, 4, 10)
 
 
 def test_runs_one_after_another_add_up_and_share_the_largest_peak() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.door_cases.fused import throughput
-from scripts.bench.door_cases.notes import Notes
-from scripts.bench.door_cases.tenants import Step
+from scripts.bench.doors.fused import throughput
+from scripts.bench.doors.tenants import Step
 from scripts.bench.harness.arguments import RESULTS
+from scripts.bench.harness.rows import Figures
 
 
 def test_throughput_counts_while_all_tenants_are_there() -> None:
@@ -26,7 +26,7 @@ def test_throughput_counts_while_all_tenants_are_there() -> None:
 
 def test_rows_have_the_form_of_those_that_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    notes = Notes(csv=path, commit="abc", engine="none")
+    notes = Figures(csv=path, commit="abc", engine="none")
     notes.spread("case", [0.001, 0.1], p99_ms=50.0)
     assert notes.missed == ["case, p99"]
     notes.row("ratio", 4.0, "", least=5.0)

@@ -30,13 +30,9 @@ def _study(repo: Path) -> Study:
             )
         )
     return Study(
-        trace=Trace(name="forty", rows=tuple(rows), dropped={}),
-        cluster=replace(cluster, nodes=2),
-        profile=profile,
-        mix=mix,
-        specs=specs,
-        options=Options(),
-    )
+        trace=Trace(name="forty", rows=tuple(rows), dropped={}), cluster=replace(cluster, nodes=2),
+        profile=profile, mix=mix, specs=specs, options=Options(),
+    )  # fmt: skip
 
 
 def test_jobs_take_as_long_as_in_the_simulator(repo: Path) -> None:

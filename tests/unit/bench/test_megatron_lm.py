@@ -6,12 +6,14 @@ import csv
 import json
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from scripts.bench.harness.processes import Life
 from scripts.bench.megatron_lm import __main__ as layouts
-from scripts.bench.megatron_lm import cases, rows
+from scripts.bench.megatron_lm import cases
 from tests.helpers.launch import HANG_S
 from tests.helpers.megatron_lm import logged
 
@@ -30,12 +32,12 @@ def write_losses(out: Path, **jobs: list[float]) -> None:
 def test_a_row_a_job_with_its_largest_relative_error(tmp_path: Path) -> None:
     write_losses(tmp_path, chat=[4.0, 2.002], code=[5.0])
     layout = cases.LAYOUTS[0]
-    found = rows.compare(layout, tmp_path, ALONE, COMMON)
-    assert [(row.job, row.steps) for row in found] == [("chat", 2), ("code", 1)]
-    assert [row.max_rel_loss_error for row in found] == pytest.approx([1e-3, 0.0])
-    (sentence,) = rows.verdicts(found, ALONE)
+    found = cases.compare(layout, tmp_path, ALONE, COMMON)
+    assert [(row["job"], row["steps"]) for row in found] == [("chat", 2), ("code", 1)]
+    assert [row["max_rel_loss_error"] for row in found] == pytest.approx([1e-3, 0.0])
+    (sentence,) = cases.verdicts(layout, found, ALONE)
     assert sentence == f"{layout.name}: chat is 1.0e-03 off, at most 3e-06"
-    rows.write(found, tmp_path / "rows.csv")
+    cases.write(found, tmp_path / "rows.csv")
     with (tmp_path / "rows.csv").open() as file:
         written = list(csv.DictReader(file))
     columns = "gpu,world,versions,commit,megatron_lm,layout,precision,job,steps,max_rel_loss_error"
@@ -48,15 +50,15 @@ def test_a_loss_that_is_missing_or_no_number_is_wrong(
     tmp_path: Path, jobs: dict[str, list[float]]
 ) -> None:
     write_losses(tmp_path, code=[5.0], **jobs)
-    found = rows.compare(cases.LAYOUTS[0], tmp_path, ALONE, COMMON)
-    assert rows.verdicts(found, ALONE)
+    layout = cases.LAYOUTS[0]
+    found = cases.compare(layout, tmp_path, ALONE, COMMON)
+    assert cases.verdicts(layout, found, ALONE)
 
 
 def test_a_run_must_say_that_it_ran_as_asked(tmp_path: Path) -> None:
     layout = cases.Layout(name="x", nano=2, says="staggered")
     for output, expected in (("run staggered", None), ("run whole", "x: must say 'staggered'")):
-        run = layouts.Run(layout=layout, code=0, seconds=3.0, output=output)
-        assert layouts.failure(run) == expected
+        assert layouts.failure(layout, Life(0, 3.0, output)) == expected
     (tmp_path / "jobs.json").write_text(json.dumps({"run": {"tensorboard": False}, "jobs": []}))
     cases.write_nano_jobs(tmp_path, [layout])
     written = json.loads((tmp_path / cases.jobs_file(layout)).read_text())
@@ -78,8 +80,7 @@ def test_how_a_run_may_end(
     refusal: str, code: int | None, output: str, expected: str | None
 ) -> None:
     layout = cases.Layout(name="x", refusal=refusal)
-    run = layouts.Run(layout=layout, code=code, seconds=3.0, output=output)
-    sentence = layouts.failure(run)
+    sentence = layouts.failure(layout, Life(code, 3.0, output))
     assert sentence is None if expected is None else expected in sentence
 
 
@@ -101,18 +102,16 @@ def test_layouts_that_do_not_fit_are_left_out() -> None:
     assert len({layout.folder for layout in cases.LAYOUTS}) == len(cases.LAYOUTS)
 
 
-def test_no_gpu_has_two_runs_at_once() -> None:
-    devices, held, most = layouts.Devices(3), [0, 0, 0], []
+def test_a_gpu_has_as_many_runs_at_once_as_may_share_it() -> None:
+    devices, held, most = layouts.Devices(3), Counter[int](), []
 
     def run(count: int) -> None:
         with devices.take(count) as taken:
             assert len(taken) == count
-            for device in taken:
-                held[device] += 1
-            most.append(max(held))
+            held.update(taken)
+            most.append(max(held.values()))
             time.sleep(0.01)
-            for device in taken:
-                held[device] -= 1
+            held.subtract(taken)
 
     threads = [threading.Thread(target=run, args=(count,)) for count in (3, 2, 1, 1, 2, 3)]
     for thread in threads:
@@ -120,14 +119,7 @@ def test_no_gpu_has_two_runs_at_once() -> None:
     for thread in threads:
         thread.join(timeout=HANG_S)
     assert most == [1] * 6
-
-
-def test_runs_that_share_gpus_have_different_ones_each() -> None:
-    devices = layouts.Devices(2, share=2)
-    with devices.take(2) as first, devices.take(1) as second, devices.take(1) as third:
+    shared = layouts.Devices(2, share=2)
+    with shared.take(2) as first, shared.take(1) as second, shared.take(1) as third:
         assert first == (0, 1)
         assert {*second, *third} == {0, 1}
-
-
-def test_what_the_command_starts_is_there() -> None:
-    assert cases.WORKER.is_file()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,18 +10,13 @@ from typing import Any
 
 import pytest
 
-from scripts import datasheet_profiles
-from scripts.bench import plot
 from scripts.bench.harness.rows import append_rows
 from scripts.bench.planner import __main__ as script
-from scripts.bench.planner import cases, results, rounds, under_megatron
-from tlora_megatron.cli.profile import profile_json
+from scripts.bench.planner import cases, results
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.hardware import Link, load_profile
-from tlora_megatron.profiling.synthetic_run import data_lengths
+from tlora_megatron.planner.hardware import load_profile
 
-DATA_SHEETS = ("a100-80g", "l40s", "b200", "gb200")
 _PACKED = 15_000
 """Sequences, about, of the rounds that stand for all."""
 _COLUMNS = (
@@ -53,7 +47,7 @@ def test_the_planner_knows_the_mean_round_of_every_case(repo: Path) -> None:
     for case in distinct:
         load = CostModel(case.spec, case.jobs, rates).round_load(case.plan)
         count = min(max(int(_PACKED / sum(load.job_sequences)), 200), 800)
-        packed = rounds.packed_rounds(case, count)
+        packed = cases.packed_rounds(case, count)
         tokens, padded = (statistics.fmean(values) for values in zip(*packed, strict=True))
         errors[case.plan.num_gpus, case.name] = (
             load.tokens / tokens - 1,
@@ -79,22 +73,15 @@ def test_a_case_with_an_fp8_base_is_predicted_to_be_faster_and_smaller(repo: Pat
 
 def test_the_rounds_timed_are_like_the_mean_one() -> None:
     case = cases.parse_case("8b/32 tp1 pp1 none 2j 4096t", 2)
-    packed = rounds.packed_rounds(case, 256)
+    packed = cases.packed_rounds(case, 256)
     mean = statistics.fmean(r.tokens for r in packed)
-    first = rounds.typical_window(packed[:72], 8, 2)
+    first = cases.typical_window(packed[:72], 8, 2)
     assert 2 <= first <= 64
     window = statistics.fmean(r.tokens for r in packed[first : first + 8])
     worst = max(
         abs(statistics.fmean(r.tokens for r in packed[b : b + 8]) / mean - 1) for b in range(2, 64)
     )
     assert abs(window / mean - 1) < 0.05 < 0.15 < worst
-
-
-def test_a_window_is_compared_in_tokens_and_padded_rows() -> None:
-    pairs = [(9, 20), (1, 1), (5, 9), (5, 10), (5, 10), (5, 10)]
-    packed = [rounds.PackedRound(*pair) for pair in pairs]
-    assert rounds.typical_window(packed, 2, 0) == 3
-    assert rounds.typical_window(packed, 2, 4) == 4
 
 
 def test_rows_read_back_with_the_columns_they_should_have(tmp_path: Path, repo: Path) -> None:
@@ -110,11 +97,7 @@ def test_rows_read_back_with_the_columns_they_should_have(tmp_path: Path, repo: 
     again = script.repredicted(row, load_profile(repo / "configs/hardware/h200.json"))
     assert again.predicted_s != 9.0
     assert again.predicted_bytes > 2**34
-    measured = {
-        "predicted_s": 9.0,
-        "predicted_bytes": 1,
-        "predicted_round_tokens": 1,
-    }
+    measured = {"predicted_s": 9.0, "predicted_bytes": 1, "predicted_round_tokens": 1}
     assert replace(again, **measured) == row
 
 
@@ -122,40 +105,16 @@ def test_cases_are_told_as_they_are_asked_for() -> None:
     texts = ("70b/80 tp1 pp2x20 cp2 none 8j 4096t m4", "8b/32 tp2 pp1 full 4j 8192t")
     for text in texts:
         case = cases.parse_case(text, 8)
-        measured = results.Measured(gpu="g", versions="", seconds=1.0, tokens=8.0, peak_bytes=1)
         prediction: Any = (
             SimpleNamespace(step_time_s=1.0, load=SimpleNamespace(tokens=9.0)),
             SimpleNamespace(allocated_bytes=3.0),
         )
-        row = results.Row.of(case, prediction, measured, commit="c")
+        row = results.Row.of(case, prediction, (1.0, 8.0, 1), commit="c")
         assert row.case == text
     assert row.layout == "TP2 PP1 DP4"
     for text in ("8b/32 tp1 pp2x2 none 8j 4096t", "8b/32 tp1 pp2x3 none 8j 4096t m2"):
         with pytest.raises(ValueError, match="must fit its model"):
             cases.parse_case(text, 2)
-
-
-def test_a_case_under_megatron_lm_runs_the_script_that_the_planner_writes(
-    tmp_path: Path, repo: Path
-) -> None:
-    h200 = load_profile(repo / "configs/hardware/h200.json")
-    case = cases.parse_case("8b/32 tp1 pp2x4 cp2 selective 3j 8192t m4", 8)
-    script = under_megatron.write_case(case, cases.predict(case, h200), h200, tmp_path)
-    place = under_megatron.Place(checkout=Path("/checkout"), work=tmp_path, on_cpu=False)
-    words = under_megatron.command_of(script, case, place, iterations=7)
-    for flag, value in (
-        ("--nproc-per-node", "8"),
-        ("--num-layers-per-virtual-pipeline-stage", "4"),
-        ("--context-parallel-size", "2"),
-        ("--global-batch-size", "8"),
-        ("--seq-length", "8192"),
-        ("--train-iters", "7"),
-    ):
-        assert words[words.index(flag) + 1] == value
-    assert "/checkout/pretrain_gpt.py" in words
-    assert not {"--load", "--exit-on-missing-checkpoint", "$CHECKPOINT"} & set(words)
-    texts = [json.loads(line)["text"] for line in (tmp_path / "job1.jsonl").open()]
-    assert [len(text) for text in texts] == data_lengths(case.jobs[1])
 
 
 def test_the_report_says_errors_and_what_the_choice_is_worth() -> None:
@@ -173,43 +132,3 @@ def test_the_report_says_errors_and_what_the_choice_is_worth() -> None:
     assert "peak memory: +10.0% to +10.0%" in lines
     assert lines[-1].endswith("chosen TP1 PP1 DP2 1,000 tokens/s, 80.0% of the best measured, "
                               "TP2 PP1 DP1")  # fmt: skip
-
-
-def test_data_sheet_profiles_are_what_is_made_of_measured_ones(repo: Path, tmp_path: Path) -> None:
-    folder = repo / "configs/hardware"
-    base = load_profile(folder / "h200.json")
-    for made in datasheet_profiles.all_profiles(base, folder):
-        path = tmp_path / f"{made.name}.json"
-        path.write_text(profile_json(made))  # rounds
-        shipped = load_profile(folder / f"{made.name}.json")
-        assert load_profile(path) == shipped
-        assert shipped.source == "datasheet"
-    made_of = {path.stem for path in tmp_path.iterdir()}
-    assert made_of == {*DATA_SHEETS, "h100-infiniband", "h200-infiniband"}
-
-
-def test_a_network_is_all_that_is_not_measured_of_a_measured_machine(repo: Path) -> None:
-    folder = repo / "configs/hardware"
-    alone, joined = (load_profile(folder / f"h200{n}.json") for n in ("", "-infiniband"))
-    assert joined.collectives == alone.collectives
-    assert joined.intra_node == alone.intra_node
-    assert joined.inter_node == Link(bytes_per_s=4e10, latency_s=3e-5)
-    assert joined.nics_per_node == 8
-    assert "all but the network is that of h200.json" in joined.notes
-
-
-def test_a_profile_of_one_gpu_gets_another_machines_links(repo: Path) -> None:
-    base = load_profile(repo / "configs/hardware/h200.json")
-    notes = "adapters fit; one process: the link is a guess"
-    alone = replace(base, name="h100", notes=notes, gpus_per_node=1, collectives=(), stretch=1.0)
-    found = datasheet_profiles.with_links(alone, base)
-    assert found.notes == (
-        "adapters fit; links and collectives are those of h200.json, not measured here"
-    )
-    assert found == replace(base, name="h100", notes=found.notes)
-
-
-def test_the_plot_is_a_picture(repo: Path, tmp_path: Path) -> None:
-    rows, picture = repo / "scripts/bench/results/plan_vs_measured.csv", tmp_path / "plan.png"
-    assert plot.main(["planner", "--csv", str(rows), "--out", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.harness import turn
 from scripts.bench.harness.rows import append_rows
 from scripts.bench.smoke import __main__ as smoke
 from scripts.bench.smoke import parts
@@ -83,7 +82,7 @@ def test_a_row_that_is_not_there_once_is_named(tmp_path: Path, count: int) -> No
 WRITES = """
 import sys, time
 from pathlib import Path
-from scripts.bench.harness.turn import wait_for_turn
+from scripts.bench.harness.processes import wait_for_turn
 folder = Path({folder!r})
 (folder / "{name} began").touch()
 wait_for_turn()
@@ -135,12 +134,6 @@ def test_a_part_that_hangs_is_ended(folder: Path) -> None:
     ((_, ended, _),) = run_parts([script(folder, "only", hangs)], folder, "abc", 3.0)
     assert ended.failure.startswith("took over 3 s: ")
     assert (folder / "ended what it had started").exists()
-
-
-def test_without_a_turn_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(turn.TURN, raising=False)
-    monkeypatch.setattr(turn.time, "sleep", lambda _: pytest.fail("it waits"))
-    turn.wait_for_turn()
 
 
 def test_a_failed_part_fails_the_run_and_the_others_are_measured(

@@ -22,74 +22,53 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.door_cases import fused, pretending, requests, streams
-from scripts.bench.door_cases.notes import Notes
-from scripts.bench.door_cases.serving import QUICKSTART
+from scripts.bench.doors import fused
+from scripts.bench.doors.requests import measure_requests, measure_streams
+from scripts.bench.doors.serving import BASE, QUICKSTART
+from scripts.bench.doors.tenants import Plan
 from scripts.bench.harness.arguments import REPO, bench_parser
-from scripts.bench.harness.rows import gpu_name
+from scripts.bench.harness.rows import Figures, gpu_name
 
-Case = Callable[[Notes, Path, Any], None]
-
-
-def _requests(notes: Notes, folder: Path, args: Any) -> None:
-    requests.measure(notes, folder, seconds=args.seconds)
+Case = Callable[[Figures, Path, Any], None]
 
 
-def _streams(notes: Notes, folder: Path, args: Any) -> None:
-    streams.measure(notes, folder, listeners=args.listeners)
+def _plan(args: Any, sequences: int, length: int, steps: int = 0) -> Plan:
+    return Plan(base=BASE, think_s=args.think, sequences=sequences, length=length, steps=steps)
 
 
-def _tenants(notes: Notes, folder: Path, args: Any) -> None:
-    pretending.measure(
-        notes, folder, count=args.tenants or 200, steps=args.steps, think_s=args.think
-    )
+def _tenants(notes: Figures, folder: Path, args: Any) -> None:
+    plan = _plan(args, 4, 64, args.steps)
+    fused.measure_pretended(notes, folder, plan, count=args.tenants or 200)
 
 
-def _cpu(notes: Notes, folder: Path, args: Any) -> None:
-    load = fused.Load(
-        name="quickstart",
-        base=QUICKSTART,
-        gpus=0,
-        count=args.tenants or 16,
-        alone=args.alone,
-        together_s=args.together,
-        alone_s=args.each,
-        think_s=args.think,
-        sequences=4,
-        length=32,
-    )
-    fused.measure(notes, folder, load)
+def _fused(args: Any, **more: Any) -> fused.Load:
+    times = {"together_s": args.together, "alone_s": args.each}
+    return fused.Load(count=args.tenants or 16, alone=args.alone, **times, **more)
 
 
-def _gpu(notes: Notes, folder: Path, args: Any) -> None:
-    from scripts.bench.around_training.base import shapes, warm_page_cache, write_base
+def _cpu(notes: Figures, folder: Path, args: Any) -> None:
+    plan = _plan(args, 4, 32)
+    load = _fused(args, name="quickstart", base=QUICKSTART, gpus=0, plan=plan)
+    fused.measure_fused(notes, folder, load)
+
+
+def _gpu(notes: Figures, folder: Path, args: Any) -> None:
+    from scripts.bench.around_training.base import base_in
     from tlora_megatron.ops.kernel_build import build, built_library
 
     base = args.base or folder / "base"
-    write_base(shapes()[args.size], base)
-    warm_page_cache(base)
+    base_in(base, args.size, "bfloat16")
     build(built_library())  # once a machine, which is not what is timed here
     notes.gpu = gpu_name()
-    load = fused.Load(
-        name=args.size,
-        base=base,
-        gpus=1,
-        count=args.tenants or 16,
-        alone=args.alone,
-        together_s=args.together,
-        alone_s=args.each,
-        think_s=args.think,
-        hardware=args.hardware,
-        must=5.0 if args.size == "8b" else None,
-        sequences=args.sequences,
-        length=args.length,
-    )
-    fused.measure(notes, folder, load)
+    must = 5.0 if args.size == "8b" else None
+    plan = _plan(args, args.sequences, args.length)
+    about = {"name": args.size, "base": base, "hardware": args.hardware}
+    fused.measure_fused(notes, folder, _fused(args, **about, gpus=1, must=must, plan=plan))
 
 
 CASES: Mapping[str, tuple[str, Case]] = {
-    "requests": ("none", _requests),
-    "streams": ("none", _streams),
+    "requests": ("none", lambda n, folder, args: measure_requests(n, folder, seconds=args.seconds)),
+    "streams": ("none", lambda n, f, args: measure_streams(n, f, listeners=args.listeners)),
     "tenants": ("none", _tenants),
     "cpu": ("local", _cpu),
     "gpu": ("local", _gpu),
@@ -98,7 +77,6 @@ CASES: Mapping[str, tuple[str, Case]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures; returns the exit code."""
     parser = bench_parser(__doc__)
     parser.add_argument("cases", nargs="+", choices=list(CASES))
     parser.add_argument("--seconds", type=float, default=20.0, help="of requests")
@@ -121,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=args.scratch, ignore_cleanup_errors=True) as folder:
         for case in args.cases:
             engine, measure = CASES[case]
-            notes = Notes(csv=args.csv, commit=args.commit, engine=engine)
+            notes = Figures(csv=args.csv, commit=args.commit, engine=engine)
             measure(notes, Path(folder).resolve(), args)
             missed += notes.missed
     for case in missed:

@@ -1,4 +1,8 @@
-"""Real tenants of the `tinker` SDK on `tlora serve`: together, and each alone in turn."""
+"""Tenants of the `tinker` SDK on one super-model: a real one, or one that only pretends.
+
+Of the one that pretends, all requests that wait are taken at once, as a round of the real loop
+does, and answered after the time that such a round would take: it shows what the API costs.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +12,115 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
+import numpy as np
 import psutil
 
-from scripts.bench.door_cases import tenants
-from scripts.bench.door_cases.notes import Notes
-from scripts.bench.door_cases.serving import BASE, Served
+from scripts.bench.doors import tenants
+from scripts.bench.doors.serving import BASE, Served, serving
+from scripts.bench.harness.rows import Figures
+from tests.helpers.played_models import set_state
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.store import OVER, Store, open_store
+from tlora_megatron.service.request_log import RequestLog
+from tlora_megatron.service.store import OVER, JobState, Store, open_store
+from tlora_megatron.training.driven_requests import Answer, Request
+
+ROUND_S = 0.02
+TOKENS_PER_S = 100_000.0
+"""A round takes `ROUND_S`, and its tokens at this speed."""
+_LOOK_S = 0.005
+
+
+class PretendedGang:
+    """Takes the next request of every job at once, and answers without a model."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._logs: dict[str, tuple[RequestLog, int]] = {}
+        self.rounds = 0
+        self.widest = 0
+        """Most jobs in one round."""
+
+    def play(self, ended: threading.Event) -> None:
+        while not ended.wait(_LOOK_S):
+            taken = self._take()
+            if taken:
+                self._round(taken)
+
+    def _take(self) -> dict[str, Request]:
+        store, found = self._served.store, {}
+        for job in store.jobs.page(states=[JobState.VALIDATING], limit=1000):
+            set_state(store, job.id, JobState.RUNNING)
+            self._logs[job.id] = (RequestLog(self._served.home.job(job.id)), 1)
+        for job_id, (log, number) in self._logs.items():
+            if log.state(number) == "waiting":
+                found[job_id] = log.read_request(number)
+        return found
+
+    def _round(self, taken: dict[str, Request]) -> None:
+        rows = [request.arrays["targets"] for request in taken.values() if request.has_sequences]
+        time.sleep(ROUND_S + sum(map(len, rows)) / TOKENS_PER_S)
+        for job, request in taken.items():
+            log, number = self._logs[job]
+            log.write_answer(number, _answer(request))
+            self._logs[job] = (log, number + 1)
+        self.rounds += 1
+        self.widest = max(self.widest, len(taken))
+
+
+def _answer(request: Request) -> Answer:
+    if request.has_sequences:
+        logprobs = np.full(len(request.arrays["targets"]), -1.0, np.float32)
+        return Answer(logprobs=logprobs, metrics={"loss:sum": float(len(logprobs))})
+    return Answer(metrics={"grad_norm": 1.0}, values={"step": 1})
+
+
+@contextmanager
+def pretending(served: Served) -> Iterator[PretendedGang]:
+    gang, ended = PretendedGang(served), threading.Event()
+    thread = threading.Thread(target=gang.play, args=(ended,), daemon=True)
+    thread.start()
+    try:
+        yield gang
+    finally:
+        ended.set()
+        thread.join()
+
+
+def measure_pretended(notes: Figures, folder: Path, plan: tenants.Plan, *, count: int) -> None:
+    """Notes steps a second, and how long one takes beyond its two rounds."""
+    with (
+        serving(folder / "pretending") as served,
+        notes.load("tenants: "),
+        pretending(served) as gang,
+    ):
+        tokens = tuple(served.tokens(count))
+        cpu_s = served.cpu_s
+        done = tenants.run(replace(plan, address=served.address, tokens=tokens))
+        cpu_s = served.cpu_s - cpu_s
+    what = f"{count} tenants of tinker on a gang that pretends, {plan.think_s:g} s to think"
+    took_s = max(step.begin_s + step.took_s for step in done) - done[0].begin_s
+    notes.row(f"{what}: steps", len(done) / took_s, "1/s")
+    notes.row(f"{what}: jobs in the widest round", gang.widest, "jobs")
+    notes.row(f"{what}: CPU of the server for a step", 1e3 * cpu_s / len(done), "ms")
+    least_s = 2 * ROUND_S + plan.sequences * plan.length / TOKENS_PER_S
+    notes.spread(f"{what}: step beyond two rounds", [step.took_s - least_s for step in done])
+
 
 _PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """The tenants' work, and for how long they do it."""
+    """Tenants on a service, and for how long they work."""
 
     name: str
     """Name of the base, for the rows."""
@@ -40,18 +132,16 @@ class Load:
     """Tenants that are measured alone; the ranks go round, so four stand for all."""
     together_s: float
     alone_s: float
-    think_s: float
-    sequences: int
-    length: int
+    plan: tenants.Plan
     hardware: str | None = None
     """Profile for the planner; None: that of the machine."""
     must: float | None = None
     """Least throughput together over that of one alone."""
 
 
-def measure(notes: Notes, folder: Path, load: Load) -> None:
+def measure_fused(notes: Figures, folder: Path, load: Load) -> None:
     """Notes both throughputs and their ratio."""
-    with serving_live(folder / "fused", load) as (served, process), notes.load(load.name):
+    with serving_live(folder / "fused", load) as (served, process), notes.load(f"{load.name}: "):
         tokens = served.tokens(load.count)
         together = _train(served, load, tokens, 0, load.together_s)
         _clear(served.store)
@@ -67,26 +157,17 @@ def _train(
     served: Served, load: Load, tokens: Sequence[str], first: int, seconds: float
 ) -> list[tenants.Step]:
     """The steps of some tenants within a time that begins when all have made their first."""
-    plan = tenants.Plan(
-        address=served.address,
-        base=BASE,
-        tokens=tuple(tokens),
-        first=first,
-        seconds=seconds,
-        think_s=load.think_s,
-        sequences=load.sequences,
-        length=load.length,
-    )
+    about = {"address": served.address, "tokens": tuple(tokens), "first": first}
+    plan = replace(load.plan, seconds=seconds, **about)
     return tenants.run(plan, processes=1 if len(tokens) == 1 else 2)
 
 
 def _tell(
-    notes: Notes, load: Load, together: list[tenants.Step], lonely: list[list[tenants.Step]]
+    notes: Figures, load: Load, together: list[tenants.Step], lonely: list[list[tenants.Step]]
 ) -> None:
-    size = f"{load.sequences} x {load.length} tokens"
-    what = (
-        f"{load.name}: {load.count} tenants of tinker, {size} a step, {load.think_s:g} s to think"
-    )
+    plan = load.plan
+    size = f"{plan.sequences} x {plan.length} tokens a step, {plan.think_s:g} s to think"
+    what = f"{load.name}: {load.count} tenants of tinker, {size}"
     fused = throughput(together)
     alone = statistics.mean(map(throughput, lonely))
     notes.row(f"{what}: together", fused, "tokens/s")
@@ -94,12 +175,8 @@ def _tell(
     notes.row(f"{what}: together over alone in turn", fused / alone, "", least=load.must)
     notes.spread(f"{what}: step together", [step.took_s for step in together])
     notes.spread(f"{what}: step alone", [step.took_s for own in lonely for step in own])
-    least = min(_count(together, tenant) for tenant in {step.tenant for step in together})
+    least = min(Counter(step.tenant for step in together).values())
     notes.row(f"{what}: fewest steps of a tenant", least, "steps")
-
-
-def _count(steps: Sequence[tenants.Step], tenant: int) -> int:
-    return sum(step.tenant == tenant for step in steps)
 
 
 def throughput(steps: Sequence[tenants.Step]) -> float:
@@ -124,9 +201,8 @@ def serving_live(root: Path, load: Load) -> Iterator[tuple[Served, subprocess.Po
     command += ["--hardware", load.hardware] if load.hardware else []
     log = root / "serve.log"
     with log.open("wb") as out, open_store(home.store) as store:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=_environment()
-        )
+        env = os.environ | {"PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
         try:
             address = f"http://127.0.0.1:{port}"
             _wait_for(address, process, log)
@@ -143,10 +219,6 @@ def serving_live(root: Path, load: Load) -> Iterator[tuple[Served, subprocess.Po
             except subprocess.TimeoutExpired:
                 process.kill()
             shutil.rmtree(root, ignore_errors=True)
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 
 def _wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:

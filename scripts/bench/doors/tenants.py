@@ -1,6 +1,6 @@
 """Tenants of the unmodified `tinker` SDK: each trains its own adapter, and thinks between steps.
 
-python -m scripts.bench.door_cases.tenants < plan.json > steps.json     # a process of clients
+python -m scripts.bench.doors.tenants < plan.json > steps.json     # a process of clients
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _PROCESSES = 2
 class Plan:
     """The work of the tenants of one process."""
 
-    address: str
+    address: str = ""
     base: str
-    tokens: tuple[str, ...]
+    tokens: tuple[str, ...] = ()
     """Tokens of the API, one a tenant."""
-    first: int
+    first: int = 0
     """Number of the first tenant, which chooses its rank and its data."""
     steps: int = 0
     """0: as many as fit into `seconds`."""
@@ -91,8 +91,6 @@ def _start(command: Sequence[str], environment: dict[str, str], part: str) -> An
 
 
 class Tenant:
-    """One client with its adapter."""
-
     def __init__(self, plan: Plan, place: int) -> None:
         self._plan = plan
         self._number = plan.first + place

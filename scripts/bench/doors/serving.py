@@ -1,6 +1,6 @@
 """A service over HTTP in a process of its own, with tenants and their tokens.
 
-python -m scripts.bench.door_cases.serving FOLDER BASE_FOLDER      # prints its port
+python -m scripts.bench.doors.serving FOLDER BASE_FOLDER      # prints its port
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ QUICKSTART = Path(__file__).resolve().parents[3] / "configs/quickstart/base"
 
 
 class Served(NamedTuple):
-    """A service that answers."""
-
     home: Home
     store: Store
     address: str
@@ -33,12 +31,10 @@ class Served(NamedTuple):
 
     @property
     def cpu_s(self) -> float:
-        """CPU time that its process has taken."""
         taken = self.process.cpu_times()
         return float(taken.user + taken.system)
 
     def tokens(self, count: int) -> list[str]:
-        """Tokens of as many tenants."""
         return [self.store.tokens.make(f"tenant-{number}").secret for number in range(count)]
 
 
@@ -61,7 +57,6 @@ def serving(root: Path, base: Path = QUICKSTART) -> Iterator[Served]:
 
 
 def main() -> None:
-    """Serves until it is ended."""
     from tlora_megatron.service.api.server import make_app, make_server, prepare_process
     from tlora_megatron.service.api.service import Service
     from tlora_megatron.service.front import Place, listen

@@ -1,1 +1,0 @@
-"""Cases of `scripts.bench.doors`, each a module."""

@@ -1,1 +1,0 @@
-"""Replays traces under every scheduling policy."""
