@@ -26,12 +26,9 @@ M = TypeVar("M", bound=Message)
 
 
 class LineReader:
-    """Reads the whole lines that were added to a file since the last call.
+    """Reads the whole lines that were added to a file since the last call, from an offset on.
 
     The file may be missing at first. It is opened anew each time, as network file systems want it.
-
-    Args:
-        offset: where a line begins; those before it are not read.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -71,12 +68,7 @@ class AppendLog(Generic[M]):
     """An append-only file of numbered messages, which only its owner may read.
 
     One process at a time may append. The file is closed behind every message, so that a network
-    file system shows it to other hosts at once.
-
-    Args:
-        path: may be missing at first.
-        kind: class of the messages.
-        number: the field that numbers them, growing from 1.
+    file system shows it to other hosts at once. `number` is the field that numbers them, from 1.
     """
 
     def __init__(self, path: Path, kind: type[M], number: str) -> None:
@@ -90,13 +82,9 @@ class AppendLog(Generic[M]):
         """Number of the last message in the file, once this process has appended one."""
 
     def append(self, message: M, *, durable: bool) -> None:
-        """Appends a message, unless it or a later one is there already.
+        """Appends a message, unless it or a later one is there;
 
-        Args:
-            durable: return when it is on the disk.
-
-        Raises:
-            OSError: if the disk refuses; then nothing was appended.
+        `durable`: it is on the disk then.
         """
         if self._written is None:
             _cut_torn_end(self.path)
@@ -200,12 +188,8 @@ def _last_line(path: Path) -> str | None:
 def _offset_behind(path: Path, is_read: Callable[[str], bool]) -> int:
     """Where a reader goes on that has read the first lines of a file: of any length, in a moment.
 
-    Args:
-        is_read: true of the first lines, up to any one of them.
-
-    Returns:
-        The beginning of a line before which all are read; of unread ones it is the first but for
-        a few thousand bytes.
+    `is_read` is true of the first lines. All before the line of the result are read; of unread ones
+    it is the first but for a few thousand bytes.
     """
     try:
         with path.open("rb") as file:

@@ -3,7 +3,7 @@
 | wire | who writes | who reads | is left when both have died | carries |
 |---|---|---|---|---|
 | `append_log.AppendLog` | one process | any number | yes | a gang's commands, its events |
-| `RequestFolder` | any number ask | one answers | yes | what clients ask of driven jobs |
+| `RequestFolder` | any number ask | one answers | yes | what is asked of driven jobs and runs |
 | `LinePipe` | a process and its child | both | no | orders to processes of the service |
 
 A message is one JSON object on one line, and `RequestFolder` takes any bytes. Nothing here needs
@@ -43,11 +43,7 @@ class Message:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: if it is something else.
-        """
+        """Reads what `to_json` wrote; raises `ValueError` if it is something else."""
         try:
             return cls(**json.loads(line))
         except (TypeError, ValueError) as error:
@@ -59,21 +55,22 @@ class Message:
 class RequestFolder:
     """Requests as files of one folder, and answers of the same names as files of another one.
 
-    Each is written whole or not at all. Neither side holds any state: whatever dies, the other one
-    goes on from the files.
-
-    Args:
-        requests, answers: made when something is written there.
-        suffix: of all files' names.
-        durable: what is written outlives a fall of the machine.
+    Each is written whole or not at all, and outlives a fall of the machine if `durable`. Neither
+    side holds any state: whatever dies, the other one goes on from the files.
     """
 
     def __init__(
-        self, requests: Path, answers: Path, *, suffix: str = "", durable: bool = True
+        self,
+        requests: Path,
+        answers: Path,
+        *,
+        suffix: str = "",
+        durable: bool = True,
+        mode: int = 0o600,
     ) -> None:
         self.requests, self.answers = requests, answers
         self._suffix = suffix
-        self._durable = durable
+        self._durable, self._mode = durable, mode
 
     def request(self, name: str) -> Path:
         """The file of a request."""
@@ -84,15 +81,11 @@ class RequestFolder:
         return self.answers / f"{name}{self._suffix}"
 
     def ask(self, name: str, content: bytes) -> bool:
-        """Leaves a request; False if there is one of this name, which counts.
-
-        Raises:
-            OSError: if the disk refuses.
-        """
+        """Leaves a request; False if there is one of this name, which counts."""
         path = self.request(name)
         aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomic(aside, content, durable=self._durable)
+        write_atomic(aside, content, durable=self._durable, mode=self._mode)
         try:
             os.link(aside, path)
         except FileExistsError:
@@ -104,14 +97,10 @@ class RequestFolder:
         return True
 
     def answer(self, name: str, content: bytes) -> None:
-        """Answers a request; a second answer takes the first one's place.
-
-        Raises:
-            OSError: if the disk refuses.
-        """
+        """Answers a request; a second answer takes the first one's place."""
         path = self.result(name)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomic(path, content, durable=self._durable)
+        write_atomic(path, content, durable=self._durable, mode=self._mode)
 
     def asked(self) -> list[str]:
         """Names of the requests that are there, in order."""
@@ -154,9 +143,7 @@ class RequestFolder:
 class LinePipe:
     """Lines of JSON both ways between a process and its child; nothing waits but `wait`.
 
-    Args:
-        reading: descriptor, owned by it from now on; None = it is only written to.
-        writing: the same for the other way.
+    It owns both descriptors; without one to read from it is only written to.
     """
 
     def __init__(self, reading: int | None, writing: int) -> None:

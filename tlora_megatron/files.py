@@ -1,9 +1,6 @@
 """Files that are written whole or not at all, JSON in files, and where the project's own files lie.
 
-Nothing here needs more than the standard library, so every part of the package may use it.
-
-
-The kernel walks one name at a time, relative to the folder opened before, so that nobody can put a
+`UserFiles` walks one name at a time, relative to the folder opened before, so that nobody can put a
 link in the way between a check and its use.
 """
 
@@ -78,21 +75,12 @@ def write_atomic(
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a file, of mode 0600, by a value in JSON.
-
-    Raises:
-        OSError: if the disk refuses.
-        ValueError: if the value holds NaN or an infinity, which JSON does not know.
-    """
+    """Replaces a file, of mode 0600, by a value in JSON, which knows no NaN or infinity."""
     write_atomic(path, json.dumps(value, allow_nan=False, separators=(",", ":")))
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file; None if there is no file.
-
-    Raises:
-        ValueError: naming the file, if it holds something else.
-    """
+    """The value in a JSON file; None if there is no file, a `ValueError` names it if damaged."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -102,17 +90,21 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no file.
-
-    Raises:
-        ValueError: naming the file, if it holds anything else.
-    """
+    """The object in a JSON file; None if there is no file, a `ValueError` names it if damaged."""
     try:
         return dict(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} must hold a JSON object, got {error}") from error
+
+
+def modified_s(path: Path, missing: float = 0.0) -> float:
+    """When a file was written last, or a folder last got or lost one; `missing` if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return missing
 
 
 def flush(path: Path) -> None:
@@ -127,13 +119,11 @@ def flush(path: Path) -> None:
 def shipped_folder(checkout: str, packaged: str, marker: str) -> Path:
     """Returns the folder that holds `marker`: the checkout's, or else the installed package's.
 
-    A file of ours is asked for rather than the folder alone: another wheel may have left a folder
-    of that name in site-packages, beside this package.
+    Another wheel may have left a folder of that name in site-packages, so a file of ours is asked
+    for.
 
     Args:
-        checkout: the folder below the repository's root.
         packaged: the folder below the package, into which setup.py copies it (`BuildWithData`).
-        marker: a file that this project always has there.
     """
     folder = _PACKAGE.parent / checkout
     return folder if (folder / marker).is_file() else _PACKAGE / packaged
@@ -152,15 +142,7 @@ class UserFiles:
     whatever its own user may read, links included, as `tlora train` does."""
 
     def open_file(self, path: str | Path, what: str) -> BinaryIO:
-        """Opens a regular file for reading.
-
-        Args:
-            path: absolute.
-            what: the field that names it, for the error.
-
-        Raises:
-            ValueError: naming the field and the path, if it may not or cannot be read.
-        """
+        """Opens a regular file for reading; a `ValueError` names the field `what`."""
         try:
             handle = self._open(path, what, _FILE)
         except OSError as error:
@@ -172,11 +154,7 @@ class UserFiles:
 
     @contextmanager
     def open_folder(self, path: str | Path, what: str) -> Iterator[int]:
-        """Opens a folder; yields a descriptor for `dir_fd`, closed afterwards.
-
-        Raises:
-            ValueError: as `open_file` does.
-        """
+        """Opens a folder as `open_file` does; yields a descriptor for `dir_fd`."""
         try:
             handle = self._open(path, what, _FOLDER)
         except OSError as error:

@@ -36,12 +36,7 @@ seconds of `boot_clock_s`."""
 
 
 class Timeline:
-    """The seconds of a process by phase, from `begin_s` on.
-
-    Args:
-        begin_s: when the first phase began, on this host's boot clock.
-        first: what the time until the first `settle` belongs to.
-    """
+    """The seconds of a process by phase, from `begin_s`; those until `settle` belong to `first`."""
 
     def __init__(self, begin_s: float, first: str = "imports") -> None:
         self.begin_s = begin_s
@@ -116,11 +111,7 @@ def process_timeline() -> Timeline:
 
 
 def begin_run() -> None:
-    """Says that a run begins here; what came before it in this process were its imports.
-
-    A further run of the process has a timeline of its own, and so has one that a person starts at a
-    prompt, where hours may have passed.
-    """
+    """Says that a run begins here, with a timeline of its own; imports came before it."""
     global _process, _has_begun_run
     if _has_begun_run or hasattr(sys, "ps1"):
         _process = Timeline(boot_clock_s(), "rest")
@@ -136,11 +127,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def time_line(run: Mapping[str, Any]) -> str:
-    """Returns a run's times as one line of text, empty if it has none.
-
-    Args:
-        run: `run` of `OUT/summary.json`.
-    """
+    """Returns the times in `run` of a summary as one line of text, empty if it has none."""
     times = run.get("time_s")
     if not times:
         return ""

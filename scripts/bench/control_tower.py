@@ -29,9 +29,8 @@ from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import search
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.scheduler.cluster import ClusterState, FreeGpus
-from tlora_megatron.scheduler.formation import Parts, formed
-from tlora_megatron.scheduler.policy import Changes, Rules
+from tlora_megatron.scheduler.fleet import Parts, formed
+from tlora_megatron.scheduler.policy import Changes, ClusterState, FreeGpus, Rules
 from tlora_megatron.scheduler.queue import Waiting, WaitingQueue
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
 from tlora_megatron.sim.cluster import load_cluster

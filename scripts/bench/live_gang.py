@@ -28,6 +28,7 @@ from scripts.bench.harness.processes import wait_for_turn
 from scripts.bench.harness.rows import Figures, gpu_name
 from tests.helpers.gang_driver import DrivenJob, GangDriver, quickstart_base
 from tlora_megatron.ops.kernel_build import build, built_library
+from tlora_megatron.service.engines.local import COMMAND as WORKER_COMMAND
 from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.service.messages import GangFolder
 

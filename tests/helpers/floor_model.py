@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.scheduler.cluster import ClusterShape
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.policy import RegroupCost, Rules
+from tlora_megatron.scheduler.policy import ClusterShape, RegroupCost, Rules
 from tlora_megatron.scheduler.queue import Job
 from tlora_megatron.scheduler.registry import make_policy
 from tlora_megatron.sim.simulator import Outcome, Simulator

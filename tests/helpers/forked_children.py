@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from tlora_megatron.service import supervisor
-from tlora_megatron.service.engines.preforked import COMMAND as WORKER
+from tlora_megatron.service.engines.local import COMMAND as WORKER
 from tlora_megatron.service.prepare import worker as prepare
 from tlora_megatron.service.prepare.pool import COMMAND as PREPARE
 from tlora_megatron.service.worker import preforked

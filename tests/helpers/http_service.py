@@ -17,9 +17,9 @@ from fastapi.testclient import TestClient
 from tests.helpers.launch import HANG_S
 from tlora_megatron.service.api.server import make_app, make_server
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.bases import declare_bases
 from tlora_megatron.service.front import Place, listen
 from tlora_megatron.service.home import Home
+from tlora_megatron.service.settings import declare_bases
 from tlora_megatron.service.store import SCOPES, Store, open_store
 
 BASE = "quickstart"

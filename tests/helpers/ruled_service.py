@@ -20,7 +20,7 @@ from tlora_megatron.service.prepare.submission import (
     Submission,
     split_submissions,
 )
-from tlora_megatron.service.prepare.validate import validate
+from tlora_megatron.service.prepare.worker import validate
 from tlora_megatron.service.settings import Settings
 from tlora_megatron.service.store import Job, JobState, NewJob, open_store
 

@@ -13,9 +13,9 @@ from tests.helpers.http_service import BASE, Door, open_door
 from tests.helpers.stored_jobs import finish, serve_gang, start
 from tlora_megatron.config.sections import plain
 from tlora_megatron.files import write_json
-from tlora_megatron.service.bases import base_section
 from tlora_megatron.service.home import JOB_NAME, Home, make_folder
 from tlora_megatron.service.sampling.own import OwnSampler, OwnSettings
+from tlora_megatron.service.settings import base_section
 from tlora_megatron.service.store import NewJob
 
 

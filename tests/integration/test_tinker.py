@@ -20,8 +20,8 @@ from tests.helpers.launch import HANG_S, REPO
 from tests.helpers.served_http import ServedHttp, serving_quickstart
 from tests.helpers.tinker import client_loop
 from tests.helpers.tinker.clients import closing_clients
-from tlora_megatron.service.bases import base_section
 from tlora_megatron.service.sampling.vllm_probe import read_scores
+from tlora_megatron.service.settings import base_section
 
 QUICKSTART = REPO / "configs" / "quickstart"
 STEPS = 6

@@ -132,11 +132,7 @@ def _show_kernels(*, as_json: bool) -> int:
 
 
 def read_adapter(path: Path) -> dict[str, Any]:
-    """Describes a PEFT adapter from its config and the header of its weights.
-
-    Raises:
-        ValueError: if either file is missing or malformed.
-    """
+    """Describes a PEFT adapter from its config and the header of its weights, if both are whole."""
     # Not at the top: safetensors belongs to the extra [train], and configs can be shown without it.
     from safetensors import SafetensorError, safe_open
 

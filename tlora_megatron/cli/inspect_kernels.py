@@ -23,11 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def describe_kernels() -> dict[str, Any]:
-    """Describes the kernels of this machine; builds the CUDA extension if it would be used.
-
-    Raises:
-        ValueError: if `TLORA_KERNELS` names no kernels.
-    """
+    """Describes the kernels of this machine; builds the CUDA extension if it would be used."""
     return {
         "forced": forced_kernels(),
         "devices": [_device(device, count) for device, count in _kinds_of_devices()],

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import tlora_megatron
 from tlora_megatron.cli import convert, inspect, plan, profile, simulate, train
-from tlora_megatron.cli.service import actions, adapters, jobs, logs, serve, submit, tokens
+from tlora_megatron.cli.service import actions, jobs, serve, tokens
 from tlora_megatron.cli.tables import global_rank, open_console
 from tlora_megatron.config.reader import ConfigError, nearest
 from tlora_megatron.runtime.ranks import describe_failure
@@ -39,8 +39,11 @@ VARIABLES = (
 
 logger = logging.getLogger(__name__)
 
-_ON_RUNS = (train, inspect, convert, plan, profile, simulate)
-_ON_SERVICES = (serve, submit, jobs, logs, actions, adapters, tokens)
+_ADD_PARSERS = (
+    *(module.add_parser for module in (train, inspect, convert, plan, profile, simulate, serve)),
+    *(jobs.add_submit_parser, jobs.add_parser, actions.add_logs_parser, actions.add_parser),
+    *(actions.add_adapters_parser, tokens.add_parser),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,8 +97,8 @@ def build_parser() -> argparse.ArgumentParser:
     version = f"%(prog)s {tlora_megatron.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (*_ON_RUNS, *_ON_SERVICES):
-        module.add_parser(commands)
+    for add_parser in _ADD_PARSERS:
+        add_parser(commands)
     return parser
 
 

@@ -19,11 +19,7 @@ from tlora_megatron.planner.workload import JobLoad
 
 
 def print_advice(console: Console, advice: Advice, replicas: str = "") -> None:
-    """Prints a line for each change that helps, or why none does.
-
-    Args:
-        replicas: the replicas that the advice is for; empty if there is no question.
-    """
+    """Prints a line for each change that helps the replicas, or why none does."""
     for remedy in advice.remedies:
         console.print(f"would fit{replicas}: {remedy}")
     if advice.why_none:
@@ -31,11 +27,7 @@ def print_advice(console: Console, advice: Advice, replicas: str = "") -> None:
 
 
 def advice_document(advice: Advice | None) -> dict[str, Any]:
-    """The keys that `--json` adds.
-
-    Args:
-        advice: None = a plan fits, and nobody asked.
-    """
+    """The keys that `--json` adds; for None a plan fits, and nobody asked."""
     if advice is None:
         return {"would_fit": [], "why_nothing_fits": None}
     return {

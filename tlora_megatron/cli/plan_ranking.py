@@ -17,9 +17,9 @@ from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec, count_parameters
 from tlora_megatron.planner.candidate import runners
 from tlora_megatron.planner.cost import memory, step_terms
+from tlora_megatron.planner.deploy_sampled import outlook_of_teams, saved_by_rows
 from tlora_megatron.planner.fit import Dropped
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.outlook import outlook_of_teams, saved_by_rows
 from tlora_megatron.planner.search import RankedPlan, SearchResult
 from tlora_megatron.planner.workload import JobLoad
 
@@ -86,10 +86,7 @@ def _experts_line(spec: ModelSpec, experts: ExpertsSpec) -> str:
 
 
 def _best_of_layouts(plans: Sequence[RankedPlan]) -> list[tuple[int, RankedPlan]]:
-    """The first plan of each layout and program with its rank.
-
-    Others differ in budget, number of micro-batches and recompute only.
-    """
+    """The first plan of each layout and program with its rank; others' budgets differ only."""
     best: dict[tuple[int | bool, ...], tuple[int, RankedPlan]] = {}
     for rank, ranked in enumerate(plans, start=1):
         plan = ranked.plan

@@ -56,11 +56,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_plan_arguments(args: argparse.Namespace) -> None:
-    """Refuses options without effect.
-
-    Raises:
-        ConfigError: for the planner's options without `--plan`.
-    """
+    """Refuses the planner's options without `--plan`, where they have no effect."""
     for name in ("hardware", "lengths", "replicas"):
         given = getattr(args, name)
         if args.plan is None and given is not None:
@@ -68,11 +64,7 @@ def check_plan_arguments(args: argparse.Namespace) -> None:
 
 
 def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
-    """The best plan for this run's processes as overrides, equal on every process.
-
-    Raises:
-        ValueError: if no plan fits; the message names changes that would make one fit.
-    """
+    """The best plan for this run's processes, as overrides; `ValueError` if none fits."""
     from tlora_megatron.runtime.planning.deployments import best_deployment, deployment_overrides
     from tlora_megatron.runtime.planning.plan_inputs import best_plan
 

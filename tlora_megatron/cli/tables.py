@@ -23,16 +23,7 @@ from tlora_megatron.timeline import time_line
 
 
 def check_output(option: str, path: str | Path, keep: Iterable[str | Path]) -> None:
-    """Refuses a directory, a file in a folder that is not there, and one that the command reads.
-
-    Args:
-        option: the command-line option that names the file.
-        path: the file to write.
-        keep: files that must stay as they are.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Refuses a folder, a file in one that is not there, and one that is read."""
     path = Path(path)
     if path.is_dir():
         raise must(option, "name a file, not a directory", str(path))
@@ -54,10 +45,7 @@ def global_rank() -> int:
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """A console that prints text unchanged: no markup, no wrapping, no 80 columns in files.
-
-    To fit a terminal, tables must be printed with `soft_wrap=False`.
-    """
+    """A console without markup, wrapping, or 80 columns in files; tables need `soft_wrap=False`."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(
         stderr=stderr,
@@ -75,13 +63,7 @@ _WORDY_COLUMNS = ("job", "targets", "lr and schedule", "data")
 
 
 def print_run(console: Console, summary: dict[str, Any], output_dir: str) -> None:
-    """Prints a run's jobs before and after training, its speed, and the paths of its results.
-
-    Args:
-        console: where to print.
-        summary: the content of `summary.json`.
-        output_dir: the run's directory.
-    """
+    """Prints from `summary.json` a run's jobs before and after, its speed, and results."""
     jobs = summary.get("jobs", {})
     table = _table("job", "status", "rank", "steps", "eval loss", "exact match", "tokens")
     for name, job in jobs.items():

@@ -1,4 +1,4 @@
-"""`tlora train`: trains all jobs of a configuration together."""
+"""Shows a running training: a bar per job on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import gc
 import json
 import logging
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
 
 from tlora_megatron.cli.live import add_live_arguments, change_live_run
 from tlora_megatron.cli.planner_options import (
@@ -17,7 +23,6 @@ from tlora_megatron.cli.planner_options import (
     check_plan_arguments,
     planned_overrides,
 )
-from tlora_megatron.cli.progress import RichProgress
 from tlora_megatron.cli.tables import global_rank, open_console, print_run
 from tlora_megatron.config.load import ignored_settings, load_config
 from tlora_megatron.config.schema import RunConfig
@@ -28,6 +33,155 @@ from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ranks import cli_command, run_ranks, threads_per_rank
 from tlora_megatron.training.live_run import with_live_changes
 from tlora_megatron.training.stopping.signals import StopSignals, exit_code
+
+_MOST_JOBS_IN_A_LINE = 8
+
+
+@dataclass(slots=True)
+class _JobState:
+    step: int
+    max_steps: int | None
+    loss: float | None = None
+    bar: TaskID | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.max_steps is not None and self.step >= self.max_steps
+
+
+class _Bars(Progress):
+    """One bar per job, and a line below with the speed of the whole run."""
+
+    footer = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.footer, style="dim")
+
+
+class RichProgress:
+    """Shows events as live bars if `console` is a terminal, otherwise as a line now and then."""
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        line_every_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._line_every_s = line_every_s
+        self._clock = clock
+        self._start_s = self._last_line_s = clock()
+        self._tokens_per_s: float | None = None
+        self._jobs: dict[str, _JobState] = {}
+        self._prepared: dict[str, int | None] = {}
+        """Last steps of jobs that are about to join."""
+        self._bars = _make_bars(console) if console.is_terminal else None
+        self._is_open = False
+
+    def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+        """Shows an event of the run; kinds that say nothing to a person are passed over."""
+        if kind == "begun":
+            self._begin(body["jobs"])
+        elif kind == "progress":
+            self._show_rate(body["tokens_per_s"])
+        elif job is None:
+            return
+        elif kind == "prepared":
+            self._prepared[job] = body["num_steps"]
+        elif kind == "joined":
+            self._add(job, body["from_step"], self._prepared.pop(job, None))
+            self._print(f"{job}: joins at step {body['from_step']}")
+        elif kind == "stepped":
+            self._show_step(job, body["step"], body["loss"], body["lr"])
+        elif kind == "left" and job in self._jobs:
+            self._print(f"{job}: is saved at step {body['step']} and leaves: cancelled")
+        elif kind == "note":
+            self._print(f"{job}: {body['message']}")
+
+    def close(self) -> None:
+        """Ends the display; a second call does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._bars is not None:
+            self._bars.stop()
+        else:
+            self._print(self._line(list(self._jobs)))
+
+    def _begin(self, jobs: Mapping[str, tuple[int, int | None]]) -> None:
+        self._is_open = True
+        self._start_s = self._last_line_s = self._clock()
+        for name, (step, max_steps) in jobs.items():
+            self._add(name, step, max_steps)
+        if self._bars is not None:
+            self._bars.start()
+        else:
+            self._print(f"training {len(jobs)} jobs: {', '.join(jobs)}")
+
+    def _add(self, name: str, step: int, max_steps: int | None) -> None:
+        if name in self._jobs and self._bars is not None:  # it was cancelled, and comes back
+            bar = self._jobs[name].bar
+            if bar is not None:
+                self._bars.remove_task(bar)
+        self._jobs[name] = _JobState(step=step, max_steps=max_steps)
+        if self._bars is not None:
+            self._jobs[name].bar = self._bars.add_task(
+                name, total=max_steps, completed=step, loss="", lr=""
+            )
+
+    def _show_step(self, name: str, step: int, loss: float, lr: float) -> None:
+        job = self._jobs[name]
+        job.step, job.loss = step, loss
+        if self._bars is not None and job.bar is not None:
+            self._bars.update(job.bar, completed=step, loss=f"loss {loss:.4f}", lr=f"lr {lr:.2e}")
+        else:
+            self._print_line_if_due()
+
+    def _show_rate(self, tokens_per_s: float) -> None:
+        self._tokens_per_s = tokens_per_s
+        if self._bars is not None:
+            self._bars.footer = f"{tokens_per_s:,.0f} tokens/s"
+        else:
+            self._print_line_if_due()
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _print_line_if_due(self) -> None:
+        now_s = self._clock()
+        if now_s - self._last_line_s >= self._line_every_s:
+            self._last_line_s = now_s
+            self._print(self._line([n for n, job in self._jobs.items() if not job.is_done]))
+
+    def _line(self, names: list[str]) -> str:
+        minutes, seconds = divmod(int(self._clock() - self._start_s), 60)
+        parts = [f"[{minutes:02d}:{seconds:02d}]"]
+        if self._tokens_per_s is not None:
+            parts.append(f"{self._tokens_per_s:,.0f} tokens/s")
+        parts += [_describe(name, self._jobs[name]) for name in names[:_MOST_JOBS_IN_A_LINE]]
+        if len(names) > _MOST_JOBS_IN_A_LINE:
+            parts.append(f"and {len(names) - _MOST_JOBS_IN_A_LINE} more")
+        return "  ".join(parts)
+
+
+def _describe(name: str, job: _JobState) -> str:
+    total = "" if job.max_steps is None else f"/{job.max_steps}"
+    loss = "" if job.loss is None else f" loss {job.loss:.4f}"
+    return f"{name} {job.step}{total}{loss}"
+
+
+def _make_bars(console: Console) -> _Bars:
+    return _Bars(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}", markup=False),
+        TextColumn("{task.fields[lr]}", markup=False),
+        console=console,
+    )
+
 
 _EPILOG = """\
 examples:
@@ -117,16 +271,15 @@ def run(args: argparse.Namespace) -> int:
     with signals.install():
         summary = _train(config, signals, is_main=is_main, stderr=args.json)
         if is_main and summary:
-            _print_summary(summary, config, as_json=args.json)
+            if args.json:
+                print(json.dumps(summary, indent=2))
+            else:
+                print_run(open_console(), summary, config.run.output_dir)
     return run_exit_code(summary, signals)
 
 
 def run_exit_code(summary: dict[str, Any], signals: StopSignals) -> int:
-    """Returns the exit code of a run that has ended by itself or was stopped by a signal.
-
-    Args:
-        summary: empty on processes other than the writer.
-    """
+    """Returns the exit code of a run by its summary, empty but on the writer, and its signals."""
     if signals.stopped_by:
         return exit_code(signals.stopped_by)
     states = {job["status"] for job in summary.get("jobs", {}).values()}
@@ -184,13 +337,6 @@ def _print_warnings(config: RunConfig, notes: Sequence[str]) -> None:
         console.print(f"warning: {sentence}", style="yellow")
     for error in config.job_errors:
         console.print(f"warning: job {error.name} is left out: {error.message}", style="yellow")
-
-
-def _print_summary(summary: dict[str, Any], config: RunConfig, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(summary, indent=2))
-    else:
-        print_run(open_console(), summary, config.run.output_dir)
 
 
 def _positive(text: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
-from tlora_megatron.client import archive, calls
+from tlora_megatron.client import calls, values
 from tlora_megatron.client.calls import (
     FAILURES,
     Call,
@@ -164,7 +164,7 @@ class AsyncClient:
     async def adapter(self, name: str, out: str | Path) -> Path:
         """Downloads the adapter of a finished job into a new folder, which PEFT and vLLM load."""
         folder = Path(out)
-        archive.check_target(folder)
+        values.check_target(folder)
         with tempfile.NamedTemporaryFile(dir=folder.absolute().parent, suffix=".zip") as file:
 
             async def send() -> httpx.Response:
@@ -177,7 +177,7 @@ class AsyncClient:
 
             await self._answer(send)
             file.flush()
-            await asyncio.to_thread(archive.unpack, Path(file.name), folder)
+            await asyncio.to_thread(values.unpack, Path(file.name), folder)
         return folder
 
     async def cluster(self) -> dict[str, Any]:

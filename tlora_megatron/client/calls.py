@@ -41,11 +41,7 @@ def is_address(service: str) -> bool:
 
 
 def check_address(address: str) -> str:
-    """The address without what follows host, port and path.
-
-    Raises:
-        ValueError: if it is none, or holds a password.
-    """
+    """The address up to its path; raises `ValueError` if it is none, or has a password."""
     try:
         parts = urlsplit(address)
         port = parts.port
@@ -62,11 +58,7 @@ def check_address(address: str) -> str:
 
 
 def find_token(address: str) -> str:
-    """The token for a service: from the environment, or a file that nobody else can read.
-
-    Raises:
-        ValueError: if there is none, or others can read the file.
-    """
+    """The token from the environment, or a file that others cannot read, or else a `ValueError`."""
     given = os.environ.get(TOKEN_VARIABLE, "").strip()
     if given:
         return given
@@ -287,12 +279,22 @@ def request_action(name: str, asked: RequestedAction) -> Call[Job]:
 
 def view(name: str, params: Params | None = None) -> Call[dict[str, Any]]:
     """Asks for cluster, groups or decisions."""
-    return Call(method="GET", path=f"/v1/{name}", read=_mapping, params=params or {})
+    return Call(
+        method="GET",
+        path=f"/v1/{name}",
+        read=_mapping,
+        params=params or {},
+    )
 
 
 def metrics(name: str, tail: int) -> Call[list[dict[str, Any]]]:
     """Asks for the last steps and evaluations of a job."""
-    return Call(method="GET", path=_path(name, "metrics"), read=_rows, params={"tail": tail})
+    return Call(
+        method="GET",
+        path=_path(name, "metrics"),
+        read=_rows,
+        params={"tail": tail},
+    )
 
 
 def events(name: str, last: str | None, *, follow: bool) -> Call[None]:

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
-from tlora_megatron.client import archive, calls
+from tlora_megatron.client import calls, values
 from tlora_megatron.client.calls import (
     FAILURES,
     Call,
@@ -160,7 +160,7 @@ class Client:
     def adapter(self, name: str, out: str | Path) -> Path:
         """Downloads the adapter of a finished job into a new folder, which PEFT and vLLM load."""
         folder = Path(out)
-        archive.check_target(folder)
+        values.check_target(folder)
         with tempfile.NamedTemporaryFile(dir=folder.absolute().parent, suffix=".zip") as file:
 
             def send() -> httpx.Response:
@@ -173,7 +173,7 @@ class Client:
 
             self._answer(send)
             file.flush()
-            archive.unpack(Path(file.name), folder)
+            values.unpack(Path(file.name), folder)
         return folder
 
     def cluster(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tlora_megatron.config.parallel_rules import (
     settle_deterministic,
     settle_replicas,
 )
-from tlora_megatron.config.reader import must, read_spec, unknown
+from tlora_megatron.config.reader import apply_override, must, read_document, read_spec, unknown
 from tlora_megatron.config.rules import KNOWN_TARGETS, refuse_driven, resolve
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.config.sections import (
@@ -29,7 +29,6 @@ from tlora_megatron.config.sections import (
     read_jobs,
     short_form,
 )
-from tlora_megatron.config.source import apply_override, read_document
 
 SECTIONS = ("base_model", "parallel", "run", "defaults", "jobs")
 
@@ -78,18 +77,12 @@ def read_config(
     settle: bool = True,
     files_may_be_missing: bool = False,
 ) -> RunConfig:
-    """Checks a configuration that has already been read.
+    """Checks a configuration that has already been read, as `load_config` does.
 
     Args:
         folder: where relative paths start.
-        output_dir: as in `load_config`.
         targets: as in `check_job`.
         base_model: replaces the section `base_model`, which may then be absent.
-        settle: as in `load_config`.
-        files_may_be_missing: as in `load_config`.
-
-    Raises:
-        ConfigError: as in `load_config`.
     """
     for key in document:
         if key not in SECTIONS:
@@ -120,11 +113,7 @@ def read_gang_config(
 
     Args:
         sections: `base_model`, and where they differ from the defaults `parallel` and `run`.
-        folder: where relative paths start.
         output_dir: the folder that holds `jobs/NAME`.
-
-    Raises:
-        ConfigError: as in `load_config`.
     """
     known = ("base_model", "parallel", "run")
     for key in sections:
@@ -138,11 +127,7 @@ def read_gang_config(
 
 
 def check_jobs_may_change(parallel: ParallelSpec, run: RunSpec) -> None:
-    """Refuses settings that are chosen from all jobs of a run, where further ones may come.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Refuses settings that are chosen from all jobs of a run, where further ones may come."""
     where = "for a super-model whose jobs come and go"
     if parallel.is_unlike:
         raise must("parallel.replicas", f"be alike {where}", short_form(parallel.replicas or ()))
@@ -157,7 +142,6 @@ def fit_job(job: JobSpec, config: RunConfig, *, may_be_driven: bool = False) -> 
     """Fits a job that was read alone to the super-model that it is to join.
 
     Args:
-        config: of the super-model.
         may_be_driven: somebody hands clients' requests to the super-model.
 
     Raises:
@@ -178,10 +162,7 @@ def _settled(config: RunConfig, *, settle: bool = True) -> RunConfig:
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """Plain values from which `load_config` reads the same configuration.
-
-    Jobs that were left out are missing.
-    """
+    """Plain values from which `load_config` reads the same configuration, without jobs left out."""
     document: dict[str, Any] = plain(
         {
             "base_model": asdict(config.base_model),
@@ -207,7 +188,9 @@ def ignored_settings(config: RunConfig) -> tuple[str, ...]:
         why = "with deterministic" if config.run.deterministic else "without parallel.replicas"
         found.append(f"run.correct_speeds has no effect {why}")
     found += _ignored_overlap(config.run, tp_size)
-    found += _ignored_memory(config.run)
+    run = config.run
+    if run.gpu_memory_gb is not None and run.recompute != "auto":
+        found.append(f"run.gpu_memory_gb has no effect with recompute {run.recompute}")
     found += ignored_base_settings(config.base_model)
     for job in config.jobs:
         found += ignored_job_settings(job)
@@ -246,13 +229,6 @@ def _with_portions(run: RunSpec, job: JobSpec, path: str) -> JobSpec:
     """Gives a job the run's portions unless it has its own."""
     _check_portion(job.portion_tokens, run, path)
     return replace(job, portion_tokens=job.portion_tokens or run.portion_tokens)
-
-
-def _ignored_memory(run: RunSpec) -> list[str]:
-    """One sentence if a budget of memory is given that nothing asks for."""
-    if run.gpu_memory_gb is None or run.recompute == "auto":
-        return []
-    return [f"run.gpu_memory_gb has no effect with recompute {run.recompute}"]
 
 
 def _ignored_overlap(run: RunSpec, tp_size: int) -> list[str]:

@@ -26,11 +26,7 @@ _SIZES = ("tp_size", "pp_size", "cp_size", "sequence_parallel")
 
 
 def check_stages(parallel: ParallelSpec) -> None:
-    """Refuses sizes of pipeline stages where there is no pipeline, or more than one.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+    """Refuses sizes of pipeline stages where there is no pipeline, or more than one."""
     for key in ("first_stage_layers", "last_stage_layers"):
         given = getattr(parallel, key)
         if given is None:
@@ -43,11 +39,7 @@ def check_stages(parallel: ParallelSpec) -> None:
 
 
 def check_cp_by_micro_batch(config: RunConfig) -> None:
-    """Refuses what micro-batches cannot keep whose context-parallel ranks differ.
-
-    Raises:
-        ConfigError: naming the key, and the job where there is one.
-    """
+    """Refuses what micro-batches cannot keep whose context-parallel ranks differ."""
     parallel = config.parallel
     if not parallel.cp_by_micro_batch:
         return
@@ -70,11 +62,7 @@ def check_cp_by_micro_batch(config: RunConfig) -> None:
 
 
 def check_expert_sizes(parallel: ParallelSpec) -> None:
-    """Refuses sizes that contradict each other, whatever the base is.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+    """Refuses sizes that contradict each other, whatever the base is."""
     of_expert, tp_size = parallel.expert_tp_size, parallel.tp_size
     if of_expert is not None and of_expert not in (1, tp_size):
         raise must("parallel.expert_tp_size", f"be 1 or tp_size = {tp_size}", of_expert)
@@ -90,11 +78,7 @@ def check_expert_sizes(parallel: ParallelSpec) -> None:
 def check_run_over_experts(config: RunConfig, *, unpredicted: str | None = None) -> None:
     """Refuses settings of a run that a base with routed experts cannot keep yet.
 
-    Args:
-        unpredicted: the base's model_type if its memory is not predicted; None = it is.
-
-    Raises:
-        ConfigError: naming the key, and the job where there is one.
+    `unpredicted` is the base's model_type if its memory is not predicted.
     """
     parallel, run, where = config.parallel, config.run, _OVER_EXPERTS
     if parallel.replicas is not None:
@@ -115,11 +99,7 @@ def check_run_over_experts(config: RunConfig, *, unpredicted: str | None = None)
 
 
 def check_job_over_experts(job: JobSpec, config: RunConfig) -> None:
-    """Refuses settings of a job that a base with routed experts cannot keep yet.
-
-    Raises:
-        ConfigError: naming the key and the job.
-    """
+    """Refuses settings of a job that a base with routed experts cannot keep yet."""
     check_no_portions(job)
     names = [target.removeprefix("experts.") for target in job.lora.target_modules]
     on_experts = [name for name in names if name in _ON_EXPERTS]
@@ -132,11 +112,7 @@ def check_job_over_experts(job: JobSpec, config: RunConfig) -> None:
 
 
 def check_no_portions(job: JobSpec) -> None:
-    """Refuses portions of a job over a base with routed experts, where they promise nothing.
-
-    Raises:
-        ConfigError: naming the job.
-    """
+    """Refuses portions of a job over a base with routed experts, where they promise nothing."""
     if job.portion_tokens is not None:
         name = f"portion_tokens of job {job.name}"
         raise must(name, f"be absent {_OVER_EXPERTS}: {_NO_BITS}", job.portion_tokens)
@@ -152,11 +128,7 @@ def _check_alike_rounds(run: RunSpec) -> None:
 
 
 def check_run_without_experts(parallel: ParallelSpec) -> None:
-    """Refuses expert parallelism over a dense base.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+    """Refuses expert parallelism over a dense base; raises `ConfigError` naming the key."""
     for key, usual in (("ep_size", 1), ("expert_tp_size", None)):
         given = getattr(parallel, key)
         if given != usual:
@@ -165,10 +137,7 @@ def check_run_without_experts(parallel: ParallelSpec) -> None:
 
 
 def settle_replicas(parallel: ParallelSpec, run: RunSpec) -> tuple[ParallelSpec, RunSpec]:
-    """Fills in what each replica takes from `run`.
-
-    Replicas that are all alike become plain sizes, and what they say of `run` the run's own: a
-    configuration that could have done without the key means the same as one that does.
+    """Fills in what each replica takes from `run`; those that are all alike become plain sizes.
 
     Raises:
         ConfigError: for sizes beside the key that say otherwise.
@@ -213,11 +182,7 @@ def _merged(specs: Sequence[ReplicaSpec]) -> tuple[ReplicaSpec, ...]:
 
 
 def check_replicas(config: RunConfig) -> None:
-    """Refuses what unlike replicas cannot keep.
-
-    Raises:
-        ConfigError: naming the key, and the job where there is one.
-    """
+    """Refuses what unlike replicas cannot keep."""
     specs, run = config.parallel.replicas, config.run
     if specs is None or len(specs) == 1:
         return
@@ -251,15 +216,7 @@ def _check_unlike_tp(config: RunConfig, form: str) -> None:
 
 
 def refuse_replicas(parallel: Any, where: str) -> None:
-    """Refuses what replicas or micro-batches do apart where another's trainer lays processes out.
-
-    Args:
-        parallel: the section as it was read, before any check.
-        where: the trainer, such as `DeepSpeed`.
-
-    Raises:
-        ConfigError: if it holds `replicas`, or turns `cp_by_micro_batch` on.
-    """
+    """Refuses `replicas` and `cp_by_micro_batch`, unchecked, for a trainer such as `DeepSpeed`."""
     for key in ("replicas", "cp_by_micro_batch"):
         if isinstance(parallel, dict) and parallel.get(key):
             raise ConfigError(
@@ -269,11 +226,7 @@ def refuse_replicas(parallel: Any, where: str) -> None:
 
 
 def settle_deterministic(config: RunConfig) -> RunConfig:
-    """Returns the configuration with what `run.deterministic` needs; as it is without the key.
-
-    Raises:
-        ConfigError: for a setting under which a job's bits depend on its neighbours.
-    """
+    """Returns the configuration with what `run.deterministic` needs."""
     run, parallel = config.run, config.parallel
     if not run.deterministic:
         return config

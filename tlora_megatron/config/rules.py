@@ -64,15 +64,9 @@ def is_usable_name(name: Any) -> TypeGuard[str]:
 
 
 def check_job(job: JobSpec, path: str, targets: Sequence[str] | None = KNOWN_TARGETS) -> None:
-    """Refuses a job whose fields contradict each other.
+    """Refuses a job whose fields contradict each other, by names below `path` such as `jobs[0]`.
 
-    Args:
-        job: the job to check.
-        path: place of the job in the configuration, such as `jobs[0]`.
-        targets: names that `lora.target_modules` may hold; None: any, the model decides later.
-
-    Raises:
-        ConfigError: naming the field below `path`.
+    `targets` are names that `lora.target_modules` may hold; None: any, the model decides later.
     """
     if not is_usable_name(job.name):
         obligation = "be at most 128 of A-Z a-z 0-9 . _ -, not start with - and not be . or .."
@@ -121,15 +115,7 @@ def _check_targets(job: JobSpec, path: str, known: Sequence[str] | None) -> None
 
 
 def check_blocks(lora: LoraSpec, path: str) -> None:
-    """Refuses a parametrisation that contradicts itself, for any model.
-
-    Args:
-        lora: the adapter's settings.
-        path: place of these settings in the configuration, such as `jobs[0].lora`.
-
-    Raises:
-        ConfigError: naming the field and the nearest valid values.
-    """
+    """Refuses a parametrisation that contradicts itself, for any model, with the nearest values."""
     blocks, rank = lora.num_blocks, lora.rank
     if not lora.is_block_diagonal:
         if blocks != 1:
@@ -174,11 +160,7 @@ def either_of(numbers: Iterable[int]) -> str:
 
 
 def fill_driven(entry: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Returns a driven job's entry with a value where every other job has its data.
-
-    Raises:
-        ConfigError: naming the first key that such a job must leave out.
-    """
+    """Returns a driven job's entry with values where others have data; refuses data."""
     for key in _LEFT_OUT_IF_DRIVEN:
         if entry.get(key) is not None:
             why = "a client sends what it is to be"
@@ -205,12 +187,10 @@ def portion_of(
 
     The least multiple of 1,024 that covers nearly all batches (two standard deviations above the
     mean), but at most half a micro-batch, so that two jobs always fit into one. It depends on the
-    job and the service's micro-batch alone, never on a gang or a neighbour: fixed at acceptance,
-    it keeps the job's bits wherever the job goes.
+    job and the service's micro-batch alone, so that it keeps the job's bits wherever the job goes.
 
     Args:
         lengths: pairs of rows and share of sequences, whose shares add up to 1.
-        micro_batch_tokens: rows of a micro-batch.
     """
     pairs = tuple(lengths)
     mean = sum(rows * share for rows, share in pairs)
@@ -224,16 +204,7 @@ def portion_of(
 def resolve_job_paths(
     job: JobSpec, path: str, folder: Path, *, files_may_be_missing: bool = False
 ) -> JobSpec:
-    """Makes the job's paths absolute.
-
-    Args:
-        path: the job's place in its document, for errors.
-        folder: where relative paths start.
-        files_may_be_missing: nothing looks whether files and directories are there.
-
-    Raises:
-        ConfigError: naming the key of what is not there.
-    """
+    """Makes the job's paths, which start at a folder, absolute; refuses missing ones."""
 
     def file(key: str, value: str | None) -> str | None:
         if value is None or (job.driven and key == "data.train"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tlora_megatron.config.job import HF_TARGETS, JobSpec
-from tlora_megatron.config.reader import ConfigError, check_partial, must, nearest, read_spec
+from tlora_megatron.config.reader import ConfigError, check_partial, merge, must, nearest, read_spec
 from tlora_megatron.config.rules import (
     KNOWN_TARGETS,
     check_job,
@@ -33,21 +33,13 @@ from tlora_megatron.config.schema import (
     Recompute,
     ReplicaSpec,
 )
-from tlora_megatron.config.source import merge
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears that are one GEMM."""
 
 
 def read_base_model(raw: Any, folder: Path) -> BaseModelSpec:
-    """Reads and checks the section.
-
-    Args:
-        folder: where relative paths start.
-
-    Raises:
-        ConfigError: for the first mistake.
-    """
+    """Reads and checks the section, whose relative paths start at a folder; refuses a mistake."""
     if raw is None:
         raise ConfigError(
             "base_model must be given: {path: DIR}, or {config: FILE, random_init: true}"
@@ -75,14 +67,7 @@ def read_base_model(raw: Any, folder: Path) -> BaseModelSpec:
 
 
 def refuse_quantization(base: BaseModelSpec, where: str) -> None:
-    """Refuses FP8 where a trainer of somebody else's holds the base.
-
-    Args:
-        where: the trainer, such as `DeepSpeed`.
-
-    Raises:
-        ConfigError: if `base_model.quantization` is set.
-    """
+    """Refuses FP8 where a trainer of somebody else's, such as `DeepSpeed`, holds the base."""
     if base.quantization is not None:
         remedy = "`tlora train` has it; or delete the key"
         raise must("base_model.quantization", f"be null under {where}", base.quantization, remedy)
@@ -99,11 +84,7 @@ def ignored_base_settings(base: BaseModelSpec) -> list[str]:
 
 
 def check_unquantised(names: Sequence[str]) -> None:
-    """Refuses a list of unquantised linears that names something else, or a part of one GEMM.
-
-    Raises:
-        ConfigError: naming the entry.
-    """
+    """Refuses an entry that names anything but a linear, or a part of one GEMM."""
     for name in (EMBEDDING, HEAD):
         if name not in names:
             rule = f"hold {name}, which has no FP8 kernels"
@@ -146,10 +127,7 @@ def read_job(
     """Reads and checks one job; its files must be there.
 
     Args:
-        entry: what stands in a list of jobs.
-        folder: where relative paths start; None = paths stay as they are, and nothing looks
-            whether they lead anywhere.
-        path: the job's place in its document, for errors.
+        folder: where relative paths start; None = they stay, and nothing looks where they lead.
         defaults: values for keys that the entry lacks.
         targets: as in `check_job`.
         files_may_be_missing: as in `resolve_job_paths`.
@@ -187,11 +165,9 @@ def read_jobs(
     """Reads the jobs of a configuration, each with its `defaults`.
 
     Args:
-        folder: where relative paths start.
-        targets: as in `check_job`.
         skip: leave jobs with mistakes out, and return their errors.
-        files_may_be_missing: as in `resolve_job_paths`.
         settle: finishes a job that has been read; it gets the job's place, too.
+        folder, targets, files_may_be_missing: as in `read_job`.
 
     Raises:
         ConfigError: for the first mistake, or if no job is left.
@@ -276,11 +252,7 @@ _SIZES = {"TP": "tp_size", "PP": "pp_size", "CP": "cp_size"}
 
 
 def expand_short_form(raw: Any, path: str) -> Any:
-    """Returns a short form as the list of mappings that it stands for; all else as it is.
-
-    Raises:
-        ConfigError: for a short form that is none, naming the part.
-    """
+    """Returns a short form as the list of mappings that it stands for; all else as it is."""
     if not isinstance(raw, str):
         return raw
     # A `+` within a layout has no spaces around it and no count behind it.

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tlora_megatron.cli.main import configure_logging, show_error
-from tlora_megatron.cli.progress import RichProgress
 from tlora_megatron.cli.tables import global_rank, open_console, print_run
-from tlora_megatron.cli.train import add_config_arguments, run_exit_code
+from tlora_megatron.cli.train import RichProgress, add_config_arguments, run_exit_code
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ranks import join_agent, leave, leave_process_group
 from tlora_megatron.training.stopping.signals import StopSignals

@@ -24,13 +24,7 @@ _POLICY = "default-src 'none';style-src 'unsafe-inline';img-src data:"
 
 
 def document(title: str, subtitle: str, body: str) -> str:
-    """A whole page, with the shared style page.css in it.
-
-    Args:
-        title: plain text, for the window and the heading.
-        subtitle: plain text, for the line below the heading.
-        body: HTML.
-    """
+    """A whole page, with the shared style page.css: title and subtitle are text, `body` is HTML."""
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     name = html.escape(title)
     return (
@@ -92,10 +86,9 @@ def legend(names: Mapping[str, str]) -> str:
 
 
 def in_two_widths(draw: Callable[[bool], str]) -> str:
-    """A wide picture, and beside it what a narrow window shows in its place.
+    """A wide picture, and beside it what a narrow window shows;
 
-    Args:
-        draw: returns the picture (SVG) for a wide window if True, for a narrow one if False.
+    `draw` takes True for the wide one.
     """
     return f'<div class="wide">{draw(True)}</div><div class="narrow">{draw(False)}</div>'
 
@@ -148,17 +141,13 @@ def draw(
     labels: bool = False,
     x_title: str = "",
 ) -> str:
-    """Draws one axes as an inline SVG.
+    """Draws one axes as an inline SVG, of width and height in inches.
 
     Args:
-        size: width and height in inches.
         salt: makes the drawing's ids different from those of other drawings of the page.
         paint: fills the axes; ticks and grid are set afterwards, unless it has fixed the ticks.
         labels: leave room for labels of the axes.
         x_title: names what the horizontal axis counts.
-
-    Raises:
-        ImportError: if matplotlib is missing.
     """
     try:
         import matplotlib

@@ -172,11 +172,7 @@ def with_link(question: Question, profiles: Iterable[HardwareProfile]) -> Change
 def more_gpus(
     question: Question, ask: Ask, profiles: tuple[HardwareProfile, ...] = ()
 ) -> Iterator[Remedy]:
-    """Proposes the next larger number of GPUs that is enough.
-
-    Args:
-        profiles: machines whose network may join the nodes where the question's has none.
-    """
+    """Proposes the next larger number of GPUs that is enough, on `profiles`' networks."""
     hardware = question.hardware
     for gpus in larger_numbers(question.num_gpus, hardware):
         more = replace(question, num_gpus=gpus)
@@ -252,9 +248,7 @@ def advise(
     space: SearchSpace | None = None,
     profiles: Sequence[HardwareProfile] = (),
 ) -> Advice:
-    """Looks for changes that make a plan fit; each one has been planned with.
-
-    Where no single change is enough, two together are tried.
+    """Looks for changes that make a plan fit, or two together; each one has been planned with.
 
     Args:
         profiles: other machines that may be proposed.

@@ -150,10 +150,7 @@ def runners(spec: ModelSpec, plan: Plan) -> tuple[Runner, ...]:
 
 
 def is_ours_alone(spec: ModelSpec) -> bool:
-    """True for a model that no program but `tlora train` has plans for.
-
-    They are those with FP8 linears, and with routed experts.
-    """
+    """True for a model that only `tlora train` plans for: with FP8 linears, or routed experts."""
     return bool(spec.fp8_linears) or spec.experts is not None
 
 
@@ -241,11 +238,7 @@ EVEN = Ends()
 
 
 def head_layers(spec: ModelSpec, target_share: float) -> float:
-    """Number of layers whose GEMMs take as long as the head's.
-
-    Args:
-        target_share: share of rows with a target; only these reach the head.
-    """
+    """Layers whose GEMMs take as long as the head's, which a share of rows with targets reaches."""
     return target_share * spec.vocab_size * spec.hidden_size / spec.row_weights
 
 
@@ -253,11 +246,8 @@ def head_layers(spec: ModelSpec, target_share: float) -> float:
 def divisions(num_layers: int, pp_size: int, head: float) -> tuple[Ends, ...]:
     """Ways to divide layers that are worth trying: alike, and with the slowest stage fastest.
 
-    Megatron-core lets the first and the last stage have a number of layers of their own; all others
-    are alike. Without an entry there are fewer layers than stages.
-
-    Args:
-        head: layers that the head counts for.
+    Megatron-core lets the first and the last stage have a number of layers of their own. The head
+    counts for `head` layers. Without an entry there are fewer layers than stages.
     """
     found = []
     slowest = math.inf

@@ -35,8 +35,6 @@ def recompute_for_rows(
     """Returns the lightest recompute of a plan's micro-batches that fits, by their rows.
 
     Args:
-        memory: predicts the bytes of a mix of jobs.
-        plan: the layout and the most rows of a micro-batch; its own recompute is not read.
         budget_bytes: memory of each GPU, as `MemoryUse.total_bytes` counts it.
         multiple: the rows of micro-batches are a multiple of this; None: as on GPUs.
         least_rows: a recompute that fits fewer rows is left out; None: `LEAST_ROWS` a GPU.
@@ -90,12 +88,10 @@ def choose_lora_sharding(
     """Resolves `parallel.lora_sharding`; depends on its arguments only.
 
     Args:
-        asked: value of the configuration.
         tp_sizes: tensor-parallel sizes of the run's replicas, each once.
         black_box: class of linears whose GEMM and reduction are not ours (Transformer Engine's),
-            around which only rank_exchange works; None: all linears are Megatron's own.
-        overlaps: True if nano-batches shall hide tensor-parallel communication; they run fold's
-            linears only.
+        around which only rank_exchange works; None: all linears are Megatron's own.
+        overlaps: True if nano-batches shall hide communication; they run fold's linears only.
         times_s: predicted seconds of a round by sharding; empty without a prediction.
         source: where the times come from, or why there are none.
 
@@ -135,11 +131,7 @@ def choose_lora_sharding(
 def sharding_times(
     spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, hardware: HardwareProfile
 ) -> dict[LoraSharding, float]:
-    """Predicted seconds of a round by sharding.
-
-    Raises:
-        ValueError: if the jobs or the plan cannot be planned for.
-    """
+    """Predicted seconds of a round by sharding."""
     model = CostModel(spec, jobs, Rates(hardware))
     return {
         name: model.step_cost(replace(plan, lora_sharding=name)).step_time_s for name in SHARDINGS
@@ -161,9 +153,8 @@ def sharding_options(
 ) -> tuple[LoraSharding, ...]:
     """The shardings that may be best; the one that needs least memory comes last.
 
-    Only standard adapters on several tensor-parallel ranks leave a choice. rank_exchange does what
-    fold does with more passes and collectives. It is for linears that fold cannot enter, and is
-    tried only if it is asked for.
+    Only standard adapters on several tensor-parallel ranks leave a choice. rank_exchange, for
+    linears that fold cannot enter, is tried only if it is asked for.
     """
     if plan.tp_size == 1 or all(job.num_blocks > 1 for job in jobs):
         return ("fold",)

@@ -1,14 +1,9 @@
 """Chooses a deployment: replicas of one kind or several, and how many of each.
 
-Of a set of kinds: up to `_EXACT` GPUs all counts of all sets of at most `_MOST_KINDS` kinds are
-looked at, except those that a bound shows to be worse than the best so far. Beyond that, each set
-starts from what the bound would have if replicas could be divided, and gives some up for others
-while that helps.
-
-Kinds that another replaces are left out, counts are found against a bound, and the best are run
-through the dispatcher on drawn rounds. Alike replicas are always among them, and unlike ones must
-beat them by `MARGIN`.
-
+Up to `_EXACT` GPUs all counts of all sets of at most `_MOST_KINDS` kinds are looked at, except
+those that a bound rules out. Beyond that, each set starts from the bound's shares and is changed
+while that helps. The best are run through the dispatcher on drawn rounds; unlike replicas must beat
+alike ones by `MARGIN`.
 """
 
 from __future__ import annotations
@@ -84,10 +79,7 @@ class Problem:
 
 
 def best_counts(problem: Problem) -> list[Counts]:
-    """Returns deployments of several kinds or one, the best first; empty if none holds all.
-
-    Every one uses as many of the GPUs as its kinds can.
-    """
+    """Returns deployments that use all GPUs they can, the best first; empty if none holds all."""
     search = _Search(problem)
     sets = [
         (problem.bound_of(kinds), kinds)
@@ -285,10 +277,7 @@ def deploy(
     num_gpus: int,
     space: SearchSpace | None = None,
 ) -> DeploymentResult:
-    """Finds the fastest replicas, alike or not, that use `num_gpus` GPUs.
-
-    Args:
-        space: what kinds must keep to.
+    """Finds the fastest replicas, alike or not, that use `num_gpus` GPUs within a space of kinds.
 
     Raises:
         ValueError: for jobs or numbers that cannot be planned for, or a base with routed experts.
@@ -325,11 +314,7 @@ def deploy(
 
 
 def _kept(kinds: Sequence[Kind], classes: Sequence[LengthClass], *, one_tp: bool) -> list[Kind]:
-    """The kinds worth mixing.
-
-    Args:
-        one_tp: they must have one TP size, as over an FP8 base and with block-diagonal adapters.
-    """
+    """The kinds worth mixing, of one TP size over an FP8 base and with block-diagonal adapters."""
     if not one_tp:
         return undominated(kinds, classes)
     sizes = {kind.plan.tp_size for kind in kinds}

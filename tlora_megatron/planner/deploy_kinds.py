@@ -3,7 +3,6 @@
 The bound is the dual of a linear program. For prices p of the kinds, no division of the work ends
 before `sum over classes of the least p * cost` / `sum over replicas of p`. Prices rise where a kind
 has more than its part of the work; the shares are what the prices lead to, averaged.
-
 """
 
 from __future__ import annotations
@@ -124,10 +123,7 @@ def length_classes(jobs: Sequence[JobLoad]) -> list[LengthClass]:
 
 
 def classes_of(counts: Iterable[tuple[int, float]]) -> list[LengthClass]:
-    """Divides sequences, given as lengths and how many of each, into classes of equal rows.
-
-    They are cut at all budgets too, so that nothing is kept from a replica by longer neighbours.
-    """
+    """Divides counted lengths into classes of equal rows, cut at all budgets too."""
     merged: dict[int, float] = {}
     for length, count in counts:
         merged[length] = merged.get(length, 0.0) + count
@@ -150,11 +146,7 @@ def all_kinds(
     num_gpus: int,
     space: SearchSpace,
 ) -> list[Kind]:
-    """The kinds that fit into memory.
-
-    Of each layout and recompute there is the one of largest budget up to `most_rows`, and those of
-    `_MORE_ROWS`.
-    """
+    """The kinds that fit into memory: of each layout and recompute the largest budgets."""
     memory = MemoryModel(spec, jobs, hardware)
     curves = CurveModel(spec, jobs, Rates(hardware))
     plans = _plans(spec, jobs, hardware, memory, num_gpus, space)
@@ -249,10 +241,7 @@ def kind_by_rows(
 
 
 def undominated(kinds: Sequence[Kind], classes: Sequence[LengthClass]) -> list[Kind]:
-    """Leaves out kinds that another one replaces: of at most as many GPUs, as cheap everywhere.
-
-    Cheap is what a class costs in GPU-seconds.
-    """
+    """Leaves out kinds that another replaces: on no more GPUs, as cheap everywhere."""
     costs = [tuple(kind.gpus * s for s in kind.seconds(classes)) for kind in kinds]
     kept: list[int] = []
     order = sorted(range(len(kinds)), key=lambda i: (kinds[i].gpus, costs[i]))
@@ -294,12 +283,7 @@ class Division(NamedTuple):
 
 
 def divide(costs: Costs, counts: Sequence[int]) -> Division:
-    """Divides the work over replicas so that all end at about the same time.
-
-    Args:
-        costs: of kinds that together fit every class.
-        counts: replicas of each kind, each at least 1.
-    """
+    """Divides the work over replicas so that all end at about the same time."""
     best, shares = _search(costs, counts)
     loads = [_dot(own, cost) for own, cost in zip(shares, costs, strict=True)]
     for _ in range(_MOVES):
@@ -351,8 +335,7 @@ def _move(
 ) -> bool:
     """Moves part of a class from a kind that ends last to one that ends sooner.
 
-    It is the move that costs least at the prices. Kinds that end together may have to make way for
-    each other, so all of them give.
+    Kinds that end together may have to make way for each other, so all of them give.
     """
     ends = [load / n for load, n in zip(loads, counts, strict=True)]
     last = max(ends) * (1 - _EVEN)

@@ -41,11 +41,8 @@ class SpeedBound:
     """Bounds for one mix of jobs on one model and machine.
 
     Lower bound: the slowest stage at its best number of micro-batches, plus all optimizer steps.
-    Each micro-batch holds its part of the rows, and one of them the longest sequence.
-
-    Args:
-        model: of the same jobs.
-        is_full: the number of micro-batches may be any, as Megatron-LM's trainer fixes it.
+    Each micro-batch holds its part of the rows, and one of them the longest sequence. That number
+    may be any if `is_full`, as Megatron-LM's trainer fixes it.
     """
 
     def __init__(self, model: CostModel, *, is_full: bool) -> None:
@@ -58,11 +55,7 @@ class SpeedBound:
         self._flat: dict[object, float] = {}
 
     def loose(self, layout: Plan, budget: int, shardings: Sequence[LoraSharding]) -> float:
-        """A bound that takes rows for as fast as those of the largest micro-batches.
-
-        Args:
-            budget: the largest of the layout.
-        """
+        """A bound that takes rows for as fast as those of the largest micro-batches of a layout."""
         experts = layout.ep_size, layout.expert_tp_size
         key = layout.tp_size, layout.sequence_parallel, *experts, shardings
         if key not in self._flat:
@@ -93,11 +86,7 @@ class SpeedBound:
         layer_s: Callable[[float, float], float],
         steps_s: float,
     ) -> float:
-        """The speed with the best number of micro-batches.
-
-        Args:
-            layer_s: seconds of a layer by rows and number of micro-batches.
-        """
+        """The speed with the best number of micro-batches, by seconds of a layer."""
         slowest, all_layers = max(layout.stages(self._model.spec)), self._model.spec.num_layers
         best_s = math.inf
         for count in self._counts(layout):
@@ -212,11 +201,9 @@ BUDGETS = (1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152
 
 
 class Fit:
-    """Plans of one mix of jobs that fit into the memory of one machine.
+    """Plans of one mix of jobs that fit into the memory of one machine;
 
-    Args:
-        drops: counts what does not fit.
-        rounds: of the same jobs, if there are any yet.
+    `drops` counts the others.
     """
 
     def __init__(
@@ -237,11 +224,7 @@ class Fit:
     def plans(
         self, layout: Plan, most_budgets: int | None = None
     ) -> Iterator[tuple[Plan, MemoryUse]]:
-        """All plans of a layout that fit.
-
-        Args:
-            most_budgets: micro-batch budgets to try, the smallest ones; None: all.
-        """
+        """All plans of a layout that fit, with its smallest budgets; None: with all."""
         if not self._can_run(layout):
             return
         recomputes = RECOMPUTES if self._space.recompute is None else (self._space.recompute,)
@@ -284,10 +267,7 @@ class Fit:
         return False
 
     def by_bound(self, layouts: Iterable[Plan], bound: SpeedBound) -> Iterator[tuple[float, Plan]]:
-        """Layouts with what their speed cannot exceed, the greatest first.
-
-        The tight bound is computed for those whose loose one is reached.
-        """
+        """Layouts with what their speed cannot exceed, the greatest first."""
         waiting: list[tuple[float, int, Plan, bool]] = []
         for number, layout in enumerate(layouts):
             if self._can_run(layout):
@@ -358,11 +338,7 @@ def fitting_plans(
     drops: Drops,
     most_budgets: int | None = None,
 ) -> Iterator[tuple[Plan, MemoryUse]]:
-    """All plans on all the GPUs that fit into memory; what does not is counted in `drops`.
-
-    Args:
-        most_budgets: micro-batch budgets to try of each layout, the smallest ones; None: all.
-    """
+    """All plans on all the GPUs that fit into memory, with the smallest budgets of each layout."""
     fit = Fit(spec, jobs, hardware, space, drops)
     for layout in fit.layouts.on_all(num_gpus):
         yield from fit.plans(layout, most_budgets)

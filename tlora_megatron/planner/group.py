@@ -56,10 +56,7 @@ class _Choice:
 
 
 class GroupModel:
-    """Estimates groups for one base model on one kind of machine; each mix is computed once.
-
-    A new mix takes a few milliseconds, a known one microseconds. Names of jobs do not matter.
-    """
+    """Estimates groups for one base model on one kind of machine; each mix is computed once."""
 
     def __init__(self, spec: ModelSpec, hardware: HardwareProfile) -> None:
         self.spec = spec
@@ -70,13 +67,7 @@ class GroupModel:
         self._layouts: dict[int, tuple[Plan, ...]] = {}
 
     def estimate(self, jobs: Sequence[JobLoad], num_gpus: int) -> GroupEstimate:
-        """Speed and memory of the best plan for the jobs.
-
-        Over routed experts the MLP's targets are theirs, as in a configuration.
-
-        Raises:
-            ValueError: if there is no job, a name occurs twice, or `num_gpus` is not positive.
-        """
+        """Speed and memory of the best plan for the jobs, at least one, of names of their own."""
         check_jobs(jobs)
         if self.spec.experts is not None:
             jobs = [replace(job, targets=on_experts(job.targets)) for job in jobs]

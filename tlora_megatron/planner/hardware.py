@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tlora_megatron.config.job import rule
-from tlora_megatron.config.reader import ConfigError, must, read_spec
-from tlora_megatron.config.source import read_document
+from tlora_megatron.config.reader import ConfigError, must, read_document, read_spec
 from tlora_megatron.files import shipped_folder
 
 logger = logging.getLogger(__name__)
@@ -196,11 +195,7 @@ class HardwareProfile:
 
 
 def load_profile(path: str | Path) -> HardwareProfile:
-    """Reads a profile from YAML or JSON; unknown keys are errors.
-
-    Raises:
-        ConfigError: if the file is missing or holds anything that is not a profile.
-    """
+    """Reads a profile from YAML or JSON; a `ConfigError` names what is unknown or missing."""
     path = Path(path)
     document = read_document(path, "hardware profile")
     try:
@@ -248,7 +243,6 @@ def find_profile(name: str, folders: Sequence[Path], option: str = "--hardware")
 
     Args:
         name: a path with a suffix, or the name of a file without one.
-        folders: where to look for a name.
         option: the option or key with which the user gave the name.
 
     Raises:

@@ -3,8 +3,6 @@
 `tlora train` and Megatron-LM place ranks alike (Megatron's order tp-cp-ep-dp-pp): tensor-parallel
 neighbours are next to each other, then context-parallel ones, replicas, and stages last. A node
 holds `gpus_per_node` consecutive ranks.
-
-
 """
 
 from __future__ import annotations
@@ -61,10 +59,7 @@ def plan_spans(plan: Plan, gpus_per_node: int) -> PlanSpans:
 
 
 def expert_span(plan: Plan, gpus_per_node: int) -> Span:
-    """Returns how the ranks that share a layer's experts lie over nodes.
-
-    They are neighbours, but for tensor-parallel ones that share each expert.
-    """
+    """Returns how the ranks that share a layer's experts lie over nodes."""
     return group_span(plan.ep_size, plan.expert_tp, plan.num_gpus, gpus_per_node)
 
 
@@ -81,11 +76,7 @@ def _spans(tp: int, cp: int, dp: int, pp: int, gpus_per_node: int) -> PlanSpans:
 
 @lru_cache(maxsize=4096)
 def group_span(ranks: int, stride: int, num_gpus: int, gpus_per_node: int) -> Span:
-    """Returns the span of all groups of `ranks` GPUs that are `stride` apart.
-
-    Args:
-        num_gpus: GPUs of the plan, a multiple of `ranks * stride`.
-    """
+    """Returns the span of all groups of `ranks` GPUs that are `stride` apart on `num_gpus`."""
     block = ranks * stride
     if num_gpus <= gpus_per_node or gpus_per_node % block == 0:
         return Span(ranks, 1, ranks)

@@ -63,19 +63,15 @@ def search(
     """Ranks every plan on `num_gpus` GPUs by tokens per second of all jobs.
 
     A plan for Megatron-LM's trainer is another one than that of `tlora train` with the same layout:
-    its rounds are of a fixed size, and so is their time.
-
-    Tries all TP, PP, virtual PP, CP and DP sizes whose product is `num_gpus`, with all choices of
-    expert and sequence parallelism, LoRA sharding, recompute and `BUDGETS`; none is skipped by a
-    bound. Each plan gets the number of nano-batches that is fastest for it.
+    its rounds are of a fixed size, and so is their time. Each plan gets the number of nano-batches
+    that is fastest for it.
 
     Args:
-        may_idle: also look at plans that leave some of the GPUs idle, as far as they come near the
-            best plan of all GPUs.
+        may_idle: also look at plans that leave some of the GPUs idle and come near the best plan.
 
     Raises:
         ValueError: for jobs or numbers that cannot be planned for, or sizes that no layout of
-            `num_gpus` GPUs has. That no plan fits is not an error.
+        `num_gpus` GPUs has. That no plan fits is not an error.
     """
     check_jobs(jobs)
     if not 1 <= num_gpus <= MOST_GPUS:
@@ -96,11 +92,7 @@ def search(
 
 
 class NothingAllowed(ValueError):
-    """What a search must keep to leaves no layout of that many GPUs.
-
-    Args:
-        fixed: what it must keep to, by the names of `SearchSpace`.
-    """
+    """What a search must keep to (`fixed`) leaves no layout of that many GPUs."""
 
     def __init__(self, num_gpus: int, fixed: Mapping[str, Any]) -> None:
         super().__init__(f"what is fixed must allow some plan on {num_gpus} GPUs, got {fixed}")
@@ -131,9 +123,8 @@ class _Hunt:
     def on_fewer(self, num_gpus: int, on_all: Sequence[RankedPlan]) -> list[RankedPlan]:
         """Plans on fewer GPUs that come near the best one, those of all GPUs included.
 
-        Of each layout, budget and sharding there is the plan with the lightest recompute that fits:
-        a heavier one is never faster. Layouts are taken in the order of what their speed cannot
-        exceed, until that is too little.
+        Of each layout, budget and sharding there is the plan with the lightest recompute that fits,
+        in the order of what their speed cannot exceed, until that is too little.
         """
         best = on_all[0].cost.tokens_per_s if on_all else 0.0
         found: list[RankedPlan] = []

@@ -31,11 +31,7 @@ _SMALLEST_BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class LengthHistogram:
-    """The distribution of a job's sequence lengths.
-
-    A length is the number of rows that a sequence takes in a micro-batch: all of its tokens except
-    the last, which is only predicted.
-    """
+    """The distribution of a job's sequence lengths, without their last tokens."""
 
     pairs: tuple[tuple[int, float], ...]
     """Pairs of length and share of sequences; lengths ascend, shares add up to 1."""
@@ -67,11 +63,7 @@ class LengthHistogram:
 
     @classmethod
     def from_counts(cls, counts: Iterable[tuple[int, float]]) -> LengthHistogram:
-        """Makes a histogram from lengths and how often each occurs, in any order.
-
-        Raises:
-            ValueError: if there is no length, or a length or count is not positive.
-        """
+        """Makes a histogram from lengths and how often each occurs, all positive, in any order."""
         merged: Counter[int] = Counter()
         for length, count in counts:
             if not 0 < count < math.inf:
@@ -84,12 +76,9 @@ class LengthHistogram:
     def from_lengths(cls, lengths: Iterable[int], most_bins: int = _MOST_BINS) -> LengthHistogram:
         """Makes a histogram from the lengths of all sequences.
 
-        There are at most `most_bins` bins of about equally many tokens, so that the few sequences
-        that fill a long tail keep their lengths, and attention its sum of squares. The length of a
-        bin is its mean, rounded up; the longest sequence has a bin of its own.
-
-        Raises:
-            ValueError: if there is no length or one is not positive.
+        Its bins hold about equally many tokens, so that a long tail keeps its lengths, and
+        attention its sum of squares. A bin's length is its mean, rounded up; the longest sequence
+        has one of its own.
         """
         ordered = sorted(lengths)
         if not ordered:
@@ -142,10 +131,7 @@ def guessed_lengths(longest: int) -> LengthHistogram:
 def _bins_of_tokens(
     ordered: Sequence[int], most_bins: int
 ) -> Iterator[tuple[tuple[int, int], int]]:
-    """Pairs of a bin and a length, for every length.
-
-    A fourth of the bins is kept to divide what is short and what is more than twice as long.
-    """
+    """Pairs of a bin and a length; a fourth of the bins divides the longest."""
     octaves = most_bins // 4
     bins, total, longest = most_bins - octaves, sum(ordered), ordered[-1]
     before = itertools.accumulate(ordered[:-1], initial=0)
@@ -269,11 +255,7 @@ class JobLoad:
 
 
 def check_jobs(jobs: Iterable[JobLoad]) -> None:
-    """Refuses an empty mix and repeated names.
-
-    Raises:
-        ValueError: naming the job.
-    """
+    """Refuses an empty mix and repeated names; raises `ValueError` naming the job."""
     names = Counter(job.name for job in jobs)
     if not names:
         raise ValueError("jobs must hold at least one job, got none")

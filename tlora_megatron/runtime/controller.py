@@ -35,7 +35,7 @@ from tlora_megatron.training.commands import Command, JobCommands
 from tlora_megatron.training.data.job_data import TokenCache, TokenizerFolder
 from tlora_megatron.training.events import EventSink
 from tlora_megatron.training.formats.quantised import quantisation_card
-from tlora_megatron.training.live_run import TOKENS, LiveChanges, Request, RequestFolder
+from tlora_megatron.training.live_run import TOKENS, LiveChanges, LiveFolder, Request
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.resident.staging import Stager
@@ -84,10 +84,10 @@ def open_for_requests(
             requests.close()
 
 
-def open_folder(output_dir: Path) -> RequestFolder | None:
+def open_folder(output_dir: Path) -> LiveFolder | None:
     """Opens where requests to a run come in; None if its folder allows none."""
     try:
-        return RequestFolder(output_dir)
+        return LiveFolder(output_dir)
     except OSError as error:
         logger.warning("no job can be added to this run or cancelled in it: %s", error)
         return None
@@ -102,7 +102,7 @@ class LiveRequests:
         record: keeps what was changed for the next start of the run.
     """
 
-    def __init__(self, folder: RequestFolder, loop: Loop, record: _Record) -> None:
+    def __init__(self, folder: LiveFolder, loop: Loop, record: _Record) -> None:
         self._folder, self._loop, self._record = folder, loop, record
         self._adding: dict[str, Request] = {}
         """By job, until it has joined or cannot."""

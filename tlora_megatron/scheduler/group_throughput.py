@@ -1,11 +1,8 @@
 """Speeds of jobs that train together: the planner's model, a cache, and what gangs measure.
 
-The planner's `GroupModel` implements `GroupThroughput`; tests use a table. Schedulers and the
-simulator ask nothing else about speed or memory.
-
-A predicted speed is multiplied by the median of measured over predicted speed of the same mix on as
-many GPUs, else of the same base model on as many GPUs, else of that base on the nearest number of
-GPUs, else by 1. So a machine that is slow on one GPU does not look fast on two, never tried.
+The planner's `GroupModel` implements `GroupThroughput`; tests use a table. A predicted speed is
+multiplied by the median of measured over predicted speed of the same mix on as many GPUs, else of
+the same base on as many GPUs, else of that base on the nearest number of GPUs, else by 1.
 """
 
 from __future__ import annotations
@@ -64,8 +61,7 @@ Kinds = tuple[int, ...]
 class Speeds:
     """A cache of the models' estimates: each question of a run is computed once.
 
-    Jobs with equal base model, adapter, batch and lengths are of one *kind*, a small integer. A
-    trace has tens of kinds and hundreds of thousands of questions about them.
+    Jobs with equal base model, adapter, batch and lengths are of one *kind*, a small integer.
     """
 
     def __init__(self, models: Mapping[str, GroupThroughput]) -> None:
@@ -93,11 +89,7 @@ class Speeds:
         return ((kinds, num_gpus, rates) for (kinds, num_gpus), rates in known if rates is not None)
 
     def kind(self, base: str, load: JobLoad) -> int:
-        """The kind of a base model and load; loads that differ only by name are different kinds.
-
-        Raises:
-            ValueError: if the base model is not known.
-        """
+        """The kind of a known base and a load; loads that differ by name only are different."""
         if base not in self._models:
             known = ", ".join(self._models)
             raise ValueError(f"base model must be one of {known}, got {base!r}")
@@ -112,7 +104,6 @@ class Speeds:
         return self._loads[kind][0]
 
     def load_of(self, kind: int) -> JobLoad:
-        """The load of a kind."""
         return self._loads[kind][1]
 
     def rates(self, kinds: Kinds, num_gpus: int) -> GroupRates | None:
@@ -152,19 +143,13 @@ class Speeds:
         return GroupRates(by_kind, total, memory_bytes)
 
     def prepare(self, kind: int, most: int) -> None:
-        """Asks the model all that decisions ask about one job, so that none has to wait for it.
-
-        Callers do so when a job is submitted; `most` are the GPUs of the cluster.
-        """
+        """Asks the model, for up to `most` GPUs, all that decisions will ask about a job."""
         self.sizes(kind, most)
         for power in range(min(most, _LARGEST_FULL).bit_length()):
             self.full_speed(kind, 1 << power)
 
     def sizes(self, kind: int, most: int) -> Mapping[int, float]:
-        """Numbers of GPUs that are worth holding for one job, with its speed on them.
-
-        Powers of two up to `most`, each faster than the one before by 2 % at least.
-        """
+        """Numbers of GPUs worth holding, with its speed on them: powers of two, each 2 % faster."""
         key = (kind, most)
         if key not in self._sizes:
             self._sizes[key] = dict(self._worth_holding(kind, most))
@@ -192,11 +177,7 @@ class Speeds:
         return self._residual[key]
 
     def full_speed(self, kind: int, num_gpus: int) -> float:
-        """Tokens per second when the GPUs have enough work: a large batch of short sequences.
-
-        No group of this base model is faster, except for small differences from cheaper adapters
-        or longer sequences.
-        """
+        """Tokens per second when the GPUs have enough work: a large batch of short sequences."""
         if num_gpus > _LARGEST_FULL:
             return num_gpus / _LARGEST_FULL * self.full_speed(kind, _LARGEST_FULL)
         base = self._loads[kind][0]
@@ -269,11 +250,7 @@ class CalibratedSpeeds(Speeds):
     def measured(
         self, kinds: Kinds, num_gpus: int, tokens_per_s: float, rounds: int
     ) -> float | None:
-        """Notes the speed of a group that did not change meanwhile.
-
-        Returns:
-            The factor now in use if it has changed by 15 % or more, else None.
-        """
+        """Notes the speed of a group; returns the factor in use if it changed by 15 %."""
         predicted = super().rates(kinds, num_gpus)
         if predicted is None or not predicted.total or tokens_per_s <= 0:
             return None

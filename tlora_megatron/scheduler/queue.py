@@ -56,12 +56,7 @@ class Job:
     def deadline_s(self, start_s: float, end_s: float) -> float:
         """The time by which a job must end that starts now, whatever happens to it later.
 
-        Its bound counts from its submission, if it can still be kept as the job starts; one that
-        has waited too long for that has the bound from its start on.
-
-        Args:
-            start_s: when it begins to train.
-            end_s: when it would end if nothing changed.
+        Its bound counts from its submission, if it can still be kept, or else from its start.
         """
         if self.is_open:
             return math.inf
@@ -239,12 +234,7 @@ class WaitingQueue:
         return [self._entries[index] for index in sorted(self._paused)]
 
     def needed_s(self, gpus: Iterable[int] | None = None, without: Collection[int] = ()) -> float:
-        """When a paused job comes back to one of these GPUs; infinite if there is none.
-
-        Args:
-            gpus: None: to any.
-            without: jobs that do not count.
-        """
+        """When a paused job comes back to one of these GPUs, or to any; infinite if none."""
         pauses = [self._entries[index].pause for index in self._paused if index not in without]
         found = [pause for pause in pauses if pause is not None]
         if gpus is not None:

@@ -34,11 +34,7 @@ class Place(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Reads `PORT` or `HOST:PORT`.
-
-        Raises:
-            ConfigError: if it is neither.
-        """
+        """Reads `PORT` or `HOST:PORT`; raises `ConfigError` if it is neither."""
         match = _PLACE.fullmatch(text)
         if match is None or int(match["port"]) > 65535:
             raise must("--http", "be PORT or HOST:PORT, with a port of at most 65535", text)
@@ -57,10 +53,7 @@ class Place(NamedTuple):
 
 
 def own_token(home: Home, store: Store) -> str:
-    """The token of whoever serves the folder, of all scopes; made where there is none that works.
-
-    It is kept in the folder, which nobody else can read.
-    """
+    """The token of whoever serves the folder, of all scopes, kept there; made if none works."""
     path = home.root / TOKEN_NAME
     with suppress(OSError):
         secret = path.read_text().strip()
@@ -73,11 +66,7 @@ def own_token(home: Home, store: Store) -> str:
 
 
 def listen(place: Place) -> socket.socket:
-    """A socket that listens; children inherit it.
-
-    Raises:
-        ConfigError: if the address cannot be used.
-    """
+    """A socket that listens, and that children inherit; a `ConfigError` for a bad address."""
     family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
     try:
         listener = socket.create_server((place.host, place.port), family=family, backlog=2048)
@@ -93,13 +82,9 @@ def listen(place: Place) -> socket.socket:
 
 
 class Front(KeptAlive):
-    """Runs the process of HTTP, and another one when it dies; a context manager.
+    """Keeps the process of HTTP running; a context manager that closes the listener at the end.
 
-    Args:
-        home: of the service.
-        listener: from `listen`; closed at the end.
-        words: arguments for the process besides.
-        say: tells a person what happens.
+    `words` are further arguments of the process; `say` tells a person what happens.
     """
 
     def __init__(

@@ -43,11 +43,7 @@ class Place:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Reads what `str` made.
-
-        Raises:
-            ValueError: if it is something else.
-        """
+        """Reads what `str` made; raises `ValueError` if it is something else."""
         try:
             seq, step, evaluation = (int(part) for part in text.split("."))
             if not all(-1 <= part < _ABOVE for part in (seq, step, evaluation)):
@@ -72,14 +68,7 @@ class Told(NamedTuple):
 
 
 class History:
-    """Reads the history of a job.
-
-    Args:
-        store: has its events.
-        home: has its steps.
-        job: its id.
-        after: the place behind which to begin.
-    """
+    """Reads the history of a job from behind a place on."""
 
     def __init__(self, store: Store, home: Home, job: str, after: Place | None = None) -> None:
         self._store, self._job = store, job
@@ -139,13 +128,8 @@ class Mark(NamedTuple):
 class Past:
     """Reads the history of a job backwards, in the order of `History`.
 
-    A page of it costs as much as the page is long: of the steps, which are many, the file's end
-    alone is read, or what lies before a row. It holds the file until it is closed.
-
-    Args:
-        store: has its events.
-        home: has its steps.
-        job: its id.
+    A page costs as much as it is long: of the file of steps the end alone is read, or what lies
+    before a row. It is held until `close`.
     """
 
     def __init__(self, store: Store, home: Home, job: str) -> None:
@@ -163,13 +147,9 @@ class Past:
         self._tail.close()
 
     def before(self, mark: Mark | None) -> Iterator[tuple[Mark, Row]] | None:
-        """The rows before one, the newest first; steps have the time `at` of the event before.
+        """The rows before one, the newest first, or all; None if the history has no such row.
 
-        Args:
-            mark: None = all rows.
-
-        Returns:
-            None if the history has no such row.
+        Steps have the time `at` of the event before.
         """
         if mark is None:
             return self._backwards(len(self._events), self._tail.size)
@@ -201,12 +181,7 @@ class Past:
 
 
 def rows_at(home: Home, job: str, steps: Iterable[int]) -> dict[int, list[Row]]:
-    """Returns what a job measured at some steps; of its file little else is read.
-
-    Args:
-        home: has its steps.
-        job: its id.
-    """
+    """Returns what a job measured at some steps; of its file little else is read."""
     tail = _Tail(home.job(job) / METRICS_FILE)
     try:
         return {step: tail.at(step) for step in steps}
@@ -304,11 +279,7 @@ class _Tail:
 
 
 class _Steps:
-    """Reads a job's `metrics.jsonl` while it is written.
-
-    A job that goes on from a checkpoint takes steps again, and the file is cut before. A step that
-    has been told is not told twice.
-    """
+    """Reads a job's `metrics.jsonl` while it is written; no step is told twice."""
 
     def __init__(self, path: Path, step: int, evaluation: int) -> None:
         self._path = path

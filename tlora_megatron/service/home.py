@@ -49,10 +49,9 @@ class Home:
 
     @classmethod
     def open(cls, root: str | Path | None = None) -> Home:
-        """Opens the service's folder and makes it if it is missing.
+        """Opens the service's folder and makes it if it is missing;
 
-        Args:
-            root: None = that of the environment variable TLORA_SERVICE, or `~/.tlora`.
+        None = TLORA_SERVICE or `~/.tlora`.
 
         Raises:
             ValueError: if the folder cannot be made or used, or belongs to somebody else.
@@ -109,44 +108,24 @@ class Home:
         return self.root / "tenants"
 
     def tenant(self, tenant: str) -> Path:
-        """The folder below which a tenant's jobs may name files; not made here.
-
-        Raises:
-            ValueError: if no tenant can be called so.
-        """
+        """The folder below which a tenant's jobs may name files; it may be missing."""
         return self.tenants / check_tenant(tenant)
 
     def upload(self, tenant: str, upload: str) -> Path:
-        """The file that a tenant has uploaded; not made here.
-
-        Raises:
-            ValueError: if the tenant or the file cannot be called so.
-        """
+        """The file that a tenant has uploaded; it may be missing, not misnamed."""
         return self.tenant(tenant) / "files" / _checked(upload, _UPLOAD, "id of a file")
 
     def job(self, job_id: str) -> Path:
-        """The folder of a job; not made here.
-
-        Raises:
-            ValueError: if the store has made no such id.
-        """
+        """The folder of a job; it may be missing, not misnamed (`ValueError`)."""
         return self.jobs / _checked(job_id, _JOB_ID, "id of a job")
 
     def gang(self, gang: str, epoch: int) -> Path:
-        """The folder of a gang's epoch; not made here.
-
-        Raises:
-            ValueError: if the name is no gang's.
-        """
+        """The folder of a gang's epoch; it may be missing, not misnamed."""
         return self.gangs / f"{_checked(gang, _GANG, 'name of a gang')}-{int(epoch)}"
 
 
 def check_tenant(name: str) -> str:
-    """The name, if a tenant may be called so.
-
-    Raises:
-        ValueError: if it may not.
-    """
+    """The name, if a tenant may be called so; raises `ValueError` if it may not."""
     if not _TENANT.fullmatch(name):
         raise ValueError(
             "a tenant's name must be at most 32 lower-case letters, digits and hyphens, the first "
@@ -167,11 +146,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """Deletes a folder and all that is in it; nobody sees a half of it.
-
-    Raises:
-        OSError: if it cannot be moved out of sight.
-    """
+    """Deletes a folder and all that is in it; nobody sees a half of it."""
     aside = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}")
     os.rename(folder, aside)
     shutil.rmtree(aside, ignore_errors=True)
@@ -205,7 +180,6 @@ def store_place(of: Home, database: str | None = None) -> str | Path:
     """Where a service's store is: its folder's SQLite file, or a database that it remembers.
 
     Args:
-        of: the service's folder.
         database: address to use from now on; None = what is remembered.
 
     Raises:

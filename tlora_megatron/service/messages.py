@@ -1,12 +1,9 @@
 """The words of a controller and its gangs to each other, and the folder where they leave them.
 
-A *gang* is the processes of one live super-model. It is known by a name and an epoch, which grows
-by one with every start under that name, so that messages of an earlier start can be ignored.
-
-`spec.json` what to start; `commands.jsonl` and `events.jsonl`, its command log and its event log;
-`meet.json` where rank 0's store is; per rank `rank_K.log` (its output), `rank_K.pid` (written by
-itself), `end_K.json` (why it failed, in its own words) and `exit_K` (its exit code, where only
-another process can know it); `closed` once no process may start in it any more.
+A *gang* is the processes of one live super-model, known by a name and an epoch, which grows by one
+with every start. Its folder: `spec.json`; `commands.jsonl` and `events.jsonl`; `meet.json`, where
+rank 0's store is; per rank `rank_K.log`, `rank_K.pid` (written by itself), `end_K.json` (why it
+failed) and `exit_K` (its exit code); `closed` once no process may start in it any more.
 """
 
 from __future__ import annotations
@@ -165,11 +162,7 @@ class GangFolder:
 
     @classmethod
     def at(cls, path: Path) -> Self:
-        """The folder at a path that `path` of another one has named.
-
-        Raises:
-            ValueError: if it is not the name of a gang's folder.
-        """
+        """The folder that `path` of another one has named; a `ValueError` for any other path."""
         match = _NAME.fullmatch(path.name)
         if match is None:
             raise ValueError(f"a gang's folder must be named NAME-EPOCH, got {path}")
@@ -212,11 +205,7 @@ class GangFolder:
         self.write("closed", "")
 
     def create(self, spec: GangSpec) -> None:
-        """Makes the folder and writes the spec.
-
-        Raises:
-            FileExistsError: if the gang was started with this epoch before.
-        """
+        """Makes the folder and writes the spec; `FileExistsError` if the epoch is known."""
         make_folder(self.path.parent)
         # A folder alone is what a crash has left before anything was started.
         self.path.mkdir(mode=0o700, exist_ok=not self.has_spec)
@@ -228,12 +217,7 @@ class GangFolder:
         return (self.path / "spec.json").exists()
 
     def spec(self) -> GangSpec:
-        """Reads what `create` wrote.
-
-        Raises:
-            OSError: if it is not there.
-            ValueError: if it is not a spec.
-        """
+        """Reads what `create` wrote; raises `OSError` or `ValueError` if it is not there."""
         return GangSpec.from_json((self.path / "spec.json").read_text())
 
     def write(self, name: str, text: str) -> None:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from tlora_megatron.channel import RequestFolder
-from tlora_megatron.files import read_json, write_json
+from tlora_megatron.files import modified_s, read_json, write_json
 from tlora_megatron.service.home import Home
 from tlora_megatron.training.driven_requests import Answer, Request, RequestError, check_request
 
@@ -43,28 +43,20 @@ _TYPES = {"lengths": np.int32, "tokens": np.int32, "targets": np.int64}
 
 
 class RequestLog:
-    """Requests and answers of one driven job.
-
-    Args:
-        folder: of the job.
-    """
+    """Requests and answers of one driven job, in its folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = RequestFolder(folder / "requests", folder / "answers", suffix=".safetensors")
         self._covered = self._folder.requests / "covered.json"
 
     def write_request(self, number: int, request: Request) -> bool:
-        """Leaves a request for the job; it is on the disk when this returns.
+        """Leaves a request for the job on the disk; False if its number is taken: the first counts.
 
         Args:
             number: from 1. Requests are carried out in the order of their numbers, without a gap.
 
-        Returns:
-            False if there was one of this number before: the first counts.
-
         Raises:
             RequestError: if it cannot be carried out, whatever the base.
-            OSError: if the disk refuses.
         """
         if number < 1:
             raise RequestError(f"number must be at least 1, got {number}")
@@ -75,16 +67,10 @@ class RequestLog:
         return self._folder.ask(_name(number), _packed(request.arrays, metadata))
 
     def has_request(self, number: int) -> bool:
-        """True if a request of this number waits or was carried out since the last checkpoint."""
         return self._request(number).exists()
 
     def read_request(self, number: int) -> Request:
-        """Reads a request.
-
-        Raises:
-            RequestError: if the file is damaged.
-            OSError: if there is none, or the disk refuses.
-        """
+        """Reads a request; raises `RequestError` if it is damaged, `OSError` if not there."""
         metadata, arrays = _unpacked(self._request(number))
         try:
             op, params = metadata["op"], json.loads(metadata["params"])
@@ -112,11 +98,7 @@ class RequestLog:
         return "answered" if self._answer(number).exists() else "gone"
 
     def write_answer(self, number: int, answer: Answer) -> None:
-        """Answers a request; the caller has the job's lease.
-
-        Raises:
-            OSError: if the disk refuses.
-        """
+        """Answers a request; the caller has the job's lease."""
         metadata = {
             "metrics": json.dumps({key: repr(value) for key, value in answer.metrics.items()}),
             "values": json.dumps(dict(answer.values)),
@@ -158,11 +140,7 @@ class RequestLog:
         return int(value["covered"]) if value else 0
 
     def prune(self, covered: int) -> None:
-        """Removes what a checkpoint has made superfluous; the caller has the job's lease.
-
-        Args:
-            covered: the last request that the checkpoint counts.
-        """
+        """Removes what a checkpoint has made superfluous, up to the last request that it counts."""
         if covered <= self.covered():
             return
         self._write_covered(covered)
@@ -171,7 +149,7 @@ class RequestLog:
                 self._folder.drop_request(_name(number))
         oldest = time.time() - _ANSWERS_S
         for number in _numbers(self._folder.answered()):
-            if number <= covered and _written_at(self._answer(number)) < oldest:
+            if number <= covered and modified_s(self._answer(number), oldest) < oldest:
                 self.drop_answer(number)
 
     def forget(self) -> None:
@@ -208,10 +186,7 @@ class _Task(NamedTuple):
 class RequestLogs:
     """The requests that wait in jobs' folders; `training.driven_requests.Clients`.
 
-    Answers are written by a thread, in their order: the disk keeps nobody waiting.
-
-    Args:
-        may_write: asked by a job's name before anything in its folder changes.
+    A thread writes answers, in their order; `may_write` is asked by a job's name before.
     """
 
     def __init__(self, root: Path, may_write: Callable[[str], bool]) -> None:
@@ -228,16 +203,10 @@ class RequestLogs:
         return self._of(job).has_request(number)
 
     def is_answered(self, job: str, number: int) -> bool:
-        """True if it was answered."""
         return self._of(job).has_answer(number)
 
     def read(self, job: str, number: int) -> Request:
-        """Reads a request that the first rank has seen.
-
-        Raises:
-            RequestError: if it is damaged.
-            OSError: if it cannot be read for long: this rank then ends, and the gang with it.
-        """
+        """Reads a request that the first rank has seen; raises `RequestError` if it is damaged."""
         end_s = time.monotonic() + _PATIENCE_S
         while True:
             try:
@@ -333,10 +302,3 @@ def _name(number: int) -> str:
 
 def _numbers(names: list[str]) -> list[int]:
     return [int(name) for name in names if name.isdecimal()]
-
-
-def _written_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return time.time()

@@ -1,10 +1,7 @@
 """Takes up the sessions that versions before table version 4 kept as JSON files.
 
-tenants/TENANT/tinker/SESSION/session.json          who came, and why it ended
-                      .../beat                      its time is that of the last heartbeat
-                      .../models/N.json             a model, with the id of its job
-                      .../samplers/N.json           what a sampler samples from
-                      .../checkpoints/N/KIND/NAME.json    a client's words about a checkpoint
+Below `tenants/TENANT/tinker/SESSION`: `session.json`; `beat`, whose time is that of the last
+heartbeat; `models/N.json`; `samplers/N.json`; `checkpoints/N/KIND/NAME.json`, a client's words.
 """
 
 from __future__ import annotations
@@ -37,12 +34,11 @@ _FILES = ("models", "samplers", "checkpoints", "beat", "session.json")
 def take_up_sessions(home: Home, store: Store) -> list[str]:
     """Writes what files say of sessions into the store, in one transaction, and moves them aside.
 
-    Files are moved only behind the commit, and a session that the store has is not read again: a
-    kill at any moment loses nothing and doubles nothing. Samples stay the files that they are.
+    They are moved behind the commit, and a session that the store has is not read again. Samples
+    stay.
 
     Returns:
-        Sentences about what was done: how many sessions were taken up, and which cannot be read.
-        Those stay where they are.
+        Sentences: how many sessions were taken up, and which cannot be read and stay.
     """
     for removed in home.tenants.glob("*/tinker/.s*"):
         shutil.rmtree(removed, ignore_errors=True)

@@ -1,19 +1,110 @@
-"""Settings of a controller, and the options that `tlora serve` and its HTTP process share."""
+"""Base models that a service offers by name, so that nobody names a path over the network."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from tlora_megatron.config.reader import must
+from tlora_megatron.config.reader import must, read_document, read_spec
+from tlora_megatron.config.schema import BaseModelSpec
+from tlora_megatron.config.sections import plain, read_base_model
+from tlora_megatron.files import read_json, write_json
+from tlora_megatron.model.gpt_oss import MODEL_TYPE
+from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.scheduler.registry import DEFAULT_POLICY
-from tlora_megatron.service.bases import base_section
-from tlora_megatron.service.home import Home
+from tlora_megatron.service.home import JOB_NAME, Home
 from tlora_megatron.service.sampling.own import OwnSampler, OwnSettings
 from tlora_megatron.service.sampling.sampler import Sampler
+
+BASES_NAME = "bases.json"
+"""In the service's folder: name -> section `base_model` with absolute paths."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,95}")
+
+
+def read_bases(home: Home) -> dict[str, BaseModelSpec]:
+    """The bases that a service offers; nothing looks whether their files are there."""
+    found = read_json(home.root / BASES_NAME) or {}
+    return {name: read_spec(BaseModelSpec, section, name) for name, section in found.items()}
+
+
+def check_bases(words: Sequence[str]) -> None:
+    """Reads bases as `declare_bases` does, and adds none."""
+    for word in words:
+        _read_word(word)
+
+
+def declare_bases(home: Home, words: Sequence[str]) -> None:
+    """Adds or replaces bases `NAME=DIR`, or `NAME=FILE` with a section; none at a mistake."""
+    added = dict(_read_word(word) for word in words)
+    if added:
+        known = read_json(home.root / BASES_NAME) or {}
+        write_json(home.root / BASES_NAME, {**known, **added})
+
+
+def _read_word(word: str) -> tuple[str, Mapping[str, Any]]:
+    name, _, place = word.partition("=")
+    if not place or not _NAME.fullmatch(name):
+        rule = "be NAME=DIR or NAME=FILE.yaml, NAME of letters, digits and . _ / -"
+        raise must("--base", rule, word)
+    path = Path(place).expanduser()
+    if path.is_file():
+        document = read_document(path)
+        base = read_base_model(document.get("base_model", document), path.resolve().parent)
+    else:
+        base = read_base_model({"path": place}, Path.cwd())
+    _refuse_gpt_oss(word, base)
+    section: dict[str, Any] = plain(asdict(base))
+    return name, section
+
+
+def _refuse_gpt_oss(word: str, base: BaseModelSpec) -> None:
+    """Refuses a base over which a service trains and samples nothing."""
+    try:
+        kind = read_model_spec(base.config_file).model_type
+    except ValueError:
+        return  # its first job says what else is wrong with it
+    if kind == MODEL_TYPE:
+        rule = f"name a base of another model_type than {MODEL_TYPE}"
+        raise must("--base", rule, word, "train its jobs with tlora train")
+
+
+_OF_JOB = "job:"
+"""No declared name has a colon."""
+
+
+def base_of_job(home: Home, job_id: str) -> str:
+    """The name of a job's base: the one that was declared, or that of the job itself."""
+    own = _weights(_section_of_job(home, job_id))
+    declared = ((name, plain(asdict(base))) for name, base in read_bases(home).items())
+    found = (name for name, section in declared if _weights(section) == own)
+    return next(found, _OF_JOB + job_id)
+
+
+def base_section(home: Home, name: str) -> Mapping[str, Any]:
+    """The section `base_model` of a base; raises `KeyError` if nobody has declared it."""
+    if name.startswith(_OF_JOB):
+        return _section_of_job(home, name.removeprefix(_OF_JOB))
+    section: dict[str, Any] = plain(asdict(read_bases(home)[name]))
+    return section
+
+
+def _weights(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that say which weights these are, in whatever dtype they are held."""
+    return {key: value for key, value in section.items() if key not in ("dtype", "allow_change")}
+
+
+def _section_of_job(home: Home, job_id: str) -> Mapping[str, Any]:
+    found = read_json(home.job(job_id) / JOB_NAME)
+    if found is None:
+        raise KeyError(job_id)
+    section: dict[str, Any] = found["base_model"]
+    return section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,11 +187,7 @@ def keeping_words(args: argparse.Namespace) -> list[str]:
 
 
 def keep_sessions_s(args: argparse.Namespace) -> float:
-    """Seconds for which sessions are kept.
-
-    Raises:
-        ConfigError: if they are too few.
-    """
+    """Seconds for which sessions are kept; raises `ConfigError` if they are too few."""
     if not args.keep_sessions >= _LEAST_DAYS:
         raise must("--keep-sessions", f"be at least {_LEAST_DAYS:g} day", args.keep_sessions)
     return float(args.keep_sessions * _DAY_S)
@@ -151,9 +238,7 @@ def sampler_words(args: argparse.Namespace) -> list[str]:
 def open_sampler(
     args: argparse.Namespace, home: Home, say: Callable[[str], None] = lambda _: None
 ) -> Sampler | None:
-    """The sampler that was chosen; nothing is started before somebody asks it.
-
-    Its `close` must be called at the end.
+    """The sampler that was chosen; nothing is started before somebody asks it. Close it at the end.
 
     Args:
         say: is told, on a thread, how like the bases that train a server's are.

@@ -29,8 +29,8 @@ _LOOK_S = 0.01
 class ProcessHandle:
     """One process from now to its end, however often its number is given to another one.
 
-    Its descriptor can be waited for; it becomes readable at the end of the process, which need not
-    be a child of this one.
+    Its descriptor becomes readable at the end of the process, which need not be a child of this
+    one.
     """
 
     def __init__(self, pid: int, descriptor: int) -> None:
@@ -129,14 +129,10 @@ class Child:
     """A process that the service has started, in a session of its own.
 
     Args:
-        command: program and arguments.
-        environment: None = this process's.
-        log: what it prints is appended there; None = its errors go where this process's go, and
-            nothing else is kept.
+        log: what it prints is appended there; None = only its errors go where this process's go.
         wire: `lines` = its stdin and stdout are a `LinePipe`; `stdin` = only its stdin is one,
-            which it sees closed when this process ends; `none` = its stdin is empty.
-        pass_fds: descriptors that it inherits.
-        umask: of the process; None = this one's.
+        which it sees closed when this process ends; `none` = its stdin is empty.
+        environment, umask: None = as this process's.
 
     Raises:
         OSError: if it cannot be started.
@@ -268,10 +264,6 @@ class KeptAlive:
     """Runs a child, and another one when it ends; a context manager, which ends the last.
 
     The pause before another one doubles while they do not live long.
-
-    Args:
-        start: starts one.
-        on_end: told how one has ended.
     """
 
     def __init__(self, start: Callable[[], Child], on_end: Callable[[int], None]) -> None:

@@ -1,25 +1,11 @@
 """Mean completion times that no policy beats, and what ideal resizing and pre-emption would bring.
 
-Each bound is the answer to an easier question than the simulator's: placement, memory, slowdown
-bounds, quotas and pauses are left out, and
-
-- *alone*: every job has the whole cluster to itself;
-- *fluid*: the cluster is one machine on which any job can use all GPUs at full speed, and the job
-  with the least work left goes first. Nothing ends the jobs of one machine earlier on average;
-- *mean busy times*: on the same machine a job's work lies around its mean busy time, and half of
-  the job's own fastest time must come after that. Serving the smallest jobs first gives the least
-  sum of mean busy times.
-
-The greatest of the three counts. They rest on two properties of the speeds: no job trains faster
-in a group than alone on the GPUs that suit it best, and no group trains more tokens per second on a
-GPU than a cheap adapter with a large batch. `exceeded_by` checks both on every group that was asked
-about.
-
-Malleable shortest remaining time: every job trains alone on a power of two of the GPUs. Whenever
-one comes or ends, GPUs are shared out anew: the job with the least time left is served first, on
-the number of GPUs that suits it and those behind it. A change costs a pause. Placement, memory of
-nodes, slowdown bounds, quotas and fusing are ignored, and nothing says that this order is the best,
-so this is no bound.
+Each bound answers an easier question, without placement, memory, slowdown bounds, quotas and
+pauses: *alone*, every job has the whole cluster; *fluid*, any job can use all GPUs at full speed
+and the least work left goes first; *mean busy times*, half of a job's fastest time must come after
+its mean busy time. The greatest counts, if no group is faster than its best members allow
+(`exceeded_by`). Malleable shortest remaining time, with jobs alone on powers of two GPUs, is an
+estimate and no bound.
 """
 
 from __future__ import annotations
@@ -77,25 +63,19 @@ class Limits:
 
 
 def limits_of(jobs: Iterable[Job], speeds: Speeds, num_gpus: int) -> Limits:
-    """The greatest speeds on a cluster of `num_gpus` GPUs.
-
-    A job is tried on the numbers of GPUs that policies give: powers of two, what jobs of its kind
-    ask for, and halves of that.
-    """
+    """The greatest speeds on `num_gpus` GPUs, of the numbers that policies give to a job."""
     powers = [1 << power for power in range(num_gpus.bit_length())]
     sizes: dict[int, set[int]] = {}
     for job in jobs:
-        sizes.setdefault(job.kind, set(powers)).update(_halvings(job.num_gpus))
+        sizes.setdefault(job.kind, set(powers)).update(
+            job.num_gpus >> power for power in range(job.num_gpus.bit_length())
+        )
     return Limits(
         fastest={kind: _fastest(speeds, kind, tried) for kind, tried in sizes.items()},
         full={
             base: _full(speeds, base, sizes) for base in dict.fromkeys(map(speeds.base_of, sizes))
         },
     )
-
-
-def _halvings(num: int) -> list[int]:
-    return [num >> power for power in range(num.bit_length())]
 
 
 def _fastest(speeds: Speeds, kind: int, sizes: Iterable[int]) -> float:
@@ -105,10 +85,7 @@ def _fastest(speeds: Speeds, kind: int, sizes: Iterable[int]) -> float:
 
 
 def _full(speeds: Speeds, base: str, kinds: Iterable[int]) -> float:
-    """Tokens per second of a GPU that trains a cheap adapter on as many short sequences as it can.
-
-    The sequences are as short as any of the jobs', and of a length that leaves no row empty.
-    """
+    """Tokens per second of a GPU that trains a cheap adapter on short sequences."""
     loads = [speeds.load_of(kind) for kind in kinds if speeds.base_of(kind) == base]
     shortest = max(_SHORTEST, min(load.lengths.pairs[0][0] for load in loads))
     length = 1 << (shortest.bit_length() - 1)
@@ -130,10 +107,7 @@ def _full(speeds: Speeds, base: str, kinds: Iterable[int]) -> float:
 
 
 def exceeded_by(limits: Limits, speeds: Speeds) -> list[str]:
-    """Groups that train faster than the limits allow, in words; the bounds hold if there is none.
-
-    Looks at all groups of the limits' kinds that `speeds` was asked about.
-    """
+    """Groups that train faster than the limits allow, in words; the bounds hold if none."""
     found = []
     for kinds, num_gpus, rates in speeds.answers():
         if not limits.fastest.keys() >= set(kinds):
@@ -166,8 +140,7 @@ def fluid_s(demands: Sequence[Demand], num_gpus: int) -> float:
 def mean_busy_s(demands: Sequence[Demand], num_gpus: int) -> float:
     """Mean of busy times and half fastest times, on one machine that serves the smallest job.
 
-    A job that ends at C cannot have done its work around a time later than C less half its fastest
-    time, whatever it trained with.
+    A job that ends at C cannot have done its work around a time later than C less half that time.
     """
     served = _serve(demands, num_gpus, lambda demand, left_s: demand.gpu_s)
     return _mean(
@@ -187,13 +160,7 @@ class _Served:
 def _serve(
     demands: Sequence[Demand], num_gpus: int, first: Callable[[Demand, float], float]
 ) -> list[_Served]:
-    """One machine of all GPUs serves the job for which `first` is least, and may change any time.
-
-    Args:
-        demands: the jobs.
-        num_gpus: GPUs of the machine.
-        first: a job's place from its demand and the seconds of work that it has left.
-    """
+    """One machine of all GPUs serves the job for which `first` is least."""
     served = [_Served() for _ in demands]
     arrivals = sorted(range(len(demands)), key=lambda index: demands[index].submit_s)
     queue: list[tuple[float, int, float]] = []

@@ -10,12 +10,11 @@ from pathlib import Path
 from random import Random
 
 from tlora_megatron.config.job import rule
-from tlora_megatron.config.reader import ConfigError, must, read_spec
-from tlora_megatron.config.source import read_document
+from tlora_megatron.config.reader import ConfigError, must, read_document, read_spec
 from tlora_megatron.planner.hardware import HardwareProfile, Link, find_profile, shipped_profiles
-from tlora_megatron.scheduler.cluster import ClusterShape
 from tlora_megatron.scheduler.fleet import Fleet
 from tlora_megatron.scheduler.group_throughput import Speeds
+from tlora_megatron.scheduler.policy import ClusterShape
 from tlora_megatron.scheduler.queue import Group, Job, Member
 from tlora_megatron.sim.ledger import Ledger
 
@@ -194,11 +193,7 @@ class ClusterSpec:
 
 
 def load_cluster(path: str | Path) -> tuple[ClusterSpec, HardwareProfile]:
-    """Reads a cluster and the profile of its GPUs.
-
-    Raises:
-        ConfigError: if either file is missing or invalid.
-    """
+    """Reads a cluster and the profile of its GPUs, or raises a `ConfigError`."""
     path = Path(path)
     document = read_document(path, "--cluster")
     try:

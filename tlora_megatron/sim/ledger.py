@@ -137,11 +137,7 @@ class Ledger:
         )
 
     def balance(self, jobs: list[Job]) -> None:
-        """Checks the account at the end of a run.
-
-        Raises:
-            InvariantError: if a job is missing or repeated, or GPU seconds do not add up.
-        """
+        """Checks the account at the end of a run: all jobs once, and GPU seconds that add up."""
         ended = sorted(record.job.index for record in self.records)
         require(
             ended == [job.index for job in jobs],

@@ -256,17 +256,12 @@ _SHOWN = 0.99
 def write_report(
     path: str | Path, study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None
 ) -> None:
-    """Writes the page of a study.
-
-    Raises:
-        ImportError: if matplotlib is missing.
-        OSError: if the file cannot be written.
-    """
+    """Writes the page of a study; an `ImportError` without matplotlib."""
     Path(path).write_text(_page(study, runs, yardsticks), encoding="utf-8")
 
 
 def _page(study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None) -> str:
-    until_s = _until_s(runs)
+    until_s = quantile(sorted(record.end_s for record in runs[0].ledger.records), _SHOWN)
     pictures = {
         "Completion time": completion_times(runs),
         "Slowdown while running": slowdowns(runs),
@@ -283,10 +278,6 @@ def _page(study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None
         f"<h2>Pictures</h2>{legend(colors)}{panels(pictures, columns=2, least_px=480)}"
         f"<h2>What the GPUs do</h2>{panels(lines, columns=1, least_px=480)}",
     )
-
-
-def _until_s(runs: Sequence[PolicyRun]) -> float:
-    return quantile(sorted(record.end_s for record in runs[0].ledger.records), _SHOWN)
 
 
 def _facts(study: Study) -> dict[str, str]:

@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from tlora_megatron.scheduler.cluster import ClusterShape
 from tlora_megatron.scheduler.fleet import require
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.policy import Policy, RegroupCost
+from tlora_megatron.scheduler.policy import ClusterShape, Policy, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting, WaitingQueue
 from tlora_megatron.sim.cluster import Clock, Events, Faults, Kind, SimulatedFleet
 from tlora_megatron.sim.ledger import Ledger
@@ -55,8 +54,6 @@ class Simulator:
 
         Args:
             jobs: in order of submission; `Job.index` is the place in the list.
-            shape: shape of the cluster.
-            policy: the scheduling policy.
             speeds: speeds of groups; the same object that the policy asks.
             cost: pauses of groups that change.
             faults: failures and cancellations; None: there are none.
@@ -82,11 +79,7 @@ class Simulator:
         )
 
     def run(self) -> Outcome:
-        """Runs until every job has ended, and checks that the ledger balances.
-
-        Raises:
-            InvariantError: if it does not balance or a decision breaks a rule.
-        """
+        """Runs until every job has ended; an `InvariantError` if the ledger does not balance."""
         begin = time.perf_counter()
         clock = Clock()
         self._push_known_events()

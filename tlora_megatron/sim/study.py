@@ -123,9 +123,9 @@ class Study:
         return self.offered_load if asked is None else asked
 
     def yardsticks(self) -> Yardsticks | None:
-        """Bounds that no policy beats, and an estimate of what is within reach.
+        """Bounds that no policy beats, and an estimate of what is within reach;
 
-        None where faults were drawn: which jobs finish then depends on the policy.
+        None with faults.
         """
         if self.options.faults != FaultRates():
             return None
@@ -138,12 +138,7 @@ class Study:
         )
 
     def run(self, policy: str, on_progress: Callable[[float], None] | None = None) -> PolicyRun:
-        """Replays the trace under a policy.
-
-        Raises:
-            ValueError: if there is no such policy.
-            InvariantError: if the ledger does not balance.
-        """
+        """Replays the trace under a policy; raises `ValueError` or `InvariantError`."""
         options = self.options
         rules = Rules(
             lookahead=options.lookahead,
@@ -177,11 +172,7 @@ class Study:
 
 
 def check_policies(names: Sequence[str]) -> None:
-    """Refuses unknown and repeated names of policies.
-
-    Raises:
-        ValueError: naming the known policies.
-    """
+    """Refuses unknown and repeated names of policies."""
     if not names or len(set(names)) < len(names):
         raise must("--policy", "name policies once each", ",".join(names))
     for name in names:

@@ -90,11 +90,8 @@ def read_trace(path: str | Path) -> Trace:
             rows.append(row)
     if not rows:
         raise must("--trace", "hold at least one job with GPUs and a duration", str(path))
-    return Trace(name=_name(path), rows=_from_zero(rows), dropped=dict(sorted(dropped.items())))
-
-
-def _name(path: Path) -> str:
-    return path.name.removesuffix(".gz").removesuffix(".csv").removesuffix(".json")
+    name = path.name.removesuffix(".gz").removesuffix(".csv").removesuffix(".json")
+    return Trace(name=name, rows=_from_zero(rows), dropped=dict(sorted(dropped.items())))
 
 
 def _from_zero(rows: list[TraceRow]) -> tuple[TraceRow, ...]:
@@ -139,7 +136,11 @@ def _philly_json(text: str, path: Path) -> Iterator[_Record]:
     try:
         jobs = json.loads(text)
         for job in jobs:
-            attempts = [a for a in job["attempts"] if _is_over(a)]
+            attempts = [
+                a
+                for a in job["attempts"]
+                if not {a.get("start_time"), a.get("end_time")} & {None, "", "None"}
+            ]
             spans = [_seconds(a["end_time"]) - _seconds(a["start_time"]) for a in attempts]
             gpus = [len(d["gpus"]) for a in attempts[:1] for d in a["detail"]]
             yield {
@@ -152,10 +153,6 @@ def _philly_json(text: str, path: Path) -> Iterator[_Record]:
             }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise must("--trace", "be Philly's job log", f"{error!r} in {path}") from error
-
-
-def _is_over(attempt: Mapping[str, _Value]) -> bool:
-    return not {attempt.get("start_time"), attempt.get("end_time")} & {None, "", "None"}
 
 
 def _row(record: _Record, place: int, path: Path) -> TraceRow | str:
@@ -246,11 +243,7 @@ def _may_be_load(load: float | None) -> bool:
 
 
 def shaped(trace: Trace, shape: TraceShape, num_gpus: int, seed: int) -> Trace:
-    """Shapes a trace for a cluster of `num_gpus` GPUs.
-
-    Raises:
-        ValueError: if no job is left, or a load is asked for of jobs that all come at once.
-    """
+    """Shapes a trace for `num_gpus` GPUs; refuses one without jobs, or a load for a burst."""
     rng = Random(f"sample {seed}")
     dropped = Counter(trace.dropped)
     rows: list[TraceRow] = []

@@ -9,8 +9,7 @@ from random import Random
 from typing import TypeVar
 
 from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, rule
-from tlora_megatron.config.reader import ConfigError, must, read_spec
-from tlora_megatron.config.source import read_document
+from tlora_megatron.config.reader import ConfigError, must, read_document, read_spec
 from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan
@@ -104,12 +103,7 @@ def shipped_mixes() -> tuple[str, ...]:
 
 
 def load_mix(name: str) -> tuple[JobMix, dict[str, ModelSpec]]:
-    """Reads a mix by name or path, and the shapes of its base models.
-
-    Raises:
-        ConfigError: if there is none, or the file is not a mix.
-        ValueError: if a base model cannot be read, or has routed experts.
-    """
+    """Reads a mix by name or path, and the shapes of its base models; refuses what is none."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml", ".json"):
         if name not in shipped_mixes():
@@ -248,10 +242,7 @@ def _speed_alone(row: TraceRow, drawn: Attributes, speeds: Speeds) -> tuple[int,
 
 
 def _as_costed(load: JobLoad) -> JobLoad:
-    """The load as the cost model sees it, so that similar jobs are of one kind.
-
-    Kernels round ranks up to multiples of 16, and every dropout rate costs the same.
-    """
+    """The load as the cost model sees it: with ranks in 16s, and any dropout as one."""
     return replace(
         load,
         rank=-(-load.rank // _RANK_STEP) * _RANK_STEP,
@@ -268,10 +259,7 @@ def state_bytes(spec: ModelSpec, load: JobLoad) -> float:
 
 
 def flops_per_token(spec: ModelSpec) -> float:
-    """The least operations that a token needs: frozen linears and output layer, both passes.
-
-    Attention, adapters and recomputation are left out.
-    """
+    """The least operations that a token needs in frozen linears and output layer."""
     return 4.0 * (spec.num_layers * spec.row_weights + spec.vocab_size * spec.hidden_size)
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tlora_megatron.channel import RequestFolder
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import fit_job
 from tlora_megatron.config.reader import ConfigError
@@ -33,7 +34,6 @@ FOLDER = ".live"
 FILE_NAME = "live_changes.json"
 TOKENS = f"{FOLDER}/tokens"
 """Below the output folder: a cache of the tokens of jobs that are added."""
-_REQUESTS, _ANSWERS = "requests", "answers"
 _LOOK_S = 0.05
 ALIVE_S = 1.0
 _LARGEST_BYTES = 1 << 20
@@ -47,44 +47,40 @@ class Request(NamedTuple):
     body: Mapping[str, Any]
 
 
-class RequestFolder:
-    """The run's side of its requests, on the process that writes its files.
+def _requests_in(folder: Path) -> RequestFolder:
+    return RequestFolder(folder / "requests", folder / "answers", mode=BY_UMASK)
 
-    Args:
-        output_dir: of the run, which holds it.
 
-    Raises:
-        OSError: if the folder cannot be made.
-    """
+class LiveFolder:
+    """The run's side of its requests, on the process that writes its files; makes their folder."""
 
     def __init__(self, output_dir: Path) -> None:
         self.folder = output_dir / FOLDER
+        self._requests = _requests_in(self.folder)
         self._open: set[str] = set()
         """Requests without an answer."""
         _remove(self.folder)
-        self.folder.mkdir(mode=0o700)
-        for name in (_REQUESTS, _ANSWERS):
-            (self.folder / name).mkdir(mode=0o700)
+        for folder in (self.folder, self._requests.requests, self._requests.answers):
+            folder.mkdir(mode=0o700)
 
     @property
     def has_requests(self) -> bool:
         """True if a request waits; looks at the folder alone."""
         try:
-            with os.scandir(self.folder / _REQUESTS) as entries:
-                return any(not entry.name.startswith(".") for entry in entries)
+            return bool(self._requests.asked())
         except OSError:  # taken away under the run, which trains on
             return False
 
     def take(self) -> list[Request]:
         """The requests that have come, each once; what is none is answered as an error."""
         found = []
-        for path in sorted((self.folder / _REQUESTS).glob("[!.]*")):
-            self._open.add(path.name)
+        for name in self._requests.asked():
+            self._open.add(name)
             try:
-                found.append(Request(path.name, _read(path)))
+                found.append(Request(name, _read(self._requests.request(name))))
             except (OSError, ValueError) as error:
-                self.answer(path.name, {"error": f"a request must be a JSON object: {error}"})
-            path.unlink(missing_ok=True)
+                self.answer(name, {"error": f"a request must be a JSON object: {error}"})
+            self._requests.drop_request(name)
         return found
 
     def answer(self, number: str, body: Mapping[str, Any]) -> None:
@@ -92,10 +88,11 @@ class RequestFolder:
         if number in self._open:
             self._open.remove(number)
             with suppress(OSError):
-                write_atomic(self.folder / _ANSWERS / number, json.dumps(body), mode=BY_UMASK)
+                self._requests.answer(number, json.dumps(body).encode())
 
     def close(self) -> None:
         """Removes the folder: no more are taken. A second call does nothing."""
+        self._open.clear()
         with suppress(OSError):
             _remove(self.folder)
 
@@ -136,14 +133,15 @@ class LiveRun:
         """
         number = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
         ended = RuntimeError(f"the run in {self.output_dir} has ended before it answered")
+        requests = _requests_in(self._folder)
         try:
-            write_atomic(self._folder / _REQUESTS / number, json.dumps(body), mode=BY_UMASK)
+            requests.ask(number, json.dumps(body).encode())
         except OSError as error:
             raise ended from error
         looked_s = time.monotonic()
         while True:
             with suppress(FileNotFoundError):
-                return _read(self._folder / _ANSWERS / number)
+                return _read(requests.result(number))
             if time.monotonic() - looked_s > ALIVE_S:
                 looked_s = time.monotonic()
                 if not self._folder.is_dir() or not is_held(self.output_dir):

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import psutil
 
-from tlora_megatron.service.bases import declare_bases
 from tlora_megatron.service.home import Home
+from tlora_megatron.service.settings import declare_bases
 from tlora_megatron.service.store import Store, open_store
 
 BASE = "base"

@@ -28,8 +28,7 @@ from scripts.bench.control_tower import NOW_S, RUNNING, WAITING, crowd, make_stu
 from scripts.bench.harness.arguments import RESULTS, bench_parser
 from scripts.bench.harness.rows import append_rows
 from scripts.bench.simulate.cases import PARTS, Cell, study_of
-from tlora_megatron.scheduler.cluster import ClusterState
-from tlora_megatron.scheduler.policy import Changes, Rules
+from tlora_megatron.scheduler.policy import Changes, ClusterState, Rules
 from tlora_megatron.scheduler.queue import WaitingQueue
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
 from tlora_megatron.sim.bounds import exceeded_by, limits_of

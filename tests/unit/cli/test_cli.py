@@ -24,7 +24,7 @@ import tlora_megatron
 from tests.helpers.launch import HANG_S
 from tlora_megatron.cli import train
 from tlora_megatron.cli.main import VARIABLES, build_parser, main
-from tlora_megatron.cli.progress import RichProgress
+from tlora_megatron.cli.train import RichProgress
 
 JOB_RESULT = {
     "status": "finished",

@@ -14,7 +14,7 @@ from tests.helpers.scenario import make_scenario
 from tlora_megatron.cli.main import main
 from tlora_megatron.config.load import config_to_dict, load_config
 from tlora_megatron.training.data.job_data import ENTRY_NAME
-from tlora_megatron.training.live_run import TOKENS, RequestFolder
+from tlora_megatron.training.live_run import TOKENS, LiveFolder
 from tlora_megatron.training.run.output_dir import CONFIG_NAME, hold_output_dir
 
 
@@ -27,7 +27,7 @@ class Run:
         document = config_to_dict(load_config(config, output_dir=str(self.output_dir)))
         (self.output_dir / CONFIG_NAME).write_text(json.dumps(document))
         self.requests: list[Mapping[str, Any]] = []
-        self._folder = RequestFolder(self.output_dir)
+        self._folder = LiveFolder(self.output_dir)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._answer)
         self._thread.start()

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tlora_megatron.client import Client, archive
+from tlora_megatron.client import Client, values
 
 Fill = Callable[[zipfile.ZipFile], None]
 
@@ -47,7 +47,7 @@ def twice(opened: zipfile.ZipFile) -> None:
 def unpack(content: bytes, folder: Path) -> Path:
     path = folder / "a.zip"
     path.write_bytes(content)
-    archive.unpack(path, folder / "out")
+    values.unpack(path, folder / "out")
     return folder / "out"
 
 
@@ -92,7 +92,7 @@ def test_evil_archives(tmp_path: Path, fill: Fill, told: str) -> None:
 
 
 def test_sizes_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "_MOST_BYTES", 3)
+    monkeypatch.setattr(values, "_MOST_BYTES", 3)
     with pytest.raises(ValueError, match="must have at most 3 bytes"):
         unpack(packed(adapter), tmp_path)
 
@@ -107,4 +107,4 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must not exist yet"):
         unpack(packed(adapter), tmp_path)
     with pytest.raises(ValueError, match="must lie in one that exists"):
-        archive.check_target(tmp_path / "no" / "out")
+        values.check_target(tmp_path / "no" / "out")

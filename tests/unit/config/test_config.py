@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from tlora_megatron.config.load import config_to_dict, ignored_settings, load_config
-from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.config.reader import ConfigError, merge
 from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.config.source import merge
 
 
 @pytest.fixture

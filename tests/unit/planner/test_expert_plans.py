@@ -18,10 +18,10 @@ from tlora_megatron.planner.candidate import Plan, job_misfit, misfit, runners
 from tlora_megatron.planner.cost.cost_model import step_cost
 from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.deploy import deploy
+from tlora_megatron.planner.deploy_sampled import saved_by_rows
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.planner.layouts import SearchSpace
-from tlora_megatron.planner.outlook import saved_by_rows
 from tlora_megatron.planner.search import search
 from tlora_megatron.training.formats.hf_convert import check_layout
 

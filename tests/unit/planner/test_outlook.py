@@ -17,8 +17,8 @@ from tlora_megatron.model.layout import RECOMPUTES, RecomputeTable
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.choices import LEAST_ROWS, recompute_for_rows
 from tlora_megatron.planner.cost.memory import MemoryModel
+from tlora_megatron.planner.deploy_sampled import outlook_of_teams, saved_by_rows
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
-from tlora_megatron.planner.outlook import outlook_of_teams, saved_by_rows
 from tlora_megatron.planner.search import RankedPlan, SearchResult
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.floor_model import World
-from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
 from tlora_megatron.scheduler.policies.held_gpus import soonest_nodes
-from tlora_megatron.scheduler.policy import RegroupCost
+from tlora_megatron.scheduler.policy import ClusterShape, FreeGpus, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting, WaitingQueue
 
 SHAPE = ClusterShape(num_nodes=4, gpus_per_node=4, nodes_per_rack=2)

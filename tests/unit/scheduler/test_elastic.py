@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.floor_model import FREE, World
-from tlora_megatron.scheduler.cluster import ClusterState, FreeGpus
-from tlora_megatron.scheduler.fleet import Fleet
-from tlora_megatron.scheduler.formation import Parts
+from tlora_megatron.scheduler.fleet import Fleet, Parts
 from tlora_megatron.scheduler.policies.elastic import Sizes, make_room
 from tlora_megatron.scheduler.policies.tentative_groups import TentativeGroups
-from tlora_megatron.scheduler.policy import Decision, RegroupCost, Rules
+from tlora_megatron.scheduler.policy import ClusterState, Decision, FreeGpus, RegroupCost, Rules
 from tlora_megatron.scheduler.queue import Pause, Waiting, WaitingQueue
 
 

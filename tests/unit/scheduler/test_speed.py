@@ -9,10 +9,16 @@ import pytest
 
 from tests.helpers.floor_model import FREE, World
 from tests.helpers.operations import count_calls
-from tlora_megatron.scheduler.cluster import ClusterShape, ClusterState, FreeGpus
-from tlora_megatron.scheduler.formation import Parts, formed
+from tlora_megatron.scheduler.fleet import Parts, formed
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.policy import Changes, Policy, Rules
+from tlora_megatron.scheduler.policy import (
+    Changes,
+    ClusterShape,
+    ClusterState,
+    FreeGpus,
+    Policy,
+    Rules,
+)
 from tlora_megatron.scheduler.queue import Job, Waiting, WaitingQueue
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
 from tlora_megatron.sim.cluster import load_cluster

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tlora_megatron.config.reader import ConfigError
-from tlora_megatron.service.bases import declare_bases, read_bases
 from tlora_megatron.service.home import Home
+from tlora_megatron.service.settings import declare_bases, read_bases
 
 
 @pytest.fixture

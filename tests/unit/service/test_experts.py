@@ -18,7 +18,6 @@ from tlora_megatron.config.load import read_gang_config
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.runtime.planning.plan_inputs import base_shape
-from tlora_megatron.service.bases import declare_bases, read_bases
 from tlora_megatron.service.control.pricing import Pricing, planned_base
 from tlora_megatron.service.control.records import LiveJob, gang_spec, plan_of, stats_of, take_stats
 from tlora_megatron.service.home import Home
@@ -29,8 +28,8 @@ from tlora_megatron.service.prepare.submission import (
     Validated,
     read_submissions,
 )
-from tlora_megatron.service.prepare.validate import validate
-from tlora_megatron.service.settings import Settings
+from tlora_megatron.service.prepare.worker import validate
+from tlora_megatron.service.settings import Settings, declare_bases, read_bases
 from tlora_megatron.service.store import JobState
 
 OUTER = {

@@ -14,10 +14,10 @@ from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.runtime.resident import open_resident
 from tlora_megatron.runtime.sampling.opening import open_batcher
 from tlora_megatron.runtime.sampling.values import SamplerLimits
-from tlora_megatron.service.bases import declare_bases, read_bases
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.submission import PrepareRules, Refused, read_submissions
-from tlora_megatron.service.prepare.validate import validate
+from tlora_megatron.service.prepare.worker import validate
+from tlora_megatron.service.settings import declare_bases, read_bases
 from tlora_megatron.training.events import Reports
 
 REFUSED = "must not be of model_type gpt_oss yet, got one; train its jobs with tlora train"

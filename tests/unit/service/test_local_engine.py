@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.service.engines.local import LocalEngine
-from tlora_megatron.service.engines.preforked import PreforkedWorker
+from tlora_megatron.service.engines.local import LocalEngine, PreforkedWorker
 from tlora_megatron.service.messages import Command, GangEvent, GangFolder, GangSpec
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_rank")

@@ -12,7 +12,7 @@ from tlora_megatron.config.load import load_config
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import JobOrder
 from tlora_megatron.service.prepare.submission import PrepareRules, Validated, read_submissions
-from tlora_megatron.service.prepare.validate import validate
+from tlora_megatron.service.prepare.worker import validate
 from tlora_megatron.service.worker.read_order import order_reader
 from tlora_megatron.training.data.job_data import load_job_data
 from tlora_megatron.training.data.mapped_tokens import MappedSequences

@@ -28,8 +28,7 @@ from tlora_megatron.service.prepare.submission import (
     Validated,
     read_submissions,
 )
-from tlora_megatron.service.prepare.validate import validate
-from tlora_megatron.service.prepare.worker import serve
+from tlora_megatron.service.prepare.worker import serve, validate
 from tlora_megatron.training.data.job_data import ENTRY_NAME, BatchPlan, load_job_data
 from tlora_megatron.training.data.tokenize import load_tokenizer
 

@@ -1,15 +1,18 @@
-"""`tlora cancel`, `tlora pause` and `tlora resume`: ask a service to end or hold jobs."""
+"""`tlora cancel`, `pause`, `resume`, `adapters`, `logs`: acts on jobs, copies and tells of them."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tlora_megatron.cli.service.ports import JobRow, RequestedAction, Service, find_jobs
 from tlora_megatron.cli.service.reaching import add_reach_argument, reach_service
 from tlora_megatron.cli.tables import open_console
+from tlora_megatron.config.reader import must
 from tlora_megatron.service.rows import job_to_dict
 
 _WORDS: dict[RequestedAction, tuple[str, str]] = {
@@ -68,3 +71,120 @@ def _tell(service: Service, action: str, jobs: list[JobRow]) -> None:
         console.print(
             f"no controller runs: it is done when one does: {service.how_to_serve}", style="yellow"
         )
+
+
+def add_adapters_parser(commands: Any) -> None:
+    """Adds the subcommand to argparse's `commands`."""
+    parser = commands.add_parser(
+        "adapters",
+        help="copy the adapter of a finished job out of a service",
+        description="Copies the adapter of a finished job, as a folder that PEFT and vLLM load.",
+        epilog="examples:\n  tlora adapters mirror --out mirror-adapter\n"
+        "  tlora inspect mirror-adapter\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help="name or id of a finished job")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="folder to make; one that exists is refused"
+    )
+    add_reach_argument(parser)
+    parser.set_defaults(command=run_adapters)
+
+
+def run_adapters(args: argparse.Namespace) -> int:
+    """Copies the adapter, whole or not at all."""
+    out = Path(args.out)
+    if out.exists() or out.is_symlink():
+        raise must("--out", "name a folder that does not exist yet", str(out))
+    if not out.absolute().parent.is_dir():
+        raise must("--out", "lie in a folder that exists", str(out))
+    with reach_service(args) as service:
+        (job,) = find_jobs(service, [args.name])
+        _check_finished(job)
+        service.fetch_adapter(job, out)
+    open_console().print(f"adapter of {job.name} ({job.id}): {out}")
+    return 0
+
+
+def _check_finished(job: JobRow) -> None:
+    if job.state != "finished":
+        steps = f"{job.state} at step {job.step}"
+        remedy = "" if job.state.is_over else f"wait for it with: tlora logs -f {job.name}"
+        raise must(f"job {job.name}", "be finished", steps, remedy)
+
+
+_FOR_PROGRAMS = ("granted", "released")
+_UNTOLD = ("kind", "at", "event", "tenant", "name", "by", "epoch", "digest", "lease", "round")
+"""Events and facts that a person has no use for; `--json` has them."""
+_EPILOG = """\
+examples:
+  tlora logs mirror
+  tlora logs -f mirror          # follows until the job has ended
+  tlora logs mirror --json      # one JSON object a line
+"""
+
+Row = dict[str, Any]
+
+
+def add_logs_parser(commands: Any) -> None:
+    """Adds the subcommand to argparse's `commands`."""
+    parser = commands.add_parser(
+        "logs",
+        help="tell what happens to a job of a service",
+        description="Prints the events of a job and its steps, as the service has recorded them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help="name or id of a job")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    add_reach_argument(parser)
+    parser.set_defaults(command=run_logs)
+
+
+def run_logs(args: argparse.Namespace) -> int:
+    """Prints the log, and what is added to it until the job is over."""
+    console = open_console()
+    with reach_service(args) as service:
+        (job,) = find_jobs(service, [args.name])
+        for row in service.history(job, follow=args.follow):
+            if args.json:
+                print(json.dumps(row), flush=True)
+            elif row.get("event") not in _FOR_PROGRAMS:
+                console.print(_line(row))
+    return 0
+
+
+def _line(row: Row) -> str:
+    """One line for a person."""
+    if row["kind"] == "step":
+        return f"          step {row['step']}  " + _numbers(row, ("loss", "lr", "tokens"))
+    if row["kind"] == "evaluation":
+        return f"          step {row['step']}  " + _numbers(row, ("eval_loss", "eval_exact_match"))
+    at = datetime.fromtimestamp(row["at"]).strftime("%H:%M:%S")
+    return f"{at}  {_event_words(row)}"
+
+
+def _event_words(row: Row) -> str:
+    """Says an event with its facts: `running -> finished: its last step is done`."""
+    facts = {key: row[key] for key in row if key not in _UNTOLD and row[key]}
+    why = facts.pop("why", None) or facts.pop("error", None) or facts.pop("message", None)
+    words = row["event"]
+    if words == "state":
+        words = f"{facts.pop('from', '')} -> {facts.pop('to', '')}"
+    elif words in ("seat", "said"):
+        words = facts.pop("phase", None) or facts.pop("what", words)
+    if "stall_s" in facts:
+        facts["the others waited"] = f"{1e3 * facts.pop('stall_s'):.0f} ms"
+    rest = ", ".join(f"{key} {_short(value)}" for key, value in facts.items())
+    return words + (f": {why}" if why else "") + (f" ({rest})" if rest else "")
+
+
+def _numbers(row: Row, keys: tuple[str, ...]) -> str:
+    return "  ".join(f"{key} {_short(row[key])}" for key in keys if row.get(key) is not None)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

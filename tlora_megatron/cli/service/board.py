@@ -58,13 +58,7 @@ class Speeds:
 
 
 class Board:
-    """Shows a service while its controller runs.
-
-    Args:
-        store: what is shown; read from a thread of its own.
-        console: where to show it.
-        title: what runs here, for the heading.
-    """
+    """Shows a service while its controller runs, from the store, which a thread reads."""
 
     def __init__(self, store: Store, console: Console, title: str) -> None:
         self._store, self._console, self._title = store, console, title

@@ -139,11 +139,7 @@ def _read(files: Sequence[str], overrides: Sequence[str]) -> list[Submission]:
 
 
 def refuse_duplicates(names: Sequence[str]) -> None:
-    """Refuses files that name a job twice.
-
-    Raises:
-        ConfigError: for the first such name.
-    """
+    """Refuses files that name a job twice; raises `ConfigError` for the first such name."""
     for name, count in Counter(names).items():
         if count > 1:
             raise ConfigError(

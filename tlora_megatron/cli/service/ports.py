@@ -84,18 +84,10 @@ class Service(Protocol):
         """The command that starts a controller of it."""
 
     def submit(self, files: Sequence[str], overrides: Sequence[str], key: str) -> Accepted:
-        """Submits all jobs of all files, or none; warns of settings without effect.
-
-        Raises:
-            ConfigError: for the first mistake.
-        """
+        """Submits all jobs of all files, or none; warns of settings without effect."""
 
     def find(self, name: str) -> JobRow:
-        """The job of an id or a name.
-
-        Raises:
-            ConfigError: if there is none.
-        """
+        """The job of an id or a name; raises `ConfigError` if there is none."""
 
     def get(self, jobs: Sequence[str]) -> list[JobRow]:
         """The jobs of these ids, as they are now."""
@@ -120,10 +112,6 @@ class Service(Protocol):
 
 
 def find_jobs(service: Service, names: Sequence[str]) -> list[JobRow]:
-    """The jobs that a command names, by id or name; each once, in order.
-
-    Raises:
-        ConfigError: for a name that no job has.
-    """
+    """The jobs that a command names, by id or name, each once, in order; refuses unknown ones."""
     found = {job.id: job for job in map(service.find, names)}
     return list(found.values())

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlora_megatron.cli.service.in_folder import FolderService, refuse_duplicates
-from tlora_megatron.cli.service.opening import add_service_argument, is_address, open_service
 from tlora_megatron.cli.service.ports import (
     Accepted,
     JobRow,
@@ -21,10 +20,17 @@ from tlora_megatron.cli.service.ports import (
     missing_job,
     warn,
 )
+from tlora_megatron.cli.service.tokens import add_service_argument, is_address, open_service
 from tlora_megatron.config.load import SECTIONS
-from tlora_megatron.config.reader import ConfigError, must, unknown
+from tlora_megatron.config.reader import (
+    ConfigError,
+    apply_override,
+    merge,
+    must,
+    read_document,
+    unknown,
+)
 from tlora_megatron.config.sections import as_job_list, read_job
-from tlora_megatron.config.source import apply_override, merge, read_document
 from tlora_megatron.service.home import VARIABLE
 
 if TYPE_CHECKING:
@@ -41,9 +47,8 @@ def read_files(files: Sequence[str], overrides: Sequence[str], upload: Upload) -
     """One document with the jobs of all files, naming uploaded data.
 
     Args:
-        files: Run configurations or single jobs.
-        overrides: Texts `path=value` for each of them.
-        upload: Called once for each data file of this host, when all jobs are checked.
+        overrides: texts `path=value` for each of them.
+        upload: called once for each data file of this host, when all jobs are checked.
 
     Raises:
         ConfigError: for the first mistake, or if the files are of several bases.
@@ -215,12 +220,7 @@ class HttpService:
 
 @contextmanager
 def open_address(address: str) -> Iterator[HttpService]:
-    """Opens the service of an address.
-
-    Raises:
-        ConfigError: for a mistake in the address, for want of a token, and inside the block if the
-            service refuses what is asked.
-    """
+    """Opens the service of an address; raises `ConfigError` also for what it refuses inside."""
     from tlora_megatron.client import Client, ServiceError
 
     try:
@@ -245,11 +245,7 @@ def add_reach_argument(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def reach_service(args: argparse.Namespace) -> Iterator[Service]:
-    """Opens the service that `--service` names, a folder or an address.
-
-    Raises:
-        ConfigError: as `open_service` and `open_address` do.
-    """
+    """Opens the service that `--service` names, a folder or an address."""
     named = args.service or os.environ.get(VARIABLE) or ""
     if is_address(named):
         with open_address(named) as service:

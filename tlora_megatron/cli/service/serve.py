@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlora_megatron.cli.service.board import Board
-from tlora_megatron.cli.service.opening import add_service_argument, service_folder
+from tlora_megatron.cli.service.tokens import add_service_argument, service_folder
 from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.reader import must
 from tlora_megatron.scheduler.registry import DEFAULT_POLICY, POLICIES
-from tlora_megatron.service.bases import check_bases, declare_bases
 from tlora_megatron.service.home import Home, remember_store, store_place
 from tlora_megatron.service.settings import (
     add_keeping_arguments,
     add_sampler_arguments,
+    check_bases,
+    declare_bases,
     keep_sessions_s,
     keeping_words,
     sampler_words,
@@ -55,11 +56,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_http(args: argparse.Namespace) -> None:
-    """Refuses what is wrong before anything is made.
-
-    Raises:
-        ConfigError: for an address, a base or a number of days that cannot be, or a port in use.
-    """
+    """Refuses, before anything is made, an address, base or number of days that cannot be."""
     _check_together(args)
     check_bases(args.bases)
     keep_sessions_s(args)
@@ -95,12 +92,6 @@ def open_http(
     args: argparse.Namespace, home: Home, store: Store, say: Callable[[str], None]
 ) -> Iterator[None]:
     """Serves HTTP meanwhile, where it was asked for.
-
-    Args:
-        args: of the command line.
-        home: of the service.
-        store: of the service.
-        say: prints a line.
 
     Raises:
         ConfigError: if the address cannot be used, or a base cannot be read.

@@ -24,11 +24,7 @@ _Row = tuple[float, ...]
 
 
 class JobSums:
-    """Computes each sum once.
-
-    Tuples are known by identity, since to compare those of hundreds of jobs takes as long as to
-    add them up. They are kept, so that none takes another's place in memory.
-    """
+    """Computes each sum once; tuples are kept and known by identity, which is fast."""
 
     def __init__(self) -> None:
         self._dots: dict[tuple[int, int], tuple[float, _Row, _Row]] = {}
@@ -45,13 +41,7 @@ class JobSums:
         return found[0]
 
     def present(self, sequences: _Row, bins: float, values: _Row) -> float:
-        """The sum of jobs' values in the mean micro-batch.
-
-        Args:
-            sequences: of each job in a round.
-            bins: micro-batches of the round; a job with fewer sequences is in as many of them.
-            values: of each job.
-        """
+        """The sum of jobs' values in the mean of `bins` micro-batches of a round."""
         key = id(sequences), bins, id(values)
         found = self._present.get(key)
         if found is None:
@@ -62,9 +52,8 @@ class JobSums:
     def any_of(self, shares: _Row) -> float:
         """The share of rounds in which something happens to some job.
 
-        Args:
-            shares: of rounds in which it happens to each; for jobs of the same share it happens in
-                the same rounds, as their batches begin together, for others independently.
+        Jobs of the same share have it in the same rounds, as their batches begin together; others
+        do not.
         """
         found = self._any.get(id(shares))
         if found is None:
@@ -108,10 +97,7 @@ _ATTENTION = ("linear_qkv", "linear_proj")
 
 
 def dense_linears(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
-    """Linears of a layer that all rows meet, by block.
-
-    Routed experts stand in the place of the MLP's; where there is a shared expert, it has some.
-    """
+    """Linears of a layer that all rows meet, by block; of an MLP with experts the shared one's."""
     if spec.experts is None:
         return {"attention": _ATTENTION, "mlp": ("linear_fc1", "linear_fc2")}
     shared = () if spec.shared_ffn_size is None else tuple(SHARED_EXPERT_LINEARS)
@@ -331,10 +317,7 @@ def shares_all(plan: Plan, job: JobLoad) -> bool:
 
 
 def keeps_whole(jobs: Sequence[JobLoad], linear: str, plan: Plan) -> bool:
-    """True if a column-parallel linear keeps its gathered input for backward.
-
-    Every rank has rank rows of its own: of block-diagonal adapters, and under s_lora of all.
-    """
+    """True if a column-parallel linear keeps its input: ranks have rank rows of their own."""
     own = [job for job in jobs if job.num_blocks > 1 or shares_all(plan, job)]
     return any(target in job.targets for job in own for target in ALL_LINEARS[linear])
 

@@ -74,9 +74,6 @@ class CostModel:
     """Predicts times for one mix of jobs on one model and machine; plans share computed parts.
 
     Args:
-        spec: shape of the base model.
-        jobs: the mix.
-        hardware: profile of the machine.
         looked_at: number of sequences to pack for the mean round; fewer are faster, less exact.
     """
 
@@ -104,14 +101,7 @@ class CostModel:
         self._shared: dict[object, _Parts] = {}
 
     def round_load(self, plan: Plan, *, spreads: bool = True) -> RoundLoad:
-        """The mean load of a round.
-
-        Args:
-            spreads: look for the replicas that the others wait for, which takes longest.
-
-        Raises:
-            ValueError: if a micro-batch cannot hold the longest sequence.
-        """
+        """The mean load of a round; `spreads` also finds its slowest replica, which is slow."""
         longest = self._longest.lengths.longest
         if longest > plan.micro_batch_tokens:
             raise ValueError(
@@ -137,11 +127,7 @@ class CostModel:
         return self._deep_load(plan, load) if is_deep else load
 
     def _deep_load(self, plan: Plan, shallow: RoundLoad) -> RoundLoad:
-        """The mean load of rounds of `round_depth`.
-
-        Args:
-            shallow: of rounds of one micro-batch, from which attention's part of the time comes.
-        """
+        """The mean load of rounds of `round_depth`; `shallow` are those of one micro-batch."""
         rows = shallow.rows / plan.cp_size
         ends_s = self._head_s(plan, shallow, rows) + self._embedding_s(plan, rows)
         return timed_load(
@@ -154,11 +140,7 @@ class CostModel:
         )
 
     def _curvature(self, plan: Plan, load: RoundLoad, layer: LayerCost, ends_s: float) -> float:
-        """Time of a squared row of a sequence, over that of a row without attention.
-
-        Args:
-            ends_s: seconds of a micro-batch outside the layers, on the mean stage.
-        """
+        """Time of a squared row of a sequence, over that of a row without attention."""
         layers = self.spec.num_layers / plan.pp_size
         attention_s = layers * layer.attention_s * (1 + layer.attention_again)
         rest_s = layers * layer.total_s + ends_s - attention_s
@@ -202,9 +184,8 @@ class CostModel:
     def _round_s(self, plan: Plan, load: RoundLoad) -> float:
         """Time to pack a round and to wait for its end.
 
-        Over routed experts it is that of the rounds in which some job steps: the host comes to the
-        others while the device still computes. Rounds of a dense base were measured one by one,
-        with a wait for each, as Megatron-LM's trainer has it.
+        Over routed experts it is that of the rounds in which some job steps. Rounds of a dense base
+        were measured one by one, with a wait for each, as Megatron-LM's trainer has it.
         """
         whole = self.hardware.host.round_s
         if self.spec.experts is None or plan.num_micro_batches is not None:
@@ -285,10 +266,9 @@ class CostModel:
         return self.rates.stream_s(2 * moved) + self._over_tp_s(plan, op, moved)
 
     def _hops_s(self, plan: Plan, rows: float) -> list[float]:
-        """Time of every stage to exchange a micro-batch's hidden states and their gradients.
+        """Time of every stage to exchange hidden states and gradients with its neighbours.
 
-        A stage exchanges with the one before and the one after it. The ends count their one
-        neighbour twice; with virtual stages they are each other's.
+        The ends count their one neighbour twice; with virtual stages they are each other's.
         """
         if plan.pp_size == 1:
             return [0.0]

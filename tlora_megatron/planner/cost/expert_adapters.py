@@ -1,11 +1,8 @@
 """Sizes of adapters on routed experts, and the bytes that experts keep and work in.
 
-Coefficients of products are those that a profile has for adapters on dense linears. Counted in
-bytes is what kernels read and write of rows and of factors: of every factor that meets a row the
-copy is read in both directions, and its gradient is read and written.
-
-Bytes are counted for each row of a context-parallel rank. A unit test holds them to what a layer of
-experts allocates.
+Coefficients of products are those of adapters on dense linears. Counted in bytes is what kernels
+read and write for each row of a context-parallel rank: of every factor that meets a row the copy is
+read in both directions, and its gradient is read and written.
 """
 
 from __future__ import annotations
@@ -107,10 +104,7 @@ def arena_columns(spec: ModelSpec, job: JobLoad, split: ExpertSplit) -> dict[str
 
 
 def copied_expert_elements(spec: ModelSpec, job: JobLoad, split: ExpertSplit | None) -> int:
-    """Elements of the compute copy of an adapter on routed experts.
-
-    Factors of each expert lie in arenas: rank columns in eights, B as wide as the linear.
-    """
+    """Elements of the compute copy: rank columns in eights, B as wide as the linear."""
     if split is None:
         return 0
     if job.shares_outer:
@@ -189,12 +183,7 @@ class ExpertLora:
     def times(
         self, split: ExpertSplit, load: RoundLoad, rows: float, bins: float
     ) -> tuple[float, float]:
-        """Seconds forward and backward of one layer on the rank with most rows.
-
-        Args:
-            rows: of a context-parallel rank's micro-batch.
-            bins: micro-batches of a round, over all replicas.
-        """
+        """Seconds forward and backward of one layer on the rank with most of a CP rank's rows."""
         if not self.is_any:
             return 0.0, 0.0
         work = self._work_of(split)
@@ -240,10 +229,7 @@ class ExpertLora:
     def _row_seconds(
         self, job: JobLoad, split: ExpertSplit
     ) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Seconds of a job's row at an expert and of one in the micro-batch, each both ways.
-
-        Each product has one factor: in forward once, in backward for dS or dx and for gradients.
-        """
+        """Seconds of a job's row at an expert and of one in the micro-batch, each both ways."""
         cost, size = self._rates.hardware.lora, self._rates.element_bytes
         targets = list(_targets(self._spec, job, split))
         cut = sum(target.rank * target.cut for target in targets)
@@ -299,15 +285,11 @@ class RoutedBytes(NamedTuple):
 
 
 def routed_bytes(split: ExpertSplit, size: int, adapters: KeptInputs = _NO_ADAPTERS) -> RoutedBytes:
-    """Counts the bytes of a layer's router and experts.
+    """Counts the bytes of a layer's router and experts, at `size` bytes of an activation.
 
     Kept are the first linear's outputs, the weights of the choices and where each row lies; for
     adapters also their rank columns and the experts' input. Backward needs most either at the
     second linear, at SwiGLU or behind the first linear.
-
-    Args:
-        size: bytes of an element of the base's activations.
-        adapters: what they need.
     """
     spec, hidden, inner = split.spec, split.hidden_size, split.inner
     is_shared = split.ep_size > 1

@@ -1,19 +1,10 @@
 """Predicts the time of a layer's router and experts, routed and shared, as a plan divides them.
 
-Its linears are those of a dense MLP: products, adapters and collectives are counted as theirs. Here
-is what lies around them: the sigmoid of each row, which weighs the result, and the sum with what
-the routed experts return.
-
 Nobody knows a router's choices before it has seen the jobs' tokens, so they are assumed: the shares
-of a layer's experts in its rows are taken for those of independent exponential variables, in which
-every division of the rows among the experts is equally likely. The most loaded of 128 experts then
-has 5.4 times the mean, as real routers are said to have (4 to 8), and the most loaded of 8 has 2.7
-times. A rank with several experts has their sum, and the more there are, the nearer it is to the
-mean. No jobs' routing was recorded for this.
-
-Rates are those of a profile's dense products, passes and collectives. What they leave out, the
-choice of experts above all, is fitted to measured rows (`expert_times`); of several GPUs that share
-experts nothing was measured.
+of a layer's experts in its rows are taken for those of independent exponential variables. The most
+loaded of 128 experts then has 5.4 times the mean (real routers: 4 to 8), of 8 it has 2.7 times.
+What a profile's rates leave out, the choice of experts above all, is fitted to measured rows
+(`expert_times`); of several GPUs that share experts nothing was measured.
 """
 
 from __future__ import annotations
@@ -61,9 +52,6 @@ def gate_passes(spec: ModelSpec, size: int) -> tuple[float, float]:
     Forward, x is read for the sigmoid, the result is weighed and added to the routed experts'.
     Backward, the sigmoid's gradient is a product in fp32, summed over the row; dy is weighed, and
     both gradients of x are added to each other and to the routed experts'.
-
-    Args:
-        size: bytes of an element of the base's activations.
     """
     if spec.shared_ffn_size is None:
         return 0.0, 0.0
@@ -79,12 +67,8 @@ def shared_bytes(
     """Counts what a shared expert keeps and works in; nothing without one.
 
     Kept are gate and up, what comes out before it is weighed, and the weight; for adapters also
-    their inputs and rank columns.
-
-    Args:
-        ranks: rank columns by linear (`SavedInputs.ranks`).
-        size: bytes of an element of the base's activations.
-        keeps_input: False where the routed experts' adapters keep the same rows.
+    their inputs and rank columns (`SavedInputs.ranks`), unless the routed experts' keep the same
+    rows.
     """
     if spec.shared_ffn_size is None:
         return SharedBytes(0.0, 0.0)
@@ -107,12 +91,8 @@ _STEPS = 1024
 def fullest_share(ranks: int, experts: int) -> float:
     """Returns the expected rows of the fullest of some ranks over those of the mean one.
 
-    Sums of `experts` exponential variables are gamma variables, whose distribution is taken by
-    Wilson and Hilferty's approximation (PNAS 17, 1931).
-
-    Args:
-        ranks: that share the rows.
-        experts: of each rank; those of several layers where the sum over layers counts.
+    Sums of `experts` exponential variables, of a rank or all layers, are gamma variables, whose
+    distribution is taken by Wilson and Hilferty's approximation (PNAS 17, 1931).
     """
     if ranks == 1:
         return 1.0
@@ -170,12 +150,7 @@ def expert_split(spec: ModelSpec, plan: Plan) -> ExpertSplit | None:
 
 
 def check_predictable(spec: ModelSpec, jobs: Sequence[JobLoad]) -> None:
-    """Refuses what no prediction knows of a base with routed experts.
-
-    Raises:
-        ValueError: for gpt-oss, or a job with a target that is neither on the attention linears nor
-            on the experts that there are.
-    """
+    """Refuses gpt-oss, and jobs with a target that a base with routed experts does not predict."""
     if spec.experts is None:
         return
     refuse_gpt_oss(spec.model_type, "the base of a prediction")
@@ -229,11 +204,7 @@ class RoutedWork:
         self._spec, self._rates = spec, rates
 
     def cost(self, plan: Plan, rows: float) -> RoutedCost:
-        """The time of one layer.
-
-        Args:
-            rows: of a context-parallel rank's micro-batch.
-        """
+        """The time of one layer on the rows of a context-parallel rank's micro-batch."""
         split = expert_split(self._spec, plan)
         assert split is not None, "the model has experts"
         own, routed = rows * split.row_share, rows * split.routed
@@ -281,11 +252,7 @@ class RoutedWork:
         return forward, backward
 
     def _passes(self, split: ExpertSplit, rows: float) -> _Both:
-        """Time of passes that spread rows, weigh and activate them, and sum them up again.
-
-        Each row is read and written where it is spread, read where it is summed, and the sum of
-        all its experts' is written; backward likewise.
-        """
+        """Time of passes that spread rows, weigh and activate them, and sum them up again."""
         size, hidden, inner = self._rates.element_bytes, split.hidden_size, split.inner
         ordered = 2 * 2 * hidden if split.ep_size > 1 else 0
         moved = (2 + 1 + 1 / split.spec.top_k) * hidden + ordered

@@ -110,10 +110,7 @@ class LayerModel:
         self._drops = tuple(float(job.dropout > 0) for job in jobs)
 
     def cost(self, plan: Plan, load: RoundLoad) -> LayerCost:
-        """The time of one layer for one micro-batch on the rank with most rows.
-
-        Every nano-batch is padded on its own, and its GEMMs are smaller.
-        """
+        """The time of one layer on the rank with most rows; nano-batches are padded apart."""
         known = self._known(plan, load)
         again = 0.0
         if plan.recompute != "none":
@@ -205,10 +202,7 @@ class LayerModel:
         )
 
     def _attend(self, plan: Plan, load: RoundLoad) -> tuple[float, float]:
-        """Time of attention: quadratic in each sequence's length; CP ranks share it evenly.
-
-        The padding of a full micro-batch is one sequence more.
-        """
+        """Time of attention: quadratic in sequences' lengths, shared evenly by CP ranks."""
         times = self._attention.get(plan.tp_size)
         if times is None:
             heads = self.spec.num_heads / plan.tp_size

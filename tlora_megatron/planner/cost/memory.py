@@ -2,7 +2,6 @@
 
 Checked against measured peaks of Llama-3.1-8B without recompute on one H200 at 8,192 rows: 41.8 GB
 without adapters, and 64.7 GB with eight adapters of ranks 4 to 64.
-
 """
 
 from __future__ import annotations
@@ -116,12 +115,7 @@ def longest_batches(jobs: Sequence[JobLoad]) -> int:
 
 
 def most_rows(batches: int, plan: Plan) -> float:
-    """The most rows of a micro-batch over its CP ranks; the whole budget without jobs.
-
-    Args:
-        plan: the plan.
-        batches: rows of all batches, from `longest_batches`.
-    """
+    """The most rows of a micro-batch over its CP ranks, by the rows of all batches."""
     if plan.num_micro_batches is not None:
         return float(plan.micro_batch_tokens)
     multiple = ROW_TILE * plan.cp_size
@@ -170,9 +164,8 @@ class MemoryModel:
         """Predicts the memory of the pipeline stage that needs most.
 
         Args:
-            plan: the plan.
-            rows: rows of a micro-batch over its CP ranks; None: the whole budget, or all batches
-                together if they do not fill it.
+            rows: of a micro-batch over its CP ranks; None: the whole budget, or all batches
+                together.
             micro_batches: micro-batches of a round; None: as many as fill the pipeline.
         """
         rows = most_rows(self._batches, plan) if rows is None else rows
@@ -256,10 +249,7 @@ class MemoryModel:
         return terms, stage
 
     def _routed_bytes(self, plan: Plan, layer: _LayerUse, layers: int) -> float:
-        """Bytes per row and layer that the fullest rank keeps of routed experts.
-
-        No rank is the fullest in every layer.
-        """
+        """Bytes per row and layer that a rank keeps; none is the fullest in every layer."""
         split = expert_split(self.spec, plan)
         return 0.0 if split is None else layer.routed_bytes * split.fullest(layers)
 
@@ -286,10 +276,7 @@ def _layer_bytes(spec: ModelSpec, plan: Plan, size: int) -> float:
 
 
 def linear_bytes(spec: ModelSpec, linear: str, tp_size: int, size: int) -> float:
-    """Bytes of a frozen linear's weight on one rank in the mean layer.
-
-    They are elements, or codes and a scale a column, or a block.
-    """
+    """Bytes of a frozen linear's weight on one rank: elements, or codes and scales."""
     columns, inner = local_shape(spec, linear, tp_size)
     share = spec.fp8_share(linear)
     in_blocks = math.ceil(columns / BLOCK[0]) * math.ceil(inner / BLOCK[1])

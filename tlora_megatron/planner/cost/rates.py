@@ -1,19 +1,10 @@
 """Predicts times of single operations by a profile's points, and of collectives over nodes.
 
-`python -m scripts.bench.experts.predicted --fit` fits the times around routed experts to
-scripts/bench/results/experts.csv: one H200, six layers of
-Qwen3-30B-A3B and four of Mixtral 8x7B, 8,192 rows a micro-batch.
-
-NCCL's own model of collectives over nodes is `ncclTopoTuneModel` (src/graph/tuning.cc of NCCL 2.28
-to 2.30); the terms here are its terms. A ring passes through all of a group's GPUs of a node before
-it leaves the node, and there are as many rings as cards near those GPUs, each leaving and arriving
-by its own card ("rails"). So a node of m GPUs of the group sends over m cards at once. What a
-node's GPUs pass to each other is the same number of bytes over NVLink, at the same time: the slower
-of the two counts. A tree is a chain within a node and a double binary tree between nodes; every
-node sends the tensor up and down once, and between two nodes in one direction only.
-
-Left out: NVLS and SHARP, which sum in switches and are faster; PAT; networks that share their
-switches' uplinks.
+`python -m scripts.bench.experts.predicted --fit` fits the times around routed experts. Collectives
+over nodes are timed by the terms of NCCL's own model, `ncclTopoTuneModel` (src/graph/tuning.cc of
+NCCL 2.28 to 2.30): a ring passes through all of a group's GPUs of a node before it leaves by one of
+the cards near them, all of which send at once; a tree sends the tensor up and down once. Left out:
+NVLS, SHARP, PAT, and networks that share their switches' uplinks.
 """
 
 from __future__ import annotations
@@ -76,10 +67,7 @@ protocol LL128."""
 def over_nodes_s(
     op: CollectiveOp, span: Span, size_bytes: float, hardware: HardwareProfile
 ) -> float:
-    """Time of a collective over nodes.
-
-    Args:
-        size_bytes: size of the tensor gathered, or before it is scattered.
+    """Time of a collective over nodes, of a tensor gathered, or before it is scattered.
 
     Raises:
         ValueError: if the profile has no link between nodes.
@@ -105,13 +93,10 @@ def over_nodes_s(
 
 
 def all_to_all_over_nodes_s(span: Span, size_bytes: float, hardware: HardwareProfile) -> float:
-    """Time of an all-to-all with equal parts over nodes.
+    """Time of an all-to-all with equal parts over nodes, of all that a rank sends.
 
     All GPUs of a node send at once, so each has its share of the cards. What stays in the node goes
     over NVLink at the same time.
-
-    Args:
-        size_bytes: what a rank sends, its own part included.
 
     Raises:
         ValueError: if the profile has no link between nodes.
@@ -185,12 +170,7 @@ class _GemmRates:
 
 
 class Rates:
-    """Predicts operations from one profile; caches its results.
-
-    Args:
-        hardware: the profile.
-        experts: what routed experts take beside operations of the profile.
-    """
+    """Predicts operations from one profile, also around routed experts; caches results."""
 
     def __init__(self, hardware: HardwareProfile, experts: ExpertTimes = EXPERT_TIMES) -> None:
         self.hardware, self.experts = hardware, experts
@@ -211,14 +191,8 @@ class Rates:
     ) -> float:
         """Time of a GEMM `[rows, inner] x [inner, columns]`, or of its input gradient.
 
-        It is never faster than its operands can be read and written.
-
-        Args:
-            rows: rows of the micro-batch.
-            columns: output features.
-            inner: input features.
-            backward: the input gradient.
-            fp8: the weight is FP8 codes, and what it is multiplied with is quantised before.
+        It is never faster than its operands can be read and written. Where the weight is FP8 codes,
+        what it is multiplied with is quantised before.
         """
         flops = 2.0 * rows * columns * inner
         if not fp8:
@@ -237,13 +211,6 @@ class Rates:
 
         In bf16 they are one launch, which is taken to have the rate of one product of all rows and
         to fill each group's last tile; it reads every weight. Otherwise each is a product alone.
-
-        Args:
-            rows: of all groups together.
-            groups: number of weights.
-            columns: output features.
-            inner: input features.
-            backward: the input gradients.
         """
         if self.element_bytes != 2:
             return groups * self.gemm_s(rows / groups, columns, inner, backward=backward)
@@ -280,10 +247,9 @@ class Rates:
     def collective_s(
         self, op: CollectiveOp, ranks: int, size_bytes: float, *, over: Span | None = None
     ) -> float:
-        """Time of a collective.
+        """Time of a collective of a tensor gathered, or before it is scattered.
 
         Args:
-            size_bytes: size of the tensor gathered, or before it is scattered.
             over: how the group lies over nodes; None: within one.
         """
         if ranks <= 1 or size_bytes <= 0:
@@ -299,12 +265,11 @@ class Rates:
         return _at(size_bytes, xs, seconds)
 
     def all_to_all_s(self, ranks: int, size_bytes: float, *, over: Span) -> float:
-        """Time of an all-to-all with equal parts.
+        """Time of an all-to-all of what a rank sends, its own part included.
 
         In a node it is taken for as long as an all-gather, in which every GPU receives as much.
 
         Args:
-            size_bytes: what a rank sends, its own part included.
             over: how the group lies over nodes.
         """
         if over.nodes > 1:

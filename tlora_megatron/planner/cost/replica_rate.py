@@ -41,10 +41,7 @@ class ReplicaCurve:
     """Stages of the replica's pipeline."""
 
     def seconds(self, rows: float, squares: float) -> float:
-        """Time of sequences in full micro-batches, from the sums of their rows and squares.
-
-        A pipeline is filled and drained once for four micro-batches a stage.
-        """
+        """Time of full micro-batches; a pipeline is filled and drained for four a stage."""
         bubble = (self.stages - 1) / (4 * self.stages)
         flat_s = self.token_s + self.fixed_s / self.budget
         return (1 + bubble) * (flat_s * rows + self.square_s * squares)
@@ -97,10 +94,7 @@ def fit(seen: Seen, budget: int, stages: int = 1) -> ReplicaCurve:
 
 
 class CurveModel:
-    """Fits curves for one mix of jobs on one model and machine; plans share computed parts.
-
-    The mix gives ranks, targets and how many jobs meet in a micro-batch; lengths are varied.
-    """
+    """Fits curves for one mix of jobs on one model and machine, over lengths; plans share parts."""
 
     def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], rates: Rates) -> None:
         self._jobs = tuple(jobs)

@@ -113,10 +113,7 @@ def _mlp_bytes(spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int, part:
 
 
 def _keeps_same_rows(routed: KeptInputs, plan: Plan) -> bool:
-    """True if adapters on routed experts keep the rows that a shared expert is given, too.
-
-    Cut experts have gathered rows of their own under sequence parallelism.
-    """
+    """True if adapters on routed experts keep the rows of a shared expert, too."""
     keeps = routed.first_summed > 0 or (routed.reads_routed and plan.ep_size == 1)
     return keeps and not (plan.sequence_parallel and plan.expert_tp == plan.tp_size)
 

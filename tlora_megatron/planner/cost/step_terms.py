@@ -14,10 +14,7 @@ from tlora_megatron.planner.rounds.load import RoundLoad
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """Seconds of one round by term; the terms add up to the whole.
-
-    Compute and communication are those of the mean pipeline stage over the round's micro-batches.
-    """
+    """Seconds of one round by term, of the mean pipeline stage; the terms add up to the whole."""
 
     gemm_s: float
     attention_s: float
@@ -109,10 +106,7 @@ def num_parts(plan: Plan, load: RoundLoad) -> int:
 
 
 def full_capacity(plan: Plan, longest: int) -> int:
-    """Rows of a micro-batch that jobs may fill where all `micro_batch_tokens` are computed.
-
-    Nano-batches keep some for their padding, unless the longest sequence needs them.
-    """
+    """Rows of a micro-batch that jobs may fill, less nano-batches' padding if the longest fits."""
     budget, parts = plan.micro_batch_tokens, plan.num_nano_batches
     if parts == 1:
         return budget
@@ -122,10 +116,7 @@ def full_capacity(plan: Plan, longest: int) -> int:
 
 
 def exposed_share(parts: int, compute_s: float, comm_s: float, nano_overlap: float) -> float:
-    """Share of a layer's communication that nano-batches do not hide.
-
-    They hide the profile's share, but not more than the other nano-batches' compute covers.
-    """
+    """Share of a layer's communication that nano-batches do not hide: compute may not cover it."""
     if comm_s <= 0.0:
         return 1.0
     return 1.0 - min(nano_overlap, (parts - 1) / parts * compute_s / comm_s)

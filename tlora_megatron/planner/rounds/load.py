@@ -38,10 +38,7 @@ class _Envelope(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaSpread:
-    """The replicas that may be the slowest of each round.
-
-    A replica's time is taken as `rows + curvature * squares`, in units of a row without attention.
-    """
+    """The replicas that may be the slowest of each round, by `rows + curvature * squares`."""
 
     slowest: tuple[tuple[Part, ...], ...]
     """By round, the parts of which one is the slowest for any curvature."""
@@ -177,12 +174,7 @@ def rows_of(bins: Sequence[int]) -> int:
 
 
 def fill(order: Sequence[int], count: int, room: int) -> tuple[list[int], int]:
-    """Puts sequences into the lightest of some micro-batches until one does not fit.
-
-    Args:
-        order: sequences.
-        count: number of micro-batches.
-        room: the number that each must stay below.
+    """Puts sequences into the lightest of `count` micro-batches until one does not fit.
 
     Returns:
         The micro-batches as a heap, and the number of sequences placed.
@@ -234,12 +226,7 @@ class DrawnBatches:
 
 
 def in_turns(left: Sequence[Sequence[int]], first_slot: int) -> list[int]:
-    """Puts what jobs have left into the order of turns, in each of which a job has the next one.
-
-    Args:
-        left: positive numbers of every job.
-        first_slot: the job that has the first turn, counted on around all jobs.
-    """
+    """Puts what jobs have left into the order of turns, of which `first_slot` has the first."""
     first = first_slot % len(left)
     rounds = itertools.zip_longest(*left[first:], *left[:first])
     return list(filter(None, itertools.chain.from_iterable(rounds)))

@@ -40,10 +40,7 @@ class Flow(NamedTuple):
 
 
 def fluid_flow(jobs: Sequence[JobLoad], shape: RoundShape) -> Flow:
-    """Fills large rounds: each job gets equally many sequences, or the rest of its batch.
-
-    It depends on the product of a shape's capacity and replicas only.
-    """
+    """Fills large rounds: each job gets equally many sequences, or the rest of its batch."""
     means = [job.lengths.mean for job in jobs]
     left = [0.0] * len(jobs)
     total = [0.0] * len(jobs)
@@ -64,7 +61,6 @@ def fluid_flow(jobs: Sequence[JobLoad], shape: RoundShape) -> Flow:
 
 
 def fluid_rounds(jobs: Sequence[JobLoad], shape: RoundShape, flow: Flow) -> ExpectedRounds:
-    """Rounds of a shape, given its flow."""
     fullest = []
     for count, tokens, sequences in flow.rounds:
         bins = count * shape.dp_size
@@ -116,12 +112,7 @@ _SURE = 4.0
 
 
 class RoundModel:
-    """Predicts the rounds of a mix in the steady state; layouts share computed parts.
-
-    Args:
-        jobs: the mix.
-        looked_at: approximate number of sequences to pack if batches wait for room.
-    """
+    """Predicts the rounds of a mix in the steady state; layouts share computed parts."""
 
     def __init__(self, jobs: Sequence[JobLoad], looked_at: int = LOOKED_AT) -> None:
         self._jobs = jobs
@@ -168,11 +159,7 @@ class RoundModel:
         row_multiple: int,
         spreads: bool = True,
     ) -> RoundLoad:
-        """The mean round with rows padded to a multiple.
-
-        Args:
-            spreads: also find the spread of replicas' parts, which takes longest.
-        """
+        """The mean round with rows padded to a multiple; `spreads` also finds replicas' parts."""
         key = (micro_batch_tokens, dp_size, pp_size, row_multiple, spreads)
         if key not in self._loads:
             expected = self.expected(
@@ -318,13 +305,9 @@ class FullSize(NamedTuple):
 def full_sizes(
     rounds: RoundModel, jobs: Sequence[JobLoad], layout: Plan, budgets: Sequence[int]
 ) -> Iterator[FullSize]:
-    """Budgets with the numbers of micro-batches that they fill best, each pair once.
+    """Ascending budgets with the numbers of micro-batches that they fill best, each pair once.
 
     Budgets that just hold all batches come in addition: padding is computed like anything else.
-
-    Args:
-        rounds: of the same jobs.
-        budgets: ascending; the first one holds the longest sequence. One alone is kept to.
     """
     tokens = sum(job.batch_tokens for job in jobs)
     seen: set[FullSize] = set()

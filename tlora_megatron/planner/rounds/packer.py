@@ -121,14 +121,7 @@ class Packer:
         return bins
 
     def _squeeze(self, bins: list[int], placed: int, first_slot: int) -> list[int]:
-        """Places what fits behind the first sequence that does not.
-
-        Args:
-            placed: number of sequences before that one.
-
-        Returns:
-            The number of sequences that each job has placed.
-        """
+        """Places what fits behind the first sequence that does not; returns jobs' counts."""
         left, lengths = self._left, [len(own) for own in self._left]
         turn, slots = 0, [*range(first_slot, len(left)), *range(first_slot)]
         going = [slot for slot in slots if lengths[slot]]
@@ -188,11 +181,7 @@ def timed_load(
     curvature: float,
     row_multiple: int,
 ) -> RoundLoad:
-    """Fills rounds of drawn lengths as a run with `round_depth` does.
-
-    Args:
-        curvature: time of a squared row of a sequence, over that of a row without attention.
-    """
+    """Fills rounds of drawn lengths as a run with `round_depth` does."""
     square = round(curvature * _UNIT)
     rate = ReplicaRate(token_ps=_UNIT, square_ps=square, longest=micro_batch_tokens)
     packer = _TimedPacker(jobs, [rate] * dp_size, depth, row_multiple)

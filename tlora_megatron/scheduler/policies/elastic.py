@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tlora_megatron.scheduler.cluster import ClusterState
-from tlora_megatron.scheduler.formation import Parts
+from tlora_megatron.scheduler.fleet import Parts
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
-from tlora_megatron.scheduler.policies.tlora import list_schedule
-from tlora_megatron.scheduler.policies.tlora_best import NetBenefit
-from tlora_megatron.scheduler.policy import Changes, Decision
+from tlora_megatron.scheduler.policies.tlora import NetBenefit, list_schedule
+from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision
 from tlora_megatron.scheduler.queue import Group, Job, Waiting, WaitingQueue
 
 _EXPECTED = 0.05
@@ -27,10 +25,7 @@ class Sizes:
         self._num_gpus = num_gpus
 
     def of(self, job: Job) -> Mapping[int, float]:
-        """Numbers of GPUs that are worth holding, with the speed on them.
-
-        For a job that a client drives, what it asks for: how much work it has is unknown.
-        """
+        """Numbers of GPUs worth holding, with speeds; of a driven job what it asks for."""
         found = {} if job.is_open else self._speeds.sizes(job.kind, self._num_gpus)
         return found or {job.num_gpus: job.isolated_tokens_per_s}
 
@@ -41,10 +36,7 @@ class Sizes:
         return waiting.tokens_left / max(self.of(waiting.job).values())
 
     def by_cost(self, waiting: Waiting, num_waiting: int) -> list[int]:
-        """Numbers of GPUs, the best first: the job's own time, and what that costs the others.
-
-        Each GPU second delays every job that waits by a second over the cluster's GPUs.
-        """
+        """Numbers of GPUs, the best first: the job's own time, and what it delays."""
         share = (num_waiting + _EXPECTED) / self._num_gpus
         found = self.of(waiting.job)
         return sorted(found, key=lambda g: (waiting.tokens_left / found[g] * (1 + share * g), g))
@@ -297,11 +289,7 @@ class Elastic(NetBenefit):
     def _order(
         self, now_s: float, jobs: WaitingQueue, cluster: ClusterState, sizes: Sizes
     ) -> list[Waiting]:
-        """The jobs to look at: the shortest first, unless one is overdue.
-
-        Then all paused jobs come before it: they must not find their GPUs reserved for it, and
-        they have trained already, so that being overdue no longer says anything about them.
-        """
+        """The jobs to look at: the shortest first; before an overdue one come all paused jobs."""
         lookahead = self.rules.lookahead
         overdue = jobs.overdue(now_s, lookahead, cluster.may_run)
         overdue = [waiting for waiting in overdue if waiting.pause is None]

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
-from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
+from tlora_megatron.scheduler.policy import ClusterShape, FreeGpus
 from tlora_megatron.scheduler.queue import Group, Waiting
 
 
@@ -36,11 +36,7 @@ class Claims:
                 del self._back_by_s[gpu]
 
     def needed_s(self, gpus: Iterable[int], without: Collection[int] = ()) -> float:
-        """When a paused job needs one of these GPUs; infinite if none does.
-
-        Args:
-            without: jobs whose own claims do not count.
-        """
+        """When a paused job, but those left out, needs one of these GPUs; infinite if none does."""
         if not self._back_by_s:
             return math.inf
         return min(
@@ -66,10 +62,9 @@ class Claims:
 def soonest_nodes(
     num_gpus: int, shape: ClusterShape, free: FreeGpus, groups: Iterable[Group], taken: set[int]
 ) -> tuple[tuple[int, ...], float]:
-    """The nodes on which `num_gpus` GPUs become free first, and the time at which they do.
+    """The nodes on which `num_gpus` GPUs become free first, and when; none and 0 if none.
 
-    Nodes in `taken` are left out. The time holds as long as whatever starts on these nodes ends
-    before it and no group there grows. Returns no nodes and time 0 if too few nodes are left.
+    The time holds as long as what starts there ends before it and no group there grows.
     """
     size = shape.gpus_per_node
     needed = min(num_gpus, size)

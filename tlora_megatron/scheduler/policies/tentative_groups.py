@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tlora_megatron.scheduler.cluster import ClusterState, FreeGpus
-from tlora_megatron.scheduler.formation import (
+from tlora_megatron.scheduler.fleet import (
     Parts,
     ends_in_bounds,
     formed,
@@ -16,7 +15,7 @@ from tlora_megatron.scheduler.formation import (
 )
 from tlora_megatron.scheduler.group_throughput import Kinds, Speeds
 from tlora_megatron.scheduler.policies.held_gpus import Claims, soonest_nodes
-from tlora_megatron.scheduler.policy import Changes, Decision, Rules
+from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision, FreeGpus, Rules
 from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting
 
 _MOST_OF_FULL = 1.05
@@ -34,10 +33,7 @@ class Proposal:
 
 
 class TentativeGroups:
-    """The free GPUs and groups that the proposals accepted so far would leave.
-
-    A changed group keeps its number here; a new one gets a negative number.
-    """
+    """The free GPUs and groups as proposals leave them; new groups' numbers are negative."""
 
     def __init__(
         self,
@@ -52,8 +48,7 @@ class TentativeGroups:
 
         Args:
             paused: jobs that are to come back to their GPUs.
-            most_mixes: so many different fused groups are looked at; the model may have to be asked
-                about each, which takes milliseconds.
+            most_mixes: different fused groups to look at: the model takes milliseconds for each.
         """
         self.now_s = now_s
         self.shape = cluster.shape
@@ -89,10 +84,7 @@ class TentativeGroups:
         return held + job.num_gpus <= quota
 
     def reserve(self, num_gpus: int) -> None:
-        """Reserves the nodes on which `num_gpus` GPUs become free first.
-
-        Only the first jobs that ask get a reservation; later ones come after them anyway.
-        """
+        """Reserves, for one of the first jobs, the nodes that become free first."""
         if self._reservations == _MOST_RESERVATIONS:
             return
         self._reservations += 1
@@ -132,10 +124,9 @@ class TentativeGroups:
     def propose(
         self, parts: Parts, gpus: tuple[int, ...], host: Group | None = None
     ) -> Proposal | None:
-        """The group of `parts` on `gpus`, with the number of `host` if one is given.
+        """The group of `parts` on `gpus`, under `host`'s number;
 
-        None if the group is too large, does not fit into memory or breaks a member's bound, and
-        behind as many mixes of jobs as may be looked at.
+        None if it may not or cannot be.
         """
         keep_bounds = self.rules.keep_bounds
         jobs = parts.jobs
@@ -170,10 +161,7 @@ class TentativeGroups:
         return Proposal(group=group, parts=parts)
 
     def trains_more(self, proposal: Proposal, host: Group) -> bool:
-        """True if the merge trains enough more tokens per second than the host alone.
-
-        It always does if those who come are driven by clients, who cost nothing.
-        """
+        """True if the merge trains enough more tokens, or those who come are driven."""
         there = {member.job.index for member in host.members}
         news = [m.job for m in proposal.group.members if m.job.index not in there]
         if all(job.is_open for job in news):
@@ -189,10 +177,7 @@ class TentativeGroups:
         return not self.rules.keep_bounds or not self._demands_too_much(jobs, len(host.gpus))
 
     def _demands_too_much(self, jobs: list[Job], num_gpus: int) -> bool:
-        """True if the members' bounds together demand more than the GPUs' full speed.
-
-        This sum saves most searches over plans.
-        """
+        """True if the members' bounds demand more than full speed, which saves searches."""
         least = sum([job.least_tokens_per_s for job in jobs])
         return least > _MOST_OF_FULL * self._speeds.full_speed(jobs[0].kind, num_gpus)
 
@@ -290,12 +275,7 @@ class TentativeGroups:
 
 
 class Hosts:
-    """Candidate hosts for waiting jobs, without the pairs that were tried before.
-
-    A group that has not changed since the last decision has already refused all jobs that waited
-    then; asking it again would cost time and change nothing. So a job that waited then is tried
-    against changed groups only.
-    """
+    """Candidate hosts for waiting jobs, without the pairs that were tried before."""
 
     def __init__(self, tentative: TentativeGroups, changes: Changes) -> None:
         self._tentative = tentative

@@ -1,28 +1,26 @@
-"""`tlora`: residual-capacity-aware hierarchical incremental grouping.
+"""`tlora` and `tlora_best`: incremental grouping by residual capacity, and by what it brings.
 
-A reconstruction of tLoRA's Adapter Scheduler (arXiv 2602.07263) from public descriptions. Jobs are
-queued by urgency, then by residual capacity. Each job searches for the running group that it fits
-most tightly: a binary search over groups sorted by residual capacity, first groups within one
-node, then within one rack, then across the cluster. A merge must raise the joint throughput and
-keep every member within its slowdown bound; the merged group becomes a candidate again. When
-nothing waits, fused jobs move to free GPUs if the parts train faster than the whole. While a job is
-overdue, groups give back the GPUs that no member asks for.
+A reconstruction of tLoRA's Adapter Scheduler (arXiv 2602.07263) from public descriptions: the most
+urgent job goes to the group that it fits most tightly, by binary search over residual capacity,
+first within a node, then a rack, then anywhere. A merge must raise the joint throughput within all
+bounds. When nothing waits, fused jobs move to free GPUs if that pays. `tlora_best` takes the
+shortest work first, tries several hosts, and wants more of a merge than waiting for free GPUs would
+bring.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.policies.admission import start_alone
+from tlora_megatron.scheduler.policies.admission import grow, separate, shrink, start_alone
 from tlora_megatron.scheduler.policies.held_gpus import soonest_nodes
-from tlora_megatron.scheduler.policies.separation import separate, shrink
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
-from tlora_megatron.scheduler.policy import Changes, Decision, Rules
+from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision, Rules
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 
 _DELAY_WEIGHT, _OTHERS_WEIGHT = 2.0, 3.0
@@ -37,13 +35,7 @@ class MergeBenefit:
     def __init__(
         self, tentative: TentativeGroups, order: Sequence[Waiting], num_waiting: int
     ) -> None:
-        """Plans when each job would start without merges.
-
-        Args:
-            tentative: the groups so far.
-            order: the first waiting jobs, in the order in which they would start.
-            num_waiting: number of all waiting jobs.
-        """
+        """Plans when each of the first waiting jobs would start without merges."""
         self._tentative = tentative
         self._room_s: dict[int, float] = {}
         self._now_s = tentative.now_s
@@ -93,10 +85,7 @@ class MergeBenefit:
 
 
 def list_schedule(tentative: TentativeGroups, order: Sequence[Waiting]) -> dict[int, float]:
-    """Start times by job index if all jobs run alone, in this order, as GPUs become free.
-
-    Counts GPUs only; on which nodes they are is ignored.
-    """
+    """Start times by job index if all jobs run alone, in this order, by the number of free GPUs."""
     releases = [(group.last_end_s, len(group.gpus)) for group in tentative.groups.values()]
     heapq.heapify(releases)
     starts, now_s, free = {}, tentative.now_s, tentative.free.num
@@ -186,10 +175,7 @@ class ResidualGrouping:
     def _tightest(
         self, tentative: TentativeGroups, tiers: list[list[_Ranked]], waiting: Waiting
     ) -> tuple[Group, Proposal] | None:
-        """The group with the least residual capacity that takes the job, by binary search.
-
-        The search assumes that every group with more residual capacity takes the job too.
-        """
+        """The group with the least residual capacity that takes the job, by binary search."""
         for tier in tiers:
             low, high = 0, len(tier) - 1
             found = None
@@ -204,3 +190,132 @@ class ResidualGrouping:
             if found is not None:
                 return found
         return None
+
+
+_MOST_HOSTS = 8
+"""Hosts tried for a job, most residual capacity first; limits the time a decision takes."""
+_EXPECTED = 0.05
+"""Added to the number of jobs held up, so that a job never takes GPUs that bring it nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetBenefit:
+    """Merges a waiting job where that brings forward the ends of all jobs most."""
+
+    speeds: Speeds
+    rules: Rules
+
+    @property
+    def keeps_bounds(self) -> bool:
+        """True except in the ablation without bounds."""
+        return self.rules.keep_bounds
+
+    def decide(
+        self, now_s: float, jobs: WaitingQueue, cluster: ClusterState, changes: Changes
+    ) -> list[Decision]:
+        """Starts, merges, splits or widens groups; implements `Policy.decide`."""
+        rules = self.rules
+        tentative = TentativeGroups(now_s, cluster, self.speeds, rules)
+        if len(jobs):
+            others = jobs.by_size(rules.lookahead, cluster.may_run)
+            left = start_alone(
+                tentative,
+                jobs,
+                cluster,
+                changes,
+                others,
+                lambda order: _Sizes(self.speeds, order, cluster).choose,
+            )
+            if rules.use_residual:
+                self._merge(tentative, left, Hosts(tentative, changes), len(jobs))
+        elif changes.freed and cluster.free.num:
+            separate(tentative, rules)
+            grow(tentative)
+        return tentative.decisions()
+
+    def _merge(
+        self, tentative: TentativeGroups, left: list[Waiting], hosts: Hosts, num_waiting: int
+    ) -> None:
+        refused: set[tuple[int, int, bool]] = set()
+        candidates = hosts.candidates(left)
+        if not candidates:
+            return
+        benefit = MergeBenefit(tentative, left, num_waiting)
+        for waiting in candidates:
+            key = (waiting.job.kind, waiting.job.num_gpus, hosts.is_new(waiting))
+            if key in refused:
+                continue
+            found = self._best_host(tentative, hosts.of(waiting), waiting, benefit)
+            if isinstance(found, bool):
+                if not found and tentative.within_quota(waiting):
+                    refused.add(key)
+                continue
+            host, proposal = found
+            hosts.mark_changed(tentative.accept(proposal, (host,)))
+
+    def _best_host(
+        self,
+        tentative: TentativeGroups,
+        groups: list[Group],
+        waiting: Waiting,
+        benefit: MergeBenefit,
+    ) -> tuple[Group, Proposal] | bool:
+        """The best host and its merge; if no merge pays, whether any host could take the job."""
+        best, most, possible = None, 0.0, False
+        roomy = [host for host in groups if tentative.has_room(host, waiting)]
+        roomy.sort(
+            key=lambda host: (-self.speeds.residual(host.kinds, len(host.gpus)), host.number)
+        )
+        for host in roomy[:_MOST_HOSTS]:
+            proposal = tentative.with_joining(host, waiting)
+            if proposal is None or not tentative.trains_more(proposal, host):
+                continue
+            possible = True
+            gain = benefit.gain_s(waiting, host, proposal.group)
+            if gain > most:
+                best, most = (host, proposal), gain
+        return possible if best is None else best
+
+
+class _Sizes:
+    """Chooses on how many GPUs a job starts: fewer than it asks for if others wait for the rest."""
+
+    def __init__(self, speeds: Speeds, order: Sequence[Waiting], cluster: ClusterState) -> None:
+        self._speeds = speeds
+        self._num_gpus = cluster.shape.num_gpus
+        asked = [waiting.job.num_gpus for waiting in order]
+        self._demand = [0, *accumulate(asked)]
+        self._place = {waiting.job.index: place for place, waiting in enumerate(order)}
+
+    def choose(self, tentative: TentativeGroups, waiting: Waiting) -> Proposal | None:
+        """Proposes the best number of GPUs that the free ones and the job's bound allow."""
+        asked = waiting.job.num_gpus
+        others = self._held_up(tentative, waiting)
+        sizes = [asked >> power for power in range(asked.bit_length())]
+        for size in sorted(sizes, key=lambda size: self._cost_s(waiting, size, others)):
+            proposal = tentative.alone(waiting, size)
+            if proposal is not None:
+                return proposal if self._ends_earlier(tentative, waiting, proposal.group) else None
+        return None
+
+    def _ends_earlier(self, tentative: TentativeGroups, waiting: Waiting, group: Group) -> bool:
+        """True if fewer GPUs now let the job end earlier than all its GPUs later."""
+        if tentative.free.find(waiting.job.num_gpus) is not None:
+            return True
+        later_s = list_schedule(tentative, (waiting,))[waiting.job.index]
+        return group.last_end_s <= later_s + waiting.isolated_left_s
+
+    def _held_up(self, tentative: TentativeGroups, waiting: Waiting) -> int:
+        """Number of jobs behind it in the queue that could not start beside it now."""
+        place = self._place[waiting.job.index]
+        room = self._demand[place] + tentative.free.num
+        return len(self._demand) - max(place + 2, bisect_right(self._demand, room))
+
+    def _cost_s(self, waiting: Waiting, num_gpus: int, others: int) -> tuple[float, int]:
+        """Sort key: the job's own time plus the time by which it delays others, then fewer GPUs."""
+        rates = self._speeds.rates((waiting.job.kind,), num_gpus)
+        if rates is None:
+            return (float("inf"), num_gpus)
+        time_s = waiting.tokens_left / rates.total
+        others_share = (others + _EXPECTED) / self._num_gpus
+        return (time_s * (1 + others_share * num_gpus), num_gpus)

@@ -1,22 +1,27 @@
-"""The app of a service, with all its routers and limits, and the process that serves it."""
+"""The application and its server: what it refuses before any route is reached, and how it ends."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 import resource
 import sys
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import tlora_megatron
-from tlora_megatron.service.api import errors
-from tlora_megatron.service.api.limits import MOST_HEADER_BYTES, LimitedProtocol, Limits
+from tlora_megatron.service.api import gate
+from tlora_megatron.service.api.gate import ApiError, Format, format_of, native_format, secret_of
 from tlora_megatron.service.api.native import archives, history, jobs
 from tlora_megatron.service.api.openai import routes as openai
-from tlora_megatron.service.api.page import docs as reading
 from tlora_megatron.service.api.page import router as page
 from tlora_megatron.service.api.page.facts import Latencies
 from tlora_megatron.service.api.sampling import routes as sampling
@@ -24,7 +29,202 @@ from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import router as tinker
 from tlora_megatron.service.api.tinker.bodies import tinker_format
 
-_FORMATS: Mapping[str, errors.Format] = {tinker.PREFIX: tinker_format}
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Know = Callable[[str | None], Awaitable[object]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+MOST_BYTES = 8 << 20
+MOST_BYTES_OF: Mapping[str, int] = {
+    "/v1/files": (1 << 30) + (1 << 20),
+    "/api/v1/forward_backward": 65 << 20,
+}
+"""Beginning of a path -> bytes of a body."""
+MOST_HEADER_BYTES = 32 << 10
+HEADERS_S = 20.0
+"""A client must have sent its headers so long after it connected or began them."""
+PAUSE_S = 30.0
+"""A body must not pause for longer."""
+_SLOWEST_BYTES_PER_S = 4096
+_PATIENCE_S = 60.0
+"""Slower bodies are given up after so long."""
+
+
+class Limits:
+    """Ends requests whose bodies are too large or come too slowly, in the path's error format.
+
+    `know` refuses a token that is none: frameworks read bodies before they ask who sends them.
+    """
+
+    def __init__(self, app: App, formats: Mapping[str, Format], know: Know) -> None:
+        self._app = app
+        self._formats = formats
+        self._know = know
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Passes a request on, as long as it keeps to the limits."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        body = _Body(receive, most_bytes(scope["path"]), partial(self._know, secret_of(headers)))
+        answer = _Answer(send)
+        try:
+            body.check_length(headers.get(b"content-length"))
+            await self._app(scope, body.receive, answer.send_unless(body))
+        except ApiError as error:
+            body.error = error
+        if body.error is not None and not answer.has_begun:
+            await _refuse(send, body.error, format_of(self._formats, scope["path"]))
+
+
+class _Body:
+    """A request's body while it comes."""
+
+    def __init__(self, receive: Receive, most: int, know: Callable[[], Awaitable[object]]) -> None:
+        self._receive = receive
+        self._most = most
+        self._know = know
+        self._is_known = False
+        self._num_bytes = 0
+        self._begin_s = time.monotonic()
+        self._is_whole = False
+        self.error: ApiError | None = None
+        """Why the request is given up."""
+
+    def check_length(self, header: bytes | None) -> None:
+        """Refuses a body that says itself that it is too large."""
+        if header is not None and header.isdigit() and int(header) > self._most:
+            raise _too_large(self._most, f"{int(header):,}")
+
+    async def receive(self) -> Message:
+        """The next part; what a route waits for after the whole body may come at any time."""
+        if self._is_whole:
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), PAUSE_S)
+        except TimeoutError:
+            self.error = _too_slow()
+            raise self.error from None
+        self._num_bytes += len(message.get("body", b""))
+        self._is_whole = not message.get("more_body", False)
+        if self._num_bytes > self._most:
+            self.error = _too_large(self._most, "more")
+        elif self._is_too_slow():
+            self.error = _too_slow()
+        elif self._num_bytes and not self._is_known:
+            await self._check_sender()
+        if self.error is not None:
+            raise self.error
+        return message
+
+    async def _check_sender(self) -> None:
+        """Gives a stranger's body up before more of it is kept."""
+        try:
+            await self._know()
+        except ApiError as error:
+            self.error = error
+        self._is_known = True
+
+    def _is_too_slow(self) -> bool:
+        took_s = time.monotonic() - self._begin_s
+        return took_s > _PATIENCE_S + self._num_bytes / _SLOWEST_BYTES_PER_S
+
+
+class _Answer:
+    """A request's answer: what a route makes of a broken body is not sent."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = False
+
+    def send_unless(self, body: _Body) -> Send:
+        """Sends what an app answers, unless its body was given up before."""
+
+        async def send(message: Message) -> None:
+            if body.error is None or self.has_begun:
+                self.has_begun = True
+                await self._send(message)
+
+        return send
+
+
+def most_bytes(path: str) -> int:
+    """Bytes that a body may have below a path."""
+    return next(
+        (most for start, most in MOST_BYTES_OF.items() if path.startswith(start)), MOST_BYTES
+    )
+
+
+def _too_large(most: int, got: str) -> ApiError:
+    return ApiError(413, f"the body must have at most {most:,} bytes, got {got}", code="too_large")
+
+
+def _too_slow() -> ApiError:
+    return ApiError(408, "the body must come faster: the service waits no longer", code="too_slow")
+
+
+async def _refuse(send: Send, error: ApiError, form: Format) -> None:
+    content = json.dumps(form(error)).encode()
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    headers.append((b"content-length", str(len(content)).encode()))
+    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
+
+
+class LimitedProtocol(H11Protocol):
+    """Speaks HTTP with clients that send their headers in time, and not too many of them."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins to wait for the first headers."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Takes bytes in; waits for the rest of headers that have begun."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Waits for nothing any more."""
+        super().connection_lost(exc)
+        self._unwatch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP, or has too many headers, in the format of all errors."""
+        sentence = (
+            f"a request must be HTTP/1.1 with at most {MOST_HEADER_BYTES:,} bytes of headers, got "
+            "something else"
+        )
+        if self.cycle is None or self.cycle.response_complete:
+            content = json.dumps(native_format(ApiError(400, sentence)))
+            head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close"
+            answer = f"{head}\r\nContent-Length: {len(content)}\r\n\r\n{content}"
+            self.transport.write(answer.encode())
+        self.transport.close()
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._unwatch()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(HEADERS_S, self._give_up)
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
+_FORMATS: Mapping[str, gate.Format] = {tinker.PREFIX: tinker_format}
 """Beginning of a path -> the format of its errors, where it is not ours and OpenAI's."""
 
 
@@ -40,18 +240,18 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(
         title="tLoRA service",
         version=tlora_megatron.__version__,
-        openapi_tags=reading.TAGS,
+        openapi_tags=page.TAGS,
         docs_url=None,  # FastAPI's page loads its scripts from somewhere else
         redoc_url=None,
         lifespan=lifespan,
     )
     app.state.service = service
-    errors.install(app, _FORMATS)
+    gate.install(app, _FORMATS)
     app.add_middleware(Limits, formats=_FORMATS, know=service.gate.know)
     app.add_middleware(Latencies)
     for room in (jobs, history, archives):
         app.include_router(room.router(service))
-    app.include_router(reading.router())
+    app.include_router(page.docs_router())
     app.include_router(page.router(service))
     app.include_router(sampling.router(service))
     app.include_router(tinker.router(service))
@@ -86,9 +286,9 @@ def make_server(app: FastAPI) -> uvicorn.Server:
 def prepare_process() -> None:
     """Makes this process one that serves: many connections, and no request that waits for long.
 
-    Usual shells allow 1,024 connections. Threads hand the interpreter on after half a millisecond,
-    not five, for a request is carried by several; and what stays for good is not looked through
-    whenever memory is collected. Together these halve the slowest of a hundred submits.
+    Threads hand the interpreter on after half a millisecond, not five, and what stays for good is
+    not looked through whenever memory is collected: the slowest of a hundred submits takes half as
+    long.
     """
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()

@@ -16,11 +16,10 @@ from fastapi.concurrency import run_in_threadpool
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.config.sections import plain
 from tlora_megatron.service.api.gate import Gate
-from tlora_megatron.service.bases import read_bases
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.submission import base_key
 from tlora_megatron.service.sampling.sampler import InUse
-from tlora_megatron.service.settings import KEEP_SESSIONS_S
+from tlora_megatron.service.settings import KEEP_SESSIONS_S, read_bases
 from tlora_megatron.service.store import OverLimit, Store, StoreBusy, StoreFull, StoreUnreachable
 
 T = TypeVar("T")
@@ -39,10 +38,7 @@ class _Change:
 
 
 class Changes:
-    """Makes changes in a thread of its own, those that wait together in one transaction.
-
-    A change that the store refuses leaves the others of its transaction as they are.
-    """
+    """Makes changes in a thread, those that wait together in one transaction."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -126,11 +122,7 @@ class Quota:
         self._measures.append(measure)
 
     def beside_uploads(self, tenant: str, *, fresh: bool = False) -> int:
-        """Bytes that APIs keep for a tenant.
-
-        Args:
-            fresh: measures now; else what is known may be `MEASURED_S` old.
-        """
+        """Bytes that APIs keep for a tenant; unless `fresh`, they may be `MEASURED_S` old."""
         with self._guard:
             measured_s, size = self._known.get(tenant, (float("-inf"), 0))
         if not fresh and time.monotonic() < measured_s + MEASURED_S:
@@ -142,11 +134,7 @@ class Quota:
         return size
 
     def check(self, tenant: str, size: int) -> None:
-        """Refuses bytes for which a tenant has no room.
-
-        Raises:
-            OverLimit: saying how much it has.
-        """
+        """Refuses bytes for which a tenant has no room (`OverLimit`)."""
         most = self._store.tenants.limits(tenant).upload_bytes
         uploads = self._store.uploads.bytes_of(tenant)
         if uploads + self.beside_uploads(tenant) + size <= most:
@@ -217,10 +205,7 @@ class Service:
         return await run_in_threadpool(call, *args, **kwargs)
 
     async def change(self, call: Callable[[], T]) -> T:
-        """Makes a call that changes the store alone; returns its result when it is on the disk.
-
-        Calls of several requests share a transaction, so a call must do nothing slow besides.
-        """
+        """Makes a quick change of the store alone; returns its result when it is on the disk."""
         return await self.changes.make(call)
 
     def base_names(self) -> dict[str, str]:

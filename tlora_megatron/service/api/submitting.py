@@ -6,16 +6,15 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import yaml
 
-from tlora_megatron.config.reader import ConfigError, must
+from tlora_megatron.config.reader import ConfigError, mistake_words, must, parse_document
 from tlora_megatron.config.sections import as_job_list, plain
-from tlora_megatron.config.source import mistake_words, parse_document
 from tlora_megatron.files import UserFiles
 from tlora_megatron.service.api.gate import Caller
 from tlora_megatron.service.api.service import Service
@@ -34,15 +33,7 @@ WHAT = "the body"
 
 
 def read_body(content: bytes, content_type: str) -> dict[str, Any]:
-    """The mapping that a request brings.
-
-    Args:
-        content: The body.
-        content_type: Its header; JSON if it says so, else YAML.
-
-    Raises:
-        ConfigError: if it is too large, malformed, too deep, or uses aliases.
-    """
+    """The mapping in a body of JSON if its type says so, else of YAML, or a `ConfigError`."""
     is_json = "json" in content_type.lower()
     most, kind = (MOST_JSON_BYTES, "JSON") if is_json else (MOST_YAML_BYTES, "YAML")
     if len(content) > most:
@@ -55,11 +46,7 @@ def read_body(content: bytes, content_type: str) -> dict[str, Any]:
 
 
 def check_setting(text: str, what: str) -> None:
-    """Refuses a setting in YAML that would unfold, nest deeply or take long to read.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Refuses a setting in YAML that would unfold, nest deeply or take long to read."""
     if len(text) > MOST_SETTING:
         raise must(what, f"have at most {MOST_SETTING} characters", len(text))
     _check_yaml(text.encode("utf-8", "replace"), what)
@@ -104,12 +91,6 @@ def _check_depth(document: Any) -> None:
     raise _too_deep()
 
 
-def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
-
-
 def _too_deep(what: str = WHAT) -> ConfigError:
     return ConfigError(f"{what} must be nested at most {_DEEPEST} deep, got more")
 
@@ -129,11 +110,7 @@ class References:
         self._tenant = tenant
 
     def resolve(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        """The document with the sections of bases and the paths of files instead of names.
-
-        Raises:
-            ConfigError: for the first name that means nothing to this tenant.
-        """
+        """The document with sections of bases and paths of files instead of the tenant's names."""
         found = as_job_list(document)
         found["base_model"] = self.base(document.get("base_model"))
         if "defaults" in found:
@@ -144,10 +121,9 @@ class References:
         return found
 
     def base(self, named: Any) -> dict[str, Any]:
-        """The section `base_model` of a base that the service offers.
+        """The section `base_model` of a base by its name or `{path:
 
-        Args:
-            named: its name, or `{path: NAME}`; None: the only one.
+        NAME}`; None: of the only one.
         """
         if isinstance(named, dict) and set(named) <= {"path"}:
             named = named.get("path")
@@ -263,21 +239,15 @@ async def submit(
     """Submits all jobs of a document, or none.
 
     Args:
-        service: The service.
-        caller: Whose jobs they are.
-        document: A file of `tlora train`, or one job beside its `base_model`; it names bases and
-            files as `References` reads them.
-        key: Idempotency key: the same key with the same document gives the jobs that it made.
-            None: always new jobs.
-        asked: What an API wants to remember in the rows' documents.
-        also: Called with the jobs in the transaction that makes them: what it writes is kept with
-            them or not at all, and if it raises there are no jobs.
+        document: a file of `tlora train`, or one job beside its `base_model`; see `References`.
+        key: the same key with the same document gives the jobs that it made; None: always new ones.
+        asked: what an API wants to remember in the rows' documents.
+        also: called with the jobs in their transaction; if it raises there are no jobs.
 
     Raises:
         ConfigError: for the first mistake in the document.
         KeyReused: if the key came before with another document.
-        NameTaken: if an unfinished job of the tenant has a name.
-        OverLimit: if the tenant would have more jobs than it may.
+        NameTaken, OverLimit: as `Jobs.submit`.
     """
     if key is not None and (not key.isprintable() or not 0 < len(key.strip()) <= _LONGEST_KEY):
         raise must("Idempotency-Key", f"be 1 to {_LONGEST_KEY} characters of text", key)

@@ -74,7 +74,9 @@ def plan_actions(
     by_name = {target.gang: target for target in targets}
     running = {gang.gang for gang in gangs}
     missing = [target for target in targets if target.gang not in running]
-    claims = {gang.gang: [t for t in targets if not _apart(t, gang)] for gang in gangs}
+    claims = {
+        gang.gang: [t for t in targets if not set(t.gpus).isdisjoint(gang.gpus)] for gang in gangs
+    }
     handing = {
         gang.gang
         for gang in gangs
@@ -93,10 +95,6 @@ def plan_actions(
     held = {gpu for gang in gangs if gang.gang not in left for gpu in gang.gpus}
     actions += _starts(missing, held)
     return actions
-
-
-def _apart(target: Target, gang: GangNow) -> bool:
-    return set(target.gpus).isdisjoint(gang.gpus)
 
 
 def _hands_over(gang: GangNow, claims: Sequence[Target], running: Collection[str]) -> bool:

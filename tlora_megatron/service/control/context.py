@@ -105,11 +105,7 @@ class Context:
             self.remember(live)
 
     def enqueue(self, live: LiveJob, *, is_new: bool = False) -> None:
-        """Lets a job wait for a place.
-
-        If the cluster can never hold it, a new job fails. Others had room once: they wait until the
-        cluster is another one, when the state is rebuilt.
-        """
+        """Lets a job wait for a place; a new one fails if the cluster can never hold it."""
         asked = live.num_gpus
         if not self.state.enqueue(live, self.clock()):
             live.num_gpus, wanted = asked, live.num_gpus
@@ -178,10 +174,7 @@ class Context:
     def gang_ended(
         self, gang: LiveGang, *, why: str, died_at: tuple[int, int] | None = None
     ) -> list[LiveJob]:
-        """Notes that no process of a gang is left; returns the jobs that it held, vacated.
-
-        Where a process ended the gang, its node and GPU are remembered: a GPU may be failing.
-        """
+        """Notes that no process of a gang is left; returns the jobs that it held, vacated."""
         if died_at is not None:
             self.store.gangs.note(gang.name, gang.epoch, died_at=list(died_at))
         self.store.gangs.change(gang.name, gang.epoch, GangState.ENDED, why=why)

@@ -107,7 +107,8 @@ class Controller:
                 self._reload()
             self._step(now_s)
             if self._trouble is not None:
-                self._recovered()
+                self.context.say("recovered", f"{self._trouble}: all is well again")
+            self._trouble = None
         except LockLost:
             raise
         except StoreError as error:
@@ -187,10 +188,6 @@ class Controller:
             self._trouble = what
             self.context.on_said(f"{message}: gangs train on, nothing new starts until it is back")
 
-    def _recovered(self) -> None:
-        self.context.say("recovered", f"{self._trouble}: all is well again")
-        self._trouble = None
-
     def close(self) -> None:
         """Stops deciding; gangs train on."""
         self.decider.close()
@@ -198,11 +195,7 @@ class Controller:
 
 
 def steady_clock(clock: Callable[[], float] = time.time) -> Callable[[], float]:
-    """Unix seconds that never jump; where the host's clock is set back, signs of life go on.
-
-    Args:
-        clock: the store's, by which leases that another host's controller granted run out.
-    """
+    """Unix seconds that never jump, even where the clock of the store or host is set back."""
     begin_s = clock() - time.monotonic()
     return lambda: begin_s + time.monotonic()
 
@@ -222,9 +215,6 @@ def serve(
 
     Args:
         root: the service's folder; None: that of the environment.
-        engine: starts and watches gangs.
-        settings: None: all defaults.
-        stop: set it to end the call.
         store: None: opened as the settings say, and closed in the end.
         said: gets each sentence for the user.
         validator: None: a pool of processes.

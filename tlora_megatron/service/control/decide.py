@@ -1,9 +1,8 @@
 """Asks the policy what should run, on a snapshot and in a thread, and weighs its answer.
 
 What has changed meanwhile makes an answer void. A decision that moves or resizes running groups
-must gain more than its pause costs; jobs may always start, or join a group where it is. A group
-that was moved stays for a while, and the cluster makes few moves a minute. Some policies have
-weighed the pause themselves. Bounds are the policy's; nothing here breaks one.
+must gain more than its pause costs, and moves are few; jobs may always start, or join a group where
+it is. Bounds are the policy's; nothing here breaks one.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tlora_megatron.scheduler.cluster import ClusterState
-from tlora_megatron.scheduler.formation import Parts, formed
+from tlora_megatron.scheduler.fleet import Parts, formed
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.policy import Changes, Decision, RegroupCost, Rules
+from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision, RegroupCost, Rules
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 from tlora_megatron.scheduler.registry import WEIGH_MOVES, make_policy
 from tlora_megatron.service.control.context import Context

@@ -29,11 +29,7 @@ class EventHandler:
         self._measurements = measurements
 
     def apply(self, events: Sequence[GangEvent]) -> Mapping[str, str]:
-        """Applies events in one transaction.
-
-        Returns:
-            Gangs whose events have a gap, and what came instead; no more of theirs are applied.
-        """
+        """Applies events in one transaction; returns what came instead in gangs with a gap."""
         if not events:
             return {}
         with self._context.store.transaction():
@@ -262,7 +258,8 @@ class Measurements:
         """Takes up a gang's speed, if its members were the same all the time."""
         jobs = event.body.get("jobs", {})
         speed, total = float(event.body.get("tokens_per_s", 0.0)), int(event.body.get("rounds", 0))
-        steady = not gang.changed and set(jobs) == _training(gang)
+        training = {job for job, member in gang.members.items() if member.phase == "training"}
+        steady = not gang.changed and set(jobs) == training
         rounds, gang.rounds, gang.changed = total - gang.rounds, total, False
         gang.reported = {job: float(rate) for job, rate in jobs.items()}
         gang.reported_steady = steady
@@ -305,10 +302,6 @@ class Measurements:
                 gang=gang.name,
             )
             reports.clear()
-
-
-def _training(gang: LiveGang) -> set[str]:
-    return {job for job, member in gang.members.items() if member.phase == "training"}
 
 
 def _mean(known: float, seconds: float) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.runtime.planning.plan_inputs import plan_hardware, profile_of_gpu
-from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
+from tlora_megatron.scheduler.policy import ClusterShape, FreeGpus
 from tlora_megatron.scheduler.queue import Pause
 from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.service.settings import Settings
@@ -37,11 +37,7 @@ class Machines:
 
     @classmethod
     def of(cls, nodes: Sequence[NodeInfo]) -> Machines:
-        """The cluster of an engine's nodes.
-
-        Raises:
-            ValueError: if there is no GPU and no worker slot.
-        """
+        """The cluster of an engine's nodes; raises `ValueError` if they have no worker slot."""
         widest = max((node.gpus for node in nodes), default=0)
         if not widest:
             raise ValueError("an engine must have at least one GPU or worker slot, got none")
@@ -149,22 +145,15 @@ def pause_from_json(kept: Mapping[str, Any], machines: Machines) -> Pause | None
 
 
 def check_hardware(settings: Settings) -> None:
-    """Refuses, before anything is started, a profile that does not exist.
-
-    Raises:
-        ValueError: as `pricing_of`.
-    """
+    """Refuses, before anything is started, a profile that does not exist."""
     hardware_profile(settings, slots=1)
 
 
 def hardware_profile(settings: Settings, slots: int) -> HardwareProfile:
     """Returns the profile that was asked for, the GPU's by its name, or a rough one of CPUs.
 
-    Args:
-        slots: workers that share a machine's memory where it has no GPU.
-
-    Raises:
-        ValueError: if there is none.
+    `slots` workers share the memory of a machine without GPUs. Raises `ValueError` if there is
+    none.
     """
     if settings.hardware is not None:
         return plan_hardware(settings.hardware)
@@ -177,7 +166,8 @@ def hardware_profile(settings: Settings, slots: int) -> HardwareProfile:
             f"--hardware must name the profile of this machine's GPUs, got none for {name!r}: "
             "`tlora profile` measures one, and a similar GPU's is better than none"
         )
-    return replace(plan_hardware(_CPU), memory_bytes=_host_memory() / slots)
+    memory_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return replace(plan_hardware(_CPU), memory_bytes=memory_bytes / slots)
 
 
 def gpu_name() -> str | None:
@@ -191,7 +181,3 @@ def gpu_name() -> str | None:
     except OSError:
         pass
     return None
-
-
-def _host_memory() -> float:
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -80,11 +80,7 @@ class PlannedBase:
 
 
 def planned_base(section: Mapping[str, Any], hardware: HardwareProfile) -> PlannedBase:
-    """The costs of a base model on some hardware.
-
-    Raises:
-        ValueError: if the model's config.json cannot be read.
-    """
+    """The costs of a base on some hardware; raises `ValueError` without its config.json."""
     spec = read_spec(BaseModelSpec, dict(section), "base_model")
     dtype = replace(hardware, dtype=spec.dtype)
     return PlannedBase(model=GroupModel(base_shape(spec), dtype))
@@ -106,11 +102,7 @@ class Pricing:
         return base in self._bases
 
     def add_base(self, base: str, section: Mapping[str, Any]) -> None:
-        """Adds a base model.
-
-        Raises:
-            ValueError: if its files cannot be read.
-        """
+        """Adds a base model; raises `ValueError` if its files cannot be read."""
         if base not in self._bases:
             self._bases[base] = self._make(section)
             self._sections[base] = section
@@ -125,10 +117,9 @@ class Pricing:
         return {pool: self._bases[_base_of(pool)].weights_bytes for pool in self._models}
 
     def price(self, live: LiveJob, most_gpus: int) -> Job | None:
-        """The job as policies see it, by present speeds.
+        """The job as policies see it, by present speeds, on as many GPUs as its memory needs.
 
-        It asks for more GPUs than its user said where its memory needs them; then `num_gpus` of
-        the job in memory grows. None if `most_gpus` cannot hold it.
+        Then `num_gpus` of the job in memory grows. None if `most_gpus` cannot hold it.
         """
         assert live.load is not None, f"job {live.id} must be validated before it is priced"
         own = self._bases[live.base]
@@ -183,11 +174,7 @@ def _named(loads: Sequence[JobLoad]) -> list[JobLoad]:
 
 
 def pricing_of(nodes: Sequence[NodeInfo], settings: Settings) -> Pricing:
-    """Prices by the planner, on the hardware of these machines.
-
-    Raises:
-        ValueError: if the profile that was asked for does not exist.
-    """
+    """Prices by the planner on these machines; raises `ValueError` for an unknown profile."""
     shape = Machines.of(nodes).shape
     profile = hardware_profile(settings, shape.gpus_per_node).of_nodes(shape.gpus_per_node)
     profile = replace(profile, inter_node=profile.inter_node or _NETWORK)

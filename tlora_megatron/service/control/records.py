@@ -147,10 +147,7 @@ class LiveGang:
     gathers_until_s: float = -math.inf
 
     def gather(self, now_s: float) -> None:
-        """Lets a fresh gang's first jobs, one of which is prepared now, join together.
-
-        A new process's first round takes seconds on a GPU, and later jobs wait for it.
-        """
+        """Lets a fresh gang's first jobs join together: its first round takes seconds."""
         if self.is_fresh:
             self.gathers_from_s = min(self.gathers_from_s, now_s)
             most_s = self.gathers_from_s + _GATHER_S
@@ -261,11 +258,7 @@ def stats_of(load: JobLoad, *, tokens: float, num_steps: int) -> dict[str, Any]:
 
 
 def submission_of(document: Mapping[str, Any]) -> Submission:
-    """The submission that a row's document holds.
-
-    Raises:
-        ValueError: if it holds something else.
-    """
+    """The submission that a row's document holds, or a `ValueError`."""
     beside = (ASKED, ORDER)
     fields = {name: value for name, value in document.items() if name not in beside}
     return Submission.from_json(json.dumps(fields))

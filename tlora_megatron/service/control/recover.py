@@ -1,9 +1,8 @@
 """Recovers: from a controller that is gone, from gangs that die or hang, from machines that leave.
 
-Rows are the truth. A new controller adopts gangs that run with their jobs, ends gangs that the
-store does not know, lets jobs of lost gangs wait again, and posts again the commands that were not
-carried out. A gang that died starts again, without the job that made it run out of memory. No job
-is lost: each goes on from its last checkpoint.
+A new controller adopts gangs that run with their jobs, ends gangs that the store does not know,
+lets jobs of lost gangs wait, and posts commands again. A gang that died starts again, without the
+job that made it run out of memory. No job is lost: each goes on from its last checkpoint.
 """
 
 from __future__ import annotations

@@ -145,12 +145,7 @@ def _layout(plan: Plan | None) -> Body:
 
 
 def action_of(group: Group, before: Iterable[Group]) -> dict[str, Any]:
-    """Describes the forming of a group with the figures that it rests on; names are the caller's.
-
-    Args:
-        group: the new group.
-        before: the groups that ran when it was decided.
-    """
+    """Describes the forming of a group by the groups that ran before; names are the caller's."""
     members = {member.job.index for member in group.members}
     old = [one for one in before if not members.isdisjoint(m.job.index for m in one.members)]
     stay = {member.job.index for one in old for member in one.members}

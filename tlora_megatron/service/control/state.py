@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from tlora_megatron.planner.workload import JobLoad
-from tlora_megatron.scheduler.fleet import Fleet, InvariantError
-from tlora_megatron.scheduler.formation import Parts, formed
+from tlora_megatron.scheduler.fleet import Fleet, InvariantError, Parts, formed
 from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
 from tlora_megatron.scheduler.policy import Decision, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting, WaitingQueue
@@ -127,11 +126,9 @@ class SchedulerState:
     def end_late_pauses(self, now_s: float) -> bool:
         """Lets jobs that can no longer come back within their bounds wait before all others.
 
-        The jobs on their GPUs are slower than predicted. No plan holds such a bound, so that those
-        GPUs would stay taken for ever; each job has a new bound from its next start on.
-
-        Returns:
-            True if there was one.
+        Those on their GPUs are slower than predicted, and no plan holds such a bound: the GPUs
+        would stay taken for ever. Each has a new bound from its next start on. True if there was
+        one.
         """
         late = [w for w in self.queue.paused() if w.pause and w.pause.back_by_s < now_s]
         for waiting in late:
@@ -159,10 +156,9 @@ class SchedulerState:
         return [self.numbers[m.job.index] for group in own for m in group.members]
 
     def targets(self, now_s: float, *, shares: bool = False) -> list[Target]:
-        """The gangs as they are decided to be, in the order of their groups.
+        """The gangs as decided, in their groups' order;
 
-        Args:
-            shares: the engine starts gangs on GPUs that others still have.
+        `shares`: gangs may start on GPUs still taken.
         """
         targets = []
         for number, group in self.fleet.cluster.groups.items():
@@ -180,10 +176,7 @@ class SchedulerState:
         return targets
 
     def _fits_beside(self, group: Group) -> bool:
-        """True if a gang of the group has memory beside those that still have its GPUs.
-
-        It loads the base while they train, and trains while they have nothing but theirs.
-        """
+        """True if a gang has memory to load its base while others train on its GPUs."""
         loads = self._loads(group)
         plan = self.pricing.plan(group.base, loads, len(group.gpus))
         own = self.pricing.memory(group.base, loads, plan)
@@ -346,7 +339,7 @@ class SchedulerState:
 
     def reprice(self, now_s: float) -> None:
         """Prices all jobs again, after measured speeds have moved away from those in use."""
-        waiting = [self.queue[live.number] for live in self._waiting()]
+        waiting = [self.queue[n] for live in self.jobs.values() if (n := live.number) in self.queue]
         for entry in waiting:
             self.queue.remove(entry.job.index)
             live = self.numbers[entry.job.index]
@@ -358,9 +351,6 @@ class SchedulerState:
                 live = self.numbers[member.job.index]
                 live.priced = self._priced(live)
             self.refresh(group, now_s)
-
-    def _waiting(self) -> list[LiveJob]:
-        return [live for live in self.jobs.values() if live.number in self.queue]
 
     def _priced(self, live: LiveJob) -> Job:
         found = self.pricing.price(live, self.machines.shape.num_gpus) or live.priced

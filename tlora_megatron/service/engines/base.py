@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from tlora_megatron.append_log import AppendLog
+from tlora_megatron.files import modified_s
 from tlora_megatron.service.engines.protocol import Cursor, GangInfo, NodeInfo
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import Command, GangEvent, GangFolder, GangSpec
@@ -73,11 +74,7 @@ class GangHandle(ABC):
             self._commands.append(command, durable=True)
 
     def events(self, number: int) -> list[GangEvent]:
-        """Events behind a number, in order.
-
-        `stopped` comes when the processes have followed it: whoever hears it may give their GPUs to
-        another gang, which needs all their memory.
-        """
+        """Events behind a number, in order; `stopped` only when the processes have followed it."""
         events = self.log.after(number)
         self.has_spoken = self.has_spoken or bool(events)
         is_early = bool(events) and events[-1].kind == "stopped" and not self.is_over
@@ -90,12 +87,7 @@ Handle = TypeVar("Handle", bound=GangHandle)
 class FolderEngine(ABC, Generic[Handle]):
     """`GangEngine` over the gangs' folders, which outlive whoever writes and reads them.
 
-    Gangs that an earlier engine has started for the same folder are taken up by `adopt_all`; those
-    that are not whole are ended, and `died` is among their events.
-
-    Args:
-        root: the service's folder.
-        rank_command: for tests.
+    `adopt_all` takes up gangs of an earlier engine, and ends those that are not whole.
     """
 
     shares_gpus = False
@@ -115,14 +107,7 @@ class FolderEngine(ABC, Generic[Handle]):
 
     @abstractmethod
     def adopt(self, folder: GangFolder, *, has_stopped: bool) -> Handle | None:
-        """Takes up a gang that has not died, as its folder says.
-
-        Args:
-            has_stopped: its last event says so; its processes may still be there.
-
-        Returns:
-            None if nothing is left of it.
-        """
+        """Takes up a gang that has not died; None if nothing of it is left. It may have stopped."""
 
     @abstractmethod
     def nodes(self) -> Sequence[NodeInfo]:
@@ -175,10 +160,7 @@ class FolderEngine(ABC, Generic[Handle]):
         return events
 
     def kill(self, gang: str, epoch: int) -> bool:
-        """Ends all processes of a gang by SIGKILL; True with proof that they are gone.
-
-        Its last event is `died`, unless it was `stopped`.
-        """
+        """Ends all processes of a gang by SIGKILL; True with proof that they are gone."""
         known = self._gangs.get((gang, epoch))
         if known is None:
             return True
@@ -218,14 +200,7 @@ class FolderEngine(ABC, Generic[Handle]):
 
 
 def check_places(spec: GangSpec, counts: Sequence[int]) -> None:
-    """Refuses a gang whose places are not there.
-
-    Args:
-        counts: places of each node.
-
-    Raises:
-        ValueError: naming the gang.
-    """
+    """Refuses a gang whose places are not there, by the number of places of each node."""
     are_there = all(
         0 <= node < len(counts) and 0 <= place < counts[node] for node, place in spec.gpus
     )
@@ -245,11 +220,7 @@ class PastGangs:
         self._swept_s = time.monotonic()
 
     def events(self, since: Cursor, present: Collection[Key]) -> list[GangEvent]:
-        """Returns the events of past gangs behind a cursor, which names them.
-
-        Args:
-            present: gangs that the engine itself tells of.
-        """
+        """Events of past gangs behind a cursor that names them, but of `present` ones."""
         asked = {key: number for key, number in since.items() if key not in present}
         self._logs = {
             key: self._logs.get(key) or GangFolder(self._home.root, *key).events() for key in asked
@@ -265,15 +236,7 @@ class PastGangs:
     def remove_old(self, present: Collection[Key]) -> None:
         """Removes the folders of gangs that were over for a week, or of the oldest of very many."""
         folders = [f for f in GangFolder.all_of(self._home) if (f.gang, f.epoch) not in present]
-        changed = sorted(((_changed_s(f.path), f.path) for f in folders), reverse=True)
+        changed = sorted(((modified_s(f.path), f.path) for f in folders), reverse=True)
         for place, (changed_s, path) in enumerate(changed):
             if place >= _KEEP or time.time() - changed_s > _KEEP_S:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _changed_s(path: Path) -> float:
-    """When a folder last got or lost a file; 0 if it is gone."""
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0

@@ -49,11 +49,7 @@ class GangEngine(Protocol):
         """True if a gang may start on GPUs that another one still has."""
 
     def start(self, spec: GangSpec) -> None:
-        """Begins to start a gang and returns; `started` or `died` follows as an event.
-
-        Raises:
-            RuntimeError: if the engine itself cannot be reached.
-        """
+        """Begins to start a gang and returns; `started` or `died` follows as an event."""
 
     def post(self, command: Command) -> None:
         """Hands a command over; the same one twice has the effect of one."""
@@ -145,8 +141,7 @@ _SENT = (signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 def blame(folder: GangFolder, codes: Mapping[int, int | None]) -> dict[str, Any]:
     """The body of `died` for ranks that are gone, with their exit codes where they are known.
 
-    Ranks that only lost their connection to another one are not to blame while there is one that
-    did not; one that could not say anything comes before those that have.
+    Ranks that only lost their connection are not to blame while another one is.
     """
     endings = {rank: _ending(folder, rank, code) for rank, code in codes.items()}
     rank, ending = min(
@@ -159,10 +154,7 @@ def blame(folder: GangFolder, codes: Mapping[int, int | None]) -> dict[str, Any]
 
 
 def say_died(folder: GangFolder, body: Mapping[str, Any]) -> None:
-    """Writes a gang's last event in its place, unless it has said goodbye itself.
-
-    None of its processes may be left.
-    """
+    """Writes a gang's last event, unless it did so itself; none of its processes may be left."""
     log = folder.events()
     last = log.last()
     if last is not None and last.kind in ("died", "stopped"):

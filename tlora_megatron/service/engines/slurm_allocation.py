@@ -54,7 +54,6 @@ class Allocation:
 
         Raises:
             ValueError: if there is no allocation, or a node has fewer GPUs.
-            RuntimeError: if SLURM does not answer.
         """
         job = os.environ.get("SLURM_JOB_ID")
         if job is None:
@@ -98,13 +97,7 @@ class Allocation:
         ]
 
     def steps(self) -> Mapping[str, str]:
-        """Name -> id of the steps that SLURM still has, until their last process has ended.
-
-        An answer serves a moment, or until `forget_steps`.
-
-        Raises:
-            RuntimeError: if SLURM does not answer.
-        """
+        """Name -> id of the steps that SLURM has; an answer serves a moment."""
         if self._steps is None or time.monotonic() > self._steps_s + _STEPS_S:
             words = ("squeue", "--steps", f"--jobs={self.job}", "--noheader", "--format=%i|%j")
             pairs = (line.strip().partition("|") for line in self.ask(*words).splitlines())
@@ -137,11 +130,7 @@ class Allocation:
         return self.nodes
 
     def ask(self, *words: str) -> str:
-        """Returns the answer of one of SLURM's programs.
-
-        Raises:
-            RuntimeError: if it does not, with its own words.
-        """
+        """Returns what one of SLURM's programs answers, or a `RuntimeError` in its words."""
         try:
             done = subprocess.run(
                 words,

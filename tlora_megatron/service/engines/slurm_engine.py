@@ -41,11 +41,9 @@ _SIGNALS: Mapping[str, int] = {
 
 
 class SlurmGang(GangHandle):
-    """The step of one start of a gang.
+    """The step of one start of a gang;
 
-    Args:
-        srun: the srun that has started it; over where it ran on another host.
-        child: the same as this process's child; None where it is not.
+    `srun` is over and `child` None if another host started it.
     """
 
     def __init__(
@@ -139,10 +137,7 @@ class SlurmGang(GangHandle):
 
 
 def complaints(lines: list[str]) -> dict[int, int]:
-    """Rank -> exit code, -n by signal n, of what srun reports of tasks that failed.
-
-    SIGTERM is what srun itself sends to the others; it is told only where there is nothing else.
-    """
+    """Rank -> exit code, -n by signal n, of failed tasks; srun's own SIGTERM counts last."""
     codes: dict[int, int] = {}
     for line in lines:
         match = _COMPLAINT.search(line)
@@ -169,12 +164,9 @@ def _numbers(text: str) -> list[int]:
 class SlurmEngine(FolderEngine[SlurmGang]):
     """`GangEngine` inside one allocation; every gang is a step that outlives who has started it.
 
-    Steps share the nodes: which GPU a rank takes is the service's choice, not SLURM's. All nodes
-    must see the service's folder. A death costs a few questions to SLURM, tenths of a second;
-    otherwise `poll` asks nothing.
+    Which GPU a rank takes is the service's choice, not SLURM's. All nodes must see the folder.
 
     Args:
-        root: the service's folder.
         gpus: GPUs to use on each node, or places on nodes without any; None = all.
         slots: worker slots of nodes without GPUs; None = one a core.
         rank_command: for tests.

@@ -2,7 +2,6 @@
 
 python -m tlora_megatron.service.engines.slurm_task FOLDER SLOTS COMMAND...
 python -m tlora_megatron.service.engines.slurm_task look SLOTS
-
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from tlora_megatron.service.prepare.submission import (
     Outcome,
@@ -34,12 +34,8 @@ class _Request:
 class PreparePool:
     """Validates jobs in processes of their own; every call returns at once.
 
-    A process that dies takes down the one job that it was reading; the next job gets a new one.
-
-    Args:
-        rules: what the service demands of jobs.
-        workers: processes, at most; each holds about half a gigabyte of memory.
-        limit_s: seconds after which a job that is still being read is given up.
+    A process that dies takes down the one job that it was reading; so does one that takes
+    `limit_s`. Each of the `workers` holds about half a gigabyte of memory.
     """
 
     def __init__(self, rules: PrepareRules, *, workers: int = 1, limit_s: float = 3600.0) -> None:
@@ -164,13 +160,9 @@ class _Worker:
         if not answers:
             return None
         self.request = None
-        return _outcome(answers[0])
-
-
-def _outcome(answer: dict[str, Any]) -> Outcome:
-    if "refused" in answer:
-        return Refused(**answer["refused"])
-    return Validated(**answer["validated"])
+        if "refused" in answers[0]:
+            return Refused(**answers[0]["refused"])
+        return Validated(**answers[0]["validated"])
 
 
 def _died(request: _Request, exit_code: int) -> Refused:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tlora_megatron.channel import Message
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import SECTIONS
-from tlora_megatron.config.reader import unknown
+from tlora_megatron.config.reader import apply_override, read_document, unknown
 from tlora_megatron.config.sections import (
     as_job_list,
     ignored_base_settings,
@@ -26,7 +26,6 @@ from tlora_megatron.config.sections import (
     read_job,
     read_jobs,
 )
-from tlora_megatron.config.source import apply_override, read_document
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 
@@ -129,11 +128,7 @@ class Submission(Message):
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def job_spec(self) -> JobSpec:
-        """The job; its `service` says what it asks of the cluster.
-
-        Raises:
-            ConfigError: if the document is none that `split_submissions` made.
-        """
+        """The job of a document; its `service` says what it asks of the cluster."""
         return read_job(dict(self.document), None, path=f"jobs.{self.name}")
 
     @property
@@ -159,10 +154,9 @@ class Submitted(NamedTuple):
 
 
 def read_submissions(path: str | Path, overrides: Sequence[str] = ()) -> Submitted:
-    """Reads the jobs of a YAML or JSON file.
+    """Reads the jobs of a YAML or JSON file of a run, or of one with a single job's keys.
 
     Args:
-        path: a run's file, or one with a single job's keys beside `base_model`.
         overrides: texts `path=value`, applied in order before any check.
 
     Raises:
@@ -176,14 +170,7 @@ def read_submissions(path: str | Path, overrides: Sequence[str] = ()) -> Submitt
 
 
 def split_submissions(document: Mapping[str, Any], folder: Path) -> Submitted:
-    """Reads the jobs of a document.
-
-    Args:
-        folder: where relative paths start.
-
-    Raises:
-        ConfigError: for the first mistake.
-    """
+    """Reads the jobs of a document, with relative paths from a folder, or a `ConfigError`."""
     document = as_job_list(document)
     for key in document:
         if key not in SECTIONS:

@@ -2,23 +2,259 @@
 
     python -m tlora_megatron.service.prepare.worker
 
-It ends when its stdin does, and with that when the controller dies, however that happens.
+Here a job's data are read for the only time, its tokens cached. It ends when its stdin does, and
+with that when the controller dies.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tlora_megatron.channel import LinePipe
-from tlora_megatron.service.home import Home
-from tlora_megatron.service.prepare.submission import Outcome, PrepareRules, Refused, Submission
-from tlora_megatron.service.prepare.validate import validate
+from tlora_megatron.config.job import JobSpec
+from tlora_megatron.config.parallel_rules import check_no_portions
+from tlora_megatron.config.reader import must
+from tlora_megatron.config.rules import portion_of, resolve_job_paths
+from tlora_megatron.config.schema import BaseModelSpec
+from tlora_megatron.config.sections import job_to_dict, read_base_model
+from tlora_megatron.files import UserFiles, write_json
+from tlora_megatron.model.gpt_oss import refuse_gpt_oss
+from tlora_megatron.planner.workload import LengthHistogram, guessed_lengths
+from tlora_megatron.service.home import JOB_NAME, Home, make_folder
+from tlora_megatron.service.prepare.submission import (
+    Outcome,
+    PrepareRules,
+    Refused,
+    Submission,
+    Validated,
+)
+
+if TYPE_CHECKING:
+    from tlora_megatron.model.spec import ModelSpec
+    from tlora_megatron.training.data.jsonl_file import JsonlFile
+    from tlora_megatron.training.run.job_reader import ReadJob
+
 
 logger = logging.getLogger(__name__)
+
+_BUDGET = "the service's micro_batch_tokens"
+_START_ENDINGS = (".json", ".safetensors")
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_START_DEPTH = 2
+"""Folders below `jobs/NAME`: checkpoints, and its steps."""
+
+
+def validate(job_id: str, submission: Submission, rules: PrepareRules) -> Outcome:
+    """Reads and checks all that a job starts from; keeps its tokens."""
+    with _told() as notes:
+        try:
+            found = _validate(job_id, submission, rules)
+        except ValueError as error:
+            return Refused(job=job_id, error=str(error))
+        except OSError as error:  # such as a full disk
+            return Refused(
+                job=job_id, error=f"job {submission.name!r} cannot be prepared now: {error}"
+            )
+    return replace(found, notes=tuple(notes))
+
+
+def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Validated:
+    from tlora_megatron.training.data.job_data import TokenCache
+    from tlora_megatron.training.run.job_reader import JobReader
+
+    home = Home(Path(rules.root))
+    files = _files_of(submission, rules)
+    job, base = submission.job_spec(), _read_base(submission, files)
+    if files.root is None:
+        job = resolve_job_paths(job, f"jobs.{job.name}", Path("/"))
+    else:
+        job = take_start_files(job, files, home.job(job_id))
+    if (job.portion_tokens or 0) > rules.micro_batch_tokens:
+        rule = f"be at most {_BUDGET} = {rules.micro_batch_tokens}"
+        raise must(f"portion_tokens of job {job.name!r}", rule, job.portion_tokens)
+
+    def read(file: JsonlFile) -> bytes:
+        with files.open_file(file.path, f"{file.key} of job {job.name!r}") as opened:
+            return opened.read()
+
+    reader = JobReader(
+        base,
+        TokenCache(home.tokens, read),
+        micro_batch_tokens=rules.micro_batch_tokens,
+        budget=_BUDGET,
+    )
+    refuse_gpt_oss(reader.spec.model_type, f"the base of job {job.name!r} in a service")
+    if reader.spec.experts is not None:
+        check_no_portions(job)
+    read_job = reader.read(job)
+    # Targets have the names of the base's linears from here on.
+    job = replace(job, lora=read_job.prepared.spec.lora)
+    measure = _guess if job.driven else _measure
+    found = measure(job_id, job, read_job, rules, reader.spec)
+    # For people and scripts that look into the folder: the store is what counts.
+    kept = {"name": job.name, "base_model": submission.base_model, "job": found.document}
+    write_json(make_folder(home.job(job_id)) / JOB_NAME, kept)
+    return found
+
+
+def _files_of(submission: Submission, rules: PrepareRules) -> UserFiles:
+    """The files that a job may read; one that came over the network: those in the service's folder
+    that it reaches without a link."""
+    if submission.tenant is not None:
+        return UserFiles(Path(rules.root))
+    return UserFiles(None if rules.data_root is None else Path(rules.data_root))
+
+
+def _read_base(submission: Submission, files: UserFiles) -> BaseModelSpec:
+    """The base, whose folder must still be there and allowed."""
+    base = read_base_model(dict(submission.base_model), Path("/"))
+    if files.root is not None and submission.tenant is None:
+        files.open_file(base.config_file, "base_model").close()
+    return base
+
+
+def _measure(
+    job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules, spec: ModelSpec
+) -> Validated:
+    from tlora_megatron.training.data.mapped_tokens import lengths_of
+
+    prepared = read.prepared
+    data, plan = prepared.data, prepared.plan
+    rows = lengths_of(data.train) - 1
+    eval_rows = lengths_of(data.eval) - 1
+    longest_eval = int(eval_rows.max(initial=0))
+    lengths = LengthHistogram.from_lengths(rows.tolist())
+    job = _with_portion(job, lengths, rules, spec)
+    targets = sum(int(sequence.is_target.sum()) for sequence in data.train)
+    epoch_tokens = int(rows.sum())
+    return Validated(
+        job=job_id,
+        document=job_to_dict(job),
+        tokens=read.keys,
+        digest=data.fingerprint,
+        num_steps=plan.num_steps,
+        from_step=0 if prepared.checkpoint is None else prepared.checkpoint.step,
+        sequences=len(rows),
+        epoch_tokens=epoch_tokens,
+        train_tokens=round(plan.num_epochs * epoch_tokens),
+        longest=max(int(rows.max()), longest_eval),
+        longest_eval=longest_eval,
+        target_share=min(1.0, targets / epoch_tokens),
+        lengths=lengths.pairs,
+        num_truncated=data.num_truncated,
+        num_dropped=data.num_dropped,
+    )
+
+
+def _guess(
+    job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules, spec: ModelSpec
+) -> Validated:
+    """Guesses the cost of a job of which nobody knows what its client will send."""
+    lengths = guessed_lengths(job.max_seq_len)
+    job = _with_portion(job, lengths, rules, spec)
+    checkpoint = read.prepared.checkpoint
+    return Validated(
+        job=job_id,
+        document=job_to_dict(job),
+        tokens={},
+        digest=read.prepared.data.fingerprint,
+        num_steps=0,
+        from_step=0 if checkpoint is None else checkpoint.step,
+        sequences=0,
+        epoch_tokens=0,
+        train_tokens=0,
+        longest=job.max_seq_len,
+        longest_eval=0,
+        target_share=1.0,
+        lengths=lengths.pairs,
+        num_truncated=0,
+        num_dropped=0,
+    )
+
+
+def _with_portion(
+    job: JobSpec, lengths: LengthHistogram, rules: PrepareRules, spec: ModelSpec
+) -> JobSpec:
+    """Fixes a job's portions, which keep its bits; over routed experts nothing does."""
+    if job.portion_tokens is not None or spec.experts is not None:
+        return job
+    portion = portion_of(lengths.pairs, job.batch_size, rules.micro_batch_tokens)
+    return replace(job, portion_tokens=portion)
+
+
+class _Listener(logging.Handler):
+    """Keeps the sentences of warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.sentences: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.sentences.append(record.getMessage())
+
+
+@contextmanager
+def _told() -> Iterator[list[str]]:
+    """Yields the warnings that the package's loggers give meanwhile."""
+    package = logging.getLogger(__name__.partition(".")[0])
+    listener = _Listener()
+    package.addHandler(listener)
+    try:
+        yield listener.sentences
+    finally:
+        package.removeHandler(listener)
+
+
+def take_start_files(job: JobSpec, files: UserFiles, job_folder: Path) -> JobSpec:
+    """Copies adapter and checkpoint that a job starts from; returns the job with its own copies.
+
+    No gang then reads a path that a tenant has named.
+
+    Raises:
+        ValueError: naming the field, if it leads where it must not.
+    """
+    for name in ("init_from", "resume_from"):
+        path = getattr(job, name)
+        if path is None:
+            continue
+        what, target = f"{name} of job {job.name!r}", job_folder / "start" / name
+        shutil.rmtree(target, ignore_errors=True)
+        with files.open_folder(path, what) as folder:
+            _copy_start(folder, target, what, _START_DEPTH)
+        copied: dict[str, Any] = {name: str(target)}
+        job = replace(job, **copied)
+    return job
+
+
+def _copy_start(folder: int, target: Path, what: str, depth: int) -> None:
+    make_folder(target)
+    for name in sorted(os.listdir(folder)):
+        kind = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+        if stat.S_ISDIR(kind) and depth and not name.startswith("."):
+            inner = os.open(name, _FOLDER, dir_fd=folder)
+            try:
+                _copy_start(inner, target / name, what, depth - 1)
+            finally:
+                os.close(inner)
+        elif name.endswith(_START_ENDINGS):
+            if not stat.S_ISREG(kind):
+                raise ValueError(f"{what} must hold files and no links, got {name!r}")
+            with (
+                open(os.open(name, _FILE, dir_fd=folder), "rb") as source,
+                open(target / name, "xb", opener=partial(os.open, mode=0o600)) as copy,
+            ):
+                shutil.copyfileobj(source, copy, 1 << 20)
+
 
 _NICE = 10
 """Training goes first on a host's cores."""

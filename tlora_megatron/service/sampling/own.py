@@ -1,16 +1,9 @@
-"""Samples by a process of ours, asked over a Unix socket in lines of JSON.
+"""Samples by a process of ours, asked over its user's own Unix socket in lines of JSON.
 
-The socket is its user's alone, and lies in a folder of any depth.
-
-A connection carries one request, `{"op": ..., ...}`, and is closed to take it back:
-
-| op | fields | answers |
-|---|---|---|
-| `generate` | `prompts`, `seed` | `{"piece": ...}` for each piece, then `{"done": true}` |
-| `encode` | `text` or `messages` | `{"tokens": [...]}` |
-| `decode` | `tokens`, `each` | `{"text": ...}`, or `{"texts": [...]}` with one a token |
-
-`{"error": SENTENCE}` takes the place of an answer: of what was asked, not of the process.
+A connection carries one request, `{"op": ..., ...}`, and is closed to take it back. `generate`,
+with `prompts` and `seed`, is answered by `{"piece": ...}` for each piece and `{"done": true}`;
+`encode`, with `text` or `messages`, by `{"tokens": [...]}`; `decode`, with `tokens` and `each`, by
+`text` or `texts`. `{"error": SENTENCE}` may take an answer's place.
 """
 
 from __future__ import annotations
@@ -71,11 +64,7 @@ def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
 
 
 def prompt_from_json(value: Any) -> Prompt:
-    """Reads a prompt.
-
-    Raises:
-        ValueError: for what is none.
-    """
+    """Reads a prompt; raises `ValueError` for what is none."""
     found = dict(_fields(Prompt, value, "prompt"))
     params = dict(_fields(SamplingParams, found.pop("params", {}), "params"))
     for name in ("stop", "stop_tokens"):
@@ -137,11 +126,7 @@ async def serve(path: Path, handler: Handler) -> asyncio.Server:
 
 
 async def connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connects to a path.
-
-    Raises:
-        OSError: if nobody listens there.
-    """
+    """Connects to a path; raises `OSError` if nobody listens there."""
     with _short(path) as address:
         return await asyncio.open_unix_connection(address, limit=LINE_BYTES)
 
@@ -192,12 +177,7 @@ async def _end(child: Child) -> None:
 async def _talk(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: Mapping[str, Any]
 ) -> AsyncGenerator[Mapping[str, Any], None]:
-    """Yields the answers to a message.
-
-    Raises:
-        SamplingRefused: if it is refused.
-        ConnectionError: if the process ends before it has answered.
-    """
+    """Yields the answers to a message; raises `SamplingRefused` or `ConnectionError`."""
     try:
         writer.write(to_line(message))
         await writer.drain()
@@ -214,14 +194,7 @@ async def _talk(
 
 
 class OwnSampler(StreamingSampler):
-    """A `Sampler` over processes that listen in a folder of the service.
-
-    Processes that another one of this kind has started are found by their sockets.
-
-    Args:
-        folder: made if it is missing.
-        base_of: finds a base by its name.
-    """
+    """A `Sampler` over processes that listen in a folder, whoever started them."""
 
     def __init__(
         self,
@@ -236,11 +209,7 @@ class OwnSampler(StreamingSampler):
         self._children: dict[Path, Child] = {}
 
     async def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
-        """Yields pieces as tokens come.
-
-        A process that dies on the way is started again, and asked the same once more. It gives the
-        same pieces, of which those that were yielded are passed over.
-        """
+        """Yields pieces as tokens come, each once, if need be from another process."""
         message = {
             "op": "generate",
             "prompts": [prompt_to_json(prompt) for prompt in prompts],

@@ -46,11 +46,7 @@ class Order:
 
 
 class SamplingProcess:
-    """Serves one base over a socket.
-
-    Args:
-        batcher: used on one thread alone.
-    """
+    """Serves one base over a socket; the batcher is used on one thread alone."""
 
     def __init__(self, batcher: Batcher, idle_s: float) -> None:
         self._batcher = batcher
@@ -201,12 +197,7 @@ class SamplingProcess:
         gone: asyncio.Task[bytes],
         writer: asyncio.StreamWriter,
     ) -> list[Piece]:
-        """Writes what has been told, and returns it.
-
-        Raises:
-            ConnectionError: if the other side has gone.
-            ValueError: for a request that is refused after all.
-        """
+        """Writes what has been told, and returns it; `ConnectionError` if nobody listens."""
         news = asyncio.create_task(told.get())
         await asyncio.wait((news, gone), return_when=asyncio.FIRST_COMPLETED)
         if not news.done():

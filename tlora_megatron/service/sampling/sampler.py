@@ -51,19 +51,13 @@ class InUse:
 
 
 class Sampler(Protocol):
-    """Samples from the bases of a service, with adapters.
+    """Samples from the bases of a service, with adapters; cancel a task to take its request back.
 
-    Every call may raise `SamplingRefused` and `SamplerUnavailable`. A task that is cancelled takes
-    its request back.
+    Every call may raise `SamplingRefused` and `SamplerUnavailable`.
     """
 
     def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
-        """Yields pieces as tokens come.
-
-        Args:
-            base: its name in the service.
-            prompts: may have different adapters.
-        """
+        """Yields pieces as tokens come; the prompts may have different adapters."""
         ...
 
     async def generate(self, base: str, prompts: Sequence[Prompt]) -> list[Answer]:

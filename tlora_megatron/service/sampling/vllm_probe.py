@@ -5,7 +5,6 @@ cache/base_scores/KEY.json    written by the first gang that opens a base, once
 A 16-bit model multiplies its head in 16 bits, too, so all its logits are numbers of 8 (bfloat16) or
 11 (float16) significant bits. Log-probabilities of one place differ by what logits differ, and vLLM
 tells them in fp32: whether logits lie on such a grid can be seen without a word of the server.
-
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ class BaseScores:
     """of all but the first"""
 
     def gap(self, logprobs: tuple[float | None, ...]) -> tuple[float, float]:
-        """Mean and maximum of the differences from another one's log-probabilities.
-
-        Args:
-            logprobs: of all tokens; the first one's is nobody's business.
-        """
+        """Mean and maximum of the differences from others' log-probabilities, without the first."""
         others = [float("nan") if value is None else value for value in logprobs[1:]]
         gaps = [abs(own - other) for own, other in zip(self.logprobs, others, strict=True)]
         return sum(gaps) / len(gaps), max(gaps)
@@ -124,12 +119,7 @@ class Found:
 
 
 def unlike(base: Mapping[str, Any], quantization: str | None, found: Found) -> list[str]:
-    """What of a server is not as the base that trains, a clause each.
-
-    Args:
-        base: the section `base_model`.
-        quantization: of the base, also one that its folder was published in.
-    """
+    """What of a server is not as the section `base_model` and its quantization, a clause each."""
     dtype, held = str(base["dtype"]), quantization or "none"
     wrong = [
         f"dtype must be {dtype}, got {other} {how}"
@@ -150,11 +140,8 @@ def unlike(base: Mapping[str, Any], quantization: str | None, found: Found) -> l
 def dtype_of_logits(places: Sequence[Sequence[float]]) -> str | None:
     """The dtype of the logits that log-probabilities were made of; None if they do not show it.
 
-    float16 is told as bfloat16 where few tokens are likely: then the finer grid's numbers happen to
-    lie on the coarser one. fp32 is never told as either.
-
-    Args:
-        places: the likeliest tokens' log-probabilities, as fp32 gave them; 20 of each place do.
+    float16 is told as bfloat16 where few tokens are likely; fp32 is never told as either. 20 of
+    each place's likeliest tokens do, as fp32 gave them.
     """
     rows = [np.sort(np.asarray(row, np.float64))[::-1] for row in places]
     rows = [row for row in rows if len(row) >= _TOKENS and row[0] - row[-1] >= _SPREAD]
@@ -203,13 +190,7 @@ class ProbeSettings:
 
 
 class Probe:
-    """Looks at each base of a server once, and again when the trainer has scored its tokens.
-
-    Args:
-        generate: samples from the server.
-        encode: makes tokens of a text.
-        get: asks the server something.
-    """
+    """Looks at each base of a server once, and again when the trainer has scored its tokens."""
 
     def __init__(
         self,
@@ -227,15 +208,7 @@ class Probe:
         self._lock = asyncio.Lock()
 
     async def check(self, name: str, base: Mapping[str, Any]) -> None:
-        """Lets a base pass, or refuses it.
-
-        Args:
-            name: under which the server offers it.
-            base: the section `base_model`.
-
-        Raises:
-            SamplingRefused: if the server's is unlike it.
-        """
+        """Lets a base pass; raises `SamplingRefused` if the server's is unlike it."""
         file = await asyncio.to_thread(scores_file, self._settings.home, base)
         async with self._lock:  # all that ask at once wait for the same answer
             key = file, await asyncio.to_thread(file.exists)
@@ -276,10 +249,7 @@ class Probe:
         )
 
     async def _told(self, name: str) -> tuple[str | None, str | None]:
-        """Dtype and quantisation by the server's own words, which it has in its dev mode alone.
-
-        Without them the folder that it serves says how it is quantised, if it is seen from here.
-        """
+        """Dtype and quantisation by the server's words in its dev mode, or by its folder."""
         info = await self._get("/server_info?config_format=json")
         config = info.get("vllm_config")
         told = config.get("model_config") if isinstance(config, Mapping) else None

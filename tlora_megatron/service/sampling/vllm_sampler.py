@@ -41,8 +41,6 @@ class VllmSampler(StreamingSampler):
     """Samples by vLLM; adapters are loaded into it as the PEFT folders that they are.
 
     Args:
-        folder: for logs.
-        base_of: finds a base by its name.
         running: a server that serves the bases under their names; None = servers are started.
         probe: how its bases are compared with those that train; None = they are not.
     """

@@ -56,11 +56,7 @@ def wants_scores(prompt: Prompt) -> bool:
 
 
 def pieces_of(number: int, prompt: Prompt, body: Mapping[str, Any]) -> Iterator[Piece]:
-    """The pieces of an answer, or of an event of a stream.
-
-    Args:
-        number: of the prompt in its call.
-    """
+    """The pieces of an answer to a prompt of this number, or of an event of a stream."""
     choices = body.get("choices", ())
     if wants_scores(prompt) and choices:
         yield Piece(prompt=number, scores=_scores(prompt, choices[0]["prompt_logprobs"]))
@@ -151,11 +147,7 @@ class Server:
 async def start_server(
     folder: Path, name: str, base: Mapping[str, Any], settings: VllmSettings
 ) -> Server:
-    """Starts a server and waits until it answers.
-
-    Args:
-        folder: gets its log.
-        name: under which it offers the base.
+    """Starts a server that offers a base under a name, and waits until it answers.
 
     Raises:
         SamplingRefused: if vLLM cannot have this base.

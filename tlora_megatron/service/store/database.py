@@ -70,12 +70,10 @@ class Database:
         """Takes engines that are set up.
 
         Args:
-            writer: Its transactions may write.
-            reader: Each of its transactions sees one state of the store throughout.
-            place: The store in messages, without a password.
-            clock: Gives the time that rows get, in Unix seconds.
-            turn: Entered by a writer before it begins, so that those who wait do so in peace.
-            statement: Waits until no other transaction writes; None where beginning does.
+            reader: each of its transactions sees one state of the store throughout.
+            place: the store in messages, without a password.
+            turn: entered by a writer before it begins, so that those who wait do so in peace.
+            statement: waits until no other transaction writes; None where beginning does.
         """
         self.place = place
         self.clock = clock
@@ -221,14 +219,10 @@ def _sentence(error: DBAPIError, place: str) -> StoreError | None:
 
 
 def turns_at(path: Path, wait_s: float) -> Turn:
-    """Turns that the threads and processes of a host take at a file.
+    """Turns that the threads and processes of a host take at a file, which is made.
 
-    A turn ends with its process, however that ends. One that does not come in time is not waited
-    for any longer: these turns are a courtesy, the database has its own lock.
-
-    Args:
-        path: The file, which is made; its content does not matter.
-        wait_s: Longest wait for a turn.
+    A turn ends with its process. One that does not come in `wait_s` is not waited for any longer:
+    these turns are a courtesy, the database has its own lock.
     """
 
     @contextmanager

@@ -46,11 +46,7 @@ class Gangs:
             return 1 + (connection.execute(query).scalar() or 0)
 
     def add(self, spec: GangSpec, *, engine_ref: Mapping[str, Any] | None = None) -> Gang:
-        """Notes a gang that is about to be started.
-
-        Raises:
-            IllegalChange: if the one before it has not ended, or the epoch is not the next.
-        """
+        """Notes a gang that is about to be started, of the next epoch after an ended one."""
         with self._database.write() as connection:
             query = select(_GANG.epoch, _GANG.state).where(_GANG.name == spec.gang)
             last = connection.execute(query.order_by(desc(_GANG.epoch)).limit(1)).first()
@@ -88,13 +84,7 @@ class Gangs:
         *,
         why: str | None = None,
     ) -> Gang:
-        """Changes a gang's state. `ended` is said with proof that its processes are gone.
-
-        Its jobs keep their states and leases: those belong into the same transaction.
-
-        Raises:
-            IllegalChange: if the state may not follow the present one.
-        """
+        """Changes a gang's state; `ended` is said with proof that its processes are gone."""
         to = GangState(to)
         with self._database.write() as connection:
             state = gang_of(connection, name, epoch).state
@@ -147,11 +137,7 @@ class Gangs:
             return {(name, epoch): heard for name, epoch, heard in connection.execute(query)}
 
     def get(self, name: str, epoch: int) -> Gang:
-        """One start of a gang.
-
-        Raises:
-            NotFound: if there is none.
-        """
+        """One start of a gang; raises `NotFound` if there is none."""
         with self._database.read() as connection:
             return gang_of(connection, name, epoch)
 
@@ -253,11 +239,7 @@ class Commands:
             return find_all(connection, Command, query)
 
     def mark_applied(self, gang: str, epoch: int, seq: int) -> bool:
-        """Notes that a gang carried a command out; False if that was known.
-
-        Raises:
-            NotFound: if there is no such command.
-        """
+        """Notes that a gang carried a command out; False if known, `NotFound` if there is none."""
         this = (_COMMAND.gang == gang, _COMMAND.epoch == epoch, _COMMAND.seq == seq)
         with self._database.write() as connection:
             query = update(tables.command).where(*this, _COMMAND.applied_at.is_(None))

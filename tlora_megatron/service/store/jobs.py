@@ -57,13 +57,7 @@ class Jobs:
     ) -> list[Job]:
         """Accepts jobs, all or none; a job whose key came before is returned as it is now.
 
-        Args:
-            new: The jobs.
-            tenant: Whose they are.
-            most_unfinished: Jobs that the tenant may have at a time.
-
-        Returns:
-            The jobs in the order given; `is_new` is True of those that this call made.
+        The order is kept, and `is_new` is True of those that this call made.
 
         Raises:
             KeyReused: if a key came before with another job.
@@ -85,19 +79,14 @@ class Jobs:
         body: Mapping[str, Any] | None = None,
         **fields: Unpack[JobFields],
     ) -> Job:
-        """Changes a job's state.
+        """Changes a job's state, and further fields.
 
         Args:
-            job: Its id.
-            to: The state it gets.
-            release: Why its lease ends with this change; None: it keeps it.
-            why: Goes into the event.
-            body: Goes into the event.
-            **fields: What else of the job changes.
+            release: why its lease ends with this change; None: it keeps it.
+            why, body: go into the event.
 
         Raises:
-            IllegalChange: if the new state may not follow, or no gang may hold a job in it and one
-                does, or one must and none does.
+            IllegalChange: if the new state may not follow, or does not go with its lease.
         """
         to = JobState(to)
         with self._database.write() as connection:
@@ -178,11 +167,7 @@ class Jobs:
             return connection.execute(query).rowcount == 1
 
     def get(self, job: str) -> Job:
-        """The job of an id.
-
-        Raises:
-            NotFound: if there is none.
-        """
+        """The job of an id; raises `NotFound` if there is none."""
         with self._database.read() as connection:
             return job_of(connection, job)
 
@@ -196,11 +181,7 @@ class Jobs:
         return sorted(found, key=lambda job: job.number)
 
     def find(self, text: str, *, tenant: str = "local") -> Job:
-        """The tenant's job of an id, or the unfinished one of a name, or else the newest of it.
-
-        Raises:
-            NotFound: if there is none.
-        """
+        """The tenant's job of an id, or the unfinished, else newest, one of a name."""
         mine = query_of(Job).where(_JOB.tenant == tenant)
         named = mine.where(_JOB.name == text)
         queries = (

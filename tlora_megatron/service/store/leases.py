@@ -65,11 +65,7 @@ class ControllerLock:
         return epoch
 
     def beat(self) -> None:
-        """Gives a sign of life.
-
-        Raises:
-            LockLost: if another controller has taken over.
-        """
+        """Gives a sign of life; raises `LockLost` if another controller has taken over."""
         with self._database.write() as connection:
             if self._database.fence is None:
                 raise LockLost(f"a controller must take the lock of {self._database.place} first")
@@ -145,13 +141,8 @@ class Leases:
     def grant(self, job: str, gang: str, epoch: int) -> Lease:
         """Gives a gang the right to write a job's folder.
 
-        A gang that has it must have given it back, have ended, or not have got a command for
-        so long that it stopped.
-
-        Args:
-            job: Id of the job.
-            gang: Name of the gang.
-            epoch: Epoch of the gang.
+        A gang that has it must have given it back, have ended, or not have got a command for so
+        long that it stopped.
 
         Raises:
             LeaseHeld: if another gang may still write.
@@ -212,7 +203,6 @@ class Leases:
 
 
 def end_lease(connection: Connection, job: Job, now: float, why: str) -> None:
-    """Ends the lease of a job, if it has one."""
     if job.lease is None:
         return
     connection.execute(

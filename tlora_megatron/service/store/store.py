@@ -22,9 +22,8 @@ from tlora_megatron.service.store.gangs import Commands, Gangs
 from tlora_megatron.service.store.jobs import Jobs
 from tlora_megatron.service.store.leases import ControllerLock, Leases
 from tlora_megatron.service.store.rows import Snapshot
-from tlora_megatron.service.store.sessions import Sessions
 from tlora_megatron.service.store.states import StoreError, StoreUnreachable
-from tlora_megatron.service.store.tenants import Tenants, Tokens, Uploads
+from tlora_megatron.service.store.tenants import Sessions, Tenants, Tokens, Uploads
 
 BUSY_S = 30
 """Seconds that a writer waits for its turn."""
@@ -62,11 +61,10 @@ class ServerClock:
 
 
 def open_database(place: str | Path, clock: Callable[[], float] | None = None) -> Database:
-    """Opens the database that a path or URL names.
+    """Opens a file for SQLite, or `postgresql+psycopg://user@host/database`.
 
     Args:
-        place: A file for SQLite, or `postgresql+psycopg://user@host/database`.
-        clock: Gives the time that rows get; None: this host's, or that of PostgreSQL's server.
+        clock: gives the time that rows get; None: this host's, or that of PostgreSQL's server.
 
     Raises:
         ValueError: if it is neither.
@@ -222,11 +220,7 @@ def newest() -> int:
 
 
 def bring_up(database: Database) -> None:
-    """Makes the tables of an empty database, or changes those of an older version.
-
-    Raises:
-        StoreError: if a newer version of the package made them.
-    """
+    """Makes the tables of an empty database, or changes older ones; refuses newer ones."""
     with database.read() as connection:
         if _version(connection) == newest():
             return
@@ -316,17 +310,7 @@ class Store:
 
 
 def open_store(place: str | Path, *, clock: Callable[[], float] | None = None) -> Store:
-    """Opens a store and makes it if it is not there.
-
-    Args:
-        place: A file for SQLite on this host, or `postgresql+psycopg://user@host/database`.
-        clock: Gives the time that rows get, in Unix seconds; None: this host's, or that of
-            PostgreSQL's server, which all its hosts share.
-
-    Raises:
-        ValueError: if it is neither.
-        StoreError: if it cannot be opened, or a newer version of the package made it.
-    """
+    """Opens a store as `open_database` does, or makes it; a `StoreError` if it cannot be."""
     database = open_database(place, clock)
     try:
         bring_up(database)

@@ -129,15 +129,9 @@ def _table(
     counts: bool = False,
     without: Sequence[str] = (),
 ) -> Table:
-    """The table of a class of rows.
+    """The table of a dataclass of rows, with further columns, constraints and indexes.
 
-    Args:
-        name: Of the table.
-        row: The class, a dataclass.
-        *more: Columns that no value shows, constraints and indexes.
-        key: Names of the primary key's fields.
-        counts: The database counts the key up.
-        without: Fields that are no columns.
+    The database counts the key up if `counts`; fields in `without` are no columns.
     """
     hints = get_type_hints(row)
     columns = [
@@ -318,11 +312,7 @@ def values_of(value: Any) -> dict[str, Any]:
 
 
 def job_of(connection: Connection, job_id: str) -> rows.Job:
-    """The job of an id.
-
-    Raises:
-        NotFound: if there is none.
-    """
+    """The job of an id; raises `NotFound` if there is none."""
     found = find_one(connection, rows.Job, query_of(rows.Job).where(job.c.id == job_id))
     if found is None:
         raise NotFound(f"a job's id must be one of the store's, got {job_id!r}")
@@ -330,11 +320,7 @@ def job_of(connection: Connection, job_id: str) -> rows.Job:
 
 
 def gang_of(connection: Connection, name: str, epoch: int) -> rows.Gang:
-    """One start of a gang.
-
-    Raises:
-        NotFound: if there is none.
-    """
+    """One start of a gang; raises `NotFound` if there is none."""
     query = query_of(rows.Gang).where(gang.c.name == name, gang.c.epoch == epoch)
     found = find_one(connection, rows.Gang, query)
     if found is None:

@@ -24,10 +24,7 @@ _LOOK_S = 1.0
 
 
 class EventWriter:
-    """Numbers a gang's events without a gap; any thread may tell.
-
-    What the disk refuses is told before the next event: every renewed lease brings one.
-    """
+    """Numbers a gang's events without a gap, on any thread; what the disk refuses is told again."""
 
     def __init__(self, spec: GangSpec, events: AppendLog[GangEvent]) -> None:
         self._spec = spec
@@ -64,10 +61,7 @@ class EventWriter:
 
 
 class CommandReader:
-    """The commands that the resident loop of rank 0 sees; knows which jobs it may write.
-
-    Once the lease is over the loop is told to stop without saving, whatever else there is.
-    """
+    """The commands that rank 0's loop sees, which it may not follow once the lease is over."""
 
     def __init__(self, spec: GangSpec, commands: AppendLog[Command]) -> None:
         self._spec = spec
@@ -84,7 +78,8 @@ class CommandReader:
         self.deadline.looked(found=bool(commands))
         if self.deadline.is_over:
             return [{"kind": "stop", "job": None, "body": {"save": False}, "seq": 0}]
-        mine = [command for command in commands if self._is_mine(command)]
+        own = (self._spec.gang, self._spec.epoch)
+        mine = [command for command in commands if (command.gang, command.epoch) == own]
         for command in mine:
             if command.kind == "prepare" and command.job is not None:
                 self._leases[command.job] = int(command.body["lease"])
@@ -109,19 +104,12 @@ class CommandReader:
         mine = Lease(gang=self._spec.gang, epoch=self._spec.epoch, lease=self._leases[job])
         return read_lease(self._home.job(job)) == mine and not self.deadline.is_over
 
-    def _is_mine(self, command: Command) -> bool:
-        return (command.gang, command.epoch) == (self._spec.gang, self._spec.epoch)
-
 
 class Deadline:
-    """The end of a gang's lease, which every word of a controller puts off.
+    """The end of a gang's lease, `lease_s` after the last sign of life of a controller.
 
-    A controller that has lost sight of a gang gives its jobs away once the lease is over. A process
-    that was stopped for so long must not take commands that lay there for a sign of life: commands
-    renew the lease from the last look that did *not* find them.
-
-    Args:
-        lease_s: seconds from one sign of life of the controller to the end.
+    A process that was stopped for long must not take commands that lay there for a sign of life:
+    they renew the lease from the last look that did *not* find them.
     """
 
     def __init__(self, lease_s: float) -> None:

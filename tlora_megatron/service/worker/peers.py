@@ -32,13 +32,11 @@ _FILE = "meet.json"
 
 
 def meet(spec: GangSpec, rank: int, folder: GangFolder, host: str | None = None) -> Store:
-    """Returns the store of a gang; collective over its ranks.
-
-    The kernel chooses the port while rank 0 already holds it, so nobody can take it in between.
+    """Returns the store of a gang, on a port that the kernel chooses; collective over its ranks.
 
     Args:
         host: rank 0's address for the others; None = loopback where all are on one node, else that
-            of this host's name.
+        of this host's name.
 
     Raises:
         TimeoutError: if rank 0 does not come.
@@ -81,10 +79,7 @@ def _find(folder: GangFolder) -> Store:
 
 
 def leave_together(store: Store, rank: int) -> None:
-    """Keeps ranks that have nothing left to do until rank 0 has not either.
-
-    It may still write what was saved, and NCCL would abort it when another rank is gone.
-    """
+    """Keeps ranks that are done until rank 0 is: NCCL would abort what it may still write."""
     if rank == 0:
         store.set("left", "")
         return
@@ -115,11 +110,9 @@ _SILENT_NODE_S = 5
 def peer_watchdog(
     store: Store, rank: int, world_size: int, host: str, on_lost: Callable[[], None]
 ) -> Iterator[None]:
-    """Watches over the other ranks for the time of the block, which they leave together.
+    """Watches over the other ranks in the block, which all leave together; `host` is rank 0's.
 
-    Args:
-        host: rank 0's address.
-        on_lost: called on a thread, some time after a rank has ended inside its block.
+    `on_lost` is called on a thread, some time after a rank has ended inside its block.
     """
     if world_size == 1:
         yield

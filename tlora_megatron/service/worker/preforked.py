@@ -3,9 +3,8 @@
     python -m tlora_megatron.service.worker.preforked [--forks]
 
 Orders are lines of JSON on stdin: `{"folder": ..., "rank": ..., "env": {...}}`. It becomes the rank
-of the first order; with `--forks` every order is given to a fork and it stays. Forks are for hosts
-without GPUs: CUDA does not survive them, and they share the memory of what is imported. It ends
-with its stdin, which is when the service ends; ranks it has become or forked go on.
+of the first one, or with `--forks`, for hosts without GPUs, forks a rank for each. It ends with its
+stdin, when the service ends; its ranks go on.
 """
 
 from __future__ import annotations

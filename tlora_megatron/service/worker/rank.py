@@ -66,15 +66,9 @@ def run_rank(
     folder: GangFolder,
     host: str | None = None,
 ) -> int:
-    """Lives the whole life of one process of a gang.
+    """Lives the whole life of one process of a gang; returns its exit code.
 
     A process that fails says why in `end_K.json` before it ends, and in its log.
-
-    Args:
-        host: as in `meet`.
-
-    Returns:
-        The exit code with which the process is to end.
     """
     _set_up(spec, rank)
     process = RankProcess(spec, rank, folder)
@@ -276,13 +270,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _set_up(spec: GangSpec, rank: int) -> None:
     """Sets what torch and the package read from the environment, and the log."""
+    nodes = [node for node, _ in spec.gpus]
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(spec.world_size),
         "LOCAL_RANK": "0",  # it sees its own GPU only
-        "LOCAL_WORLD_SIZE": str(_ranks_beside(spec, rank)),
+        "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),  # its cores are theirs
     }
-    if len({node for node, _ in spec.gpus}) <= 1:
+    if len(set(nodes)) <= 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,
@@ -290,12 +285,6 @@ def _set_up(spec: GangSpec, rank: int) -> None:
         stream=sys.stderr,
         force=True,
     )
-
-
-def _ranks_beside(spec: GangSpec, rank: int) -> int:
-    """Ranks of a gang on the node of one of them, itself among them: they share its cores."""
-    nodes = [node for node, _ in spec.gpus]
-    return nodes.count(nodes[rank])
 
 
 def end(code: int) -> NoReturn:

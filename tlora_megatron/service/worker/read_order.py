@@ -20,15 +20,10 @@ from tlora_megatron.training.run.job_reader import JobReader
 
 
 def order_reader(config: RunConfig, root: str | Path) -> Callable[[Mapping[str, Any]], PreparedJob]:
-    """Returns what reads orders over the base of a gang; it may run on a thread beside training.
+    """Returns what reads orders over a gang's base; it may run on a thread beside training.
 
-    A job goes on from the newest checkpoint in its own folder; without one it starts as its
-    document says. Its tokens come from the service's cache: no rank tokenizes, unless the cache has
-    lost them.
-
-    Args:
-        config: of the gang.
-        root: the service's folder.
+    A job goes on from its newest checkpoint, or starts as its document says. Its tokens come from
+    the service's cache: no rank tokenizes, unless the cache has lost them.
 
     Raises:
         ValueError: if the base cannot be used.

@@ -214,7 +214,7 @@ def test_waiting_for_jobs(
         for job in door.store.jobs.page():
             door.store.jobs.change(job.id, JobState.FAILED, why="no", error="no")
 
-    monkeypatch.setattr("tlora_megatron.cli.service.submit.time.sleep", sleep)
+    monkeypatch.setattr("tlora_megatron.cli.service.jobs.time.sleep", sleep)
     assert main(["submit", str(run_file), "--wait"]) == 1
     assert "one: failed: no" in capsys.readouterr().out
 

@@ -108,7 +108,7 @@ def test_a_tenant_holds_so_many_streams_and_uploads_and_no_more(
     put_file(door)
     made = client.post("/v1/jobs", json=job()).json()["jobs"][0]["id"]
     monkeypatch.setattr("tlora_megatron.service.api.native.history.MOST_STREAMS", 0)
-    monkeypatch.setattr("tlora_megatron.service.api.openai.files.AT_ONCE", 0)
+    monkeypatch.setattr("tlora_megatron.service.api.openai.routes.AT_ONCE", 0)
     assert client.get(f"/v1/jobs/{made}/events?follow=false").status_code == 200
     assert client.get(f"/v1/jobs/{made}/events").status_code == 429
     form = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "fine-tune"}}

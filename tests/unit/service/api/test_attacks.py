@@ -24,10 +24,10 @@ from tests.helpers.http_service import Door, listening, open_door
 from tests.helpers.launch import HANG_S
 from tests.helpers.live_service import folder_in_memory
 from tests.unit.service.api.test_jobs import job, put_file
-from tlora_megatron.service.api import limits
+from tlora_megatron.service.api import server
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.prepare.submission import PrepareRules, Refused, Submission
-from tlora_megatron.service.prepare.validate import validate
+from tlora_megatron.service.prepare.worker import validate
 from tlora_megatron.service.store import NewUpload, TenantLimits
 
 PUBLIC = {"/", "/docs", "/openapi.json", "/api/v1/healthz"}
@@ -251,7 +251,7 @@ def test_two_gigabytes_are_refused_before_they_come(door: Door, path: str) -> No
 def test_a_body_that_does_not_say_its_length_is_cut(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MOST_BYTES", 1000)
+    monkeypatch.setattr(server, "MOST_BYTES", 1000)
 
     async def send() -> httpx.Response:
         async def endless() -> AsyncIterator[bytes]:
@@ -300,8 +300,8 @@ async def _talk(port: int, *parts: bytes) -> bytes:
 def test_clients_that_are_slow_or_talk_too_much_are_hung_up_on(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "PAUSE_S", 0.2)
-    monkeypatch.setattr(limits, "HEADERS_S", 0.2)
+    monkeypatch.setattr(server, "PAUSE_S", 0.2)
+    monkeypatch.setattr(server, "HEADERS_S", 0.2)
     token = door.token("ann").encode()
     head = b"POST /v1/jobs HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer " + token + b"\r\n"
     with listening(door.app) as address:
@@ -321,7 +321,7 @@ def test_clients_that_are_slow_or_talk_too_much_are_hung_up_on(
 
 
 def test_a_body_that_drips_is_given_up(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(server, "_PATIENCE_S", -1.0)
     answer = door.client().post("/v1/jobs", content=b"name: a")
     assert answer.status_code == 408
 

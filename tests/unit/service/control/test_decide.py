@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.floor_model import FREE, World
-from tlora_megatron.scheduler.formation import Parts, formed
+from tlora_megatron.scheduler.fleet import Parts, formed
 from tlora_megatron.scheduler.policy import Decision, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 from tlora_megatron.service.control.decide import MoveLimiter, bundles

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.fake_gang import FakeGang
 from tests.helpers.live_service import LiveService, folder_in_memory
-from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
+from tlora_megatron.scheduler.policy import ClusterShape, FreeGpus
 from tlora_megatron.service.control.machines import DAY_S, SetAside
 from tlora_megatron.service.store import JobState
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.floor_model import FREE, World
 from tests.helpers.live_service import LiveService, folder_in_memory
-from tlora_megatron.scheduler.formation import Parts, formed
+from tlora_megatron.scheduler.fleet import Parts, formed
 from tlora_megatron.scheduler.queue import Group, Waiting
 from tlora_megatron.service.control.show import action_of
 

@@ -16,9 +16,8 @@ from fastapi import APIRouter
 from fastapi import Path as InPath
 from fastapi.responses import FileResponse
 
-from tlora_megatron.files import replacing
-from tlora_megatron.service.api.errors import refused
-from tlora_megatron.service.api.gate import Reader
+from tlora_megatron.files import modified_s, replacing
+from tlora_megatron.service.api.gate import Reader, refused
 from tlora_megatron.service.api.native.jobs import CheckpointsAnswer, answers, visible_job
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.home import make_folder
@@ -35,18 +34,14 @@ _BLOCK = 1 << 20
 def archive_of(folder: Path, archives: Path, name: str, outward: Callable[[str], str]) -> Path:
     """The zip file of a folder's plain files, made where none of this state is there.
 
-    Files are stored as they are, since weights do not shrink. All of them are opened first, so
-    that a checkpoint that is replaced meanwhile is sent as it was.
+    All are opened first, so that a checkpoint that is replaced meanwhile is sent as it was.
 
     Args:
-        folder: Its links and subfolders are left out.
-        archives: Where archives lie.
-        name: Of the archive; what the folder is, not how it was at some time.
-        outward: Takes the host's paths out of the text of JSON files.
+        name: what the folder is, not how it was at some time.
+        outward: takes the host's paths out of the text of JSON files.
 
     Raises:
         FileNotFoundError: if there is no such folder, or nothing in it.
-        OSError: if the disk refuses.
     """
     with ExitStack() as opened:
         handle = os.open(folder, _FOLDER)
@@ -103,16 +98,9 @@ def _write(path: Path, files: dict[str, BinaryIO], outward: Callable[[str], str]
                 shutil.copyfileobj(file, target, _BLOCK)
 
 
-def _asked_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # somebody else prunes, too
-        return 0.0
-
-
 def _prune(archives: Path) -> None:
     """Removes archives that were not asked for lately; whoever reads one reads it to its end."""
-    paths = sorted(archives.glob("*.zip"), key=_asked_at)
+    paths = sorted(archives.glob("*.zip"), key=modified_s)
     for path in paths[:-_KEPT]:
         path.unlink(missing_ok=True)
 

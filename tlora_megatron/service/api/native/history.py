@@ -18,8 +18,7 @@ from fastapi import APIRouter, Header, Query, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 
-from tlora_megatron.service.api.errors import ApiError, refused
-from tlora_megatron.service.api.gate import Reader
+from tlora_megatron.service.api.gate import ApiError, Reader, refused
 from tlora_megatron.service.api.native.jobs import answers, shown_event, visible_job
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.history import History, Place, Told
@@ -93,11 +92,7 @@ class Following:
         """Jobs' histories read so far, by looks."""
 
     def check_room(self, tenant: str) -> None:
-        """Refuses a listener too many.
-
-        Raises:
-            ApiError: 429 if a tenant has as many streams open as it may.
-        """
+        """Refuses a stream too many of a tenant with 429."""
         if self._open[tenant] >= MOST_STREAMS:
             raise ApiError(
                 429,
@@ -264,15 +259,13 @@ async def _wait(changed: asyncio.Event) -> bool:
     return True
 
 
+_COUNTS = {"event": "seq", "step": "step", "evaluation": "evaluation"}
+"""Kind of a row -> the field of a place that counts its kind."""
+
+
 def _is_new(place: Place, told: Told) -> bool:
-    kind = told.row["kind"]
-    if kind == "event":
-        return told.place.seq > place.seq
-    return _step(told.place, kind) > _step(place, kind)
-
-
-def _step(place: Place, kind: str) -> int:
-    return place.step if kind == "step" else place.evaluation
+    name = _COUNTS[told.row["kind"]]
+    return bool(getattr(told.place, name) > getattr(place, name))
 
 
 def _later(place: Place, told: Told) -> Place:

@@ -8,8 +8,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from tlora_megatron.service.api.errors import ApiError, missing
-from tlora_megatron.service.api.gate import Caller, Reader, Submitter
+from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter, missing
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting import read_body, submit
 from tlora_megatron.service.rows import job_to_dict
@@ -123,11 +122,7 @@ _OF_GANGS = "its gang ended or was arranged anew: it goes on from its last check
 
 
 def own_job(service: Service, text: str, tenant: str) -> Job:
-    """The tenant's job of an id or a name.
-
-    Raises:
-        ApiError: 404 if it has none, also where another tenant has.
-    """
+    """The tenant's job of an id or a name; 404 if it has none, also where another tenant has."""
     try:
         return service.store.jobs.find(text, tenant=tenant)
     except (NotFound, UnicodeEncodeError):

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
 
-from tlora_megatron.service.api.errors import ApiError, missing
-from tlora_megatron.service.api.gate import Caller, Reader, Submitter
+from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter, missing
 from tlora_megatron.service.api.native.jobs import own_job, shown_event
 from tlora_megatron.service.api.openai.objects import (
     DOOR,
@@ -38,13 +37,7 @@ _BACK = "The job waits for its turn, to go on where it was saved"
 
 
 def event_object(mark: Mark, row: Row, job: str) -> dict[str, Any] | None:
-    """An event; None if it is nothing that a client asks for.
-
-    Args:
-        mark: Names the row in the job's history.
-        row: As its reader may see it.
-        job: Its id.
-    """
+    """An event from a row as its reader may see it; None: nothing that a client asks for."""
     event = _event(row)
     if event is None:
         return None
@@ -72,14 +65,7 @@ def _prefix(job: str) -> str:
 def checkpoint_object(
     step: int, at: float, measured: Sequence[Row], job: str, model: str
 ) -> dict[str, Any]:
-    """A checkpoint with what was measured at its step.
-
-    Args:
-        at: when it was written.
-        measured: steps and evaluations.
-        job: its id.
-        model: name of the adapter.
-    """
+    """A checkpoint, written at a time, with the steps and evaluations measured at its step."""
     metrics: dict[str, Any] = {"step": step}
     for row in measured:
         if row["kind"] == "step":
@@ -266,13 +252,10 @@ async def _fulfilled(service: Service, job: str, action: RequestedAction) -> Job
     while True:
         found = await service.read(service.store.jobs.get, job)
         is_done = found.state.is_over or found.state in _FULFILLED[action]
-        if is_done or time.monotonic() > end_s or not await service.read(_is_served, service):
+        is_served = await service.read(lambda: service.is_served)
+        if is_done or time.monotonic() > end_s or not is_served:
             return found
         await asyncio.sleep(_LOOK_EVERY_S)
-
-
-def _is_served(service: Service) -> bool:
-    return service.is_served
 
 
 def _own(service: Service, job: str, caller: Caller) -> Asking:

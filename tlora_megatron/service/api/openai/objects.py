@@ -75,12 +75,7 @@ STATUS: Mapping[JobState, str] = {
 
 
 def job_object(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """A job.
-
-    Args:
-        job: Its row.
-        asked: What was remembered of the request that made it.
-    """
+    """A job, with what was remembered of the request that made it."""
     is_over = job.state.is_over
     return {
         "id": job.id,

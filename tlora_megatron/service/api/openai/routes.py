@@ -1,16 +1,228 @@
-"""All routes of the `openai` client but those that generate text."""
+"""`/v1/files` and `/v1/models`, and all routes of the `openai` client."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from collections import Counter
+from typing import Any, Literal
 
-from tlora_megatron.service.api.openai import files, jobs, models
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import FileResponse, Response
+
+from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter, missing
+from tlora_megatron.service.api.native.jobs import own_job
+from tlora_megatron.service.api.openai import jobs
+from tlora_megatron.service.api.openai.jobs import asked_of
+from tlora_megatron.service.api.openai.objects import (
+    adapter_name,
+    file_object,
+    job_of_results,
+    model_object,
+    model_of,
+    page_object,
+    results_csv,
+    results_object,
+    split_model,
+)
+from tlora_megatron.service.api.openai.uploads import Arrival, receive
 from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.history import History
+from tlora_megatron.service.store import Job, JobState, NotFound, Upload
+
+_PAGE = 1000
+AT_ONCE = 16
+"""Files of a tenant on their way: until they are there, none counts for the others' limit."""
+
+
+def files_router(service: Service) -> APIRouter:
+    """The routes of files."""
+    routes = APIRouter(prefix="/v1/files", tags=["openai"])
+    arriving: Counter[str] = Counter()
+
+    @routes.post("")
+    async def create(request: Request, caller: Submitter) -> dict[str, Any]:
+        """Takes a file of JSON lines, as `multipart/form-data` with `purpose=fine-tune`."""
+        if arriving[caller.tenant] >= AT_ONCE:
+            rule = f"send at most {AT_ONCE} files at a time, got one more: try again when some are"
+            raise ApiError(429, f"a tenant must {rule} there", headers={"Retry-After": "5"})
+        arriving[caller.tenant] += 1
+        try:
+            return file_object(await _receive(service, request, caller))
+        finally:
+            arriving[caller.tenant] -= 1
+
+    @routes.get("")
+    def page(
+        caller: Reader,
+        purpose: str | None = None,
+        after: str | None = None,
+        limit: int = Query(default=10_000, ge=1, le=10_000),
+        order: Literal["asc", "desc"] = "desc",
+        sha256: str | None = None,
+    ) -> dict[str, Any]:
+        """Lists the caller's files, without those of results; of one content with `sha256`."""
+        if sha256 is not None:
+            same = [file_object(upload) for upload in _same(service, sha256, caller)]
+            return page_object(same, has_more=False)
+        found = service.store.uploads.page(
+            tenant=caller.tenant,
+            purpose=purpose,
+            after=after,
+            limit=limit + 1,
+            newest_first=order == "desc",
+        )
+        rows = [file_object(upload) for upload in found[:limit]]
+        return page_object(rows, has_more=len(found) > limit)
+
+    @routes.get("/{file}")
+    def get(file: str, caller: Reader) -> dict[str, Any]:
+        """Looks at one file."""
+        job = job_of_results(file)
+        if job is not None:
+            ended = _own_ended(service, job, caller)
+            return results_object(ended, len(_csv(service, ended)))
+        return file_object(_own(service, file, caller))
+
+    @routes.delete("/{file}")
+    def delete(file: str, caller: Submitter) -> dict[str, Any]:
+        """Deletes a file. Jobs that have read it train on."""
+        _own(service, file, caller)
+        service.store.uploads.delete(file, tenant=caller.tenant)
+        service.home.upload(caller.tenant, file).unlink(missing_ok=True)
+        return {"id": file, "object": "file", "deleted": True}
+
+    @routes.get("/{file}/content", response_class=Response)
+    def content(file: str, caller: Reader) -> Response:
+        """Gives the bytes of a file; of results as CSV."""
+        job = job_of_results(file)
+        if job is not None:
+            found = _csv(service, _own_ended(service, job, caller))
+            return Response(found, media_type="text/csv")
+        upload = _own(service, file, caller)
+        path = service.home.upload(caller.tenant, upload.id)
+        return FileResponse(path, media_type="application/jsonl")
+
+    return routes
+
+
+async def _receive(service: Service, request: Request, caller: Caller) -> Upload:
+    """Streams a file to the disk and writes its row; keeps neither if one is refused."""
+    limit = caller.limits.upload_bytes
+    held = await service.read(service.store.uploads.bytes_of, caller.tenant)
+    besides = await service.read(service.quota.beside_uploads, caller.tenant, fresh=True)
+    content_type = request.headers.get("content-type", "")
+    try:
+        arrival = await service.read(
+            Arrival, service.home, caller.tenant, content_type, max(0, limit - held - besides)
+        )
+    except ValueError as error:
+        raise ApiError(400, str(error), param="file") from error
+    new = await receive(arrival, request.stream())
+    add = service.store.uploads.add
+    try:
+        return await service.change(
+            lambda: add(new, tenant=caller.tenant, most_bytes=limit, besides=besides)
+        )
+    except BaseException:
+        arrival.forget()
+        raise
+
+
+def _same(service: Service, digest: str, caller: Caller) -> list[Upload]:
+    """The caller's oldest file of a content, so that a client that asks again gets the same."""
+    after: str | None = None
+    while True:
+        found = service.store.uploads.page(
+            tenant=caller.tenant, after=after, limit=_PAGE, newest_first=False
+        )
+        for upload in found:
+            if upload.digest == digest:
+                return [upload]
+        if len(found) < _PAGE:
+            return []
+        after = found[-1].id
+
+
+def _own(service: Service, file: str, caller: Caller) -> Upload:
+    try:
+        return service.store.uploads.get(file, tenant=caller.tenant)
+    except (NotFound, UnicodeEncodeError):
+        raise missing("a file's id", file) from None
+
+
+def _own_ended(service: Service, job: str, caller: Caller) -> Job:
+    found = own_job(service, job, caller.tenant)
+    if not found.state.is_over:
+        raise missing("a file's id", f"{job} before its job has ended")
+    return found
+
+
+def _csv(service: Service, job: Job) -> bytes:
+    return results_csv(History(service.store, service.home, job.id).read()[0])
+
+
+OWNER = "tlora"
+_MOST_ADAPTERS = 1000
+
+
+def models_router(service: Service) -> APIRouter:
+    """The routes of models."""
+    routes = APIRouter(prefix="/v1/models", tags=["openai"])
+
+    @routes.get("")
+    def page(caller: Reader) -> dict[str, Any]:
+        """Lists bases, and the caller's newest adapters."""
+        bases = [model_object(name, 0, OWNER) for name in service.bases()]
+        jobs = service.store.jobs.page(
+            states=[JobState.FINISHED],
+            tenant=caller.tenant,
+            limit=_MOST_ADAPTERS,
+            newest_first=True,
+        )
+        return {"object": "list", "data": [*bases, *_adapters(service, jobs)]}
+
+    @routes.get("/{model:path}")
+    def get(model: str, caller: Reader) -> dict[str, Any]:
+        """Looks at one model."""
+        if model in service.bases():
+            return model_object(model, 0, OWNER)
+        for found in _adapters(service, _own_finished(service, model, caller)):
+            if model.startswith(found["id"]):
+                return {**found, "id": model}
+        raise missing("a model", model)
+
+    return routes
+
+
+def _own_finished(service: Service, model: str, caller: Caller) -> list[Job]:
+    """The caller's job that has trained a model; at most one."""
+    job = split_model(model).job
+    try:
+        found = service.store.jobs.find(job or "", tenant=caller.tenant)
+    except NotFound:
+        return []
+    return [found] if found.state is JobState.FINISHED else []
+
+
+def _adapters(service: Service, jobs: list[Job]) -> list[dict[str, Any]]:
+    """The adapters of jobs whose base has a name here."""
+    names = service.base_names()
+    documents = service.store.jobs.documents([job.id for job in jobs])
+    found = []
+    for job in jobs:
+        asked = asked_of(documents[job.id])
+        if asked is not None:
+            name = model_of(job, asked)
+        elif job.base in names:
+            name = adapter_name(names[job.base], job.tenant, job.name, job.id)
+        else:
+            continue
+        found.append(model_object(name, job.ended_at or 0, job.tenant))
+    return found
 
 
 def router(service: Service) -> APIRouter:
     """The routes of files, fine-tuning and models."""
     routes = APIRouter()
-    for room in (files, jobs, models):
-        routes.include_router(room.router(service))
+    for make in (files_router, jobs.router, models_router):
+        routes.include_router(make(service))
     return routes

@@ -16,10 +16,8 @@ from weakref import WeakValueDictionary
 from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr
 
 from tlora_megatron.config.job import JobSpec, OptimizerSpec
-from tlora_megatron.config.reader import ConfigError, check_partial, nearest
-from tlora_megatron.config.source import merge
-from tlora_megatron.service.api.errors import ApiError, missing, refused
-from tlora_megatron.service.api.gate import Caller
+from tlora_megatron.config.reader import ConfigError, check_partial, merge, nearest
+from tlora_megatron.service.api.gate import ApiError, Caller, missing, refused
 from tlora_megatron.service.api.openai.objects import DOOR, split_model
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting import submit
@@ -88,11 +86,7 @@ class Numbers(BaseModel):
 
 
 def check_request(asked: Asked) -> None:
-    """Refuses what a service cannot do, by name.
-
-    Raises:
-        ApiError: for the first such thing.
-    """
+    """Refuses by name the first thing that a service cannot do."""
     if asked.integrations:
         raise refused("integrations", "be left out", asked.integrations, "metrics are in events")
     if asked.suffix is not None and not _SUFFIX.fullmatch(asked.suffix):
@@ -129,14 +123,7 @@ def numbers_of(asked: Asked) -> Numbers:
 def job_entry(
     asked: Asked, numbers: Numbers, *, name: str, train: str, validation: str | None
 ) -> dict[str, Any]:
-    """The entry of `jobs` that a request means.
-
-    Args:
-        asked: The request, checked.
-        numbers: Its hyperparameters.
-        name: Of the job.
-        train: File of training data.
-        validation: File of evaluation data, if there is one.
+    """The entry of `jobs` that a checked request means.
 
     Raises:
         ConfigError: if a key of the metadata has a value that its setting cannot have.
@@ -252,19 +239,7 @@ class Submitting:
     async def submit(
         self, asked: Asked, caller: Caller, *, is_retry: bool
     ) -> tuple[Job, dict[str, Any]]:
-        """Submits a request's job.
-
-        Args:
-            asked: The request.
-            caller: Who asks.
-            is_retry: The client sends it again, because no answer had come.
-
-        Returns:
-            The job, and what is remembered of its request.
-
-        Raises:
-            ApiError: if the request cannot be met.
-        """
+        """Submits a request's job, or finds it for a retry; with what is remembered of it."""
         numbers = numbers_of(asked)
         check_request(asked)
         await self._service.read(self._check_names, asked, caller)

@@ -18,7 +18,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.concurrency import run_in_threadpool
 
-from tlora_megatron.service.api.errors import ApiError, refused
+from tlora_megatron.service.api.gate import ApiError, refused
 from tlora_megatron.service.home import Home, make_folder
 from tlora_megatron.service.store import NewUpload
 from tlora_megatron.training.data.rows import parse_row
@@ -45,11 +45,7 @@ class LineCheck:
         """How many rows have which format: completion, messages or text."""
 
     def feed(self, part: bytes) -> None:
-        """Checks all lines that the part completes.
-
-        Raises:
-            ValueError: naming the file and the line.
-        """
+        """Checks all lines that the part completes; a `ValueError` names file and line."""
         *lines, self._rest = (self._rest + part).split(b"\n")
         for line in lines:
             self._check(line)
@@ -57,11 +53,7 @@ class LineCheck:
             self._too_long(self._number + 1)
 
     def end(self) -> None:
-        """Checks what follows the last line break.
-
-        Raises:
-            ValueError: as `feed` does, or if no line holds anything.
-        """
+        """Checks what follows the last line break, and that any line holds something."""
         self._check(self._rest)
         if not self.rows:
             raise ValueError(f"a training file must hold at least one line, got none: {self._name}")
@@ -89,12 +81,7 @@ _MOST_PARTS = 16
 
 
 class FormReader:
-    """Reads the form of one request.
-
-    Args:
-        content_type: The request's header.
-        on_data: Takes the file's bytes.
-    """
+    """Reads the form of one request of this content type; `on_data` takes the file's bytes."""
 
     def __init__(self, content_type: str, on_data: Callable[[bytes], None]) -> None:
         kind, options = parse_options_header(content_type)
@@ -125,11 +112,7 @@ class FormReader:
         self._parser = MultipartParser(boundary, callbacks)
 
     def feed(self, part: bytes) -> None:
-        """Reads the next bytes of the body.
-
-        Raises:
-            ValueError: if they are no part of such a form, or `on_data` refuses.
-        """
+        """Reads the next bytes; raises `ValueError` if they are no part of such a form."""
         try:
             self._parser.write(part)
         except FormParserError as error:
@@ -213,21 +196,11 @@ class Arrival:
         self._file: BinaryIO = open(os.open(self._partial, _NEW, 0o600), "wb")  # noqa: SIM115
 
     def feed(self, part: bytes) -> None:
-        """Takes the next bytes of the request.
-
-        Raises:
-            ApiError: if the file is too large.
-            ValueError: if form or file cannot be used.
-        """
+        """Takes the next bytes; raises `ApiError` or `ValueError` if they are refused."""
         self._form.feed(part)
 
     def end(self) -> NewUpload:
-        """Checks what arrived as a whole and gives the file its name.
-
-        Raises:
-            ApiError: if it came for another purpose.
-            ValueError: if form or file cannot be used.
-        """
+        """Checks the purpose, and what arrived as a whole, and gives the file its name."""
         self._form.end()
         fields = dict(self._form.fields)
         purpose = fields.pop("purpose", None)
@@ -269,11 +242,7 @@ class Arrival:
 
 
 async def receive(arrival: Arrival, parts: AsyncIterator[bytes]) -> NewUpload:
-    """Takes a whole request; checks and writes beside the event loop.
-
-    Raises:
-        ApiError: for the first reason to refuse it; nothing is kept.
-    """
+    """Takes a whole request, or raises `ApiError`; checks and writes beside the event loop."""
     try:
         async for part in parts:
             if part:

@@ -68,12 +68,7 @@ class Facts:
 
 
 def read_facts(service: Service, tenants: frozenset[str | None]) -> Facts:
-    """Reads the state of a service from its store.
-
-    Args:
-        service: the service.
-        tenants: of whose own jobs are needed too; None among them: of all tenants'.
-    """
+    """Reads the state of a service, and own jobs of some tenants; None: of all tenants."""
     store, now_s = service.store, time.time()
     live = store.jobs.page(states=LIVE, limit=_MOST_LIVE)
     stays = store.leases.stays_since(now_s - WINDOW_S)

@@ -1,10 +1,7 @@
-"""Routes of the page and of what it draws; one look at the store serves all who follow.
+"""The page of a service, what its browser is told as it changes, and `/docs`.
 
-Each listener is told the parts of its tenant's view that have changed since it was last told. What
-it has not taken when the next change comes it never sees: parts are states, not a log.
-
-The page is one file that loads nothing. Its policy lets the browser run this very script and use
-this very style, and connect to the service that sent it; whatever a name of a job may hold is text.
+A listener is told the parts of its tenant's view that have changed since it was last told. The page
+is one file that loads nothing: its policy lets the browser run this very script alone.
 """
 
 from __future__ import annotations
@@ -12,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -24,8 +22,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.concurrency import run_in_threadpool
 
-from tlora_megatron.service.api.errors import ApiError, missing
-from tlora_megatron.service.api.gate import Caller, Reader, Scraper
+from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Scraper, missing
 from tlora_megatron.service.api.page import views
 from tlora_megatron.service.api.page.facts import Facts, Viewer, exposition, read_curve, read_facts
 from tlora_megatron.service.api.page.views import PARTS, decision_page, jobs_of
@@ -33,6 +30,40 @@ from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.store import NotFound, StoreError
 from tlora_megatron.service.store.database import to_json
 from tlora_megatron.training.metrics import METRICS_FILE
+
+TAGS = [
+    {"name": "jobs", "description": "Jobs as `tlora train` describes them: sent, seen, ended."},
+    {"name": "files of jobs", "description": "Adapters and checkpoints, as zip archives."},
+    {"name": "openai", "description": "What the `openai` client speaks."},
+    {"name": "tinker", "description": "What the `tinker` client speaks."},
+]
+"""The order of the page, and a line for each part."""
+
+
+def docs_router() -> APIRouter:
+    """The route of the page."""
+    routes = APIRouter(include_in_schema=False)
+    text = files(__package__).joinpath("assets/docs.html").read_text()
+    headers = {"Content-Security-Policy": _policy(text), "X-Content-Type-Options": "nosniff"}
+
+    @routes.get("/docs")
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(text, headers=headers)
+
+    return routes
+
+
+def _policy(text: str) -> str:
+    """Lets the browser run the page's own script, and load nothing but the description."""
+    hashes = {}
+    for kind in ("script", "style"):
+        parts = re.findall(f"<{kind}>(.*?)</{kind}>", text, re.S)
+        hashes[kind] = " ".join(f"'{_digest(part)}'" for part in parts)
+    return (
+        f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']}; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
 
 _LOOK_S = 0.25
 """Between two looks for events."""
@@ -75,11 +106,7 @@ class Watching:
         return sum(sight.listeners for sight in self._sights.values())
 
     def check_room(self, viewer: Viewer) -> None:
-        """Refuses a listener too many.
-
-        Raises:
-            ApiError: 429 if a tenant has as many streams open as it may.
-        """
+        """Refuses a stream too many of a tenant with 429."""
         sight = self._sights.get((viewer.tenant, viewer.sees_all))
         if sight is not None and sight.listeners >= MOST_STREAMS:
             raise ApiError(
@@ -166,15 +193,14 @@ class Watching:
         found = self._store.decisions.newest(NEWEST)
         rows = {job.id: job for job in self._store.jobs.many(jobs_of(found))}
         revoked = {token.id for token in self._store.tokens.all() if token.revoked_at is not None}
-        shown = [(sight, _encoded(facts, sight.viewer)) for sight in sights]
+        shown = [
+            (sight, {name: event(name, view(facts, sight.viewer)) for name, view in PARTS.items()})
+            for sight in sights
+        ]
         for sight, parts in shown:
             body = decision_page(found, rows, sight.viewer, NEWEST)
             parts["decisions"] = event("decisions", body)
         return shown, frozenset(revoked)
-
-
-def _encoded(facts: Facts, viewer: Viewer) -> dict[str, bytes]:
-    return {name: event(name, view(facts, viewer)) for name, view in PARTS.items()}
 
 
 def event(name: str, body: object) -> bytes:

@@ -11,13 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tlora_megatron.config.sections import plain
 from tlora_megatron.runtime.sampling.values import SamplingParams
-from tlora_megatron.service.api.errors import ApiError, missing, refused
-from tlora_megatron.service.api.gate import Caller
+from tlora_megatron.service.api.gate import ApiError, Caller, missing, refused
 from tlora_megatron.service.api.native.jobs import own_job
 from tlora_megatron.service.api.openai.objects import split_model
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.bases import base_of_job
 from tlora_megatron.service.prepare.submission import base_key
+from tlora_megatron.service.settings import base_of_job
 from tlora_megatron.service.store import Job
 
 ADAPTER = "adapter"
@@ -40,10 +39,7 @@ class Model:
 def find_model(service: Service, caller: Caller, name: str) -> Model:
     """The model of a name: a base, a fine-tuned model, or the name or id of a job of the caller.
 
-    A checkpoint of a job may be asked while the job trains.
-
-    Raises:
-        ApiError: 404 if the caller has none, 400 if it has no adapter yet.
+    A checkpoint of a job may be asked while the job trains. Raises `ApiError` if there is none.
     """
     if (base := service.bases().get(name)) is not None:
         key = base_key(plain(asdict(base)))
@@ -140,11 +136,7 @@ class SamplingBody(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check_rest(self) -> None:
-        """Refuses fields that are not there.
-
-        Raises:
-            ApiError: naming the first one.
-        """
+        """Refuses fields that are not there; raises `ApiError` naming the first one."""
         for name, value in (self.model_extra or {}).items():
             if value is None or name in _PASSED_OVER or value in _NOTHING.get(name, ()):
                 continue
@@ -207,11 +199,7 @@ class ChatBody(SamplingBody):
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages with their contents as texts.
-
-        Raises:
-            ApiError: for parts of a content that are no text.
-        """
+        """The messages with their contents as texts; refuses other parts of a content."""
         return [_with_text(index, message) for index, message in enumerate(self.messages)]
 
 

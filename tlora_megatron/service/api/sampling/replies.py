@@ -37,11 +37,7 @@ class TokenNames:
             self._known.update(zip(unknown, texts, strict=True))
 
     async def for_completion(self, scored: Scored, offset: int) -> dict[str, Any]:
-        """The field `logprobs` of a choice of `/v1/completions`.
-
-        Args:
-            offset: of the first token in the text of the choice.
-        """
+        """The field `logprobs` of a choice, in whose text they begin at an offset."""
         await self._learn([scored])
         tokens, logprobs, tops = scored
         names = [self._known[token] for token in tokens]
@@ -86,13 +82,7 @@ class Form(Protocol):
     """Makes bodies of what was sampled."""
 
     async def whole(self, index: int, prompt: int, answer: Answer) -> dict[str, Any]:
-        """The choice of a sequence that has ended.
-
-        Args:
-            index: of the choice.
-            prompt: its number.
-            answer: with this sequence alone.
-        """
+        """The choice of this number for a sequence that has ended, of a prompt's number."""
         ...
 
     async def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -135,12 +125,7 @@ class _Form:
 
 
 class CompletionForm(_Form):
-    """`/v1/completions`.
-
-    Args:
-        prompts: with the tokens of the echoes.
-        echoes: texts of the prompts, repeated before completions; empty = they are not.
-    """
+    """`/v1/completions`; `echoes` are the prompts' texts, repeated before completions, or empty."""
 
     _prefix = "cmpl"
     _objects = ("text_completion", "text_completion")

@@ -13,8 +13,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from tlora_megatron.runtime.sampling.values import Piece, Prompt
-from tlora_megatron.service.api.errors import ApiError, native_format
-from tlora_megatron.service.api.gate import Submitter
+from tlora_megatron.service.api.gate import ApiError, Submitter, native_format
 from tlora_megatron.service.api.sampling.bodies import (
     ChatBody,
     CompletionBody,
@@ -85,7 +84,10 @@ class _Asked:
             prompts = [self._prompt(body, tokens, body.chosen) for tokens in encoded]
             echoes: list[str] = []
             if body.echo:
-                prompts = [_with_scores(prompt) for prompt in prompts]
+                prompts = [
+                    replace(own, prompt_logprobs=True, top_prompt_logprobs=own.params.top_logprobs)
+                    for own in prompts
+                ]
                 echoes = [
                     prompt
                     if isinstance(prompt, str)
@@ -187,11 +189,6 @@ def _as_api_error(error: Exception, model: Model) -> ApiError:
         logger.error("%s", error)
         return ApiError(503, "the sampler cannot be used now; the service's log says why")
     return ApiError(400, message)
-
-
-def _with_scores(prompt: Prompt) -> Prompt:
-    top = prompt.params.top_logprobs
-    return replace(prompt, prompt_logprobs=True, top_prompt_logprobs=top)
 
 
 def _usage(prompts: Sequence[Prompt], made: int) -> dict[str, int]:

@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from tlora_megatron.runtime.sampling import values
-from tlora_megatron.service.api.errors import ApiError
+from tlora_megatron.service.api.gate import ApiError
 from tlora_megatron.training.driven_requests import RequestError
 
 
@@ -100,14 +100,7 @@ class _Settings(_Body):
     model_config = ConfigDict(extra="allow")
 
     def check_rest(self, name: str) -> None:
-        """Refuses settings that this service does not have.
-
-        Args:
-            name: of the settings.
-
-        Raises:
-            Refused: naming the first one that is set.
-        """
+        """Refuses settings that this service does not have, named by `name`."""
         for key, value in (self.model_extra or {}).items():
             if value:
                 raise Refused(
@@ -285,11 +278,7 @@ class Sample(_Body):
 
 
 def check_sample(body: Sample) -> None:
-    """Refuses what this service does not sample.
-
-    Raises:
-        Refused: naming the field.
-    """
+    """Refuses what this service does not sample; raises `Refused` naming the field."""
     body.sampling_params.check_rest("sampling_params")
     unknown = {
         "target_prompt_logprobs": body.target_prompt_logprobs is not None,
@@ -311,11 +300,9 @@ def check_sample(body: Sample) -> None:
 
 
 def as_prompt(body: Sample, adapter: str | None, seed: int) -> values.Prompt:
-    """Makes the prompt that a sampler takes.
+    """Makes a sampler's prompt;
 
-    Args:
-        adapter: folder of the weights; None = the base alone.
-        seed: where the client gave none.
+    `adapter` None = the base alone, `seed` where the client gave none.
     """
     tokens = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
     return values.Prompt(

@@ -73,11 +73,7 @@ class Checkpoints:
         user_metadata: Mapping[str, str] | None = None,
         ttl_seconds: int | None = None,
     ) -> None:
-        """Remembers what a client says of a checkpoint that it asks for.
-
-        Raises:
-            Refused: if it may not live so long.
-        """
+        """Remembers what a client says of a checkpoint, and how long it may live."""
         now = self._clock()
         note = CheckpointNote(
             model=str(path.model),
@@ -117,11 +113,9 @@ class Checkpoints:
         return bool(self._paths(model) or self._versions(model))
 
     def set_ttl(self, text: str, ttl_seconds: int | None) -> None:
-        """Lets a checkpoint expire; None = never.
+        """Lets a checkpoint expire;
 
-        Raises:
-            UnknownId: if the tenant has none there.
-            Refused: if it may not live so long.
+        None = never. Refuses one that is not there, or a life too long.
         """
         saved = self.find(text)
         expires_at = None if ttl_seconds is None else self._clock() + check_ttl(ttl_seconds)
@@ -136,17 +130,15 @@ class Checkpoints:
         self._sessions.forget_note(saved.note.model, saved.note.kind, saved.note.name)
 
     def folder(self, version: AdapterVersion) -> Path:
-        """The folder of a version."""
         return version.folder(self._home.jobs)
 
     def sweep(self, model: Model, in_use: InUse, *, keep: int, is_over: bool) -> None:
         """Deletes what has expired, and what was saved for samplers that are not there any more.
 
         Args:
-            model: Whose checkpoints are looked at.
-            in_use: Keeps versions with which something is drawn now.
-            keep: Weights for one sampler alone that stay.
-            is_over: The model's job publishes nothing more.
+            in_use: keeps versions with which something is drawn now.
+            keep: weights for one sampler alone that stay.
+            is_over: the model's job publishes nothing more.
         """
         # Names first: who pins a version notes that, and then looks if its name has moved.
         saved, versions = self._look(model, self._paths(model)), self._versions(model)
@@ -245,11 +237,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def check_ttl(ttl_seconds: int) -> int:
-    """The seconds, if a checkpoint may live so long.
-
-    Raises:
-        Refused: if it may not.
-    """
+    """The seconds, if a checkpoint may live so long; raises `Refused` if it may not."""
     least, most = TTL_S
     if not least <= ttl_seconds <= most:
         raise Refused(f"ttl_seconds must be from {least} to {most}, got {ttl_seconds}")

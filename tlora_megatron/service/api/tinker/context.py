@@ -17,10 +17,9 @@ from tlora_megatron.service.api.tinker.bodies import Gone, Refused, UnknownId
 from tlora_megatron.service.api.tinker.checkpoints import EPHEMERAL, Checkpoints, path_of
 from tlora_megatron.service.api.tinker.names import ModelId, RequestId, SamplerId, check_session
 from tlora_megatron.service.api.tinker.protobuf import MEDIA_TYPE, encode_pass
-from tlora_megatron.service.home import Home
 from tlora_megatron.service.request_log import RequestLog
-from tlora_megatron.service.store import Job, JobState, Model, NotFound, Sampler, Session, Store
-from tlora_megatron.service.store.sessions import Sessions
+from tlora_megatron.service.store import Job, JobState, Model, NotFound, Sampler, Session
+from tlora_megatron.service.store.tenants import Sessions
 from tlora_megatron.training.driven_requests import Answer
 
 Content = bytes | Mapping[str, Any]
@@ -46,78 +45,6 @@ class Waiting:
         """The body that the client is sent."""
         body = {"type": "try_again", "request_id": request_id, "queue_state": self.queue_state}
         return body if self.reason is None else {**body, "queue_state_reason": self.reason}
-
-
-class Futures:
-    """The futures of one tenant's models."""
-
-    def __init__(self, home: Home, store: Store, tenant: str) -> None:
-        self._tenant = tenant
-        self._home = home
-        self._store = store
-
-    def is_answered(self, request: RequestId, model: Model) -> bool:
-        """True if an answer is on the disk; cheap, for those that wait for it."""
-        if request.seq_id == 0 and model.loaded_from is None:
-            return False
-        return self._log(model).has_answer(model.log_number(request.seq_id))
-
-    def model_of(self, request: RequestId) -> Model:
-        """The model of a request.
-
-        Raises:
-            UnknownId: if it is of no model of the tenant.
-            Gone: if the model was forgotten with its session.
-        """
-        found = self._store.sessions.model(str(request.of), tenant=self._tenant)
-        if found is not None:
-            return found
-        if isinstance(request.of, ModelId) and self._has_job(request.of):
-            raise Gone(f"the answer to {request} is not kept any more")
-        raise UnknownId(f"model_id must be one of the tenant's, got {str(request.of)!r:.200}")
-
-    def look(self, request: RequestId, model: Model) -> Content | Waiting:
-        """The answer to a request, or why there is none yet.
-
-        Raises:
-            UnknownId: if there was no such request.
-            Gone: if the answer was there and is not any more.
-        """
-        if request.seq_id == 0 and model.loaded_from is None:
-            return self._creation(model)
-        number, log = model.log_number(request.seq_id), self._log(model)
-        answer = log.read_answer(number)
-        if answer is not None:
-            return _content(request, model, answer)
-        state = log.state(number)
-        if state == "unknown":
-            raise UnknownId(f"request_id must be of a request that was made, got {str(request)!r}")
-        if state == "gone":
-            raise Gone(f"the answer to {request} is not kept any more: ask again")
-        return self._waiting(self._store.jobs.get(model.job))
-
-    def _has_job(self, model: ModelId) -> bool:
-        """True if a job has trained a model, which is then all that may be known of it."""
-        try:
-            self._store.jobs.find(model.job_name, tenant=self._tenant)
-        except NotFound:
-            return False
-        return True
-
-    def _creation(self, model: Model) -> Content | Waiting:
-        job = self._store.jobs.get(model.job)
-        if job.started_at is not None:
-            return {"type": "create_model", "model_id": model.id}
-        return self._waiting(job)
-
-    def _waiting(self, job: Job) -> Content | Waiting:
-        if job.state.is_over:
-            return _end_of(job)
-        reason = _QUEUED.get(job.state)
-        return Waiting() if reason is None else Waiting("paused_capacity", reason)
-
-    def _log(self, model: Model) -> RequestLog:
-        return RequestLog(self._home.job(model.job))
 
 
 def _end_of(job: Job) -> Mapping[str, Any]:
@@ -183,29 +110,65 @@ class TenantContext:
         """The checkpoints of the tenant's models."""
         return Checkpoints(self.service.home, self.service.store, self.tenant)
 
-    @property
-    def futures(self) -> Futures:
-        """The futures of the tenant's models."""
-        return Futures(self.service.home, self.service.store, self.tenant)
+    def is_answered(self, request: RequestId, model: Model) -> bool:
+        """True if an answer is on the disk; cheap, for those that wait for it."""
+        if request.seq_id == 0 and model.loaded_from is None:
+            return False
+        return self.request_log(model).has_answer(model.log_number(request.seq_id))
+
+    def model_of(self, request: RequestId) -> Model:
+        """The model of a request; raises `UnknownId`, or `Gone` if it was forgotten."""
+        found = self.sessions.model(str(request.of), tenant=self.tenant)
+        if found is not None:
+            return found
+        if isinstance(request.of, ModelId) and self._has_job(request.of):
+            raise Gone(f"the answer to {request} is not kept any more")
+        raise UnknownId(f"model_id must be one of the tenant's, got {str(request.of)!r:.200}")
+
+    def look(self, request: RequestId, model: Model) -> Content | Waiting:
+        """The answer to a request, or why there is none yet; raises `UnknownId` or `Gone`."""
+        if request.seq_id == 0 and model.loaded_from is None:
+            return self._creation(model)
+        number, log = model.log_number(request.seq_id), self.request_log(model)
+        answer = log.read_answer(number)
+        if answer is not None:
+            return _content(request, model, answer)
+        state = log.state(number)
+        if state == "unknown":
+            raise UnknownId(f"request_id must be of a request that was made, got {str(request)!r}")
+        if state == "gone":
+            raise Gone(f"the answer to {request} is not kept any more: ask again")
+        return self._waiting(self.service.store.jobs.get(model.job))
+
+    def _has_job(self, model: ModelId) -> bool:
+        """True if a job has trained a model, which is then all that may be known of it."""
+        try:
+            self.service.store.jobs.find(model.job_name, tenant=self.tenant)
+        except NotFound:
+            return False
+        return True
+
+    def _creation(self, model: Model) -> Content | Waiting:
+        job = self.service.store.jobs.get(model.job)
+        if job.started_at is not None:
+            return {"type": "create_model", "model_id": model.id}
+        return self._waiting(job)
+
+    def _waiting(self, job: Job) -> Content | Waiting:
+        if job.state.is_over:
+            return _end_of(job)
+        reason = _QUEUED.get(job.state)
+        return Waiting() if reason is None else Waiting("paused_capacity", reason)
 
     def session(self, session_id: str) -> Session:
-        """The session of an id.
-
-        Raises:
-            UnknownId: if the tenant has none.
-        """
+        """The session of an id; raises `UnknownId` if the tenant has none."""
         found = self.sessions.get(check_session(session_id), tenant=self.tenant)
         if found is None:
             raise UnknownId(f"session_id must be one of the tenant's, got {session_id!r:.200}")
         return found
 
     def open_session(self, session_id: str) -> Session:
-        """A session that goes on.
-
-        Raises:
-            UnknownId: if the tenant has none of this id.
-            Gone: if it has ended.
-        """
+        """A session that goes on; raises `UnknownId` if there is none, `Gone` if it has ended."""
         session = self.session(session_id)
         if session.ended is not None:
             raise Gone(
@@ -215,23 +178,14 @@ class TenantContext:
         return session
 
     def model(self, model_id: str) -> Model:
-        """The model of an id.
-
-        Raises:
-            UnknownId: if the tenant has none.
-        """
+        """The model of an id; raises `UnknownId` if the tenant has none."""
         found = self.sessions.model(str(ModelId.parse(model_id)), tenant=self.tenant)
         if found is None:
             raise UnknownId(f"model_id must be one of the tenant's, got {model_id!r:.200}")
         return found
 
     def open_model(self, model_id: str) -> Model:
-        """A model that takes requests.
-
-        Raises:
-            UnknownId: if the tenant has none of this id.
-            Gone: if it has left, or its session has ended.
-        """
+        """A model that takes requests; raises `UnknownId`, or `Gone` if it has left."""
         with self.service.store.database.read():
             self.open_session(ModelId.parse(model_id).session)
             model = self.model(model_id)
@@ -240,11 +194,7 @@ class TenantContext:
         return model
 
     def sampler(self, sampler_id: str) -> Sampler:
-        """The sampler of an id.
-
-        Raises:
-            UnknownId: if the tenant has none.
-        """
+        """The sampler of an id; raises `UnknownId` if the tenant has none."""
         found = self.sessions.sampler(str(SamplerId.parse(sampler_id)), tenant=self.tenant)
         if found is None:
             raise UnknownId(f"sampling_session_id must be one of the tenant's, got {sampler_id!r}")
@@ -292,11 +242,7 @@ class TenantContext:
         return sum(self.request_log(model).held_bytes() for model in models)
 
     def base(self, name: str) -> BaseModelSpec:
-        """The base of a name.
-
-        Raises:
-            Refused: if the service offers none of this name.
-        """
+        """The base of a name; raises `Refused` if the service offers none of this name."""
         bases = self.service.bases()
         if name not in bases:
             offered = ", ".join(bases) or "none: `tlora serve --base NAME=PATH` offers one"

@@ -9,8 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from tlora_megatron.config.reader import ConfigError
-from tlora_megatron.config.source import apply_override
+from tlora_megatron.config.reader import ConfigError, apply_override
 from tlora_megatron.service.api.gate import Caller, Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting import check_setting, submit
@@ -81,11 +80,7 @@ def router(service: Service) -> APIRouter:
 
 
 def check_optimizer(config: bodies.OptimizerConfig | None) -> None:
-    """Refuses optimizers that are not AdamW.
-
-    Raises:
-        Refused: naming the family.
-    """
+    """Refuses optimizers that are not AdamW; raises `Refused` naming the family."""
     if config is not None and config.type != "adamw":
         raise Refused(f"optimizer_config.type must be adamw here, got {config.type!r:.80}")
 
@@ -152,12 +147,7 @@ def _info(context: TenantContext, model: Model, local: bool) -> dict[str, Any]:
 def model_document(
     model: Model, seed: int | None, max_positions: int | None = None
 ) -> dict[str, Any]:
-    """The document of a model's job.
-
-    Raises:
-        ConfigError: if `user_metadata` holds settings that are none.
-        Refused: if nothing would be trained.
-    """
+    """The document of a model's job; raises `ConfigError` or `Refused` if there is none."""
     targets = [*(ATTENTION if model.train_attn else ()), *(MLP if model.train_mlp else ())]
     if not targets:
         raise Refused(

@@ -54,14 +54,8 @@ class ModelId:
 
     @classmethod
     def parse(cls, text: str) -> ModelId:
-        """Reads the id.
-
-        Raises:
-            UnknownId: if it is none.
-        """
-        found = _MODEL.fullmatch(text)
-        if found is None:
-            raise UnknownId(f"model_id must be one that create_model gave, got {text!r:.200}")
+        """Reads the id; raises `UnknownId` if it is none."""
+        found = _matched(_MODEL, text, "model_id must be one that create_model gave")
         return cls(found[1], int(found[2]))
 
 
@@ -77,16 +71,8 @@ class SamplerId:
 
     @classmethod
     def parse(cls, text: str) -> SamplerId:
-        """Reads the id.
-
-        Raises:
-            UnknownId: if it is none.
-        """
-        found = _SAMPLER.fullmatch(text)
-        if found is None:
-            raise UnknownId(
-                f"sampling_session_id must be one that this service gave, got {text!r:.200}"
-            )
+        """Reads the id; raises `UnknownId` if it is none."""
+        found = _matched(_SAMPLER, text, "sampling_session_id must be one that this service gave")
         return cls(found[1], int(found[2]))
 
 
@@ -104,14 +90,8 @@ class RequestId:
 
     @classmethod
     def parse(cls, text: str) -> RequestId:
-        """Reads the id.
-
-        Raises:
-            UnknownId: if it is none.
-        """
-        found = _REQUEST.fullmatch(text)
-        if found is None:
-            raise UnknownId(f"request_id must be one that this service gave, got {text!r:.200}")
+        """Reads the id; raises `UnknownId` if it is none."""
+        found = _matched(_REQUEST, text, "request_id must be one that this service gave")
         of, seq_id, op = found[1], int(found[6]), found[7]
         is_model = found[2] is not None
         return cls(ModelId.parse(of) if is_model else SamplerId.parse(of), seq_id, op)
@@ -135,17 +115,10 @@ class TinkerPath:
 
     @classmethod
     def parse(cls, text: str) -> TinkerPath:
-        """Reads the path.
-
-        Raises:
-            UnknownId: if it is none.
-        """
-        found = _PATH.fullmatch(text)
-        if found is None:
-            raise UnknownId(
-                "a path must be tinker://MODEL/weights/NAME, .../sampler_weights/NAME or "
-                f".../external_weights/NAME as this service gave it, got {text!r:.200}"
-            )
+        """Reads the path; raises `UnknownId` if it is none."""
+        kinds = "weights/NAME, .../sampler_weights/NAME or .../external_weights/NAME"
+        rule = f"a path must be tinker://MODEL/{kinds} as this service gave it"
+        found = _matched(_PATH, text, rule)
         return cls(ModelId.parse(found[1]), found[4], found[5])  # type: ignore[arg-type]
 
 
@@ -155,11 +128,13 @@ def new_session() -> str:
 
 
 def check_session(text: str) -> str:
-    """Returns the id of a session, which names a folder.
+    """Returns the id of a session, which names a folder; raises `UnknownId` if it is none."""
+    rule = "session_id must be one that create_session gave"
+    return _matched(re.compile(_SESSION), text, rule)[0]
 
-    Raises:
-        UnknownId: if it is none.
-    """
-    if not re.fullmatch(_SESSION, text):
-        raise UnknownId(f"session_id must be one that create_session gave, got {text!r:.200}")
-    return text
+
+def _matched(pattern: re.Pattern[str], text: str, rule: str) -> re.Match[str]:
+    found = pattern.fullmatch(text)
+    if found is None:
+        raise UnknownId(f"{rule}, got {text!r:.200}")
+    return found

@@ -39,11 +39,7 @@ def is_installed() -> bool:
 
 @cache
 def messages() -> Any:
-    """The module of the generated message classes.
-
-    Raises:
-        ImportError: if the package `tinker` is missing.
-    """
+    """The module of the generated message classes; an `ImportError` without the package."""
     if _NAME in sys.modules:
         return sys.modules[_NAME]
     package = find_spec("tinker")
@@ -70,10 +66,7 @@ class Pass:
 
 
 def decode_pass(body: bytes, encoding: str | None = None) -> Pass:
-    """Reads a request in protobuf.
-
-    Args:
-        encoding: the header `Content-Encoding`; `zstd` bodies are unpacked.
+    """Reads a request in protobuf, `zstd` or plain as the header `Content-Encoding` says.
 
     Raises:
         WireError: if the body is no such request.
@@ -181,15 +174,12 @@ def _row(tensor: Any, name: str, length: int, what: str) -> np.ndarray:
     if tensor.WhichOneof("encoding") == "sparse_csr":
         raise Refused(f"{what} must be dense, got a sparse tensor")
     if list(tensor.shape) not in ([], [length]):
-        raise Refused(f"{what} must have a value a token, [{length}], got {_shape(tensor)}")
+        got = str(list(tensor.shape)[:8])
+        raise Refused(f"{what} must have a value a token, [{length}], got {got}")
     row = _flat(tensor.dense, dtype, what)
     if len(row) != length:
         raise Refused(f"{what} must have a value a token, {length}, got {len(row)}")
     return row.astype(wanted, copy=False)
-
-
-def _shape(tensor: Any) -> str:
-    return str(list(tensor.shape)[:8])
 
 
 def _dtype_of(tensor: Any, name: str, what: str) -> tuple[np.dtype, np.dtype]:
@@ -222,8 +212,7 @@ def encode_pass(
     """The result of a forward pass.
 
     Args:
-        logprobs: of all targets, one datum behind the other.
-        lengths: tokens of each datum.
+        logprobs: of all targets, one datum behind the other; `lengths` are tokens of each datum.
         metrics: by names `NAME:REDUCTION`, as the SDK joins those of several chunks.
     """
     module = messages()
@@ -241,11 +230,7 @@ def encode_pass(
 
 
 def encode_sample(answer: Answer, last_n: int | None = None) -> bytes:
-    """The result of sampling from one prompt.
-
-    Args:
-        last_n: number of the prompt's last tokens whose log-probabilities are given; None = all.
-    """
+    """The result of sampling, with log-probabilities of the prompt's last tokens; None = of all."""
     module = messages()
     output = module.SampleResponse()
     for sampled in answer.sequences:

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from tlora_megatron.service.api.errors import ApiError
+from tlora_megatron.service.api.gate import ApiError
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.api.tinker import (
-    downloads,
-    models,
-    runs,
-    sampling,
-    sessions,
-    training,
-    weights,
-)
+from tlora_megatron.service.api.tinker import models, runs, sampling, sessions, training
 from tlora_megatron.service.api.tinker.context import TenantContext
 from tlora_megatron.service.api.tinker.protobuf import INSTALL, is_installed
 from tlora_megatron.service.api.tinker.sessions import Reaper
@@ -33,10 +25,13 @@ def router(service: Service) -> APIRouter:
     reaper = Reaper(service)
     service.openers.append(reaper.start)
     service.closers += [tasks.close, reaper.close]
-    for simple in (sessions, models, weights, runs, downloads):
-        routes.include_router(simple.router(service))
-    for room in (training, sampling):
-        routes.include_router(room.router(service, tasks))
+    for make in (
+        *(sessions.router, models.router, training.weights_router),
+        *(runs.router, runs.downloads_router),
+    ):
+        routes.include_router(make(service))
+    for make_with_tasks in (training.router, sampling.router):
+        routes.include_router(make_with_tasks(service, tasks))
     return routes
 
 

@@ -1,19 +1,36 @@
-"""Lists models and their checkpoints, as the SDK's REST client asks for them."""
+"""Lists models and their checkpoints, and lets clients fetch these: a file each, or an archive.
+
+The SDK downloads from addresses that need no token: they are signed here, and live for an hour.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import tarfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
+from fastapi.responses import Response, StreamingResponse
 
+from tlora_megatron.files import write_atomic
 from tlora_megatron.service.api.gate import Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
-from tlora_megatron.service.api.tinker.bodies import TinkerRoute
+from tlora_megatron.service.api.tinker.bodies import NotSigned, TinkerRoute, UnknownId
 from tlora_megatron.service.api.tinker.checkpoints import Saved
 from tlora_megatron.service.api.tinker.context import TenantContext
 from tlora_megatron.service.api.tinker.names import Kind
+from tlora_megatron.service.home import Home
 from tlora_megatron.service.store import JobState, Model
 
 _TYPES: dict[Kind, str] = {
@@ -129,3 +146,166 @@ def _last_request(context: TenantContext, model: Model) -> float:
     """When a client asked something of a model last."""
     folder = context.service.home.job(model.job) / "requests"
     return folder.stat().st_mtime if folder.is_dir() else model.created_at
+
+
+LIVES_S = 3600.0
+"""Seconds for which an address can be fetched."""
+_KEY_NAME = "signing_key"
+_KEY_BYTES = 32
+_DOWNLOAD = "/training_runs/{run}/checkpoints/{kind}/{name}"
+_BLOCK = 1 << 20
+
+
+def downloads_router(service: Service) -> APIRouter:
+    """The routes of downloads."""
+    routes, signer = APIRouter(route_class=TinkerRoute), Signer(service.home)
+
+    def address(request: Request, grant: Grant) -> str:
+        name = grant.file or "checkpoint.tar"
+        return f"{request.base_url}api/v1/downloads/{signer.sign(grant)}/{name}"
+
+    @routes.get(_DOWNLOAD + "/archive")
+    async def archive(
+        run: str, kind: str, name: str, caller: Reader, request: Request
+    ) -> dict[str, Any]:
+        context, path = TenantContext(service, caller.tenant), f"tinker://{run}/{kind}/{name}"
+        await service.read(context.checkpoints.find, path)
+        grant = signer.grant(caller.tenant, path, token=caller.token)
+        return {"url": address(request, grant), "expires": _header_time(grant)}
+
+    @routes.get(_DOWNLOAD + "/external_weights_urls")
+    async def urls(
+        run: str, kind: str, name: str, caller: Reader, request: Request
+    ) -> dict[str, Any]:
+        context, path = TenantContext(service, caller.tenant), f"tinker://{run}/{kind}/{name}"
+        saved = await service.read(context.checkpoints.find, path)
+        grants = [
+            signer.grant(caller.tenant, path, file, caller.token)
+            for file in await service.read(_files, saved)
+        ]
+        found = {str(grant.file): address(request, grant) for grant in grants}
+        return {"urls": found, "expires": _header_time(grants[0])}
+
+    @routes.get("/downloads/{word}/{name}")
+    async def download(word: str, name: str) -> Response:
+        grant = await service.read(signer.read, word)
+        await service.read(_check_token, service, grant)
+        context = TenantContext(service, grant.tenant)
+        saved = await service.read(context.checkpoints.find, grant.path)
+        if grant.file is None:
+            files = await service.read(_files, saved)
+            return StreamingResponse(_tar(context, saved, files), media_type="application/x-tar")
+        size, pieces = await service.read(_open, context, saved, grant.file)
+        headers = {"Content-Length": str(size)}
+        return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
+
+    return routes
+
+
+def _check_token(service: Service, grant: Grant) -> None:
+    """Refuses an address whose token was revoked."""
+    tokens = service.store.tokens.all(grant.tenant)
+    if all(token.id != grant.token or token.revoked_at is not None for token in tokens):
+        raise NotSigned("an address must be of a token that was not revoked: ask for a new one")
+
+
+def _header_time(grant: Grant) -> str:
+    return datetime.fromtimestamp(grant.expires_at, UTC).isoformat()
+
+
+def _files(saved: Saved) -> list[str]:
+    """Names of a checkpoint's files."""
+    entries = os.scandir(saved.folder)
+    return sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+
+
+def _open(context: TenantContext, saved: Saved, name: str) -> tuple[int, Any]:
+    """The size of a file and its pieces; JSON without paths of this host."""
+    if name not in _files(saved):
+        raise UnknownId(f"a file must be one of the checkpoint's, got {name!r:.200}")
+    file = saved.folder / name
+    if name.endswith(".json"):
+        content = context.service.outward(file.read_text(), context.tenant).encode()
+        return len(content), iter([content])
+    opened = file.open("rb")
+    return os.fstat(opened.fileno()).st_size, _pieces(opened)
+
+
+def _pieces(opened: Any) -> Any:
+    with opened:
+        while block := opened.read(_BLOCK):
+            yield block
+
+
+def _tar(context: TenantContext, saved: Saved, names: list[str]) -> Any:
+    """An archive of a checkpoint, a block at a time; an empty file says that it is whole."""
+    for name in names:
+        size, pieces = _open(context, saved, name)
+        yield _header(name, size)
+        yield from pieces
+        yield bytes(-size % tarfile.BLOCKSIZE)
+    yield _header("checkpoint_complete", 0) + bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _header(name: str, size: int) -> bytes:
+    entry = tarfile.TarInfo(Path(name).name)
+    entry.size, entry.mode = size, 0o600
+    return entry.tobuf(tarfile.PAX_FORMAT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grant:
+    """The right to fetch something by an address, without a token."""
+
+    tenant: str
+    path: str
+    """A `tinker://` path."""
+    file: str | None
+    """One file of the checkpoint; None = an archive of all."""
+    expires_at: float
+    token: str = ""
+    """Id of the token that asked for it: when that is revoked, the address ends, too."""
+
+
+class Signer:
+    """Signs grants with a key that the service's folder keeps, by a clock of Unix seconds."""
+
+    def __init__(self, home: Home, clock: Callable[[], float] = time.time) -> None:
+        self._file = home.root / _KEY_NAME
+        self._clock = clock
+        self._key()  # made before two requests could make one each
+
+    def grant(self, tenant: str, path: str, file: str | None = None, token: str = "") -> Grant:
+        """A grant that lives for an hour."""
+        expires_at = self._clock() + LIVES_S
+        return Grant(tenant=tenant, path=path, file=file, expires_at=expires_at, token=token)
+
+    def sign(self, grant: Grant) -> str:
+        """The grant as a word of an address."""
+        body = _encode(json.dumps(asdict(grant)).encode())
+        return f"{body}.{self._mac(body)}"
+
+    def read(self, text: str) -> Grant:
+        """The grant of a word; raises `NotSigned` if it was not signed here or its time is over."""
+        body, _, mac = text.partition(".")
+        if not hmac.compare_digest(mac.encode(), self._mac(body).encode()):
+            raise NotSigned("an address must hold a token that this service gave")
+        grant = Grant(**json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))))
+        if grant.expires_at < self._clock():
+            raise NotSigned("an address must be fetched within an hour: ask for a new one")
+        return grant
+
+    def _mac(self, body: str) -> str:
+        return _encode(hmac.digest(self._key(), body.encode(), hashlib.sha256))
+
+    def _key(self) -> bytes:
+        try:
+            key = self._file.read_bytes()
+        except FileNotFoundError:
+            key = secrets.token_bytes(_KEY_BYTES)
+            write_atomic(self._file, key)
+        return key
+
+
+def _encode(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).decode().rstrip("=")

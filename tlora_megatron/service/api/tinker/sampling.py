@@ -157,9 +157,8 @@ class SamplingTasks:
     ) -> Content | Waiting:
         """The answer to a request; if there is none after some seconds, that it is being drawn.
 
-        Raises:
-            UnknownId: if its sampler is none of the tenant's.
-            Gone: if the request is not kept any more.
+        Raises `UnknownId` if its sampler is none of the tenant's, `Gone` if it is not kept any
+        more.
         """
         read, files = context.service.read, files_of(context, request)
         await read(context.sampler, str(request.of))
@@ -196,11 +195,7 @@ class SamplingTasks:
 
 
 def files_of(context: TenantContext, request: RequestId) -> SampleFiles:
-    """The files of a request.
-
-    Raises:
-        UnknownId: if it is of no sampler.
-    """
+    """The files of a request; raises `UnknownId` if it is of no sampler."""
     if not isinstance(request.of, SamplerId):
         raise UnknownId(f"request_id must be a sampler's, got {str(request)!r}")
     folder = context.samples(request.of.session) / str(request.of.number)
@@ -257,12 +252,7 @@ def _key(context: TenantContext, request: RequestId) -> str:
 
 
 class SampleFiles:
-    """The files of one request of a sampler.
-
-    Args:
-        folder: of the sampler.
-        seq_id: of the request.
-    """
+    """The files of one request of a sampler."""
 
     def __init__(self, folder: Path, seq_id: int) -> None:
         self.asked_file = folder / f"{seq_id}.json"

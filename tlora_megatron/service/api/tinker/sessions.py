@@ -51,13 +51,7 @@ async def end_session(context: TenantContext, session_id: str, why: str) -> None
 
 
 async def leave(context: TenantContext, model: Model, *, keep: bool) -> Model:
-    """Writes a model's last requests, once; `last_request` is then the number of the very last.
-
-    Args:
-        context: Of the model's tenant.
-        model: The model.
-        keep: Saves its state before, if it was asked for anything.
-    """
+    """Writes a model's last requests, once; `keep` saves its state if it was used."""
     async with _LEAVING.setdefault(model.id, asyncio.Lock()):
         return await context.service.read(_leave, context, model.id, keep=keep)
 
@@ -120,11 +114,7 @@ def forget_session(context: TenantContext, session_id: str) -> None:
 
 
 class Reaper:
-    """Looks after the sessions of all tenants, in a task of its own.
-
-    Args:
-        service: of which the sessions are.
-    """
+    """Looks after the sessions of all tenants, in a task of its own."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -188,10 +178,7 @@ class Reaper:
 
 
 def _sweep(context: TenantContext, session: Session) -> list[Model]:
-    """Deletes what has had its time; returns models that ought to have left.
-
-    A process may have died before they had.
-    """
+    """Deletes what has had its time; returns models that ought to have left before."""
     models = context.sessions.models(tenant=context.tenant, session=session.id)
     jobs = context.service.store.jobs.many([model.job for model in models])
     over = {job.id for job in jobs if job.state.is_over}

@@ -1,4 +1,4 @@
-"""Takes passes and steps, and answers them when they are done."""
+"""Takes passes and steps, answers them when they are done, and saves and loads weights."""
 
 from __future__ import annotations
 
@@ -9,18 +9,33 @@ from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Request, Response
 
-from tlora_megatron.service.api.errors import ApiError
-from tlora_megatron.service.api.gate import Reader, Submitter
+from tlora_megatron.files import read_json
+from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
 from tlora_megatron.service.api.tinker.bodies import OutOfRoom, Refused, TinkerRoute
-from tlora_megatron.service.api.tinker.context import Content, TenantContext, Waiting, respond
-from tlora_megatron.service.api.tinker.names import ModelId, RequestId
+from tlora_megatron.service.api.tinker.checkpoints import (
+    EPHEMERAL,
+    EXTERNAL,
+    Saved,
+    check_ttl,
+    folder_name,
+)
+from tlora_megatron.service.api.tinker.context import (
+    SAVE_FOR_SESSION,
+    Content,
+    TenantContext,
+    Waiting,
+    respond,
+)
+from tlora_megatron.service.api.tinker.models import check_optimizer, loaded_document, submit_model
+from tlora_megatron.service.api.tinker.names import Kind, ModelId, RequestId, SamplerId, TinkerPath
 from tlora_megatron.service.api.tinker.protobuf import decode_pass
 from tlora_megatron.service.api.tinker.sampling import SamplingTasks
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import Model, OverLimit
 from tlora_megatron.training import driven_requests
+from tlora_megatron.training.saving.writer import AdapterVersion
 
 POLL_S = 20.0
 """A client that waits for an answer is sent `try_again` after so long; it gives up at 45."""
@@ -78,8 +93,6 @@ def submit(
         op: Tinker's name of the request, which says what its answer is like.
 
     Raises:
-        UnknownId, Gone: if the model is not there.
-        RequestError: if the request cannot be carried out.
         OutOfRoom: if the tenant has no room for what it sends; steps and saves always have.
     """
     model = context.open_model(model_id)
@@ -117,10 +130,10 @@ def _take_pass(context: TenantContext, body: bytes, encoding: str | None) -> dic
 async def wait_for(context: TenantContext, request: RequestId) -> Content | Waiting:
     """The answer to a model's request; if there is none within `POLL_S`, why not."""
     read = context.service.read
-    model = await read(context.futures.model_of, request)
+    model = await read(context.model_of, request)
     end_s = time.monotonic() + POLL_S
     while True:
-        found = await read(context.futures.look, request, model)
+        found = await read(context.look, request, model)
         if not isinstance(found, Waiting):
             return _outward(context, found)
         if time.monotonic() >= end_s:
@@ -133,7 +146,7 @@ async def _until_answered(
 ) -> None:
     """Returns when an answer is on the disk, or the time has come."""
     pause_s = 0.002
-    while time.monotonic() < end_s and not context.futures.is_answered(request, model):
+    while time.monotonic() < end_s and not context.is_answered(request, model):
         await asyncio.sleep(pause_s)
         pause_s = min(0.025, pause_s * 1.3)
 
@@ -143,3 +156,168 @@ def _outward(context: TenantContext, found: Content) -> Content:
     if isinstance(found, bytes) or "error" not in found:
         return found
     return {**found, "error": context.service.outward(str(found["error"]), context.tenant)}
+
+
+_STATE = "state.json"
+_SAVES: dict[Kind, str] = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+"""Kind of a checkpoint -> Tinker's name of the request that saves it."""
+
+
+def weights_router(service: Service) -> APIRouter:
+    """The routes of weights."""
+    routes = APIRouter(route_class=TinkerRoute)
+
+    @routes.post("/save_weights")
+    async def save(body: bodies.SaveWeights, caller: Submitter) -> dict[str, Any]:
+        context = TenantContext(service, caller.tenant)
+        return await service.read(_save, context, body, "weights")
+
+    @routes.post("/save_weights_for_sampler")
+    async def save_for_sampler(body: bodies.SaveWeights, caller: Submitter) -> dict[str, Any]:
+        context = TenantContext(service, caller.tenant)
+        if body.path is None:
+            return await service.read(_save_for_session, context, body)
+        return await service.read(_save, context, body, "sampler_weights")
+
+    @routes.post("/save_weights_external")
+    async def save_external(body: bodies.SaveWeights, caller: Submitter) -> dict[str, Any]:
+        if body.age_encryption_recipients:
+            raise Refused("age_encryption_recipients must be left out: nothing is encrypted here")
+        context = TenantContext(service, caller.tenant)
+        return await service.read(_save, context, body, "external_weights")
+
+    @routes.post("/load_weights")
+    async def load(body: bodies.LoadWeights, caller: Submitter) -> dict[str, Any]:
+        context = TenantContext(service, caller.tenant)
+        check_optimizer(body.optimizer_config)
+        if body.session_id is not None and body.model_seq_id is not None:
+            return await _create_from(context, caller, body)
+        return await service.read(_load, context, body)
+
+    @routes.post("/weights_info")
+    async def info(body: bodies.OfPath, caller: Reader) -> dict[str, Any]:
+        context = TenantContext(service, caller.tenant)
+        saved = await service.read(context.checkpoints.find, body.tinker_path)
+        model = await service.read(context.model, saved.note.model)
+        return {
+            "base_model": model.base,
+            "is_lora": True,
+            "lora_rank": model.rank,
+            "train_unembed": model.train_unembed,
+            "train_mlp": model.train_mlp,
+            "train_attn": model.train_attn,
+        }
+
+    return routes
+
+
+def _save(context: TenantContext, body: bodies.SaveWeights, kind: Kind) -> dict[str, Any]:
+    name = body.path or f"{body.seq_id:06d}"
+    for reserved in (EPHEMERAL, EXTERNAL):
+        if name.startswith(reserved):
+            raise Refused(f"path must not begin with {reserved!r}, got {name!r}")
+    if body.ttl_seconds is not None:
+        check_ttl(body.ttl_seconds)  # before anything is saved
+    is_state = kind == "weights"
+    overwrite = body.overwrite if is_state else True
+    params = {"name": folder_name(kind, name), "overwrite": overwrite}
+    request = driven_requests.Request(
+        op="save_state" if is_state else "save_for_sampler", params=params
+    )
+    answer = submit(context, body.model_id, body.seq_id, _SAVES[kind], request)
+    path = TinkerPath(ModelId.parse(body.model_id), kind, name)
+    context.checkpoints.note(path, body.user_metadata, body.ttl_seconds)
+    return answer
+
+
+def _save_for_session(context: TenantContext, body: bodies.SaveWeights) -> dict[str, Any]:
+    """Saves weights for a sampler of their own, which the answer names."""
+    if body.sampling_session_seq_id is None:
+        raise Refused("path or sampling_session_seq_id must be given, got neither")
+    model = context.open_model(body.model_id)
+    name = f"{EPHEMERAL}{body.sampling_session_seq_id}"
+    path = TinkerPath(ModelId.of(model), "sampler_weights", name)
+    version = AdapterVersion(model.job, model.log_number(body.seq_id))
+    id = SamplerId(model.session, body.sampling_session_seq_id)
+    context.sessions.put_sampler(context.new_sampler(id, model.base, str(path), str(version)))
+    request = driven_requests.Request(
+        op="save_for_sampler", params={"name": name, "overwrite": True}
+    )
+    return submit(context, body.model_id, body.seq_id, SAVE_FOR_SESSION, request)
+
+
+def _load(context: TenantContext, body: bodies.LoadWeights) -> dict[str, Any]:
+    """Loads a state into a model that is there."""
+    if body.model_id is None or body.seq_id is None:
+        raise Refused("model_id and seq_id, or session_id and model_seq_id must be given")
+    model, saved = context.open_model(body.model_id), _loadable(context, body.path)
+    _check_base(context, model.base, saved)
+    return submit(
+        context, model.id, body.seq_id, "load_weights", _load_request(context, saved, body)
+    )
+
+
+async def _create_from(
+    context: TenantContext, caller: Caller, body: bodies.LoadWeights
+) -> dict[str, Any]:
+    """Makes a model whose first request is to load a state."""
+    read = context.service.read
+    await read(context.open_session, str(body.session_id))
+    model_id = ModelId(str(body.session_id), int(body.model_seq_id or 0))
+    if not await read(_is_begun, context, model_id):
+        model, document, load = await read(_draft, context, model_id, body)
+        made = await submit_model(context, caller, model, document)
+        await read(context.request_log(made).write_request, 1, load)
+    return {"request_id": str(RequestId(model_id, 0, "load_weights")), "model_id": str(model_id)}
+
+
+def _is_begun(context: TenantContext, model_id: ModelId) -> bool:
+    """True if a model is there and has its first request: a kill may come between the two."""
+    known = context.sessions.model(str(model_id), tenant=context.tenant)
+    return known is not None and context.request_log(known).state(1) != "unknown"
+
+
+def _draft(
+    context: TenantContext, model_id: ModelId, body: bodies.LoadWeights
+) -> tuple[Model, dict[str, Any], driven_requests.Request]:
+    saved = _loadable(context, body.path)
+    first = context.model(saved.note.model)
+    metadata = {key: str(value) for key, value in (body.user_metadata or {}).items()}
+    model = context.new_model(
+        model_id,
+        base=body.base_model or first.base,
+        rank=first.rank,
+        train_attn=first.train_attn,
+        train_mlp=first.train_mlp,
+        train_unembed=first.train_unembed,
+        user_metadata=metadata or None,
+        loaded_from=body.path,
+    )
+    _check_base(context, model.base, saved)
+    state = read_json(saved.folder / _STATE)
+    return model, loaded_document(model, state), _load_request(context, saved, body)
+
+
+def _loadable(context: TenantContext, path: str) -> Saved:
+    saved = context.checkpoints.find(path)
+    if saved.path.kind != "weights":
+        raise Refused(f"path must be of weights to train on, saved by save_state, got {path!r}")
+    return saved
+
+
+def _check_base(context: TenantContext, base: str, saved: Saved) -> None:
+    """Refuses the weights of one base for another."""
+    other = context.model(saved.note.model).base
+    if base != other and context.base(base) != context.base(other):
+        raise Refused(f"base_model must be {other!r}, of which {saved.path} is, got {base!r}")
+
+
+def _load_request(
+    context: TenantContext, saved: Saved, body: bodies.LoadWeights
+) -> driven_requests.Request:
+    params = {"path": context.checkpoints.place(saved), "optimizer": body.optimizer}
+    return driven_requests.Request(op="load_state", params=params)

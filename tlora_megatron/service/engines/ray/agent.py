@@ -22,14 +22,7 @@ _TASK = ("-m", "tlora_megatron.service.engines.ray.task")
 
 
 class Agent:
-    """The place of one rank.
-
-    Args:
-        path: the gang's folder.
-        command: of a rank; the folder and the rank come behind it.
-        environment: what the rank has beside this process's own.
-        slots: ranks that find room on this node, for the number of threads.
-    """
+    """The place of one rank; folder and rank come behind `command`, `slots` is for its threads."""
 
     def __init__(
         self,
@@ -75,10 +68,7 @@ class Agent:
 
 
 def reap(path: str, ranks: Sequence[int], wait_s: float) -> list[int]:
-    """Ends ranks of a gang that run on this node; returns those that are proved to be gone.
-
-    Nothing is proved of ranks that sit on other nodes, or in other containers of this one.
-    """
+    """Ends a gang's ranks on this node; returns those that are proved to be gone."""
     folder, here = GangFolder.at(Path(path)), namespace()
     proved = []
     for rank in ranks:

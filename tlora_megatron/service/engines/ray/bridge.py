@@ -97,7 +97,7 @@ class Gang:
         self.unproved = set(ranks)
         for agent in self.agents:
             ray.kill(agent, no_restart=True)
-        for node in _nodes_alive() if ranks else ():
+        for node in [n for n in ray.nodes() if n["Alive"]] if ranks else ():
             strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             asked = _reap.options(scheduling_strategy=strategy)
             self.reaping.append(asked.remote(self.path, ranks, _REAP_S))
@@ -264,10 +264,6 @@ def _group(name: str) -> PlacementGroup:
 
 def _actors() -> list[str]:
     return [name for name in ray.util.list_named_actors() if name.startswith("gang.")]
-
-
-def _nodes_alive() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def _nodes() -> list[dict[str, Any]]:

@@ -26,10 +26,7 @@ _LOOK_S = 0.05
 
 
 def cluster_address(address: str | None) -> str:
-    """The address of a cluster that asks for a token.
-
-    Args:
-        address: None = that of RAY_ADDRESS.
+    """The address of a cluster that asks for a token; None = that of RAY_ADDRESS.
 
     Raises:
         ImportError: if Ray is not installed.

@@ -93,18 +93,10 @@ class RayGang(GangHandle):
 class RayEngine(FolderEngine[RayGang]):
     """`GangEngine` on Ray, which runs in a child process (`bridge`); no call of it can hang.
 
-    Actors of no gang that is known are ended. All nodes must see the folder and have this package
-    installed.
-
-    Args:
-        root: the service's folder.
-        address: of the cluster; None = that of RAY_ADDRESS.
-        rank_command: for tests.
+    Actors of no gang that is known are ended. All nodes must see the folder and have this package.
 
     Raises:
-        ValueError: if there is no address, or the cluster asks for no token.
-        ImportError: if Ray is not installed.
-        RuntimeError: if the cluster cannot be reached.
+        ValueError, ImportError, RuntimeError: as `cluster_address`.
     """
 
     kill_s = 15.0  # a node that has to prove it may have to start a process first
@@ -202,11 +194,7 @@ class RayEngine(FolderEngine[RayGang]):
         return Connection(self.address, self._namespace, self._folder / "bridge.log")
 
     def _wait_until_ready(self) -> None:
-        """Waits for the first connection.
-
-        Raises:
-            RuntimeError: if there is none.
-        """
+        """Waits for the first connection; raises `RuntimeError` if there is none."""
         end_s = time.monotonic() + _OPEN_S
         while not self._connection.is_ready:
             self._hear()

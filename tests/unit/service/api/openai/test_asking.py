@@ -10,7 +10,7 @@ import pytest
 from tlora_megatron.config.job import JobSpec, LoraSpec
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.sections import read_job
-from tlora_megatron.service.api.errors import ApiError
+from tlora_megatron.service.api.gate import ApiError
 from tlora_megatron.service.api.openai.objects import (
     adapter_name,
     checkpoint_name,

@@ -21,7 +21,7 @@ from tlora_megatron.service.api.tinker.sessions import Reaper
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.settings import KEEP_SESSIONS_S
 from tlora_megatron.service.store import TenantLimits, tables
-from tlora_megatron.service.store.sessions import Sessions
+from tlora_megatron.service.store.tenants import Sessions
 
 
 def age(door: Door, session_id: str, seconds: float) -> None:

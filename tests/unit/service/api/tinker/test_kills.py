@@ -20,7 +20,7 @@ import json, os, signal, sys
 from pathlib import Path
 from tests.helpers.http_service import open_door
 from tlora_megatron.service.request_log import RequestLog
-from tlora_megatron.service.store.sessions import Sessions
+from tlora_megatron.service.store.tenants import Sessions
 
 def killed(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)

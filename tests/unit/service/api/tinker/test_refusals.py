@@ -15,7 +15,7 @@ from tests.unit.service.api.tinker.test_wire import datum, message
 from tlora_megatron.service.api.server import make_app
 from tlora_megatron.service.api.tinker.bodies import NotSigned
 from tlora_megatron.service.api.tinker.context import TenantContext
-from tlora_megatron.service.api.tinker.downloads import Signer
+from tlora_megatron.service.api.tinker.runs import Signer
 from tlora_megatron.service.api.tinker.sessions import FLUSH_S, SILENCE_S, Reaper
 
 PROTO = {"Content-Type": "application/x-protobuf"}
