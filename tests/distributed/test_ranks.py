@@ -103,7 +103,7 @@ STOPPED_RANK = """
     import os, signal, time
     import torch
     import torch.distributed as dist
-    from tlora_megatron.training.stopping import run_watch
+    from tlora_megatron.training import run_watch
 
     run_watch._FIRST_ROUNDS = 0
     dist.init_process_group("gloo")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.helpers.adam_case import AdamCase
+from tests.helpers.adam_case import AdamCase, take_steps
 from tlora_megatron.ops.adamw import fused_adamw
 from tlora_megatron.ops.lora.kernel_choice import triton_problem
 
@@ -38,21 +38,12 @@ def make_cases() -> list[AdamCase]:
 @pytest.mark.parametrize("tensor_clip", [False, True], ids=["number", "tensor"])
 def test_many_steps_equal_the_definition(tensor_clip: bool, kernels: str) -> None:
     cases = make_cases()
-    for index in range(10):
-        clips = [0.1 + 0.2 * ((index + case.seed) % 5) for case in cases]
-        updates = [
-            case.update(torch.tensor(clip, device=GPU) if tensor_clip else clip)
-            for case, clip in zip(cases, clips, strict=True)
-        ]
-        fused_adamw(updates)
-        for case, clip, update in zip(cases, clips, updates, strict=True):
-            assert not update.grad.any()
-            case.step_reference(clip)
+    take_steps(fused_adamw, cases, 10, tensor_clip=tensor_clip)
     for case in cases:
         compare(case, kernels)
 
 
-def test_a_clip_that_is_not_finite_skips_the_job_alone(kernels: str) -> None:
+def test_a_clip_not_finite_skips_the_job_alone(kernels: str) -> None:
     cases = make_cases()
     before = [t.clone() for t in cases[3].state()]
     updates = [case.update(torch.ones((), device=GPU)) for case in cases]
@@ -79,18 +70,7 @@ def test_alone_is_together_bit_for_bit() -> None:
 
 def test_unaligned_views_leave_the_rest_alone(kernels: str) -> None:
     case = AdamCase(0, 5_001, GPU)
-    update = case.update(1.0)
-    names = ("master", "grad", "exp_avg", "exp_avg_sq")
-    wide = {name: torch.full((5_011,), 7.0, device=GPU) for name in names}
-    for name, buffer in wide.items():
-        buffer[5:5_006] = getattr(update, name)
-    fused_adamw([update._replace(**{name: t[5:5_006] for name, t in wide.items()})])
-    case.step_reference(1.0)
-    for name, buffer in wide.items():
-        assert (buffer[:5] == 7).all(), name
-        assert (buffer[5_006:] == 7).all(), name
-        if name != "grad":
-            getattr(case, name).copy_(buffer[5:5_006])
+    case.step_within(fused_adamw)
     compare(case, kernels)
 
 

@@ -12,6 +12,7 @@ from tests.helpers.base_case import FILE, UP, assert_base_is_read
 from tests.helpers.tiny_models import make_tiny_model
 from tlora_megatron.training.formats import base_reader
 
+pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 
 

@@ -48,18 +48,22 @@ def test_varlen_equals_spans(
         cp_size=cp_size,
         exactness=exactness,
     )
-    tensors = inputs(view, 8, groups, dtype)
     weights = torch.randn(view.num_tokens, 8, 64, device="cuda")
     weights[sum(lengths) :] = 0  # padding has no loss, and then no gradients
+    check(view, inputs(view, 8, groups, dtype), weights)
+
+
+def check(view: MicroBatchView, tensors: list[Tensor], weights: Tensor, *sight: Sight) -> None:
+    """Output and gradients of `attend_varlen` are those of the spans in fp32."""
     results = []
     for attend in (attend_spans, attend_varlen):
         used = [t.float() if attend is attend_spans else t for t in tensors]
         used = [t.detach().requires_grad_() for t in used]
-        out = attend(*used, view, 0.125)
+        out = attend(*used, view, 0.125, *sight)
         grads = torch.autograd.grad((out.float() * weights).sum(), used)
         results.append(dict(zip(("out", "query", "key", "value"), (out, *grads), strict=True)))
     reference, fused = results
-    tolerance = {torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 4e-3}[tensors[0].dtype]
     for name, expected in reference.items():
         error = (fused[name].float() - expected).abs().max() / expected.abs().max()
         assert error < tolerance, f"{name}: relative error {error.item()}"
@@ -77,18 +81,7 @@ def test_windows_and_sinks(has_sinks: bool, window: int | None, cp_size: int) ->
     tensors = inputs(view, 8, 2, torch.bfloat16)
     weights = torch.randn(view.num_tokens, 8, 64, device="cuda")
     sinks = 2 * torch.randn(8, device="cuda") if has_sinks else None
-    sight = Sight(window=window, sinks_N=sinks)
-    results = []
-    for attend in (attend_spans, attend_varlen):
-        used = [t.float() if attend is attend_spans else t for t in tensors]
-        used = [t.detach().requires_grad_() for t in used]
-        out = attend(*used, view, 0.125, sight)
-        grads = torch.autograd.grad((out.float() * weights).sum(), used)
-        results.append(dict(zip(("out", "query", "key", "value"), (out, *grads), strict=True)))
-    reference, fused = results
-    for name, expected in reference.items():
-        error = (fused[name].float() - expected).abs().max() / expected.abs().max()
-        assert error < 2e-2, f"{name}: relative error {error.item()}"
+    check(view, tensors, weights, Sight(window=window, sinks_N=sinks))
 
 
 def test_gradients_are_bitwise_the_same_where_torch_is_asked_for_it(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,13 +20,15 @@ from tests.helpers.expert_branch import (
     results,
     run_branch,
 )
+from tests.helpers.layout_sites import SPEC as SMALL
+from tests.helpers.outer_case import definition, outer_case
+from tests.helpers.outer_case import results as outer_results
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.experts.branch import TorchExpertOps, looped_products
 from tlora_megatron.ops.lora.kernel_choice import cuda_problem
 from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
@@ -148,20 +151,11 @@ def test_a_layer_s_kernels_never_wait() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-SPEC = ModelSpec(
-    model_type="qwen3_moe",
-    num_layers=1,
-    hidden_size=512,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=128,
-    ffn_size=256,
-    vocab_size=64,
-    max_positions=64,
-    norm_eps=1e-6,
-    rope_theta=1e4,
+SPEC = replace(
+    SMALL, model_type="qwen3_moe", num_layers=1, hidden_size=512, num_heads=4, num_kv_heads=2,
+    head_dim=128, ffn_size=256, vocab_size=64,
     experts=ExpertsSpec(num_experts=16, top_k=4, ffn_size=256, normalizes=True),
-)
+)  # fmt: skip
 OWN = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 LORAS = (
     LoraSpec(rank=4, target_modules=OWN),
@@ -223,3 +217,9 @@ def test_a_block_is_what_torch_s_products_give(
     # y, dx, and of each of the three jobs on experts all factors.
     assert len(moved) == 2 + 6 + 6 + 4
     check_close(found, expected, 2e-2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 63, 257])
+def test_factors_that_experts_share_are_the_definition(num_rows: int) -> None:
+    found = outer_results(outer_case(num_rows, torch.bfloat16, "cuda"))
+    check_close(found, definition(outer_case(num_rows, torch.float64)), 1e-2)

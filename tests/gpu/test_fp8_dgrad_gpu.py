@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.test_kernels_gpu import CASES, DROPOUT, WORKLOADS, K, draw
+from tests.gpu.test_kernels_gpu import CASES, DROPOUT, WHOLE, WORKLOADS, K, draw
 from tests.helpers.kernel_case import KernelCase, make_case, make_rows, poisoned_memory, reference
 from tests.helpers.linear_case import error
 from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.lora.cuda_calls import RankPart
-from tlora_megatron.ops.lora.kernel_choice import problem_of
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.quantised.cuda import dgrad_with_ranks, fp8_dgrad
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, decode, encode, encode_rows
@@ -27,7 +26,7 @@ from tlora_megatron.ops.row_groups import RowGroups
 if TYPE_CHECKING:
     from tlora_megatron.ops.lora.cuda_ops import CudaLinear
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 ROUNDED = 3e-3
 """Share of a row's norm: bf16 rounds to 2^-9, 1.1e-3 on average; sums of FP8 products add 1e-4."""
@@ -36,12 +35,6 @@ ONE = 0x38
 GUARD = 8
 KINDS: tuple[Kind, ...] = ("channel", "block")
 SUPPORTED = [name for name in CASES if name != "odd columns"]
-
-
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    if problem := problem_of("cuda", torch.device("cuda"), torch.bfloat16):
-        pytest.skip(problem)
 
 
 def dgrad(rows: QuantRows, weight: QuantWeight, rank: RankPart | None = None) -> Tensor:
@@ -241,9 +234,8 @@ def test_the_mask_is_that_of_the_definition() -> None:
 def test_1024_adapters() -> None:
     lengths = [3 + i % 11 for i in range(1024)]
     lengths[17] = 0
-    whole = (OutputColumns(groups=1, stride=768, begin=0, width=768),)
     ranks = [[1 + i % 24] for i in range(1024)]
-    case = make_case(ranks, whole, K, dtype=torch.bfloat16, device="cuda")
+    case = make_case(ranks, WHOLE, K, dtype=torch.bfloat16, device="cuda")
     rows = make_rows(lengths, padding=9)
     x, dy = draw(case, rows.ends[-1])
     weight = quantised(case, "channel")

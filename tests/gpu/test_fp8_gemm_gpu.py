@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.gpu.test_kernels_gpu import CASES, DROPOUT, QKV, WHOLE
+from tests.gpu.test_kernels_gpu import WORKLOADS as ALL_WORKLOADS
 from tests.helpers.kernel_case import (
     KernelCase,
     gradients,
@@ -18,8 +20,7 @@ from tests.helpers.kernel_case import (
 )
 from tests.helpers.linear_case import error
 from tlora_megatron.ops.lora.cuda_calls import GemmTile
-from tlora_megatron.ops.lora.kernel_choice import problem_of
-from tlora_megatron.ops.lora.linear_ops import BoundLinear, LinearOps, OutputColumns
+from tlora_megatron.ops.lora.linear_ops import BoundLinear, LinearOps
 from tlora_megatron.ops.quantised import cuda
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode, encode_rows
 from tlora_megatron.ops.quantised.weight import (
@@ -31,7 +32,7 @@ from tlora_megatron.ops.quantised.weight import (
 from tlora_megatron.ops.quantised.weight_codes import Kind
 from tlora_megatron.ops.row_groups import RowGroups
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 BF16 = torch.bfloat16
 MOST = 2**-8 + 6e-4
@@ -40,34 +41,11 @@ values lie anywhere between powers of 2, more in short rows), and 6e-4 is what s
 lose at worst, where all have one sign (measured at K = 14,336)."""
 WITH_RANKS = 1.2e-2
 """The bound of the bf16 kernels' tests: s and dS are rounded to bf16."""
-WHOLE = (OutputColumns(groups=1, stride=768, begin=0, width=768),)
-QKV = tuple(
-    OutputColumns(groups=2, stride=768, begin=begin, width=width)
-    for begin, width in ((0, 512), (512, 128), (640, 128))
-)
-GATE_UP = tuple(OutputColumns(groups=1, stride=1280, begin=b, width=640) for b in (0, 640))
-LINEARS = {
-    "whole": (WHOLE, [[4], [64], [0], [40]]),
-    "q k v": (QKV, [[4, 0, 17], [16, 64, 16], [0, 0, 0], [1, 40, 3]]),
-    "gate up": (GATE_UP, [[4, 5], [16, 0], [33, 8], [64, 100]]),
-    "targets that nobody has": (QKV, [[0, 4, 0], [0, 64, 0], [0, 0, 0], [0, 40, 0]]),
-    "large ranks": (QKV, [[128, 128, 128], [16, 16, 16], [0, 100, 0], [8, 8, 8]]),
-}
-WORKLOADS = {
-    "ragged": (5, 1300, 700, 333),
-    "absent": (0, 611, 0, 2570),
-    "short": (1, 63, 7, 2),
-    "none": (0, 0, 0, 0),
-}
-DROPOUT = (0.3, 0.1, 0.5, 0.0)
+LINEARS = {name: case for name, case in CASES.items() if name != "odd columns"}
+LINEARS["large ranks"] = (QKV, [[128, 128, 128], [16, 16, 16], [0, 100, 0], [8, 8, 8]])
+WORKLOADS = {name: lengths for name, lengths in ALL_WORKLOADS.items() if name != "one adapter"}
 SIZES = ((256, 768, 512), (300, 520, 400), (1, 16, 16), (4097, 1096, 1040), (129, 136, 2064))
 """Rows, columns, terms of the sum: whole tiles, and tails of 16 terms and 8 columns."""
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    if problem := problem_of("cuda", torch.device("cuda"), BF16):
-        pytest.skip(problem)
 
 
 KINDS = ("channel 128", "channel 192", "channel 256", "block 128", "block 256")
@@ -262,9 +240,7 @@ def gemm(rows: QuantRows, weight: QuantWeight, width: int) -> torch.Tensor:
 @pytest.mark.parametrize("num_rows", [1, 300, 8192])
 @pytest.mark.parametrize("k", [16, 272, 2048])
 @pytest.mark.parametrize("kind_of_scales", ["channel", "block"])
-def test_bits_do_not_depend_on_the_width_of_tiles(
-    kind_of_scales: Kind, k: int, num_rows: int
-) -> None:
+def test_the_width_of_tiles_changes_no_bit(kind_of_scales: Kind, k: int, num_rows: int) -> None:
     weight = quantised(draw(1096, k, seed=1), kind_of_scales)
     rows = encode_rows(draw(num_rows, k).to(BF16), group=weight.group)
     found = gemm(rows, weight, 256)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tests.helpers.fp8_folders import make_fp8_folder
-from tests.helpers.one_process import one_process_groups
 from tests.helpers.tiny_models import make_tiny_model
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.megatron import model as backbone
@@ -30,10 +28,7 @@ LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4,
 LARGE |= {"num_attention_heads": 16, "num_key_value_heads": 8}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _groups() -> Iterator[None]:
-    with one_process_groups():
-        yield
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("groups")]
 
 
 def build(directory: Path) -> dict[str, QuantWeight]:
@@ -77,9 +72,7 @@ def test_a_published_folder_is_read(tmp_path: Path, kind: Any) -> None:
         assert weight.scales.isfinite().all(), name
 
 
-def test_the_peak_is_codes_and_a_few_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peak_is_codes_and_few_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_reader, "_BLOCK_BYTES", 1 << 20)  # those of small models are large
     directory = make_tiny_model(tmp_path, "llama", vocab_size=128, **LARGE)
     spec = read_model_spec(directory / "config.json")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.ops.frozen.test_coded_kernels import assert_codes, weight_of
+from tests.unit.ops.frozen.test_fp8_kernels import assert_codes, weight_of
 from tests.unit.ops.frozen.test_frozen_kernels import head_norms
 from tests.unit.ops.quantised.test_quant_kernels import (
     assert_same_rows,

@@ -18,10 +18,10 @@ from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
 )
 from tlora_megatron.config.schema import Recompute
 from tlora_megatron.model.layout import LoraSharding
-from tlora_megatron.ops.lora.kernel_choice import Kernels, forced_kernels, problem_of
+from tlora_megatron.ops.lora.kernel_choice import forced_kernels
 from tlora_megatron.ops.routing import MicroBatchView, use_micro_batch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ops")]
 __all__ = ["process_group"]  # a fixture
 
 WIDE = replace(SPEC, hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_size=768)
@@ -47,19 +47,9 @@ def in_flight(case: Case, view: MicroBatchView) -> list[torch.Tensor]:
     return [x.detach().clone() for x in found if x is not None]
 
 
-@pytest.fixture(params=get_args(Kernels), autouse=True)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = problem_of(request.param, torch.device("cuda"), DTYPE)
-    if problem is not None:
-        pytest.skip(problem)
-    monkeypatch.setenv("TLORA_KERNELS", request.param)
-
-
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_micro_batches_in_flight_give_what_modules_give(
-    recompute: Recompute, num_parts: int
-) -> None:
+def test_batches_in_flight_give_what_modules_give(recompute: Recompute, num_parts: int) -> None:
     case = Case(recompute, spec=WIDE, dtype=DTYPE)
     check(case, whole() if num_parts == 1 else case.split())
 

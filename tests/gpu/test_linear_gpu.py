@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
 
 import pytest
 import torch
 
 from tests.helpers.block_case import against_dense, blocks
+from tests.helpers.fp8_ranks import LAYOUT, Ranks
 from tests.helpers.linear_case import JOBS, SPEC, TOLERANCE, WORKLOADS, Case, error
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.ops.lora.kernel_choice import Kernels, choose_ops, problem_of
+from tlora_megatron.layers.fold import FoldStrategy
 from tlora_megatron.ops.lora.linear_ops import LinearOps
+from tlora_megatron.ops.quantised.rows import GROUP
+from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = get_args(Kernels)
 WIDE = dataclasses.replace(
     SPEC, hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_size=768
 )
 
 
-def ops_of(kernels: Kernels, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> LinearOps:
-    """The named implementation; skips where it does not run."""
-    device = torch.device("cuda")
-    problem = problem_of(kernels, device, dtype)
-    if problem is not None:
-        pytest.skip(problem)
-    monkeypatch.setenv("TLORA_KERNELS", kernels)
-    return choose_ops(device, dtype)
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("training", [True, False], ids=["dropout", "no dropout"])
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("linear", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
 def test_every_output_and_gradient_equals_the_reference(
-    linear: str,
-    workload: str,
-    training: bool,
-    dtype: torch.dtype,
-    kernels: Kernels,
-    monkeypatch: pytest.MonkeyPatch,
+    linear: str, workload: str, training: bool, dtype: torch.dtype, ops: LinearOps
 ) -> None:
-    ops = ops_of(kernels, dtype, monkeypatch)
     case = Case(linear, dtype, spec=WIDE, device="cuda", ops=ops)
     lengths = WORKLOADS[workload]
     num_tokens = sum(lengths) + 6
@@ -63,18 +47,12 @@ def test_every_output_and_gradient_equals_the_reference(
         assert error(got, value) < TOLERANCE[dtype], name
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("training", [True, False], ids=["dropout", "no dropout"])
 @pytest.mark.parametrize("linear", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
 def test_block_diagonal_jobs_equal_those_of_dense_factors(
-    linear: str,
-    training: bool,
-    dtype: torch.dtype,
-    kernels: Kernels,
-    monkeypatch: pytest.MonkeyPatch,
+    linear: str, training: bool, dtype: torch.dtype, ops: LinearOps
 ) -> None:
-    ops = ops_of(kernels, dtype, monkeypatch)
     loras = (
         blocks(32, 4, alpha=5, dropout=0.2),
         LoraSpec(rank=24, alpha=3, dropout=0.1),
@@ -90,12 +68,8 @@ def test_block_diagonal_jobs_equal_those_of_dense_factors(
         assert error(got, expected) < TOLERANCE[dtype], name
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_columns_that_begin_between_16_bytes(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_that_begin_between_16_bytes(ops: LinearOps) -> None:
     """TMA and wide loads refuse them: up_proj's begin at the twelfth."""
-    ops = ops_of(kernels, torch.bfloat16, monkeypatch)
     spec = dataclasses.replace(WIDE, ffn_size=12)
     case = Case("linear_fc1", torch.bfloat16, spec=spec, loras=JOBS[3:], device="cuda", ops=ops)
     view = case.view((9,), num_tokens=16, training=False)
@@ -106,11 +80,7 @@ def test_columns_that_begin_between_16_bytes(
         assert error(got, value) < TOLERANCE[torch.bfloat16], name
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_a_thousand_adapters_of_which_two_have_rows(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ops = ops_of(kernels, torch.bfloat16, monkeypatch)
+def test_a_thousand_adapters_of_which_two_have_rows(ops: LinearOps) -> None:
     loras = [LoraSpec(rank=8, alpha=8, target_modules=("o_proj",))] * 1023
     case = Case("linear_proj", torch.bfloat16, spec=WIDE, loras=loras, device="cuda", ops=ops)
     lengths = [0] * 1023
@@ -123,14 +93,33 @@ def test_a_thousand_adapters_of_which_two_have_rows(
         assert error(got, expected[name]) < TOLERANCE[torch.bfloat16], name
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_gradients_are_the_same_bits_from_run_to_run(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ops = ops_of(kernels, torch.bfloat16, monkeypatch)
+def test_gradients_are_the_same_bits_from_run_to_run(ops: LinearOps) -> None:
     case = Case("linear_qkv", torch.bfloat16, spec=WIDE, loras=JOBS, device="cuda", ops=ops)
     view = case.view(WORKLOADS["skewed"], num_tokens=384, training=True)
     x, dy = case.draw(384, 1, case.site.in_size), case.draw(384, 1, case.site.out_size)
     first, second = case.run(x, dy, view), case.run(x, dy, view)
     for name, value in first.items():
         assert torch.equal(second[name], value), name
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_codes_in_the_place_of_x_give_the_bits_of_gathered_rows(
+    ops: LinearOps, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank after the other; the second one's rows begin inside of a tile."""
+    if ops.name == "torch":
+        pytest.skip("cuBLAS chooses by the number of rows")
+    spec = dataclasses.replace(SPEC, hidden_size=512, num_heads=4, num_kv_heads=2, head_dim=128)
+    case = Case("linear_qkv", torch.bfloat16, spec=spec, loras=JOBS, device="cuda", ops=ops)
+    view = case.view((100, 290, 3, 310), num_tokens=730, training=True)
+    base = encode_weight(case.weight)
+    if kind == "block":
+        blocks = torch.rand(*(size // GROUP for size in base.shape), device="cuda") + 0.5
+        base = QuantWeight(base.codes_NK, blocks / 448)
+    ranks = Ranks(case, view, case.draw(730, case.site.in_size), base.group)
+    ranks.stand_in(monkeypatch)
+    expected, _ = ranks.bound().forward(ranks.x_TK, base, case.bias)
+    assert torch.isfinite(expected).all()
+    for y in ranks.products(base, FoldStrategy(case.bank, case.site, LAYOUT)):
+        assert torch.equal(y, expected)
+    assert 0 < ranks.bytes < 0.6 * ranks.x_TK.nbytes

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 import torch
 
 from tests.helpers.cuda_cases import CASES
 from tests.helpers.kernel_case import KernelCase, make_case, make_rows, reference, run_shared
 from tests.helpers.linear_case import TOLERANCE, error
-from tlora_megatron.ops.lora.kernel_choice import Kernels, choose_ops, problem_of
 from tlora_megatron.ops.lora.linear_ops import LinearOps
 from tlora_megatron.ops.row_groups import RowGroups
 
@@ -25,14 +22,10 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=get_args(Kernels))
-def made(name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Made:
+@pytest.fixture
+def made(name: str, ops: LinearOps) -> Made:
     """An implementation, a linear with dropout, rows, x and dy; memory to hand out holds NaN."""
-    kernels, device, dtype = request.param, torch.device("cuda"), torch.bfloat16
-    problem = problem_of(kernels, device, dtype)
-    if problem is not None:
-        pytest.skip(problem)
-    monkeypatch.setenv("TLORA_KERNELS", kernels)
+    dtype = torch.bfloat16
     columns, ranks, lengths, padding = CASES[name]
     p = tuple(0.2 * (i % 3) for i in range(len(ranks)))
     case = make_case(ranks, columns, IN_SIZE, dtype=dtype, device="cuda", dropout=p)
@@ -43,7 +36,7 @@ def made(name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         for size in (IN_SIZE, case.out_size)
     )
     torch.full((1 << 26,), float("nan"), dtype=dtype, device="cuda")
-    return choose_ops(device, dtype), case, rows, x, dy
+    return ops, case, rows, x, dy
 
 
 def check(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,8 @@ HYPERS = (
     Hyper(0.0, 0.9, 0.999, 1e-8, 0.1),
 )
 SIZES = (1, 5000, 2048, 777, 4097)
+BUFFERS = ("master", "grad", "exp_avg", "exp_avg_sq")
+Step = Callable[[Sequence[AdamUpdate]], None]
 RELATIVE, ABSOLUTE = 2e-6, 1e-7
 """Share of the largest weight or moment: some roundings of fp32 a step, over a test's steps."""
 
@@ -46,14 +48,8 @@ class AdamCase:
         self.steps = 0
         self.param = torch.nn.Parameter(self.master.double())
         h = self.hyper
-        self.optimizer = torch.optim.AdamW(
-            [self.param],
-            lr=h.lr,
-            betas=(h.beta1, h.beta2),
-            eps=h.eps,
-            weight_decay=h.weight_decay,
-            foreach=False,
-        )
+        rest = {"eps": h.eps, "weight_decay": h.weight_decay, "foreach": False}
+        self.optimizer = torch.optim.AdamW([self.param], h.lr, (h.beta1, h.beta2), **rest)
         self.grad = torch.zeros(size, device=device)
 
     def _draw(self) -> torch.Tensor:
@@ -89,6 +85,21 @@ class AdamCase:
         self.param.grad = self.grad.double() * clip
         self.optimizer.step()
 
+    def step_within(self, step: Step, room: int = 5) -> None:
+        """Takes a step on views of longer buffers, off by 20 bytes, and leaves the rest alone."""
+        update, own = self.update(1.0), slice(room, room + self.size)
+        size = self.size + 2 * room
+        wide = {name: torch.full((size,), 7.0, device=self.device) for name in BUFFERS}
+        for name, buffer in wide.items():
+            buffer[own] = getattr(update, name)
+        step([update._replace(**{name: buffer[own] for name, buffer in wide.items()})])
+        self.step_reference(1.0)
+        for name, buffer in wide.items():
+            assert (buffer[: own.start] == 7).all(), name
+            assert (buffer[own.stop :] == 7).all(), name
+            if name != "grad":
+                getattr(self, name).copy_(buffer[own])
+
     def state(self) -> list[torch.Tensor]:
         """Weights and moments."""
         return [self.master, self.exp_avg, self.exp_avg_sq]
@@ -111,3 +122,17 @@ class AdamCase:
                 atol=ABSOLUTE * max(1.0, want.abs().max().item() if want.numel() else 0.0),
                 msg=lambda text, name=name: f"{name} of job {self.seed}: {text}",
             )
+
+
+def take_steps(step: Step, cases: Sequence[AdamCase], count: int, *, tensor_clip: bool) -> None:
+    """Steps of all cases together, each with another clip, beside those of torch."""
+    for index in range(count):
+        clips = [0.1 + 0.2 * ((index + case.seed) % 5) for case in cases]
+        updates = [
+            case.update(torch.tensor(clip, device=case.device) if tensor_clip else clip)
+            for case, clip in zip(cases, clips, strict=True)
+        ]
+        step(updates)
+        for case, clip, update in zip(cases, clips, updates, strict=True):
+            assert not update.grad.any()
+            case.step_reference(clip)

@@ -60,10 +60,7 @@ CASES = {
         out_size=24,
     ),
     "odd addresses": BranchShape(
-        counts=((19, 4), (33, 0)),
-        ranks=(((3, 1, 17), (2, 20, 9)),),
-        in_size=23,
-        out_size=31,
+        counts=((19, 4), (33, 0)), ranks=(((3, 1, 17), (2, 20, 9)),), in_size=23, out_size=31
     ),
 }
 

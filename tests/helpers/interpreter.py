@@ -1,4 +1,8 @@
-"""Lets Triton 3.6 interpret kernels under NumPy 2.4, in a third of the time.
+"""Where Triton's kernels run in tests; and lets Triton 3.6 interpret them under NumPy 2.4, faster.
+
+Triton chooses its interpreter when it is imported, so kernels are interpreted in processes of their
+own: `TRITON_INTERPRET=1 pytest` on a file runs its kernels here. Importing this module there
+readies the interpreter.
 
 NumPy no longer takes `int(array([3]))`. And Triton looks through its whole language again at every
 call of a device function, makes a table of all types for every one that it looks up, and computes
@@ -11,16 +15,49 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import triton.language as tl
-from triton.runtime import interpreter
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+RUNS = pytest.mark.skipif(
+    not INTERPRETED and DEVICE == "cpu", reason="runs in the process of test_interpreted_kernels"
+)
+"""On a GPU kernels run as they are."""
+COMPILES = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+if INTERPRETED:
+    import triton.language as tl
+    from triton.runtime import interpreter
 
 
-@functools.cache
-def ready_interpreter() -> None:
+def compiled_for(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, int],
+    *,
+    capability: int = 90,
+    num_warps: int = 8,
+) -> dict[str, str]:
+    """Returns what the compiler makes of a kernel, by stage; needs no GPU."""
+    compiler = pytest.importorskip("triton.compiler")
+    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", capability, 32)
+    names = kernel.arg_names
+    source = compiler.ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in types if "*" in types[n]},
+    )
+    return compiler.compile(source, target=target, options={"num_warps": num_warps}).asm
+
+
+def _ready_interpreter() -> None:
     """Makes scalars usable as bounds of loops, and interpretation faster."""
     _accept_numpy_scalars()
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
@@ -117,3 +154,7 @@ def _remember_shapes() -> None:
 
 def _unwrapped(shape: Any) -> tuple[Any, ...]:
     return tuple(x.value if type(x) is tl.constexpr else x for x in shape)
+
+
+if INTERPRETED:
+    _ready_interpreter()

@@ -23,6 +23,14 @@ QKV = tuple(
     for begin, width in ((0, 16), (16, 8), (24, 8))
 )
 GATE_UP = tuple(OutputColumns(groups=1, stride=96, begin=b, width=48) for b in (0, 48))
+CASES = {
+    "whole": (WHOLE, [[4], [16], [0], [40]]),
+    "q k v": (QKV, [[4, 0, 17], [16, 16, 16], [0, 0, 0], [1, 40, 3]]),
+    "gate up": (GATE_UP, [[4, 5], [16, 0], [33, 8], [9, 40]]),
+}
+"""Columns and ranks `[slot][target]`."""
+ODD = tuple(OutputColumns(groups=3, stride=14, begin=b, width=w) for b, w in ((0, 5), (5, 3)))
+"""Columns that begin nowhere near 16 bytes; the last of each group belong to no target."""
 
 
 @contextmanager
@@ -110,12 +118,7 @@ def make_case(
     weight = (draw(out_size, in_size) * in_size**-0.5).to(dtype)
     bias = draw(out_size).to(dtype)
     return KernelCase(
-        columns=columns,
-        layout=layout,
-        factors=factors,
-        weight_NK=weight,
-        bias_N=bias,
-        p_S=p_S,
+        columns=columns, layout=layout, factors=factors, weight_NK=weight, bias_N=bias, p_S=p_S
     )
 
 
@@ -182,22 +185,27 @@ def one_by_one(rows: RowGroups) -> list[tuple[torch.Tensor, RowGroups]]:
     return found
 
 
-def portions_and_one_by_one(
+def assert_portions_add_up(
     ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Every factor's gradient by name, added to the same values: at once, and `one_by_one`."""
+) -> None:
+    """Cut rows leave every factor's gradient as `one_by_one` does, and uncut ones do not."""
+    whole = added(ops, case, x_TK, dy_TN, replace(rows, cuts=(), _cache={}))
     at_once = added(ops, case, x_TK, dy_TN, rows)
     _fill_gradients(case.factors)
     for index, groups in one_by_one(rows):
         index = index.to(x_TK.device)
         forward_backward(ops, case, x_TK[index], dy_TN[index], groups)
-    return at_once, gradients(case.factors)
+    alone = gradients(case.factors)
+    for name, grad in alone.items():
+        assert torch.equal(at_once[name], grad), name
+    cut = next(name for name in alone if name.startswith("dA[0]"))
+    assert not torch.equal(whole[cut], alone[cut]), "the order must matter here"
 
 
 def added(
     ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
 ) -> dict[str, torch.Tensor]:
-    """Every factor's gradient by name, added to the values of `portions_and_one_by_one`."""
+    """Every factor's gradient by name, added to values that are drawn."""
     _fill_gradients(case.factors)
     forward_backward(ops, case, x_TK, dy_TN, rows)
     return gradients(case.factors)

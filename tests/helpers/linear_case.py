@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from tests.helpers.layout_sites import SPEC as SMALL
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.linear import LinearLayout, multi_lora_linear
@@ -17,19 +19,7 @@ from tlora_megatron.ops.lora.linear_ops import LinearOps
 from tlora_megatron.ops.lora.torch_ops import Factors, multi_lora_linear_reference
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
 
-SPEC = ModelSpec(
-    model_type="llama",
-    num_layers=2,
-    hidden_size=24,
-    num_heads=6,
-    num_kv_heads=3,
-    head_dim=4,
-    ffn_size=36,
-    vocab_size=32,
-    max_positions=64,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-)
+SPEC = replace(SMALL, num_layers=2, num_heads=6, num_kv_heads=3, ffn_size=36)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 JOBS = (
     LoraSpec(rank=4, alpha=8, target_modules=("q_proj", "v_proj", "o_proj", "up_proj")),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.hardware import (
     AttentionPoint,
     GemmPoint,
@@ -33,19 +35,7 @@ SPEC = ModelSpec(
 LARGE = replace(SPEC, hidden_size=4000, num_heads=40, num_kv_heads=8, head_dim=100, ffn_size=8000)
 """Weights of 1.1 GB: beside them communicators do not count for everything."""
 
-FREE_LORA = LoraCost(
-    forward_fixed_s=0.0,
-    forward_input_s=0.0,
-    forward_rank_s=0.0,
-    forward_factor_s=0.0,
-    forward_dropout_s=0.0,
-    backward_fixed_s=0.0,
-    backward_stream_s=0.0,
-    backward_rank_s=0.0,
-    backward_factor_s=0.0,
-    backward_dropout_s=0.0,
-)
-
+FREE_LORA = LoraCost(**{field.name: 0.0 for field in fields(LoraCost)})
 HARDWARE = HardwareProfile(
     name="round",
     gpu="round numbers",
@@ -73,10 +63,25 @@ HARDWARE = HardwareProfile(
 def job(name: str = "a", **changes: object) -> JobLoad:
     """Rank 16 on q_proj alone, one sequence of 128 tokens a step, unless told otherwise."""
     base = JobLoad(
-        name=name,
-        rank=16,
-        targets=("q_proj",),
-        batch_size=1,
-        lengths=LengthHistogram.single(128),
+        name=name, rank=16, targets=("q_proj",), batch_size=1, lengths=LengthHistogram.single(128)
     )
     return replace(base, **changes)  # type: ignore[arg-type]
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERTS = replace(SPEC, experts=ExpertsSpec(num_experts=8, top_k=2, ffn_size=200, normalizes=True))
+"""The same model with eight experts in the place of its MLP."""
+
+
+def published(repo: Path, base: str) -> ModelSpec:
+    """The shape of a base in `configs/models`."""
+    return read_model_spec(repo / f"configs/models/{base}.json")
+
+
+def on_attention(length: int = 512, *batch_sizes: int) -> list[JobLoad]:
+    """Jobs of rank 16 on the attention linears, one for each batch size."""
+    lengths = LengthHistogram.single(length)
+    return [
+        job(f"job{number}", targets=ATTENTION, batch_size=size, lengths=lengths)
+        for number, size in enumerate(batch_sizes or (16,))
+    ]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
+from scripts import configuration_page, docs_site
 from tests.helpers.launch import HANG_S
 
 REPO = Path(__file__).resolve().parents[3]
@@ -31,17 +30,6 @@ def _pages() -> list[str]:
 PAGES = _pages()
 
 
-@pytest.fixture(scope="module")
-def site() -> ModuleType:
-    path = REPO / "scripts" / "docs_site.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _slugs(text: str) -> set[str]:
     """Anchors of a page's headings, as GitHub and mkdocs agree on them for plain headings."""
     headings = re.findall(r"^#+ (.*)$", _CODE_BLOCK.sub("", text), re.MULTILINE)
@@ -49,10 +37,10 @@ def _slugs(text: str) -> set[str]:
     return {re.sub(r"[-\s]+", "-", words) for words in bare}
 
 
-def _broken(site: ModuleType, page: Path) -> list[str]:
+def _broken(page: Path) -> list[str]:
     """The links of a page that lead nowhere: no such file, or no such heading in it."""
     broken = []
-    for link in site.links(page.read_text(encoding="utf-8")):
+    for link in docs_site.links(page.read_text(encoding="utf-8")):
         path, _, anchor = link.partition("#")
         if "://" in link or link.startswith("mailto:"):
             continue
@@ -64,18 +52,18 @@ def _broken(site: ModuleType, page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_of_a_page_leads_to_a_file_and_a_heading(site: ModuleType, page: str) -> None:
-    assert _broken(site, REPO / page) == []
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: str) -> None:
+    assert _broken(REPO / page) == []
 
 
-def test_a_broken_link_is_found(site: ModuleType, tmp_path: Path) -> None:
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
     (tmp_path / "there.md").write_text("# A heading, plain\n")
     page = tmp_path / "page.md"
     page.write_text(
         "[a](there.md) [b](gone.md) [c](there.md#a-heading-plain) [d](there.md#gone) ![e](gone.png)"
         "\n`[f](code.md)`\n```\n[g](block.md)\n```\n[h](https://example.org) [i](#gone)\n"
     )
-    assert _broken(site, page) == ["gone.md", "there.md#gone", "gone.png", "#gone"]
+    assert _broken(page) == ["gone.md", "there.md#gone", "gone.png", "#gone"]
 
 
 def test_the_readme_is_short() -> None:
@@ -136,3 +124,21 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     assert (tmp_path / "index.html").is_file()
     assert (tmp_path / "repository" / "CONTRIBUTING" / "index.html").is_file()
+
+
+def test_the_configuration_page_is_what_the_classes_say() -> None:
+    written = configuration_page.PAGE.read_text(encoding="utf-8")
+    assert written == configuration_page.page(), "run scripts/configuration_page.py"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `optimizer.lr` | number, above 0 | `0.0002` | peak learning rate |",
+        "| `output_dir` | string | required | directory for the run",
+        "| `nano_batches` | integer or `auto`, at least 1, at most 16 | `1` | number of parts",
+        "| `optimizer.betas` | list of 2 numbers, at least 0, below 1 | `[0.9, 0.999]` | decay",
+    ],
+)
+def test_a_row_of_it_says_type_range_and_default(row: str) -> None:
+    assert f"\n{row}" in configuration_page.page()

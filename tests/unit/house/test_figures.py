@@ -102,9 +102,7 @@ def test_figures_that_agree_make_no_problem(repo: Path) -> None:
         ("bbb2222.", "bbb2222, ccc3333.", "must say [steps.csv](...), commits aaa1111 and"),
     ],
 )
-def test_a_page_that_differs_from_its_rows_is_found(
-    repo: Path, old: str, new: str, problem: str
-) -> None:
+def test_a_page_that_differs_is_found(repo: Path, old: str, new: str, problem: str) -> None:
     change(repo / "docs/page.md", old, new)
     assert any(problem in found for found in checked(repo).problems)
 
@@ -119,9 +117,7 @@ def test_a_page_that_differs_from_its_rows_is_found(
         ("floor_s", "base_s", "names must be columns of steps.csv, got ['floor_s']"),
     ],
 )
-def test_rows_that_differ_from_the_page_are_found(
-    repo: Path, old: str, new: str, problem: str
-) -> None:
+def test_rows_that_differ_are_found(repo: Path, old: str, new: str, problem: str) -> None:
     change(repo / "scripts/bench/results/steps.csv", old, new)
     assert any(problem in found for found in checked(repo).problems)
 
@@ -192,9 +188,7 @@ def test_a_row_is_stale_when_its_code_has_changed_since(repo: Path) -> None:
     assert "    docs/page.md, Speed: 1,234; 20; 1,234; 41.5; 1.10" in later
 
 
-def test_without_git_nobody_knows_what_is_stale(
-    repo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_git_no_row_is_known_as_stale(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(repo.parent))
     assert "there is no git here" in next(iter(stale_lines(repo, checked(repo))))
 

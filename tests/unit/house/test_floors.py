@@ -36,10 +36,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "pydantic": (f"{PACKAGE}.service.api", f"{PACKAGE}.integrations.deepspeed"),
     "tinker": (f"{PACKAGE}.service.api.tinker",),
     "google.protobuf": (f"{PACKAGE}.service.api.tinker.protobuf",),
-    "ray": (
-        f"{PACKAGE}.service.engines.ray.bridge",
-        f"{PACKAGE}.service.engines.ray.probe_auth",
-    ),
+    "ray": (f"{PACKAGE}.service.engines.ray.bridge", f"{PACKAGE}.service.engines.ray.probe_auth"),
     f"{PACKAGE}.integrations.megatron.cpu": (
         f"{PACKAGE}.integrations.megatron",
         f"{PACKAGE}.integrations.megatron_lm.cpu",
@@ -98,12 +95,7 @@ def imports_of(root: Path) -> list[Import]:
         for node, at_import in _statements(tree):
             for target in _targets(node, name, is_package=is_package, modules=modules):
                 found.append(
-                    Import(
-                        source=name,
-                        target=target,
-                        line=node.lineno,
-                        at_import=at_import,
-                    )
+                    Import(source=name, target=target, line=node.lineno, at_import=at_import)
                 )
     return found
 
@@ -291,7 +283,7 @@ def _tree(root: Path, files: dict[str, str]) -> list[Import]:
         ("runtime/ranks.py", f"from {PACKAGE}.cli.main import main", "cli.main"),
     ],
 )
-def test_an_import_up_or_sideways_is_found(
+def test_imports_up_or_sideways_are_found(
     tmp_path: Path, file: str, text: str, target: str
 ) -> None:
     module = f"{PACKAGE}." + file.removesuffix(".py").replace("/", ".")

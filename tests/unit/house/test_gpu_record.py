@@ -47,10 +47,7 @@ def skipped(why: str) -> Outcome:
 def test_a_report_is_counted(tmp_path: Path) -> None:
     outcome = report(tmp_path)
     assert outcome.passed == 1
-    assert outcome.failures == (
-        "tests.gpu.a::two: assert 1 == 2",
-        "tests.gpu.a::three: no fixture",
-    )
+    assert outcome.failures == ("tests.gpu.a::two: assert 1 == 2", "tests.gpu.a::three: no fixture")
     assert sum(outcome.skipped.values()) == 3
     assert "needs 4 GPUs" in outcome.skipped
     assert not outcome.missing

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import importlib.util
 import json
 import os
 import shutil
@@ -22,33 +21,14 @@ import pytest
 from packaging.requirements import Requirement
 
 import tlora_megatron
+from scripts import missing_requirements as requirements
+from scripts import verify_adapters
 from tests.helpers.launch import HANG_S
 
 
 @pytest.fixture(scope="module")
 def pyproject(repo: Path) -> dict[str, Any]:
     return tomllib.loads((repo / "pyproject.toml").read_text())
-
-
-def _script(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up while they are made.
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def requirements(repo: Path) -> ModuleType:
-    return _script(repo / "scripts" / "missing_requirements.py")
-
-
-@pytest.fixture(scope="module")
-def verifier(repo: Path) -> ModuleType:
-    return _script(repo / "scripts" / "verify_adapters.py")
 
 
 def _imported(folder: Path) -> set[str]:
@@ -75,19 +55,16 @@ def test_an_import_of_a_neighbour_is_not_a_third_party(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("tlora_megatron", ["train", "kernels", "deepspeed", "wandb", "serve", "tinker", "ray"]),
-        (
-            "scripts",
-            [*["train", "kernels", "verify", "deepspeed", "docs", "bench", "openai", "tinker"]],
-        ),
-        ("tests", ["test", "deepspeed", "wandb"]),
+        ("tlora_megatron", "train kernels deepspeed wandb serve tinker ray"),
+        ("scripts", "train kernels verify deepspeed docs bench openai tinker"),
+        ("tests", "test deepspeed wandb"),
     ],
 )
 def test_every_import_is_declared(
-    repo: Path, pyproject: dict[str, Any], requirements: ModuleType, folder: str, extras: list[str]
+    repo: Path, pyproject: dict[str, Any], folder: str, extras: str
 ) -> None:
     project = pyproject["project"]
-    declared = {r.name.lower() for r in requirements.required(project, extras)}
+    declared = {r.name.lower() for r in requirements.required(project, extras.split())}
     # packaging and tokenizers come with transformers, pip's vendored copy with pip.
     declared |= {"packaging", "tokenizers", "tqdm", "huggingface-hub", "pip"}
     # Scripts of tests/helpers/tinker run in interpreters of scripts/tinker_clients.sh.
@@ -102,7 +79,7 @@ def test_every_import_is_declared(
     assert undeclared == {}
 
 
-def test_extras_may_name_extras(pyproject: dict[str, Any], requirements: ModuleType) -> None:
+def test_extras_may_name_extras(pyproject: dict[str, Any]) -> None:
     names = {r.name for r in requirements.required(pyproject["project"], ["dev"])}
     assert {"pre-commit", "pytest", "peft", "torch", "pyyaml"} <= names
     assert "tlora-megatron" not in names
@@ -110,7 +87,7 @@ def test_extras_may_name_extras(pyproject: dict[str, Any], requirements: ModuleT
     assert light == {"pyyaml", "rich"}
 
 
-def test_an_unknown_extra_is_refused(pyproject: dict[str, Any], requirements: ModuleType) -> None:
+def test_an_unknown_extra_is_refused(pyproject: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"extra must be one of train, .*, got 'trian'"):
         list(requirements.required(pyproject["project"], ["trian"]))
 
@@ -119,18 +96,13 @@ def test_an_unknown_extra_is_refused(pyproject: dict[str, Any], requirements: Mo
     ("text", "met"),
     [("pytest>=8", True), ("pytest<8", False), ("no-such-distribution", False), ("pytest", True)],
 )
-def test_requirements_are_compared_with_what_is_installed(
-    requirements: ModuleType, text: str, met: bool
-) -> None:
+def test_requirements_are_compared_with_what_is_installed(text: str, met: bool) -> None:
     assert requirements.is_met(Requirement(text)) is met
 
 
-def test_an_install_from_another_folder_does_not_count(
-    tmp_path: Path, requirements: ModuleType
-) -> None:
-    assert not requirements.is_installed_from(tmp_path, "tlora-megatron")
-    assert not requirements.is_installed_from(tmp_path, "pytest")
-    assert not requirements.is_installed_from(tmp_path, "no-such-distribution")
+@pytest.mark.parametrize("name", ["tlora-megatron", "pytest", "no-such-distribution"])
+def test_an_install_from_another_folder_does_not_count(tmp_path: Path, name: str) -> None:
+    assert not requirements.is_installed_from(tmp_path, name)
 
 
 @pytest.mark.parametrize(
@@ -145,14 +117,9 @@ def test_an_install_from_another_folder_does_not_count(
     ],
 )
 def test_the_reported_exact_match_bounds_what_generation_may_give(
-    verifier: ModuleType,
-    reported: float,
-    rows: int,
-    rows_total: int,
-    slack: float,
-    limits: tuple[int, int],
+    reported: float, rows: int, rows_total: int, slack: float, limits: tuple[int, int]
 ) -> None:
-    assert verifier.expected_matches(reported, rows, rows_total, slack) == limits
+    assert verify_adapters.expected_matches(reported, rows, rows_total, slack) == limits
 
 
 @pytest.fixture(scope="module")
@@ -305,9 +272,7 @@ def test_the_wheel_finds_its_files_and_no_other_wheel_s(installed: Installed) ->
 
 
 @pytest.mark.slow
-def test_the_wheel_s_command_plans_and_inspects(
-    installed: Installed, repo: Path, tmp_path: Path
-) -> None:
+def test_the_wheel_plans_and_inspects(installed: Installed, repo: Path, tmp_path: Path) -> None:
     assert "usage: tlora" in installed.tlora("--help")
     (tmp_path / "unread.jsonl").write_text("not read")
     job = {"name": "a", "data": {"train": "unread.jsonl"}, "max_steps": 1}
@@ -378,9 +343,7 @@ def test_setup_env_names_what_is_missing_and_refuses(
 
 
 @pytest.mark.parametrize("missing", ["triton", "something_else"])
-def test_a_megatron_that_needs_triton_says_so(
-    monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
+def test_megatron_that_needs_triton_says_so(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     from tlora_megatron.runtime import backbone
 
     real = builtins.__import__

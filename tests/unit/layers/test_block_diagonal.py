@@ -96,9 +96,7 @@ class TestRules:
             ),
         ],
     )
-    def test_blocks_fit_the_ranks_and_the_sizes(
-        self, lora: LoraSpec, tp_size: int, message: str
-    ) -> None:
+    def test_blocks_fit_ranks_and_sizes(self, lora: LoraSpec, tp_size: int, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             check_block_sizes("a", lora, SPEC, tp_size)
         check_block_sizes("a", blocks(16, 8), SPEC, 4)
@@ -106,15 +104,11 @@ class TestRules:
 
     def test_other_models_linears_need_a_known_cut(self) -> None:
         shapes = {"q_proj": "column", "o_proj": "column", "c_fc": "column"}
-        spec = LinearsSpec(
-            num_layers=1,
-            vocab_size=8,
-            max_positions=8,
-            linears=tuple(
-                LinearShape(target=t, path=f"h.{{}}.{t}", out_size=8, in_size=8, kind=kind)
-                for t, kind in shapes.items()
-            ),
+        linears = tuple(
+            LinearShape(target=t, path=f"h.{{}}.{t}", out_size=8, in_size=8, kind=kind)
+            for t, kind in shapes.items()
         )
+        spec = LinearsSpec(num_layers=1, vocab_size=8, max_positions=8, linears=linears)
         check_block_sizes("a", blocks(4, 2, target_modules=("q_proj", "o_proj")), spec)
         with pytest.raises(ValueError, match=r"must be among .* got c_fc: how tensor parallelism"):
             check_block_sizes("a", blocks(4, 2, target_modules=("c_fc",)), spec)
@@ -178,11 +172,12 @@ class TestSlab:
                 LinearShape(
                     target=target,
                     path=f"layers.{{}}.{target}",
-                    out_size=SPEC.target_shape(target)[0],
-                    in_size=SPEC.target_shape(target)[1],
+                    out_size=out_size,
+                    in_size=in_size,
                     kind="row" if target in ROW_PARALLEL_TARGETS else "column",
                 )
                 for target in HF_TARGETS
+                for out_size, in_size in [SPEC.target_shape(target)]
             ),
         )
         factors = random_factors(SPEC, lora)
@@ -290,9 +285,7 @@ class TestPeft:
         torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
         assert (plain - ours).abs().max() > 0.1
 
-    def test_we_read_what_peft_writes(
-        self, base_dir: Path, model: ModelSpec, tmp_path: Path
-    ) -> None:
+    def test_peft_s_files_are_read(self, base_dir: Path, model: ModelSpec, tmp_path: Path) -> None:
         base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
         config = LoraConfig(
             r=8,

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.helpers.linear_case import JOBS, TOLERANCE, WORKLOADS, Case, error
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers.linear import computes_base, multi_lora_linear
+from tlora_megatron.layers.linear import LinearLayout, computes_base, multi_lora_linear
 from tlora_megatron.ops.dropout import dropout
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.lora.torch_ops import TorchLinear
@@ -163,9 +164,7 @@ def test_windows_of_the_rows_sum_to_the_whole_gradient_of_a(training: bool) -> N
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("slot", [1, 2])
-def test_a_job_has_the_same_gradient_whoever_stands_beside_it(
-    slot: int, dtype: torch.dtype
-) -> None:
+def test_a_job_has_the_same_gradient_whoever_is_beside_it(slot: int, dtype: torch.dtype) -> None:
     loras = (LoraSpec(rank=256, alpha=1, target_modules=("q_proj", "linear_qkv")), *JOBS)
     case = Case("linear_qkv", dtype, loras=loras)
     x, dy = case.draw(64, 1, case.site.in_size), case.draw(64, 1, case.site.out_size)
@@ -221,3 +220,27 @@ def test_a_linear_that_no_job_adapts_is_computed_here_where_bits_are_a_jobs_own(
     torch.testing.assert_close(y, expected)
     grads = [torch.autograd.grad(out, x, dy)[0] for out in (y, expected)]
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sequence_parallel", "input_rows", "output_rows"),
+    [
+        ("column", False, (0, 12), (0, 12)),
+        ("column", True, (6, 9), (0, 12)),
+        ("row", False, (0, 12), (0, 12)),
+        ("row", True, (0, 12), (6, 9)),
+    ],
+)
+def test_sequence_parallelism_splits_what_lies_outside_of_a_linear_pair(
+    kind: str,
+    sequence_parallel: bool,
+    input_rows: tuple[int, int],
+    output_rows: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda group: 2)
+    layout = LinearLayout(kind=kind, tp_size=4, sequence_parallel=sequence_parallel)  # type: ignore[arg-type]
+    assert layout.input_window(12) == input_rows
+    assert layout.output_window(12) == output_rows
+    assert layout.gathers_input == (input_rows != (0, 12))
+    assert layout.scatters_output == (output_rows != (0, 12))

@@ -90,9 +90,7 @@ def test_sources_compile_once_and_load(
     assert [p.name for p in built.cache.iterdir() if p.suffix == ".so"] == [built.library.name]
 
 
-def test_an_installation_without_sources_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_sources_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_build, "SOURCES", tmp_path / "csrc")
     with pytest.raises(ExtensionUnavailable, match=r"csrc, which does not exist: install tlora"):
         kernel_build.load_extension()

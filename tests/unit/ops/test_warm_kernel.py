@@ -38,6 +38,12 @@ class Kernel:
         return launch
 
 
+def made(compiled: type[Any] = Compiled) -> tuple[Kernel, Any]:
+    """A kernel, and what launches it."""
+    kernel = Kernel(compiled)
+    return kernel, warm_kernel.WarmKernel(kernel)
+
+
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_kernel, "CompiledKernel", Compiled)
@@ -45,8 +51,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_second_launch_goes_to_the_compiled_kernel_with_its_own_addresses() -> None:
-    kernel = Kernel(Compiled)
-    warm = warm_kernel.WarmKernel(kernel)
+    kernel, warm = made()
     first, second = torch.zeros(16), torch.ones(32)
     warm.launch(3, (first,), (16,), (64, True), num_warps=4)
     warm.launch(5, (second,), (32,), (64, True), num_warps=4, grid_y=2)
@@ -58,8 +63,7 @@ def test_the_second_launch_goes_to_the_compiled_kernel_with_its_own_addresses() 
 
 def test_what_is_launched_by_its_address_stays_loaded() -> None:
     """Triton 3.9 unloads what its own caches have dropped."""
-    kernel = Kernel(Compiled)
-    warm = warm_kernel.WarmKernel(kernel)
+    kernel, warm = made()
     warm.launch(1, (torch.zeros(16),), (), (), num_warps=4)
     launched = weakref.ref(kernel.compiled.pop())
     gc.collect()
@@ -67,11 +71,8 @@ def test_what_is_launched_by_its_address_stays_loaded() -> None:
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_profiler_of_triton_s_sees_every_launch(
-    hook: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel = Kernel(Compiled)
-    warm = warm_kernel.WarmKernel(kernel)
+def test_a_profiler_sees_every_launch(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, warm = made()
     for calls in ([], [print], []):
         monkeypatch.setattr(getattr(warm_kernel.knobs.runtime, hook), "calls", calls)
         warm.launch(1, (torch.zeros(16),), (), (), num_warps=4)
@@ -80,17 +81,12 @@ def test_a_profiler_of_triton_s_sees_every_launch(
 
 @pytest.mark.parametrize(
     ("dtype", "constants", "num_warps"),
-    [
-        (torch.float16, (64,), 4),
-        (torch.float32, (32,), 4),
-        (torch.float32, (64,), 8),
-    ],
+    [(torch.float16, (64,), 4), (torch.float32, (32,), 4), (torch.float32, (64,), 8)],
 )
 def test_another_kind_of_launch_is_compiled_for_itself(
     dtype: torch.dtype, constants: tuple[int, ...], num_warps: int
 ) -> None:
-    kernel = Kernel(Compiled)
-    warm = warm_kernel.WarmKernel(kernel)
+    kernel, warm = made()
     warm.launch(1, (torch.zeros(16),), (), (64,), num_warps=4)
     warm.launch(1, (torch.zeros(16, dtype=dtype),), (), constants, num_warps=num_warps)
     assert len(kernel.compiled) == 2
@@ -98,8 +94,7 @@ def test_another_kind_of_launch_is_compiled_for_itself(
 
 
 def test_a_tensor_off_16_bytes_neither_takes_nor_leaves_a_kernel() -> None:
-    kernel = Kernel(Compiled)
-    warm = warm_kernel.WarmKernel(kernel)
+    kernel, warm = made()
     shifted = torch.zeros(17)[1:]
     for tensor in (shifted, torch.zeros(16), shifted, torch.zeros(16)):
         warm.launch(1, (torch.zeros(16), tensor), (), (), num_warps=4)
@@ -107,8 +102,7 @@ def test_a_tensor_off_16_bytes_neither_takes_nor_leaves_a_kernel() -> None:
 
 
 def test_the_interpreter_leaves_nothing_to_launch() -> None:
-    kernel = Kernel(type(None))
-    warm = warm_kernel.WarmKernel(kernel)
+    kernel, warm = made(type(None))
     for _ in range(2):
         warm.launch(1, (torch.zeros(16),), (), (), num_warps=4)
     assert len(kernel.compiled) == 2
@@ -118,16 +112,10 @@ INTEGERS = ("num_rows", "first_row", "end_row", "dropout_key", "first_column", "
 """Names that kernels have for their integers."""
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "frozen.rms_norm_triton",
-        "frozen.swiglu_triton",
-        "frozen.rotary_triton",
-        "lora.triton_up",
-        "lora.triton_parts",
-    ],
-)
+MODULES = "frozen.rms_norm_triton frozen.swiglu_triton frozen.rotary_triton lora.triton_up"
+
+
+@pytest.mark.parametrize("module", [*MODULES.split(), "lora.triton_parts"])
 def test_no_value_of_an_integer_is_compiled_for(module: str) -> None:
     """Or a kernel for one row, or rows in sixteens, would be launched for others."""
     runtime = pytest.importorskip("triton.runtime.jit")

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.expert_case import EXPERTS, on_attention, published
-from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tests.helpers.planner_case import EXPERTS, HARDWARE, SPEC, job, on_attention, published
 from tlora_megatron.config.job import EXPERT_TARGETS, HF_TARGETS, SHARED_EXPERT_TARGETS
 from tlora_megatron.config.parallel_rules import check_expert_sizes
 from tlora_megatron.config.schema import ParallelSpec

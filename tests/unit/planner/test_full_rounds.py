@@ -248,7 +248,7 @@ def test_the_first_choice_for_70b_on_8_h200_is_the_best_as_megatron_lm_runs_it(r
     assert best.plan.micro_batch_tokens >= budgets(jobs, best.plan, MEGATRON)[0]
 
 
-def test_iterations_of_megatron_lms_trainer_that_are_measured_take_what_is_predicted(
+def test_measured_iterations_of_megatron_lm_take_what_is_predicted(
     repo: Path,
 ) -> None:
     """8B on 1 and 2 H200s, 8,192 rows, eight jobs on texts of 256 to 1,024 tokens."""

@@ -85,14 +85,8 @@ def test_plans_of_a_deterministic_run_are_those_that_it_does_not_refuse(
 ) -> None:
     free = SearchSpace(runs_in="train", lora_sharding=asked)
     space = replace(free, deterministic=True)
-    plans, kept = (
-        [
-            p.plan
-            for p in search(SPEC, jobs(4), HARDWARE, 8, within).plans
-            if p.plan.round_depth == 1
-        ]
-        for within in (free, space)
-    )
+    found = (search(SPEC, jobs(4), HARDWARE, 8, within).plans for within in (free, space))
+    plans, kept = ([p.plan for p in each if p.plan.round_depth == 1] for each in found)
     assert kept == [plan for plan in plans if is_taken(plan)]
     assert 0 < len(kept) < len(plans)
 
@@ -134,9 +128,7 @@ def test_plans_are_ranked_by_speed_and_carry_their_own_figures() -> None:
         assert ranked.memory == memory_use(SPEC, jobs(4), ranked.plan, HARDWARE)
 
 
-def test_a_slow_link_makes_tensor_parallelism_a_bad_choice_and_one_job_makes_it_a_good_one() -> (
-    None
-):
+def test_a_slow_link_is_no_place_for_tensor_parallelism_and_one_sequence_is() -> None:
     slow = replace(HARDWARE, intra_node=Link(bytes_per_s=1e6, latency_s=1e-3))
     best = search(SPEC, jobs(8), slow, 2).best
     assert best is not None
@@ -239,9 +231,7 @@ def test_that_nothing_fits_is_known_soon(repo: Path, monkeypatch: pytest.MonkeyP
         (1, {"vpp_size": 2}, r"must allow some plan on 1 GPUs, got \{'vpp_size': 2\}"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(
-    num_gpus: int, space: dict[str, int], match: str
-) -> None:
+def test_impossible_numbers_are_refused(num_gpus: int, space: dict[str, int], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         search(SPEC, jobs(1), HARDWARE, num_gpus, SearchSpace(**space))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="jobs must hold at least one job"):
@@ -326,9 +316,8 @@ class TestGroupModel:
     def test_a_group_is_the_best_plan_found_and_the_same_when_asked_again(self) -> None:
         model = GroupModel(SPEC, HARDWARE)
         first = model.estimate(jobs(4), 2)
-        assert (
-            first == model.estimate(jobs(4), 2) == GroupModel(SPEC, HARDWARE).estimate(jobs(4), 2)
-        )
+        for other in (model, GroupModel(SPEC, HARDWARE)):
+            assert other.estimate(jobs(4), 2) == first
         assert first.fits
         assert first.plan is not None
         cost = step_cost(SPEC, jobs(4), first.plan, HARDWARE)

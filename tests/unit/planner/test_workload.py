@@ -93,7 +93,7 @@ def test_spread_lengths_have_the_histograms_shares() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 32])
-def test_shuffled_lengths_have_the_histograms_shares_and_batches_that_differ(
+def test_shuffled_lengths_have_the_shares_and_batches_that_differ(
     batch_size: int,
 ) -> None:
     histogram = LengthHistogram.from_counts([(10, 1), (20, 2), (80, 1)])
@@ -172,12 +172,8 @@ def test_a_batch_over_the_budget_takes_several_rounds() -> None:
 
 def test_a_pipeline_gets_as_many_micro_batches_as_the_jobs_fill() -> None:
     one = expected_rounds([job(batch_size=8)], micro_batch_tokens=128, dp_size=1, pp_size=4)
-    many = expected_rounds(
-        [job("a", batch_size=8), job("b", batch_size=8)],
-        micro_batch_tokens=128,
-        dp_size=1,
-        pp_size=4,
-    )
+    both = [job("a", batch_size=8), job("b", batch_size=8)]
+    many = expected_rounds(both, micro_batch_tokens=128, dp_size=1, pp_size=4)
     assert (one.load(1).micro_batches, many.load(1).micro_batches) == (8, 16)
 
 
@@ -185,9 +181,8 @@ def test_rounds_with_room_for_all_are_packed_once(monkeypatch: pytest.MonkeyPatc
     packed = []
     run_round = Packer.run_round
     monkeypatch.setattr(Packer, "run_round", lambda *args: packed.append(args) or run_round(*args))
-    model = RoundModel(
-        [job(batch_size=8, lengths=LengthHistogram.from_counts([(64, 3), (512, 1)]))]
-    )
+    lengths = LengthHistogram.from_counts([(64, 3), (512, 1)])
+    model = RoundModel([job(batch_size=8, lengths=lengths)])
     first = model.expected(micro_batch_tokens=4096, dp_size=4, pp_size=2)
     once = len(packed)
     for budget, dp_size, pp_size in ((8192, 4, 2), (4096, 8, 1), (4096, 2, 4), (65536, 1, 8)):
@@ -226,12 +221,8 @@ def test_a_batch_that_hardly_fits_waits_for_room_now_and_then() -> None:
 
 def test_large_batches_over_the_room_leave_rounds_with_their_rest() -> None:
     # One job, room for 970 of its 1,100 sequences: rounds of 970 and 130.
-    load = expected_rounds(
-        [job(batch_size=1100, lengths=LengthHistogram.single(10))],
-        micro_batch_tokens=10000,
-        dp_size=1,
-        pp_size=1,
-    ).load(1)
+    large = [job(batch_size=1100, lengths=LengthHistogram.single(10))]
+    load = expected_rounds(large, micro_batch_tokens=10000, dp_size=1, pp_size=1).load(1)
     assert load.steps[0] == pytest.approx(1 / 2)
     assert load.tokens == pytest.approx(5500)
 

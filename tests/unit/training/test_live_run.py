@@ -19,7 +19,7 @@ from tlora_megatron.training.live_run import (
     FOLDER,
     LiveChanges,
     LiveRun,
-    RequestFolder,
+    LiveFolder,
     with_live_changes,
 )
 from tlora_megatron.training.run.output_dir import hold_output_dir
@@ -84,7 +84,7 @@ def test_nothing_left_or_a_damaged_file_is_refused(config: RunConfig) -> None:
 
 def test_a_request_is_answered_and_the_folder_is_the_users_alone(tmp_path: Path) -> None:
     with hold_output_dir(tmp_path):
-        folder = RequestFolder(tmp_path)
+        folder = LiveFolder(tmp_path)
         assert (tmp_path / FOLDER).stat().st_mode & 0o777 == 0o700
         assert not folder.has_requests
         answers = []
@@ -106,7 +106,7 @@ def test_a_request_is_answered_and_the_folder_is_the_users_alone(tmp_path: Path)
 
 
 def test_what_is_no_request_is_answered_too(tmp_path: Path) -> None:
-    folder = RequestFolder(tmp_path)
+    folder = LiveFolder(tmp_path)
     requests = tmp_path / FOLDER / "requests"
     (requests / "1").write_text("[1]")
     (requests / "2").write_text("{")
@@ -121,13 +121,13 @@ def test_without_a_live_run_there_is_a_sentence(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=r"a run must be training in .*, got none"):
             LiveRun(tmp_path)
-        RequestFolder(tmp_path)  # left by one that was killed
+        LiveFolder(tmp_path)  # left by one that was killed
 
 
 def test_a_run_that_ends_answers_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ALIVE_S", 0.0)
     with hold_output_dir(tmp_path):
-        folder = RequestFolder(tmp_path)
+        folder = LiveFolder(tmp_path)
         live = LiveRun(tmp_path)
         with pytest.raises(RuntimeError, match="has ended before it answered"):
             live.ask({"kind": "cancel", "job": "a"}, wait=lambda _: folder.close())
@@ -137,5 +137,5 @@ def test_a_link_in_the_folders_place_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     (tmp_path / FOLDER).symlink_to(tmp_path / "mine")
-    RequestFolder(tmp_path).close()
+    LiveFolder(tmp_path).close()
     assert (tmp_path / "mine" / "file").exists()

@@ -118,9 +118,7 @@ def test_factors_fill_the_buffer_without_gaps(tp_size: int) -> None:
 
 @pytest.mark.parametrize("tp_size", SIZES)
 @pytest.mark.parametrize("linear", LINEAR_TARGETS)
-def test_a_target_s_rows_of_b_are_its_columns_of_the_fused_output(
-    linear: str, tp_size: int
-) -> None:
+def test_a_target_s_rows_of_b_are_its_columns_of_fused_output(linear: str, tp_size: int) -> None:
     """Labels every output column of the fused linear with its row in q, k, v or gate, up order."""
     parts = [t for t in LINEAR_TARGETS[linear] if t in HF_TARGETS]
     sizes = [SPEC.target_shape(part)[0] for part in parts]

@@ -113,9 +113,7 @@ def test_a_cell_is_held_by_one_place_of_each_replica(replicas: list[ReplicaLayou
 
 @pytest.mark.parametrize("sharding", ["s_lora", "fold"])
 @pytest.mark.parametrize("num_blocks", [1, 4])
-def test_alike_cuts_of_columns_share_whatever_sharding(
-    sharding: LoraSharding, num_blocks: int
-) -> None:
+def test_alike_cuts_share_whatever_sharding(sharding: LoraSharding, num_blocks: int) -> None:
     kind = "standard" if num_blocks == 1 else "block_diagonal"
     lora = LoraSpec(rank=8, parametrization=kind, num_blocks=num_blocks, target_modules=TARGETS)
     found = packed_cells(Deployment.parse("1xTP2+PP2 + 1xTP2+CP2 + 1xTP2@64"), lora, sharding)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.helpers.layout_sites import SPEC as SMALL
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.sites import EXPERT_LINEARS, stage_sites
 from tlora_megatron.layers.slab import (
@@ -20,22 +21,12 @@ from tlora_megatron.layers.slab import (
 from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
-from tlora_megatron.model.spec import ModelSpec
 
-SPEC = ModelSpec(
-    model_type="qwen3_moe",
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_size=24,
-    vocab_size=64,
-    max_positions=64,
-    norm_eps=1e-6,
-    rope_theta=1e4,
+SPEC = replace(
+    SMALL, model_type="qwen3_moe", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2,
+    head_dim=8, ffn_size=24, vocab_size=64,
     experts=ExpertsSpec(num_experts=4, top_k=2, ffn_size=24, normalizes=True),
-)
+)  # fmt: skip
 OWN = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 LORAS = {
     "own": LoraSpec(rank=4, expert_rank=3, target_modules=("q_proj", "o_proj", *OWN)),

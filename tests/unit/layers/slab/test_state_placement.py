@@ -51,9 +51,7 @@ def trained(groups: ParallelGroups, placement: StatePlacement) -> AdapterSlab:
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 @pytest.mark.parametrize("sliced", [False, True])
-def test_steps_give_the_bits_of_the_whole(
-    sliced: bool, on_cpu: bool, groups: ParallelGroups
-) -> None:
+def test_steps_give_bits_of_the_whole(sliced: bool, on_cpu: bool, groups: ParallelGroups) -> None:
     whole = trained(groups, StatePlacement())
     placement = StatePlacement(group=groups.dp_cp_group if sliced else None, on_cpu=on_cpu)
     placed = trained(groups, placement)

@@ -7,19 +7,16 @@ of `test_interpreted_kernels`: `TRITON_INTERPRET=1 pytest` on this file runs the
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from tests.helpers.adam_case import HYPERS, SIZES, AdamCase
+from tests.helpers.adam_case import BUFFERS, HYPERS, SIZES, AdamCase, Step, take_steps
+from tests.helpers.interpreter import INTERPRETED
 from tlora_megatron.ops.adamw import fused_adamw
 from tlora_megatron.ops.adamw_update import AdamUpdate
 
 CPU = torch.device("cpu")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-Step = Callable[[Sequence[AdamUpdate]], None]
 
 
 @pytest.fixture(params=["kernel" if INTERPRETED else "torch"])
@@ -35,16 +32,7 @@ def step(request: pytest.FixtureRequest) -> Step:
 @pytest.mark.parametrize("tensor_clip", [False, True], ids=["number", "tensor"])
 def test_many_steps_equal_torch_s(step: Step, tensor_clip: bool) -> None:
     cases = [AdamCase(i, size, CPU) for i, size in enumerate(SIZES)]
-    for index in range(5 if INTERPRETED else 20):
-        clips = [0.1 + 0.2 * ((index + case.seed) % 5) for case in cases]
-        step(
-            [
-                c.update(torch.tensor(x) if tensor_clip else x)
-                for c, x in zip(cases, clips, strict=True)
-            ]
-        )
-        for case, clip in zip(cases, clips, strict=True):
-            case.step_reference(clip)
+    take_steps(step, cases, 5 if INTERPRETED else 20, tensor_clip=tensor_clip)
     for case in cases:
         case.compare()
 
@@ -63,9 +51,7 @@ def test_one_after_another_is_together(step: Step) -> None:
 
 @pytest.mark.parametrize("clip", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("tensor_clip", [False, True], ids=["number", "tensor"])
-def test_a_clip_that_is_not_finite_skips_the_job_alone(
-    step: Step, tensor_clip: bool, clip: float
-) -> None:
+def test_a_clip_not_finite_skips_the_job_alone(step: Step, tensor_clip: bool, clip: float) -> None:
     cases = [AdamCase(i, 3000, CPU) for i in range(3)]
     step([case.update(1.0) for case in cases])
     for case in cases:
@@ -93,22 +79,8 @@ def test_zero_clip_still_decays_and_moves_on_momentum(step: Step) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 2047, 2048, 2049])
 def test_sizes_around_a_block_leave_the_rest_alone(step: Step, size: int) -> None:
-    case, room = AdamCase(1, size, CPU), 5
-    update = case.update(1.0)
-    wide = {
-        name: torch.full((size + 2 * room,), 7.0)
-        for name in ("master", "grad", "exp_avg", "exp_avg_sq")
-    }
-    for name, buffer in wide.items():
-        buffer[room : room + size] = getattr(update, name)
-    # Off by 20 bytes, so not even aligned as a 16-byte load wants.
-    step([update._replace(**{name: t[room : room + size] for name, t in wide.items()})])
-    case.step_reference(1.0)
-    for name, buffer in wide.items():
-        assert (buffer[:room] == 7).all(), name
-        assert (buffer[room + size :] == 7).all(), name
-        if name != "grad":
-            getattr(case, name).copy_(buffer[room : room + size])
+    case = AdamCase(1, size, CPU)
+    case.step_within(step)
     case.compare()
 
 
@@ -133,14 +105,12 @@ def test_late_steps_and_small_decay(step: Step) -> None:
 def test_a_part_has_the_bits_that_it_has_in_the_whole(step: Step, begin: int) -> None:
     """Unlike replicas update the same elements as parts of unlike slabs, and must stay equal."""
     whole = AdamCase(0, 1003, CPU).update(0.37)
-    tensors = ("master", "grad", "exp_avg", "exp_avg_sq")
-    part = whole._replace(
-        **{name: getattr(whole, name)[begin : begin + 555].clone() for name in tensors}
-    )
+    own = slice(begin, begin + 555)
+    part = whole._replace(**{name: getattr(whole, name)[own].clone() for name in BUFFERS})
     step([whole])
     step([part])
-    for name in tensors:
-        assert torch.equal(getattr(part, name), getattr(whole, name)[begin : begin + 555]), name
+    for name in BUFFERS:
+        assert torch.equal(getattr(part, name), getattr(whole, name)[own]), name
 
 
 def test_no_updates_are_none() -> None:

@@ -6,7 +6,6 @@ They run where `tests/unit/ops/test_interpreted_kernels.py` sets TRITON_INTERPRE
 from __future__ import annotations
 
 import itertools
-import os
 
 import pytest
 import torch
@@ -21,16 +20,10 @@ from tests.helpers.expert_branch import (
     slots_of_rows,
     units_reference,
 )
+from tests.helpers.interpreter import interpreted
 from tests.helpers.outer_case import outer_case
 from tlora_megatron.ops.experts import choice
 from tlora_megatron.ops.experts.branch import PlacedRows, TorchExpertOps
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
-    from tests.helpers.interpreter import ready_interpreter
-
-    ready_interpreter()
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
 
 
 @interpreted

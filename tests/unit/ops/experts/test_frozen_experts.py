@@ -1,6 +1,8 @@
-"""Router, order of rows and products of frozen experts, against transformers and autograd."""
+"""Router, order of rows and products of frozen experts, and factors that they share."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTo
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from tests.helpers.expert_branch import check_close
+from tests.helpers.outer_case import definition, outer_case, results
 from tlora_megatron.model.experts import ClampedGlu, ExpertsSpec
 from tlora_megatron.ops.experts.branch import (
     ExpertRuns,
@@ -18,6 +22,7 @@ from tlora_megatron.ops.experts.branch import (
     looped_products,
     weights_grad,
 )
+from tlora_megatron.ops.experts.choice import token_runs
 from tlora_megatron.ops.experts.rows import (
     RowSlots,
     route_reference,
@@ -169,3 +174,25 @@ def test_grouped_products_are_the_loop_s(counts: list[int], dtype: torch.dtype) 
     for given, weights in ((x, weight.transpose(1, 2)), (torch.randn(9, 24).to(dtype), weight)):
         expected = looped_products(given, weights, counts_E)
         torch.testing.assert_close(grouped_products(given, weights, counts_E), expected)
+
+
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+"""Of bfloat16: rank columns are rounded where they are made, summed and scaled."""
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 63, 257])
+def test_outputs_and_gradients_are_the_definition(num_rows: int, dtype: torch.dtype) -> None:
+    case = outer_case(num_rows, dtype)
+    check_close(results(case), definition(outer_case(num_rows, torch.float64)), BOUNDS[dtype])
+
+
+def test_rows_of_a_window_keep_their_adapters() -> None:
+    ends = (3, 3, 10, 12)  # the second slot has no rows, the last rows no adapter
+    for begin, end in itertools.combinations(range(13), 2):
+        runs = token_runs(ends, slice(begin, end)).of_adapters
+        found = {row: run.slot for run in runs for row in range(run.begin, run.end)}
+        slots = [0] * 3 + [2] * 7 + [None] * 2
+        expected = {n: slot for n, slot in enumerate(slots[begin:end]) if slot is not None}
+        assert found == expected
+        assert all(run.expert == 0 for run in runs)

@@ -78,9 +78,7 @@ def test_other_numbers_of_parts_can_be_asked_for() -> None:
     ("heads", "short", "parts", "most"),
     [((32, 8), 16, 2, 4), ((16, 4), 8, 2, 8), ((8, 2), 4, 4, 5), ((4, 1), 2, 7, 5)],
 )
-def test_few_heads_are_divided_sooner(
-    heads: tuple[int, int], short: int, parts: int, most: int
-) -> None:
+def test_few_heads_divide_sooner(heads: tuple[int, int], short: int, parts: int, most: int) -> None:
     found = classes(*heads)
     assert found.short_document == short
     assert (found.middle.parts, found.middle.most) == (parts, most)

@@ -1,4 +1,4 @@
-"""Calls of attention's backward pass: together they give the gradients of one call for all."""
+"""Attention's backward in calls has the gradients of one; rows of CPU products stay apart."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.launch import python
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen import exact_attention, packed_attention
 from tlora_megatron.ops.frozen.attention_plan import classes_of
@@ -57,9 +58,7 @@ def reference_kernel(
 
 
 @pytest.mark.parametrize(
-    "lengths",
-    [(5, 7, 9), (5, 30, 7, 8, 22), (30,), (18, 19, 18, 19, 20, 3), (40, 17)],
-    ids=str,
+    "lengths", [(5, 7, 9), (5, 30, 7, 8, 22), (30,), (18, 19, 18, 19, 20, 3), (40, 17)], ids=str
 )
 @pytest.mark.parametrize("padding", [0, 13])
 @pytest.mark.parametrize("heads", [(4, 2), (8, 2), (16, 4), (32, 8), (24, 24)], ids=str)
@@ -90,7 +89,7 @@ def test_gradients_of_all_calls_are_those_of_one(
         torch.testing.assert_close(a, b, msg=name)
 
 
-def test_a_micro_batch_has_its_calls_only_where_it_asks_for_them(
+def test_a_micro_batch_has_calls_only_where_it_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
@@ -188,3 +187,22 @@ def test_what_the_process_asked_for_comes_back(mode: bool, warn_only: bool) -> N
         assert torch.utils.deterministic.fill_uninitialized_memory is fills
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+_PRODUCTS = """
+import os
+os.environ.pop("ONEDNN_MAX_CPU_ISA", None)
+from tlora_megatron.ops.exactness import keep_rows_apart
+keep_rows_apart()
+import torch
+for dtype in (torch.bfloat16, torch.float16):
+    for inner in (31, 65, 97):
+        x = torch.randn(64, inner).to(dtype)
+        x[32] = float("nan")
+        finite = (x @ torch.randn(inner, 32).to(dtype)).isfinite().all(dim=1)
+        assert finite.sum() == 63, (dtype, inner, finite.logical_not().nonzero().flatten())
+"""
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_alone() -> None:
+    python("-c", _PRODUCTS)

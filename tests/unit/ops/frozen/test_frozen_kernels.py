@@ -8,7 +8,6 @@ file runs them here.
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.interpreter import COMPILES, DEVICE, INTERPRETED, RUNS, compiled_for
 from tlora_megatron.ops.frozen import losses as cross_entropy
 from tlora_megatron.ops.frozen import parts as swiglu
 from tlora_megatron.ops.frozen import rms_norm, rotary
 from tlora_megatron.ops.frozen.norm_weight import HeadNorms, NormWeight
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {
     torch.float32: 2e-6,
     # The interpreter cuts bf16 off instead of rounding.
@@ -31,12 +29,6 @@ TOLERANCE = {
 }
 """Largest error over the largest value. In half precision the reference rounds more often."""
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-
-
-RUNS = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(),
-    reason="runs in the process of test_interpreted_kernels",
-)
 
 
 @pytest.fixture
@@ -67,6 +59,15 @@ def run(function: Callable[..., Any], tensors: dict[str, Tensor], *rest: Any) ->
     return named | {f"d{n}": t.grad for n, t in zip(tensors, leaves, strict=True)}
 
 
+def both(fused: Callable[[bool], None], *call: Any) -> list[dict[str, Tensor]]:
+    """What `run` finds with the kernels on, and with the kernels off."""
+    found = []
+    for on in (True, False):
+        fused(on)
+        found.append(run(*call))
+    return found
+
+
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
         got = actual[name]
@@ -83,11 +84,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 def test_rms_norm(
     kind: str, shape: tuple[int, ...], dtype: torch.dtype, fused: Callable[[bool], None]
 ) -> None:
-    function = {
-        "norm": rms_norm.rms_norm,
-        "fork": rms_norm.fork_rms_norm,
-        "add": rms_norm.add_rms_norm,
-    }[kind]
+    function = getattr(rms_norm, "rms_norm" if kind == "norm" else f"{kind}_rms_norm")
     tensors = {"x": draw(*shape, dtype=dtype, scale=3.0)}
     if kind == "add":
         tensors["residual"] = draw(*shape, dtype=dtype).flip(0)
@@ -186,11 +183,7 @@ def test_a_nan_row_stays_alone(fused: Callable[[bool], None]) -> None:
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 63), (2, 2500)])
 def test_swiglu(rows: int, width: int, dtype: torch.dtype, fused: Callable[[bool], None]) -> None:
     tensors = {"x": draw(rows, 1, 2 * width, dtype=dtype, scale=2.0)}
-    results = []
-    for on in (True, False):
-        fused(on)
-        results.append(run(swiglu.swiglu, tensors))
-    assert_equal(*results)
+    assert_equal(*both(fused, swiglu.swiglu, tensors))
 
 
 @RUNS
@@ -211,10 +204,7 @@ def test_unpack_qkv(
     tensors = {"mixed": draw(rows, groups, per_group + 2, dim, dtype=dtype)}
     angles = draw(rows, turned // 2, dtype=torch.float32, scale=3.0).repeat(1, 2)
     cos_sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    results = []
-    for on in (True, False):
-        fused(on)
-        results.append(run(rotary.unpack_qkv, tensors, *cos_sin))
+    results = both(fused, rotary.unpack_qkv, tensors, *cos_sin)
     assert_equal(*results)
     fused(True)  # the kernel takes the rotation in fp32 too
     wide = run(rotary.unpack_qkv, tensors, angles.cos(), angles.sin())
@@ -261,13 +251,8 @@ def test_unpack_qkv_of_normed_heads(
     fused(True)
     actual = run(rotary.unpack_qkv, tensors, angles.cos(), angles.sin(), norms)
     fused(False)  # in fp32: in half precision the reference itself is an ulp off
-    wide = run(
-        rotary.unpack_qkv,
-        {"mixed": tensors["mixed"].float()},
-        angles.cos(),
-        angles.sin(),
-        wide_norms(norms, torch.float32),
-    )
+    rest = angles.cos(), angles.sin(), wide_norms(norms, torch.float32)
+    wide = run(rotary.unpack_qkv, {"mixed": tensors["mixed"].float()}, *rest)
     assert_equal(actual, {name: value.to(dtype) for name, value in wide.items()})
     fused(True)
     outs, back = rotary.unpack_qkv_vjp(tensors["mixed"], angles.cos(), angles.sin(), norms)
@@ -332,10 +317,8 @@ def test_cross_entropy(
 def test_cross_entropy_of_a_split_vocabulary(on: bool, fused: Callable[[bool], None]) -> None:
     """The last part holds no token at all."""
     fused(on)
-    logits, labels = (
-        draw(6, 96, dtype=torch.float32, scale=4.0),
-        torch.arange(6, device=DEVICE) * 12,
-    )
+    logits = draw(6, 96, dtype=torch.float32, scale=4.0)
+    labels = torch.arange(6, device=DEVICE) * 12
     whole = logits[:, :64].contiguous()
     expected = cross_entropy.cross_entropy_(whole, labels, 64, gradient=True)
     parts = [logits[:, begin : begin + 32].contiguous() for begin in (0, 32, 64)]
@@ -388,28 +371,14 @@ def _launches() -> list[tuple[str, str, dict[str, str], dict[str, int]]]:
     return launches
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@COMPILES
 @pytest.mark.parametrize(("module", "kernel", "types", "constants"), _launches())
 def test_compiles_for_hopper(
     module: str, kernel: str, types: dict[str, str], constants: dict[str, int]
 ) -> None:
     """Needs no GPU; what the interpreter accepts, the compiler may not."""
-    compiler = pytest.importorskip("triton.compiler")
-    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-    function = getattr(
-        importlib.import_module(f"tlora_megatron.ops.frozen.{module}_triton"), kernel
-    )
-    names = function.arg_names
-    source = compiler.ASTSource(
-        fn=function,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (index,): [["tt.divisibility", 16]]
-            for index, name in enumerate(names)
-            if "*" in types.get(name, "")
-        },
-    )
-    compiled = compiler.compile(source, target=target, options={"num_warps": WARPS[module]})
+    pytest.importorskip("triton")
+    found = importlib.import_module(f"tlora_megatron.ops.frozen.{module}_triton")
+    compiled = compiled_for(getattr(found, kernel), types, constants, num_warps=WARPS[module])
     writes_rows = kernel != "_statistics_kernel" or constants["GRADIENT"]
-    assert ("st.global.v4" in compiled.asm["ptx"]) == writes_rows, "rows move 16 bytes at a time"
+    assert ("st.global.v4" in compiled["ptx"]) == writes_rows, "rows move 16 bytes at a time"

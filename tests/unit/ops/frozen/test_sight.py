@@ -159,7 +159,7 @@ class _CpuFlash:
 
 
 @pytest.mark.parametrize("kind", [*SIGHTS, "neither"])
-def test_a_kernel_without_sinks_goes_back_with_them(
+def test_kernels_without_sinks_go_back_with_them(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Output and logarithm with sinks make the kernel's own backward that of the sinks."""

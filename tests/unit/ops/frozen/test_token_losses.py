@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.frozen.losses import (
-    KINDS,
-    TokenInputs,
-    scaled_losses,
-    token_losses,
-)
+from tlora_megatron.ops.frozen.losses import KINDS, TokenInputs, scaled_losses, token_losses
 
 T = 257
 LOW, HIGH, BETA = 0.8, 1.2, 0.05

@@ -143,8 +143,7 @@ def test_a_rank_4_job_adds_one_chunk_a_tile_and_changes_nothing_else(case: Case,
     length = 1 + at % 700
     more = (*ends[:slot], begin + length, *(e + length for e in ends[slot:]))
     with_null = tile_plan(
-        more,
-        RankLayout(ranks=_inserted(layout.ranks, slot, (0,) * layout.num_targets)),
+        more, RankLayout(ranks=_inserted(layout.ranks, slot, (0,) * layout.num_targets))
     )
     target = (4, *(0,) * (layout.num_targets - 1)) if layout.ranks else (4,)
     with_job = tile_plan(more, RankLayout(ranks=_inserted(layout.ranks, slot, target)))

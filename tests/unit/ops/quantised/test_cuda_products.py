@@ -11,7 +11,7 @@ import torch
 from tests.helpers.kernel_case import make_case, make_rows
 from tlora_megatron.ops.lora import cuda_calls
 from tlora_megatron.ops.lora.cuda_arguments import STRUCTS
-from tlora_megatron.ops.lora.cuda_calls import GemmTile, RankPart
+from tlora_megatron.ops.lora.cuda_calls import Arenas, Dropout, GemmTile, RankForm, RankPart
 from tlora_megatron.ops.lora.cuda_ops import CudaOps, RankedBase
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.lora.torch_ops import TorchOps
@@ -37,7 +37,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(cuda_calls, "load_extension", Library)
     monkeypatch.setattr(cuda_calls, "device_index", lambda x: 3)
     for module in (cuda_calls, cuda):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 133)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 40 + i, raising=False)
     return found
 
@@ -125,3 +125,40 @@ def test_only_bf16_of_whole_16s_on_our_gpus_is_taken(monkeypatch: pytest.MonkeyP
     on_gpu.dtype = torch.float16
     assert not cuda.takes(on_gpu, CHANNELS)  # type: ignore[arg-type]
     assert GROUP == 128, "kCodes of fp8_gemm.cuh"
+
+
+DY = encode_rows(torch.randn(6, N))
+DX = torch.empty(6, K, dtype=torch.bfloat16)
+
+
+def expect_dgrad(actual: Any, **expected: Any) -> None:
+    """Tensors stand for their addresses; fields that are not named are 0."""
+    gemm = actual.gemm
+    found = {key: getattr(gemm, key) or 0 for key, *_ in gemm._fields_ if key != "factors"}
+    found |= {"lora_a": gemm.factors.at[0] or 0, "row_scales": actual.row_scales}
+    found |= {"block_scales": actual.block_scales or 0}
+    given = {"x": DY.codes_TK, "row_scales": DY.scales, "out": DX} | expected
+    values = {k: v.data_ptr() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    sizes = {"rows": 6, "columns_out": K, "depth": N, "tile_columns": 256, "group": 8}
+    assert found == dict.fromkeys(found, 0) | sizes | {"blocks": 132, "device": 3} | values
+
+
+@pytest.mark.parametrize("weight", [CHANNELS, BLOCKS], ids=["channel", "block"])
+def test_an_input_gradient_without_adapters(launched: list[Any], weight: QuantWeight) -> None:
+    cuda.fp8_dgrad(DY, weight, DX)
+    given = {} if weight is CHANNELS else {"block_scales": weight.scales}
+    expect_dgrad(launched[0], weight=weight.codes_NK, **given)
+
+
+def test_an_input_gradient_with_adapters_and_dropout(launched: list[Any]) -> None:
+    form = RankForm(chunk_rows=16, num_rows=6, row_width=64)
+    flat, lora_a = torch.empty(form.numel), torch.empty(80, K)
+    chunks, tiles, keys, slots = (torch.empty(n, dtype=torch.int32) for n in (1, 3, 6, 6))
+    mask = Dropout(torch.empty(2), keys, slots, key=77, first_column=96)
+    rank = RankPart(flat, form, Arenas((lora_a,), ()), 2, tiles, chunks, mask)
+    cuda.fp8_dgrad(DY, CHANNELS, DX, rank=rank, overlaps_previous_kernel=True)
+    expect_dgrad(
+        launched[0], weight=CHANNELS.codes_NK, ext=flat, lora_a=lora_a, tile_chunks=tiles,
+        chunk_rows=chunks, row_keys=keys, row_slots=slots, dropout=mask.probability, ext_rows=16,
+        num_targets=2, dropout_key=77, first_column=96, overlaps_previous_kernel=1,
+    )  # fmt: skip

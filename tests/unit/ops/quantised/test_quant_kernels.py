@@ -7,7 +7,6 @@ compiler makes of the products is read on any machine.
 from __future__ import annotations
 
 import math
-import os
 import re
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.interpreter import COMPILES, DEVICE, INTERPRETED, RUNS, compiled_for
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode, encode_rows
 from tlora_megatron.ops.quantised.weight import (
     QuantWeight,
@@ -22,22 +22,6 @@ from tlora_megatron.ops.quantised.weight import (
     forward_product,
     input_gradient,
 )
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-RUNS = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(),
-    reason="runs in the process of test_interpreted_kernels",
-)
-WARPS = 8
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> None:
-    if INTERPRETED:
-        from tests.helpers.interpreter import ready_interpreter
-
-        ready_interpreter()
 
 
 def odd_rows(width: int, num_rows: int = 13) -> Tensor:
@@ -165,23 +149,6 @@ def test_a_row_of_a_product_depends_on_itself_alone_and_keeps_its_nan() -> None:
         assert not found[1:].isnan().any()
 
 
-def compiled_for(
-    capability: int, kernel: Any, types: dict[str, str], constants: dict[str, int]
-) -> dict[str, str]:
-    """Returns what the compiler makes of a kernel, by stage; needs no GPU."""
-    compiler = pytest.importorskip("triton.compiler")
-    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", capability, 32)
-    names = kernel.arg_names
-    source = compiler.ASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in types if "*" in types[n]},
-    )
-    return compiler.compile(source, target=target, options={"num_warps": WARPS}).asm
-
-
-COMPILES = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 INSTRUCTIONS = {80: "f32.f16.f16.f32", 89: "e4m3.e4m3", 90: "wgmma", 100: "tcgen05"}
 """Compute capability x 10 -> what its tensor cores are given."""
 
@@ -199,7 +166,7 @@ def test_each_128_of_the_contraction_are_a_product_of_their_own(capability: int)
     }  # fmt: skip
     types = {"codes": "*u8", "weight": "*u8", "scales": "*fp32", "weight_scales": "*fp32"}
     types |= {"onto": "*bf16", "out": "*bf16", "num_rows": "i32", "one": "fp32"}
-    assembly = compiled_for(capability, _product_kernel, types, constants)
+    assembly = compiled_for(_product_kernel, types, constants, capability=capability)
     (addend,) = re.findall(r"tt\.dot %\w+, %\w+, (%\w+)", assembly["ttir"])
     assert re.search(rf"{addend} = arith.constant dense<0\.0", assembly["ttir"])
     assert INSTRUCTIONS[capability] in assembly["ptx"]
@@ -215,7 +182,7 @@ def test_wide_rows_are_fetched_ahead_and_rounded_by_one_instruction(group: int) 
         "BY_HAND": False, "STAGES": 3,
     }  # fmt: skip
     types = {"x": "*bf16", "fold": "*fp32", "codes": "*u8", "scales": "*fp32", "num_rows": "i32"}
-    ptx = compiled_for(90, _encode_kernel, types, constants)["ptx"]
+    ptx = compiled_for(_encode_kernel, types, constants)["ptx"]
     assert "cp.async.cg.shared.global" in ptx
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert "div.rn.f32" in ptx

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.ops.frozen.test_frozen_kernels import DEVICE, INTERPRETED, RUNS, draw
+from tests.helpers.interpreter import DEVICE, INTERPRETED, RUNS
+from tests.unit.ops.frozen.test_frozen_kernels import draw
 from tlora_megatron.ops.frozen import parts, rms_norm
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.quantised.tensor_scale import (
@@ -26,9 +27,6 @@ MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns the kernels on where only the interpreter runs them."""
     if INTERPRETED:
-        from tests.helpers.interpreter import ready_interpreter
-
-        ready_interpreter()
         for module in (rms_norm, parts):
             monkeypatch.setattr(module, "runs_triton", lambda x: True)
 

@@ -1,7 +1,8 @@
-"""Routing: what each rank holds, joined again, is the packed order; attention by brute force."""
+"""Routing: what ranks hold, joined, is the packed order; attention by brute force; sums of runs."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.interpreter import DEVICE, RUNS
 from tlora_megatron.ops.routing import (
     Document,
     MicroBatchView,
@@ -197,3 +199,19 @@ def test_a_bound_function_sees_the_micro_batch_of_its_making() -> None:
 def test_kernels_are_cut_for_the_budget_of_the_run(options: dict[str, int], expected: int) -> None:
     view = pack_micro_batch([Document(slot=0, length=3)], num_slots=1, num_tokens=8, **options)
     assert view.rows.row_budget == expected
+
+
+@RUNS
+@pytest.mark.parametrize("first", [0, 1, 333])
+def test_the_kernel_adds_a_run_in_an_order_of_its_own(first: int) -> None:
+    module = importlib.import_module("tlora_megatron.ops.segment_sums_triton")
+    generator = torch.Generator().manual_seed(0)
+    own = torch.rand(2500, generator=generator)
+    values = torch.cat([torch.rand(first, generator=generator), own, torch.tensor([torch.nan])])
+    ends = torch.tensor([first, first + 2500, first + 2500, first + 2501])
+    sums = module.launch_segment_sums(values.to(DEVICE), ends.to(DEVICE))
+    alone = module.launch_segment_sums(own.to(DEVICE), torch.tensor([2500], device=DEVICE))
+    assert torch.equal(sums[1], alone[0])
+    assert sums[1].item() == pytest.approx(own.double().sum().item(), rel=1e-7)
+    assert sums[2].item() == 0
+    assert sums[3].isnan()

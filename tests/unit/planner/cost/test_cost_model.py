@@ -135,14 +135,10 @@ def test_dropout_costs_rows_of_jobs_that_have_it() -> None:
 
 
 def test_ranks_count_in_sixteens_and_gradients_as_they_are() -> None:
-    lora = replace(FREE_LORA, forward_rank_s=1e-9)
-    assert cost(None, replace(HARDWARE, lora=lora), job(rank=4)).lora_s == pytest.approx(
-        LAYERS * ROWS * 100 * 16 * 1e-9
-    )
-    lora = replace(FREE_LORA, backward_factor_s=1e-9)
-    assert cost(None, replace(HARDWARE, lora=lora), job(rank=4)).lora_s == pytest.approx(
-        LAYERS * 4 * 200 * 1e-9
-    )
+    for name, count in (("forward_rank_s", ROWS * 100 * 16), ("backward_factor_s", 4 * 200)):
+        hardware = replace(HARDWARE, lora=replace(FREE_LORA, **{name: 1e-9}))
+        found = cost(None, hardware, job(rank=4)).lora_s
+        assert found == pytest.approx(LAYERS * count * 1e-9), name
 
 
 def test_tensor_parallelism_halves_compute_and_reduces_four_times_a_layer() -> None:
@@ -176,9 +172,7 @@ def test_sequence_parallelism_gathers_and_scatters_and_sums_ds() -> None:
 @pytest.mark.parametrize(
     ("blocks", "in_blocks"), [(1, False), (1, True), (2, False)], ids=["", "groups", "whole x"]
 )
-def test_over_an_fp8_base_codes_are_gathered_unless_adapters_need_x(
-    blocks: int, in_blocks: bool
-) -> None:
+def test_fp8_codes_are_gathered_unless_adapters_need_x(blocks: int, in_blocks: bool) -> None:
     plan = Plan(tp_size=2, sequence_parallel=True, micro_batch_tokens=128)
     linears = (("linear_qkv", LAYERS // 2),)
     spec, hardware = replace(SPEC, fp8_in_blocks=in_blocks), replace(HARDWARE, fp8_speedup=2.0)
@@ -303,13 +297,8 @@ def test_a_gpu_waits_in_small_rounds_even_where_it_does_not_in_the_mean_one() ->
 
 
 def _gemm(rows: int, columns: int, inner: int, rate: float) -> GemmPoint:
-    return GemmPoint(
-        rows=rows,
-        columns=columns,
-        inner=inner,
-        forward_flops_per_s=rate,
-        backward_flops_per_s=rate / 2,
-    )
+    rates = {"forward_flops_per_s": rate, "backward_flops_per_s": rate / 2}
+    return GemmPoint(rows=rows, columns=columns, inner=inner, **rates)
 
 
 def test_gemms_are_interpolated_in_rows_and_taken_from_near_shapes() -> None:

@@ -105,9 +105,7 @@ def test_recompute_keeps_what_it_starts_from_and_needs_room_to_run_again() -> No
     ("pp", "vpp", "stage", "micro_batches", "chunks"),
     [(1, 1, 0, 9, 1), (4, 1, 0, 9, 4), (4, 1, 3, 9, 1), (4, 1, 0, 2, 2), (4, 2, 0, 9, 11)],
 )
-def test_micro_batches_in_flight(
-    pp: int, vpp: int, stage: int, micro_batches: int, chunks: int
-) -> None:
+def test_chunks_in_flight(pp: int, vpp: int, stage: int, micro_batches: int, chunks: int) -> None:
     plan = Plan(pp_size=pp, vpp_size=vpp)
     assert chunks_in_flight(plan, stage, micro_batches) == chunks
 
@@ -185,9 +183,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
     heads=st.sampled_from((8, 12)),
     layers=st.sampled_from((4, 6)),
 )
-def test_a_plan_fits_a_model_where_the_run_says_so(
-    tp: int, pp: int, heads: int, layers: int
-) -> None:
+def test_a_plan_fits_where_the_run_says_so(tp: int, pp: int, heads: int, layers: int) -> None:
     spec = replace(SPEC, num_layers=layers, num_heads=heads, num_kv_heads=4)
     plan = Plan(tp_size=tp, pp_size=pp, sequence_parallel=tp > 1)
     try:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.cuda_cases import FUSED_AND_Q, GATE_UP, QKV, WHOLE
-from tests.helpers.item_parts import BLOCK_ROWS, kernel_width
+from tests.helpers.item_machine import BLOCK_ROWS, kernel_width
 from tests.helpers.kernel_case import make_rows
 from tlora_megatron.ops.lora import cuda_operands
 from tlora_megatron.ops.lora.cuda_calls import rank_form

@@ -10,13 +10,7 @@ import torch
 
 from tests.helpers.cuda_cases import CASES
 from tests.helpers.item_machine import ItemMachine
-from tests.helpers.kernel_case import (
-    make_case,
-    make_rows,
-    poisoned_memory,
-    reference,
-    run_shared,
-)
+from tests.helpers.kernel_case import make_case, make_rows, poisoned_memory, reference, run_shared
 from tests.helpers.layout_sites import SPEC
 from tests.helpers.linear_case import error
 from tlora_megatron.config.job import LoraSpec

@@ -19,19 +19,18 @@ import torch
 pytest.importorskip("triton")
 
 from tests.helpers.cuda_cases import CASES as CUDA_CASES
-from tests.helpers.interpreter import ready_interpreter
+from tests.helpers.interpreter import INTERPRETED, interpreted
 from tests.helpers.item_machine import ItemMachine
+from tests.helpers.kernel_case import CASES as SHAPES
 from tests.helpers.kernel_case import (
-    GATE_UP,
-    QKV,
+    ODD,
     WHOLE,
     KernelCase,
-    added,
+    assert_portions_add_up,
     gradients,
     make_case,
     make_rows,
     poisoned_memory,
-    portions_and_one_by_one,
     reference,
     run,
     run_shared,
@@ -42,7 +41,7 @@ from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.lora import cuda_ops, triton_ops
 from tlora_megatron.ops.lora import triton_parts as triton_gather
-from tlora_megatron.ops.lora.linear_ops import OutputColumns, SiteFactors, are_aligned
+from tlora_megatron.ops.lora.linear_ops import SiteFactors, are_aligned
 from tlora_megatron.ops.lora.plan_tensors import update_plans
 from tlora_megatron.ops.lora.rank_places import gather_or_zero
 from tlora_megatron.ops.lora.tiling import (
@@ -54,12 +53,6 @@ from tlora_megatron.ops.lora.tiling import (
 )
 from tlora_megatron.ops.lora.triton_ops import TritonOps
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
-    ready_interpreter()
-interpreted = pytest.mark.skipif(
-    not INTERPRETED, reason="runs in the process of test_the_kernels_in_the_interpreter"
-)
 K = 80
 SMALL = KernelConfig(
     down=DownConfig(block_rows=32, block_depth=32, splits=2, rank_tile=32),
@@ -80,17 +73,7 @@ SMALL = KernelConfig(
     ),
 )
 """Small blocks, so that every kernel splits, loops, straddles tiles and passes over ranks twice."""
-ODD = (
-    OutputColumns(groups=3, stride=14, begin=0, width=5),
-    OutputColumns(groups=3, stride=14, begin=5, width=3),
-)
-"""Columns that begin nowhere near 16 bytes; the last of each group belong to no target."""
-CASES = {
-    "whole": (WHOLE, [[4], [16], [0], [40]]),
-    "q k v": (QKV, [[4, 0, 17], [16, 16, 16], [0, 0, 0], [1, 40, 3]]),
-    "gate up": (GATE_UP, [[4, 5], [16, 0], [33, 8], [9, 40]]),
-    "odd columns": (ODD, [[4, 5], [16, 0], [33, 8], [9, 2]]),
-}
+CASES = {**SHAPES, "odd columns": (ODD, [[4, 5], [16, 0], [33, 8], [9, 2]])}
 WORKLOADS = {
     "ragged": (5, 70, 40, 9),
     "absent": (0, 33, 0, 130),
@@ -168,11 +151,7 @@ def test_portions_add_up_as_micro_batches_one_after_another() -> None:
     ops = TritonOps(config=SMALL)
     with poisoned_memory():
         compare(run(ops, case, x, dy, rows), reference(case, x, dy, rows), 5e-7)
-        together, alone = portions_and_one_by_one(ops, case, x, dy, rows)
-        whole = added(ops, case, x, dy, dataclasses.replace(rows, cuts=(), _cache={}))
-    for name, grad in alone.items():
-        assert torch.equal(together[name], grad), name
-    assert not torch.equal(whole["dA[0][0]"], alone["dA[0][0]"]), "the order must matter here"
+        assert_portions_add_up(ops, case, x, dy, rows)
 
 
 @interpreted

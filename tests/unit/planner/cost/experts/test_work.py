@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.expert_case import EXPERTS, on_attention, published
-from tests.helpers.planner_case import HARDWARE, SPEC
+from tests.helpers.planner_case import EXPERTS, FREE_LORA, HARDWARE, SPEC, on_attention, published
 from tlora_megatron.config.job import EXPERT_TARGETS, SHARED_EXPERT_TARGETS
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
@@ -20,7 +20,7 @@ from tlora_megatron.planner.cost.experts import RoutedCost, RoutedWork, expert_s
 from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
 from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.cost.rates import FITTED_CHOICES, ExpertTimes, Rates
-from tlora_megatron.planner.hardware import HardwareProfile, HostCost, LoraCost, load_profile
+from tlora_megatron.planner.hardware import HardwareProfile, HostCost, load_profile
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad
 
@@ -38,6 +38,12 @@ def routed(
     times: ExpertTimes = COUNTED_ONLY,
 ) -> RoutedCost:
     return RoutedWork(EXPERTS, Rates(hardware, times)).cost(plan, rows)
+
+
+def load_of(rows: float, jobs: int = 1, sequences: float = 8.0) -> RoundLoad:
+    """A micro-batch with equally many rows of each job, which step every round."""
+    each = [(value,) * jobs for value in (rows / jobs, sequences, 1.0)]
+    return RoundLoad(1, rows, job_tokens=each[0], job_sequences=each[1], steps=each[2])
 
 
 def test_products_and_passes_on_one_gpu() -> None:
@@ -125,10 +131,7 @@ def _layer(
     jobs, hardware = on_attention(), HARDWARE
     if repo is not None:
         spec, hardware = published(repo, base), load_profile(repo / "configs/hardware/h200.json")
-    load = RoundLoad(
-        micro_batches=1, rows=8192.0, job_tokens=(8192.0,), job_sequences=(16.0,), steps=(1.0,)
-    )
-    return LayerModel(spec, jobs, Rates(hardware)).cost(plan, load)
+    return LayerModel(spec, jobs, Rates(hardware)).cost(plan, load_of(8192.0, sequences=16.0))
 
 
 def test_the_floor_of_a_layer_of_qwen3_30b_at_8192_tokens(repo: Path) -> None:
@@ -167,9 +170,7 @@ def test_adapters_on_a_shared_expert_take_time_and_memory() -> None:
     beside = replace(EXPERTS, shared_ffn_size=300)
     with_them = replace(on_attention()[0], targets=SHARED_EXPERT_TARGETS)
     machine = replace(HARDWARE, lora=replace(HARDWARE.lora, forward_rank_s=1e-12))
-    load = RoundLoad(
-        micro_batches=1, rows=ROWS, job_tokens=(ROWS,), job_sequences=(8.0,), steps=(1.0,)
-    )
+    load = load_of(ROWS)
     cost = LayerModel(beside, [with_them], Rates(machine)).cost(Plan(), load)
     assert cost.lora_s == pytest.approx(1e-12 * ROWS * 16 * (2 * 300 + 100))
     plan = Plan(micro_batch_tokens=512)
@@ -216,29 +217,24 @@ def test_without_bf16_experts_are_products_of_their_own() -> None:
 
 
 def _adapters(
-    plan: Plan, jobs: list[JobLoad], rows: float = ROWS, times: ExpertTimes = COUNTED_ONLY
+    plan: Plan,
+    jobs: list[JobLoad],
+    rows: float = ROWS,
+    times: ExpertTimes = COUNTED_ONLY,
+    **machine: Any,
 ) -> tuple[float, float]:
     split = expert_split(EXPERTS, plan)
     assert split is not None
-    load = RoundLoad(
-        micro_batches=1,
-        rows=rows,
-        job_tokens=tuple(rows / len(jobs) for _ in jobs),
-        job_sequences=tuple(8.0 for _ in jobs),
-        steps=tuple(1.0 for _ in jobs),
-    )
-    found = ExpertLora(EXPERTS, jobs, Rates(COUNTED, times), JobSums())
-    return found.times(split, load, rows, plan.dp_size)
+    rates = Rates(replace(COUNTED, **machine), times)
+    found = ExpertLora(EXPERTS, jobs, rates, JobSums())
+    return found.times(split, load_of(rows, len(jobs)), rows, plan.dp_size)
 
 
 def _on_experts(rank: int, **changes: object) -> JobLoad:
     return replace(on_attention()[0], targets=EXPERT_TARGETS, expert_rank=rank, **changes)  # type: ignore[arg-type]
 
 
-_NO_PRODUCTS = {f.name: 0.0 for f in fields(LoraCost)}
-COUNTED = replace(
-    HARDWARE, lora=LoraCost(**_NO_PRODUCTS), stream_bytes_per_s=1e30, copy_bytes_per_s=1e9
-)
+COUNTED = replace(HARDWARE, stream_bytes_per_s=1e30, copy_bytes_per_s=1e9)
 """A machine on which only the bytes of factors take time."""
 
 
@@ -286,29 +282,20 @@ def test_shared_outer_factors_have_short_kernels_at_each_linear() -> None:
 def test_rows_are_read_where_kernels_read_them(
     targets: tuple[str, ...], shares_outer: bool, ep_size: int, forward: float, backward: float
 ) -> None:
-    machine = replace(COUNTED, copy_bytes_per_s=1e30, stream_bytes_per_s=1e9)
-    split = expert_split(EXPERTS, Plan(dp_size=ep_size, ep_size=ep_size))
+    plan = Plan(dp_size=ep_size, ep_size=ep_size)
+    split = expert_split(EXPERTS, plan)
     assert split is not None
-    load = RoundLoad(
-        micro_batches=1, rows=ROWS, job_tokens=(ROWS,), job_sequences=(8.0,), steps=(1.0,)
-    )
     jobs = [replace(_on_experts(4), targets=targets, shares_outer=shares_outer)]
-    found = ExpertLora(EXPERTS, jobs, Rates(machine, COUNTED_ONLY), JobSums())
+    found = _adapters(plan, jobs, copy_bytes_per_s=1e30, stream_bytes_per_s=1e9)
     rows = 2 * ROWS * split.fullest()
     expected = [rows * elements * 2 / 1e9 for elements in (forward, backward)]
-    assert found.times(split, load, ROWS, 1) == pytest.approx(tuple(expected))
+    assert found == pytest.approx(tuple(expected))
 
 
 def test_products_of_adapters_grow_with_rows_and_with_the_fullest_rank() -> None:
-    cost = LoraCost(**{**_NO_PRODUCTS, "forward_rank_s": 1e-12, "backward_rank_s": 1e-12})
-    machine = replace(COUNTED, lora=cost, copy_bytes_per_s=1e30)
-    split = expert_split(EXPERTS, Plan(dp_size=4, ep_size=4))
-    assert split is not None
-    load = RoundLoad(
-        micro_batches=1, rows=ROWS, job_tokens=(ROWS,), job_sequences=(8.0,), steps=(1.0,)
-    )
-    found = ExpertLora(EXPERTS, [_on_experts(4)], Rates(machine, COUNTED_ONLY), JobSums())
-    forward, backward = found.times(split, load, ROWS, 4)
+    cost = replace(FREE_LORA, forward_rank_s=1e-12, backward_rank_s=1e-12)
+    plan = Plan(dp_size=4, ep_size=4)
+    forward, backward = _adapters(plan, [_on_experts(4)], lora=cost, copy_bytes_per_s=1e30)
     # Two experts a row, three linears whose two factors have 300 features together.
     products = 2 * ROWS * fullest_share(4, 2) * 4 * 3 * 300
     assert forward == pytest.approx(products * 1e-12)
@@ -350,3 +337,30 @@ def test_a_round_is_waited_for_where_a_job_steps() -> None:
     assert round_s(1 / 2, 1 / 4) == pytest.approx(0.5 * (1 - 1 / 2 * 3 / 4))
     assert round_s(1 / 2, 1.0) == 0.5
     assert round_s(1 / 8, spec=SPEC) == 0.5
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 128])
+def test_one_expert_a_rank_is_the_largest_of_exponential_variables(ranks: int) -> None:
+    largest = sum(1 / n for n in range(1, ranks + 1))
+    assert fullest_share(ranks, 1) == pytest.approx(largest, rel=0.015)
+
+
+@pytest.mark.parametrize(("ranks", "experts"), [(2, 4), (8, 16), (64, 2)])
+def test_several_experts_a_rank_are_the_largest_of_their_sums(ranks: int, experts: int) -> None:
+    draw = random.Random(0)
+    drawn = [
+        max(draw.gammavariate(experts, 1) for _ in range(ranks)) / experts for _ in range(4000)
+    ]
+    assert fullest_share(ranks, experts) == pytest.approx(sum(drawn) / len(drawn), rel=0.02)
+
+
+def test_a_rank_alone_has_all_rows() -> None:
+    assert fullest_share(1, 128) == 1.0
+
+
+def test_more_ranks_are_less_even_and_more_experts_more() -> None:
+    by_ranks = [fullest_share(ranks, 128 // ranks) for ranks in (1, 2, 4, 8, 16, 32, 64, 128)]
+    assert by_ranks == sorted(by_ranks)
+    by_layers = [fullest_share(8, 16 * layers) for layers in (1, 2, 12, 48)]
+    assert by_layers == sorted(by_layers, reverse=True)
+    assert 1 < by_layers[-1] < 1.1

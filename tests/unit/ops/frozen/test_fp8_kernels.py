@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.ops.frozen.test_frozen_kernels import DEVICE, INTERPRETED, RUNS, draw, head_norms
+from tests.helpers.interpreter import DEVICE, INTERPRETED, RUNS
+from tests.unit.ops.frozen.test_frozen_kernels import draw, head_norms
 from tlora_megatron.ops.frozen import parts, rms_norm, rotary
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.quantised.rows import GROUP, encode_rows, handed_rows
@@ -25,9 +26,6 @@ KINDS = pytest.mark.parametrize("kind", ["channel", "block"])
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns the kernels on where only the interpreter runs them."""
     if INTERPRETED:
-        from tests.helpers.interpreter import ready_interpreter
-
-        ready_interpreter()
         for module in (rotary, rms_norm, parts):
             monkeypatch.setattr(module, "runs_triton", lambda x: True)
 
@@ -96,13 +94,13 @@ def test_rms_norm(rows: int, width: int, has_residual: bool, kind: str, dtype: t
     assert beside.column is not None
     assert beside.row is not None
     plain = rms_norm.add_rms_norm_vjp(x, given, norm)
-    coded = rms_norm.add_rms_norm_vjp(x, given, norm, beside)
+    quantized = rms_norm.add_rms_norm_vjp(x, given, norm, beside)
     dtotal, dy = (draw(rows, width, dtype=dtype).roll(i, 1) for i in range(2))
     for grads in ((dtotal, dy), (None, dy)):
-        found, expected = ((*way[:2], way[2](*grads)) for way in (coded, plain))
+        found, expected = ((*way[:2], way[2](*grads)) for way in (quantized, plain))
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         assert_codes(found[2], beside.row, gradient=True)
-    assert_codes(coded[1], beside.column)
+    assert_codes(quantized[1], beside.column)
 
 
 @RUNS

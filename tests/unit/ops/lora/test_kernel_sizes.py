@@ -1,15 +1,23 @@
-"""Linears that the CUDA kernels support, and the tiles of their GEMM."""
+"""Linears that the CUDA kernels support, GEMM tiles, and block sizes of the Triton kernels."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.helpers.cuda_cases import FUSED_AND_Q, QKV, WHOLE
 from tlora_megatron.ops.lora.cuda_operands import gemm_tile, is_supported
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
+from tlora_megatron.ops.lora.triton_config import (
+    BackwardUpConfig,
+    DownConfig,
+    KernelConfig,
+    UpConfig,
+    kernel_config,
+)
 
 H100_CLUSTERS = 66
 
@@ -60,10 +68,7 @@ def test_a_gemm_never_has_more_column_tiles_than_the_kernel_counts() -> None:
     ],
 )
 def test_is_supported(
-    columns: tuple[OutputColumns, ...],
-    sizes: tuple[int, int],
-    first_column: int,
-    supported: bool,
+    columns: tuple[OutputColumns, ...], sizes: tuple[int, int], first_column: int, supported: bool
 ) -> None:
     size_out, size_in = sizes
     factors = SimpleNamespace(
@@ -76,3 +81,31 @@ def test_is_supported(
     assert is_supported(factors) is supported
     factors.is_aligned = False
     assert not is_supported(factors)
+
+
+def test_runs_of_many_rows_get_the_defaults() -> None:
+    assert kernel_config(2049) == KernelConfig()
+
+
+def test_runs_of_few_rows_have_more_warps_backward() -> None:
+    few, many = kernel_config(2048), KernelConfig()
+    assert few == kernel_config(1)
+    assert few.backward_up.num_warps == few.backward_down.num_warps == 8
+    assert (few.down, few.up) == (many.down, many.up)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"down": DownConfig(splits=0)}, r"down\.splits must be at least 1, got 0"),
+        ({"down": DownConfig(block_rows=96)}, r"down\.block_rows must be a power of two, got 96"),
+        ({"up": UpConfig(block_rows=512)}, r"up\.block_rows must divide 256, got 512"),
+        (
+            {"backward_up": BackwardUpConfig(split_columns=100)},
+            r"backward_up\.split_columns must be a multiple of 128, got 100",
+        ),
+    ],
+)
+def test_invalid_blocks_are_refused(parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KernelConfig(**parts)

@@ -1,7 +1,8 @@
-"""On a GPU, too, jobs that come and go leave the bits of the others alone."""
+"""On a GPU, too, jobs and clients that come and go leave the bits of the others alone."""
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.test_driven import drive
 from tests.helpers.resident_case import Command, Resident, resident
-from tests.helpers.tiny_models import GPU_SHAPE
+from tests.helpers.tiny_models import GPU_SHAPE, make_tiny_model
 from tlora_megatron.training.resident.saved_states import LockedRing
 
 pytestmark = pytest.mark.gpu
@@ -58,3 +60,18 @@ def test_ring_brings_values_of_any_size_to_the_gpu() -> None:
     stream.synchronize()
     for target, expected in zip(targets, values, strict=True):
         assert torch.equal(target.cpu(), expected)
+
+
+def test_neighbours_and_errors_change_no_bit(tmp_path: Path) -> None:
+    base = make_tiny_model(
+        tmp_path / "base", "llama", vocab_size=264, dtype=torch.bfloat16, **GPU_SHAPE
+    )
+    more = {
+        "base_model": {"path": str(base), "dtype": "bfloat16"},
+        "run": {"micro_batch_tokens": 512, "deterministic": True},
+    }
+    found = drive("layout", tmp_path / "service", 1, "{}", json.dumps(more))
+    assert found["beside"] == found["alone"]
+    assert found["reloaded"] == found["later"]
+    assert found["forward"] == found["later"][1 : 1 + len(found["forward"])]
+    assert "gradient must be finite" in found["overflows"][1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.coded_ranks import LAYOUT, RANKS, Ranks
+from tests.helpers.fp8_ranks import LAYOUT, RANKS, Ranks
 from tests.helpers.linear_case import WORKLOADS, Case
 from tlora_megatron.layers.linear import multi_lora_linear_vjp
 from tlora_megatron.layers.shardings import FoldStrategy, SLoraStrategy
@@ -53,9 +53,7 @@ def test_standard_adapters_let_codes_travel(setting: Setting) -> None:
     assert setting.ranks.bytes == code_bytes(setting) < setting.x_TK.nbytes
 
 
-def test_without_adapters_codes_travel_alone(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codes_travel_alone_without_jobs(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FoldStrategy, "factors", None)
     expected = setting.base.forward(setting.x_TK) + setting.case.bias
     for strategy in (
