@@ -23,12 +23,12 @@ from tlora_megatron.service.home import Home
 from tlora_megatron.service.store import SCOPES, Store, open_store
 
 BASE = "quickstart"
-"""Name under which doors offer the quickstart's base."""
+"""Name under which the service offers the quickstart's base."""
 _BASE_FOLDER = Path(__file__).resolve().parents[2] / "configs/quickstart/base"
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Api:
     """A service's app, and callers with tokens."""
 
     service: Service
@@ -78,13 +78,13 @@ def bearer(secret: str) -> dict[str, str]:
 
 
 @contextmanager
-def open_door(root: Path, **settings: Any) -> Iterator[Door]:
+def open_api(root: Path, **settings: Any) -> Iterator[Api]:
     """A service in a folder, offering the quickstart's base by the name `BASE`."""
     home = Home.open(root)
     declare_bases(home, [f"{BASE}={_BASE_FOLDER}"])
     with open_store(home.store) as store:
         service = Service.of(home, store, **settings)
-        yield Door(service, make_app(service))
+        yield Api(service, make_app(service))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A base of gpt-oss is refused by name at every door of a service, before a process."""
+"""A base of gpt-oss is refused by name at every API of a service, before a process."""
 
 from __future__ import annotations
 

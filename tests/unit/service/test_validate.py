@@ -88,7 +88,7 @@ def test_a_job_is_measured_and_its_tokens_kept(scenario: Path, rules: PrepareRul
 def test_chats_have_the_tokens_and_warnings_of_tlora_train(
     scenario: Path, rules: PrepareRules, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tools, weights and null contents, taken by the `openai` door's check, too."""
+    """Tools, weights and null contents, taken by the `openai` API's check, too."""
     shutil.copytree(scenario.parent, tmp_path / "run")
     base, config = tmp_path / "run" / "base", tmp_path / "run" / scenario.name
     (base / "chat_template.jinja").write_text(ENDLESS_TEMPLATE)

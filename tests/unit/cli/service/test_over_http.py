@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers.http_service import BASE, Door, listening, open_door
+from tests.helpers.http_service import BASE, Api, listening, open_api
 from tests.helpers.stored_jobs import finish, printed, serve_gang, start
 from tlora_megatron.cli.main import main
 from tlora_megatron.cli.service import jobs as rows
@@ -21,30 +21,30 @@ from tlora_megatron.service.store import JobState
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[Door]:
-    with open_door(tmp_path / "service") as opened:
+def api(tmp_path: Path) -> Iterator[Api]:
+    with open_api(tmp_path / "service") as opened:
         yield opened
 
 
 @pytest.fixture
-def address(door: Door, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def address(api: Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Commands reach the service by its address, as tenant `local`, whose jobs the folder shows."""
-    with listening(door.app) as found:
+    with listening(api.app) as found:
         monkeypatch.setenv(VARIABLE, found)
-        monkeypatch.setenv("TLORA_TOKEN", door.token("local"))
+        monkeypatch.setenv("TLORA_TOKEN", api.token("local"))
         monkeypatch.delenv("TLORA_DEBUG", raising=False)
         yield found
 
 
 @pytest.fixture(scope="module")
-def still_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Door, str]]:
+def still_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, str]]:
     root = tmp_path_factory.mktemp("still") / "service"
-    with open_door(root) as opened, listening(opened.app) as found:
+    with open_api(root) as opened, listening(opened.app) as found:
         yield opened, found
 
 
 @pytest.fixture
-def still(still_served: tuple[Door, str], monkeypatch: pytest.MonkeyPatch) -> Door:
+def still(still_served: tuple[Api, str], monkeypatch: pytest.MonkeyPatch) -> Api:
     """A service that keeps nothing of what commands send it: they are refused."""
     monkeypatch.setenv(VARIABLE, still_served[1])
     monkeypatch.setenv("TLORA_TOKEN", still_served[0].token("local"))
@@ -72,7 +72,7 @@ def submit(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> lis
     return list(printed(capsys))
 
 
-def told(argv: list[str], capsys: pytest.CaptureFixture[str], door: Door) -> str:
+def told(argv: list[str], capsys: pytest.CaptureFixture[str], api: Api) -> str:
     """The output of a command, which is the same over the folder at the same moment."""
     now_s = time.time()
     clock = SimpleNamespace(time=lambda: now_s)
@@ -80,19 +80,19 @@ def told(argv: list[str], capsys: pytest.CaptureFixture[str], door: Door) -> str
         patch.setattr(rows, "time", clock)  # ages are in seconds
         assert main(argv) == 0
         over_http = capsys.readouterr().out
-        assert main([*argv, "--service", str(door.home.root)]) == 0
+        assert main([*argv, "--service", str(api.home.root)]) == 0
         in_folder = capsys.readouterr().out
-    serve = f"tlora serve --service {door.home.root}"
+    serve = f"tlora serve --service {api.home.root}"
     assert over_http.replace("tlora serve --http on its host", serve) == in_folder
     return over_http
 
 
 def test_data_of_this_host_are_uploaded_once(
-    address: str, door: Door, run_file: Path, capsys: pytest.CaptureFixture[str]
+    address: str, api: Api, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = submit(run_file, capsys, "--set", "jobs.two.lora.rank=7")
-    documents = [door.store.jobs.document(job["id"])["document"] for job in (one, two)]
-    files = [file.name for file in door.store.uploads.page(tenant="local")]
+    documents = [api.store.jobs.document(job["id"])["document"] for job in (one, two)]
+    files = [file.name for file in api.store.uploads.page(tenant="local")]
     assert sorted(files) == ["data.jsonl", "eval.jsonl"]
     assert documents[0]["data"]["train"] == documents[1]["data"]["train"]
     assert Path(documents[0]["data"]["eval"]).read_text() == '{"text": "y"}\n'
@@ -122,7 +122,7 @@ def test_the_same_key_is_the_same_submission(
     ],
 )
 def test_refusals(
-    still: Door,
+    still: Api,
     run_file: Path,
     argv: list[str],
     sentence: str,
@@ -146,25 +146,25 @@ def test_files_of_several_bases_go_one_by_one(
 
 
 def test_lists_and_actions_print_the_same(
-    address: str, door: Door, run_file: Path, capsys: pytest.CaptureFixture[str]
+    address: str, api: Api, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = submit(run_file, capsys)
-    serve_gang(door.store, door.home)
-    start(door.store, one["id"])
-    assert "1 validating, 1 running" in told(["jobs"], capsys, door)
-    told(["jobs", "--all", "--state", "running"], capsys, door)
+    serve_gang(api.store, api.home)
+    start(api.store, one["id"])
+    assert "1 validating, 1 running" in told(["jobs"], capsys, api)
+    told(["jobs", "--all", "--state", "running"], capsys, api)
     assert main(["jobs", "--json"]) == 0
     listed = printed(capsys)
     assert (listed["service"], listed["served"]) == (address, False)
     assert listed["counts"] == {"running": 1, "validating": 1}
     assert [job["name"] for job in listed["jobs"]] == ["one", "two"]
-    assert f"one ({one['id']}): pause asked; it is running" in told(["pause", "one"], capsys, door)
-    assert "cancel asked" in told(["cancel", two["id"], "one"], capsys, door)
-    door.store.jobs.change(two["id"], JobState.CANCELLED)
+    assert f"one ({one['id']}): pause asked; it is running" in told(["pause", "one"], capsys, api)
+    assert "cancel asked" in told(["cancel", two["id"], "one"], capsys, api)
+    api.store.jobs.change(two["id"], JobState.CANCELLED)
     for argv in (["pause", "two"], ["cancel", "none"], ["logs", ".."]):
         assert main(argv) == 2
         error = capsys.readouterr().err
-        assert main([*argv, "--service", str(door.home.root)]) == 2
+        assert main([*argv, "--service", str(api.home.root)]) == 2
         assert capsys.readouterr().err == error
 
 
@@ -176,25 +176,25 @@ STEPS = [
 
 def test_logs_and_adapters_are_the_same(
     address: str,
-    door: Door,
+    api: Api,
     run_file: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     one = submit(run_file, capsys)[0]["id"]
-    serve_gang(door.store, door.home)
-    start(door.store, one)
-    folder = make_folder(door.home.job(one))
+    serve_gang(api.store, api.home)
+    start(api.store, one)
+    folder = make_folder(api.home.job(one))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in STEPS))
-    door.store.events.add("saved", job=one, body={"step": 1})
-    assert "step 1  eval_loss 1.5" in told(["logs", "one"], capsys, door)
+    api.store.events.add("saved", job=one, body={"step": 1})
+    assert "step 1  eval_loss 1.5" in told(["logs", "one"], capsys, api)
     assert main(["adapters", "one", "--out", str(tmp_path / "out")]) == 2
     assert "job one must be finished, got 'running at step 3'" in capsys.readouterr().err
     adapter = make_folder(folder / "adapter")
     (adapter / "adapter_config.json").write_text("{}")
     (adapter / "adapter_model.safetensors").write_bytes(b"weights")
-    finish(door.store, one)
-    assert "-> finished" in told(["logs", "-f", "one"], capsys, door)
+    finish(api.store, one)
+    assert "-> finished" in told(["logs", "-f", "one"], capsys, api)
     assert main(["logs", "-f", "one", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["kind"] for row in rows if row["kind"] != "event"] == ["step", "evaluation"]
@@ -205,14 +205,14 @@ def test_logs_and_adapters_are_the_same(
 
 def test_waiting_for_jobs(
     address: str,
-    door: Door,
+    api: Api,
     run_file: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def sleep(_: float) -> None:
-        for job in door.store.jobs.page():
-            door.store.jobs.change(job.id, JobState.FAILED, why="no", error="no")
+        for job in api.store.jobs.page():
+            api.store.jobs.change(job.id, JobState.FAILED, why="no", error="no")
 
     monkeypatch.setattr("tlora_megatron.cli.service.submit.time.sleep", sleep)
     assert main(["submit", str(run_file), "--wait"]) == 1

@@ -1,19 +1,19 @@
-"""Tokens at the door: who is let in, for what, and how often."""
+"""Tokens at the API: who is let in, for what, and how often."""
 
 from __future__ import annotations
 
 import httpx
 import pytest
 
-from tests.helpers.http_service import Door, bearer, listening
+from tests.helpers.http_service import Api, bearer, listening
 from tests.unit.service.api.test_jobs import job, put_file
 from tlora_megatron.service.api import gate
 from tlora_megatron.service.store import NewJob, TenantLimits
 
 
-def _submit(door: Door, tenant: str, name: str = "a") -> str:
+def _submit(api: Api, tenant: str, name: str = "a") -> str:
     new = NewJob(name=name, document={"name": name}, base="b", key=name)
-    return door.store.jobs.submit([new], tenant=tenant)[0].id
+    return api.store.jobs.submit([new], tenant=tenant)[0].id
 
 
 @pytest.mark.parametrize(
@@ -27,46 +27,44 @@ def _submit(door: Door, tenant: str, name: str = "a") -> str:
     ],
     ids=["none", "unknown", "basic", "no text", "short"],
 )
-def test_without_a_token_of_the_service_nothing_is_told(
-    door: Door, headers: dict[str, str]
-) -> None:
-    job = _submit(door, "ann")
+def test_without_a_token_of_the_service_nothing_is_told(api: Api, headers: dict[str, str]) -> None:
+    job = _submit(api, "ann")
     encoded = {name: value.encode("latin1") for name, value in headers.items()}
-    answer = door.client(None).get(f"/v1/jobs/{job}", headers=encoded)
+    answer = api.client(None).get(f"/v1/jobs/{job}", headers=encoded)
     assert answer.status_code == 401
     assert answer.json()["error"]["type"] == "authentication_error"
     assert "tlora token create" in answer.json()["error"]["message"]
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_both_headers_let_in_and_a_neighbour_s_job_is_as_one_that_never_was(door: Door) -> None:
-    job = _submit(door, "ann")
-    client = door.client(None)
-    for headers in (bearer(door.token("ann")), {"X-API-Key": door.token("ann")}):
+def test_both_headers_let_in_and_a_neighbour_s_job_is_as_one_that_never_was(api: Api) -> None:
+    job = _submit(api, "ann")
+    client = api.client(None)
+    for headers in (bearer(api.token("ann")), {"X-API-Key": api.token("ann")}):
         assert client.get(f"/v1/jobs/{job}", headers=headers).json()["id"] == job
     for text in (job, "a"):
-        refused = door.client("bob").get(f"/v1/jobs/{text}")
-        never = door.client("bob").get("/v1/jobs/j99zzzz")
+        refused = api.client("bob").get(f"/v1/jobs/{text}")
+        never = api.client("bob").get("/v1/jobs/j99zzzz")
         assert refused.status_code == never.status_code == 404
         assert refused.text.replace(f"'{text}'", "'j99zzzz'") == never.text
 
 
-def test_scopes_and_revoked_tokens(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scopes_and_revoked_tokens(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "KNOWN_S", 0.0)
-    job = _submit(door, "ann")
-    client = door.client("ann", ("submit",))
+    job = _submit(api, "ann")
+    client = api.client("ann", ("submit",))
     answer = client.get(f"/v1/jobs/{job}")
     assert answer.status_code == 403
     assert "must have the scope read for this, got submit" in answer.json()["error"]["message"]
-    made = door.store.tokens.make("ann", ["admin"])
+    made = api.store.tokens.make("ann", ["admin"])
     assert client.get(f"/v1/jobs/{job}", headers=bearer(made.secret)).status_code == 200
-    door.store.tokens.revoke(made.token.id)
+    api.store.tokens.revoke(made.token.id)
     assert client.get(f"/v1/jobs/{job}", headers=bearer(made.secret)).status_code == 401
 
 
-def test_a_tenant_that_asks_too_often_waits_and_the_others_do_not(door: Door) -> None:
-    door.store.tenants.set_limits("ann", TenantLimits(requests_per_s=0.5))
-    ann, bob = door.client("ann"), door.client("bob")
+def test_a_tenant_that_asks_too_often_waits_and_the_others_do_not(api: Api) -> None:
+    api.store.tenants.set_limits("ann", TenantLimits(requests_per_s=0.5))
+    ann, bob = api.client("ann"), api.client("bob")
     answers = [ann.get("/v1/jobs/a") for _ in range(3)]
     assert [answer.status_code for answer in answers] == [404, 404, 429]
     assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
@@ -74,38 +72,38 @@ def test_a_tenant_that_asks_too_often_waits_and_the_others_do_not(door: Door) ->
     assert bob.get("/v1/jobs/a").status_code == 404
 
 
-def test_errors_are_sentences(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = door.client("ann")
+def test_errors_are_sentences(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = api.client("ann")
     assert "/docs lists them" in client.get("/nowhere").json()["error"]["message"]
     assert client.post("/v1/jobs/a").status_code == 405
 
     def broken(*_: object, **__: object) -> None:
         raise KeyError("secret of the house")
 
-    monkeypatch.setattr(door.store.jobs, "find", broken)
+    monkeypatch.setattr(api.store.jobs, "find", broken)
     answer = client.get("/v1/jobs/a")
     assert answer.status_code == 500
     assert "secret" not in answer.text
 
 
-def test_over_a_port(door: Door) -> None:
-    job = _submit(door, "ann")
-    with listening(door.app) as address:
-        answer = httpx.get(f"{address}/v1/jobs/{job}", headers=bearer(door.token("ann")))
+def test_over_a_port(api: Api) -> None:
+    job = _submit(api, "ann")
+    with listening(api.app) as address:
+        answer = httpx.get(f"{address}/v1/jobs/{job}", headers=bearer(api.token("ann")))
         assert answer.json()["name"] == "a"
         assert "server" not in answer.headers
 
 
-def test_a_tenant_without_requests_has_not_even_a_first_one(door: Door) -> None:
-    door.store.tenants.set_limits("ann", TenantLimits(requests_per_s=0.0))
-    assert door.client().get("/v1/jobs").status_code == 429
+def test_a_tenant_without_requests_has_not_even_a_first_one(api: Api) -> None:
+    api.store.tenants.set_limits("ann", TenantLimits(requests_per_s=0.0))
+    assert api.client().get("/v1/jobs").status_code == 429
 
 
 def test_a_tenant_holds_so_many_streams_and_uploads_and_no_more(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = door.client()
-    put_file(door)
+    client = api.client()
+    put_file(api)
     made = client.post("/v1/jobs", json=job()).json()["jobs"][0]["id"]
     monkeypatch.setattr("tlora_megatron.service.api.native.history.MOST_STREAMS", 0)
     monkeypatch.setattr("tlora_megatron.service.api.openai.files.AT_ONCE", 0)
@@ -115,9 +113,9 @@ def test_a_tenant_holds_so_many_streams_and_uploads_and_no_more(
     assert client.post("/v1/files", **form).status_code == 429  # type: ignore[arg-type]
 
 
-def test_numbers_that_no_database_holds_are_refused(door: Door) -> None:
-    client = door.client()
-    put_file(door)
+def test_numbers_that_no_database_holds_are_refused(api: Api) -> None:
+    client = api.client()
+    put_file(api)
     made = client.post("/v1/jobs", json=job()).json()["jobs"][0]["id"]
     huge = 10**30
     for path in (f"jobs/{made}/events?follow=false&after={huge}.0.0", f"decisions?before={huge}"):

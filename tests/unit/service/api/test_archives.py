@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from tests.helpers.http_service import BASE, Door
+from tests.helpers.http_service import BASE, Api
 from tests.helpers.stored_jobs import finish, serve_gang, start
 from tlora_megatron.service.api.native import archives
 from tlora_megatron.service.home import make_folder
@@ -16,27 +16,27 @@ from tlora_megatron.service.store import NewJob
 
 
 @pytest.fixture
-def job(door: Door) -> str:
+def job(api: Api) -> str:
     """A finished job of ann's with an adapter, a checkpoint, and a link that has no business."""
     new = NewJob(name="a", document={"name": "a"}, base="b", key="a")
-    job = door.store.jobs.submit([new], tenant="ann")[0].id
-    serve_gang(door.store, door.home)
-    start(door.store, job)
-    finish(door.store, job)
-    adapter = make_folder(door.home.job(job) / "adapter")
-    base = str(door.service.bases()[BASE].folder)
+    job = api.store.jobs.submit([new], tenant="ann")[0].id
+    serve_gang(api.store, api.home)
+    start(api.store, job)
+    finish(api.store, job)
+    adapter = make_folder(api.home.job(job) / "adapter")
+    base = str(api.service.bases()[BASE].folder)
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     (adapter / "adapter_model.safetensors").write_bytes(bytes(range(256)) * 40)
     (adapter / "link.json").symlink_to("/etc/passwd")
-    saved = make_folder(door.home.job(job) / "checkpoints/step_00000005")
+    saved = make_folder(api.home.job(job) / "checkpoints/step_00000005")
     for name in ("adapter.safetensors", "optimizer.safetensors", "state.json"):
-        (saved / name).write_text(f"{door.home.tenant('ann')}/files/file-1")
-    make_folder(door.home.job(job) / "checkpoints/step_00000006")
+        (saved / name).write_text(f"{api.home.tenant('ann')}/files/file-1")
+    make_folder(api.home.job(job) / "checkpoints/step_00000006")
     return job
 
 
-def test_an_adapter_is_sent_whole_and_in_ranges(door: Door, job: str) -> None:
-    client = door.client()
+def test_an_adapter_is_sent_whole_and_in_ranges(api: Api, job: str) -> None:
+    client = api.client()
     whole = client.get(f"/v1/jobs/{job}/adapter.zip")
     assert whole.status_code == 200, whole.text
     assert 'filename="a-adapter.zip"' in whole.headers["content-disposition"]
@@ -52,8 +52,8 @@ def test_an_adapter_is_sent_whole_and_in_ranges(door: Door, job: str) -> None:
     assert b"".join(part.content for part in parts) == whole.content
 
 
-def test_checkpoints_are_listed_and_sent(door: Door, job: str) -> None:
-    client = door.client()
+def test_checkpoints_are_listed_and_sent(api: Api, job: str) -> None:
+    client = api.client()
     (row,) = client.get(f"/v1/jobs/{job}/checkpoints").json()["checkpoints"]
     assert row["step"] == 5, "the other one is not whole"
     content = client.get(f"/v1/jobs/{job}/checkpoints/5.zip").content
@@ -64,20 +64,20 @@ def test_checkpoints_are_listed_and_sent(door: Door, job: str) -> None:
         assert status in (400, 404), step
 
 
-def test_they_are_a_tenant_s_own_and_only_of_what_has_ended(door: Door, job: str) -> None:
+def test_they_are_a_tenant_s_own_and_only_of_what_has_ended(api: Api, job: str) -> None:
     for path in ("adapter.zip", "checkpoints", "checkpoints/5.zip"):
-        assert door.client("bob").get(f"/v1/jobs/{job}/{path}").status_code == 404
+        assert api.client("bob").get(f"/v1/jobs/{job}/{path}").status_code == 404
     new = NewJob(name="b", document={"name": "b"}, base="b", key="b")
-    door.store.jobs.submit([new], tenant="ann")
-    refused = door.client().get("/v1/jobs/b/adapter.zip")
+    api.store.jobs.submit([new], tenant="ann")
+    refused = api.client().get("/v1/jobs/b/adapter.zip")
     assert refused.status_code == 409
     assert "job 'b' must be finished to have an adapter, got 'validating at step 0'" in refused.text
 
 
-def test_archives_do_not_pile_up(door: Door, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archives_do_not_pile_up(api: Api, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "_KEPT", 2)
-    client = door.client()
+    client = api.client()
     for text in ("one", "two", "three", "four"):
-        (door.home.job(job) / "adapter/notes.txt").write_text(text)
+        (api.home.job(job) / "adapter/notes.txt").write_text(text)
         client.get(f"/v1/jobs/{job}/adapter.zip")
-    assert len(list((door.home.root / "cache/archives").iterdir())) == 2
+    assert len(list((api.home.root / "cache/archives").iterdir())) == 2

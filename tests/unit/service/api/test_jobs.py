@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers.http_service import BASE, Door
+from tests.helpers.http_service import BASE, Api
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.store import JobState, TenantLimits
 
 ROWS = '{"prompt": "a", "completion": "b"}\n'
 
 
-def put_file(door: Door, tenant: str = "ann", name: str = "rows.jsonl") -> str:
+def put_file(api: Api, tenant: str = "ann", name: str = "rows.jsonl") -> str:
     """A file in a tenant's folder, as its operator may lay it there; returns its name."""
-    folder = make_folder(door.home.tenant(tenant))
+    folder = make_folder(api.home.tenant(tenant))
     (folder / name).write_text(ROWS)
     return name
 
@@ -28,36 +28,36 @@ def job(name: str = "a", **fields: Any) -> dict[str, Any]:
     return {"base_model": BASE, "name": name, "data": data, "max_steps": 2, **fields}
 
 
-def test_a_job_is_submitted_in_json_and_yaml(door: Door) -> None:
-    put_file(door)
-    client = door.client()
+def test_a_job_is_submitted_in_json_and_yaml(api: Api) -> None:
+    put_file(api)
+    client = api.client()
     answer = client.post("/v1/jobs", json=job("a", service={"gpus": 1, "priority": 3}))
     assert answer.status_code == 201, answer.text
     (row,) = answer.json()["jobs"]
     assert (row["name"], row["state"], row["tenant"]) == ("a", "validating", "ann")
     answer = client.post("/v1/jobs", content=yaml.safe_dump(job("b")))
     assert answer.status_code == 201, answer.text
-    document = door.store.jobs.document(row["id"])
-    assert document["document"]["data"]["train"] == str(door.home.tenant("ann") / "rows.jsonl")
+    document = api.store.jobs.document(row["id"])
+    assert document["document"]["data"]["train"] == str(api.home.tenant("ann") / "rows.jsonl")
     assert document["tenant"] == "ann"
-    assert door.store.jobs.get(row["id"]).schedule["priority"] == 3
+    assert api.store.jobs.get(row["id"]).schedule["priority"] == 3
 
 
-def test_a_file_of_tlora_train_is_submitted_as_a_whole_or_not(door: Door) -> None:
-    put_file(door)
+def test_a_file_of_tlora_train_is_submitted_as_a_whole_or_not(api: Api) -> None:
+    put_file(api)
     entries = [{key: value for key, value in job(n).items() if key != "base_model"} for n in "ab"]
     document = {"base_model": {"path": BASE}, "run": {}, "jobs": entries}
-    answer = door.client().post("/v1/jobs", json=document)
+    answer = api.client().post("/v1/jobs", json=document)
     assert [row["name"] for row in answer.json()["jobs"]] == ["a", "b"]
     assert "section run has no effect" in answer.json()["warnings"][0]
-    refused = door.client().post("/v1/jobs", json=job("a"))
+    refused = api.client().post("/v1/jobs", json=job("a"))
     assert refused.status_code == 409
     assert "a job's name must be unique" in refused.json()["error"]["message"]
 
 
-def test_a_key_makes_its_jobs_once(door: Door) -> None:
-    put_file(door)
-    client = door.client()
+def test_a_key_makes_its_jobs_once(api: Api) -> None:
+    put_file(api)
+    client = api.client()
     headers = {"Idempotency-Key": "night"}
     first = client.post("/v1/jobs", json=job(), headers=headers)
     again = client.post("/v1/jobs", json=job(), headers=headers)
@@ -65,17 +65,17 @@ def test_a_key_makes_its_jobs_once(door: Door) -> None:
     assert first.json()["jobs"][0]["id"] == again.json()["jobs"][0]["id"]
     for other in (job(max_steps=3), {**job("b"), "name": "b"}):
         assert client.post("/v1/jobs", json=other, headers=headers).status_code == 409
-    put_file(door, "bob")
-    assert door.client("bob").post("/v1/jobs", json=job(), headers=headers).status_code == 201
+    put_file(api, "bob")
+    assert api.client("bob").post("/v1/jobs", json=job(), headers=headers).status_code == 201
     assert client.post("/v1/jobs", json=job(), headers={"Idempotency-Key": " "}).status_code == 400
 
 
-def test_pages_follow_each_other_and_hold_the_own_jobs_alone(door: Door) -> None:
+def test_pages_follow_each_other_and_hold_the_own_jobs_alone(api: Api) -> None:
     for tenant in ("ann", "bob"):
-        put_file(door, tenant)
+        put_file(api, tenant)
         for name in "abcde":
-            door.client(tenant).post("/v1/jobs", json=job(name))
-    client = door.client()
+            api.client(tenant).post("/v1/jobs", json=job(name))
+    client = api.client()
     names, after = [], None
     while True:
         page = client.get("/v1/jobs", params={"limit": 2, **({"after": after} if after else {})})
@@ -94,34 +94,34 @@ def test_pages_follow_each_other_and_hold_the_own_jobs_alone(door: Door) -> None
     assert len(client.get("/v1/jobs", params={"state": "validating"}).json()["jobs"]) == 5
     assert client.get("/v1/jobs", params={"name": "c"}).json()["jobs"][0]["name"] == "c"
     assert client.get("/v1/jobs", params={"state": "sleeping"}).status_code == 400
-    theirs = door.client("bob").get("/v1/jobs").json()["jobs"][0]["id"]
+    theirs = api.client("bob").get("/v1/jobs").json()["jobs"][0]["id"]
     assert client.get("/v1/jobs", params={"after": theirs}).status_code == 404
     assert client.get("/v1/jobs", params={"tenant": "bob"}).status_code == 403
-    admin = door.client("root", ("admin",))
+    admin = api.client("root", ("admin",))
     assert len(admin.get("/v1/jobs", params={"tenant": "*"}).json()["jobs"]) == 10
     assert admin.get(f"/v1/jobs/{theirs}").json()["tenant"] == "bob"
 
 
-def test_actions_are_written_for_the_controller(door: Door) -> None:
-    put_file(door)
-    client = door.client()
+def test_actions_are_written_for_the_controller(api: Api) -> None:
+    put_file(api)
+    client = api.client()
     client.post("/v1/jobs", json=job())
     assert client.post("/v1/jobs/a/pause").json()["wish"] == "pause"
     assert client.post("/v1/jobs/a/resume").json()["wish"] == "resume"
     assert client.delete("/v1/jobs/a").json()["wish"] == "cancel"
     assert client.delete("/v1/jobs/a").status_code == 200, "asked once more"
     assert client.post("/v1/jobs/a/pause").status_code == 409
-    assert door.client("ann", ("read",)).delete("/v1/jobs/a").status_code == 403
+    assert api.client("ann", ("read",)).delete("/v1/jobs/a").status_code == 403
     job_id = client.get("/v1/jobs/a").json()["id"]
-    door.store.jobs.change(job_id, JobState.CANCELLED)
+    api.store.jobs.change(job_id, JobState.CANCELLED)
     assert client.delete("/v1/jobs/a").status_code == 409
-    assert door.client("bob").delete(f"/v1/jobs/{job_id}").status_code == 404
+    assert api.client("bob").delete(f"/v1/jobs/{job_id}").status_code == 404
 
 
-def test_limits_of_a_tenant(door: Door) -> None:
-    put_file(door)
-    door.store.tenants.set_limits("ann", TenantLimits(jobs=2, gpus=2))
-    client = door.client()
+def test_limits_of_a_tenant(api: Api) -> None:
+    put_file(api)
+    api.store.tenants.set_limits("ann", TenantLimits(jobs=2, gpus=2))
+    client = api.client()
     headers = {"Idempotency-Key": "k"}
     client.post("/v1/jobs", json=job("a"), headers=headers)
     client.post("/v1/jobs", json=job("b"))
@@ -146,24 +146,24 @@ def test_limits_of_a_tenant(door: Door) -> None:
     ],
 )
 def test_mistakes_are_told_where_they_stand(
-    door: Door, fields: dict[str, Any], sentence: str
+    api: Api, fields: dict[str, Any], sentence: str
 ) -> None:
-    put_file(door)
-    answer = door.client().post("/v1/jobs", json=job(**fields))
+    put_file(api)
+    answer = api.client().post("/v1/jobs", json=job(**fields))
     assert answer.status_code == 400, answer.text
     assert sentence in answer.json()["error"]["message"]
-    assert str(door.home.root) not in answer.text
-    assert door.store.jobs.page() == []
+    assert str(api.home.root) not in answer.text
+    assert api.store.jobs.page() == []
 
 
-def test_many_submits_share_transactions_and_one_refusal_harms_no_other(door: Door) -> None:
-    put_file(door)
+def test_many_submits_share_transactions_and_one_refusal_harms_no_other(api: Api) -> None:
+    put_file(api)
 
     async def all_at_once() -> list[int]:
-        async with door.async_client() as client:
+        async with api.async_client() as client:
             posts = [client.post("/v1/jobs", json=job(f"n{index % 15}")) for index in range(20)]
             return [answer.status_code for answer in await asyncio.gather(*posts)]
 
     statuses = asyncio.run(all_at_once())
     assert sorted(statuses) == [201] * 15 + [409] * 5
-    assert len(door.store.jobs.page()) == 15
+    assert len(api.store.jobs.page()) == 15

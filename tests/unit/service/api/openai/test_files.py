@@ -10,27 +10,27 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.helpers.http_service import Door
+from tests.helpers.http_service import Api
 from tests.unit.service.api.openai.conftest import CHATS, Still
 from tlora_megatron.service.api.openai import uploads
 from tlora_megatron.service.store import TenantLimits
 
 
-def folder_of(door: Door, tenant: str = "ann") -> Path:
-    return door.home.tenant(tenant) / "files"
+def folder_of(api: Api, tenant: str = "ann") -> Path:
+    return api.home.tenant(tenant) / "files"
 
 
-def test_a_file_comes_and_goes(client: OpenAI, door: Door) -> None:
+def test_a_file_comes_and_goes(client: OpenAI, api: Api) -> None:
     made = client.files.create(file=("../../a/chats.jsonl", CHATS), purpose="fine-tune")
     assert (made.filename, made.bytes, made.status) == ("chats.jsonl", len(CHATS), "processed")
     assert client.files.retrieve(made.id) == made
     assert client.files.wait_for_processing(made.id) == made
     assert client.files.content(made.id).read() == CHATS
-    row = door.store.uploads.get(made.id, tenant="ann")
+    row = api.store.uploads.get(made.id, tenant="ann")
     assert row.digest == hashlib.sha256(CHATS).hexdigest()
     assert row.facts == {"rows": 3, "kinds": {"messages": 3}}
     assert client.files.delete(made.id).deleted
-    assert list(folder_of(door).iterdir()) == []
+    assert list(folder_of(api).iterdir()) == []
     with pytest.raises(openai.NotFoundError, match="a file's id must be one of yours"):
         client.files.retrieve(made.id)
 
@@ -81,7 +81,7 @@ def test_what_could_not_be_trained_is_refused_at_once(
     assert still.files == []
 
 
-def test_sizes_have_limits(client: OpenAI, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_have_limits(client: OpenAI, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "LONGEST_LINE", len(CHATS) - 2)
     with pytest.raises(openai.BadRequestError, match="a line must have at most"):
         client.files.create(file=CHATS.replace(b"\n", b" "), purpose="fine-tune")
@@ -90,12 +90,12 @@ def test_sizes_have_limits(client: OpenAI, door: Door, monkeypatch: pytest.Monke
         client.files.create(file=CHATS, purpose="fine-tune")
     assert caught.value.status_code == 413
     monkeypatch.undo()
-    door.store.tenants.set_limits("ann", TenantLimits(upload_bytes=2 * len(CHATS) - 1))
-    door.service.gate._known.clear()
+    api.store.tenants.set_limits("ann", TenantLimits(upload_bytes=2 * len(CHATS) - 1))
+    api.service.gate._known.clear()
     client.files.create(file=CHATS, purpose="fine-tune")
     with pytest.raises(openai.APIStatusError, match="file must have at most") as caught:
         client.files.create(file=CHATS, purpose="fine-tune")
-    assert len(list(folder_of(door).iterdir())) == 1
+    assert len(list(folder_of(api).iterdir())) == 1
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_sizes_have_limits(client: OpenAI, door: Door, monkeypatch: pytest.Monke
     ],
 )
 def test_fields_of_the_form(still: Still, fields: dict[str, str], told: str) -> None:
-    answer = still.door.client().post("/v1/files", data=fields, files={"file": ("x", CHATS)})
+    answer = still.api.client().post("/v1/files", data=fields, files={"file": ("x", CHATS)})
     assert answer.status_code == 400
     assert told in answer.json()["error"]["message"]
     assert still.files == []
@@ -128,7 +128,7 @@ def test_fields_of_the_form(still: Still, fields: dict[str, str], told: str) -> 
     ],
 )
 def test_bodies_that_are_no_form(still: Still, kind: str, body: bytes, told: str) -> None:
-    answer = still.door.client().post("/v1/files", content=body, headers={"Content-Type": kind})
+    answer = still.api.client().post("/v1/files", content=body, headers={"Content-Type": kind})
     assert answer.status_code == 400
     assert told in answer.json()["error"]["message"]
     assert still.files == []
@@ -137,7 +137,7 @@ def test_bodies_that_are_no_form(still: Still, kind: str, body: bytes, told: str
 @pytest.mark.parametrize("file", ["..", "%2e%2e%2fx", "file-x", "file-results-j1aaaa", "%00", "ä"])
 def test_ids_are_no_paths(still: Still, file: str) -> None:
     for path in (f"/v1/files/{file}", f"/v1/files/{file}/content"):
-        assert still.door.client().get(path).status_code in (404, 405)
+        assert still.api.client().get(path).status_code in (404, 405)
 
 
 def test_lines_are_checked_however_they_are_cut() -> None:

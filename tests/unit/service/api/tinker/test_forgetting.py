@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import update
 from starlette.testclient import TestClient
 
-from tests.helpers.http_service import Door
+from tests.helpers.http_service import Api
 from tests.helpers.played_models import PlayedModels
 from tests.unit.service.api.openai.conftest import CHATS
 from tests.unit.service.api.tinker.test_refusals import PROTO, model, post, session
@@ -24,24 +24,24 @@ from tlora_megatron.service.store import TenantLimits, tables
 from tlora_megatron.service.store.sessions import Sessions
 
 
-def age(door: Door, session_id: str, seconds: float) -> None:
+def age(api: Api, session_id: str, seconds: float) -> None:
     """Lets a session have ended so long ago."""
     change = update(tables.session).where(tables.session.c.id == session_id)
-    with door.store.database.write() as connection:
+    with api.store.database.write() as connection:
         connection.execute(change.values(ended_at=time.time() - seconds))
 
 
-def look(door: Door) -> None:
-    asyncio.run(Reaper(door.service).look())
+def look(api: Api) -> None:
+    asyncio.run(Reaper(api.service).look())
 
 
 def future(client: TestClient, model_id: str, seq_id: int, op: str) -> Any:
     return post(client, "retrieve_future", request_id=f"{model_id}:{seq_id}:{op}")
 
 
-def folder_of_samples(door: Door, session_id: str) -> Path:
+def folder_of_samples(api: Api, session_id: str) -> Path:
     """The folder of a session's samples, with one in it."""
-    folder = TenantContext(door.service, "ann").samples(session_id)
+    folder = TenantContext(api.service, "ann").samples(session_id)
     (folder / "0").mkdir(parents=True)
     (folder / "0" / "1.json").write_text("{}")
     return folder
@@ -52,9 +52,9 @@ def files(folder: Path) -> set[str]:
 
 
 @pytest.fixture
-def ended(door: Door) -> tuple[str, str]:
+def ended(api: Api) -> tuple[str, str]:
     """A session that has ended and its model, which is saved; its last request came too late."""
-    client, models = door.client(), PlayedModels(door.home, door.store)
+    client, models = api.client(), PlayedModels(api.home, api.store)
     session_id = session(client)
     model_id = model(client, session_id)
     for seq_id in (1, 3):  # nobody sends the second
@@ -66,15 +66,15 @@ def ended(door: Door) -> tuple[str, str]:
     return session_id, model_id
 
 
-def test_requests_are_forgotten_and_checkpoints_stay(door: Door, ended: tuple[str, str]) -> None:
-    client, (session_id, model_id) = door.client(), ended
-    journal = door.home.job(door.store.jobs.page()[0].id)
-    age(door, session_id, KEEP_SESSIONS_S - 60)
-    look(door)
+def test_requests_are_forgotten_and_checkpoints_stay(api: Api, ended: tuple[str, str]) -> None:
+    client, (session_id, model_id) = api.client(), ended
+    journal = api.home.job(api.store.jobs.page()[0].id)
+    age(api, session_id, KEEP_SESSIONS_S - 60)
+    look(api)
     assert future(client, model_id, 1, "optim_step").json()["metrics"] == {"grad_norm": 0.5}
-    age(door, session_id, KEEP_SESSIONS_S + 60)
+    age(api, session_id, KEEP_SESSIONS_S + 60)
     for _ in range(2):
-        look(door)
+        look(api)
         assert files(journal / "requests") | files(journal / "answers") == {"covered.json"}
         for seq_id in (1, 3):
             told = future(client, model_id, seq_id, "optim_step")
@@ -87,34 +87,32 @@ def test_requests_are_forgotten_and_checkpoints_stay(door: Door, ended: tuple[st
     assert post(client, "load_weights", **body, path=path).status_code == 200
 
 
-def test_a_session_without_checkpoints_is_forgotten_whole(
-    door: Door, ended: tuple[str, str]
-) -> None:
-    client, (session_id, model_id) = door.client(), ended
-    samples = folder_of_samples(door, session_id)
+def test_a_session_without_checkpoints_is_forgotten_whole(api: Api, ended: tuple[str, str]) -> None:
+    client, (session_id, model_id) = api.client(), ended
+    samples = folder_of_samples(api, session_id)
     found = client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/left-2")
     assert found.status_code == 200, found.text
     other = session(client)
-    age(door, session_id, KEEP_SESSIONS_S + 60)
-    look(door)
-    assert [row.id for row in door.store.sessions.all()] == [other]
+    age(api, session_id, KEEP_SESSIONS_S + 60)
+    look(api)
+    assert [row.id for row in api.store.sessions.all()] == [other]
     assert not samples.parent.exists()
     assert client.get(f"/api/v1/sessions/{session_id}").status_code == 404
     assert future(client, model_id, 1, "optim_step").status_code == 410
-    assert future(door.client("bob"), model_id, 1, "optim_step").status_code == 404
+    assert future(api.client("bob"), model_id, 1, "optim_step").status_code == 404
     late = post(client, "optim_step", model_id=model_id, seq_id=4, adam_params={})
     assert late.status_code == 404
 
 
-def test_the_requests_of_a_job_that_has_not_left_stay(door: Door) -> None:
-    client, models = door.client(), PlayedModels(door.home, door.store)
+def test_the_requests_of_a_job_that_has_not_left_stay(api: Api) -> None:
+    client, models = api.client(), PlayedModels(api.home, api.store)
     session_id = session(client)
     model_id = model(client, session_id)
     models.step()
     post(client, "optim_step", model_id=model_id, seq_id=1, adam_params={})
     client.post(f"/api/v1/sessions/{session_id}/finish", json={})
-    age(door, session_id, 2 * KEEP_SESSIONS_S)
-    look(door)
+    age(api, session_id, 2 * KEEP_SESSIONS_S)
+    look(api)
     assert future(client, model_id, 1, "optim_step").json()["type"] == "try_again"
     models.step()
     assert models.ops() == ["optim_step", "save_state", "leave"]
@@ -122,27 +120,27 @@ def test_the_requests_of_a_job_that_has_not_left_stay(door: Door) -> None:
 
 
 def test_a_removal_that_was_cut_off_is_finished(
-    door: Door, ended: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    api: Api, ended: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, (session_id, model_id) = door.client(), ended
+    client, (session_id, model_id) = api.client(), ended
     client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/left-2")
-    folder_of_samples(door, session_id)
-    age(door, session_id, KEEP_SESSIONS_S + 60)
+    folder_of_samples(api, session_id)
+    age(api, session_id, KEEP_SESSIONS_S + 60)
     with monkeypatch.context() as killed:
         killed.setattr(Sessions, "remove", lambda *_: 1 / 0)
-        look(door)
-    assert [row.id for row in door.store.sessions.all()] == [session_id]
-    look(door)
-    assert door.store.sessions.all() == []
-    assert door.store.sessions.models(tenant="ann") == []
-    assert list((door.home.tenant("ann") / "tinker").iterdir()) == []
+        look(api)
+    assert [row.id for row in api.store.sessions.all()] == [session_id]
+    look(api)
+    assert api.store.sessions.all() == []
+    assert api.store.sessions.models(tenant="ann") == []
+    assert list((api.home.tenant("ann") / "tinker").iterdir()) == []
 
 
-def test_requests_count_among_the_bytes_of_a_tenant(door: Door) -> None:
-    client, models = door.client(), PlayedModels(door.home, door.store)
+def test_requests_count_among_the_bytes_of_a_tenant(api: Api) -> None:
+    client, models = api.client(), PlayedModels(api.home, api.store)
     model_id = model(client, session(client))
-    (job,) = door.store.jobs.page()
-    journal = RequestLog(door.home.job(job.id))
+    (job,) = api.store.jobs.page()
+    journal = RequestLog(api.home.job(job.id))
 
     def send(seq_id: int) -> Any:
         body = message(datum(*range(200)))
@@ -153,7 +151,7 @@ def test_requests_count_among_the_bytes_of_a_tenant(door: Door) -> None:
 
     assert send(1).status_code == 200
     one = journal.held_bytes()
-    door.store.tenants.set_limits("ann", TenantLimits(upload_bytes=2 * one + 100))
+    api.store.tenants.set_limits("ann", TenantLimits(upload_bytes=2 * one + 100))
     assert send(2).status_code == 200
     refused = send(3)
     assert refused.status_code == 402
@@ -162,12 +160,12 @@ def test_requests_count_among_the_bytes_of_a_tenant(door: Door) -> None:
     assert send(2).status_code == 200, "a retry has its room already"
     step = post(client, "optim_step", model_id=model_id, seq_id=3, adam_params={})
     assert step.status_code == 200, "what was sent can always be taken"
-    door.service.gate._known.clear()  # it knows the limits of a minute ago
+    api.service.gate._known.clear()  # it knows the limits of a minute ago
     sent = client.post(
         "/v1/files", data={"purpose": "fine-tune"}, files={"file": ("chats.jsonl", CHATS)}
     )
     assert sent.status_code in (413, 429), sent.text
-    assert door.store.uploads.bytes_of("ann") == 0
+    assert api.store.uploads.bytes_of("ann") == 0
     models.step()
     journal.prune(3)
     for number in (1, 2, 3):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.http_service import BASE, Door
+from tests.helpers.http_service import BASE, Api
 from tests.helpers.launch import HANG_S, REPO
 from tests.helpers.played_models import PlayedModels
 from tests.unit.service.api.tinker.test_refusals import model, post, session
@@ -18,7 +18,7 @@ from tests.unit.service.api.tinker.test_refusals import model, post, session
 KILLED = """
 import json, os, signal, sys
 from pathlib import Path
-from tests.helpers.http_service import open_door
+from tests.helpers.http_service import open_api
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store.sessions import Sessions
 
@@ -28,38 +28,38 @@ def killed(*args, **kwargs):
 root, where, route, body = sys.argv[1:]
 owner, _, name = where.partition(".")
 setattr({"Sessions": Sessions, "RequestLog": RequestLog}[owner], name, killed)
-with open_door(Path(root)) as door:
-    door.client().post(f"/api/v1/{route}", json=json.loads(body))
+with open_api(Path(root)) as api:
+    api.client().post(f"/api/v1/{route}", json=json.loads(body))
 """
 
 
-def post_and_die(door: Door, where: str, route: str, **body: Any) -> None:
+def post_and_die(api: Api, where: str, route: str, **body: Any) -> None:
     """Sends a request to another process of the service, which is killed as it calls a method."""
-    words = (str(door.home.root), where, route, json.dumps(body))
+    words = (str(api.home.root), where, route, json.dumps(body))
     done = subprocess.run(
         [sys.executable, "-c", KILLED, *words], cwd=REPO, capture_output=True, timeout=HANG_S
     )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
 
 
-def test_a_kill_between_a_job_and_its_model_leaves_neither(door: Door) -> None:
-    client = door.client()
+def test_a_kill_between_a_job_and_its_model_leaves_neither(api: Api) -> None:
+    client = api.client()
     session_id = session(client)
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}
-    before = door.store.events.last()
-    post_and_die(door, "Sessions.add_model", "create_model", **body)
-    assert door.store.jobs.page() == []
-    assert door.store.sessions.models(tenant="ann") == []
-    assert door.store.events.last() == before
+    before = api.store.events.last()
+    post_and_die(api, "Sessions.add_model", "create_model", **body)
+    assert api.store.jobs.page() == []
+    assert api.store.sessions.models(tenant="ann") == []
+    assert api.store.events.last() == before
     assert client.get(f"/api/v1/sessions/{session_id}").json()["training_run_ids"] == []
     model_id = model(client, session_id)
-    (job,), (made,) = door.store.jobs.page(), door.store.sessions.models(tenant="ann")
+    (job,), (made,) = api.store.jobs.page(), api.store.sessions.models(tenant="ann")
     assert (made.id, made.job) == (model_id, job.id)
 
 
 @pytest.mark.parametrize("is_retried", [True, False])
-def test_a_kill_before_the_load_of_a_model_is_made_good(door: Door, is_retried: bool) -> None:
-    client, models = door.client(), PlayedModels(door.home, door.store)
+def test_a_kill_before_the_load_of_a_model_is_made_good(api: Api, is_retried: bool) -> None:
+    client, models = api.client(), PlayedModels(api.home, api.store)
     session_id = session(client)
     first = model(client, session_id)
     post(client, "save_weights", model_id=first, seq_id=1, path="mine")
@@ -70,15 +70,15 @@ def test_a_kill_before_the_load_of_a_model_is_made_good(door: Door, is_retried: 
         "path": f"tinker://{first}/weights/mine",
         "optimizer": True,
     }
-    post_and_die(door, "RequestLog.write_request", "load_weights", **body)
-    made = door.store.sessions.model(f"{session_id}:train:1", tenant="ann")
-    assert not (door.home.job(made.job) / "requests").exists()
+    post_and_die(api, "RequestLog.write_request", "load_weights", **body)
+    made = api.store.sessions.model(f"{session_id}:train:1", tenant="ann")
+    assert not (api.home.job(made.job) / "requests").exists()
     if is_retried:
         for _ in range(2):
             assert post(client, "load_weights", **body).status_code == 200
         models.step()
         assert models.ops() == ["save_state", "load_state"]
-        assert len(door.store.jobs.page()) == 2
+        assert len(api.store.jobs.page()) == 2
     else:
         client.post(f"/api/v1/sessions/{session_id}/finish", json={})
-        assert door.store.jobs.get(made.job).wish == "cancel"
+        assert api.store.jobs.get(made.job).wish == "cancel"

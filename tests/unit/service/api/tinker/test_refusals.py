@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.helpers.http_service import BASE, Door, bearer
+from tests.helpers.http_service import BASE, Api, bearer
 from tests.helpers.played_models import PlayedModels
 from tests.unit.service.api.tinker.test_wire import datum, message
 from tlora_megatron.service.api.server import make_app
@@ -38,21 +38,21 @@ def model(client: TestClient, session_id: str, number: int = 0, **lora: Any) -> 
 
 
 def test_without_the_extra_the_answer_says_what_to_install(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tlora_megatron.service.api.tinker.router.is_installed", lambda: False)
-    with TestClient(make_app(door.service)) as client:
-        found = client.post("/api/v1/client/config", json={}, headers=bearer(door.token()))
+    with TestClient(make_app(api.service)) as client:
+        found = client.post("/api/v1/client/config", json={}, headers=bearer(api.token()))
     assert found.status_code == 501
     assert found.json()["error"].endswith("pip install 'tlora-megatron[tinker]'")
 
 
-def test_another_tenant_finds_nothing(door: Door) -> None:
-    ann, bob = door.client("ann"), door.client("bob")
+def test_another_tenant_finds_nothing(api: Api) -> None:
+    ann, bob = api.client("ann"), api.client("bob")
     session_id = session(ann)
     model_id = model(ann, session_id)
     post(ann, "save_weights", model_id=model_id, seq_id=1, path="mine")
-    PlayedModels(door.home, door.store).step()
+    PlayedModels(api.home, api.store).step()
     path = f"tinker://{model_id}/weights/mine"
     future = f"{model_id}:1:save_weights"
     assert post(ann, "retrieve_future", request_id=future).json()["path"] == path
@@ -102,9 +102,9 @@ def test_another_tenant_finds_nothing(door: Door) -> None:
     ],
 )
 def test_ids_that_nobody_gave_are_refused(
-    door: Door, path: str, body: dict[str, Any], status: int, sentence: str
+    api: Api, path: str, body: dict[str, Any], status: int, sentence: str
 ) -> None:
-    found = post(door.client(), path, **body)
+    found = post(api.client(), path, **body)
     assert found.status_code == status
     assert found.json()["error"].startswith(sentence)
     assert found.json()["category"] == "user"
@@ -127,17 +127,17 @@ def test_ids_that_nobody_gave_are_refused(
     ],
 )
 def test_models_that_cannot_be_are_refused(
-    door: Door, changes: dict[str, Any], sentence: str
+    api: Api, changes: dict[str, Any], sentence: str
 ) -> None:
-    client = door.client()
+    client = api.client()
     body = {"session_id": session(client), "model_seq_id": 0, "base_model": BASE, **changes}
     found = post(client, "create_model", **body)
-    assert (found.status_code, door.store.jobs.page()) == (422, [])
+    assert (found.status_code, api.store.jobs.page()) == (422, [])
     assert found.json()["error"].startswith(sentence)
 
 
-def test_requests_that_cannot_be_are_refused_and_leave_no_trace(door: Door) -> None:
-    client = door.client()
+def test_requests_that_cannot_be_are_refused_and_leave_no_trace(api: Api) -> None:
+    client = api.client()
     model_id = model(client, session(client))
 
     def passed(loss: str = "cross_entropy", **inputs: Any) -> Any:
@@ -177,16 +177,16 @@ def test_requests_that_cannot_be_are_refused_and_leave_no_trace(door: Door) -> N
     }
     for sentence, found in refused.items():
         assert (found.status_code, sentence in found.json()["error"]) == (422, True), found.text
-    (job,) = door.store.jobs.page()
-    assert not (door.home.job(job.id) / "requests").exists()
+    (job,) = api.store.jobs.page()
+    assert not (api.home.job(job.id) / "requests").exists()
 
 
-def test_a_retry_changes_nothing_and_late_ones_wait(door: Door) -> None:
-    client, models = door.client(), PlayedModels(door.home, door.store)
+def test_a_retry_changes_nothing_and_late_ones_wait(api: Api) -> None:
+    client, models = api.client(), PlayedModels(api.home, api.store)
     session_id = session(client)
     model_id = model(client, session_id)
     assert model(client, session_id) == model_id
-    assert len(door.store.jobs.page()) == 1
+    assert len(api.store.jobs.page()) == 1
     second = post(client, "optim_step", model_id=model_id, seq_id=2, adam_params={})
     models.step()
     assert models.done == []
@@ -211,26 +211,26 @@ def test_a_retry_changes_nothing_and_late_ones_wait(door: Door) -> None:
     assert "of a request that was made" in never.json()["error"]
 
 
-def test_an_answer_that_is_not_kept_is_gone(door: Door) -> None:
+def test_an_answer_that_is_not_kept_is_gone(api: Api) -> None:
     from tlora_megatron.service.request_log import RequestLog
 
-    client, models = door.client(), PlayedModels(door.home, door.store)
+    client, models = api.client(), PlayedModels(api.home, api.store)
     model_id = model(client, session(client))
     sent = post(client, "optim_step", model_id=model_id, seq_id=1, adam_params={}).json()
     models.step()
-    (job,) = door.store.jobs.page()
-    journal = RequestLog(door.home.job(job.id))
+    (job,) = api.store.jobs.page()
+    journal = RequestLog(api.home.job(job.id))
     journal.prune(1)
     journal.drop_answer(1)
     assert post(client, "retrieve_future", request_id=sent["request_id"]).status_code == 410
 
 
-def test_an_address_is_good_for_an_hour(door: Door) -> None:
+def test_an_address_is_good_for_an_hour(api: Api) -> None:
     now_s = 1e9
-    signer = Signer(door.home, clock=lambda: now_s)
+    signer = Signer(api.home, clock=lambda: now_s)
     grant = signer.grant("ann", "tinker://x/weights/y", "state.json")
     word = signer.sign(grant)
-    assert Signer(door.home, clock=lambda: now_s + 3599).read(word) == grant
+    assert Signer(api.home, clock=lambda: now_s + 3599).read(word) == grant
     now_s += 3601
     with pytest.raises(NotSigned, match="must be fetched within an hour"):
         signer.read(word)
@@ -239,9 +239,9 @@ def test_an_address_is_good_for_an_hour(door: Door) -> None:
             signer.read(spoilt)
 
 
-def test_too_many_requests_ahead_are_held_back(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_requests_ahead_are_held_back(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlora_megatron.service.api.tinker.training.MOST_AHEAD", 3)
-    client = door.client()
+    client = api.client()
     model_id = model(client, session(client))
     sent = [
         post(client, "optim_step", model_id=model_id, seq_id=number, adam_params={})
@@ -250,22 +250,22 @@ def test_too_many_requests_ahead_are_held_back(door: Door, monkeypatch: pytest.M
     assert [found.status_code for found in sent] == [200, 200, 200, 429]
 
 
-def later(door: Door, seconds: float) -> None:
+def later(api: Api, seconds: float) -> None:
     """Moves the store's clock: it is so much later than it really is."""
-    door.store.database.clock = lambda: time.time() + seconds
+    api.store.database.clock = lambda: time.time() + seconds
 
 
-def test_a_client_that_is_silent_leaves_its_model_saved(door: Door) -> None:
-    client, models = door.client(), PlayedModels(door.home, door.store)
-    reaper, session_id = Reaper(door.service), session(client)
+def test_a_client_that_is_silent_leaves_its_model_saved(api: Api) -> None:
+    client, models = api.client(), PlayedModels(api.home, api.store)
+    reaper, session_id = Reaper(api.service), session(client)
     model_id = model(client, session_id)
     post(client, "optim_step", model_id=model_id, seq_id=1, adam_params={})
-    later(door, SILENCE_S)
+    later(api, SILENCE_S)
     assert post(client, "session_heartbeat", session_id=session_id).status_code == 200
-    later(door, 2 * SILENCE_S - 10)
+    later(api, 2 * SILENCE_S - 10)
     asyncio.run(reaper.look())
-    assert door.store.sessions.get(session_id, tenant="ann").ended is None
-    later(door, 2 * SILENCE_S + 10)
+    assert api.store.sessions.get(session_id, tenant="ann").ended is None
+    later(api, 2 * SILENCE_S + 10)
     for _ in range(2):
         asyncio.run(reaper.look())
         models.step()
@@ -285,8 +285,8 @@ def test_a_client_that_is_silent_leaves_its_model_saved(door: Door) -> None:
     assert told["model_id"] == again.json()["model_id"]
 
 
-def test_a_model_that_is_unloaded_takes_nothing_more(door: Door) -> None:
-    client, models = door.client(), PlayedModels(door.home, door.store)
+def test_a_model_that_is_unloaded_takes_nothing_more(api: Api) -> None:
+    client, models = api.client(), PlayedModels(api.home, api.store)
     model_id = model(client, session(client))
     sent = [post(client, "unload_model", model_id=model_id) for _ in range(2)]
     assert sent[0].json() == sent[1].json()
@@ -297,50 +297,50 @@ def test_a_model_that_is_unloaded_takes_nothing_more(door: Door) -> None:
     assert (late.status_code, "that was unloaded" in late.json()["error"]) == (410, True)
 
 
-def test_a_model_that_waited_in_vain_is_cancelled(door: Door) -> None:
-    client = door.client()
+def test_a_model_that_waited_in_vain_is_cancelled(api: Api) -> None:
+    client = api.client()
     session_id = session(client)
     model(client, session_id)
     client.post(f"/api/v1/sessions/{session_id}/finish", json={})
-    (job,) = door.store.jobs.page()
+    (job,) = api.store.jobs.page()
     assert job.wish == "cancel"
-    assert not (door.home.job(job.id) / "requests").exists()
+    assert not (api.home.job(job.id) / "requests").exists()
 
 
-def test_a_process_that_begins_gives_all_clients_their_whole_time(door: Door) -> None:
-    silent = session(door.client())
-    later(door, 10 * SILENCE_S)
-    reaper = Reaper(door.service)
+def test_a_process_that_begins_gives_all_clients_their_whole_time(api: Api) -> None:
+    silent = session(api.client())
+    later(api, 10 * SILENCE_S)
+    reaper = Reaper(api.service)
     asyncio.run(reaper.look())
-    assert door.store.sessions.get(silent, tenant="ann").ended is None
-    later(door, 11 * SILENCE_S + 1)
+    assert api.store.sessions.get(silent, tenant="ann").ended is None
+    later(api, 11 * SILENCE_S + 1)
     asyncio.run(reaper.look())
-    assert door.store.sessions.get(silent, tenant="ann").ended is not None
+    assert api.store.sessions.get(silent, tenant="ann").ended is not None
 
 
-def test_heartbeats_are_written_together_every_half_minute(door: Door) -> None:
-    clients = [door.client("ann"), door.client("bob")]
-    reaper, ids = Reaper(door.service), [session(client) for client in clients]
-    begun = {row.id: row.heard_at for row in door.store.sessions.all()}
+def test_heartbeats_are_written_together_every_half_minute(api: Api) -> None:
+    clients = [api.client("ann"), api.client("bob")]
+    reaper, ids = Reaper(api.service), [session(client) for client in clients]
+    begun = {row.id: row.heard_at for row in api.store.sessions.all()}
 
     def beat(seconds: float) -> list[float]:
         """Lets both clients give a sign of life; returns how far the rows have come by then."""
-        later(door, seconds)
+        later(api, seconds)
         for client, session_id in zip(clients, ids, strict=True):
             assert post(client, "session_heartbeat", session_id=session_id).status_code == 200
         asyncio.run(reaper.look())
-        return [row.heard_at - begun[row.id] for row in door.store.sessions.all()]
+        return [row.heard_at - begun[row.id] for row in api.store.sessions.all()]
 
     assert beat(FLUSH_S - 10) == [0.0, 0.0]
     assert all(far >= FLUSH_S for far in beat(FLUSH_S))
     assert all(far < 2 * FLUSH_S - 10 for far in beat(2 * FLUSH_S - 10))
     asyncio.run(reaper.close())
-    rows = door.store.sessions.all()
+    rows = api.store.sessions.all()
     assert all(row.heard_at - begun[row.id] >= 2 * FLUSH_S - 10 for row in rows)
 
 
-def test_settings_in_metadata_do_not_unfold(door: Door) -> None:
-    client = door.client()
+def test_settings_in_metadata_do_not_unfold(api: Api) -> None:
+    client = api.client()
     session_id = session(client)
     for value, sentence in {
         "[&a [q_proj], *a]": "must have no YAML aliases",
@@ -355,20 +355,20 @@ def test_settings_in_metadata_do_not_unfold(door: Door) -> None:
         assert sentence in found.json()["error"]
 
 
-def test_models_of_a_session_whose_end_was_cut_off_leave_all_the_same(door: Door) -> None:
-    client, models = door.client(), PlayedModels(door.home, door.store)
+def test_models_of_a_session_whose_end_was_cut_off_leave_all_the_same(api: Api) -> None:
+    client, models = api.client(), PlayedModels(api.home, api.store)
     session_id = session(client)
     model_id = model(client, session_id)
     post(client, "optim_step", model_id=model_id, seq_id=1, adam_params={})
-    door.store.sessions.end(session_id, "and the process was killed")
+    api.store.sessions.end(session_id, "and the process was killed")
     for _ in range(2):
-        asyncio.run(Reaper(door.service).look())
+        asyncio.run(Reaper(api.service).look())
         models.step()
     assert models.ops() == ["optim_step", "save_state", "leave"]
 
 
-def test_a_model_that_was_refused_has_no_checkpoints(door: Door) -> None:
-    client = door.client()
+def test_a_model_that_was_refused_has_no_checkpoints(api: Api) -> None:
+    client = api.client()
     session_id = session(client)
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}
     metadata = {"tlora.lora.alpha": "-1"}
@@ -378,17 +378,17 @@ def test_a_model_that_was_refused_has_no_checkpoints(door: Door) -> None:
 
 
 def test_a_session_that_cannot_be_looked_after_does_not_keep_the_others_alive(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    silent, client = session(door.client("bob")), door.client()
+    silent, client = session(api.client("bob")), api.client()
     broken = session(client)  # newer, so it is looked at first
-    reaper = Reaper(door.service)
+    reaper = Reaper(api.service)
 
     def samples(context: TenantContext, session_id: str) -> Any:
         raise OSError(f"the disk must be whole, got {session_id}")
 
-    later(door, SILENCE_S + 1)
+    later(api, SILENCE_S + 1)
     assert post(client, "session_heartbeat", session_id=broken).status_code == 200
     monkeypatch.setattr(TenantContext, "samples", samples)
     asyncio.run(reaper.look())
-    assert door.store.sessions.get(silent, tenant="bob").ended is not None
+    assert api.store.sessions.get(silent, tenant="bob").ended is not None

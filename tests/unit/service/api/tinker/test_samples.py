@@ -58,8 +58,8 @@ class PlayedSampler:
 @pytest.fixture
 def sampler(played: Played) -> PlayedSampler:
     """The sampler that the service draws with."""
-    played.door.service.sampler = PlayedSampler()
-    return played.door.service.sampler
+    played.api.service.sampler = PlayedSampler()
+    return played.api.service.sampler
 
 
 def draw(client: tinker.SamplingClient, *tokens: int, **params: Any) -> types.SampleResponse:
@@ -112,7 +112,7 @@ def test_what_is_not_sampled_is_told(played: Played, sampler: PlayedSampler) -> 
 def test_a_sample_is_drawn_once_and_again_after_a_death(
     played: Played, sampler: PlayedSampler
 ) -> None:
-    http = played.door.client()
+    http = played.api.client()
 
     def post(route: str, /, **body: Any) -> Any:
         return http.post(f"/api/v1/{route}", json=body)
@@ -132,7 +132,7 @@ def test_a_sample_is_drawn_once_and_again_after_a_death(
         told = [post("retrieve_future", request_id=first["request_id"]) for _ in range(2)]
         assert told[0].content == told[1].content
         assert len(sampler.asked) == 1
-        folder = played.door.home.tenant("ann") / "tinker" / session / "samples"
+        folder = played.api.home.tenant("ann") / "tinker" / session / "samples"
         (folder / "0" / "0.pb").unlink()  # as if the process had died before
         assert post("retrieve_future", request_id=first["request_id"]).content == told[0].content
         assert len(sampler.asked) == 2

@@ -13,7 +13,7 @@ import tinker
 from tinker import types
 
 from tests.helpers.fake_vllm import make_app
-from tests.helpers.http_service import BASE, Door, listening
+from tests.helpers.http_service import BASE, Api, listening
 from tests.helpers.played_models import PlayedModels
 from tests.unit.service.api.tinker.conftest import Played
 from tests.unit.service.api.tinker.test_refusals import model, post, session
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 def vllm(tmp_path: Path, played: Played) -> Iterator[str]:
     """A server with room for one adapter, so that it reads each of two again and again."""
     with listening(make_app(BASE, "key", max_loras=1)) as address:
-        played.door.service.sampler = open_sampler(tmp_path, address)
+        played.api.service.sampler = open_sampler(tmp_path, address)
         yield address
 
 
@@ -57,11 +57,11 @@ def test_a_client_stays_at_its_version(played: Played, vllm: str, tmp_path: Path
             [11, 12, 13], [12, 14, 16], [13, 16, 19],
         ]  # fmt: skip
     # Another process of HTTP goes on with the server that has these adapters.
-    played.door.service.sampler = open_sampler(tmp_path, vllm)
+    played.api.service.sampler = open_sampler(tmp_path, vllm)
     assert [draw(client)[0] for client in clients] == [11, 12, 13]
-    (job,) = played.door.store.jobs.page()
+    (job,) = played.api.store.jobs.page()
     told = [
-        played.door.client().get(f"/api/v1/samplers/{client._sampling_session_id}").json()
+        played.api.client().get(f"/api/v1/samplers/{client._sampling_session_id}").json()
         for client in clients
     ]
     assert [one["version"] for one in told] == [f"{job.id}@{number}" for number in (1, 2, 3)]
@@ -78,33 +78,33 @@ def test_what_clients_sample_from_is_not_deleted(played: Played, vllm: str) -> N
     for _ in range(2):
         learning.save_weights_for_sampler("latest").result()
     played.rest().delete_checkpoint_from_tinker_path(path).result()
-    look(played.door)
+    look(played.api)
     assert draw(first) == [11, 12, 13]
     played.models.weights = "xxx"
     path = learning.save_weights_for_sampler("latest").result().path
-    look(played.door)
-    assert versions(played.door) == [1, 4]
+    look(played.api)
+    assert versions(played.api) == [1, 4]
     second = service.create_sampling_client(model_path=path).result()
     assert (draw(second), draw(first)) == ([13, 16, 19], [11, 12, 13])
 
 
-def look(door: Door) -> None:
-    asyncio.run(Reaper(door.service).look())
+def look(api: Api) -> None:
+    asyncio.run(Reaper(api.service).look())
 
 
-def versions(door: Door) -> list[int]:
+def versions(api: Api) -> list[int]:
     """Numbers of the versions of the only job that are on the disk."""
-    (job,) = door.store.jobs.page()
-    folder = door.home.job(job.id) / "sampler" / ".versions"
+    (job,) = api.store.jobs.page()
+    folder = api.home.job(job.id) / "sampler" / ".versions"
     return sorted(int(entry.name) for entry in folder.iterdir())
 
 
 class Loop:
     """A client that publishes by one name, and samples from each version for itself."""
 
-    def __init__(self, door: Door) -> None:
-        self.door, self.client = door, door.client()
-        self.models = PlayedModels(door.home, door.store)
+    def __init__(self, api: Api) -> None:
+        self.api, self.client = api, api.client()
+        self.models = PlayedModels(api.home, api.store)
         self.session = session(self.client)
         self.model = model(self.client, self.session)
         self.path = f"tinker://{self.model}/sampler_weights/latest"
@@ -128,11 +128,11 @@ class Loop:
 
 
 @pytest.fixture
-def loop(door: Door, tmp_path: Path) -> Iterator[Loop]:
+def loop(api: Api, tmp_path: Path) -> Iterator[Loop]:
     """A loop over a service with a server that has no adapter in memory for long."""
     with listening(make_app(BASE, "key", max_loras=1)) as address:
-        door.service.sampler = open_sampler(tmp_path / "log", address)
-        found = Loop(door)
+        api.service.sampler = open_sampler(tmp_path / "log", address)
+        found = Loop(api)
         found.models.weights = "x"
         with found.client:
             yield found
@@ -146,9 +146,9 @@ def test_versions_that_were_used_last_stay(loop: Loop) -> None:
         first = loop.sampler(0)["sampling_session_id"]  # a retry stays at its version, too
         time.sleep(0.01)
         assert "error" not in loop.ask(first, number).text
-        look(loop.door)
+        look(loop.api)
     stay = [1, *range(4, KEPT_FOR_SAMPLERS + 4)]
-    assert versions(loop.door) == stay
+    assert versions(loop.api) == stay
     told = loop.ask(samplers[1], 100).json()["error"]
     assert "as it was when this sampling client was made" in told
     assert "make a new client" in told
@@ -156,28 +156,28 @@ def test_versions_that_were_used_last_stay(loop: Loop) -> None:
     pinned = loop.sampler(0, other)["sampling_session_id"]
     loop.client.post(f"/api/v1/sessions/{loop.session}/finish", json={})
     loop.models.step()
-    look(loop.door)
-    assert versions(loop.door) == [KEPT_FOR_SAMPLERS + 3], "its name leads there"
+    look(loop.api)
+    assert versions(loop.api) == [KEPT_FOR_SAMPLERS + 3], "its name leads there"
     loop.client.delete(f"/api/v1/training_runs/{loop.model}/checkpoints/sampler_weights/latest")
-    look(loop.door)
+    look(loop.api)
     assert "error" not in loop.ask(pinned, 0).text
     loop.client.post(f"/api/v1/sessions/{other}/finish", json={})
-    with loop.door.service.in_use.held(folder_of(loop, KEPT_FOR_SAMPLERS + 3)):
-        look(loop.door)
-        assert versions(loop.door) == [KEPT_FOR_SAMPLERS + 3], "it is being drawn from"
-    look(loop.door)
-    assert versions(loop.door) == []
+    with loop.api.service.in_use.held(folder_of(loop, KEPT_FOR_SAMPLERS + 3)):
+        look(loop.api)
+        assert versions(loop.api) == [KEPT_FOR_SAMPLERS + 3], "it is being drawn from"
+    look(loop.api)
+    assert versions(loop.api) == []
 
 
 def folder_of(loop: Loop, number: int) -> Path:
-    (job,) = loop.door.store.jobs.page()
-    return loop.door.home.job(job.id) / "sampler" / ".versions" / f"{number:08d}"
+    (job,) = loop.api.store.jobs.page()
+    return loop.api.home.job(job.id) / "sampler" / ".versions" / f"{number:08d}"
 
 
 def test_a_job_may_begin_at_a_published_name(loop: Loop) -> None:
     loop.publish()
-    (job,) = loop.door.store.jobs.page()
-    known = References(loop.door.home, loop.door.store, {}, tenant="ann")
+    (job,) = loop.api.store.jobs.page()
+    known = References(loop.api.home, loop.api.store, {}, tenant="ann")
     found = known.folder(f"jobs/{job.id}/sampler/latest", "init_from")
     assert found == str(folder_of(loop, 1))
 
@@ -186,8 +186,8 @@ def test_a_version_that_has_no_name_yet_stays(loop: Loop) -> None:
     loop.publish()
     written = folder_of(loop, 2)
     written.mkdir()
-    look(loop.door)
-    assert versions(loop.door) == [1, 2]
+    look(loop.api)
+    assert versions(loop.api) == [1, 2]
 
 
 def test_weights_from_before_there_were_versions_are_sampled_and_replaced(loop: Loop) -> None:
@@ -196,8 +196,8 @@ def test_weights_from_before_there_were_versions_are_sampled_and_replaced(loop: 
     name.unlink()
     folder_of(loop, 1).rename(name)
     sampler = loop.sampler(0)["sampling_session_id"]
-    assert loop.door.store.sessions.sampler(sampler, tenant="ann").version is None
+    assert loop.api.store.sessions.sampler(sampler, tenant="ann").version is None
     assert "error" not in loop.ask(sampler, 0).text
     loop.publish()
-    assert versions(loop.door) == [2]
+    assert versions(loop.api) == [2]
     assert name.is_symlink()

@@ -139,8 +139,8 @@ KILLED = "killed"
 """The folder that the kill left, from which the job moves to another run."""
 
 
-class Door:
-    """A front door, with a folder of its own for everything but the base and the texts."""
+class EntryPoint:
+    """An entry point, with a folder of its own for everything but the base and the texts."""
 
     def __init__(self, root: Path, name: str) -> None:
         self.root, self.name = root, name
@@ -170,11 +170,11 @@ class Door:
         file = self.folder / f"{runs[0].out} {len(runs)}.json"
         file.write_text(json.dumps(entries))
         expected = -signal.SIGKILL if runs[-1].killed else 0
-        return ended([HELPERS / "front_door_worker.py", file], expected)
+        return ended([HELPERS / "entry_point_worker.py", file], expected)
 
     def _entry(self, run: Run) -> dict[str, Any]:
         return {
-            "door": "tlora" if "tlora" in self.name else "deepspeed",
+            "entry_point": "tlora" if "tlora" in self.name else "deepspeed",
             "words": self.words(run),
             "code": run.exit_code,
             "kill_at": [OWN, KILLED_AT] if run.killed else None,
@@ -237,14 +237,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class Passed(NamedTuple):
-    """A door behind all its runs."""
+    """An entry point behind all its runs."""
 
-    door: Door
+    entry_point: EntryPoint
     said: str
     """The output of all commands."""
 
 
-class MegatronLm(Door):
+class MegatronLm(EntryPoint):
     """The flag: every command is a process, and the variables are set before CUDA starts."""
 
     def _at_once(self, lives: Sequence[Sequence[Run]]) -> str:
@@ -322,8 +322,8 @@ def ended(args: Sequence[object], code: int, variables: Mapping[str, str] = {}) 
 
 
 def pass_through(root: Path, names: Iterable[str]) -> dict[str, Future[Passed]]:
-    """Runs the commands of all doors at once, to their ends."""
+    """Runs the commands of all entry points at once, to their ends."""
     write_base(root)
-    made = [(MegatronLm if name == "megatron_lm" else Door)(root, name) for name in names]
+    made = [(MegatronLm if name == "megatron_lm" else EntryPoint)(root, name) for name in names]
     with ThreadPoolExecutor(max(1, len(made))) as pool:
-        return {door.name: pool.submit(door.pass_through) for door in made}
+        return {entry_point.name: pool.submit(entry_point.pass_through) for entry_point in made}

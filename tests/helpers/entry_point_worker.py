@@ -1,6 +1,6 @@
 """Runs commands one after another in one process, the last of which may be killed on its way.
 
-`front_door_worker.py COMMANDS.json` with `[{"door": "tlora" | "deepspeed", "words": [...],
+`entry_point_worker.py COMMANDS.json` with `[{"entry_point": "tlora" | "deepspeed", "words": [...],
 "code": N, "kill_at": [JOB, STEP] | null, "environment": {...}}]`. The words are those of the
 command line; `code` is its exit code. Killed is SIGKILL, when the job has done the step and every
 save that was begun is on the disk. A command's environment is taken back behind it; what the
@@ -31,7 +31,7 @@ def main() -> None:
             _kill_at(*command["kill_at"])
         given: dict[str, str] = command["environment"]
         os.environ |= given
-        code = _run(command["door"], command["words"])
+        code = _run(command["entry_point"], command["words"])
         assert code == command["code"], f"exit code {code}: {command}"
         assert command["kill_at"] is None, f"must be killed, has ended: {command}"
         for name in given:
@@ -39,8 +39,8 @@ def main() -> None:
         keep_imports_from_collector()
 
 
-def _run(door: str, words: list[str]) -> int:
-    if door == "tlora":
+def _run(entry_point: str, words: list[str]) -> int:
+    if entry_point == "tlora":
         return tlora.main(words)
     from tlora_megatron.deepspeed import __main__ as deepspeed
 
