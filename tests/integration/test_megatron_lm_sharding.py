@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_megatron_lm import (
-    Launch,
-    assert_equals_oracle,
-    launch,
-    root,
-    summary,
-)
+from tests.integration.test_megatron_lm import Launch, assert_equals_oracle, launch, root, summary
 
 __all__ = ["launch", "root"]  # fixtures
 
@@ -21,11 +15,7 @@ pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("sharding", ["rank_exchange", "s_lora"])
-def test_losses_and_weights_equal_the_oracle(
-    sharding: str,
-    launch: Launch,
-    root: Path,
-) -> None:
+def test_losses_and_weights_equal_the_oracle(sharding: str, launch: Launch, root: Path) -> None:
     document = json.loads((root / "jobs.json").read_text())
     config = root / f"{sharding}.json"
     config.write_text(json.dumps({**document, "parallel": {"lora_sharding": sharding}}))

@@ -40,10 +40,7 @@ RUNS_ALL = bool(os.environ.get("TLORA_ALL_TESTS"))
 ALL = pytest.mark.skipif(not RUNS_ALL, reason="takes long; TLORA_ALL_TESTS=1 runs it")
 
 
-ALWAYS = (
-    "test_commands_are_carried_out_once",
-    "test_new_engine_takes_up_what_lives",
-)
+ALWAYS = ("test_commands_are_carried_out_once", "test_new_engine_takes_up_what_lives")
 """Tests of the class that always run; each start of a gang costs Ray two processes and seconds."""
 
 
@@ -55,10 +52,7 @@ def cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture
 def open_engine(
-    cluster: RayCluster,
-    root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    cluster: RayCluster, root: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[OpenEngine]:
     if not RUNS_ALL and request.node.name not in ALWAYS:
         pytest.skip("takes long; TLORA_ALL_TESTS=1 runs it")

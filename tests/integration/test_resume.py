@@ -188,10 +188,7 @@ class TestKilled:
         root = config.parent / "killed"
         root.mkdir()
         cases = []
-        for name, tokens, lives in (
-            ("split", SPLIT, cls.LIVES),
-            ("roomy", ROOMY, cls.LIVES_ROOMY),
-        ):
+        for name, tokens, lives in (("split", SPLIT, cls.LIVES), ("roomy", ROOMY, cls.LIVES_ROOMY)):
             case = {"config": str(config), "output_dir": str(root / name), "set": [tokens]}
             cases += [{**case, "kill": kill} for kill in (*lives, None)]
         (root / "cases.json").write_text(json.dumps(cases))

@@ -108,9 +108,7 @@ def _openai_job(served: ServedHttp, rows: Path) -> _OpenAIJob:
     return _OpenAIJob(served, rows)
 
 
-def test_two_tenants_and_a_job_of_openai_train_at_once(
-    undisturbed: dict[int, list[float]],
-) -> None:
+def test_two_tenants_and_a_job_of_openai_train_at_once(undisturbed: dict[int, list[float]]) -> None:
     for losses in undisturbed.values():
         assert losses[-1] < losses[0] / 2
     assert undisturbed[4] != undisturbed[16]

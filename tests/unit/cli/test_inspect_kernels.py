@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.commands import Tlora
 from tlora_megatron.cli import inspect_kernels as module
-from tlora_megatron.cli.main import main
 from tlora_megatron.ops.lora.kernel_choice import KernelChoice
 
 
@@ -21,11 +19,6 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("TLORA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-
-
-def shown(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert main(["inspect", "kernels", "--json"]) == 0
-    return dict(json.loads(capsys.readouterr().out))
 
 
 def put_gpus(
@@ -49,8 +42,8 @@ def put_gpus(
     monkeypatch.setattr(module, "problem_of", lambda name, device, dtype: problem or None)
 
 
-def test_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    content = shown(capsys)
+def test_a_machine_without_a_gpu(tlora: Tlora, tmp_path: Path) -> None:
+    content = tlora.json("inspect", "kernels")
     assert content["kind"] == "kernels"
     assert content["forced"] is None
     (device,) = content["devices"]
@@ -67,9 +60,8 @@ def test_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert content["library"] is None
 
 
-def test_as_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["inspect", "kernels"]) == 0
-    out = capsys.readouterr().out
+def test_as_text(tlora: Tlora, tmp_path: Path) -> None:
+    out = tlora("inspect", "kernels")
     for text in (
         "bfloat16: torch (no GPU)",
         "not triton: no GPU",
@@ -79,21 +71,16 @@ def test_as_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert text in out
 
 
-def test_gpus_of_a_name_are_shown_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpus_of_a_name_are_shown_once(monkeypatch: pytest.MonkeyPatch, tlora: Tlora) -> None:
     put_gpus(monkeypatch, ["NVIDIA H100", "NVIDIA H200", "NVIDIA H100"])
-    devices = shown(capsys)["devices"]
+    devices = tlora.json("inspect", "kernels")["devices"]
     assert [(d["name"], d["count"]) for d in devices] == [("NVIDIA H100", 2), ("NVIDIA H200", 1)]
     assert {d["compute_capability"] for d in devices} == {"9.0"}
 
 
-def test_what_faster_kernels_need_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_faster_kernels_need_is_named(monkeypatch: pytest.MonkeyPatch, tlora: Tlora) -> None:
     put_gpus(monkeypatch, ["Some GPU of tomorrow"] * 2)
-    assert main(["inspect", "kernels"]) == 0
-    out = capsys.readouterr().out
+    out = tlora("inspect", "kernels")
     for text in (
         "2 x Some GPU of tomorrow, compute capability 9.0",
         "bfloat16: triton (no CUDA extension)",
@@ -104,33 +91,30 @@ def test_what_faster_kernels_need_is_named(
 
 
 def test_a_forced_slower_one_says_how_to_get_the_faster(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tlora: Tlora
 ) -> None:
     put_gpus(monkeypatch, ["NVIDIA H100"], problem="")
-    choice = shown(capsys)["devices"][0]["kernels"][0]
+    choice = tlora.json("inspect", "kernels")["devices"][0]["kernels"][0]
     assert choice["faster"] == [{"name": "cuda", "problem": "it runs here, unset TLORA_KERNELS"}]
 
 
-def test_a_name_that_is_none_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, tlora: Tlora) -> None:
     monkeypatch.setenv("TLORA_KERNELS", "fast")
-    assert main(["inspect", "kernels"]) == 2
-    err = capsys.readouterr().err
+    err = tlora("inspect", "kernels", code=2)
     assert "TLORA_KERNELS must be one of torch, triton, cuda, got 'fast'" in err
 
 
 def test_kernels_are_built_without_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tlora: Tlora, tmp_path: Path
 ) -> None:
     built: list[Path] = []
     monkeypatch.setattr("tlora_megatron.ops.kernel_build.build", built.append)
-    assert main(["inspect", "kernels", "--build"]) == 0
+    tlora("inspect", "kernels", "--build")
     assert [path.parent for path in built] == [tmp_path / "cache"]
-    assert main(["inspect", str(tmp_path), "--build"]) == 2
-    assert "--build must be given with kernels" in capsys.readouterr().err
+    assert "--build must be given with kernels" in tlora("inspect", tmp_path, "--build", code=2)
 
 
-def test_options_of_configs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "kernels", "--set", "run.seed=1"]) == 2
-    assert "must be given with a config file, got kernels" in capsys.readouterr().err
+def test_options_of_configs_are_refused(tlora: Tlora) -> None:
+    assert "must be given with a config file, got kernels" in tlora(
+        "inspect", "kernels", "--set", "run.seed=1", code=2
+    )

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.commands import Tlora
 from tests.helpers.scenario import make_scenario
-from tlora_megatron.cli.main import main
 from tlora_megatron.config.load import config_to_dict, load_config
 from tlora_megatron.training.data.job_data import ENTRY_NAME
 from tlora_megatron.training.live_run import TOKENS, RequestFolder
@@ -67,12 +67,9 @@ def _late(config: Path, **fields: Any) -> Path:
     return path
 
 
-def test_jobs_are_checked_tokenized_and_told(
-    config: Path, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_jobs_are_checked_tokenized_and_told(config: Path, run: Run, tlora: Tlora) -> None:
     arguments = ["--output-dir", str(run.output_dir), "--add", str(_late(config))]
-    assert main(["train", str(config), *arguments, "--cancel", "narrow"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(tlora("train", config, *arguments, "--cancel", "narrow").split())
     assert "without run.portion_tokens the last bits" in said
     assert "job late has joined the run in" in said
     assert "behind round 7, at step 0 of 9" in said
@@ -81,10 +78,10 @@ def test_jobs_are_checked_tokenized_and_told(
     assert (added["job"], added["document"]["lora"]["rank"]) == ("late", 16)
     assert (run.output_dir / TOKENS / added["tokens"]["train"] / ENTRY_NAME).is_file()
     assert cancelled == {"kind": "cancel", "job": "narrow"}
-    assert main(["train", str(run.output_dir), "--cancel", "x"]) == 1
-    assert capsys.readouterr().out == "error: job x: no such\n"
-    assert main(["train", str(run.output_dir), "--cancel", "x", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out) == {"x": {"error": "no such"}}
+    assert tlora("train", run.output_dir, "--cancel", "x", code=1) == "error: job x: no such\n"
+    assert tlora.json("train", run.output_dir, "--cancel", "x", code=1) == {
+        "x": {"error": "no such"}
+    }
 
 
 @pytest.mark.parametrize(
@@ -97,10 +94,11 @@ def test_jobs_are_checked_tokenized_and_told(
     ],
 )
 def test_a_mistake_asks_the_run_nothing(
-    config: Path, run: Run, fields: dict[str, Any], error: str, capsys: pytest.CaptureFixture[str]
+    config: Path, run: Run, fields: dict[str, Any], error: str, tlora: Tlora
 ) -> None:
-    assert main(["train", str(run.output_dir), "--add", str(_late(config, **fields))]) == 2
-    assert error in " ".join(capsys.readouterr().err.split())
+    assert error in " ".join(
+        tlora("train", run.output_dir, "--add", _late(config, **fields), code=2).split()
+    )
     assert run.requests == []
 
 
@@ -115,15 +113,13 @@ def test_a_mistake_asks_the_run_nothing(
     ],
 )
 def test_what_would_have_no_effect_is_refused(
-    run: Run, arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+    run: Run, arguments: list[str], error: str, tlora: Tlora
 ) -> None:
-    assert main(["train", str(run.output_dir), *arguments]) == 2
-    assert error in " ".join(capsys.readouterr().err.split())
+    assert error in " ".join(tlora("train", run.output_dir, *arguments, code=2).split())
     assert run.requests == []
 
 
-def test_without_a_live_run_nothing_is_started(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", str(config), "--cancel", "x"]) == 2
-    assert "a run must be training in" in " ".join(capsys.readouterr().err.split())
+def test_without_a_live_run_nothing_is_started(config: Path, tlora: Tlora) -> None:
+    assert "a run must be training in" in " ".join(
+        tlora("train", config, "--cancel", "x", code=2).split()
+    )

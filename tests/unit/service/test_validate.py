@@ -78,11 +78,7 @@ def test_a_job_is_measured_and_its_tokens_kept(scenario: Path, rules: PrepareRul
     assert accepted.portion_tokens == 128  # half a micro-batch
     assert Validated.from_json(found.to_json()) == found
     kept = read_json(Home(Path(rules.root)).job("j1") / "job.json")
-    assert kept == {
-        "name": job.name,
-        "base_model": submission.base_model,
-        "job": found.document,
-    }
+    assert kept == {"name": job.name, "base_model": submission.base_model, "job": found.document}
 
 
 def test_chats_have_the_tokens_and_warnings_of_tlora_train(

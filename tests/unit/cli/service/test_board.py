@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.helpers.commands import Tlora
 from tests.helpers.launch import HANG_S
-from tests.helpers.stored_jobs import finish, serve_gang, start, submit
-from tlora_megatron.cli.main import main
+from tests.helpers.stored_jobs import finish, serve_gang, start
 from tlora_megatron.cli.service.board import Board, Speeds, layout_words
 from tlora_megatron.cli.service.jobs import duration_words
 from tlora_megatron.service.home import Home
@@ -26,9 +26,9 @@ def board_on(store: Store) -> tuple[Board, io.StringIO]:
 
 
 def test_gangs_and_jobs_with_their_speeds(
-    store: Store, home: Home, run_file: Path, capsys: pytest.CaptureFixture[str]
+    store: Store, home: Home, run_file: Path, tlora: Tlora
 ) -> None:
-    one, _ = submit(run_file, capsys)
+    one, _ = tlora.json("submit", run_file)
     serve_gang(store, home)
     start(store, one["id"])
     board, out = board_on(store)
@@ -42,10 +42,10 @@ def test_gangs_and_jobs_with_their_speeds(
 
 
 def test_without_a_terminal_it_prints_each_change_once(
-    store: Store, home: Home, run_file: Path, capsys: pytest.CaptureFixture[str]
+    store: Store, home: Home, run_file: Path, tlora: Tlora
 ) -> None:
     board, out = board_on(store)
-    one, _ = submit(run_file, capsys)
+    one, _ = tlora.json("submit", run_file)
     seq = board.say_changes(0)
     serve_gang(store, home)
     start(store, one["id"])
@@ -81,9 +81,9 @@ def test_it_goes_on_when_the_store_answers_again(
 
 
 def test_speeds_are_those_of_the_last_seconds(
-    store: Store, home: Home, run_file: Path, capsys: pytest.CaptureFixture[str]
+    store: Store, home: Home, run_file: Path, tlora: Tlora
 ) -> None:
-    one, two = (job["id"] for job in submit(run_file, capsys))
+    one, two = (job["id"] for job in tlora.json("submit", run_file))
     serve_gang(store, home)
     start(store, one)
     speeds = Speeds()
@@ -117,13 +117,10 @@ def test_durations(seconds: float, words: str) -> None:
     assert duration_words(seconds) == words
 
 
-def test_inspect_shows_a_job_of_a_service(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_shows_a_job_of_a_service(tmp_path: Path, tlora: Tlora) -> None:
     folder = tmp_path / "j1abcd"
     folder.mkdir()
     summary = {"status": "finished", "steps": 5, "max_steps": 5, "rank": 4, "tokens": 10}
     (folder / "summary.json").write_text(json.dumps(summary))
-    assert main(["inspect", str(folder)]) == 0
-    words = capsys.readouterr().out.split()
+    words = tlora("inspect", folder).split()
     assert words[-7:-3] == ["j1abcd", "finished", "4", "5/5"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tlora_megatron.cli.main import main
+from tests.helpers.commands import Tlora
 from tlora_megatron.service.front import Place, listen
 
 
@@ -34,22 +34,18 @@ from tlora_megatron.service.front import Place, listen
     ],
 )
 def test_wrong_options_leave_nothing_behind(
-    words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], sentence: str, tmp_path: Path, tlora: Tlora
 ) -> None:
     folder = tmp_path / "service"
-    assert main(["serve", "--service", str(folder), *words]) == 2
-    assert sentence in capsys.readouterr().err
+    assert sentence in tlora("serve", "--service", folder, *words, code=2)
     assert not folder.exists()
 
 
-def test_a_port_in_use_leaves_nothing_behind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_in_use_leaves_nothing_behind(tmp_path: Path, tlora: Tlora) -> None:
     folder = tmp_path / "service"
     with listen(Place("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert main(["serve", "--service", str(folder), "--http", port]) == 2
-    told = capsys.readouterr()
-    assert "--http must be a free port of this host" in told.err
-    assert not told.out
+        said = tlora("serve", "--service", folder, "--http", port, code=2)
+    assert "--http must be a free port of this host" in said
+    assert not tlora.out
     assert not folder.exists()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import Tlora
 from tests.helpers.planner_case import HARDWARE
-from tlora_megatron.cli.main import main
 from tlora_megatron.cli.plan_deployments import deployments_document
 from tlora_megatron.cli.planner_options import planned_overrides
 from tlora_megatron.cli.profile import profile_json
@@ -54,25 +54,22 @@ UNLIKE = ranked(
 
 
 def test_plan_prints_deployments_with_their_distance_to_the_bound(
-    quickstart: str, capsys: pytest.CaptureFixture[str]
+    quickstart: str, tlora: Tlora
 ) -> None:
-    assert main(["plan", quickstart, "--gpus", "2", *ANY]) == 0
-    shown = capsys.readouterr().out
+    shown = tlora("plan", quickstart, "--gpus", "2", *ANY)
     assert "bound of all deployments:" in shown
     assert "to take: " in shown
     assert "unlike ones must win by 3%" in shown
 
 
 def test_json_and_the_written_configuration_say_the_same(
-    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    quickstart: str, tmp_path: Path, tlora: Tlora
 ) -> None:
     path = tmp_path / "planned.yaml"
-    argv = ["plan", quickstart, "--gpus", "2", *ANY, "--json", "--write", "train", str(path)]
-    assert main(argv) == 0
-    found = capsys.readouterr()
-    first = json.loads(found.out)["deployments"][0]
-    assert first["undivided_gpu_s"] >= json.loads(found.out)["bound_gpu_s"]
-    assert "--nproc-per-node 2" in found.err.replace("\n", " ")
+    found = tlora.json("plan", quickstart, "--gpus", "2", *ANY, "--write", "train", path)
+    first = found["deployments"][0]
+    assert first["undivided_gpu_s"] >= found["bound_gpu_s"]
+    assert "--nproc-per-node 2" in tlora.err.replace("\n", " ")
     written = load_config(str(path), [], str(tmp_path / "out"))
     assert written.parallel.replicas is not None
     assert str(Deployment.from_specs(written.parallel.replicas)) == first["replicas"]
@@ -135,13 +132,14 @@ def test_auto_takes_the_best_deployment(
 
 
 def test_nothing_fits_a_machine_without_memory(
-    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    quickstart: str, tmp_path: Path, tlora: Tlora
 ) -> None:
     document = json.loads(profile_json(HARDWARE)) | {"memory_bytes": 5e6}
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(document))
-    assert main(["plan", quickstart, "--gpus", "2", "--hardware", str(path), *ANY]) == 1
-    assert "no replica holds the longest sequence" in capsys.readouterr().out
+    assert "no replica holds the longest sequence" in tlora(
+        "plan", quickstart, "--gpus", "2", "--hardware", path, *ANY, code=1
+    )
     with pytest.raises(ValueError, match="must find replicas for sequences of 63 tokens on 2 x"):
         deployments.best_deployment(
             load_config(quickstart), 2, plan_hardware(str(path)), parse_lengths("64")
@@ -173,10 +171,9 @@ def test_what_unlike_replicas_cannot_keep_is_refused(
     ],
 )
 def test_options_that_are_for_ranked_plans_are_refused(
-    quickstart: str, options: list[str], match: str, capsys: pytest.CaptureFixture[str]
+    quickstart: str, options: list[str], match: str, tlora: Tlora
 ) -> None:
-    assert main(["plan", quickstart, "--gpus", "2", *ANY, *options]) == 2
-    assert match in capsys.readouterr().err
+    assert match in tlora("plan", quickstart, "--gpus", "2", *ANY, *options, code=2)
 
 
 def test_a_document_without_deployments_has_no_bound() -> None:

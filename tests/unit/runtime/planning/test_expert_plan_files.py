@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from tlora_megatron.cli.main import main
+from tests.helpers.commands import Tlora
 from tlora_megatron.cli.planner_options import planned_overrides
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.parallel_rules import check_run_over_experts
@@ -33,20 +31,15 @@ def experts(repo: Path) -> list[str]:
     return ["plan", jobs, *given, "--lengths", "512", "--hardware", "h200"]
 
 
-def planned(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert main([*words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.parametrize(
     "base",
     ["qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b", "mixtral-8x22b", "qwen1.5-moe-a2.7b"],
 )
 def test_published_bases_are_planned(
-    base: str, experts: list[str], repo: Path, capsys: pytest.CaptureFixture[str]
+    base: str, experts: list[str], repo: Path, tlora: Tlora
 ) -> None:
     other = ["--set", f"base_model.config={repo}/configs/models/{base}.json"]
-    document = planned([*experts, *other, "--gpus", "8", *FIXED], capsys)
+    document = tlora.json(*experts, *other, "--gpus", "8", *FIXED)
     best = document["plans"][0]
     assert best["runs_in"] == ["train"]
     assert best["num_nano_batches"] == 1
@@ -55,27 +48,24 @@ def test_published_bases_are_planned(
 
 
 def test_the_table_shows_what_shares_experts(
-    experts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    experts: list[str], tlora: Tlora, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert main([*experts, "--gpus", "4", *FIXED, "--ep", "2"]) == 0
-    shared = capsys.readouterr().out
+    shared = tlora(*experts, "--gpus", "4", *FIXED, "--ep", "2")
     assert "30.5 billion parameters, 3.35 billion of them for a row, which meets 8 of 128" in shared
     assert "   EP   expert TP   " in shared
     assert "Megatron-LM" not in shared
-    assert main([*experts, "--gpus", "4", *FIXED, "--ep", "1", "--expert-tp", "2"]) == 0
-    cut = capsys.readouterr().out
+    cut = tlora(*experts, "--gpus", "4", *FIXED, "--ep", "1", "--expert-tp", "2")
     assert "   EP" not in cut
     assert "expert TP" not in cut
 
 
 def test_a_written_plan_is_one_that_tlora_train_takes(
-    experts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    experts: list[str], tmp_path: Path, tlora: Tlora
 ) -> None:
     path = tmp_path / "run.yaml"
     fixed = (*FIXED, "--sp", "on", "--expert-tp", "1", "--ep", "4")
-    assert main([*experts, "--gpus", "4", *fixed, "--write", "train", str(path)]) == 0
-    assert "--nproc-per-node 4" in capsys.readouterr().out
+    assert "--nproc-per-node 4" in tlora(*experts, "--gpus", "4", *fixed, "--write", "train", path)
     written = yaml.safe_load(path.read_text())["parallel"]
     assert (written["ep_size"], written["expert_tp_size"]) == (4, 1)
     config = load_config(path, files_may_be_missing=True)
@@ -113,14 +103,8 @@ def test_the_best_plan_of_a_run_over_experts(repo: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--runs-in", "megatron"],
-            "the base of a plan for Megatron-LM's flag must have no",
-        ),
-        (
-            ["--runs-in", "deepspeed"],
-            "the base of a plan for DeepSpeed must have no routed",
-        ),
+        (["--runs-in", "megatron"], "the base of a plan for Megatron-LM's flag must have no"),
+        (["--runs-in", "deepspeed"], "the base of a plan for DeepSpeed must have no routed"),
         (["--replicas", "any"], "the base of replicas of any kinds must have no routed experts"),
         (
             ["--set", "defaults.lora.target_modules=[up_proj]"],
@@ -130,19 +114,12 @@ def test_the_best_plan_of_a_run_over_experts(repo: Path) -> None:
         (["--ep", "0"], "--ep must be at least 1, got 0"),
     ],
 )
-def test_refusals(
-    words: list[str], message: str, experts: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*experts, "--gpus", "8", *words]) == 2
-    assert_found(message, capsys)
-
-
-def test_a_dense_base_shares_no_experts(repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    jobs = str(repo / "configs/planning/four-jobs.yaml")
-    assert main(["plan", jobs, "--gpus", "2", "--lengths", "512", "--expert-tp", "1"]) == 2
-    assert_found("--expert-tp must be absent for a base without routed experts, got 1", capsys)
-
-
-def assert_found(message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = " ".join(capsys.readouterr().err.split())
+def test_refusals(words: list[str], message: str, experts: list[str], tlora: Tlora) -> None:
+    said = " ".join(tlora(*experts, "--gpus", "8", *words, code=2).split())
     assert re.search(message, said), said
+
+
+def test_a_dense_base_shares_no_experts(repo: Path, tlora: Tlora) -> None:
+    jobs = str(repo / "configs/planning/four-jobs.yaml")
+    said = tlora("plan", jobs, "--gpus", "2", "--lengths", "512", "--expert-tp", "1", code=2)
+    assert "--expert-tp must be absent for a base without routed experts, got 1" in said

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.helpers.commands import Tlora
 from tests.helpers.fp8_folders import make_fp8_folder, set_quantization
 from tests.helpers.launch import HANG_S
 from tests.helpers.planner_case import HARDWARE
@@ -152,15 +153,14 @@ def test_a_profile_of_the_working_folder_is_found_by_its_gpu(
     ("kind", "target"), [("train", "run.jobs.yaml"), ("slurm", "run.sbatch"), ("megatron", "run")]
 )
 def test_a_plan_does_not_replace_the_configuration_it_is_of(
-    tmp_path: Path, quickstart: str, kind: str, target: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, quickstart: str, kind: str, target: str, tlora: Tlora
 ) -> None:
     """Nor do the jobs that are written beside a script."""
     config = tmp_path / "run.jobs.yaml"
     config.write_text(Path(quickstart).read_text())
     before = config.read_bytes()
     argv = ["plan", str(config), "--gpus", "1", "--lengths", "64"]
-    assert main([*argv, "--write", kind, str(tmp_path / target)]) == 2
-    assert "--write must leave" in capsys.readouterr().err
+    assert "--write must leave" in tlora(*argv, "--write", kind, tmp_path / target, code=2)
     assert config.read_bytes() == before
 
 
@@ -242,25 +242,20 @@ def test_what_is_cut_is_told_from_kept_lengths_too(
         assert "sequences cut to max_seq_len 40" in caplog.text
 
 
-def test_a_plan_from_lengths_needs_no_data(
-    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_from_lengths_needs_no_data(quickstart: str, tmp_path: Path, tlora: Tlora) -> None:
     written = tmp_path / "run.yaml"
     argv = ["plan", quickstart, "--gpus", "1", "--set", "jobs.mirror.data.train=/far/away.jsonl"]
-    assert main([*argv, "--lengths", "64", "--write", "train", str(written)]) == 0
-    assert "/far/away.jsonl must lie where the run starts" in capsys.readouterr().out
+    assert "/far/away.jsonl must lie where the run starts" in tlora(
+        *argv, "--lengths", "64", "--write", "train", written
+    )
     assert yaml.safe_load(written.read_text())["jobs"][0]["data"]["train"] == "/far/away.jsonl"
-    assert main(argv) == 2
-    said = capsys.readouterr().err
+    said = tlora(*argv, code=2)
     assert "data.train of job 'mirror' must be an existing file, got '/far/away.jsonl'" in said
     assert "--lengths plans without the data" in said
 
 
-def test_plan_prints_ranked_plans_and_bars(
-    quickstart: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", quickstart, "--gpus", "4", "--explain", "--lengths", "64"]) == 0
-    out = capsys.readouterr().out
+def test_plan_prints_ranked_plans_and_bars(quickstart: str, tlora: Tlora) -> None:
+    out = tlora("plan", quickstart, "--gpus", "4", "--explain", "--lengths", "64")
     assert "4 jobs" in out
     assert "tokens/s" in out
     assert "num_kv_heads 2 is no multiple of TP 4" in out
@@ -270,19 +265,16 @@ def test_plan_prints_ranked_plans_and_bars(
 
 
 def test_plan_says_what_a_deterministic_run_costs_beside_its_times(
-    quickstart: str, capsys: pytest.CaptureFixture[str]
+    quickstart: str, tlora: Tlora
 ) -> None:
-    argv = ["plan", quickstart, "--gpus", "2", "--lengths", "64", "--json"]
-    assert main([*argv, "--set", "run.deterministic=true"]) == 0
-    found = capsys.readouterr()
-    assert all(plan["cp_size"] == 1 for plan in json.loads(found.out)["plans"])
-    assert "run.deterministic: plans keep a job's bits" in found.err
+    argv = ["plan", quickstart, "--gpus", "2", "--lengths", "64"]
+    found = tlora.json(*argv, "--set", "run.deterministic=true")
+    assert all(plan["cp_size"] == 1 for plan in found["plans"])
+    assert "run.deterministic: plans keep a job's bits" in tlora.err
 
 
-def test_plan_json_holds_every_term(quickstart: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["plan", quickstart, "--gpus", "2", "--json", "--top", "3", "--lengths", "64"]
-    assert main(argv) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_plan_json_holds_every_term(quickstart: str, tlora: Tlora) -> None:
+    found = tlora.json("plan", quickstart, "--gpus", "2", "--top", "3", "--lengths", "64")
     assert len(found["plans"]) == 3
     best = found["plans"][0]
     assert sum(best["time_s"].values()) == pytest.approx(best["step_time_s"])
@@ -292,20 +284,18 @@ def test_plan_json_holds_every_term(quickstart: str, capsys: pytest.CaptureFixtu
 
 
 def test_plan_says_which_linears_are_fp8_and_counts_their_bytes(
-    quickstart: str, capsys: pytest.CaptureFixture[str]
+    quickstart: str, tlora: Tlora
 ) -> None:
     argv = ["plan", quickstart, "--gpus", "1", "--lengths", "64"]
     left = ["embed_tokens", "lm_head", "down_proj", "layers.0.o_proj"]
     keys = ["--set=base_model.quantization=fp8", f"--set=base_model.unquantised={json.dumps(left)}"]
-    assert main([*argv, *keys]) == 0
-    out = capsys.readouterr().out
+    out = tlora(*argv, *keys)
     assert (
         "base in FP8: linear_qkv, linear_proj of 3 layers, linear_fc1; the rest in float32" in out
     )
     weights = []
     for options in ([], keys):
-        assert main([*argv, *options, "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
+        found = tlora.json(*argv, *options)
         weights.append(found["plans"][0]["memory"]["base_weights"])
     linears = {"linear_qkv": 4, "linear_proj": 3, "linear_fc1": 4}
     assert found["base"] == {"dtype": "float32", "fp8_linears": linears}
@@ -316,18 +306,16 @@ def test_plan_says_which_linears_are_fp8_and_counts_their_bytes(
 
 @pytest.mark.parametrize(("kind", "scales"), [("channel", 2240), ("block", 40)])
 def test_a_folder_published_in_fp8_is_seen_without_a_key(
-    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: Any, scales: int
+    quickstart: str, tmp_path: Path, tlora: Tlora, kind: Any, scales: int
 ) -> None:
     base = make_fp8_folder(tmp_path, kind)
     argv = ["plan", quickstart, "--gpus", "1", "--lengths", "64", f"--set=base_model.path={base}"]
-    assert main([*argv, "--json", "--write", "train", str(tmp_path / "run.yaml")]) == 0
+    codes = tlora.json(*argv, "--write", "train", tmp_path / "run.yaml")
     assert plan_model(load_config(tmp_path / "run.yaml")).fp8_linears
-    codes = json.loads(capsys.readouterr().out)
-    assert main([*argv, "--runs-in=any", "--write", "deepspeed", str(tmp_path / "ds.json")]) == 2
-    assert "weights that are not quantised under DeepSpeed" in capsys.readouterr().err
+    said = tlora(*argv, "--runs-in=any", "--write", "deepspeed", tmp_path / "ds.json", code=2)
+    assert "weights that are not quantised under DeepSpeed" in said
     set_quantization(base, None)
-    assert main([*argv, "--json"]) == 0
-    wide = json.loads(capsys.readouterr().out)
+    wide = tlora.json(*argv)
     found, plain = (document["plans"][0] for document in (codes, wide))
     linears = {"linear_qkv": 2, "linear_proj": 2, "linear_fc1": 2, "linear_fc2": 1}
     assert codes["base"] == {"dtype": "float32", "fp8_linears": linears}
@@ -339,16 +327,14 @@ def test_a_folder_published_in_fp8_is_seen_without_a_key(
 
 
 def test_plan_where_nothing_fits_says_what_would_and_returns_1(
-    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    quickstart: str, tmp_path: Path, tlora: Tlora
 ) -> None:
     path = _profile_file(tmp_path, lambda d: d.update(memory_bytes=5e6))
     argv = ["plan", quickstart, "--gpus", "1", "--hardware", str(path), "--lengths", "64"]
-    assert main(argv) == 1
-    out = capsys.readouterr().out
+    out = tlora(*argv, code=1)
     assert "no plan fits" in out
     assert "dropped" in out
-    assert main([*argv, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["plans"] == []
+    assert tlora.json(*argv, code=1)["plans"] == []
 
 
 @pytest.mark.parametrize(
@@ -357,10 +343,7 @@ def test_plan_where_nothing_fits_says_what_would_and_returns_1(
         (["--gpus", "0"], "--gpus must be in [1, 4096], got 0"),
         (["--gpus", "1", "--hardware", "nope"], "--hardware must be a file or one of"),
         (["--gpus", "1", "--lengths", "x"], "--lengths must be like 512"),
-        (
-            ["--gpus", "1", "--tokens", "8", "--lengths", "64"],
-            "--tokens must be at least",
-        ),
+        (["--gpus", "1", "--tokens", "8", "--lengths", "64"], "--tokens must be at least"),
         (["--gpus", "1", "--lengths", ""], "--lengths must be like 512"),
         (["--gpus", "1", "--write", "train", "/dev/null/x"], "--write must be in a folder that"),
         (["--gpus", "1", "--setup", "x"], "--setup must come with --write slurm, got"),
@@ -395,12 +378,10 @@ def test_plan_where_nothing_fits_says_what_would_and_returns_1(
     ],
 )
 def test_bad_questions_are_told_and_return_2(
-    quickstart: str, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    quickstart: str, more: list[str], message: str, tlora: Tlora
 ) -> None:
-    assert main(["plan", quickstart, *more]) == 2
-    told = capsys.readouterr()
-    assert message in told.err
-    assert not told.out  # a table before it would look like an answer
+    assert message in tlora("plan", quickstart, *more, code=2)
+    assert not tlora.out  # a table before it would look like an answer
     assert not Path("not there").exists()
 
 
@@ -457,16 +438,14 @@ def test_files_have_the_uneven_stages_of_a_plan(quickstart: str, tmp_path: Path)
 
 
 def test_a_plan_on_fewer_gpus_starts_on_these(
-    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    quickstart: str, tmp_path: Path, tlora: Tlora
 ) -> None:
     path = tmp_path / "run.yaml"
     argv = ["plan", quickstart, "--gpus", "5", "--tp", "2", "--lengths", "64"]
-    assert main([*argv, "--write", "train", str(path)]) == 0
-    told = capsys.readouterr().out
+    told = tlora(*argv, "--write", "train", path)
     assert "plan 1 uses 4 of 5 GPUs and leaves 1 idle" in told
     assert "--nproc-per-node 4 " in told
-    assert main([*argv, "--json"]) == 0
-    (first, *_) = json.loads(capsys.readouterr().out)["plans"]
+    (first, *_) = tlora.json(*argv)["plans"]
     assert (first["num_gpus"], first["idle_gpus"]) == (4, 1)
 
 
@@ -485,14 +464,13 @@ def test_files_have_the_sharded_optimizer_that_was_asked_for(
 
 
 def test_a_megatron_script_has_the_rounds_that_were_ranked(
-    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    quickstart: str, tmp_path: Path, tlora: Tlora
 ) -> None:
     """Each program's plans come with its own times; a file is of a plan that its program runs."""
     argv = ["plan", quickstart, "--gpus", "4", "--lengths", "64", "--json"]
 
     def first(*more: str) -> dict[str, Any]:
-        assert main([*argv, *more]) == 0
-        return dict(json.loads(capsys.readouterr().out)["plans"][0])
+        return dict(json.loads(tlora(*argv, *more))["plans"][0])
 
     path = tmp_path / "run.sh"
     found = first("--write", "megatron", str(path))
@@ -505,13 +483,14 @@ def test_a_megatron_script_has_the_rounds_that_were_ranked(
     }
     assert (first()["num_micro_batches"], "train" in first()["runs_in"]) == (None, True)
     assert first("--pp", "2", "--vpp", "2")["num_micro_batches"] % 2 == 0
-    assert main([*argv, "--runs-in", "any", "--top", "9999"]) == 0
-    every = [plan["runs_in"] for plan in json.loads(capsys.readouterr().out)["plans"]]
+    every = [
+        plan["runs_in"]
+        for plan in json.loads(tlora(*argv, "--runs-in", "any", "--top", "9999"))["plans"]
+    ]
     assert {*map(tuple, every)} == {("train",), ("train", "deepspeed"), ("megatron",)}
     for asked, kind in (("train", "megatron"), ("megatron", "train")):
-        assert main([*argv, "--runs-in", asked, "--write", kind, str(path)]) == 2
         refused = f"--runs-in must be absent or any with --write {kind}, got '{asked}'"
-        assert refused in capsys.readouterr().err
+        assert refused in tlora(*argv, "--runs-in", asked, "--write", kind, path, code=2)
 
 
 def test_a_megatron_script_has_what_every_run_needs_and_starts_anywhere(
@@ -593,11 +572,12 @@ def test_a_plan_for_slurm_asks_for_its_gpus(quickstart: str, tmp_path: Path) -> 
 
 
 def test_a_plan_that_deepspeed_does_not_have_is_refused(
-    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    quickstart: str, tmp_path: Path, tlora: Tlora
 ) -> None:
     argv = ["plan", quickstart, "--gpus", "4", "--lengths", "64", "--pp", "2", "--runs-in", "any"]
-    assert main([*argv, "--write", "deepspeed", str(tmp_path / "ds.json")]) == 2
-    assert "pp_size must be 1 for a DeepSpeed plan, got 2" in capsys.readouterr().err
+    assert "pp_size must be 1 for a DeepSpeed plan, got 2" in tlora(
+        *argv, "--write", "deepspeed", tmp_path / "ds.json", code=2
+    )
 
 
 DETERMINISTIC = (
@@ -646,21 +626,12 @@ def test_the_jobs_of_a_script_for_megatron_lm_are_deterministic_where_asked(
 
 @pytest.mark.parametrize("kind", ["deepspeed", "megatron"])
 def test_an_fp8_base_is_refused_for_other_trainers(
-    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+    quickstart: str, tmp_path: Path, tlora: Tlora, kind: str
 ) -> None:
-    argv = [
-        "plan",
-        quickstart,
-        "--gpus",
-        "1",
-        "--lengths",
-        "64",
-        "--set=base_model.quantization=fp8",
-    ]
+    argv = ["plan", quickstart, "--gpus=1", "--lengths=64", "--set=base_model.quantization=fp8"]
     written = ["--runs-in", "any", "--write", kind, str(tmp_path / "plan")]
     for options in (["--runs-in", kind], written):
-        assert main([*argv, *options]) == 2
-        assert "base_model.quantization must be null under" in capsys.readouterr().err
+        assert "base_model.quantization must be null under" in tlora(*argv, *options, code=2)
     assert not list(tmp_path.iterdir())
 
 
@@ -775,14 +746,12 @@ def _sample(
     return empty._replace(forward_s=forward, backward_s=backward)
 
 
-def test_profile_wants_a_json_file_and_a_budget(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["profile", "--out", str(tmp_path / "x.yaml")]) == 2
-    assert "--out must end with .json" in capsys.readouterr().err
-    assert main(["profile", "--out", str(tmp_path / "x.json"), "--budget-s", "0"]) == 2
-    assert "budget_s must be above 0, got 0" in capsys.readouterr().err
-    assert main(["profile", "--out", str(tmp_path / "x.json"), "--gpus-per-node", "0"]) == 2
+def test_profile_wants_a_json_file_and_a_budget(tmp_path: Path, tlora: Tlora) -> None:
+    assert "--out must end with .json" in tlora("profile", "--out", tmp_path / "x.yaml", code=2)
+    assert "budget_s must be above 0, got 0" in tlora(
+        "profile", "--out", tmp_path / "x.json", "--budget-s", "0", code=2
+    )
+    tlora("profile", "--out", tmp_path / "x.json", "--gpus-per-node", "0", code=2)
 
 
 def test_a_profile_keeps_four_digits() -> None:

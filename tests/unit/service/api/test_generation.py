@@ -23,11 +23,7 @@ from tlora_megatron.service.sampling.sampler import (
     StreamingSampler,
 )
 from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
-from tlora_megatron.service.settings import (
-    add_sampler_arguments,
-    open_sampler,
-    sampler_words,
-)
+from tlora_megatron.service.settings import add_sampler_arguments, open_sampler, sampler_words
 
 
 class Scripted(StreamingSampler):

@@ -42,10 +42,7 @@ class Scene:
 
 START = Decision(members=(2,), gpus=(3,))
 JOIN = Decision(members=(0, 1, 2), gpus=(0,), dissolve=(1,))
-SPLIT = [
-    Decision(members=(0,), gpus=(0,), dissolve=(1,)),
-    Decision(members=(1,), gpus=(1,)),
-]
+SPLIT = [Decision(members=(0,), gpus=(0,), dissolve=(1,)), Decision(members=(1,), gpus=(1,))]
 
 
 @pytest.mark.parametrize("decision", [START, JOIN])

@@ -18,12 +18,7 @@ from tlora_megatron.service.api.openai.objects import (
     results_id,
     split_model,
 )
-from tlora_megatron.service.api.openai.submitting import (
-    Asked,
-    check_request,
-    job_entry,
-    numbers_of,
-)
+from tlora_megatron.service.api.openai.submitting import Asked, check_request, job_entry, numbers_of
 
 
 def spec_of(**body: Any) -> JobSpec:
@@ -97,10 +92,7 @@ def test_metadata_set_what_the_api_has_no_field_for() -> None:
         ({"method": {"type": "dpo", "dpo": {}}}, "method.type must be supervised, got 'dpo'"),
         ({"method": {"type": "reinforcement"}}, "method.type must be supervised"),
         ({"method": {}}, "method.type must be supervised, got null"),
-        (
-            {"method": {"type": "supervised", "dpo": {"a": 1}}},
-            "method.dpo must be left out",
-        ),
+        ({"method": {"type": "supervised", "dpo": {"a": 1}}}, "method.dpo must be left out"),
         (
             {"method": supervised(beta=1)},
             "method.supervised.hyperparameters must hold n_epochs, batch_size",

@@ -156,12 +156,7 @@ def test_a_job_s_life(client: OpenAI, file: str, api: Api) -> None:
         ("message", "Checkpoint created at step 2"),
         ("message", "The job has successfully completed"),
     ]
-    assert events[2].data == {
-        "step": 2,
-        "train_loss": 1.25,
-        "learning_rate": 0.1,
-        "tokens": 1200,
-    }
+    assert events[2].data == {"step": 2, "train_loss": 1.25, "learning_rate": 0.1, "tokens": 1200}
     assert len({event.id for event in events}) == len(events)
     for unknown in ("nothing", f"ftevent-{job.id}-step-3", f"ftevent-{job.id}-event-999"):
         with pytest.raises(openai.NotFoundError, match=unknown):

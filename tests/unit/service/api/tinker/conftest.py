@@ -33,9 +33,5 @@ class Played(NamedTuple):
 def played(api: Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     """A service that answers at once."""
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    with (
-        listening(api.app) as address,
-        playing(api.home, api.store) as models,
-        closing_clients(),
-    ):
+    with listening(api.app) as address, playing(api.home, api.store) as models, closing_clients():
         yield Played(api, address, models)
