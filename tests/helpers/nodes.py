@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,15 +168,3 @@ def _kill_tree(process: psutil.Process) -> None:
             member.kill()
         except psutil.NoSuchProcess:
             continue
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Looks every 50 ms.
-
-    Raises:
-        AssertionError: naming `what` if it never comes true.
-    """
-    end_s = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < end_s, f"{what}: not within {HANG_S} s"
-        time.sleep(0.05)

@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.launch import torchrun
+from tests.helpers.launch import torchrun, wait_until
 from tests.helpers.megatron_lm import COMMON, RUNNER, checkout, convert, model_flags, write_jobs
-from tests.helpers.nodes import Agent, Network, agents, two_nodes, wait_until
+from tests.helpers.nodes import Agent, Network, agents, two_nodes
 from tests.helpers.scenario import JOBS, make_scenario
 from tests.helpers.standing_world import world
 from tlora_megatron.training.formats.checkpoint import find_checkpoint

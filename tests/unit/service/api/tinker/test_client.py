@@ -15,7 +15,7 @@ import tinker
 from tinker import types
 
 from tests.helpers.http_service import BASE
-from tests.helpers.nodes import wait_until
+from tests.helpers.launch import wait_until
 from tests.unit.service.api.tinker.conftest import Played
 from tlora_megatron.service.store import JobState
 
