@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from tests.helpers.http_service import BASE, Api, open_api
-from tests.helpers.stored_jobs import finish, serve_gang, start
+from tests.helpers.stored_jobs import finish, put_job, serve_gang, start
 from tlora_megatron.config.sections import plain
 from tlora_megatron.files import write_json
 from tlora_megatron.service.bases import base_section
 from tlora_megatron.service.home import JOB_NAME, Home, make_folder
 from tlora_megatron.service.sampling.own import OwnSampler, OwnSettings
-from tlora_megatron.service.store import NewJob
 
 
 @contextmanager
@@ -35,10 +34,10 @@ def open_sampling_api(root: Path) -> Iterator[Api]:
 def add_job(api: Api, tenant: str, name: str, adapter: Path | None) -> str:
     """Adds a job that has ended with an adapter, or one that runs; returns its id."""
     base = plain(asdict(api.service.bases()[BASE]))
-    new = NewJob(name=name, document={"name": name, "base_model": base}, base="b", key=name)
-    job = api.store.jobs.submit([new], tenant=tenant)[0].id
+    document = {"name": name, "base_model": base}
+    job = put_job(api.store, name, tenant, document=document)
     start(api.store, job)
-    write_json(make_folder(api.home.job(job)) / JOB_NAME, {"name": name, "base_model": base})
+    write_json(make_folder(api.home.job(job)) / JOB_NAME, document)
     if adapter is not None:
         shutil.copytree(adapter, api.home.job(job) / "adapter")
         finish(api.store, job)

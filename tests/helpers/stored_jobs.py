@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import pytest
-
-from tlora_megatron.cli.main import main
-from tlora_megatron.service.home import Home
+from tlora_megatron.service.home import Home, make_folder
 from tlora_megatron.service.messages import GangSpec
-from tlora_megatron.service.store import GangState, Job, JobState, Store
+from tlora_megatron.service.store import GangState, Job, JobState, NewJob, Store
 
 
-def printed(capsys: pytest.CaptureFixture[str]) -> Any:
-    """The JSON that a command has printed."""
-    return json.loads(capsys.readouterr().out)
+def put_job(store: Store, name: str = "a", tenant: str = "ann", **fields: Any) -> str:
+    """Submits a job of a tenant; returns its id."""
+    row = {"name": name, "document": {"name": name}, "base": "b", "key": name, **fields}
+    return store.jobs.submit([NewJob(**row)], tenant=tenant)[0].id
 
 
-def submit(run_file: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[Any]:
-    """Submits a file by the command line; returns its jobs."""
-    assert main(["submit", str(run_file), "--json", *options]) == 0
-    return list(printed(capsys))
+def write_steps(home: Home, job: str, *rows: Mapping[str, Any], torn: str = "") -> None:
+    """Writes a job's metrics; `torn` is a line that is being written."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (make_folder(home.job(job)) / "metrics.jsonl").write_text(text + torn)
 
 
 def serve_gang(store: Store, home: Home) -> None:

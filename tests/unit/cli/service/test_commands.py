@@ -6,13 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helpers.commands import Tlora
 from tests.helpers.launch import HANG_S
-from tests.helpers.stored_jobs import finish, serve_gang, start
+from tests.helpers.stored_jobs import finish, serve_gang, start, write_steps
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.service.home import Home, make_folder, remember_store, store_place
 from tlora_megatron.service.store import JobState, Store
@@ -286,15 +285,11 @@ class TestLogs:
         {"step": 2, "loss": 1.25, "lr": 0.1, "tokens": 1200},
     )
 
-    def write(self, home: Home, job: str, *rows: dict[str, Any], torn: str = "") -> None:
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (make_folder(home.job(job)) / "metrics.jsonl").write_text(text + torn)
-
     def test_events_stand_behind_the_steps_before_them(
         self, store: Store, home: Home, run_file: Path, tlora: Tlora
     ) -> None:
         job = tlora.json("submit", run_file)[0]["id"]
-        self.write(home, job, *self.STEPS, torn='{"step": 3, "lo')
+        write_steps(home, job, *self.STEPS, torn='{"step": 3, "lo')
         store.events.add("saved", job=job, body={"step": 1})
         store.jobs.change(job, JobState.FAILED, why="no disk")
         words = [line[10:] for line in tlora("logs", "one").splitlines()]
@@ -316,11 +311,11 @@ class TestLogs:
         tlora: Tlora,
     ) -> None:
         job = tlora.json("submit", run_file)[0]["id"]
-        self.write(home, job, *self.STEPS, *self.STEPS[:1])
+        write_steps(home, job, *self.STEPS, *self.STEPS[:1])
 
         def sleep(_: float) -> None:
             """The job has gone on from its first step, takes two, and ends."""
-            self.write(home, job, self.STEPS[0], self.STEPS[2], {"step": 3, "loss": 1.0})
+            write_steps(home, job, self.STEPS[0], self.STEPS[2], {"step": 3, "loss": 1.0})
             store.jobs.change(job, JobState.CANCELLED, why="asked")
 
         monkeypatch.setattr("time.sleep", sleep)

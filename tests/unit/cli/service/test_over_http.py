@@ -14,7 +14,7 @@ import yaml
 
 from tests.helpers.commands import Tlora
 from tests.helpers.http_service import BASE, Api, listening, open_api
-from tests.helpers.stored_jobs import finish, serve_gang, start
+from tests.helpers.stored_jobs import finish, serve_gang, start, write_steps
 from tlora_megatron.cli.service import jobs as rows
 from tlora_megatron.service.home import VARIABLE, make_folder
 from tlora_megatron.service.store import JobState
@@ -158,7 +158,7 @@ def test_logs_and_adapters_are_the_same(
     serve_gang(api.store, api.home)
     start(api.store, one)
     folder = make_folder(api.home.job(one))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in STEPS))
+    write_steps(api.home, one, *STEPS)
     api.store.events.add("saved", job=one, body={"step": 1})
     assert "step 1  eval_loss 1.5" in told(["logs", "one"], tlora, api)
     adapters = ("adapters", "one", "--out", tmp_path / "out")

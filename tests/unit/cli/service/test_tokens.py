@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.commands import Tlora
-from tlora_megatron.service.store import NewJob, Store
+from tests.helpers.stored_jobs import put_job
+from tlora_megatron.service.store import Store
 
 
 def test_a_token_is_shown_once_and_can_be_taken_back(store: Store, tlora: Tlora) -> None:
@@ -37,8 +38,7 @@ def test_limits_are_changed_one_by_one(store: Store, tlora: Tlora) -> None:
 
 
 def test_whoever_serves_finds_a_tenant_s_job_by_its_id_alone(store: Store, tlora: Tlora) -> None:
-    new = NewJob(name="theirs", document={}, base="b", key="k")
-    job = store.jobs.submit([new], tenant="ann")[0].id
+    job = put_job(store, "theirs")
     tlora("cancel", "theirs", code=2)
     tlora("cancel", job)
     assert store.jobs.get(job).wish == "cancel"

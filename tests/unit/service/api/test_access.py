@@ -6,14 +6,10 @@ import httpx
 import pytest
 
 from tests.helpers.http_service import Api, bearer, listening
+from tests.helpers.stored_jobs import put_job
 from tests.unit.service.api.test_jobs import job, put_file
 from tlora_megatron.service.api import gate
-from tlora_megatron.service.store import NewJob, TenantLimits
-
-
-def _submit(api: Api, tenant: str, name: str = "a") -> str:
-    new = NewJob(name=name, document={"name": name}, base="b", key=name)
-    return api.store.jobs.submit([new], tenant=tenant)[0].id
+from tlora_megatron.service.store import TenantLimits
 
 
 @pytest.mark.parametrize(
@@ -28,7 +24,7 @@ def _submit(api: Api, tenant: str, name: str = "a") -> str:
     ids=["none", "unknown", "basic", "no text", "short"],
 )
 def test_without_a_token_of_the_service_nothing_is_told(api: Api, headers: dict[str, str]) -> None:
-    job = _submit(api, "ann")
+    job = put_job(api.store)
     encoded = {name: value.encode("latin1") for name, value in headers.items()}
     answer = api.client(None).get(f"/v1/jobs/{job}", headers=encoded)
     assert answer.status_code == 401
@@ -38,7 +34,7 @@ def test_without_a_token_of_the_service_nothing_is_told(api: Api, headers: dict[
 
 
 def test_both_headers_let_in_and_a_neighbour_s_job_is_as_one_that_never_was(api: Api) -> None:
-    job = _submit(api, "ann")
+    job = put_job(api.store)
     client = api.client(None)
     for headers in (bearer(api.token("ann")), {"X-API-Key": api.token("ann")}):
         assert client.get(f"/v1/jobs/{job}", headers=headers).json()["id"] == job
@@ -51,7 +47,7 @@ def test_both_headers_let_in_and_a_neighbour_s_job_is_as_one_that_never_was(api:
 
 def test_scopes_and_revoked_tokens(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "KNOWN_S", 0.0)
-    job = _submit(api, "ann")
+    job = put_job(api.store)
     client = api.client("ann", ("submit",))
     answer = client.get(f"/v1/jobs/{job}")
     assert answer.status_code == 403
@@ -87,7 +83,7 @@ def test_errors_are_sentences(api: Api, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_over_a_port(api: Api) -> None:
-    job = _submit(api, "ann")
+    job = put_job(api.store)
     with listening(api.app) as address:
         answer = httpx.get(f"{address}/v1/jobs/{job}", headers=bearer(api.token("ann")))
         assert answer.json()["name"] == "a"

@@ -9,17 +9,15 @@ import zipfile
 import pytest
 
 from tests.helpers.http_service import BASE, Api
-from tests.helpers.stored_jobs import finish, serve_gang, start
+from tests.helpers.stored_jobs import finish, put_job, serve_gang, start
 from tlora_megatron.service.api.native import archives
 from tlora_megatron.service.home import make_folder
-from tlora_megatron.service.store import NewJob
 
 
 @pytest.fixture
 def job(api: Api) -> str:
     """A finished job of ann's with an adapter, a checkpoint, and a link that has no business."""
-    new = NewJob(name="a", document={"name": "a"}, base="b", key="a")
-    job = api.store.jobs.submit([new], tenant="ann")[0].id
+    job = put_job(api.store)
     serve_gang(api.store, api.home)
     start(api.store, job)
     finish(api.store, job)
@@ -67,8 +65,7 @@ def test_checkpoints_are_listed_and_sent(api: Api, job: str) -> None:
 def test_they_are_a_tenant_s_own_and_only_of_what_has_ended(api: Api, job: str) -> None:
     for path in ("adapter.zip", "checkpoints", "checkpoints/5.zip"):
         assert api.client("bob").get(f"/v1/jobs/{job}/{path}").status_code == 404
-    new = NewJob(name="b", document={"name": "b"}, base="b", key="b")
-    api.store.jobs.submit([new], tenant="ann")
+    put_job(api.store, "b")
     refused = api.client().get("/v1/jobs/b/adapter.zip")
     assert refused.status_code == 409
     assert "job 'b' must be finished to have an adapter, got 'validating at step 0'" in refused.text

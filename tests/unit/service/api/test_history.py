@@ -13,16 +13,15 @@ import pytest
 
 from tests.helpers.http_service import Api, bearer, listening
 from tests.helpers.launch import HANG_S
-from tests.helpers.stored_jobs import finish, serve_gang, start
+from tests.helpers.stored_jobs import finish, put_job, serve_gang, start
 from tlora_megatron.service.api.native.history import Following, Listener, last_rows
 from tlora_megatron.service.history import Place
 from tlora_megatron.service.home import make_folder
-from tlora_megatron.service.store import JobState, NewJob
+from tlora_megatron.service.store import JobState
 
 
 def _running(api: Api, tenant: str = "ann") -> str:
-    new = NewJob(name="a", document={"name": "a"}, base="b", key="a")
-    job = api.store.jobs.submit([new], tenant=tenant)[0].id
+    job = put_job(api.store, tenant=tenant)
     if not api.store.gangs.live():
         serve_gang(api.store, api.home)
     start(api.store, job)

@@ -14,9 +14,10 @@ from tests.helpers.http_service import Api, bearer, listening
 from tests.helpers.launch import HANG_S
 from tests.helpers.live_service import folder_in_memory
 from tests.helpers.shown_service import ShownService, shown_service
+from tests.helpers.stored_jobs import put_job
 from tlora_megatron.service.api.page import router, views
 from tlora_megatron.service.api.page.facts import Viewer, read_facts
-from tlora_megatron.service.store import JobState, NewJob
+from tlora_megatron.service.store import JobState
 
 ADMIN = ("submit", "read", "admin")
 VIEWS = ("cluster", "groups", "timeline", "decisions")
@@ -210,10 +211,9 @@ def test_a_service_that_nobody_serves(api: Api) -> None:
 
 
 def test_a_tenant_reads_no_path_of_the_host_in_errors(api: Api) -> None:
-    new = NewJob(name="bad", document={}, base="quickstart-12345678", key="bad")
-    (job,) = api.store.jobs.submit([new], tenant="ann")
+    job = put_job(api.store, base="quickstart-12345678")
     error = f"{api.home.tenant('ann')}/files/file-1: line 3 must be JSON"
-    api.store.jobs.change(job.id, JobState.FAILED, error=error)
+    api.store.jobs.change(job, JobState.FAILED, error=error)
     facts = read_facts(api.service, frozenset({"ann", None}))
     own = views.jobs(facts, Viewer(tenant="ann"))["ended"][0]
     assert (own["error"], own["base"]) == ("file-1: line 3 must be JSON", "quickstart")

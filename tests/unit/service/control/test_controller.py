@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.fake_gang import FakeGang, FakeTimes
 from tests.helpers.floor_model import FloorModel
-from tests.helpers.live_service import FloorCost, LiveService, folder_in_memory
+from tests.helpers.live_service import FloorCost, LiveService
 from tlora_megatron.service.control.pricing import MemoryShares
 from tlora_megatron.service.engines.protocol import NodeInfo
 
 _EVERY_S = [0.07, 0.31, 1.3, 4.1] if os.environ.get("TLORA_ALL_TESTS") else [1.3]
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with folder_in_memory() as folder:
-        yield folder / "service"
 
 
 def test_a_job_trains_and_ends(root: Path) -> None:

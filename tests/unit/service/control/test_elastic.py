@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.live_service import LiveService, folder_in_memory
+from tests.helpers.live_service import LiveService
 from tlora_megatron.scheduler.policy import Decision
 from tlora_megatron.scheduler.queue import Pause
 
 
 @pytest.fixture
-def service() -> Iterator[LiveService]:
+def service(root: Path) -> LiveService:
     """A long job that is paused, and a short one that trains in its place."""
-    with folder_in_memory() as folder:
-        service = LiveService(folder, policy="tlora_elastic")
-        service.submit("long", steps=1000, batch=10, max_slowdown=1.9)
-        service.run(20)
-        service.submit("short", steps=30, batch=10, max_slowdown=1.9)
-        service.run(10)
-        assert service.states() == {"long": "queued", "short": "running"}
-        yield service
+    service = LiveService(root, policy="tlora_elastic")
+    service.submit("long", steps=1000, batch=10, max_slowdown=1.9)
+    service.run(20)
+    service.submit("short", steps=30, batch=10, max_slowdown=1.9)
+    service.run(10)
+    assert service.states() == {"long": "queued", "short": "running"}
+    return service
 
 
 def _held(service: LiveService) -> int:
@@ -94,23 +93,22 @@ def test_who_is_cancelled_in_its_pause_is_charged_no_more(service: LiveService) 
 
 
 def test_a_decision_for_which_memory_is_gone_meanwhile_is_refused(
-    caplog: pytest.LogCaptureFixture,
+    root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with folder_in_memory() as folder:
-        service = LiveService(folder, policy="mlora")
-        service.submit("first", steps=100)
-        service.run(10)
-        service.submit("second", steps=10)
-        decider, speeds = service.controller.decider, service.controller.context.pricing.speeds
-        answer = decider._answer
+    service = LiveService(root, policy="mlora")
+    service.submit("first", steps=100)
+    service.run(10)
+    service.submit("second", steps=10)
+    decider, speeds = service.controller.decider, service.controller.context.pricing.speeds
+    answer = decider._answer
 
-        def forgetful(question: Any) -> list[Decision]:
-            decisions = answer(question)
-            speeds._scaled.update(dict.fromkeys([mix for mix in speeds._scaled if len(mix[0]) > 1]))
-            return decisions
+    def forgetful(question: Any) -> list[Decision]:
+        decisions = answer(question)
+        speeds._scaled.update(dict.fromkeys([mix for mix in speeds._scaled if len(mix[0]) > 1]))
+        return decisions
 
-        decider._answer = forgetful  # type: ignore[method-assign]
-        service.run(5)
-        assert service.states() == {"first": "running", "second": "queued"}
-        assert "a decision is not carried out" in caplog.text
-        assert not any("do not balance" in said for said in service.said)
+    decider._answer = forgetful  # type: ignore[method-assign]
+    service.run(5)
+    assert service.states() == {"first": "running", "second": "queued"}
+    assert "a decision is not carried out" in caplog.text
+    assert not any("do not balance" in said for said in service.said)

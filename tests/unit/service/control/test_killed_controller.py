@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.live_service import LiveService, folder_in_memory
+from tests.helpers.live_service import LiveService
 from tlora_megatron.service.control import executor
 
 EVERYTHING = bool(os.environ.get("TLORA_ALL_TESTS"))
@@ -97,12 +97,6 @@ def _trained(root: Path, reaper: Reaper | None, monkeypatch: pytest.MonkeyPatch)
         except Killed:
             alive = False
     return service
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with folder_in_memory() as folder:
-        yield folder
 
 
 def _adapters(service: LiveService) -> dict[str, str]:

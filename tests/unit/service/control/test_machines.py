@@ -1,23 +1,16 @@
-"""GPUs on which gangs die or slow down get no jobs for a day."""
+"""GPUs on which gangs die or slow down get no jobs for a day; tenants hold their quota."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.fake_gang import FakeGang
-from tests.helpers.live_service import LiveService, folder_in_memory
+from tests.helpers.live_service import LiveService
 from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
 from tlora_megatron.service.control.machines import DAY_S, SetAside
-from tlora_megatron.service.store import JobState
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with folder_in_memory() as folder:
-        yield folder / "service"
+from tlora_megatron.service.store import JobState, TenantLimits
 
 
 def _free() -> FreeGpus:
@@ -108,3 +101,20 @@ def test_a_job_on_its_way_waits_again_when_its_new_place_is_given_up(root: Path)
     context.requeue(live, why="its new gang died")
     assert live.number in context.state.queue
     assert (service.job(job).state, service.job(job).lease) == ("queued", None)
+
+
+def test_a_tenant_s_jobs_hold_no_more_gpus_than_its_quota(root: Path) -> None:
+    service = LiveService(root, gpus=2, policy="isolated")
+    service.store.tenants.set_limits("local", TenantLimits(gpus=1))
+    for name in "ab":
+        service.submit(name, steps=200)
+    service.run(20)
+    assert sorted(service.states().values()) == ["queued", "running"]
+    service.store.tenants.set_limits("local", TenantLimits(gpus=2))
+    service.run(20)
+    assert set(service.states().values()) == {"running"}
+    service.store.tenants.set_limits("local", TenantLimits(gpus=1))
+    service.restart()
+    service.run(5)
+    assert set(service.states().values()) == {"running"}, "a smaller quota ends nothing"
+    service.run()

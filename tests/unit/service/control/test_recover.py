@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.live_service import LiveService, folder_in_memory
+from tests.helpers.live_service import LiveService
 from tlora_megatron.service.control import executor
 from tlora_megatron.service.control.controller import steady_clock
 from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.service.store import NewJob
 
 _GONE = NodeInfo(node=1, address="", gpus=1, healthy=False)
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with folder_in_memory() as folder:
-        yield folder / "service"
 
 
 def _two_gangs(root: Path) -> LiveService:

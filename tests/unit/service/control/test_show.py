@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,10 @@ from typing import Any
 import pytest
 
 from tests.helpers.floor_model import FREE, World
-from tests.helpers.live_service import LiveService, folder_in_memory
+from tests.helpers.live_service import LiveService
 from tlora_megatron.scheduler.formation import Parts, formed
 from tlora_megatron.scheduler.queue import Group, Waiting
 from tlora_megatron.service.control.show import action_of
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with folder_in_memory() as folder:
-        yield folder / "service"
 
 
 def shown(service: LiveService, name: str) -> dict[str, Any]:

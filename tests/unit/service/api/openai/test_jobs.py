@@ -13,10 +13,9 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from tests.helpers.http_service import BASE, Api, bearer
-from tests.helpers.stored_jobs import finish, serve_gang, start
+from tests.helpers.stored_jobs import finish, serve_gang, start, write_steps
 from tests.unit.service.api.openai.conftest import Still
 from tlora_megatron.service.api.openai import submitting
-from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.prepare.submission import read_submissions
 from tlora_megatron.service.store import JobState, TenantLimits
 
@@ -35,8 +34,7 @@ def train(api: Api, job: str) -> None:
     """Lets a job take two steps and save the second."""
     serve_gang(api.store, api.home)
     start(api.store, job)
-    path = make_folder(api.home.job(job)) / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in STEPS))
+    write_steps(api.home, job, *STEPS)
     api.store.events.add("saved", job=job, body={"step": 2})
 
 
