@@ -135,7 +135,7 @@ class FakeEngine:
                 what()
         self._now = max(self._now, until)
 
-    # What gangs need: `fake_gang.World`
+    # What gangs need
 
     def now(self) -> float:
         """The time inside the engine."""
