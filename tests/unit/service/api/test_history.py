@@ -1,23 +1,28 @@
-"""`/events` and `/metrics` of a job: replayed, resumed, followed, and seen by its tenant alone."""
+"""What is sent of a job and taken for it: events, metrics, archives, and shared transactions."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import json
-from collections.abc import AsyncIterator
+import threading
+import zipfile
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.helpers.http_service import Api, bearer, listening
+from tests.helpers.http_service import BASE, Api, bearer, listening
 from tests.helpers.launch import HANG_S
 from tests.helpers.stored_jobs import finish, put_job, serve_gang, start
+from tlora_megatron.service.api.native import archives
 from tlora_megatron.service.api.native.history import Following, Listener, last_rows
+from tlora_megatron.service.api.service import Changes
 from tlora_megatron.service.history import Place
 from tlora_megatron.service.home import make_folder
-from tlora_megatron.service.store import JobState
+from tlora_megatron.service.store import JobState, Store, StoreFull, open_store
 
 
 def _running(api: Api, tenant: str = "ann") -> str:
@@ -176,3 +181,165 @@ def test_a_stream_ends_with_its_token(api: Api, monkeypatch: pytest.MonkeyPatch)
         return await asyncio.wait_for(listen(), HANG_S)
 
     assert asyncio.run(bounded()).endswith("event: end\ndata: {}\n\n")
+
+
+@pytest.fixture
+def job(api: Api) -> str:
+    """A finished job of ann's with an adapter, a checkpoint, and a link that has no business."""
+    job = put_job(api.store)
+    serve_gang(api.store, api.home)
+    start(api.store, job)
+    finish(api.store, job)
+    adapter = make_folder(api.home.job(job) / "adapter")
+    base = str(api.service.bases()[BASE].folder)
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    (adapter / "adapter_model.safetensors").write_bytes(bytes(range(256)) * 40)
+    (adapter / "link.json").symlink_to("/etc/passwd")
+    saved = make_folder(api.home.job(job) / "checkpoints/step_00000005")
+    for name in ("adapter.safetensors", "optimizer.safetensors", "state.json"):
+        (saved / name).write_text(f"{api.home.tenant('ann')}/files/file-1")
+    make_folder(api.home.job(job) / "checkpoints/step_00000006")
+    return job
+
+
+def test_an_adapter_is_sent_whole_and_in_ranges(api: Api, job: str) -> None:
+    client = api.client()
+    whole = client.get(f"/v1/jobs/{job}/adapter.zip")
+    assert whole.status_code == 200, whole.text
+    assert 'filename="a-adapter.zip"' in whole.headers["content-disposition"]
+    with zipfile.ZipFile(io.BytesIO(whole.content)) as archive:
+        assert archive.namelist() == ["adapter_config.json", "adapter_model.safetensors"]
+        assert json.loads(archive.read("adapter_config.json")) == {"base_model_name_or_path": BASE}
+        assert archive.read("adapter_model.safetensors") == bytes(range(256)) * 40
+    parts = [
+        client.get(f"/v1/jobs/{job}/adapter.zip", headers={"Range": f"bytes={span}"})
+        for span in ("0-999", "1000-")
+    ]
+    assert [part.status_code for part in parts] == [206, 206]
+    assert b"".join(part.content for part in parts) == whole.content
+
+
+def test_checkpoints_are_listed_and_sent(api: Api, job: str) -> None:
+    client = api.client()
+    (row,) = client.get(f"/v1/jobs/{job}/checkpoints").json()["checkpoints"]
+    assert row["step"] == 5, "the other one is not whole"
+    content = client.get(f"/v1/jobs/{job}/checkpoints/5.zip").content
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert archive.read("state.json") == b"file-1"
+    for step in ("6", "7", "-1", "99999999999999999999", "%2e%2e"):
+        status = client.get(f"/v1/jobs/{job}/checkpoints/{step}.zip").status_code
+        assert status in (400, 404), step
+
+
+def test_they_are_a_tenant_s_own_and_only_of_what_has_ended(api: Api, job: str) -> None:
+    for path in ("adapter.zip", "checkpoints", "checkpoints/5.zip"):
+        assert api.client("bob").get(f"/v1/jobs/{job}/{path}").status_code == 404
+    put_job(api.store, "b")
+    refused = api.client().get("/v1/jobs/b/adapter.zip")
+    assert refused.status_code == 409
+    assert "job 'b' must be finished to have an adapter, got 'validating at step 0'" in refused.text
+
+
+def test_archives_do_not_pile_up(api: Api, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "_KEPT", 2)
+    client = api.client()
+    for text in ("one", "two", "three", "four"):
+        (api.home.job(job) / "adapter/notes.txt").write_text(text)
+        client.get(f"/v1/jobs/{job}/adapter.zip")
+    assert len(list((api.home.root / "cache/archives").iterdir())) == 2
+
+
+def _submit(store: Store, name: str) -> Callable[[], object]:
+    return lambda: put_job(store, name)
+
+
+class _Slow:
+    """A change that takes until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def __call__(self) -> bool:
+        self.begun.set()
+        return self.go.wait(HANG_S)
+
+
+async def _together(changes: Changes, calls: list[Callable[[], object]]) -> list[Any]:
+    """Makes changes that all wait while the first one takes its time."""
+    slow = _Slow()
+    first = asyncio.ensure_future(changes.make(slow))
+    await asyncio.to_thread(slow.begun.wait, HANG_S)
+    rest = [asyncio.ensure_future(changes.make(call)) for call in calls]
+    await asyncio.sleep(0)
+    slow.go.set()
+    assert await first
+    return await asyncio.gather(*rest, return_exceptions=True)
+
+
+def test_a_refusal_takes_back_its_own_part_alone(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        changes = Changes(store)
+
+        def half() -> None:
+            _submit(store, "half")()
+            raise ValueError("after all")
+
+        calls = [_submit(store, "a"), half, _submit(store, "b")]
+        found = asyncio.run(_together(changes, calls))
+        assert [type(value) for value in found] == [str, ValueError, str]
+        assert sorted(job.name for job in store.jobs.page()) == ["a", "b"]
+        assert [event.kind for event in store.events.after(0)] == ["submitted"] * 2
+        changes.close()
+        assert asyncio.run(changes.make(lambda: 1)) == 1, "it begins anew"
+        changes.close()
+
+
+def test_a_full_disk_is_told_to_all_whose_changes_it_took(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        changes = Changes(store)
+
+        def full() -> None:
+            raise StoreFull("the disk must have room")
+
+        found = asyncio.run(_together(changes, [_submit(store, "a"), full, _submit(store, "b")]))
+        assert [type(value) for value in found] == [StoreFull] * 3
+        assert store.jobs.page() == []
+        changes.close()
+
+
+def test_who_has_gone_before_its_turn_changes_nothing(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        changes = Changes(store)
+
+        async def give_up() -> None:
+            slow = _Slow()
+            first = asyncio.ensure_future(changes.make(slow))
+            await asyncio.to_thread(slow.begun.wait, HANG_S)
+            second = asyncio.ensure_future(changes.make(_submit(store, "a")))
+            await asyncio.sleep(0)
+            second.cancel()
+            await asyncio.gather(second, return_exceptions=True)
+            slow.go.set()
+            await first
+
+        asyncio.run(give_up())
+        changes.close()
+        assert store.jobs.page() == []
+
+
+@pytest.mark.parametrize("count", [200])
+def test_all_that_wait_are_made_in_few_transactions(tmp_path: Path, count: int) -> None:
+    with open_store(tmp_path / "s") as store:
+        changes, begun = Changes(store), []
+        transaction = store.transaction
+
+        def counted() -> Any:
+            begun.append(1)
+            return transaction()
+
+        store.transaction = counted  # type: ignore[method-assign]
+        calls = [_submit(store, f"n{index}") for index in range(count)]
+        asyncio.run(_together(changes, calls))
+        changes.close()
+        assert len(store.jobs.page(limit=1000)) == count
+        assert len(begun) < 10
