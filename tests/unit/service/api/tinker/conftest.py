@@ -11,6 +11,7 @@ import tinker
 from tests.helpers.http_service import Api, listening
 from tests.helpers.played_models import PlayedModels, playing
 from tests.helpers.tinker.clients import closing_clients
+from tests.helpers.tinker.raw import Raw
 
 
 class Played(NamedTuple):
@@ -35,3 +36,9 @@ def played(api: Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with listening(api.app) as address, playing(api.home, api.store) as models, closing_clients():
         yield Played(api, address, models)
+
+
+@pytest.fixture
+def client(api: Api) -> Raw:
+    """Requests of ann's without the SDK."""
+    return Raw(api)

@@ -14,9 +14,8 @@ from tinker import types
 
 from tests.helpers.fake_vllm import make_app
 from tests.helpers.http_service import BASE, Api, listening
-from tests.helpers.played_models import PlayedModels
+from tests.helpers.tinker.raw import Raw
 from tests.unit.service.api.tinker.conftest import Played
-from tests.unit.service.api.tinker.test_refusals import model, post, session
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, Sampled
 from tlora_megatron.service.api.submitting import References
 from tlora_megatron.service.api.tinker import bodies
@@ -121,13 +120,10 @@ def test_what_is_not_sampled_is_told(played: Played, sampler: PlayedSampler) -> 
 def test_a_sample_is_drawn_once_and_again_after_a_death(
     played: Played, sampler: PlayedSampler
 ) -> None:
-    http = played.api.client()
-
-    def post(route: str, /, **body: Any) -> Any:
-        return http.post(f"/api/v1/{route}", json=body)
-
-    with http:  # one event loop for all requests
-        session = post("create_session", sdk_version="0.38.0").json()["session_id"]
+    client = Raw(played.api)
+    post = client.post
+    with client.http:  # one event loop for all requests
+        session = client.session()
         sampler_id = post(
             "create_sampling_session",
             session_id=session,
@@ -245,28 +241,27 @@ class Loop:
     """A client that publishes by one name, and samples from each version for itself."""
 
     def __init__(self, api: Api) -> None:
-        self.api, self.client = api, api.client()
-        self.models = PlayedModels(api.home, api.store)
-        self.session = session(self.client)
-        self.model = model(self.client, self.session)
+        self.api, self.client = api, Raw(api)
+        self.session = self.client.session()
+        self.model = self.client.model(self.session)
         self.path = f"tinker://{self.model}/sampler_weights/latest"
         self.published = 0
 
     def publish(self) -> None:
         self.published += 1
         body = {"model_id": self.model, "seq_id": self.published, "path": "latest"}
-        assert post(self.client, "save_weights_for_sampler", **body).status_code == 200
-        self.models.step()
+        assert self.client.post("save_weights_for_sampler", **body).status_code == 200
+        self.client.models.step()
 
     def sampler(self, number: int, session_id: str | None = None) -> Any:
         body = {"session_id": session_id or self.session, "sampling_session_seq_id": number}
-        return post(self.client, "create_sampling_session", **body, model_path=self.path).json()
+        return self.client.post("create_sampling_session", **body, model_path=self.path).json()
 
     def ask(self, sampler_id: str, seq_id: int) -> Any:
         body = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
         asked = {**body, "sampling_session_id": sampler_id, "seq_id": seq_id}
-        request = post(self.client, "asample", **asked).json()
-        return post(self.client, "retrieve_future", request_id=request["request_id"])
+        request = self.client.post("asample", **asked).json()
+        return self.client.post("retrieve_future", request_id=request["request_id"])
 
 
 @pytest.fixture
@@ -275,8 +270,8 @@ def loop(api: Api, tmp_path: Path) -> Iterator[Loop]:
     with listening(make_app(BASE, "key", max_loras=1)) as address:
         api.service.sampler = open_sampler(tmp_path / "log", address)
         found = Loop(api)
-        found.models.weights = "x"
-        with found.client:
+        found.client.models.weights = "x"
+        with found.client.http:
             yield found
 
 
@@ -294,16 +289,16 @@ def test_versions_that_were_used_last_stay(loop: Loop) -> None:
     told = loop.ask(samplers[1], 100).json()["error"]
     assert "as it was when this sampling client was made" in told
     assert "make a new client" in told
-    other = session(loop.client)
+    other = loop.client.session()
     pinned = loop.sampler(0, other)["sampling_session_id"]
-    loop.client.post(f"/api/v1/sessions/{loop.session}/finish", json={})
-    loop.models.step()
+    loop.client.finish(loop.session)
+    loop.client.models.step()
     look(loop.api)
     assert versions(loop.api) == [KEPT_FOR_SAMPLERS + 3], "its name leads there"
-    loop.client.delete(f"/api/v1/training_runs/{loop.model}/checkpoints/sampler_weights/latest")
+    loop.client.delete(f"training_runs/{loop.model}/checkpoints/sampler_weights/latest")
     look(loop.api)
     assert "error" not in loop.ask(pinned, 0).text
-    loop.client.post(f"/api/v1/sessions/{other}/finish", json={})
+    loop.client.finish(other)
     with loop.api.service.in_use.held(folder_of(loop, KEPT_FOR_SAMPLERS + 3)):
         look(loop.api)
         assert versions(loop.api) == [KEPT_FOR_SAMPLERS + 3], "it is being drawn from"
