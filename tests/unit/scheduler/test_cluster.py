@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.floor_model import FloorModel, World
+from tests.helpers.floor_model import FloorModel, World, job
 from tlora_megatron.config.job import EXPERT_TARGETS
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
@@ -137,9 +137,7 @@ def test_pauses() -> None:
 
 
 def test_equal_questions_are_asked_once() -> None:
-    world = World()
-    world.add(0, 1)
-    world.add(0, 1)
+    world = World(job(0, 1), job(0, 1))
     assert world.jobs[0].kind == world.jobs[1].kind
     assert world.speeds.num_estimates == 1
     assert world.speeds.full_speed(0, 2) == 2000
