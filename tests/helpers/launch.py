@@ -76,6 +76,20 @@ def environment() -> dict[str, str]:
     }
 
 
+def imported(code: str, *packages: str, speaks: bool = False) -> set[str]:
+    """Which of some packages a fresh Python has imported behind some code.
+
+    Args:
+        speaks: the code may write to stderr.
+    """
+    code = f"{code}\nimport sys\nprint('IMPORTED', *{set(packages)} & {{*sys.modules}})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    assert speaks or not done.stderr
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
 def wait_until(
     holds: Callable[[], bool], what: str, said: Callable[[], object] = lambda: ""
 ) -> None:

@@ -188,7 +188,6 @@ def test_stop_texts_end_a_stream(served: Served) -> None:
         ({"model": "running"}, 400, "of a job that has finished, got 'running'"),
         ({"model": "ft:q:ann::{id}:ckpt-step-3"}, 404, "that is there .*, got 'step 3 of mirror'"),
         ({"temperature": 3}, 400, "temperature is refused"),
-        ({"presence_penalty": 0.5}, 400, "presence_penalty must be left out"),
         ({"prompt": [[1, 9999]]}, 400, "tokens must be between 0 and 263, got 9999"),
         ({"prompt": "a" * 300}, 400, "shorter than the base's 256 positions, got 301"),
         ({"prompt": []}, 400, "prompt"),

@@ -16,11 +16,12 @@ from tlora_megatron.client.calls import check_address, find_token
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOME", str(tmp_path))
+def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("TLORA_TOKEN", raising=False)
-    (tmp_path / ".tlora").mkdir()
-    return tmp_path / ".tlora"
+    (home / ".tlora").mkdir()
+    return home / ".tlora"
 
 
 def write(path: Path, text: str, mode: int = 0o600) -> None:

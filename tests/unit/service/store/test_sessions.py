@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.launch import HANG_S, REPO
+from tests.helpers.launch import HANG_S
 from tests.unit.service.store.conftest import Clock
-from tests.unit.service.store.test_store import new, submitted
+from tests.unit.service.store.test_store import submitted
 from tlora_megatron.service.store import (
     CheckpointNote,
     JobState,
@@ -158,27 +157,6 @@ def test_what_is_heard_is_known_here_at_once_and_elsewhere_after_a_flush(
 
 def _full() -> None:
     raise StoreFull("the disk must have room")
-
-
-def test_a_kill_between_a_job_and_its_model_leaves_neither(store: Store, place: str) -> None:
-    a_session(store)
-    code = (
-        "import os, signal, sys\n"
-        "from tests.unit.service.store.test_store import new\n"
-        "from tlora_megatron.service.store import open_store\n"
-        "store = open_store(sys.argv[1])\n"
-        "with store.transaction():\n"
-        "    store.jobs.submit([new('a')])\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, place], cwd=REPO, timeout=HANG_S)
-    assert done.returncode == -signal.SIGKILL
-    assert (store.jobs.page(), store.events.last()) == ([], 0)
-    with store.transaction():
-        (job,) = store.jobs.submit([new("a")])
-        store.sessions.add_model(a_model(job.id))
-    assert job.is_new
-    assert [row.job for row in store.sessions.models(tenant="ann")] == [job.id]
 
 
 def _file(letter: str, size: int = 10) -> NewUpload:
