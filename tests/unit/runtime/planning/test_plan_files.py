@@ -667,7 +667,7 @@ def test_plan_and_profile_start_without_torch(quickstart: str) -> None:
         "from tlora_megatron.cli.main import main\n"
         f"assert main(['plan', {quickstart!r}, '--gpus', '2', '--lengths', '64', '--json']) == 0"
     )
-    assert not imported(code, "torch", "numpy", "transformers")
+    assert not imported(code, "torch", "numpy", "transformers", speaks=True)
 
 
 def test_coefficients_are_found_again_and_never_negative() -> None:
