@@ -30,7 +30,6 @@ class Client:
         return self.number
 
     def answer(self, number: int) -> Answer:
-        """Waits for an answer."""
         self.driver.run_until(lambda: self.log.has_answer(number))
         found = self.log.read_answer(number)
         assert found is not None

@@ -24,7 +24,6 @@ from tlora_megatron.runtime.ranks import leave
 
 
 def main() -> None:
-    """Runs every command."""
     draw_no_reports()
     for command in json.loads(Path(sys.argv[1]).read_text()):
         if command["kill_at"]:

@@ -55,7 +55,6 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def job(name: str, batch_size: int, steps: int, **lora: Any) -> dict[str, Any]:
-    """A job of a configuration."""
     return {
         "name": name,
         "data": {"train": f"{name}.jsonl"},
@@ -111,8 +110,6 @@ def _text(draw: random.Random, length: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One command."""
-
     out: str
     """Its output folder; two runs of one folder are the second one going on with the first."""
     company: str
@@ -165,7 +162,6 @@ class EntryPoint:
             return "".join(pool.map(self.life, lives))
 
     def life(self, runs: Sequence[Run]) -> str:
-        """Runs commands in one process."""
         entries = [self._entry(run) for run in runs]
         file = self.folder / f"{runs[0].out} {len(runs)}.json"
         file.write_text(json.dumps(entries))
@@ -228,7 +224,6 @@ class EntryPoint:
         return hashlib.sha256(repr(found).encode() + adapter.read_bytes()).hexdigest()
 
     def summary(self, out: str) -> dict[str, Any]:
-        """The content of a run's `summary.json`."""
         return _read(self.folder / out / "summary.json")
 
 
@@ -251,7 +246,6 @@ class MegatronLm(EntryPoint):
         return super()._at_once([(run,) for life in lives for run in life])
 
     def life(self, runs: Sequence[Run]) -> str:
-        """Runs the one command."""
         (run,) = runs
         worker = HELPERS / "megatron_lm_worker.py"
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -68,12 +68,10 @@ class FakeJob:
 
     @property
     def step_tokens(self) -> float:
-        """Tokens of a step."""
         return self.work.tokens / self.work.num_steps
 
     @property
     def left_s(self) -> float:
-        """Seconds to its last step."""
         left = (self.work.num_steps - self.step) * self.step_tokens - self.part
         return max(0.0, left) / self.tokens_per_s if self.tokens_per_s else float("inf")
 
@@ -101,7 +99,6 @@ class FakeGang:
     # What it tells
 
     def tell(self, kind: EventKind, job: str | None = None, **body: Any) -> None:
-        """Adds an event."""
         number = len(self.events) + 1
         self.events.append(
             GangEvent(
@@ -205,7 +202,6 @@ class FakeGang:
     # What it does
 
     def pass_time(self) -> None:
-        """Trains all jobs up to now."""
         now = self._world.now()
         begin = max(self._since, min(now, self._pause_until))
         for own in self._training().values():

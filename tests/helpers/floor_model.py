@@ -120,7 +120,6 @@ class World:
         rules: dict[str, Any] | None = None,
         **more: Any,
     ) -> Outcome:
-        """Simulates the jobs added so far."""
         made = make_policy(policy, self.speeds, Rules(cost=cost, **(rules or {})))
         return Simulator(
             jobs=self.jobs, shape=self.shape, policy=made, speeds=self.speeds, cost=cost, **more

@@ -44,7 +44,6 @@ def make_driver(root: Path, **more: Any) -> GangDriver:
 
 
 def documents() -> list[dict[str, Any]]:
-    """The jobs."""
     more = {"portion_tokens": PORTION, "schedule": {"name": "cosine"}}
     jobs = quickstart_jobs(list(STEPS), **more)
     del jobs["ordered"]["data"]["eval"], jobs["ordered"]["eval_every_steps"]
@@ -174,7 +173,6 @@ def result(driver: GangDriver) -> dict[str, Any]:
 
 
 def is_over(driver: GangDriver) -> bool:
-    """True once all jobs have ended."""
     return all(driven.ended is not None for driven in driver.jobs.values())
 
 
@@ -186,7 +184,6 @@ def pids(driver: GangDriver) -> list[int]:
 
 
 def signal_all(ranks: list[int], number: int) -> None:
-    """Sends a signal to processes."""
     for pid in ranks:
         os.kill(pid, number)
 
@@ -213,7 +210,6 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main(case: str, root: Path, *args: str) -> None:
-    """Runs a case; leaves no process behind."""
     forked_children.install()
     try:
         print("RESULT " + json.dumps(CASES[case](root, *args)))

@@ -37,12 +37,10 @@ class Api:
 
     @property
     def home(self) -> Home:
-        """The service's folder."""
         return self.service.home
 
     @property
     def store(self) -> Store:
-        """The service's store."""
         return self.service.store
 
     def token(self, tenant: str = "ann", scopes: Sequence[str] = SCOPES[:2]) -> str:
@@ -73,7 +71,6 @@ class Api:
 
 
 def bearer(secret: str) -> dict[str, str]:
-    """The header that sends a token."""
     return {"Authorization": f"Bearer {secret}"}
 
 

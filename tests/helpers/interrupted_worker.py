@@ -83,7 +83,6 @@ def train_until(
 
 
 def main() -> None:
-    """Runs every case."""
     draw_no_reports()
     for case in json.loads(Path(sys.argv[1]).read_text()):
         if "RANK" in os.environ:

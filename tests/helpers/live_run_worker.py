@@ -63,7 +63,6 @@ class WaitedStager(Stager):
 
 
 def main() -> None:
-    """Runs every case; all processes take part in all of them."""
     draw_no_reports()
     controller.open_folder = Script
     controller.Stager = WaitedStager

@@ -86,7 +86,6 @@ class Agent:
     begin_s: float = field(default_factory=time.monotonic)
 
     def output(self) -> str:
-        """The output of the agent and its ranks so far."""
         return self.log.read_text(errors="replace")
 
     def wait(self) -> int:

@@ -46,7 +46,6 @@ class PlayedGang:
         return self.folder / f"{stem}.commands", self.folder / f"{stem}.events"
 
     def tell(self, kind: str, job: str | None = None, **body: object) -> None:
-        """Adds an event."""
         self.told += 1
         event = GangEvent(
             gang=self.name,
@@ -79,7 +78,6 @@ class PlayedGang:
             self.tell("applied", seq=command.seq)
 
     def step(self, trains: Counter[str], rng: random.Random) -> None:
-        """Each job steps; some end."""
         for job in list(self.members):
             self.members[job] += 1
             if rng.random() < 0.03:
@@ -87,7 +85,6 @@ class PlayedGang:
                 trains[job] -= 1
 
     def die(self, trains: Counter[str]) -> None:
-        """Ends with all its jobs."""
         trains.subtract(list(self.members))
         self.members.clear()
         self.is_dead = True

@@ -34,7 +34,6 @@ class RayCluster:
     folder: Path
 
     def process(self, name: str) -> int:
-        """The process that runs a program of this name."""
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 words = (path / "cmdline").read_bytes().split(b"\0")
@@ -44,7 +43,6 @@ class RayCluster:
         raise AssertionError(f"no {name}")
 
     def end(self) -> None:
-        """Ends all its processes."""
         with suppress(ProcessLookupError):
             os.killpg(self.leader.pid, signal.SIGKILL)
         self.leader.kill()

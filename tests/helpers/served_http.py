@@ -56,7 +56,6 @@ class ServedHttp(Served):
     address: str
 
     def token(self, tenant: str) -> str:
-        """A new token of a tenant."""
         with open_store(store_place(self.home)) as store:
             return store.tokens.make(tenant).secret
 

@@ -89,7 +89,6 @@ class ShownService:
         self.live.store.jobs.progress([report])
 
     def api(self) -> Api:
-        """The service over HTTP."""
         service = Service.of(self.live.home, self.live.store)
         return Api(service, make_app(service))
 
@@ -103,7 +102,6 @@ def loss_at(number: int, step: int) -> float:
 
 @contextmanager
 def shown_service(root: Path, *, num_jobs: int = len(_JOBS)) -> Iterator[tuple[ShownService, Api]]:
-    """Opens one in a folder."""
     shown = ShownService(root, num_jobs=num_jobs)
     try:
         yield shown, shown.api()
@@ -112,7 +110,6 @@ def shown_service(root: Path, *, num_jobs: int = len(_JOBS)) -> Iterator[tuple[S
 
 
 def main() -> None:
-    """Serves it until Ctrl-C."""
     with (
         tempfile.TemporaryDirectory() as folder,
         shown_service(Path(folder) / "s") as (shown, api),

@@ -62,8 +62,6 @@ def why_no_slurm() -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slurm:
-    """A running SLURM."""
-
     folder: Path
     nodes: tuple[str, ...]
 
@@ -95,7 +93,6 @@ class Slurm:
         return str(self.fields(job)["JobState"])
 
     def fields(self, job: str) -> dict[str, str]:
-        """The fields that `scontrol show job` prints."""
         pairs = (word.partition("=") for word in self.call("scontrol", "show", "job", job).split())
         return {key: value for key, _, value in pairs}
 

@@ -27,7 +27,6 @@ from tlora_megatron.service.store import JobState, NewJob, Store, open_store
 
 
 def new_job(key: str) -> NewJob:
-    """A job that is its key."""
     return NewJob(name=key, document={"key": key}, base="tiny", key=key)
 
 
@@ -75,7 +74,6 @@ class Child:
         return bool(ended)
 
     def end(self) -> list[str]:
-        """Kills the process; returns all that it acknowledged in whole lines."""
         if not self.is_over():
             os.kill(self.process, signal.SIGKILL)
             os.waitpid(self.process, 0)
@@ -198,7 +196,6 @@ def check(store: Store) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> None:
-    """Runs one kind of chaos."""
     kind, place, folder, kills, seed = argv
     rng = random.Random(int(seed))
     if kind == "writers":

@@ -44,7 +44,6 @@ class Raw:
         return self.http.post(f"/api/v1/{route}", json=body)
 
     def session(self) -> str:
-        """A new session."""
         made = self.post("create_session", sdk_version="0.38.0", tags=[])
         return str(made.json()["session_id"])
 
@@ -56,7 +55,6 @@ class Raw:
         return str(found.json()["model_id"])
 
     def step(self, model_id: str, seq_id: int) -> httpx.Response:
-        """Asks for a step of the optimizer."""
         return self.post("optim_step", model_id=model_id, seq_id=seq_id, adam_params={})
 
     def forward_backward(self, model_id: str, seq_id: int, body: Any) -> httpx.Response:
@@ -65,7 +63,6 @@ class Raw:
         return self.send(body.SerializeToString())
 
     def send(self, content: bytes) -> httpx.Response:
-        """Sends bytes in the place of a pass."""
         headers = {"Content-Type": "application/x-protobuf"}
         return self.http.post("/api/v1/forward_backward", content=content, headers=headers)
 
@@ -74,5 +71,4 @@ class Raw:
         return self.post("retrieve_future", request_id=f"{model_id}:{seq_id}:{op}")
 
     def finish(self, session_id: str) -> None:
-        """Ends a session."""
         assert self.post(f"sessions/{session_id}/finish").status_code == 200
