@@ -19,7 +19,7 @@ from tlora_megatron.service.api.server import make_app, make_server
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.bases import declare_bases
 from tlora_megatron.service.front import Place, listen
-from tlora_megatron.service.home import Home
+from tlora_megatron.service.home import Home, make_folder
 from tlora_megatron.service.store import SCOPES, Store, open_store
 
 BASE = "quickstart"
@@ -72,6 +72,25 @@ class Api:
 
 def bearer(secret: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {secret}"}
+
+
+def put_file(api: Api, tenant: str = "ann") -> None:
+    """Lays `rows.jsonl` into a tenant's folder, as its operator may."""
+    folder = make_folder(api.home.tenant(tenant))
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+
+
+def job(name: str = "a", **fields: Any) -> dict[str, Any]:
+    """A job's document, whose data `put_file` lays there."""
+    data = {"train": "rows.jsonl"}
+    return {"base_model": BASE, "name": name, "data": data, "max_steps": 2, **fields}
+
+
+def posted(api: Api, **fields: Any) -> str:
+    """Submits a job of ann's over HTTP; returns its id."""
+    put_file(api)
+    answer = api.client().post("/v1/jobs", json=job(**fields))
+    return str(answer.json()["jobs"][0]["id"])
 
 
 @contextmanager

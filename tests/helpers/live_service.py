@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.fake_gang import FakeTimes, FakeWork
+from tests.helpers.fake_gang import FakeGang, FakeTimes, FakeWork
 from tests.helpers.floor_model import FloorModel
 from tests.helpers.stored_jobs import ValidatorHere
 from tlora_megatron.planner.candidate import Plan
@@ -189,6 +189,12 @@ class LiveService:
         self.now_s = end_s
 
     @property
+    def gang(self) -> FakeGang:
+        """The oldest gang that lives, or else the first."""
+        gangs = list(self.engine.all_gangs.values())
+        return next((gang for gang in gangs if gang.alive), gangs[0])
+
+    @property
     def is_over(self) -> bool:
         return all(JobState(state).is_over for state in self.states().values())
 
@@ -205,3 +211,11 @@ class LiveService:
         """The controller's sentences on one thing."""
         events = self.store.events.after(0, kinds=["said"])
         return [event.body["message"] for event in events if event.body["what"] == what]
+
+
+def one_job(root: Path, steps: int = 60, run_s: float = 10, **more: Any) -> tuple[LiveService, str]:
+    """A service in which the job `one` has trained for some seconds, and the job's id."""
+    service = LiveService(root, **more)
+    job = service.submit("one", steps=steps)
+    service.run(run_s)
+    return service, job

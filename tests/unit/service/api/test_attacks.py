@@ -20,10 +20,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.http_service import Api, listening, open_api
+from tests.helpers.http_service import Api, job, listening, open_api, posted, put_file
 from tests.helpers.launch import HANG_S
 from tests.helpers.live_service import folder_in_memory
-from tests.unit.service.api.test_jobs import job, put_file
 from tlora_megatron.service.api import limits
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.prepare.submission import PrepareRules, Refused, Submission
@@ -60,8 +59,7 @@ def test_without_a_token_no_route_does_anything(api: Api) -> None:
 
 
 def test_another_tenant_s_ids_lead_nowhere(api: Api) -> None:
-    put_file(api)
-    made = api.client().post("/v1/jobs", json=job("secret")).json()["jobs"][0]["id"]
+    made = posted(api, name="secret")
     row = {"id": FILE, "name": "secret.jsonl", "purpose": "fine-tune", "digest": "", "size": 1}
     api.store.uploads.add(NewUpload(**row, facts={}), tenant="ann")
     bob = api.client("bob")
@@ -169,9 +167,8 @@ def test_another_tenant_s_job_is_no_start(neighbours: Api, path: str) -> None:
 
 
 def test_a_link_that_comes_after_the_check_is_not_followed_either(api: Api) -> None:
-    for tenant in ("ann", "bob"):
-        put_file(api, tenant)
-    made = api.client().post("/v1/jobs", json=job()).json()["jobs"][0]["id"]
+    put_file(api, "bob")
+    made = posted(api)
     document = api.store.jobs.document(made)
     fields = {key: document[key] for key in ("name", "base_model", "document", "tenant")}
     path = api.home.tenant("ann") / "rows.jsonl"
@@ -327,9 +324,7 @@ def test_a_body_that_drips_is_given_up(api: Api, monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_of_the_host_is_in_an_answer(api: Api) -> None:
-    put_file(api)
-    client = api.client()
-    made = client.post("/v1/jobs", json=job()).json()["jobs"][0]["id"]
+    client, made = api.client(), posted(api)
     for path in (f"/v1/jobs/{made}", "/v1/jobs", f"/v1/jobs/{made}/events?follow=false"):
         assert str(api.home.root) not in client.get(path).text
 

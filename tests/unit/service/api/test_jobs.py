@@ -9,26 +9,10 @@ import httpx
 import pytest
 import yaml
 
-from tests.helpers.http_service import BASE, Api, bearer, listening
+from tests.helpers.http_service import BASE, Api, bearer, job, listening, posted, put_file
 from tests.helpers.stored_jobs import put_job
 from tlora_megatron.service.api import gate
-from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.store import JobState, TenantLimits
-
-ROWS = '{"prompt": "a", "completion": "b"}\n'
-
-
-def put_file(api: Api, tenant: str = "ann", name: str = "rows.jsonl") -> str:
-    """A file in a tenant's folder, as its operator may lay it there; returns its name."""
-    folder = make_folder(api.home.tenant(tenant))
-    (folder / name).write_text(ROWS)
-    return name
-
-
-def job(name: str = "a", **fields: Any) -> dict[str, Any]:
-    """A job's document."""
-    data = {"train": "rows.jsonl"}
-    return {"base_model": BASE, "name": name, "data": data, "max_steps": 2, **fields}
 
 
 def test_a_job_is_submitted_in_json_and_yaml(api: Api) -> None:
@@ -255,9 +239,7 @@ def test_over_a_port(api: Api) -> None:
 def test_a_tenant_holds_so_many_streams_and_uploads_and_no_more(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = api.client()
-    put_file(api)
-    made = client.post("/v1/jobs", json=job()).json()["jobs"][0]["id"]
+    client, made = api.client(), posted(api)
     monkeypatch.setattr("tlora_megatron.service.api.native.history.MOST_STREAMS", 0)
     monkeypatch.setattr("tlora_megatron.service.api.openai.files.AT_ONCE", 0)
     assert client.get(f"/v1/jobs/{made}/events?follow=false").status_code == 200
@@ -267,9 +249,7 @@ def test_a_tenant_holds_so_many_streams_and_uploads_and_no_more(
 
 
 def test_numbers_that_no_database_holds_are_refused(api: Api) -> None:
-    client = api.client()
-    put_file(api)
-    made = client.post("/v1/jobs", json=job()).json()["jobs"][0]["id"]
+    client, made = api.client(), posted(api)
     huge = 10**30
     for path in (f"jobs/{made}/events?follow=false&after={huge}.0.0", f"decisions?before={huge}"):
         assert client.get(f"/v1/{path}").status_code == 400

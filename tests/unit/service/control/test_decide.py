@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.floor_model import FREE, World
-from tests.helpers.live_service import LiveService
+from tests.helpers.live_service import LiveService, one_job
 from tlora_megatron.scheduler.formation import Parts, formed
 from tlora_megatron.scheduler.policy import Decision, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
@@ -287,9 +287,7 @@ def test_groups_show_who_trains_beside_whom_and_how_fast(root: Path) -> None:
 
 
 def test_machines_and_figures(root: Path) -> None:
-    service = LiveService(root, nodes=2, gpus=4)
-    service.submit("one", steps=30)
-    service.run(10)
+    service, _ = one_job(root, steps=30, nodes=2, gpus=4)
     cluster, figures = shown(service, "cluster"), shown(service, "figures")
     assert [(node["gpus"], node["healthy"]) for node in cluster["nodes"]] == [(4, True)] * 2
     assert (figures["gpus_held"], figures["gpus_used"], figures["waiting"]) == (1, 1, 0)
@@ -313,9 +311,7 @@ def test_what_has_not_changed_is_not_written_again(root: Path) -> None:
 
 
 def test_decisions_say_why(root: Path) -> None:
-    service = LiveService(root)
-    first = service.submit("one", steps=50)
-    service.run(10)
+    service, first = one_job(root, steps=50)
     second = service.submit("two", steps=20)
     service.run(5)
     join, start = (decision.actions[0] for decision in service.store.decisions.newest())

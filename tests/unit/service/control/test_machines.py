@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.fake_gang import FakeGang
-from tests.helpers.live_service import LiveService
+from tests.helpers.live_service import LiveService, one_job
 from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
 from tlora_megatron.scheduler.policy import Decision
 from tlora_megatron.scheduler.queue import Pause
@@ -50,34 +49,26 @@ def test_a_quarter_of_the_cluster_is_the_most() -> None:
     assert not aside.put([2], 0.0)
 
 
-def _gang(service: LiveService) -> FakeGang:
-    return next(gang for gang in service.engine.all_gangs.values() if gang.alive)
-
-
 @pytest.mark.parametrize("restarts", [False, True])
 def test_jobs_go_on_elsewhere_after_two_deaths_at_a_gpu(root: Path, restarts: bool) -> None:
-    service = LiveService(root, nodes=4)
-    service.submit("one", steps=60)
+    service, _ = one_job(root, nodes=4)
+    first = service.gang.spec.gpus
+    service.gang.die("CUDA error: uncorrectable ECC error encountered")
     service.run(10)
-    first = _gang(service).spec.gpus
-    _gang(service).die("CUDA error: uncorrectable ECC error encountered")
-    service.run(10)
-    assert _gang(service).spec.gpus == first
+    assert service.gang.spec.gpus == first
     if restarts:
         service.restart()
-    _gang(service).die("CUDA error: uncorrectable ECC error encountered")
+    service.gang.die("CUDA error: uncorrectable ECC error encountered")
     service.run(20)
-    assert _gang(service).spec.gpus != first
+    assert service.gang.spec.gpus != first
     assert "gets no jobs for a day" in service.sentences("quarantined")[0]
     service.run()
     assert service.states() == {"one": "finished"}
 
 
 def test_the_gpus_of_a_slow_gang_get_no_new_one(root: Path) -> None:
-    service = LiveService(root, nodes=4)
-    one = service.submit("one", steps=300)
-    service.run(100)
-    slow = _gang(service)
+    service, one = one_job(root, steps=300, run_s=100, nodes=4)
+    slow = service.gang
     for own in slow.jobs.values():
         own.tokens_per_s *= 0.1
     service.run(60)
@@ -93,9 +84,7 @@ def test_the_gpus_of_a_slow_gang_get_no_new_one(root: Path) -> None:
 
 
 def test_a_job_on_its_way_waits_again_when_its_new_place_is_given_up(root: Path) -> None:
-    service = LiveService(root)
-    job = service.submit("one", steps=60)
-    service.run(10)
+    service, job = one_job(root)
     context = service.controller.context
     live = context.state.jobs[job]
     context.change(live, JobState.MOVING)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.live_service import LiveService
+from tests.helpers.live_service import LiveService, one_job
 from tlora_megatron.service.control import executor
 from tlora_megatron.service.control.controller import steady_clock
 from tlora_megatron.service.engines.protocol import NodeInfo
@@ -84,9 +84,7 @@ def test_a_row_that_cannot_be_read_fails_its_job_only(root: Path) -> None:
 def test_a_base_that_is_gone_fails_its_jobs_only(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = LiveService(root)
-    job = service.submit("one", steps=30)
-    service.run(10)
+    service, job = one_job(root, steps=30)
 
     def gone(self: object, base: str, section: Mapping[str, Any]) -> None:
         raise ValueError("base_model.path must be a folder, got none")
@@ -186,26 +184,11 @@ def test_deaths_are_counted_across_controllers(root: Path) -> None:
     assert "got 3 deaths before it made a step" in str(service.job(job).error)
 
 
-def test_failed_saves_are_counted_across_controllers(root: Path) -> None:
-    service = LiveService(root)
-    job = service.submit("one", steps=60)
-    service.run(10)
-    gang = next(iter(service.engine.all_gangs.values()))
-    for step in (4, 5):
-        gang.tell("not_saved", job, step=step, error="no space left on device")
-        service.run(1)
-        service.restart()
-    service.run(5)
-    assert service.states() == {"one": "paused"}
-
-
 def test_a_killed_gang_without_proof_is_asked_after_by_the_next_controller(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = LiveService(root, hang_s=30.0)
-    service.submit("one", steps=60)
-    service.run(10)
-    gang = next(iter(service.engine.all_gangs.values()))
+    service, _ = one_job(root, hang_s=30.0)
+    gang = service.gang
     gang.hangs = True
     with monkeypatch.context() as patch:
         patch.setattr(service.engine, "kill", lambda *_: False)
@@ -216,20 +199,6 @@ def test_a_killed_gang_without_proof_is_asked_after_by_the_next_controller(
     assert service.store.gangs.get(gang.spec.gang, 1).state == "ended"
     service.run()
     assert service.states() == {"one": "finished"}
-
-
-def test_suspects_go_on_joining_one_by_one_under_the_next_controller(root: Path) -> None:
-    service = LiveService(root)
-    jobs = [service.submit(name, steps=30, batch=2) for name in ("one", "two", "three")]
-    service.engine.hungry.add(jobs[1])
-    service.run(until=lambda: len(service.engine.all_gangs) == 2)
-    service.restart()
-    service.run()
-    assert set(service.states().values()) == {"finished"}
-    assert [said.partition(":")[2] for said in service.sentences("quarantined")] == [
-        " they join one by one, to find the one at fault",
-        " it trains alone from now on, and the others go on without it",
-    ]
 
 
 EVERYTHING = bool(os.environ.get("TLORA_ALL_TESTS"))
