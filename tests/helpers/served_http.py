@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,16 @@ from tlora_megatron.service.store import open_store
 from tlora_megatron.service.supervisor import ProcessHandle
 
 _PAGE = re.compile(r"page: (http://\S+?)/#token=(\S+)")
+
+
+def as_chats(rows: Iterable[str]) -> str:
+    """Lines of prompts and completions as lines of conversations."""
+    found = []
+    for row in map(json.loads, rows):
+        asked = {"role": "user", "content": row["prompt"].removesuffix("\n")}
+        answer = {"role": "assistant", "content": row["completion"]}
+        found.append(json.dumps({"messages": [asked, answer]}) + "\n")
+    return "".join(found)
 
 
 @dataclass(frozen=True, slots=True)

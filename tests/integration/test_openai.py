@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.gang_driver import digest
 from tests.helpers.launch import REPO
-from tests.helpers.served_http import ServedHttp, serving_http
+from tests.helpers.served_http import ServedHttp, as_chats, serving_http
 from tlora_megatron.client import Client
 from tlora_megatron.config.load import read_config
 from tlora_megatron.runtime import controller
@@ -56,13 +56,8 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for part in ("train", "eval"):
         rows = (QUICKSTART / "data" / f"mirror_{part}.jsonl").read_text().splitlines()[:48]
         found[part] = folder / f"{part}.jsonl"
-        found[part].write_text("".join(json.dumps(_chat(json.loads(row))) + "\n" for row in rows))
+        found[part].write_text(as_chats(rows))
     return found
-
-
-def _chat(row: dict[str, str]) -> dict[str, Any]:
-    asked = {"role": "user", "content": row["prompt"].removesuffix("\n")}
-    return {"messages": [asked, {"role": "assistant", "content": row["completion"]}]}
 
 
 def _upload(client: openai.OpenAI, path: Path) -> str:

@@ -147,14 +147,12 @@ def test_equal_questions_are_asked_once() -> None:
 def _speeds() -> tuple[CalibratedSpeeds, int, int]:
     speeds = CalibratedSpeeds({"base": FloorModel()})
     kinds = [
-        speeds.kind("base", JobLoad(name="job", rank=16, batch_size=b, lengths=_hundred()))
+        speeds.kind(
+            "base", JobLoad(name="job", rank=16, batch_size=b, lengths=LengthHistogram.single(100))
+        )
         for b in (5, 20)
     ]
     return speeds, kinds[0], kinds[1]
-
-
-def _hundred() -> LengthHistogram:
-    return LengthHistogram.single(100)
 
 
 def _total(speeds: CalibratedSpeeds, kinds: tuple[int, ...], num_gpus: int = 1) -> float:

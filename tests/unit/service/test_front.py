@@ -10,14 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.helpers.http_service import bearer
-from tests.helpers.launch import HANG_S
+from tests.helpers.launch import HANG_S, wait_until
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.service.engines.protocol import WorkerSlots
 from tlora_megatron.service.front import TOKEN_NAME, Front, Place, listen, own_token
@@ -27,13 +27,6 @@ from tlora_megatron.service.prepare.pool import PreparePool
 from tlora_megatron.service.prepare.submission import Outcome, PrepareRules, Submission
 from tlora_megatron.service.store import open_store
 from tlora_megatron.service.supervisor import Child, KeptAlive
-
-
-def _until(done: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + HANG_S
-    while not done():
-        assert time.monotonic() < end_s, "it must happen before the test is given up"
-        time.sleep(0.02)
 
 
 def test_a_process_that_is_killed_starts_again_and_no_connection_is_refused(tmp_path: Path) -> None:
@@ -70,7 +63,7 @@ def test_the_process_ends_with_a_controller_that_was_killed(tmp_path: Path) -> N
     assert child is not None
     front._stop.set()
     child.pipe.close()  # as the kernel does at the end of the process that holds it
-    _until(lambda: child.exit_code is not None)
+    wait_until(lambda: child.exit_code is not None, "its end")
     front.__exit__(None, None, None)
 
 

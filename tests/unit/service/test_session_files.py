@@ -14,7 +14,6 @@ from starlette.testclient import TestClient
 
 from tests.helpers.http_service import bearer
 from tests.helpers.older_service import ENDED, SESSION, unpack_b9fb101e
-from tests.helpers.postgres import postgres_server
 from tlora_megatron.service.api.server import make_app
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.home import Home
@@ -48,13 +47,6 @@ class Old(NamedTuple):
             for table in tables.TINKER:
                 found += connection.execute(select(table).order_by(*table.primary_key)).all()
         return found
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """URL of a PostgreSQL database."""
-    with postgres_server() as url:
-        yield url
 
 
 @pytest.fixture

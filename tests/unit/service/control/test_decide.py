@@ -13,7 +13,7 @@ from tests.helpers.live_service import LiveService, one_job
 from tlora_megatron.scheduler.formation import Parts, formed
 from tlora_megatron.scheduler.policy import Decision, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
-from tlora_megatron.service.control.actions import Action, GangNow, Phase, Target, plan_actions
+from tlora_megatron.service.control.actions import GangNow, Phase, Target, plan_actions
 from tlora_megatron.service.control.decide import MoveLimiter, bundles
 from tlora_megatron.service.control.machines import Machines
 from tlora_megatron.service.control.show import action_of
@@ -252,14 +252,11 @@ CASES: dict[str, tuple[list[Target], list[GangNow], list[str]]] = {
 }
 
 
-def _words(action: Action) -> str:
-    return " ".join(filter(None, [action.kind, action.gang, action.job]))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_next_actions(case: str) -> None:
     targets, gangs, expected = CASES[case]
-    assert [_words(a) for a in plan_actions(targets, gangs, idle_keep_s=60.0)] == expected
+    found = plan_actions(targets, gangs, idle_keep_s=60.0)
+    assert [" ".join(filter(None, [a.kind, a.gang, a.job])) for a in found] == expected
 
 
 def shown(service: LiveService, name: str) -> dict[str, Any]:

@@ -7,17 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.postgres import postgres_server
 from tlora_megatron.service.store import Store, open_store
 
 Open = Callable[[], Store]
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[str]:
-    """URL of a PostgreSQL database."""
-    with postgres_server() as url:
-        yield url
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
