@@ -72,6 +72,15 @@ def postgres_server() -> Iterator[str]:
             server.wait(HANG_S)
 
 
+def emptied(url: str) -> str:
+    """Drops what a store has written there; returns the URL."""
+    import psycopg
+
+    with psycopg.connect(url.replace("+psycopg", "")) as connection:
+        connection.execute("DROP SCHEMA IF EXISTS tlora CASCADE")
+    return url
+
+
 def _wait(server: subprocess.Popen[bytes], folder: Path) -> None:
     import psycopg
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.postgres import emptied
 from tlora_megatron.service.store import Store, open_store
 
 Open = Callable[[], Store]
@@ -17,12 +18,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty store's file or URL."""
     if request.param == "sqlite":
         return str(tmp_path / "store.sqlite")
-    import psycopg
-
-    url: str = request.getfixturevalue("server")
-    with psycopg.connect(url.replace("+psycopg", "")) as connection:
-        connection.execute("DROP SCHEMA IF EXISTS tlora CASCADE")
-    return url
+    return emptied(request.getfixturevalue("server"))
 
 
 class Clock:
