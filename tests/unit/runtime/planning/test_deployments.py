@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import Path
 
@@ -11,10 +10,9 @@ import pytest
 import yaml
 
 from tests.helpers.commands import Tlora
-from tests.helpers.planner_case import HARDWARE
+from tests.unit.runtime.planning.conftest import ProfileFile
 from tlora_megatron.cli.plan_deployments import deployments_document
 from tlora_megatron.cli.planner_options import planned_overrides
-from tlora_megatron.cli.profile import profile_json
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.parallel_rules import check_run_over_experts
 from tlora_megatron.config.reader import ConfigError
@@ -32,11 +30,6 @@ from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of
 from tlora_megatron.runtime.planning.plan_inputs import parse_lengths, plan_hardware
 
 ANY = ["--replicas", "any", "--lengths", "64:3,256:1"]
-
-
-@pytest.fixture
-def quickstart(repo: Path) -> str:
-    return str(repo / "configs/quickstart.yaml")
 
 
 def ranked(*replicas: ReplicaLayout) -> RankedDeployment:
@@ -137,11 +130,9 @@ def test_auto_takes_the_best_deployment(
 
 
 def test_nothing_fits_a_machine_without_memory(
-    quickstart: str, tmp_path: Path, tlora: Tlora
+    quickstart: str, profile_file: ProfileFile, tlora: Tlora
 ) -> None:
-    document = json.loads(profile_json(HARDWARE)) | {"memory_bytes": 5e6}
-    path = tmp_path / "machine.json"
-    path.write_text(json.dumps(document))
+    path = profile_file(memory_bytes=5e6)
     assert "no replica holds the longest sequence" in tlora(
         "plan", quickstart, "--gpus", "2", "--hardware", path, *ANY, code=1
     )
