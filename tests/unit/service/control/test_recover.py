@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.live_service import LiveService, one_job
+from tests.helpers.store_chaos import check
 from tlora_megatron.service.control import executor
 from tlora_megatron.service.control.controller import steady_clock
 from tlora_megatron.service.engines.protocol import NodeInfo
@@ -306,5 +307,6 @@ def test_a_controller_is_killed_at_random_effects(
         assert set(service.states().values()) == {"finished"}, f"seed {seed}"
         assert _adapters(service) == undisturbed, f"seed {seed}"
         assert not service.engine.doubled, f"seed {seed}"
+        check(service.store)
         kills += reaper.kills
     assert kills > len(SEEDS)
