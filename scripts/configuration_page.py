@@ -24,8 +24,8 @@ _HEAD = """\
 
 <!-- Written by scripts/configuration_page.py from the classes of tlora_megatron/config. -->
 
-This page lists every key that a job file may hold, with its default. The file is YAML, or JSON if
-its name ends with `.json`. `tlora train` reads all sections. The file of `--tlora-config`
+Every key that a job file may hold, with its default. The file is YAML, or JSON if its name ends
+with `.json`. `tlora train` reads all sections; the file of `--tlora-config`
 ([megatron_lm.md](megatron_lm.md)) and DeepSpeed's `tlora` section ([deepspeed.md](deepspeed.md))
 leave out what the trainer's own arguments decide.
 
@@ -35,26 +35,26 @@ leave out what the trainer's own arguments decide.
 - Relative paths in `base_model` and in jobs start at the file's folder, `run.output_dir` at the
   working directory.
 
+## Lines of data
 A line of a data file is one of these:
 ```
 {"prompt": "What is 2 + 2? ", "completion": "4"}
 {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 {"text": "all of it is learnt"}
 ```
-- `prompt` and `completion` are tokenized apart, the prompt with the tokenizer's own special tokens,
-  such as a beginning of text. The tokenizer's end-of-sequence token is appended to every completion
-  and learnt with it, so completions do not hold it. The prompt is not learnt.
-- `messages` are written by the tokenizer's chat template; what the assistant says is learnt, with
-  the end of turn that the template puts behind it. Nothing is appended, so a warning tells when the
-  template ends an answer with no token that stops generation. Answers with `"weight": 0` are read
-  and not learnt. A message may also have `name`, `tool_calls`, `tool_call_id` and
-  `reasoning_content` (`thinking`, `reasoning`). Beside `messages` a line may have `tools` and
-  `chat_template_kwargs`, which the template gets. Arguments of calls are objects or, as OpenAI has
-  them, JSON of objects.
-- `text` is learnt as a whole, with the special tokens of the tokenizer's own. No end-of-sequence
-  token is appended: write it where a text should end.
-- A key that is none of these is an error with its line, as is everything in a chat that the
-  template passes over: training would not see it. Keys that are null count as absent.
+- `prompt` and `completion` are tokenized apart, the prompt with the tokenizer's own special tokens.
+  The completion alone is learnt, with the end-of-sequence token that is appended to it: do not
+  write it.
+- `messages` are written by the tokenizer's chat template. What the assistant says is learnt, with
+  the end of turn behind it, but for answers with `"weight": 0`. Nothing is appended: a warning
+  tells when no token that stops generation ends an answer. A message may also have `name`,
+  `tool_calls`, `tool_call_id` and `reasoning_content` (`thinking`, `reasoning`); a line `tools` and
+  `chat_template_kwargs` for the template. Arguments of calls are objects, or JSON of objects.
+- `text` is learnt as a whole, with the tokenizer's own special tokens. Write an end-of-sequence
+  token where a text should end.
+
+Any other key is an error with its line, as is everything in a chat that the template passes over.
+Keys that are null count as absent.
 """
 
 _SECTIONS: tuple[tuple[str, type, str], ...] = (

@@ -616,7 +616,6 @@ CALLS = {
 }
 """How scripts of a version, and of those behind it, call the trainer."""
 
-
 CONVOLVED = """
 from megatron.core.models.gpt import gpt_layer_specs
 

@@ -14,7 +14,6 @@ from tests.integration.test_megatron_lm import Launch, assert_equals_oracle, lau
 
 __all__ = ["launch", "root"]  # fixtures
 
-
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow]
 
 

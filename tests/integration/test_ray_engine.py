@@ -39,7 +39,6 @@ pytestmark = pytest.mark.skipif(
 RUNS_ALL = bool(os.environ.get("TLORA_ALL_TESTS"))
 ALL = pytest.mark.skipif(not RUNS_ALL, reason="takes long; TLORA_ALL_TESTS=1 runs it")
 
-
 ALWAYS = ("test_commands_are_carried_out_once", "test_new_engine_takes_up_what_lives")
 """Tests of the class that always run; each start of a gang costs Ray two processes and seconds."""
 

@@ -62,8 +62,7 @@ class DataSpec:
         "JSONL file with the evaluation data; null: no evaluation", default=None
     )
     overlong: Literal["truncate", "error"] = rule(
-        "sequences longer than max_seq_len: truncate cuts their end and counts them, error refuses "
-        "the job",
+        "sequences longer than max_seq_len: cut and count them, or refuse the job",
         default="truncate",
     )
 
@@ -91,23 +90,21 @@ class LoraSpec:
         nonempty=True,
     )
     expert_rank: int | None = rule(
-        "rank of the adapters on routed experts, which each expert has its own of; scaled as those "
-        "of `rank` are. null: `rank`",
+        "rank of the adapters on routed experts. null: `rank`",
         default=None,
         ge=1,
     )
     expert_sharing: Literal["none", "outer"] = rule(
         "outer: all routed experts of a layer share A of gate_proj and up_proj (or of linear_fc1) "
-        "and B of down_proj, as vLLM and SGLang serve them; none: each expert has its own factors",
+        "and B of down_proj, as vLLM and SGLang serve them",
         default="none",
     )
     use_rslora: bool = rule(
         "scale by alpha / sqrt(rank): rank-stabilised LoRA (arXiv 2312.03732)", default=False
     )
     parametrization: Literal["standard", "block_diagonal"] = rule(
-        "block_diagonal: B of column-parallel targets and A of row-parallel targets consist of "
-        "num_blocks diagonal blocks, so that tensor parallelism replicates nothing (arXiv "
-        "2510.23346)",
+        "block_diagonal: B of column-parallel and A of row-parallel targets consist of num_blocks "
+        "diagonal blocks, so that tensor parallelism replicates nothing (see block_diagonal.md)",
         default="standard",
     )
     num_blocks: int = rule(
@@ -202,13 +199,15 @@ class ServiceSpec:
     """A job's wishes to a service that runs many on one cluster; `tlora train` has none."""
 
     gpus: int = rule(
-        "GPUs that the job would hold if it trained alone: its speed on them is what max_slowdown "
-        "is measured by",
+        "GPUs that the job would hold if it trained alone; max_slowdown is measured by its speed "
+        "on them",
         default=1,
         ge=1,
     )
     max_slowdown: float = rule(
-        "most that the job may be slower beside others than alone, and end later", default=1.5, ge=1
+        "how many times slower the job may be than alone, and how much later it may end",
+        default=1.5,
+        ge=1,
     )
     priority: int = rule("jobs of higher priority go first", default=0)
 
@@ -228,9 +227,10 @@ class JobSpec:
     )
     max_seq_len: int = rule("most tokens of a sequence", default=1024, ge=2)
     portion_tokens: int | None = rule(
-        "split each batch into portions of at most this many tokens per data-parallel rank, by the "
-        "job's own sequences only; it keeps them, and its bits, in any run with other jobs. null: "
-        "run.portion_tokens",
+        "split each batch into portions of at most this many tokens per data-parallel rank, by "
+        "the job's own sequences only: the job's bits are then the same beside any jobs, except "
+        "with context parallelism, or sequence parallelism without s_lora. null: "
+        "run.portion_tokens; without either, jobs share micro-batches fairly",
         default=None,
         ge=1,
     )
@@ -258,8 +258,8 @@ class JobSpec:
         "seed of the adapter's initial values, the order of its data, and dropout", default=0, ge=0
     )
     driven: bool = rule(
-        "a client of `tlora serve` sends its batches and asks for its steps (see tinker.md): it "
-        "has no data, steps, optimizer or schedule of its own, and ends when its client says so",
+        "a client of `tlora serve` sends its batches and asks for its steps (see tinker.md): no "
+        "data, steps, optimizer or schedule of its own",
         default=False,
     )
     service: ServiceSpec = ServiceSpec()

@@ -40,18 +40,17 @@ class BaseModelSpec:
         default="bfloat16",
     )
     quantization: Literal["fp8"] | None = rule(
-        "fp8: the layers' linears are held and multiplied in FP8 (e4m3); other weights are "
-        "quantised while they are read (see fp8.md). null: as the folder is, which may be FP8 as "
-        "published",
+        "fp8: the layers' linears are held and multiplied in FP8 (e4m3), quantised while they are "
+        "read (see fp8.md). null: as the folder is, which may be FP8 as published",
         default=None,
     )
     unquantised: tuple[str, ...] = rule(
-        "what quantization: fp8 leaves in dtype: embed_tokens and lm_head always; linears of all "
-        "layers (down_proj), of one (layers.0.down_proj), or a layer (layers.0)",
+        "what quantization: fp8 leaves in dtype: embed_tokens and lm_head always; also down_proj "
+        "(of all layers), layers.0.down_proj, or layers.0 (all of it)",
         default=(EMBEDDING, HEAD),
     )
     allow_change: bool = rule(
-        "let jobs go on over a base that is quantised otherwise than the one they began on",
+        "let jobs go on over a base that is quantised otherwise than before",
         default=False,
     )
 
@@ -92,8 +91,7 @@ class ParallelSpec:
         "pipeline stages: groups of layers, each on its own processes", default=1, ge=1
     )
     first_stage_layers: int | None = rule(
-        "layers of the first pipeline stage (126 layers: 16 stages with 7 in the first and 7 in "
-        "the last); null: as many as each middle stage has",
+        "layers of the first pipeline stage; null: as many as each middle stage has",
         default=None,
         ge=1,
     )
@@ -102,18 +100,16 @@ class ParallelSpec:
     )
     cp_size: int = rule("processes that share each sequence (context parallelism)", default=1, ge=1)
     cp_by_micro_batch: bool = rule(
-        "let long sequences alone be shared by all `cp_size` processes, and short ones by fewer or "
-        "one each, whichever is predicted to end first (see rounds.md)",
+        "share only long sequences among all `cp_size` processes, and short ones among fewer, as "
+        "is predicted to end first (see rounds.md)",
         default=False,
     )
     sequence_parallel: bool = rule(
         "also split activations between layers by token, which saves memory", default=False
     )
     ep_size: int = rule(
-        "processes that share the routed experts of each layer, each with some of them whole or "
-        "as expert_tp_size cuts them (expert parallelism, Megatron's "
-        "--expert-model-parallel-size); they are data-parallel, context-parallel or, with "
-        "expert_tp_size 1, tensor-parallel processes as well",
+        "processes that share the routed experts of each layer (expert parallelism, Megatron's "
+        "--expert-model-parallel-size; see experts.md)",
         default=1,
         ge=1,
     )
@@ -124,14 +120,13 @@ class ParallelSpec:
         ge=1,
     )
     lora_sharding: Literal["auto", "fold", "rank_exchange", "s_lora"] = rule(
-        "how tensor-parallel processes share standard adapters (see lora_sharding.md); auto: the "
-        "one predicted to be fastest. All give the same losses and checkpoints",
+        "how tensor-parallel processes share standard adapters (see lora_sharding.md), with the "
+        "same losses; auto: the one predicted to be fastest",
         default="auto",
     )
     shard_optimizer: bool = rule(
-        "divide every adapter's fp32 weights and Adam moments over data- and context-parallel "
-        "processes, as ZeRO-1 and Megatron's distributed optimizer do: the same bits in less "
-        "memory, for one more exchange an optimizer step",
+        "divide adapters' fp32 weights and Adam moments over data- and context-parallel "
+        "processes, as ZeRO-1 does: the same bits in less memory, for one more exchange a step",
         default=False,
     )
     replicas: tuple[ReplicaSpec, ...] | None = rule(
@@ -169,42 +164,36 @@ class RunSpec:
         "tokens of one packed micro-batch; more need more memory", default=4096, ge=1
     )
     portion_tokens: int | None = rule(
-        "portion_tokens of all jobs that do not set it. Each job's batch is split into portions of "
-        "at most this many tokens per data-parallel rank, by its own sequences only. Its results "
-        "are then the same bits whatever jobs train beside it, except with context parallelism, "
-        "or sequence parallelism without s_lora. null: jobs share the micro-batch fairly",
+        "jobs.portion_tokens of all jobs that do not set it",
         default=None,
         ge=1,
     )
     deterministic: bool = rule(
-        "the same bits of a job's losses and adapter in every run of one fingerprint (kind of "
-        "device, layout, versions), whoever trains beside it and however often it is stopped: "
-        "fills in portion_tokens and lora_sharding, and refuses what cannot keep it (see "
-        "determinism.md)",
+        "the same bits of a job's losses and adapter beside any jobs, on one kind of device, "
+        "layout and version: fills in portion_tokens and lora_sharding, and refuses what cannot "
+        "keep it (see determinism.md)",
         default=False,
     )
     round_depth: Literal[1, 2, 4, "auto"] = rule(
         "micro-batches that a data-parallel replica gets in a round. 1: one, balanced by tokens. "
-        "2, 4: so many, shared out by predicted time, so that a long sequence on one replica does "
-        "not make the others wait; jobs with small batches step less often (see rounds.md). auto: "
-        "by predicted time, and 1, 2 or 4 as the jobs' lengths ask for: deeper only where all jobs "
-        "together gain 5 %, or the smallest loses no more",
+        "2, 4: so many, shared out by predicted time; jobs with small batches step less often. "
+        "auto: by predicted time, deeper only where it pays (see rounds.md)",
         default=1,
     )
     correct_speeds: bool = rule(
-        "corrects the predicted speeds of unlike replicas by measured times whenever jobs are "
-        "saved; which replica runs a sequence, and so the last bits, then depend on those times",
+        "correct predicted speeds of unlike replicas by measured times whenever jobs are saved; "
+        "the last bits then depend on those times",
         default=False,
     )
     recompute: Literal["none", "selective", "full", "auto"] = rule(
-        "activations to recompute in backward; saves memory and costs time. auto: each micro-batch "
-        "the least that its rows and the GPUs' memory allow; long sequences then run apart from "
-        "short ones (see rounds.md)",
+        "activations to recompute in backward; saves memory and costs time. auto: each "
+        "micro-batch the least that memory allows; long sequences then run apart from short ones "
+        "(see rounds.md)",
         default="none",
     )
     gpu_memory_gb: float | None = rule(
-        "memory of each GPU, in GB, that recompute: auto may count on, with what drivers and "
-        "libraries take. null: all that no other process has at the start",
+        "memory of each GPU, in GB, that recompute: auto may count on. null: all that no other "
+        "process has at the start",
         default=None,
         gt=0,
     )
@@ -213,14 +202,14 @@ class RunSpec:
     )
     save_memory_gb: float | None = rule(
         "host memory, in GB, where saved jobs wait until they are on the disk; a job that finds "
-        "none free makes the round wait. There is always room for the largest job. null: for all "
-        "jobs, but at most a quarter of the free memory",
+        "none free makes the round wait. null: for all jobs, but at most a quarter of the free "
+        "memory",
         default=None,
         gt=0,
     )
     resume: Literal["auto", "never", "always"] = rule(
-        "auto continues if output_dir holds this run, and starts otherwise; never refuses an "
-        "output_dir that holds a run; always refuses one that holds none",
+        "auto continues if output_dir holds this run; never refuses an output_dir that holds a "
+        "run, always one that holds none",
         default="auto",
     )
     seed: int = rule(
@@ -239,33 +228,32 @@ class RunSpec:
         "consecutive skipped updates after which a job fails", default=10, ge=1
     )
     stop_timeout_s: float = rule(
-        "seconds that `tlora train --nproc` gives its processes to save and end after a signal",
+        "seconds for the processes of `tlora train --nproc` to save and end after a signal",
         default=120.0,
         gt=0,
     )
     hang_timeout_s: float = rule(
-        "seconds without any progress after which a run of several processes ends and names those "
-        "that do not answer; the first rounds, which compile, have at least 600. 0: it waits",
+        "seconds without progress after which a run of several processes ends and names those "
+        "that do not answer; at least 600 for the first rounds. 0: it waits",
         default=600.0,
         ge=0,
     )
     nano_batches: int | Literal["auto"] = rule(
-        "number of parts of a micro-batch that hide each other's tensor-parallel communication, at "
-        "most its number of sequences; auto: chosen while training, from step times. Only a fixed "
-        "number makes runs repeatable to the bit, because each number sums gradients in its own "
-        "order",
+        "number of parts of a micro-batch that hide each other's tensor-parallel communication, "
+        "at most its number of sequences; auto: chosen from step times. Only a fixed number makes "
+        "runs repeatable to the bit (see overlap.md)",
         default=1,
         ge=1,
         le=16,  # each takes room for what it communicates
     )
     nano_controller: Literal["best", "aimd"] = rule(
-        "how nano_batches: auto chooses. best: the fastest number so far, with hysteresis; aimd: "
-        "the rule of tLoRA (arXiv 2602.07263), for comparison",
+        "how nano_batches: auto chooses: the fastest number so far, or the rule of tLoRA (arXiv "
+        "2602.07263), for comparison",
         default="best",
     )
     tensor_collectives: Literal["auto", "nccl", "copy_engine"] = rule(
-        "how GPUs exchange tensor-parallel results between nano-batches; auto: copy_engine if they "
-        "can reach each other's memory, otherwise nccl",
+        "how GPUs exchange results between nano-batches; auto: copy_engine if they can reach each "
+        "other's memory, otherwise nccl",
         default="auto",
     )
 

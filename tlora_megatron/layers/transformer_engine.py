@@ -38,6 +38,13 @@ from tlora_megatron.layers.multi_adapter import (
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.lora.linear_ops import Base
+from tlora_megatron.ops.quantised.tensor_scale import (
+    ONE_SCALE,
+    UNIT,
+    Largest,
+    OneScale,
+    take_largest,
+)
 from tlora_megatron.ops.routing import MicroBatchView
 from tlora_megatron.parallel.lanes import Lane
 
@@ -48,6 +55,7 @@ _CLASSES = {
 }
 """Transformer Engine's recipe for each value of Megatron's `fp8_recipe` that is computed here."""
 RECIPES = tuple(_CLASSES)
+_DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 _PROBE = (256, 384, 512)
 """Rows, features in and out of the linear that is run both ways."""
 _VERSION = "tlora_quantised_version"
@@ -139,6 +147,7 @@ class Fp8Base:
     def forward(self, x_TK: Tensor, onto_TN: Tensor | None) -> Tensor:
         """Returns `x W^T` `[T, N]`; added to `onto_TN`, in place, where there is one."""
         linear, engine = self._linear, _engine()
+        largest = take_largest(x_TK)
         x_TK = linear.prepare_forward(x_TK)
         try:
             # Its parts are input, weight, output, grad_input, grad_weight, grad_output.
@@ -149,7 +158,7 @@ class Fp8Base:
             self._ends_step = engine.is_first_module() and self._recipe.delayed()
             y_TN = _gemm(
                 self._weight,
-                _rows(_alone(quantizers[0]), x_TK),
+                _rows(_alone(quantizers[0]), x_TK, largest),
                 onto_TN,
                 x_TK.dtype,
                 splits=_splits(self._recipe, "fp8_gemm_fprop", False),
@@ -161,9 +170,10 @@ class Fp8Base:
     def dgrad(self, dy_TN: Tensor, onto_TK: Tensor | None) -> Tensor:
         """Returns `dy W` `[T, K]`; added to `onto_TK`, in place, where there is one."""
         self._weight.update_usage(columnwise_usage=True)
+        largest = take_largest(dy_TN)
         dx_TK = _gemm(
             self._weight,
-            _rows(self._quantizer, dy_TN.contiguous()),
+            _rows(self._quantizer, dy_TN.contiguous(), largest),
             onto_TK,
             dy_TN.dtype,
             layout="NN",
@@ -207,9 +217,37 @@ def _alone(quantizer: Any) -> Any:
     return quantizer
 
 
-def _rows(quantizer: Any, x_TK: Tensor) -> Any:
+def _rows(quantizer: Any, x_TK: Tensor, largest: Largest | None = None) -> Any:
+    """Returns rows in FP8; a current scale is made of the largest magnitude where that is known."""
     quantizer.set_usage(rowwise=True, columnwise=False)
-    return quantizer(x_TK)
+    dtype = None if largest is None else _plain_scaling(quantizer)
+    if largest is None or dtype is None or x_TK.numel() % UNIT:
+        return quantizer(x_TK)
+    # Not at the top: triton is only there on machines with a GPU.
+    from tlora_megatron.ops.quantised.triton_tensor_scale import launch_cast
+
+    codes = torch.empty_like(x_TK, dtype=torch.uint8)
+    rows = quantizer.create_tensor_from_data(codes, fake_dtype=x_TK.dtype, internal=True)
+    launch_cast(x_TK, largest, codes, rows._scale_inv, dtype)
+    return rows
+
+
+def _plain_scaling(quantizer: Any) -> torch.dtype | None:
+    """Returns the dtype of a quantiser by current scaling; None where it scales in another way."""
+    if type(quantizer).__name__ != "Float8CurrentScalingQuantizer":
+        return None
+    if quantizer.force_pow_2_scales or quantizer.amax_epsilon or quantizer.with_amax_reduction:
+        return None
+    return _DTYPES.get(getattr(quantizer.dtype, "name", ""))
+
+
+def one_scale(linear: Any) -> OneScale | None:
+    """Returns `ONE_SCALE` if the linear now quantises all its rows, which no other rank shares,
+    with one scale."""
+    if not (isinstance(linear, TEProductMixin) and linear.config.fp8 and computes_fp8()):
+        return None
+    is_alone = linear.config.fp8_recipe == "tensorwise" and not linear.config.sequence_parallel
+    return ONE_SCALE if is_alone else None
 
 
 def _splits(recipe: Any, product: str, default: bool) -> bool:
@@ -307,6 +345,8 @@ class TEProductMixin(BlackBoxMixin):
     and no communication inside the GEMMs.
     """
 
+    config: Any
+    """Megatron's `TransformerConfig`."""
     tlora_product: LinearAdapters
     """The adapters where the GEMM is ours; `tlora_adapters` has them where it is not."""
 

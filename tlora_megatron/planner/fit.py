@@ -40,9 +40,8 @@ _GRID = [round(2 ** (power / 4)) for power in range(85)]
 class SpeedBound:
     """Bounds for one mix of jobs on one model and machine.
 
-    A round takes at least as long as its slowest stage computes layers, with as many micro-batches
-    as are best, each of which holds its part of the rows, and one of them the longest sequence; and
-    every job's step.
+    Lower bound: the slowest stage at its best number of micro-batches, plus all optimizer steps.
+    Each micro-batch holds its part of the rows, and one of them the longest sequence.
 
     Args:
         model: of the same jobs.

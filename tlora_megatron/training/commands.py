@@ -1,6 +1,15 @@
 """Commands to a loop: jobs join and leave by them, behind the same round on every rank.
 
-The first rank's commands are sent to the others while a round computes, and carried out behind it.
+1. Agree: the first rank's commands are sent to the others over gloo while a round computes. All
+   ranks carry them out behind it, in the same order. An idle loop waits for commands.
+2. Prepare: each rank reads a job on a thread. It is `prepared` when all ranks have read the same,
+   or `refused` with a sentence.
+3. Join: between two rounds a prepared job gets a slot. Adapters that stay are not copied
+   (`layers.arenas`). A job with evaluation data is scored first, a micro-batch between rounds.
+4. Train: files in a job's folder are written only while `may_write` says so, which is asked right
+   before every line and every rename. A job of which it says no leaves at the next boundary.
+5. Leave, with a checkpoint, or end, exported with a summary of its own. A failed job leaves no
+   placeholder if its co-trained jobs have portions.
 """
 
 from __future__ import annotations

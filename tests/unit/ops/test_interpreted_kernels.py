@@ -22,6 +22,7 @@ ADAMW, FROZEN = OPS / "adamw/test_adamw.py", OPS / "frozen/test_frozen_kernels.p
 SUMS, CODES = OPS / "routing/test_segment_sums.py", OPS / "quantised/test_quant_kernels.py"
 EXPERTS = OPS / "experts/test_expert_kernels.py"
 CODED = OPS / "frozen/test_coded_kernels.py"
+SCALE = OPS / "quantised/test_tensor_scale_kernels.py"
 PARTS = OPS.parent / "layers/test_lora_sharding.py"
 
 
@@ -31,7 +32,7 @@ def test_the_kernels_in_the_interpreter() -> None:
     # Those of the frozen parts run as they are where there is a GPU.
     files = [ADAMW, PARTS]
     if not torch.cuda.is_available():
-        files += [FROZEN, SUMS, CODES, CODED, EXPERTS]
+        files += [FROZEN, SUMS, CODES, CODED, SCALE, EXPERTS]
     # In some files words select the tests of kernels, in those named after kernels all.
     words = ("-k", "kernel or make_the_whole_s")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]

@@ -126,7 +126,6 @@ while not pipe.is_over:
         pipe.send({"got": message})
 """
 
-
 STUBBORN = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

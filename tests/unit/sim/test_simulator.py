@@ -260,8 +260,6 @@ def test_a_policy_is_told_each_change_once() -> None:
 
 
 FULL = 10
-
-
 """A batch that keeps one GPU of the world busy; half of it trains half as many tokens."""
 
 

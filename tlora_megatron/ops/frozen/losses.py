@@ -9,9 +9,9 @@ The logits are read in their own dtype and overwritten with the gradient, so no 
 ever exists. Columns from `valid` on only fill the vocabulary up: they count as minus infinity.
 
 A row of the output layer gives a token's log-probability p. Its loss is a function of p and of
-numbers that came with the token; its derivative is all that the backward pass needs of it, because
-the gradient of a row's logits is that of p, scaled. So every loss here is one scaling of what the
-vocabulary head has computed already (`layers.vocabulary_head`).
+numbers that came with the token. The backward pass uses its derivative as the token's weight,
+because the gradient of a row's logits is that of p, scaled. So every loss here is one scaling of
+what the vocabulary head has computed already (`layers.vocabulary_head`).
 
 With r = exp(p - q), q the log-probability under which the token was sampled, and A its advantage:
 

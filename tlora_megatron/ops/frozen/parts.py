@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.lora.kernel_choice import kernel_choice, runs_triton
 from tlora_megatron.ops.lora.linear_ops import Base, base_dgrad, base_product
+from tlora_megatron.ops.quantised.tensor_scale import ONE_SCALE, OneScale
 from tlora_megatron.ops.quantised.weight import QuantWeight
 
 Vjp = Callable[..., Any]
@@ -127,33 +128,31 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 
 def swiglu_vjp(
     x: torch.Tensor,
-    row: QuantWeight | None = None,
-    column: QuantWeight | None = None,
+    row: QuantWeight | OneScale | None = None,
+    column: QuantWeight | OneScale | None = None,
 ) -> tuple[torch.Tensor, Vjp]:
     """Returns `swiglu` and its vector-Jacobian product, which holds x.
 
     Args:
-        row: the quantised linear behind: the result carries its FP8 codes (`handed_rows`).
+        row: the quantised linear behind: the result carries its FP8 codes (`handed_rows`), or its
+            largest magnitude (`take_largest`).
         column: the quantised linear before, for which the product's result carries them.
     """
     if not runs_triton(x):
         return vjp_by_autograd(swiglu_reference, x)
-    from tlora_megatron.ops.frozen.swiglu_triton import launch_backward, launch_forward
+    from tlora_megatron.ops.frozen import swiglu_triton as kernels
 
     x = x.contiguous()
-    if row is None and column is None:
-        return launch_forward(x), lambda dy: launch_backward(dy.contiguous(), x)
-    from tlora_megatron.ops.frozen import swiglu_triton as quantising
-
     width = x.shape[-1] // 2
-    y = (
-        quantising.forward_with_codes(x, row)
-        if row and width <= quantising.FORWARD_COLUMNS
-        else launch_forward(x)
+    if isinstance(row, QuantWeight) and width <= kernels.FORWARD_COLUMNS:
+        y = kernels.forward_with_codes(x, row)
+    else:
+        y = kernels.launch_forward(x, with_largest=row is ONE_SCALE)
+    if isinstance(column, QuantWeight) and width <= kernels.BACKWARD_COLUMNS:
+        return y, lambda dy: kernels.backward_with_codes(dy.contiguous(), x, column)
+    return y, lambda dy: kernels.launch_backward(
+        dy.contiguous(), x, with_largest=column is ONE_SCALE
     )
-    if column is None or width > quantising.BACKWARD_COLUMNS:
-        return y, lambda dy: launch_backward(dy.contiguous(), x)
-    return y, lambda dy: quantising.backward_with_codes(dy.contiguous(), x, column)
 
 
 class _FusedSwiGLU(torch.autograd.Function):

@@ -24,6 +24,7 @@ from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.frozen.parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
 from tlora_megatron.ops.quantised.rows import GROUP
+from tlora_megatron.ops.quantised.tensor_scale import ONE_SCALE, OneScale
 from tlora_megatron.ops.quantised.weight import QuantWeight
 
 
@@ -81,12 +82,15 @@ def add_rms_norm(
 
 
 class Beside(NamedTuple):
-    """Quantised linears beside a norm, for which it leaves FP8 codes (`handed_rows`); or None."""
+    """Quantised linears beside a norm, or None.
 
-    column: QuantWeight | None = None
-    """Reads the norm: codes lie on it."""
-    row: QuantWeight | None = None
-    """Made x: codes lie on the gradient that the product returns."""
+    For them it leaves FP8 codes (`handed_rows`), or the largest magnitude (`take_largest`).
+    """
+
+    column: QuantWeight | OneScale | None = None
+    """Reads the norm."""
+    row: QuantWeight | OneScale | None = None
+    """Made x, and reads the gradient that the product returns."""
 
 
 _NOBODY = Beside()
@@ -145,24 +149,25 @@ def _add_vjp_by_triton(
     residual = None if residual is None else residual.contiguous()
     dtype = normed_dtype(x if residual is None else residual, weight_H)
     out = torch.empty_like(x, dtype=dtype)
-    if beside.column is None:
-        total, _, rstd = launch_forward(
-            x, residual, weight_H, eps,
-            rounds_once=rounds_once, zero_centered=zero_centered, out=out,
-        )  # fmt: skip
-    else:
+    column, row = beside
+    if isinstance(column, QuantWeight):
         from tlora_megatron.ops.frozen.rms_norm_triton import forward_with_codes
 
-        total, rstd = forward_with_codes(x, residual, weight, beside.column, out)
+        total, rstd = forward_with_codes(x, residual, weight, column, out)
+    else:
+        total, _, rstd = launch_forward(
+            x, residual, weight_H, eps, rounds_once=rounds_once,
+            zero_centered=zero_centered, out=out, with_largest=column is ONE_SCALE,
+        )  # fmt: skip
 
     def back(dtotal: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor:
         dtotal = None if dtotal is None else dtotal.contiguous()
         saved = dy.contiguous(), dtotal, total, weight_H, rstd
-        if beside.row is None:
-            return launch_backward(*saved, zero_centered=zero_centered)
-        from tlora_megatron.ops.frozen.rms_norm_triton import backward_with_codes
+        if isinstance(row, QuantWeight):
+            from tlora_megatron.ops.frozen.rms_norm_triton import backward_with_codes
 
-        return backward_with_codes(*saved, beside.row, zero_centered=zero_centered)
+            return backward_with_codes(*saved, row, zero_centered=zero_centered)
+        return launch_backward(*saved, zero_centered=zero_centered, with_largest=row is ONE_SCALE)
 
     return total, out, back
 

@@ -10,12 +10,14 @@ import triton.language as tl
 
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.quantised.rows import QuantRows, hand_rows
+from tlora_megatron.ops.quantised.tensor_scale import PARTS, find_largest
 from tlora_megatron.ops.quantised.triton_rows import (
     empty_codes,
     rounds_by_hand,
     store_codes,
     times_fold,
 )
+from tlora_megatron.ops.quantised.triton_tensor_scale import keep_largest, sizes_of
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
@@ -105,6 +107,7 @@ def _forward_kernel(
     total: tl.tensor,  # as residual, with HAS_RESIDUAL
     out: tl.tensor,  # [num_rows, WIDTH]
     rstd: tl.tensor,  # fp32 [num_rows]
+    parts: tl.tensor,  # int32 [PARTS], where there are any
     num_rows: tl.tensor,
     eps: tl.tensor,
     WIDTH: tl.constexpr,
@@ -113,12 +116,15 @@ def _forward_kernel(
     HAS_RESIDUAL: tl.constexpr,
     ROUNDS_ONCE: tl.constexpr,  # behind the weight only
     ZERO_CENTERED: tl.constexpr,  # the weight is held less 1
+    PARTS: tl.constexpr,  # 0 = nobody asks for the norm's largest magnitude
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    norm_rows(
+    result = norm_rows(
         x, residual, weight, total, out, rstd, rows, num_rows, eps,
         WIDTH, COLUMNS, HAS_RESIDUAL, ROUNDS_ONCE, ZERO_CENTERED,
     )  # fmt: skip
+    if PARTS:
+        keep_largest(sizes_of(result), parts, PARTS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -129,18 +135,22 @@ def _backward_kernel(
     weight: tl.tensor,  # [WIDTH]
     rstd: tl.tensor,  # fp32 [num_rows]
     dx: tl.tensor,  # as x
+    parts: tl.tensor,  # int32 [PARTS], where there are any
     num_rows: tl.tensor,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_DTOTAL: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
+    PARTS: tl.constexpr,  # 0 = nobody asks for the gradient's largest magnitude
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    norm_gradients(
+    result = norm_gradients(
         dy, dtotal, x, weight, rstd, dx, rows, num_rows,
         WIDTH, COLUMNS, HAS_DTOTAL, ZERO_CENTERED,
     )  # fmt: skip
+    if PARTS:
+        keep_largest(sizes_of(result), parts, PARTS)
 
 
 _forward = WarmKernel(_forward_kernel)
@@ -164,6 +174,7 @@ def launch_forward(
     rounds_once: bool = False,
     zero_centered: bool = False,
     out: torch.Tensor | None = None,
+    with_largest: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns `x + residual` (x itself without one), its norm, and fp32 `1 / rms` of its rows.
 
@@ -172,6 +183,7 @@ def launch_forward(
         rounds_once: behind the weight, and not before it too.
         zero_centered: the weight is held less 1.
         out: takes the norm; None = memory of its own, as x.
+        with_largest: leaves its largest magnitude on the norm.
     """
     width = x.shape[-1]
     num_rows = x.numel() // width
@@ -179,13 +191,17 @@ def launch_forward(
     out = torch.empty_like(x) if out is None else out
     rstd = x.new_empty(num_rows, dtype=torch.float32)
     rows, columns, warps = row_block(width)
+    parts = find_largest(out) if with_largest else rstd
     _forward.launch(
         -(-num_rows // rows),
-        (x, x if residual is None else residual, weight_H, total, out, rstd),
+        (x, x if residual is None else residual, weight_H, total, out, rstd, parts),
         (num_rows, eps),
-        (width, rows, columns, residual is not None, rounds_once, zero_centered),
+        (
+            width, rows, columns, residual is not None, rounds_once, zero_centered,
+            PARTS if with_largest else 0,
+        ),
         num_warps=warps,
-    )
+    )  # fmt: skip
     return total, out, rstd
 
 
@@ -197,22 +213,25 @@ def launch_backward(
     rstd: torch.Tensor,
     *,
     zero_centered: bool = False,
+    with_largest: bool = False,
 ) -> torch.Tensor:
     """Returns the gradient of what was normalised, `dtotal` added.
 
     Args:
         dy: `[..., H]`, contiguous, as x and `dtotal`, which have the same dtype.
         zero_centered: the weight is held less 1.
+        with_largest: leaves its largest magnitude on the gradient.
     """
     width = x.shape[-1]
     num_rows = x.numel() // width
     dx = torch.empty_like(x)
     rows, columns, warps = row_block(width)
+    parts = find_largest(dx) if with_largest else rstd
     _backward.launch(
         -(-num_rows // rows),
-        (dy, dy if dtotal is None else dtotal, x, weight_H, rstd, dx),
+        (dy, dy if dtotal is None else dtotal, x, weight_H, rstd, dx, parts),
         (num_rows,),
-        (width, rows, columns, dtotal is not None, zero_centered),
+        (width, rows, columns, dtotal is not None, zero_centered, PARTS if with_largest else 0),
         num_warps=warps,
     )
     return dx

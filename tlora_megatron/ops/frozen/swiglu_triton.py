@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from tlora_megatron.ops.quantised.rows import QuantRows, hand_rows
+from tlora_megatron.ops.quantised.tensor_scale import PARTS, find_largest
 from tlora_megatron.ops.quantised.triton_rows import (
     abs_bits,
     code_columns,
@@ -19,6 +20,7 @@ from tlora_megatron.ops.quantised.triton_rows import (
     times_fold,
     whole_rows,
 )
+from tlora_megatron.ops.quantised.triton_tensor_scale import keep_largest, sizes_of
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
@@ -44,8 +46,10 @@ def gradients(grad: tl.tensor, gate: tl.tensor, up: tl.tensor) -> tuple[tl.tenso
 def _forward_kernel(
     x: tl.tensor,  # [T, 2 * WIDTH]
     y: tl.tensor,  # [T, WIDTH]
+    parts: tl.tensor,  # int32 [PARTS], where there are any
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,  # 0 = nobody asks for the largest magnitude
 ) -> None:
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -54,7 +58,10 @@ def _forward_kernel(
     at = x + row * 2 * WIDTH + columns
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * WIDTH + columns, product(gate, up).to(y.dtype.element_ty), mask=inside)
+    result = product(gate, up).to(y.dtype.element_ty)
+    tl.store(y + row * WIDTH + columns, result, mask=inside)
+    if PARTS:
+        keep_largest(sizes_of(result), parts, PARTS)
 
 
 @triton.jit
@@ -62,8 +69,10 @@ def _backward_kernel(
     dy: tl.tensor,  # [T, WIDTH]
     x: tl.tensor,  # [T, 2 * WIDTH]
     dx: tl.tensor,  # as x
+    parts: tl.tensor,  # int32 [PARTS], where there are any
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,  # 0 = nobody asks for the largest magnitude
 ) -> None:
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -74,29 +83,39 @@ def _backward_kernel(
     gate = tl.load(x + begin, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + begin + WIDTH, mask=inside, other=0.0).to(tl.float32)
     dgate, dup = gradients(grad, gate, up)
-    tl.store(dx + begin, dgate.to(dx.dtype.element_ty), mask=inside)
-    tl.store(dx + begin + WIDTH, dup.to(dx.dtype.element_ty), mask=inside)
+    dgate = dgate.to(dx.dtype.element_ty)
+    dup = dup.to(dx.dtype.element_ty)
+    tl.store(dx + begin, dgate, mask=inside)
+    tl.store(dx + begin + WIDTH, dup, mask=inside)
+    if PARTS:
+        keep_largest(tl.maximum(sizes_of(dgate), sizes_of(dup)), parts, PARTS)
 
 
 _forward = WarmKernel(_forward_kernel)
 _backward = WarmKernel(_backward_kernel)
 
 
-def launch_forward(x: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of contiguous `[..., 2 F]`."""
+def launch_forward(x: torch.Tensor, *, with_largest: bool = False) -> torch.Tensor:
+    """`silu(gate) * up` of contiguous `[..., 2 F]`, with its largest magnitude if asked."""
     width = x.shape[-1] // 2
     y = x.new_empty(*x.shape[:-1], width)
     blocks = -(-width // _BLOCK) * (y.numel() // width)
-    _forward.launch(blocks, (x, y), (), (width, _BLOCK), num_warps=_WARPS)
+    parts = find_largest(y) if with_largest else y
+    constants = (width, _BLOCK, PARTS if with_largest else 0)
+    _forward.launch(blocks, (x, y, parts), (), constants, num_warps=_WARPS)
     return y
 
 
-def launch_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Gradient of contiguous `[..., 2 F]`."""
+def launch_backward(
+    dy: torch.Tensor, x: torch.Tensor, *, with_largest: bool = False
+) -> torch.Tensor:
+    """Gradient of contiguous `[..., 2 F]`, with its largest magnitude if asked."""
     width = x.shape[-1] // 2
     dx = torch.empty_like(x)
     blocks = -(-width // _BLOCK) * (dy.numel() // width)
-    _backward.launch(blocks, (dy, x, dx), (), (width, _BLOCK), num_warps=_WARPS)
+    parts = find_largest(dx) if with_largest else dx
+    constants = (width, _BLOCK, PARTS if with_largest else 0)
+    _backward.launch(blocks, (dy, x, dx, parts), (), constants, num_warps=_WARPS)
     return dx
 
 

@@ -121,14 +121,15 @@ _NAME = "tlora_quant_rows"
 
 
 class _Handed(NamedTuple):
-    rows: QuantRows
+    rows: Any
+    """`QuantRows`, or what else makes codes of x cheaper (`tensor_scale.Largest`)."""
     fold: Tensor | None
     version: int
     address: int
 
 
-def hand_rows(x: Tensor, rows: QuantRows, fold: Tensor | None = None) -> None:
-    """Leaves the codes of x on it.
+def hand_rows(x: Tensor, rows: Any, fold: Tensor | None = None) -> None:
+    """Leaves the codes of x on it, or what helps to make them.
 
     Whoever then writes into x by a kernel that torch does not know of must take them off.
 
@@ -149,8 +150,15 @@ def pass_rows(x: Tensor, view: Tensor) -> Tensor:
 
 def handed_rows(x: Tensor, group: int | None, fold: Tensor | None = None) -> QuantRows | None:
     """Takes the codes of x off it; None if there are none of this kind, or x has changed since."""
-    handed: Any = x.__dict__.pop(_NAME, None)
-    if handed is None or handed.fold is not fold or handed.rows.group != group:
+    handed = take_handed(x)
+    if handed is None or handed.fold is not fold or not isinstance(handed.rows, QuantRows):
         return None
-    unchanged = handed.version == x._version and handed.address == x.data_ptr()
-    return handed.rows if unchanged else None
+    return handed.rows if handed.rows.group == group else None
+
+
+def take_handed(x: Tensor) -> _Handed | None:
+    """Takes off x whatever was left on it; None if x has changed since."""
+    handed: Any = x.__dict__.pop(_NAME, None)
+    if handed is None or handed.version != x._version or handed.address != x.data_ptr():
+        return None
+    return handed

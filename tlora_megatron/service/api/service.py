@@ -109,7 +109,7 @@ class Changes:
 
 
 MEASURED_S = 15.0
-"""What doors keep is measured anew after so long; between, what is written is added."""
+"""What APIs keep is measured anew after so long; between, what is written is added."""
 
 
 class Quota:
@@ -122,11 +122,11 @@ class Quota:
         self._known: dict[str, tuple[float, int]] = {}
 
     def add_measure(self, measure: Callable[[str], int]) -> None:
-        """Counts what a door keeps for a tenant beside its uploads, in bytes."""
+        """Counts what an API keeps for a tenant beside its uploads, in bytes."""
         self._measures.append(measure)
 
     def beside_uploads(self, tenant: str, *, fresh: bool = False) -> int:
-        """Bytes that doors keep for a tenant.
+        """Bytes that APIs keep for a tenant.
 
         Args:
             fresh: measures now; else what is known may be `MEASURED_S` old.

@@ -269,7 +269,7 @@ async def submit(
             files as `References` reads them.
         key: Idempotency key: the same key with the same document gives the jobs that it made.
             None: always new jobs.
-        asked: What a door wants to remember in the rows' documents.
+        asked: What an API wants to remember in the rows' documents.
         also: Called with the jobs in the transaction that makes them: what it writes is kept with
             them or not at all, and if it raises there are no jobs.
 

@@ -103,7 +103,7 @@ Outcome = Validated | Refused
 
 
 ASKED = "asked"
-"""Key of a row's document that holds what the door by which a job came wants to remember."""
+"""Key of a row's document that holds what the API by which a job came wants to remember."""
 _IGNORED = {
     "parallel": "section parallel has no effect: the service chooses how GPUs share a model",
     "run": "section run has no effect: the service runs the jobs; one job's own keys are in `jobs`",

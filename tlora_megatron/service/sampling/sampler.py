@@ -1,4 +1,4 @@
-"""The sampler that the doors of a service ask; behind it is a process of ours, or vLLM."""
+"""The sampler that the APIs of a service ask; behind it is a process of ours, or vLLM."""
 
 from __future__ import annotations
 

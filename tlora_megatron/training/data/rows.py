@@ -1,6 +1,6 @@
 """One line of a job's JSONL file, checked: what it may hold, and what of it chat templates get.
 
-Every door reads its lines here. A key that is not understood is an error: training would pass over
+Every API reads its lines here. A key that is not understood is an error: training would pass over
 what it says. Whether a chat template writes what it gets is judged beside it, in `chats`.
 """
 

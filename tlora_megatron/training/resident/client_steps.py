@@ -2,6 +2,17 @@
 
 All ranks do the same behind the same round: the first one says how many requests there are, each
 reads them, and results are gathered before any rank uses them.
+
+1. Begin: the next request of each job is read and checked; a wrong one is answered with a sentence
+   and has changed nothing. Sequences of `forward_backward` are a batch like any other, in portions
+   of their own; those of `forward` run without gradients, a micro-batch between rounds.
+2. Answer: one all-reduce gathers the log-probabilities of all requests that the round has ended.
+   The host computes the loss from them, and a thread writes the answer. If anything is not finite,
+   the gradient is what it was before.
+3. Step: `optim_step` sums and clips the gradients of the requests since the last one, with the
+   client's own settings. Steps of several jobs are one wait for the device.
+4. Go on: a checkpoint names the last request that its weights count. After a death or a move the
+   later ones are carried out again, with the same bits; answers that are there stay.
 """
 
 from __future__ import annotations

@@ -181,7 +181,6 @@ def test_a_document_without_deployments_has_no_bound() -> None:
 
 ATTENTION = "[q_proj, k_proj, v_proj, o_proj]"
 
-
 FIXED = ("--tp", "2", "--cp", "1", "--tokens", "8192", "--recompute", "selective")
 
 

@@ -22,7 +22,6 @@ from tlora_megatron.service.settings import Settings
 
 CHEAP = RegroupCost(admit_s=0.0, replan_s=1.0, weights_bytes_per_s=1e12)
 
-
 DEAR = replace(CHEAP, replan_s=1000.0)
 
 
@@ -49,9 +48,7 @@ class Scene:
 
 START = Decision(members=(2,), gpus=(3,))
 
-
 JOIN = Decision(members=(0, 1, 2), gpus=(0,), dissolve=(1,))
-
 
 SPLIT = [Decision(members=(0,), gpus=(0,), dissolve=(1,)), Decision(members=(1,), gpus=(1,))]
 

@@ -204,15 +204,10 @@ def test_a_killed_gang_without_proof_is_asked_after_by_the_next_controller(
 
 EVERYTHING = bool(os.environ.get("TLORA_ALL_TESTS"))
 
-
 SEEDS = range(200 if EVERYTHING else 8)
 
-
 CHANCES = (0.02, 0.05, 0.12)
-
-
 """Share of the effects at which a controller is killed."""
-
 
 JOBS = {"one": 14, "two": 9, "three": 20}
 

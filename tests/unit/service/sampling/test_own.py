@@ -25,7 +25,6 @@ from tlora_megatron.service.sampling.sampler import SamplerUnavailable, Sampling
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_sampler")
 
-
 LONG = Prompt(tokens=(1, 10), params=SamplingParams(max_tokens=5))
 
 

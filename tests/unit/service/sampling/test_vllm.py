@@ -33,7 +33,6 @@ from tlora_megatron.service.sampling.vllm_server import Server, VllmSettings
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_vllm")
 
-
 Log = list[tuple[str, str]]
 
 

@@ -27,10 +27,12 @@ from tlora_megatron.integrations.megatron.layer.modules import (
 )
 from tlora_megatron.layers.linear import QuantisedInput, gather_codes, takes_codes
 from tlora_megatron.layers.quantised_linear import held_codes
+from tlora_megatron.layers.transformer_engine import one_scale
 from tlora_megatron.ops.frozen.norm_weight import NormWeight
 from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.frozen.rms_norm import Beside, norm_into
 from tlora_megatron.ops.quantised.rows import pass_rows
+from tlora_megatron.ops.quantised.tensor_scale import OneScale
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.routing import MicroBatchView, bind_current
 from tlora_megatron.parallel.lane_tape import VjpSublayer, VjpTape
@@ -203,7 +205,7 @@ def _run_whole(
     sublayers: Sequence[FrozenSublayer],
     hidden: Tensor,
     view: MicroBatchView,
-    row: QuantWeight | None = None,
+    row: QuantWeight | OneScale | None = None,
     tape: VjpTape | None = None,
 ) -> Tensor:
     x, residual = hidden.flatten(0, -2), None
@@ -228,19 +230,21 @@ def _run_whole(
     return residual.view(hidden.shape) + x.view(hidden.shape)
 
 
-def _coded_column(linear: Any) -> QuantWeight | None:
+def _coded_column(linear: Any) -> QuantWeight | OneScale | None:
     """Returns the codes of a linear that multiplies those of its rows, gathered or not."""
     held = held_codes(linear)
-    if held is None or takes_codes(linear.tlora_adapters.gemm, held):
+    if held is None:
+        return one_scale(linear)
+    if takes_codes(linear.tlora_adapters.gemm, held):
         return held
     return _codes_of_all_rows(linear)
 
 
-def _codes_of_all_rows(linear: Any) -> QuantWeight | None:
+def _codes_of_all_rows(linear: Any) -> QuantWeight | OneScale | None:
     """Returns the codes of a linear that has all rows beside it, instead of gathering them."""
     held = held_codes(linear)
     if held is None:
-        return None
+        return one_scale(linear)
     layout = linear.tlora_adapters.gemm.layout
     return None if layout.sequence_parallel and layout.tp_size > 1 else held
 
@@ -268,7 +272,7 @@ class _Layer(torch.autograd.Function):
         hidden: Tensor,
         sublayers: Sequence[FrozenSublayer],
         view: MicroBatchView,
-        row: QuantWeight | None,
+        row: QuantWeight | OneScale | None,
     ) -> Tensor:
         run = functools.partial(_run_whole, sublayers, hidden.detach(), view, row)
         is_again = view.recompute == "full"

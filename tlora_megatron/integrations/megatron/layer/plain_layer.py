@@ -39,7 +39,7 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
     built_head_norms,
 )
 from tlora_megatron.layers.quantised_linear import held_codes
-from tlora_megatron.layers.transformer_engine import replay_autocast
+from tlora_megatron.layers.transformer_engine import one_scale, replay_autocast
 from tlora_megatron.ops.frozen.parts import Vjp, swiglu_vjp
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.lanes import Lane, current_lane
@@ -243,7 +243,7 @@ def _attend_vjp(
 def _swiglu_vjp(
     column: Any, row: Any, x: Tensor, view: MicroBatchView, lane: Lane | None
 ) -> tuple[Tensor, Vjp]:
-    return swiglu_vjp(x, held_codes(row), held_codes(column))
+    return swiglu_vjp(x, held_codes(row) or one_scale(row), held_codes(column) or one_scale(column))
 
 
 def _why_not_now(modules: Sequence[nn.Module]) -> str | None:

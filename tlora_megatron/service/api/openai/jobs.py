@@ -239,7 +239,7 @@ def router(service: Service) -> APIRouter:
 
 
 def asked_of(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The request that made a job, as remembered; None: it came by another door."""
+    """The request that made a job, as remembered; None: it came by another API."""
     asked: Mapping[str, Any] | None = document.get(ASKED)
     return asked if asked is not None and asked.get("door") == DOOR else None
 
