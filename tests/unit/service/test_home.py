@@ -198,10 +198,10 @@ def _document(**more: Any) -> dict[str, Any]:
 
 
 def test_every_job_of_a_file_is_a_submission_that_travels(folder: Path) -> None:
-    wish = {"gpus": 2, "max_slowdown": 2, "priority": -1}
+    asked = {"gpus": 2, "max_slowdown": 2, "priority": -1}
     document = _document(
         defaults={"batch_size": 3},
-        jobs=[JOB, {**JOB, "name": "b", "service": wish, "eval_every_steps": 2}],
+        jobs=[JOB, {**JOB, "name": "b", "service": asked, "eval_every_steps": 2}],
         run={"output_dir": "x"},
         parallel={"tp_size": 2},
     )

@@ -57,7 +57,7 @@ def ending(folder: GangFolder, rank: int) -> dict[str, Any]:
     return dict(json.loads((folder.path / f"end_{rank}.json").read_text()))
 
 
-def test_memory_that_is_gone_is_told_with_the_newcomers(folder: GangFolder) -> None:
+def test_memory_that_is_gone_is_told_with_the_new_jobs(folder: GangFolder) -> None:
     process = RankProcess(folder.spec(), 1, folder)
     process.emit("out_of_memory", None, {"joining": ["j4"]})
     assert process.fail(OutOfMemoryError("20 GiB of 1 GiB")) == OUT_OF_MEMORY
@@ -232,11 +232,11 @@ def test_who_leaves_at_once_has_said_goodbye_to_all(store: FileStore) -> None:
         assert not missed.wait(0.1)
 
 
-def test_strangers_are_neither_let_in_nor_missed(store: FileStore) -> None:
+def test_others_are_neither_let_in_nor_missed(store: FileStore) -> None:
     missed = threading.Event()
     with rank(store, 0, missed.set):
         host, port, token = json.loads(store.get(""))
-        with socket.create_connection((host, port)) as stranger:
-            stranger.sendall(b"x" * len(token))
-            assert stranger.recv(1) == b""
+        with socket.create_connection((host, port)) as other:
+            other.sendall(b"x" * len(token))
+            assert other.recv(1) == b""
         assert not missed.wait(0.1)

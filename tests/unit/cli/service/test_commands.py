@@ -206,7 +206,7 @@ class TestExitCodes:
         assert not home.store.exists()
 
 
-class TestWishes:
+class TestActions:
     def test_nothing_happens_to_a_job_that_is_not_paused(
         self, store: Store, home: Home, run_file: Path, tlora: Tlora
     ) -> None:
@@ -220,15 +220,15 @@ class TestWishes:
         store.jobs.request_action(one["id"], "pause")
         assert "resume asked; it is running" in tlora("resume", "one")
 
-    @pytest.mark.parametrize("wish", ["cancel", "pause"])
-    def test_all_or_none(self, wish: str, store: Store, run_file: Path, tlora: Tlora) -> None:
+    @pytest.mark.parametrize("action", ["cancel", "pause"])
+    def test_all_or_none(self, action: str, store: Store, run_file: Path, tlora: Tlora) -> None:
         one, two = tlora.json("submit", run_file)
         store.jobs.change(two["id"], JobState.FAILED, error="no data")
-        assert "must be unfinished" in tlora(wish, "one", "two", code=2)
+        assert "must be unfinished" in tlora(action, "one", "two", code=2)
         assert store.jobs.get(one["id"]).wish is None
-        out = tlora(wish, "one", one["id"])
-        assert out.startswith(f"one ({one['id']}): {wish} asked; it is validating\n")
-        assert [store.jobs.get(job["id"]).wish for job in (one, two)] == [wish, None]
+        out = tlora(action, "one", one["id"])
+        assert out.startswith(f"one ({one['id']}): {action} asked; it is validating\n")
+        assert [store.jobs.get(job["id"]).wish for job in (one, two)] == [action, None]
 
     @pytest.mark.parametrize("name", ["nobody", "", "\udcff", "../one"])
     def test_an_unknown_name(self, name: str, store: Store, tlora: Tlora) -> None:

@@ -1,4 +1,4 @@
-"""Attacks of strangers and neighbours, each refused with a sentence; docs/http.md has a table.
+"""Attacks of strangers and other tenants, each refused with a sentence; docs/http.md has a table.
 
 Protobuf and its compression are in the tests of the tinker client's API.
 """
@@ -119,7 +119,7 @@ def shared() -> Iterator[Api]:
 
 
 @pytest.fixture(scope="module")
-def neighbours(shared: Api) -> Api:
+def tenants(shared: Api) -> Api:
     """The same with files of two tenants, and with links and a pipe that an operator forgot."""
     api = shared
     for tenant in ("ann", "bob"):
@@ -133,8 +133,8 @@ def neighbours(shared: Api) -> Api:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=range(len(PATHS)))
-def test_no_spelling_of_a_path_leaves_the_tenant_s_folder(neighbours: Api, path: str) -> None:
-    client = neighbours.client()
+def test_no_spelling_of_a_path_leaves_the_tenant_s_folder(tenants: Api, path: str) -> None:
+    client = tenants.client()
     fields: list[dict[str, Any]] = [
         {"data": {"train": path}},
         {"data": {"train": "rows.jsonl", "eval": path}},
@@ -146,20 +146,20 @@ def test_no_spelling_of_a_path_leaves_the_tenant_s_folder(neighbours: Api, path:
         assert answer.status_code == 400, (field, answer.text)
         assert " must " in _sentence(answer)
         assert "root:" not in answer.text
-        assert str(neighbours.home.root) not in answer.text
-    assert neighbours.store.jobs.page(tenant="ann") == []
+        assert str(tenants.home.root) not in answer.text
+    assert tenants.store.jobs.page(tenant="ann") == []
 
 
 @pytest.mark.parametrize(
     "path", ["jobs/{job}", "jobs/{job}/adapter", "jobs/{job}/../{job}", "jobs/x", "jobs/{job}//a"]
 )
-def test_another_tenant_s_job_is_no_start(neighbours: Api, path: str) -> None:
+def test_another_tenant_s_job_is_no_start(tenants: Api, path: str) -> None:
     headers = {"Idempotency-Key": "theirs"}
-    bob = neighbours.client("bob")
+    bob = tenants.client("bob")
     theirs = bob.post("/v1/jobs", json=job(), headers=headers).json()["jobs"][0]["id"]
-    make_folder(neighbours.home.job(theirs) / "adapter")
+    make_folder(tenants.home.job(theirs) / "adapter")
     for key in ("init_from", "resume_from"):
-        answer = neighbours.client().post("/v1/jobs", json=job(**{key: path.format(job=theirs)}))
+        answer = tenants.client().post("/v1/jobs", json=job(**{key: path.format(job=theirs)}))
         assert answer.status_code == 400
     own = job("own", init_from=f"jobs/{theirs}/adapter")
     answer = bob.post("/v1/jobs", json=own, headers={"Idempotency-Key": "own"})
@@ -264,7 +264,7 @@ def test_a_body_that_does_not_say_its_length_is_cut(
 
 
 @pytest.mark.parametrize("path", ["/v1/fine_tuning/jobs", "/v1/completions", "/api/v1/asample"])
-def test_a_stranger_s_body_is_given_up_at_once(api: Api, path: str) -> None:
+def test_a_body_without_a_key_is_given_up_at_once(api: Api, path: str) -> None:
     parts = 0
 
     async def body() -> AsyncIterator[bytes]:

@@ -68,7 +68,7 @@ def api(tmp_path: Path, sampler: Scripted) -> Iterator[Api]:
         yield opened
 
 
-def wish(*prompt: int, **fields: Any) -> dict[str, Any]:
+def request(*prompt: int, **fields: Any) -> dict[str, Any]:
     return {"model": BASE, "prompt": list(prompt), **fields}
 
 
@@ -83,7 +83,7 @@ def test_harmless_fields_are_passed_over(api: Api, sampler: Scripted) -> None:
         "logit_bias": None,
         "top_k": -1,
     }
-    answer = api.client().post("/v1/completions", json=wish(9, **fields))
+    answer = api.client().post("/v1/completions", json=request(9, **fields))
     assert answer.json()["choices"][0]["text"] == "AB"
     assert answer.json()["system_fingerprint"].startswith("base-")
     assert answer.json()["usage"]["completion_tokens"] == 2
@@ -95,7 +95,7 @@ def test_harmless_fields_are_passed_over(api: Api, sampler: Scripted) -> None:
     "field", [{"tools": [{}]}, {"best_of": 2}, {"presence_penalty": 1}, {"nonsense": 1}]
 )
 def test_what_is_not_there_is_refused_by_name(api: Api, field: dict[str, Any]) -> None:
-    answer = api.client().post("/v1/completions", json=wish(9, **field))
+    answer = api.client().post("/v1/completions", json=request(9, **field))
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == next(iter(field))
 
@@ -103,17 +103,17 @@ def test_what_is_not_there_is_refused_by_name(api: Api, field: dict[str, Any]) -
 @pytest.mark.parametrize("stream", [False, True])
 def test_failures_have_a_status_of_their_own_and_name_no_path(api: Api, stream: bool) -> None:
     client = api.client()
-    broken = client.post("/v1/completions", json=wish(1, stream=stream))
+    broken = client.post("/v1/completions", json=request(1, stream=stream))
     assert broken.status_code == 503
     assert "somebody" not in broken.text
-    refused = client.post("/v1/completions", json=wish(2, stream=stream))
+    refused = client.post("/v1/completions", json=request(2, stream=stream))
     assert (refused.status_code, refused.json()["error"]["message"]) == (
         400, "prompt must be nicer, got 2",
     )  # fmt: skip
 
 
 def test_stream_that_breaks_off_says_so(api: Api) -> None:
-    answer = api.client().post("/v1/completions", json=wish(3, stream=True))
+    answer = api.client().post("/v1/completions", json=request(3, stream=True))
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert json.loads(events[0])["choices"][0]["text"] == "A"
     assert json.loads(events[0])["system_fingerprint"].startswith("base-")
@@ -123,9 +123,9 @@ def test_stream_that_breaks_off_says_so(api: Api) -> None:
 
 def test_service_without_a_sampler_and_caller_without_the_scope(api: Api) -> None:
     reader = api.client("ann", ("read",))
-    assert reader.post("/v1/completions", json=wish(9)).status_code == 403
+    assert reader.post("/v1/completions", json=request(9)).status_code == 403
     api.service.sampler = None
-    answer = api.client().post("/v1/completions", json=wish(9))
+    answer = api.client().post("/v1/completions", json=request(9))
     assert answer.status_code == 404
     assert "--sampler own or vllm" in answer.json()["error"]["message"]
 
@@ -135,7 +135,7 @@ def test_client_that_hangs_up_takes_its_request_back(
     api: Api, sampler: Scripted, stream: bool
 ) -> None:
     async def ask(address: str) -> None:
-        body = wish(4, stream=stream)
+        body = request(4, stream=stream)
         async with httpx.AsyncClient(headers=bearer(api.token()), timeout=None) as client:
             task = asyncio.create_task(client.post(f"{address}/v1/completions", json=body))
             while not sampler.began.is_set():  # set on the server's loop

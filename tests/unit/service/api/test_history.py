@@ -68,7 +68,7 @@ def test_a_history_is_replayed_and_goes_on_behind_any_event(api: Api) -> None:
     assert "granted" in {row.get("event") for row in _rows(admin.text)}
 
 
-def test_a_neighbour_s_part_in_a_death_is_not_told(api: Api) -> None:
+def test_another_tenant_s_part_in_a_death_is_not_told(api: Api) -> None:
     job = _running(api)
     why = "rank 1: job 'secret-of-bob' could not read /data/bob.jsonl"
     api.store.jobs.change(job, JobState.QUEUED, release=why, why=why)

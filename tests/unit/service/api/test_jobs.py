@@ -177,7 +177,7 @@ def test_without_a_token_of_the_service_nothing_is_told(api: Api, headers: dict[
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_both_headers_let_in_and_a_neighbour_s_job_is_as_one_that_never_was(api: Api) -> None:
+def test_both_headers_let_in_and_another_tenant_s_job_is_as_one_that_never_was(api: Api) -> None:
     job = put_job(api.store)
     client = api.client(None)
     for headers in (bearer(api.token("ann")), {"X-API-Key": api.token("ann")}):

@@ -164,7 +164,7 @@ def test_a_gang_that_dies_starts_again_from_checkpoints(root: Path) -> None:
     assert "one, two" in said[0]
 
 
-def test_a_newcomer_that_takes_all_memory_trains_alone(root: Path) -> None:
+def test_a_new_job_that_takes_all_memory_trains_alone(root: Path) -> None:
     service = LiveService(root, policy="tlora_best")
     first = service.submit("first", steps=60)
     service.run(10)

@@ -153,7 +153,7 @@ async def ask(socket: Path, message: Any) -> dict[str, Any]:
     return answer
 
 
-def wish(*tokens: int, **params: Any) -> dict[str, Any]:
+def sample(*tokens: int, **params: Any) -> dict[str, Any]:
     prompt = Prompt(tokens=tokens, params=SamplingParams(**params))
     return {"op": "generate", "prompts": [prompt_to_json(prompt)], "seed": 1}
 
@@ -164,7 +164,7 @@ def test_wrong_requests_are_answered_with_sentences(tmp_path: Path) -> None:
             (b"{\n", "Expecting"),
             ({"op": "dance"}, "op must be generate, encode or decode, got 'dance'"),
             ([], "op must be"),
-            (wish(666), "tokens must be nicer"),
+            (sample(666), "tokens must be nicer"),
             ({"op": "generate", "prompts": [{"tokens": [1], "heat": 2}], "seed": 0}, "got heat"),
             ({"op": "generate", "prompts": [{"tokens": []}], "seed": 0}, "at least one token"),
             ({"op": "generate", "prompts": [3], "seed": 0}, "prompt must be an object"),
@@ -196,10 +196,10 @@ def test_texts_and_messages_become_tokens_and_back(tmp_path: Path) -> None:
 
 def test_closed_connection_takes_the_request_back(tmp_path: Path) -> None:
     async def talk(socket: Path, batcher: Endless) -> None:
-        assert (await ask(socket, wish(1)))["piece"]["tokens"] == [5]
+        assert (await ask(socket, sample(1)))["piece"]["tokens"] == [5]
         while batcher.requests:
             await asyncio.sleep(0.001)
-        assert "piece" in await ask(socket, wish(1))
+        assert "piece" in await ask(socket, sample(1))
 
     served(tmp_path, talk)
 
@@ -207,7 +207,7 @@ def test_closed_connection_takes_the_request_back(tmp_path: Path) -> None:
 def test_scores_alone_end_a_request(tmp_path: Path) -> None:
     async def talk(socket: Path, _: Endless) -> None:
         reader, writer = await connect(socket)
-        writer.write(to_line(wish(1, max_tokens=0)))
+        writer.write(to_line(sample(1, max_tokens=0)))
         lines = [json.loads(line) async for line in reader]
         assert [list(line) for line in lines] == [["piece"], ["done"]]
         writer.close()
@@ -222,7 +222,7 @@ def test_step_that_fails_ends_the_process(tmp_path: Path) -> None:
         serving = asyncio.create_task(process.run(tmp_path / "a.sock", ready.set))
         await ready.wait()
         _, writer = await connect(tmp_path / "a.sock")
-        writer.write(to_line(wish(13)))
+        writer.write(to_line(sample(13)))
         (result,) = await asyncio.gather(serving, return_exceptions=True)
         assert isinstance(result, RuntimeError)
         assert not (tmp_path / "a.sock").exists()

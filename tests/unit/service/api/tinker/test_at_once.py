@@ -254,14 +254,14 @@ def ended(client: Raw) -> tuple[str, str]:
 
 def test_requests_are_forgotten_and_checkpoints_stay(api: Api, ended: tuple[str, str]) -> None:
     client, (session_id, model_id) = Raw(api), ended
-    journal = api.home.job(api.store.jobs.page()[0].id)
+    folder = api.home.job(api.store.jobs.page()[0].id)
     age(api, session_id, KEEP_SESSIONS_S - 60)
     look(api)
     assert client.future(model_id, 1).json()["metrics"] == {"grad_norm": 0.5}
     age(api, session_id, KEEP_SESSIONS_S + 60)
     for _ in range(2):
         look(api)
-        assert files(journal / "requests") | files(journal / "answers") == {"covered.json"}
+        assert files(folder / "requests") | files(folder / "answers") == {"covered.json"}
         for seq_id in (1, 3):
             told = client.future(model_id, seq_id)
             assert (told.status_code, "not kept any more" in told.json()["error"]) == (410, True)
@@ -327,19 +327,19 @@ def test_a_removal_that_was_cut_off_is_finished(
 def test_requests_count_among_the_bytes_of_a_tenant(api: Api, client: Raw) -> None:
     model_id = client.model()
     (job,) = api.store.jobs.page()
-    journal = RequestLog(api.home.job(job.id))
+    log = RequestLog(api.home.job(job.id))
 
     def send(seq_id: int) -> Any:
         return client.forward_backward(model_id, seq_id, message(datum(*range(200))))
 
     assert send(1).status_code == 200
-    one = journal.held_bytes()
+    one = log.held_bytes()
     api.store.tenants.set_limits("ann", TenantLimits(upload_bytes=2 * one + 100))
     assert send(2).status_code == 200
     refused = send(3)
     assert refused.status_code == 402
     assert "the files and requests of a tenant must have at most" in refused.json()["error"]
-    assert journal.state(3) == "unknown"
+    assert log.state(3) == "unknown"
     assert send(2).status_code == 200, "a retry has its room already"
     step = client.step(model_id, 3)
     assert step.status_code == 200, "what was sent can always be taken"
@@ -350,9 +350,9 @@ def test_requests_count_among_the_bytes_of_a_tenant(api: Api, client: Raw) -> No
     assert sent.status_code in (413, 429), sent.text
     assert api.store.uploads.bytes_of("ann") == 0
     client.models.step()
-    journal.prune(3)
+    log.prune(3)
     for number in (1, 2, 3):
-        journal.drop_answer(number)
+        log.drop_answer(number)
     assert send(4).status_code == 200
     assert send(4).json()["request_id"] == f"{model_id}:4:forward_backward"
     client.models.step()

@@ -176,9 +176,9 @@ def test_an_answer_that_is_not_kept_is_gone(api: Api, client: Raw) -> None:
     sent = client.step(model_id, 1).json()
     client.models.step()
     (job,) = api.store.jobs.page()
-    journal = RequestLog(api.home.job(job.id))
-    journal.prune(1)
-    journal.drop_answer(1)
+    log = RequestLog(api.home.job(job.id))
+    log.prune(1)
+    log.drop_answer(1)
     assert client.post("retrieve_future", request_id=sent["request_id"]).status_code == 410
 
 
