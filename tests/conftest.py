@@ -16,6 +16,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.helpers.commands import Tlora
 from tests.helpers.session import ORACLE_CACHE, SEED
 from tests.helpers.standing_world import session_address
 
@@ -174,3 +175,9 @@ def repo() -> Path:
 def shared_data() -> Path:
     """Folder of real data outside the project; only for tests marked `shared`."""
     return _shared_data()
+
+
+@pytest.fixture
+def tlora(capsys: pytest.CaptureFixture[str]) -> Tlora:
+    """The command line in this process."""
+    return Tlora(capsys)

@@ -11,7 +11,7 @@ from tests.helpers.block_case import against_dense, blocks
 from tests.helpers.fp8_ranks import LAYOUT, Ranks
 from tests.helpers.linear_case import JOBS, SPEC, TOLERANCE, WORKLOADS, Case, error
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers.fold import FoldStrategy
+from tlora_megatron.layers.shardings import FoldStrategy
 from tlora_megatron.ops.lora.linear_ops import LinearOps
 from tlora_megatron.ops.quantised.rows import GROUP
 from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers.launch import HANG_S
+from tests.helpers.launch import wait_until
 from tlora_megatron.service.engines.protocol import GangEngine
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import Command, GangEvent, GangFolder, GangSpec
@@ -122,45 +122,44 @@ class EngineCase:
 
 
 def spec(
-    root: Path, *, epoch: int = 1, places: tuple[tuple[int, int], ...] = ((0, 0), (0, 1))
+    root: Path,
+    *,
+    gang: str = "g",
+    epoch: int = 1,
+    places: tuple[tuple[int, int], ...] = ((0, 0), (0, 1)),
+    **more: Any,
 ) -> GangSpec:
     """A gang that needs no base."""
-    return GangSpec(
-        gang="g", epoch=epoch, base_model={}, parallel={}, run={}, gpus=places, root=str(root)
-    )
+    words = {"base_model": {}, "parallel": {}, "run": {}, **more}
+    return GangSpec(gang=gang, epoch=epoch, gpus=places, root=str(root), **words)
 
 
 def command(seq: int, kind: str = "renew", **body: object) -> Command:
     return Command(gang="g", epoch=1, seq=seq, kind=kind, body=body)  # type: ignore[arg-type]
 
 
-def poll_until(engine: GangEngine, kind: str, *, epoch: int = 1, count: int = 1) -> list[GangEvent]:
+def poll_until(
+    engine: GangEngine, kind: str, *, gang: str = "g", epoch: int = 1, count: int = 1
+) -> list[GangEvent]:
     """The gang's events from the first one on, once there are `count` of a kind."""
     events: list[GangEvent] = []
 
     def is_there() -> bool:
-        key = ("g", epoch)
+        key = (gang, epoch)
         news = engine.poll({key: events[-1].number if events else 0})
         events.extend(event for event in news if (event.gang, event.epoch) == key)
         assert kind == "died" or all(event.kind != "died" for event in events), events
         return sum(event.kind == kind for event in events) >= count
 
-    wait_until(is_there)
+    wait_until(is_there, f"event {kind} of gang {gang}")
     assert [event.number for event in events] == list(range(1, len(events) + 1))
     return events
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def wait_for_pids(root: Path, size: int = 2) -> list[int]:
     """The processes of the gang's first epoch."""
     folder = GangFolder(root, "g", 1)
-    wait_until(lambda: all(folder.pid(rank).exists() for rank in range(size)))
+    wait_until(lambda: all(folder.pid(rank).exists() for rank in range(size)), "all ranks")
     return [int(folder.pid(rank).read_text().split()[0]) for rank in range(size)]
 
 

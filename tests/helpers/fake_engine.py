@@ -73,7 +73,6 @@ class FakeEngine:
     # The six calls
 
     def start(self, spec: GangSpec) -> None:
-        """Begins to start a gang."""
         self._catch_up()
         key = (spec.gang, spec.epoch)
         if key not in self.all_gangs:
@@ -81,7 +80,6 @@ class FakeEngine:
             self.all_gangs[key] = FakeGang(spec, self, factor=factor)
 
     def post(self, command: Command) -> None:
-        """Hands a command over."""
         self._catch_up()
         gang = self.all_gangs.get((command.gang, command.epoch))
         if gang is not None and gang.alive:
@@ -98,7 +96,6 @@ class FakeEngine:
         return found
 
     def kill(self, gang: str, epoch: int) -> bool:
-        """Ends a gang; nothing of it is left."""
         self._catch_up()
         found = self.all_gangs.get((gang, epoch))
         if found is not None and found.alive:
@@ -114,14 +111,12 @@ class FakeEngine:
         ]
 
     def nodes(self) -> Sequence[NodeInfo]:
-        """The machines."""
         self._catch_up()
         return tuple(self.machines)
 
     # Time
 
     def next_s(self) -> float:
-        """When something happens next."""
         return self._agenda[0][0] if self._agenda else float("inf")
 
     def _catch_up(self) -> None:
@@ -135,10 +130,9 @@ class FakeEngine:
                 what()
         self._now = max(self._now, until)
 
-    # What gangs need: `fake_gang.World`
+    # What gangs need
 
     def now(self) -> float:
-        """The time inside the engine."""
         return self._now
 
     def later(self, seconds: float, gang: FakeGang, what: Callable[[], None]) -> None:
@@ -147,7 +141,6 @@ class FakeEngine:
         heapq.heappush(self._agenda, (self._now + seconds, self._count, gang, what))
 
     def read(self, order: Mapping[str, Any]) -> FakeWork:
-        """Reads the work of a job from its order."""
         return self._work(order)
 
     def rates(self, kinds: Collection[int], num_gpus: int) -> Mapping[int, float] | None:

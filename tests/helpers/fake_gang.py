@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from tlora_megatron.files import read_json, write_atomic, write_json
 from tlora_megatron.service.home import make_folder, read_lease
 from tlora_megatron.service.messages import Command, EventKind, GangEvent, GangSpec
+
+if TYPE_CHECKING:
+    from tests.helpers.fake_engine import FakeEngine
 
 ADAPTER = "adapter/adapter.txt"
 _CHECKPOINT = "checkpoints/newest.json"
@@ -66,55 +68,18 @@ class FakeJob:
 
     @property
     def step_tokens(self) -> float:
-        """Tokens of a step."""
         return self.work.tokens / self.work.num_steps
 
     @property
     def left_s(self) -> float:
-        """Seconds to its last step."""
         left = (self.work.num_steps - self.step) * self.step_tokens - self.part
         return max(0.0, left) / self.tokens_per_s if self.tokens_per_s else float("inf")
-
-
-class World(Protocol):
-    """The part of its engine that a fake gang uses."""
-
-    @property
-    def times(self) -> FakeTimes:
-        """How long what takes."""
-
-    @property
-    def writes(self) -> bool:
-        """True if jobs' folders are written, under their leases."""
-
-    @property
-    def disk(self) -> dict[str, int]:
-        """Steps in the newest checkpoint of each job, if folders are not written."""
-
-    @property
-    def hungry(self) -> Collection[str]:
-        """Jobs that take all memory in their first round beside others."""
-
-    def now(self) -> float:
-        """The time inside the engine."""
-
-    def later(self, seconds: float, gang: FakeGang, what: Callable[[], None]) -> None:
-        """Does something after some time, if the gang still lives and does not hang."""
-
-    def read(self, order: Mapping[str, Any]) -> FakeWork:
-        """Reads the work of a job from its order."""
-
-    def rates(self, kinds: Collection[int], num_gpus: int) -> Mapping[int, float] | None:
-        """Tokens per second of each kind in a group; None if it does not fit the memory."""
-
-    def trains(self, job: str, gang: FakeGang | None) -> None:
-        """Notes which gang trains a job from now on."""
 
 
 class FakeGang:
     """A gang of fake processes."""
 
-    def __init__(self, spec: GangSpec, world: World, *, factor: float) -> None:
+    def __init__(self, spec: GangSpec, world: FakeEngine, *, factor: float) -> None:
         self.spec = spec
         self.factor = factor
         """Its speed over the predicted one."""
@@ -123,7 +88,7 @@ class FakeGang:
         self.jobs: dict[str, FakeJob] = {}
         self._world = world
         self._applied = 0
-        self._mail: dict[int, Command] = {}
+        self._commands: dict[int, Command] = {}
         self._since = world.now()
         self._version = 0
         self._ready = False
@@ -134,7 +99,6 @@ class FakeGang:
     # What it tells
 
     def tell(self, kind: EventKind, job: str | None = None, **body: Any) -> None:
-        """Adds an event."""
         number = len(self.events) + 1
         self.events.append(
             GangEvent(
@@ -153,20 +117,20 @@ class FakeGang:
         self.tell("started", seconds={"all": self._world.times.start_s})
         self._world.later(self._world.times.report_s, self, self._report)
         self._world.later(self._world.times.checkpoint_s, self, self._checkpoint)
-        if self._mail:
+        if self._commands:
             self._world.later(0.0, self, self._obey)
 
     # What it is told
 
     def post(self, command: Command) -> None:
         """Takes a command; one that was carried out is dropped."""
-        if command.seq > self._applied and command.seq not in self._mail:
-            self._mail[command.seq] = command
+        if command.seq > self._applied and command.seq not in self._commands:
+            self._commands[command.seq] = command
             if self._ready:
                 self._world.later(self._world.times.boundary_s, self, self._obey)
 
     def _obey(self) -> None:
-        while (command := self._mail.pop(self._applied + 1, None)) is not None:
+        while (command := self._commands.pop(self._applied + 1, None)) is not None:
             self._applied = command.seq
             self.pass_time()
             getattr(self, f"_do_{command.kind}")(command)
@@ -212,14 +176,9 @@ class FakeGang:
 
     def _do_leave(self, command: Command) -> None:
         job = str(command.job)
-        own = self.jobs.pop(job, None)
-        if own is None:
-            return
-        if command.body.get("save") and own.phase == "training":
-            self._save(job, own)
-        self._world.trains(job, None)
-        self.tell("left", job, step=own.step)
-        self._changed()
+        if job in self.jobs:
+            self._let_go(job, saves=bool(command.body.get("save")))
+            self._changed()
 
     def _do_save(self, command: Command) -> None:
         self._checkpoint_all()
@@ -228,19 +187,21 @@ class FakeGang:
         pass
 
     def _do_stop(self, command: Command) -> None:
-        for job, own in list(self.jobs.items()):
-            if command.body.get("save") and own.phase == "training":
-                self._save(job, own)
-            self._world.trains(job, None)
-            self.tell("left", job, step=own.step)
-        self.jobs.clear()
+        for job in list(self.jobs):
+            self._let_go(job, saves=bool(command.body.get("save")))
         self.tell("stopped")
         self.alive = False
+
+    def _let_go(self, job: str, *, saves: bool) -> None:
+        own = self.jobs.pop(job)
+        if saves and own.phase == "training":
+            self._save(job, own)
+        self._world.trains(job, None)
+        self.tell("left", job, step=own.step)
 
     # What it does
 
     def pass_time(self) -> None:
-        """Trains all jobs up to now."""
         now = self._world.now()
         begin = max(self._since, min(now, self._pause_until))
         for own in self._training().values():

@@ -67,8 +67,6 @@ class Tokenize(_Strict):
 
 
 class Detokenize(_Strict):
-    """Body of `/detokenize`."""
-
     model: str
     tokens: list[int]
 
@@ -212,7 +210,6 @@ def _choice(body: Completion, index: int, places: range, step: int) -> dict[str,
 
 
 def main() -> None:
-    """Serves as `vllm serve` does."""
     parser = argparse.ArgumentParser()
     parser.add_argument("base")
     parser.add_argument("--enable-lora", action="store_true", required=True)

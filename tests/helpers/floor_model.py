@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
@@ -49,14 +49,31 @@ class FloorModel:
         )
 
 
+class Wanted(NamedTuple):
+    """A job of a `World` to be."""
+
+    submit_s: float
+    isolated_s: float
+    fields: dict[str, Any]
+
+
+def job(submit_s: float, isolated_s: float, **fields: Any) -> Wanted:
+    """A job, with fields as `World.add` takes them."""
+    return Wanted(submit_s, isolated_s, fields)
+
+
 class World:
     """Jobs, speeds and a cluster for tests."""
 
-    def __init__(self, *, nodes: int = 1, gpus_per_node: int = 1, most_jobs: int = 8) -> None:
+    def __init__(
+        self, *jobs: Wanted, nodes: int = 1, gpus_per_node: int = 1, most_jobs: int = 8
+    ) -> None:
         self.shape = ClusterShape(num_nodes=nodes, gpus_per_node=gpus_per_node, nodes_per_rack=2)
         model = FloorModel(most_jobs=most_jobs)
         self.speeds = Speeds({"base": model, "other": model})
         self.jobs: list[Job] = []
+        for wanted in jobs:
+            self.add(wanted.submit_s, wanted.isolated_s, **wanted.fields)
 
     def add(
         self,
@@ -102,7 +119,6 @@ class World:
         rules: dict[str, Any] | None = None,
         **more: Any,
     ) -> Outcome:
-        """Simulates the jobs added so far."""
         made = make_policy(policy, self.speeds, Rules(cost=cost, **(rules or {})))
         return Simulator(
             jobs=self.jobs, shape=self.shape, policy=made, speeds=self.speeds, cost=cost, **more

@@ -60,16 +60,13 @@ class ForkedProcess:
                 os._exit(0)
 
     def kill(self) -> None:
-        """Ends it at once."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
     def poll(self) -> int | None:
-        """The exit code; None while it lives."""
         return self._look(os.WNOHANG)
 
     def wait(self) -> int:
-        """Waits for its end."""
         code = self._look(0)
         assert code is not None, "it has been waited for"
         return code

@@ -124,7 +124,6 @@ class GangDriver:
     def post(
         self, kind: str, job: str | None = None, body: Mapping[str, Any] | None = None
     ) -> None:
-        """Posts the next command."""
         self.posted += 1
         self.engine.post(
             Command(
@@ -176,7 +175,6 @@ class GangDriver:
                     self.engine.post(stop)
 
     def run_until(self, is_reached: Callable[[], bool]) -> None:
-        """Polls until something is true."""
         end_s = time.monotonic() + HANG_S
         while not is_reached():
             assert time.monotonic() < end_s, [asdict(event) for event in self.events[-5:]]
@@ -184,7 +182,6 @@ class GangDriver:
                 time.sleep(_LOOK_S)
 
     def run_to_end(self) -> None:
-        """Polls until all jobs have ended."""
         self.run_until(lambda: all(job.ended is not None for job in self.jobs.values()))
 
     def stop(self) -> None:
@@ -240,7 +237,6 @@ class GangDriver:
 
 
 def digest(path: Path) -> str:
-    """sha256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

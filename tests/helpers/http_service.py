@@ -18,17 +18,17 @@ from tests.helpers.launch import HANG_S
 from tlora_megatron.service.api.server import make_app, make_server
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.front import Place, listen
-from tlora_megatron.service.home import Home
+from tlora_megatron.service.home import Home, make_folder
 from tlora_megatron.service.settings import declare_bases
 from tlora_megatron.service.store import SCOPES, Store, open_store
 
 BASE = "quickstart"
-"""Name under which doors offer the quickstart's base."""
+"""Name under which the service offers the quickstart's base."""
 _BASE_FOLDER = Path(__file__).resolve().parents[2] / "configs/quickstart/base"
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Api:
     """A service's app, and callers with tokens."""
 
     service: Service
@@ -37,12 +37,10 @@ class Door:
 
     @property
     def home(self) -> Home:
-        """The service's folder."""
         return self.service.home
 
     @property
     def store(self) -> Store:
-        """The service's store."""
         return self.service.store
 
     def token(self, tenant: str = "ann", scopes: Sequence[str] = SCOPES[:2]) -> str:
@@ -73,18 +71,36 @@ class Door:
 
 
 def bearer(secret: str) -> dict[str, str]:
-    """The header that sends a token."""
     return {"Authorization": f"Bearer {secret}"}
 
 
+def put_file(api: Api, tenant: str = "ann") -> None:
+    """Lays `rows.jsonl` into a tenant's folder, as its operator may."""
+    folder = make_folder(api.home.tenant(tenant))
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+
+
+def job(name: str = "a", **fields: Any) -> dict[str, Any]:
+    """A job's document, whose data `put_file` lays there."""
+    data = {"train": "rows.jsonl"}
+    return {"base_model": BASE, "name": name, "data": data, "max_steps": 2, **fields}
+
+
+def posted(api: Api, **fields: Any) -> str:
+    """Submits a job of ann's over HTTP; returns its id."""
+    put_file(api)
+    answer = api.client().post("/v1/jobs", json=job(**fields))
+    return str(answer.json()["jobs"][0]["id"])
+
+
 @contextmanager
-def open_door(root: Path, **settings: Any) -> Iterator[Door]:
+def open_api(root: Path, **settings: Any) -> Iterator[Api]:
     """A service in a folder, offering the quickstart's base by the name `BASE`."""
     home = Home.open(root)
     declare_bases(home, [f"{BASE}={_BASE_FOLDER}"])
     with open_store(home.store) as store:
         service = Service.of(home, store, **settings)
-        yield Door(service, make_app(service))
+        yield Api(service, make_app(service))
 
 
 @contextmanager

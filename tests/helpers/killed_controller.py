@@ -14,19 +14,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from tests.helpers import forked_children
 from tests.helpers.launch import HANG_S, REPO
+from tests.helpers.stored_jobs import submit_all
 from tlora_megatron.service.control.controller import serve
 from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.prepare.submission import split_submissions
 from tlora_megatron.service.settings import Settings
-from tlora_megatron.service.store import JobState, NewJob, Store, open_store
+from tlora_megatron.service.store import JobState, Store, open_store
 
 QUICKSTART = REPO / "configs" / "quickstart"
 BASE = {"path": str(QUICKSTART / "base"), "dtype": "float32"}
@@ -57,7 +55,6 @@ class Controllers:
         self.pid = int.from_bytes(os.read(self._pids, 4), "big")
 
     def kill(self) -> None:
-        """Ends it as the kernel would."""
         os.kill(self.pid, signal.SIGKILL)
 
     def check(self) -> None:
@@ -117,19 +114,7 @@ def submit(store: Store, steps: int) -> None:
         }
         for i in range(3)
     ]
-    document: dict[str, Any] = {"base_model": BASE, "jobs": jobs}
-    store.jobs.submit(
-        [
-            NewJob(
-                name=one.name,
-                document=json.loads(one.to_json()),
-                base=one.base_key,
-                key=one.name,
-                schedule=asdict(one.job_spec().service),
-            )
-            for one in split_submissions(document, REPO).submissions
-        ]
-    )
+    submit_all(store, {"base_model": BASE, "jobs": jobs})
 
 
 def train(store: Store, controllers: Controllers, kills: int) -> int:
@@ -157,7 +142,6 @@ def _rules(store: Store, pid: int) -> bool:
 
 
 def main(root: Path, kills: int, steps: int) -> None:
-    """Runs a service until its jobs are over."""
     home = Home.open(root)
     controllers = Controllers(home.root)
     with open_store(home.store) as store:

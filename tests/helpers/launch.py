@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -72,6 +74,34 @@ def environment() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PET_LOG_DIR": os.devnull,  # torchrun would leave an empty folder behind
     }
+
+
+def imported(code: str, *packages: str, speaks: bool = False) -> set[str]:
+    """Which of some packages a fresh Python has imported behind some code.
+
+    Args:
+        speaks: the code may write to stderr.
+    """
+    code = f"{code}\nimport sys\nprint('IMPORTED', *{set(packages)} & {{*sys.modules}})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    assert speaks or not done.stderr
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+def wait_until(
+    holds: Callable[[], bool], what: str, said: Callable[[], object] = lambda: ""
+) -> None:
+    """Looks every 10 ms until something holds.
+
+    Raises:
+        AssertionError: naming `what`, with what is `said` of it then, if it never comes true.
+    """
+    end_s = time.monotonic() + HANG_S
+    while not holds():
+        assert time.monotonic() < end_s, f"{what}: not within {HANG_S} s\n{said()}"
+        time.sleep(0.01)
 
 
 def _target(worker: Path | str) -> list[str]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.fake_gang import FakeTimes, FakeWork
+from tests.helpers.fake_gang import FakeGang, FakeTimes, FakeWork
 from tests.helpers.floor_model import FloorModel
+from tests.helpers.stored_jobs import ValidatorHere
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
@@ -40,11 +41,9 @@ class FloorCost:
     """That join a gang which runs; None = any number."""
 
     def state_bytes(self, load: JobLoad) -> float:
-        """Bytes to move: none."""
         return 0.0
 
     def plan(self, loads: Sequence[JobLoad], num_gpus: int) -> Plan | None:
-        """Any plan will do."""
         return None
 
     def holds(self, loads: Sequence[JobLoad], plan: Plan | None) -> bool:
@@ -52,7 +51,6 @@ class FloorCost:
         return self.most_jobs is None or len(loads) <= self.most_jobs
 
     def memory(self, loads: Sequence[JobLoad], plan: Plan | None) -> MemoryShares | None:
-        """The same for every gang."""
         return self.shares
 
 
@@ -68,21 +66,17 @@ class Read:
 
     @property
     def num_steps(self) -> int:
-        """Steps of its document."""
         return int(self.document["max_steps"])
 
     @property
     def train_tokens(self) -> int:
-        """Tokens of all its steps."""
         return self.num_steps * int(self.document["batch_size"]) * TOKENS
 
     def load(self) -> JobLoad:
-        """The job as the planner sees it."""
         return load_of(self.document)
 
 
 def load_of(document: Mapping[str, Any]) -> JobLoad:
-    """The load of a job's document."""
     return JobLoad(
         name="job",
         rank=16,
@@ -91,27 +85,8 @@ def load_of(document: Mapping[str, Any]) -> JobLoad:
     )
 
 
-class InstantValidator:
-    """Accepts every job at once, except those whose document says `bad`."""
-
-    def __init__(self) -> None:
-        self._done: list[Any] = []
-
-    def submit(self, job_id: str, submission: Submission) -> None:
-        """Takes a job, read at once."""
-        self._done.append(Read(job=job_id, document=submission.document))
-
-    def forget(self, job_id: str) -> None:
-        """Drops a job that was not polled."""
-        self._done = [read for read in self._done if read.job != job_id]
-
-    def poll(self) -> list[Any]:
-        """Jobs that were read since the last call."""
-        done, self._done = self._done, []
-        return done
-
-    def close(self) -> None:
-        """Has nothing to end."""
+def _read(job_id: str, submission: Submission) -> Read:
+    return Read(job=job_id, document=submission.document)
 
 
 @contextmanager
@@ -165,7 +140,7 @@ class LiveService:
             store=self.store,
             engine=self.engine,
             pricing=Pricing(lambda section: self._cost),
-            validator=InstantValidator(),
+            validator=ValidatorHere(_read),
             settings=self.settings,
             clock=lambda: self.now_s,
             on_said=self.said.append,
@@ -193,11 +168,9 @@ class LiveService:
         return self.store.jobs.submit([new], tenant=tenant)[0].id
 
     def job(self, job: str) -> Job:
-        """The row of a job."""
         return self.store.jobs.get(job)
 
     def states(self) -> dict[str, str]:
-        """State of every job by name."""
         return {job.name: job.state.value for job in self.store.jobs.page(limit=1000)}
 
     def run(self, seconds: float = float("inf"), until: Callable[[], bool] | None = None) -> None:
@@ -216,8 +189,13 @@ class LiveService:
         self.now_s = end_s
 
     @property
+    def gang(self) -> FakeGang:
+        """The oldest gang that lives, or else the first."""
+        gangs = list(self.engine.all_gangs.values())
+        return next((gang for gang in gangs if gang.alive), gangs[0])
+
+    @property
     def is_over(self) -> bool:
-        """True if no job is unfinished."""
         return all(JobState(state).is_over for state in self.states().values())
 
     def restart(self) -> None:
@@ -227,10 +205,17 @@ class LiveService:
         self.controller = self._controller()
 
     def adapter(self, job: str) -> str:
-        """The adapter that a job has learnt."""
         return (self.home.job(job) / "adapter/adapter.txt").read_text()
 
     def sentences(self, what: str) -> list[str]:
         """The controller's sentences on one thing."""
         events = self.store.events.after(0, kinds=["said"])
         return [event.body["message"] for event in events if event.body["what"] == what]
+
+
+def one_job(root: Path, steps: int = 60, run_s: float = 10, **more: Any) -> tuple[LiveService, str]:
+    """A service in which the job `one` has trained for some seconds, and the job's id."""
+    service = LiveService(root, **more)
+    job = service.submit("one", steps=steps)
+    service.run(run_s)
+    return service, job

@@ -26,7 +26,6 @@ SEED = 1
 
 
 def words(text: str) -> list[str]:
-    """A command line's words."""
     return text.split()
 
 
@@ -66,7 +65,6 @@ def write_jobs(
 
 
 def convert(base: Path, out: Path) -> None:
-    """`tlora convert`."""
     command = [sys.executable, "-m", "tlora_megatron.cli", "convert", str(base), str(out)]
     subprocess.run(command, check=True, cwd=REPO, capture_output=True, timeout=HANG_S)
 

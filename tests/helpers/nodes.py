@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,7 +86,6 @@ class Agent:
     begin_s: float = field(default_factory=time.monotonic)
 
     def output(self) -> str:
-        """The output of the agent and its ranks so far."""
         return self.log.read_text(errors="replace")
 
     def wait(self) -> int:
@@ -168,15 +167,3 @@ def _kill_tree(process: psutil.Process) -> None:
             member.kill()
         except psutil.NoSuchProcess:
             continue
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Looks every 50 ms.
-
-    Raises:
-        AssertionError: naming `what` if it never comes true.
-    """
-    end_s = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < end_s, f"{what}: not within {HANG_S} s"
-        time.sleep(0.05)

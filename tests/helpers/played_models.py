@@ -56,7 +56,6 @@ class PlayedModels:
                 number += 1
 
     def ops(self) -> list[str]:
-        """Names of what was carried out."""
         return [request.op for _, request in self.done]
 
     def _answer(self, job: str, number: int, request: Request) -> Answer:

@@ -9,13 +9,12 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers.launch import HANG_S
+from tests.helpers.launch import wait_until
 from tlora_megatron.service.engines.protocol import inherited_environment
 from tlora_megatron.service.supervisor import Child, package_path
 
@@ -35,7 +34,6 @@ class RayCluster:
     folder: Path
 
     def process(self, name: str) -> int:
-        """The process that runs a program of this name."""
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 words = (path / "cmdline").read_bytes().split(b"\0")
@@ -45,7 +43,6 @@ class RayCluster:
         raise AssertionError(f"no {name}")
 
     def end(self) -> None:
-        """Ends all its processes."""
         with suppress(ProcessLookupError):
             os.killpg(self.leader.pid, signal.SIGKILL)
         self.leader.kill()
@@ -75,11 +72,13 @@ def start_ray(
         environment={**inherited_environment(), **environment, "PYTHONPATH": package_path()},
         log=log,
     )
-    end_s = time.monotonic() + HANG_S
-    while "Ray runtime started" not in log.read_text(errors="replace"):
-        assert leader.exit_code is None, log.read_text(errors="replace")
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
+
+    def has_started() -> bool:
+        said = log.read_text(errors="replace")
+        assert leader.exit_code is None, said
+        return "Ray runtime started" in said
+
+    wait_until(has_started, "Ray's start")
     address = (folder / "r" / "ray_current_cluster").read_text().strip()
     return RayCluster(address, environment, leader, folder)
 

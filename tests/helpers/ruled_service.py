@@ -5,50 +5,21 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 from tests.helpers.launch import HANG_S
+from tests.helpers.stored_jobs import ValidatorHere, submit_all
 from tlora_megatron.service.control.controller import Controller
 from tlora_megatron.service.control.pricing import Pricing
 from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.prepare.submission import (
-    Outcome,
-    PrepareRules,
-    Submission,
-    split_submissions,
-)
+from tlora_megatron.service.prepare.submission import PrepareRules
 from tlora_megatron.service.prepare.worker import validate
 from tlora_megatron.service.settings import Settings
-from tlora_megatron.service.store import Job, JobState, NewJob, open_store
+from tlora_megatron.service.store import Job, JobState, open_store
 
 _LOOK_S = 0.02
-
-
-class ValidatorHere:
-    """Reads the data of jobs in this process, which has everything imported."""
-
-    def __init__(self, rules: PrepareRules) -> None:
-        self._rules = rules
-        self._done: list[Outcome] = []
-
-    def submit(self, job_id: str, submission: Submission) -> None:
-        """Reads it at once."""
-        self._done.append(validate(job_id, submission, self._rules))
-
-    def forget(self, job_id: str) -> None:
-        """Drops a job that was not polled."""
-        self._done = [outcome for outcome in self._done if outcome.job != job_id]
-
-    def poll(self) -> list[Outcome]:
-        """Outcomes since the last call."""
-        done, self._done = self._done, []
-        return done
-
-    def close(self) -> None:
-        """Has nothing to end."""
 
 
 class RuledService:
@@ -74,7 +45,7 @@ class RuledService:
             store=self.store,
             engine=engine,
             pricing=pricing,
-            validator=ValidatorHere(rules),
+            validator=ValidatorHere(lambda job, submission: validate(job, submission, rules)),
             settings=settings,
             on_said=said,
         )
@@ -92,22 +63,9 @@ class RuledService:
     def submit(self, *documents: Mapping[str, Any]) -> None:
         """Submits jobs together; each may have a section `service`."""
         document = {"base_model": dict(self._base), "jobs": list(documents)}
-        found = split_submissions(document, Path.cwd()).submissions
-        self.store.jobs.submit(
-            [
-                NewJob(
-                    name=one.name,
-                    document=one.row(),
-                    base=one.base_key,
-                    key=one.name,
-                    schedule=asdict(one.job_spec().service),
-                )
-                for one in found
-            ]
-        )
+        submit_all(self.store, document, Path.cwd())
 
     def job(self, name: str) -> Job:
-        """The row of a job."""
         return self.store.jobs.find(name, tenant="local")
 
     def is_over(self, *names: str) -> bool:
@@ -124,7 +82,6 @@ class RuledService:
         return gang.gpus if gang and member is not None and member.phase == "training" else ()
 
     def steps(self, name: str) -> int:
-        """Steps that a job has reported."""
         live = self.controller.context.state.jobs.get(self.job(name).id)
         return self.job(name).step if live is None else live.step
 

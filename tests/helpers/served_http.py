@@ -1,4 +1,4 @@
-"""`tlora serve --http` in a process of its own, as a user starts it."""
+"""`tlora serve` in a process of its own, as a user starts it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import json
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from tests.helpers.launch import HANG_S, REPO, environment
+from tests.helpers.launch import REPO, environment, wait_until
 from tlora_megatron.service.home import Home, store_place
 from tlora_megatron.service.store import open_store
 from tlora_megatron.service.supervisor import ProcessHandle
@@ -22,17 +21,51 @@ from tlora_megatron.service.supervisor import ProcessHandle
 _PAGE = re.compile(r"page: (http://\S+?)/#token=(\S+)")
 
 
+def as_chats(rows: Iterable[str]) -> str:
+    """Lines of prompts and completions as lines of conversations."""
+    found = []
+    for row in map(json.loads, rows):
+        asked = {"role": "user", "content": row["prompt"].removesuffix("\n")}
+        answer = {"role": "assistant", "content": row["completion"]}
+        found.append(json.dumps({"messages": [asked, answer]}) + "\n")
+    return "".join(found)
+
+
 @dataclass(frozen=True, slots=True)
-class ServedHttp:
-    """A service that listens."""
+class Served:
+    """A service that runs."""
 
     home: Home
     process: subprocess.Popen[bytes]
     log: Path
+
+    def ranks(self) -> list[ProcessHandle]:
+        """All processes that any gang has had."""
+        paths = self.home.gangs.glob("*/rank_*.pid")
+        return [ProcessHandle.known_as(path.read_text()) for path in paths]
+
+    def kill_ranks(self) -> None:
+        """Ends all processes of gangs as the kernel would."""
+        for rank in self.ranks():
+            rank.kill()
+
+    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
+        """Waits for something; fails with the service's output."""
+
+        def is_there() -> bool:
+            assert self.process.poll() is None, f"it ended:\n{self.log.read_text()}"
+            return holds()
+
+        wait_until(is_there, what, self.log.read_text)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedHttp(Served):
+    """A service that listens."""
+
     address: str
 
     def token(self, tenant: str) -> str:
-        """A new token of a tenant."""
         with open_store(store_place(self.home)) as store:
             return store.tokens.make(tenant).secret
 
@@ -44,21 +77,37 @@ class ServedHttp:
                 return
         raise AssertionError("there must be a process of HTTP")
 
-    def ranks(self) -> list[ProcessHandle]:
-        """All processes that any gang has had."""
-        return [
-            ProcessHandle.known_as(path.read_text())
-            for path in self.home.gangs.glob("*/rank_*.pid")
-        ]
 
-    def kill_ranks(self) -> None:
-        """Ends all processes of gangs as the kernel would."""
-        for rank in self.ranks():
-            rank.kill()
+@contextmanager
+def serving(root: Path, log: Path, *words: str) -> Iterator[Served]:
+    """Serves a folder with one worker slot and a policy that lets all jobs train together."""
+    argv = ["serve", f"--service={root}", "--gpus=1", "--policy=mlora", *words]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tlora_megatron.cli", *argv],
+            env=environment(),
+            stdout=out,
+            stderr=out,
+        )
+    served = Served(Home(root), process, log)
+    try:
+        yield served
+    finally:
+        children = psutil.Process(process.pid).children() if process.poll() is None else []
+        for ended in (process, *children):
+            ended.kill()
+        process.wait()
+        served.kill_ranks()
 
-    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
-        """Waits for something; fails with the service's output."""
-        _wait(self.process, self.log, holds, what)
+
+@contextmanager
+def serving_http(root: Path, log: Path, *words: str) -> Iterator[ServedHttp]:
+    """Serves a folder on a free port, too."""
+    with serving(root, log, "--http=0", *words) as served:
+        served.wait_until(lambda: _PAGE.search(log.read_text()) is not None, "page")
+        found = _PAGE.search(log.read_text())
+        assert found is not None
+        yield ServedHttp(served.home, served.process, log, found[1])
 
 
 @contextmanager
@@ -70,40 +119,3 @@ def serving_quickstart(folder: Path) -> Iterator[ServedHttp]:
     words = (f"--base=base={base}", "--sampler=own")
     with serving_http(folder / "service", folder / "serve.log", *words) as found:
         yield found
-
-
-@contextmanager
-def serving_http(root: Path, log: Path, *words: str) -> Iterator[ServedHttp]:
-    """Serves a folder on a free port, with one worker slot, so that all jobs train together."""
-    argv = ["serve", f"--service={root}", "--gpus=1", "--policy=mlora", "--http=0", *words]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tlora_megatron.cli", *argv],
-            env=environment(),
-            stdout=out,
-            stderr=out,
-        )
-    served = None
-    try:
-        _wait(process, log, lambda: _PAGE.search(log.read_text()) is not None, "page")
-        found = _PAGE.search(log.read_text())
-        assert found is not None
-        served = ServedHttp(Home(root), process, log, found[1])
-        yield served
-    finally:
-        children = psutil.Process(process.pid).children() if process.poll() is None else []
-        for ended in (process, *children):
-            ended.kill()
-        process.wait()
-        if served is not None:
-            served.kill_ranks()
-
-
-def _wait(
-    process: subprocess.Popen[bytes], log: Path, holds: Callable[[], bool], what: str
-) -> None:
-    end_s = time.monotonic() + HANG_S
-    while not holds():
-        assert process.poll() is None, f"it ended:\n{log.read_text()}"
-        assert time.monotonic() < end_s, f"no {what}:\n{log.read_text()}"
-        time.sleep(0.05)

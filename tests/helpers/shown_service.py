@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.helpers.fake_gang import FakeTimes
-from tests.helpers.http_service import Door, listening
+from tests.helpers.http_service import Api, listening
 from tests.helpers.live_service import TOKENS, LiveService
 from tlora_megatron.service.api.server import make_app
 from tlora_megatron.service.api.service import Service
@@ -88,10 +88,9 @@ class ShownService:
         report = Progress(job=job, step=step, tokens=step * TOKENS, loss=loss_at(number, step))
         self.live.store.jobs.progress([report])
 
-    def door(self) -> Door:
-        """The service over HTTP."""
+    def api(self) -> Api:
         service = Service.of(self.live.home, self.live.store)
-        return Door(service, make_app(service))
+        return Api(service, make_app(service))
 
 
 def loss_at(number: int, step: int) -> float:
@@ -102,25 +101,23 @@ def loss_at(number: int, step: int) -> float:
 
 
 @contextmanager
-def shown_service(root: Path, *, num_jobs: int = len(_JOBS)) -> Iterator[tuple[ShownService, Door]]:
-    """Opens one in a folder."""
+def shown_service(root: Path, *, num_jobs: int = len(_JOBS)) -> Iterator[tuple[ShownService, Api]]:
     shown = ShownService(root, num_jobs=num_jobs)
     try:
-        yield shown, shown.door()
+        yield shown, shown.api()
     finally:
         shown.live.store.close()
 
 
 def main() -> None:
-    """Serves it until Ctrl-C."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        shown_service(Path(folder) / "s") as (shown, door),
-        listening(door.app) as address,
+        shown_service(Path(folder) / "s") as (shown, api),
+        listening(api.app) as address,
     ):
-        admin = door.token("ann", ("submit", "read", "admin"))
+        admin = api.token("ann", ("submit", "read", "admin"))
         print(f"{address}/#token={admin}", flush=True)
-        print(f"{address}/#token={door.token('ann')}", flush=True)
+        print(f"{address}/#token={api.token('ann')}", flush=True)
         while True:
             shown.go_on()
             time.sleep(1.0)

@@ -11,13 +11,12 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers.launch import HANG_S
+from tests.helpers.launch import HANG_S, wait_until
 
 _DAEMONS = ("munged", "slurmctld", "slurmd")
 _PROGRAMS = (*_DAEMONS, "munge", "sbatch", "srun", "salloc", "squeue", "scancel", "scontrol")
@@ -63,8 +62,6 @@ def why_no_slurm() -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slurm:
-    """A running SLURM."""
-
     folder: Path
     nodes: tuple[str, ...]
 
@@ -96,7 +93,6 @@ class Slurm:
         return str(self.fields(job)["JobState"])
 
     def fields(self, job: str) -> dict[str, str]:
-        """The fields that `scontrol show job` prints."""
         pairs = (word.partition("=") for word in self.call("scontrol", "show", "job", job).split())
         return {key: value for key, _, value in pairs}
 
@@ -106,11 +102,13 @@ class Slurm:
         Raises:
             AssertionError: if it ends in another, or hangs.
         """
-        end_s = time.monotonic() + HANG_S
-        while (state := self.state(job)) not in states:
-            assert state in ("PENDING", "RUNNING", "COMPLETING"), self.fields(job)
-            assert time.monotonic() < end_s, self.fields(job)
-            time.sleep(0.1)
+
+        def is_there() -> bool:
+            state = self.state(job)
+            assert state in ("PENDING", "RUNNING", "COMPLETING", *states), self.fields(job)
+            return state in states
+
+        wait_until(is_there, f"job {job} {states}", lambda: self.fields(job))
 
 
 @contextmanager
@@ -164,13 +162,13 @@ def _start(cluster: Slurm, stack: ExitStack) -> None:
     words = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
     words.append(f"--socket={folder}/munge.socket")
     _daemon(cluster, stack, "munged", "--foreground", "--num-threads=2", *words)
-    _until(lambda: (folder / "munge.socket").exists(), "munged")
+    wait_until(lambda: (folder / "munge.socket").exists(), "munged")
     _daemon(cluster, stack, "slurmctld", "-D", "-i")
     for name in cluster.nodes:
         _daemon(cluster, stack, "slurmd", "-D", "-N", name)
     idle = ["idle"] * len(cluster.nodes)
     states = ("sinfo", "--noheader", "--Node", "--format=%t")
-    _until(lambda: _ask(cluster, *states) == idle, f"idle nodes, see {folder}")
+    wait_until(lambda: _ask(cluster, *states) == idle, f"idle nodes, see {folder}")
 
 
 def _daemon(cluster: Slurm, stack: ExitStack, *words: str) -> None:
@@ -200,23 +198,11 @@ def _cancel_all(cluster: Slurm) -> None:
     for words in (["--full", "--signal=KILL"], []):
         _ask(cluster, "scancel", *words, f"--user={os.getuid()}")
     with suppress(AssertionError):
-        _until(lambda: not _ask(cluster, "squeue", "--noheader"), "empty queue")
+        wait_until(lambda: not _ask(cluster, "squeue", "--noheader"), "empty queue")
 
 
 def _ask(cluster: Slurm, *words: str) -> list[str]:
     done = subprocess.run(
-        words,
-        env=cluster.environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
+        words, env=cluster.environment, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     return done.stdout.split()
-
-
-def _until(condition: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s, f"SLURM: no {what} within a minute"
-        time.sleep(0.05)

@@ -1,10 +1,9 @@
-"""Writers and a controller of a store that are SIGKILLed at random, and who watches them.
+"""Writers of a store that are SIGKILLed at random, and what holds in every store.
 
-    python -m tests.helpers.store_chaos writers PLACE FOLDER KILLS SEED
-    python -m tests.helpers.store_chaos controllers PLACE FOLDER KILLS SEED
+    python -m tests.helpers.store_chaos PLACE KILLS SEED
 
-All are forked from one process that has the imports done; the watcher plays the gangs. The last
-line says in JSON what was counted.
+The writers are forked from one process that has the imports done. The last line says in JSON what
+was counted.
 """
 
 from __future__ import annotations
@@ -19,15 +18,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from tests.helpers.launch import HANG_S
-from tests.helpers.played_service import Controller, PlayedGang, play
-from tlora_megatron.service.store import JobState, NewJob, Store, open_store
+from tlora_megatron.service.store import NewJob, Store, open_store
 
 
 def new_job(key: str) -> NewJob:
-    """A job that is its key."""
     return NewJob(name=key, document={"key": key}, base="tiny", key=key)
 
 
@@ -75,7 +70,6 @@ class Child:
         return bool(ended)
 
     def end(self) -> list[str]:
-        """Kills the process; returns all that it acknowledged in whole lines."""
         if not self.is_over():
             os.kill(self.process, signal.SIGKILL)
             os.waitpid(self.process, 0)
@@ -127,50 +121,6 @@ def _all_events(store: Store) -> list:
     return store.events.after(0, limit=10**6)
 
 
-def controllers(place: str, folder: Path, kills: int, rng: random.Random) -> dict[str, int]:
-    """A controller is killed and followed by the next while jobs come; then all are finished."""
-    open_store(place).close()
-    acknowledged: list[str] = []
-    played: dict[str, PlayedGang] = {}
-    trains: Counter[str] = Counter()
-    for number in range(kills):
-        controller = Child.fork(lambda _: Controller(place, folder).run(lambda: False))
-        writer = Child.fork(lambda tell, number=number: _submit_some(place, f"c{number}", tell))
-        left_s = rng.uniform(0.0, 0.6)
-        while left_s > 0:
-            began = time.monotonic()
-            play(folder, played, trains, rng)
-            writer.listen(0.005)
-            # Starting is slow where the machine is busy: the time counts from the first submit.
-            left_s -= (time.monotonic() - began) * bool(writer.heard)
-        acknowledged += writer.end()
-        controller.end()
-        with open_store(place) as store:
-            check(store)
-    last = Child.fork(lambda _: Controller(place, folder).run(lambda: True))
-    deadline = time.monotonic() + HANG_S
-    while not last.is_over():
-        play(folder, played, trains, rng)
-        assert time.monotonic() < deadline, "jobs were left over"
-        time.sleep(0.002)
-    with open_store(place) as store:
-        states = check(store)
-        assert set(states.values()) == {JobState.FINISHED.value}
-        keys = [document["key"] for document in _all_documents(store).values()]
-        assert len(keys) == len(set(keys)) == len(states)
-        assert not set(acknowledged) - set(keys), "an acknowledged submit is lost"
-        moves = sum(event.kind == "granted" for event in _all_events(store))
-    assert not +trains
-    return {"kills": kills, "jobs": len(keys), "gangs": len(played), "leases": moves}
-
-
-def _submit_some(place: str, name: str, tell: Callable[[str], None]) -> None:
-    with open_store(place) as store:
-        for number in range(4):
-            store.jobs.submit([new_job(f"{name}-{number}")])
-            tell(f"{name}-{number}")
-
-
 def check(store: Store) -> dict[str, str]:
     """Checks what holds at every moment; returns the states of all jobs."""
     states: dict[str, str] = {}
@@ -197,15 +147,6 @@ def check(store: Store) -> dict[str, str]:
     return states
 
 
-def main(argv: list[str]) -> None:
-    """Runs one kind of chaos."""
-    kind, place, folder, kills, seed = argv
-    rng = random.Random(int(seed))
-    if kind == "writers":
-        print(json.dumps(writers(place, int(kills), rng)))
-    else:
-        print(json.dumps(controllers(place, Path(folder), int(kills), rng)))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    place, kills, seed = sys.argv[1:]
+    print(json.dumps(writers(place, int(kills), random.Random(int(seed)))))

@@ -3,26 +3,65 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tlora_megatron.cli.main import main
-from tlora_megatron.service.home import Home
+from tests.helpers.launch import REPO
+from tlora_megatron.service.home import Home, make_folder
 from tlora_megatron.service.messages import GangSpec
-from tlora_megatron.service.store import GangState, Job, JobState, Store
+from tlora_megatron.service.prepare.submission import Submission, split_submissions
+from tlora_megatron.service.store import GangState, Job, JobState, NewJob, Store
 
 
-def printed(capsys: pytest.CaptureFixture[str]) -> Any:
-    """The JSON that a command has printed."""
-    return json.loads(capsys.readouterr().out)
+def put_job(store: Store, name: str = "a", tenant: str = "ann", **fields: Any) -> str:
+    """Submits a job of a tenant; returns its id."""
+    row = {"name": name, "document": {"name": name}, "base": "b", "key": name, **fields}
+    return store.jobs.submit([NewJob(**row)], tenant=tenant)[0].id
 
 
-def submit(run_file: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[Any]:
-    """Submits a file by the command line; returns its jobs."""
-    assert main(["submit", str(run_file), "--json", *options]) == 0
-    return list(printed(capsys))
+def submit_all(store: Store, document: Mapping[str, Any], folder: Path = REPO) -> None:
+    """Submits the jobs of a run's document together; each may have a section `service`."""
+    found = split_submissions(document, folder).submissions
+    store.jobs.submit(
+        [
+            NewJob(
+                name=one.name,
+                document=one.row(),
+                base=one.base_key,
+                key=one.name,
+                schedule=asdict(one.job_spec().service),
+            )
+            for one in found
+        ]
+    )
+
+
+class ValidatorHere:
+    """Reads the data of jobs in this process, as soon as they come."""
+
+    def __init__(self, read: Callable[[str, Submission], Any]) -> None:
+        self._read = read
+        self._done: list[Any] = []
+
+    def submit(self, job_id: str, submission: Submission) -> None:
+        self._done.append(self._read(job_id, submission))
+
+    def forget(self, job_id: str) -> None:
+        self._done = [outcome for outcome in self._done if outcome.job != job_id]
+
+    def poll(self) -> list[Any]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None: ...
+
+
+def write_steps(home: Home, job: str, *rows: Mapping[str, Any], torn: str = "") -> None:
+    """Writes a job's metrics; `torn` is a line that is being written."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (make_folder(home.job(job)) / "metrics.jsonl").write_text(text + torn)
 
 
 def serve_gang(store: Store, home: Home) -> None:
@@ -50,5 +89,4 @@ def start(store: Store, job: str) -> Job:
 
 
 def finish(store: Store, job: str) -> None:
-    """Ends a job that was started."""
     store.jobs.change(job, JobState.FINISHED, release="it has ended", step=5)

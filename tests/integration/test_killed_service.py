@@ -16,6 +16,7 @@ import pytest
 
 from tests.helpers.gang_driver import digest
 from tests.helpers.standing_world import forked
+from tests.helpers.store_chaos import check
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.store import open_store
 from tlora_megatron.service.supervisor import ProcessHandle
@@ -68,6 +69,7 @@ def test_controllers_are_killed_while_gangs_train(homes: list[Home]) -> None:
     undisturbed = _trained(quiet, 0)
     assert _trained(disturbed, KILLS) == undisturbed
     with open_store(disturbed.store) as store:
+        check(store)
         for row in store.jobs.page():
             spans = _spans(disturbed, row.id)
             assert spans

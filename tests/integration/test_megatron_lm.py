@@ -272,10 +272,7 @@ def test_the_trainer_s_tensorboard_holds_the_jobs_losses(launch: Launch) -> None
 
 
 KILL = {"TLORA_KILL_AT": "13"}
-RESUMED = {
-    "one process": "",
-    "TP2+SP": "--tensor-model-parallel-size 2 --sequence-parallel",
-}
+RESUMED = {"one process": "", "TP2+SP": "--tensor-model-parallel-size 2 --sequence-parallel"}
 
 
 @pytest.mark.parametrize("layout", RESUMED)
@@ -618,7 +615,6 @@ CALLS = {
     f"{DATA}, {REST})",
 }
 """How scripts of a version, and of those behind it, call the trainer."""
-
 
 CONVOLVED = """
 from megatron.core.models.gpt import gpt_layer_specs

@@ -16,16 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.launch import torchrun
-from tests.helpers.megatron_lm import (
-    COMMON,
-    RUNNER,
-    checkout,
-    convert,
-    model_flags,
-    write_jobs,
-)
-from tests.helpers.nodes import Agent, Network, agents, two_nodes, wait_until
+from tests.helpers.launch import torchrun, wait_until
+from tests.helpers.megatron_lm import COMMON, RUNNER, checkout, convert, model_flags, write_jobs
+from tests.helpers.nodes import Agent, Network, agents, two_nodes
 from tests.helpers.scenario import JOBS, make_scenario
 from tests.helpers.standing_world import world
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
@@ -38,10 +31,7 @@ CHECKPOINT_EVERY = 20
 go on at different steps, in other micro-batches, which rounds sums another way. A busy machine may
 look late, so there are many steps between two saves."""
 
-LAYOUTS = {
-    "TP inside, DP across": (2, 2, 1),
-    "TP inside, PP across": (2, 2, 2),
-}
+LAYOUTS = {"TP inside, DP across": (2, 2, 1), "TP inside, PP across": (2, 2, 2)}
 """Ranks a node, TP size and PP size: what tests/distributed has on one node of four processes."""
 DRIVERS = ["train", pytest.param("launch", marks=[pytest.mark.megatron_lm, pytest.mark.slow])]
 """`tlora train`; Megatron-LM's pretrain_gpt.py with the flag."""

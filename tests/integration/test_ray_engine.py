@@ -23,8 +23,8 @@ from tests.helpers.engine_case import (
     poll_until,
     spec,
     wait_for_pids,
-    wait_until,
 )
+from tests.helpers.launch import wait_until
 from tests.helpers.ray_cluster import RayCluster, ray_cluster, start_ray
 from tests.helpers.real_gang import digests, drive
 from tlora_megatron.service.engines.protocol import GangEngine, say_died
@@ -39,11 +39,7 @@ pytestmark = pytest.mark.skipif(
 RUNS_ALL = bool(os.environ.get("TLORA_ALL_TESTS"))
 ALL = pytest.mark.skipif(not RUNS_ALL, reason="takes long; TLORA_ALL_TESTS=1 runs it")
 
-
-ALWAYS = (
-    "test_commands_are_carried_out_once",
-    "test_new_engine_takes_up_what_lives",
-)
+ALWAYS = ("test_commands_are_carried_out_once", "test_new_engine_takes_up_what_lives")
 """Tests of the class that always run; each start of a gang costs Ray two processes and seconds."""
 
 
@@ -55,10 +51,7 @@ def cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture
 def open_engine(
-    cluster: RayCluster,
-    root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    cluster: RayCluster, root: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[OpenEngine]:
     if not RUNS_ALL and request.node.name not in ALWAYS:
         pytest.skip("takes long; TLORA_ALL_TESTS=1 runs it")
@@ -94,11 +87,11 @@ class TestRay(EngineCase):
         """Actors of no gang that it knows are swept meanwhile, and leave their places."""
         lost = GangFolder(root, "lost", 1)
         engine.start(replace(spec(root, places=((0, 2),)), gang="lost"))
-        wait_until(lambda: bool(engine.poll({})) and lost.pid(0).exists())
+        wait_until(lambda: bool(engine.poll({})) and lost.pid(0).exists(), "a rank")
         say_died(lost, {"rank": 0, "reason": "so a new engine thinks"})
         rank = int(lost.pid(0).read_text().split()[0])
         super().test_new_engine_takes_up_what_lives(engine, open_engine, root)
-        wait_until(lambda: is_gone(rank))
+        wait_until(lambda: is_gone(rank), "its end")
         engine.start(spec(root, epoch=2, places=tuple((0, slot) for slot in range(3))))
         poll_until(engine, "started", epoch=2)
 
@@ -163,7 +156,7 @@ def test_cluster_whose_head_is_gone_and_that_comes_again(
         port = int(cluster.address.rpartition(":")[2])
         again = start_ray(cluster.folder, cpus=4, port=port)
         try:
-            wait_until(lambda: engine.nodes()[0].healthy)
+            wait_until(lambda: engine.nodes()[0].healthy, "a healthy node")
             engine.start(spec(root, epoch=2))
             poll_until(engine, "started", epoch=2)
             assert engine.kill("g", 2)

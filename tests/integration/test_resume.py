@@ -18,13 +18,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.commands import Tlora
 from tests.helpers.interrupted_worker import Recorder, starts, train_until, wait_for_saves
 from tests.helpers.scenario import JOBS, exported, losses, make_scenario, write_rows
 from tests.helpers.scenario_worlds import run_cases
 from tests.helpers.standing_world import forked, world
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
-from tlora_megatron.cli.main import main
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training import metrics
@@ -188,10 +188,7 @@ class TestKilled:
         root = config.parent / "killed"
         root.mkdir()
         cases = []
-        for name, tokens, lives in (
-            ("split", SPLIT, cls.LIVES),
-            ("roomy", ROOMY, cls.LIVES_ROOMY),
-        ):
+        for name, tokens, lives in (("split", SPLIT, cls.LIVES), ("roomy", ROOMY, cls.LIVES_ROOMY)):
             case = {"config": str(config), "output_dir": str(root / name), "set": [tokens]}
             cases += [{**case, "kill": kill} for kill in (*lives, None)]
         (root / "cases.json").write_text(json.dumps(cases))
@@ -447,32 +444,25 @@ class TestRefusals:
 
     @pytest.mark.parametrize(("override", "sentence"), CASES, ids=[case[0] for case in CASES])
     def test_by_name(
-        self,
-        override: str,
-        sentence: str,
-        config: Path,
-        half: Path,
-        capsys: pytest.CaptureFixture[str],
+        self, override: str, sentence: str, config: Path, half: Path, tlora: Tlora
     ) -> None:
         before = _content(half)
-        code = main(["train", str(config), f"--output-dir={half}", f"--set={override}"])
-        assert code == 2
-        assert f"error: {sentence}" in capsys.readouterr().err
+        command = ("train", config, f"--output-dir={half}", f"--set={override}")
+        assert f"error: {sentence}" in tlora(*command, code=2)
         assert _content(half) == before
 
     @pytest.mark.parametrize("file", ["adapter.safetensors", "optimizer.safetensors"])
     def test_values_that_are_not_finite(
-        self, file: str, config: Path, copy_of_half: Path, capsys: pytest.CaptureFixture[str]
+        self, file: str, config: Path, copy_of_half: Path, tlora: Tlora
     ) -> None:
-        """They would make the job's neighbours NaN; nothing says what they should have been."""
+        """They would make its group's jobs NaN; nothing says what they should have been."""
         newest = checkpoints(copy_of_half, "everything") / "step_00000006" / file
         tensors = load_file(newest)
         name = sorted(tensors)[-1]
         tensors[name][0, 0] = torch.inf
         save_file(tensors, newest)
-        assert main(["train", str(config), f"--output-dir={copy_of_half}"]) == 2
         sentence = f"error: job 'everything': {name} must be finite in its checkpoint"
-        assert sentence in capsys.readouterr().err
+        assert sentence in tlora("train", config, f"--output-dir={copy_of_half}", code=2)
 
     @pytest.mark.parametrize(
         ("overrides", "sentence"),
@@ -499,11 +489,11 @@ class TestRefusals:
         config: Path,
         half: Path,
         tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
+        tlora: Tlora,
     ) -> None:
+        command = ("train", config, f"--output-dir={tmp_path / 'new'}")
         arguments = [f"--set={override}" for override in overrides]
-        assert main(["train", str(config), f"--output-dir={tmp_path / 'new'}", *arguments]) == 2
-        assert f"error: {sentence}" in capsys.readouterr().err
+        assert f"error: {sentence}" in tlora(*command, *arguments, code=2)
 
     def test_processes_that_read_other_checkpoints(
         self, config: Path, copy_of_half: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import openai
 import pytest
 
-from tests.helpers.http_service import BASE, Door, listening
+from tests.helpers.http_service import BASE, Api, listening
 from tests.helpers.interrupted_worker import train_until
+from tests.helpers.sampling_api import add_job, open_sampling_api
 from tests.helpers.sampling_case import write_adapters
-from tests.helpers.sampling_door import add_job, open_sampling_door
 
 QUESTION = 'What is "planet" from back to front?'
 
@@ -23,7 +23,7 @@ QUESTION = 'What is "planet" from back to front?'
 class Served(NamedTuple):
     """A service with two tenants."""
 
-    door: Door
+    api: Api
     address: str
     mirror: str
     """Id of ann's job."""
@@ -35,7 +35,7 @@ class Served(NamedTuple):
 
     def client(self, tenant: str = "ann") -> openai.OpenAI:
         return openai.OpenAI(
-            base_url=f"{self.address}/v1", api_key=self.door.token(tenant), max_retries=0
+            base_url=f"{self.address}/v1", api_key=self.api.token(tenant), max_retries=0
         )
 
 
@@ -47,14 +47,14 @@ def served(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     job = summary["jobs"]["mirror"]
     rows = (repo / "configs/quickstart/data/mirror_eval.jsonl").read_text().splitlines()
     random = write_adapters(repo / "configs/quickstart/base", root / "random")
-    with open_sampling_door(root / "service") as door, listening(door.app) as address:
-        mirror = add_job(door, "ann", "mirror", out / "jobs/mirror/adapter")
-        running = add_job(door, "ann", "running", None)
-        checkpoints = door.home.job(running) / "checkpoints"
+    with open_sampling_api(root / "service") as api, listening(api.app) as address:
+        mirror = add_job(api, "ann", "mirror", out / "jobs/mirror/adapter")
+        running = add_job(api, "ann", "running", None)
+        checkpoints = api.home.job(running) / "checkpoints"
         shutil.copytree(out / "jobs/mirror/checkpoints", checkpoints)
-        add_job(door, "bob", "secret", Path(random["everything"]))
+        add_job(api, "bob", "secret", Path(random["everything"]))
         exact_match = job["exact_match_after"]
-        yield Served(door, address, mirror, running, exact_match, [json.loads(row) for row in rows])
+        yield Served(api, address, mirror, running, exact_match, [json.loads(row) for row in rows])
 
 
 def _mirror_alone(repo: Path, root: Path) -> Path:
@@ -188,7 +188,6 @@ def test_stop_texts_end_a_stream(served: Served) -> None:
         ({"model": "running"}, 400, "of a job that has finished, got 'running'"),
         ({"model": "ft:q:ann::{id}:ckpt-step-3"}, 404, "that is there .*, got 'step 3 of mirror'"),
         ({"temperature": 3}, 400, "temperature is refused"),
-        ({"presence_penalty": 0.5}, 400, "presence_penalty must be left out"),
         ({"prompt": [[1, 9999]]}, 400, "tokens must be between 0 and 263, got 9999"),
         ({"prompt": "a" * 300}, 400, "shorter than the base's 256 positions, got 301"),
         ({"prompt": []}, 400, "prompt"),
@@ -206,7 +205,7 @@ def test_wrong_requests_are_answered_in_openai_s_format(
         served.client().completions.create(**wish)  # type: ignore[call-overload]
     assert caught.value.status_code == status
     assert re.search(message, caught.value.message)
-    assert str(served.door.home.root) not in caught.value.message
+    assert str(served.api.home.root) not in caught.value.message
 
 
 def test_messages_that_the_template_refuses(served: Served) -> None:

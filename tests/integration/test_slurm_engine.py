@@ -17,8 +17,8 @@ from tests.helpers.engine_case import (
     poll_until,
     spec,
     wait_for_pids,
-    wait_until,
 )
+from tests.helpers.launch import wait_until
 from tests.helpers.real_gang import digests, drive
 from tests.helpers.slurm import Slurm, slurm, why_no_slurm
 from tlora_megatron.service.engines.slurm_engine import SlurmEngine, complaints
@@ -71,7 +71,8 @@ class TestSlurm(EngineCase):
         poll_until(engine, "started")
         wait_for_pids(root, 3)
         folder = GangFolder(root, "g", 1)
-        wait_until(lambda: all("sits at" in folder.log(rank).read_text() for rank in range(3)))
+        logs = [folder.log(rank) for rank in range(3)]
+        wait_until(lambda: all("sits at" in log.read_text() for log in logs), "words of the ranks")
         for rank, gpu in enumerate("320"):
             assert f"rank {rank} sits at '{gpu}'" in folder.log(rank).read_text()
             assert folder.log(rank).stat().st_mode & 0o077 == 0
@@ -87,7 +88,7 @@ class TestSlurm(EngineCase):
         srun = int((GangFolder(root, "g", 1).path / "srun.pid").read_text().split()[0])
         os.kill(srun, signal.SIGKILL)
         assert "died" in [event.kind for event in poll_until(engine, "died")]
-        wait_until(lambda: all(is_gone(pid) for pid in ranks))
+        wait_until(lambda: all(is_gone(pid) for pid in ranks), "the ranks' end")
         assert not any(info.alive for info in engine.gangs())
 
     def test_gang_that_ended_while_nobody_looked(self, open_engine: OpenEngine, root: Path) -> None:

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.gang_driver import quickstart_base, quickstart_jobs
-from tests.helpers.launch import HANG_S, REPO, environment
-from tests.helpers.nodes import wait_until
+from tests.helpers.launch import HANG_S, REPO, environment, wait_until
 from tests.helpers.slurm import Slurm, slurm, why_no_slurm
 from tlora_megatron.cli.main import main
 from tlora_megatron.training.metrics import read_metrics

@@ -17,7 +17,7 @@ import tinker
 from tinker import types
 
 from tests.helpers.launch import HANG_S, REPO
-from tests.helpers.served_http import ServedHttp, serving_quickstart
+from tests.helpers.served_http import ServedHttp, as_chats, serving_quickstart
 from tests.helpers.tinker import client_loop
 from tests.helpers.tinker.clients import closing_clients
 from tlora_megatron.service.sampling.vllm_probe import read_scores
@@ -54,7 +54,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHttp]:
 @pytest.fixture(scope="module")
 def undisturbed(served: ServedHttp, rows: Path) -> dict[int, list[float]]:
     """Losses of two tenants who train at once, with a job of the `openai` client beside them."""
-    job = _openai_job(served, rows)
+    client = openai.OpenAI(
+        base_url=f"{served.address}/v1", api_key=served.token("carol"), max_retries=0
+    )
+    text = as_chats(rows.read_text().splitlines()).encode()
+    file = client.files.create(file=("rows.jsonl", text), purpose="fine-tune")
+    numbers: Any = {"n_epochs": 1, "batch_size": 8}
+    jobs = client.fine_tuning.jobs
+    job = jobs.create(
+        training_file=file.id,
+        model=client_loop.BASE,
+        method={"type": "supervised", "supervised": {"hyperparameters": numbers}},
+    ).id
     data = client_loop.data(str(rows))
 
     def tenant(rank: int) -> list[float]:
@@ -63,54 +74,12 @@ def undisturbed(served: ServedHttp, rows: Path) -> dict[int, list[float]]:
 
     with ThreadPoolExecutor() as pool:
         losses = dict(zip(RANKS, pool.map(tenant, RANKS), strict=True))
-    assert job.retrieve().status in ("running", "succeeded", "queued")
-    job.wait()
+    assert jobs.retrieve(job).status in ("running", "succeeded", "queued")
+    served.wait_until(lambda: jobs.retrieve(job).status == "succeeded", "openai's job")
     return losses
 
 
-class _OpenAIJob:
-    """A job of the `openai` client."""
-
-    def __init__(self, served: ServedHttp, rows: Path) -> None:
-        self._served = served
-        self._client = openai.OpenAI(
-            base_url=f"{served.address}/v1", api_key=served.token("carol"), max_retries=0
-        )
-        chats = [json.loads(line) for line in rows.read_text().splitlines()]
-        text = "".join(
-            json.dumps(
-                {
-                    "messages": [
-                        {"role": "user", "content": row["prompt"].rstrip("\n")},
-                        {"role": "assistant", "content": row["completion"]},
-                    ]
-                }
-            )
-            + "\n"
-            for row in chats
-        )
-        file = self._client.files.create(file=("rows.jsonl", text.encode()), purpose="fine-tune")
-        hyperparameters: Any = {"n_epochs": 1, "batch_size": 8}
-        self.id = self._client.fine_tuning.jobs.create(
-            training_file=file.id,
-            model=client_loop.BASE,
-            method={"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
-        ).id
-
-    def retrieve(self) -> Any:
-        return self._client.fine_tuning.jobs.retrieve(self.id)
-
-    def wait(self) -> None:
-        self._served.wait_until(lambda: self.retrieve().status == "succeeded", "openai's job")
-
-
-def _openai_job(served: ServedHttp, rows: Path) -> _OpenAIJob:
-    return _OpenAIJob(served, rows)
-
-
-def test_two_tenants_and_a_job_of_openai_train_at_once(
-    undisturbed: dict[int, list[float]],
-) -> None:
+def test_two_tenants_and_a_job_of_openai_train_at_once(undisturbed: dict[int, list[float]]) -> None:
     for losses in undisturbed.values():
         assert losses[-1] < losses[0] / 2
     assert undisturbed[4] != undisturbed[16]

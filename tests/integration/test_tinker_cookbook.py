@@ -89,12 +89,7 @@ def trained_here(served: ServedHttp, rows: Path, folder: Path) -> list[float]:
                 "max_seq_len": 256,
                 "max_steps": STEPS,
                 "seed": json.loads(job.read_text())["job"]["seed"],
-                "optimizer": {
-                    "lr": 1e-3,
-                    "betas": [0.9, 0.95],
-                    "eps": 1e-30,
-                    "max_grad_norm": 0,
-                },
+                "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-30, "max_grad_norm": 0},
                 "schedule": {"name": "constant", "warmup_steps": 0},
             }
         ],

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import Tlora
 from tests.helpers.html_page import Page, check_loads_nothing
-from tlora_megatron.cli.main import main
 
 POLICIES = "isolated,isolated_sjf,mlora,tlora,tlora_best"
 KEYS = [
@@ -40,11 +39,8 @@ def arguments(repo: Path, trace: Path) -> list[str]:
     return ["simulate", "--trace", str(trace), "--cluster", str(cluster), "--policy", POLICIES]
 
 
-def test_json_is_the_agreed_schema(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*arguments, "--json", "--load", "2", "--seed", "5"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_json_is_the_agreed_schema(arguments: list[str], tlora: Tlora) -> None:
+    document = tlora.json(*arguments, "--load", "2", "--seed", "5")
     assert list(document) == ["trace", "cluster", "load", "seed", "policies", "yardsticks"]
     assert (document["trace"], document["load"], document["seed"]) == ("small", 2.0, 5)
     assert list(document["policies"]) == POLICIES.split(",")
@@ -59,28 +55,23 @@ def test_json_is_the_agreed_schema(
     assert document["policies"]["tlora"]["max_slowdown"] <= 1.5 + 1e-6
 
 
-def test_load_is_the_offered_load(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_is_the_offered_load(arguments: list[str], tlora: Tlora) -> None:
     """The trace: ten times 1, 2, 8 and 128 GPUs for about 810 s, on 128 GPUs for 1,170 s."""
     only = [*arguments, "--policy", "isolated"]
-    assert main([*only, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["load"] == pytest.approx(7.51, abs=0.01)
-    assert main([*only, "--load", "0.5"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    assert tlora.json(*only)["load"] == pytest.approx(7.51, abs=0.01)
+    shown = " ".join(tlora(*only, "--load", "0.5").split())
     assert "offered load 0.50" in shown
     assert "no policy beats" in shown
 
 
-def test_no_yardsticks_where_jobs_fail(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_yardsticks_where_jobs_fail(arguments: list[str], tlora: Tlora) -> None:
     """Which jobs finish depends on the policy then."""
     only = [*arguments, "--policy", "isolated", "--job-failures", "0.1"]
-    assert main([*only, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["yardsticks"] is None
+    assert tlora.json(*only)["yardsticks"] is None
 
 
 def test_files_are_the_seeds_to_the_byte(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], tmp_path: Path, tlora: Tlora
 ) -> None:
     written = []
     for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
@@ -90,11 +81,11 @@ def test_files_are_the_seeds_to_the_byte(
             paths, options = paths[:2], options[:2]
         extra = [text for pair in zip(options, map(str, paths), strict=True) for text in pair]
         extra += ["--policy", "isolated,tlora_best"]
-        assert main([*arguments, *extra, "--seed", seed, "--job-failures", "0.1"]) == 0
+        tlora(*arguments, *extra, "--seed", seed, "--job-failures", "0.1")
         written.append([path.read_bytes() for path in paths])
     assert written[0] == written[1]
     assert written[0][1] != written[2][1]
-    assert "tlora_best" in capsys.readouterr().out
+    assert "tlora_best" in tlora.out
     with (tmp_path / "a-jobs.csv").open() as file:
         jobs = list(csv.DictReader(file))
     assert len(jobs) == 2 * 40
@@ -102,10 +93,10 @@ def test_files_are_the_seeds_to_the_byte(
 
 
 def test_the_report_is_one_page_that_loads_nothing(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], tmp_path: Path, tlora: Tlora
 ) -> None:
     path = tmp_path / "report.html"
-    assert main([*arguments, "--html", str(path)]) == 0
+    tlora(*arguments, "--html", path)
     text = path.read_text()
     check_loads_nothing(text, Page(text))
     assert text.count("<figure>") == 6 + 5
@@ -130,43 +121,36 @@ def test_the_report_is_one_page_that_loads_nothing(
         ),
         (["--csv", "/"], "--csv must name a file, not a directory, got '/'"),
         (["--seed", "-1"], "--seed must be at least 0, got -1"),
-        (
-            ["--cluster", "nothing.yaml"],
-            "--cluster must be a readable file, got",
-        ),
+        (["--cluster", "nothing.yaml"], "--cluster must be a readable file, got"),
         (["--trace", "no.csv"], "--trace must be a readable text file, got 'no.csv'; No such"),
     ],
 )
 def test_bad_input_is_one_line(
-    arguments: list[str],
-    extra: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], extra: list[str], message: str, tlora: Tlora
 ) -> None:
-    assert main([*arguments, *extra]) == 2
-    said = capsys.readouterr().err
+    said = tlora(*arguments, *extra, code=2)
     assert message in said
     assert said.count("\n") == 1, "no hint at TLORA_DEBUG"
 
 
 @pytest.mark.parametrize("option", ["--csv", "--jobs-csv", "--html"])
 def test_the_trace_is_not_overwritten(
-    arguments: list[str], trace: Path, option: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], trace: Path, option: str, tlora: Tlora
 ) -> None:
     before = trace.read_bytes()
-    assert main([*arguments, option, str(trace)]) == 2
-    assert f"{option} must leave {trace}, which is read, as it is" in capsys.readouterr().err
+    assert f"{option} must leave {trace}, which is read, as it is" in tlora(
+        *arguments, option, trace, code=2
+    )
     assert trace.read_bytes() == before
 
 
 def test_a_cluster_of_ones_own_names_shipped_profiles(
-    arguments: list[str], repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], repo: Path, tmp_path: Path, tlora: Tlora
 ) -> None:
     text = (repo / "configs" / "hardware" / "cluster-128xA100.yaml").read_text()
     mine = tmp_path / "mine.yaml"
     mine.write_text(text)
-    assert main([*arguments, "--cluster", str(mine), "--policy", "isolated", "--json"]) == 0
+    tlora(*arguments, "--cluster", mine, "--policy", "isolated", "--json")
     mine.write_text(text.replace("a100-80g", "a100"))
-    assert main([*arguments, "--cluster", str(mine)]) == 2
     expected = "cluster.profile must be a file or one of a100-80g, "
-    assert expected in " ".join(capsys.readouterr().err.split())
+    assert expected in " ".join(tlora(*arguments, "--cluster", mine, code=2).split())

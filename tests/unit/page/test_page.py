@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.helpers.html_page import Page, check_loads_nothing
-from tests.helpers.launch import HANG_S
+from tests.helpers.launch import imported
 from tlora_megatron.page import (
     GRID,
     JOB,
@@ -96,12 +92,5 @@ def test_compact_numbers(value: float, shown: str) -> None:
     assert compact(value) == shown
 
 
-def test_pages_are_imported_without_matplotlib_and_numpy(repo: Path) -> None:
-    code = (
-        "import sys, tlora_megatron.page, tlora_megatron.page\n"
-        "print(*sorted({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, timeout=HANG_S
-    )
-    assert (result.returncode, result.stderr, result.stdout.strip()) == (0, "", "")
+def test_pages_are_imported_without_matplotlib_and_numpy() -> None:
+    assert not imported("import tlora_megatron.page", "torch", "numpy", "matplotlib")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.floor_model import FREE, World
+from tests.helpers.floor_model import FREE, World, job
 from tlora_megatron.scheduler.fleet import Fleet, Parts
 from tlora_megatron.scheduler.policies.elastic import Sizes, make_room
 from tlora_megatron.scheduler.policies.tentative_groups import TentativeGroups
@@ -40,9 +40,7 @@ def test_a_pause_must_bring_more_than_it_costs() -> None:
 
 
 def test_who_pauses_saves_its_state_before_others_begin() -> None:
-    world = World()
-    world.add(0, 1000, batch=10, state_bytes=2e9)
-    world.add(10, 5, batch=10, base="other")
+    world = World(job(0, 1000, batch=10, state_bytes=2e9), job(10, 5, batch=10, base="other"))
     cost = RegroupCost(replan_s=1.0, state_bytes_per_s=1e9)
     # It is saved for 2 s; then it loads for as long and is planned anew.
     assert world.ends("tlora_elastic", cost=cost) == [1000 + 2 + 5 + 3, 10 + 2 + 5]
@@ -77,16 +75,13 @@ def test_the_job_of_a_pause_may_pause_too_but_comes_back_in_time() -> None:
 
 def test_a_job_grows_into_idle_gpus() -> None:
     """4,000 tokens a step take four seconds on one GPU and one on four."""
-    world = World(gpus_per_node=4)
-    world.add(0, 400, batch=40)
+    world = World(job(0, 400, batch=40), gpus_per_node=4)
     assert world.ends("isolated") == [400]
     assert world.ends("tlora_elastic") == [100]
 
 
 def test_a_wide_job_shrinks_while_a_short_one_needs_gpus() -> None:
-    world = World(gpus_per_node=4)
-    world.add(0, 400, batch=40)
-    world.add(10, 5, batch=10, base="other")
+    world = World(job(0, 400, batch=40), job(10, 5, batch=10, base="other"), gpus_per_node=4)
     # Half as fast for 5 s, then on four GPUs again.
     assert world.ends("tlora_elastic") == [102.5, 15]
     sizes = [len(s.gpus) for s in world.run("tlora_elastic").ledger.segments if s.base == "base"]
@@ -104,9 +99,7 @@ def test_a_paused_job_is_charged_to_its_tenant() -> None:
 
 
 def test_sjf_rightsize_does_not_fuse() -> None:
-    world = World()
-    world.add(0, 100)
-    world.add(10, 50)
+    world = World(job(0, 100), job(10, 50))
     assert world.ends("sjf_rightsize") == [100, 150]
     assert world.ends("tlora_best") == [100, 60]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.floor_model import World
+from tests.helpers.floor_model import World, job
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policy import RegroupCost, Rules
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
@@ -17,41 +17,30 @@ FUSING = ("mlora", "tlora", "tlora_best")
 
 
 def test_isolated_takes_jobs_in_order_of_submission() -> None:
-    world = World()
-    world.add(0, 100)
-    world.add(10, 80)
-    world.add(20, 30)
+    world = World(job(0, 100), job(10, 80), job(20, 30))
     assert world.ends("isolated") == [100, 180, 210]
 
 
 def test_isolated_sjf_takes_the_shortest_waiting_job() -> None:
-    world = World()
-    world.add(0, 100)
-    world.add(10, 80)
-    world.add(20, 30)
+    world = World(job(0, 100), job(10, 80), job(20, 30))
     assert world.ends("isolated_sjf") == [100, 210, 130]
 
 
 @pytest.mark.parametrize("policy", ["isolated", "isolated_sjf"])
 def test_isolated_never_fuses(policy: str) -> None:
-    world = World()
-    world.add(0, 100)
-    world.add(0, 100)
+    world = World(job(0, 100), job(0, 100))
     assert {segment.num_jobs for segment in world.run(policy).ledger.segments} == {1}
 
 
 @pytest.mark.parametrize("policy", FUSING)
 def test_a_job_joins_where_it_slows_nobody(policy: str) -> None:
-    world = World()
-    world.add(0, 100, batch=5)
+    world = World(job(0, 100, batch=5))
     world.add(10, 50, batch=5)  # 1,000 tokens a step: still a second
     assert world.ends(policy) == [100, 60]
 
 
 def test_mlora_joins_as_memory_allows_whatever_it_slows() -> None:
-    world = World()
-    world.add(0, 100, batch=10, max_slowdown=1.2)
-    world.add(10, 50, batch=10, max_slowdown=1.2)
+    world = World(job(0, 100, batch=10, max_slowdown=1.2), job(10, 50, batch=10, max_slowdown=1.2))
     # Together 500 tokens/s each: the second trains 50,000 in 100 s; the first has 40,000 left then.
     assert world.ends("mlora") == pytest.approx([150, 110])
 
@@ -65,17 +54,13 @@ def test_mlora_stops_where_memory_ends() -> None:
 
 @pytest.mark.parametrize("policy", ["tlora", "tlora_best"])
 def test_a_bound_keeps_jobs_apart(policy: str) -> None:
-    world = World()
-    world.add(0, 100, batch=10, max_slowdown=1.5)
-    world.add(10, 50, batch=10, max_slowdown=1.5)
+    world = World(job(0, 100, batch=10, max_slowdown=1.5), job(10, 50, batch=10, max_slowdown=1.5))
     assert world.ends(policy) == [100, 150]
 
 
 @pytest.mark.parametrize("policy", ["tlora", "tlora_best"])
 def test_without_bounds_they_are_ignored(policy: str) -> None:
-    world = World()
-    world.add(0, 100, batch=8, max_slowdown=1.0)
-    world.add(10, 10, batch=8, max_slowdown=1.0)
+    world = World(job(0, 100, batch=8, max_slowdown=1.0), job(10, 10, batch=8, max_slowdown=1.0))
     first = world.run(policy, rules={"keep_bounds": False}).ledger
     assert max(segment.num_jobs for segment in first.segments) == 2
     assert max(s.num_jobs for s in world.run(policy).ledger.segments) == 1
@@ -83,32 +68,24 @@ def test_without_bounds_they_are_ignored(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", FUSING)
 def test_other_base_models_do_not_mix(policy: str) -> None:
-    world = World()
-    world.add(0, 100)
-    world.add(10, 50, base="other")
+    world = World(job(0, 100), job(10, 50, base="other"))
     assert world.ends(policy) == [100, 150]
 
 
 @pytest.mark.parametrize("policy", FUSING)
 def test_joining_costs_the_group_a_pause(policy: str) -> None:
-    world = World()
-    world.add(0, 100)
-    world.add(10, 50)
+    world = World(job(0, 100), job(10, 50))
     assert world.ends(policy, cost=RegroupCost(admit_s=1.0)) == [101, 61]
 
 
 def test_tlora_without_residual_waits_for_gpus() -> None:
-    world = World()
-    world.add(0, 100)
-    world.add(10, 50)
+    world = World(job(0, 100), job(10, 50))
     assert world.ends("tlora", rules={"use_residual": False}) == [100, 150]
 
 
 def test_tlora_merges_for_throughput_where_waiting_is_better() -> None:
     """1,000 tokens/s together are more than 800, but one second later a GPU is free."""
-    world = World()
-    world.add(0, 20, batch=8)
-    world.add(19, 100, batch=8)
+    world = World(job(0, 20, batch=8), job(19, 100, batch=8))
     # Merged: the first has 800 tokens at 500 a second left; the second then 79,200 at 800.
     assert world.ends("tlora") == pytest.approx([20.6, 119.6])
     assert world.ends("tlora_best") == pytest.approx([20, 120])
@@ -138,10 +115,7 @@ def test_tlora_best_starts_a_job_on_the_gpus_it_needs() -> None:
 
 def parting() -> World:
     """At 10 s the third job shares the first one's GPU; at 50 s the second one's becomes free."""
-    world = World(gpus_per_node=2)
-    world.add(0, 100, batch=8)
-    world.add(0, 50, batch=8)
-    world.add(10, 400, batch=8)
+    world = World(job(0, 100, batch=8), job(0, 50, batch=8), job(10, 400, batch=8), gpus_per_node=2)
     return world
 
 
@@ -214,9 +188,7 @@ def test_a_driven_job_starts_beside_others_at_once(policy: str) -> None:
 
 
 def test_a_driven_job_needs_the_memory_of_any_other() -> None:
-    world = World(most_jobs=1)
-    world.add(0, 100, batch=10)
-    world.add(10, 50, is_open=True)
+    world = World(job(0, 100, batch=10), job(10, 50, is_open=True), most_jobs=1)
     assert world.ends("tlora_best") == [100, 150]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Iterator
@@ -12,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.stored_jobs import finish, serve_gang, start
+from tests.helpers.stored_jobs import finish, put_job, serve_gang, start, write_steps
 from tlora_megatron.service.history import _BLOCK, History, Mark, Past, Place, Row, rows_at
-from tlora_megatron.service.home import Home, make_folder
-from tlora_megatron.service.store import NewJob, Store, open_store
+from tlora_megatron.service.home import Home
+from tlora_megatron.service.store import Store, open_store
 
 
 @pytest.fixture
@@ -29,11 +28,6 @@ def store(home: Home) -> Iterator[Store]:
         yield opened
 
 
-def write_steps(home: Home, job: str, rows: list[dict[str, Any]]) -> None:
-    path = make_folder(home.job(job)) / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def words(row: dict[str, Any]) -> str:
     return str(row["event"]) if row["kind"] == "event" else f"{row['kind']} {row['step']}"
 
@@ -41,13 +35,13 @@ def words(row: dict[str, Any]) -> str:
 @pytest.fixture
 def job(store: Store, home: Home) -> str:
     """A job with two steps, an evaluation and a saved checkpoint between them."""
-    (made,) = store.jobs.submit([NewJob(name="one", document={}, base="b", key="k")])
+    made = put_job(store)
     serve_gang(store, home)
-    start(store, made.id)
-    write_steps(home, made.id, [{"step": 0, "eval_loss": 3.0}, {"step": 1, "loss": 2.0}])
-    store.events.add("saved", job=made.id, body={"step": 1})
-    store.events.add("evaluated", job=made.id, body={"step": 1})
-    return made.id
+    start(store, made)
+    write_steps(home, made, {"step": 0, "eval_loss": 3.0}, {"step": 1, "loss": 2.0})
+    for kind in ("saved", "evaluated"):
+        store.events.add(kind, job=made, body={"step": 1})
+    return made
 
 
 def test_events_come_behind_their_steps(store: Store, home: Home, job: str) -> None:
@@ -70,7 +64,7 @@ def test_a_reader_goes_on_behind_every_row(store: Store, home: Home, job: str) -
 def test_steps_that_are_taken_again_are_told_once(store: Store, home: Home, job: str) -> None:
     history = History(store, home, job)
     history.read()
-    write_steps(home, job, [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}])
+    write_steps(home, job, {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5})
     assert [words(one.row) for one in history.read()[0]] == ["step 2"]
 
 
@@ -122,10 +116,10 @@ def test_backwards_from_no_row(store: Store, home: Home, job: str) -> None:
 
 
 def test_backwards_a_job_without_a_file(store: Store, home: Home) -> None:
-    (made,) = store.jobs.submit([NewJob(name="one", document={}, base="b", key="k")])
-    with closing(Past(store, home, made.id)) as past:
+    made = put_job(store)
+    with closing(Past(store, home, made)) as past:
         assert past.before(Mark("step", 1)) is None
-    assert [row["event"] for _, row in backwards(store, home, made.id)] == ["submitted"]
+    assert [row["event"] for _, row in backwards(store, home, made)] == ["submitted"]
 
 
 @pytest.fixture
@@ -151,10 +145,8 @@ def test_of_a_long_file_the_end_alone_is_read(
         if step % 1000 == 0:
             rows.append({"step": step, "eval_loss": random.random()})
             store.events.add("saved", job=job, body={"step": step}) if step % 20_000 == 0 else None
-    write_steps(home, job, rows)
+    write_steps(home, job, *rows, torn='{"step": 100001, "lo')
     path = home.job(job) / "metrics.jsonl"
-    with path.open("a") as file:
-        file.write('{"step": 100001, "lo')  # one that is being written
     expected = [words(one.row) for one in History(store, home, job).read()[0]][::-1]
     assert expected[:2] == ["saved", "evaluation 100000"]
     assert path.stat().st_size > 200 * _BLOCK
@@ -204,7 +196,7 @@ def test_lines_longer_than_a_block(store: Store, home: Home, job: str) -> None:
         {"step": step, "loss": 1.0, "note": "x" * random.choice([0, 5, _BLOCK, 3 * _BLOCK])}
         for step in range(1, 40)
     ]
-    write_steps(home, job, rows)
+    write_steps(home, job, *rows)
     steps = [row["step"] for _, row in backwards(store, home, job) if row["kind"] == "step"]
     assert steps == list(range(39, 0, -1))
     for step in (1, 20, 39):

@@ -1,21 +1,28 @@
-"""The last words of a rank."""
+"""Ranks of a gang: their last words, and that they notice when one of them is gone."""
 
 from __future__ import annotations
 
 import json
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.launch import HANG_S
+from tests.helpers.launch import HANG_S, REPO
 from tlora_megatron.parallel.groups import host_threads
 from tlora_megatron.service.messages import GangFolder, GangSpec
+from tlora_megatron.service.worker import peers as module
 from tlora_megatron.service.worker import rank as rank_module
 from tlora_megatron.service.worker.gang_logs import CommandReader, EventWriter
-from tlora_megatron.service.worker.peers import leave_together
+from tlora_megatron.service.worker.peers import leave_together, peer_watchdog
 from tlora_megatron.service.worker.rank import (
     FAILED,
     LEASE_OVER,
@@ -50,7 +57,7 @@ def ending(folder: GangFolder, rank: int) -> dict[str, Any]:
     return dict(json.loads((folder.path / f"end_{rank}.json").read_text()))
 
 
-def test_memory_that_is_gone_is_told_with_the_newcomers(folder: GangFolder) -> None:
+def test_memory_that_is_gone_is_told_with_the_new_jobs(folder: GangFolder) -> None:
     process = RankProcess(folder.spec(), 1, folder)
     process.emit("out_of_memory", None, {"joining": ["j4"]})
     assert process.fail(OutOfMemoryError("20 GiB of 1 GiB")) == OUT_OF_MEMORY
@@ -131,3 +138,105 @@ def test_ranks_of_a_node_share_its_cores(
     keep_surroundings(monkeypatch)
     spec = replace(folder.spec(), gpus=((0, 0), (0, 1), (0, 2), (1, 0)))
     assert [run_rank(spec, rank, folder=folder) for rank in (1, 3)] == [4, 12]
+
+
+_CHILD = """
+import sys
+from pathlib import Path
+from tests.unit.service.test_rank import FileStore
+from tlora_megatron.service.worker.peers import peer_watchdog
+with peer_watchdog(FileStore(Path(sys.argv[1])), int(sys.argv[2]), 3, "127.0.0.1", lambda: None):
+    print("in", flush=True)
+    sys.stdin.readline()
+"""
+
+
+class FileStore:
+    """A store with only what a watchdog needs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def set(self, key: str, value: str) -> None:
+        self.path.with_suffix(".new").write_text(value)
+        self.path.with_suffix(".new").rename(self.path)
+
+    def get(self, key: str) -> bytes:
+        while not self.path.exists():
+            time.sleep(0.005)
+        return self.path.read_bytes()
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileStore:
+    monkeypatch.setattr(module, "GRACE_S", 0.0)
+    return FileStore(tmp_path / "place")
+
+
+def other(store: FileStore, rank: int) -> subprocess.Popen[str]:
+    """Another rank, in its block."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, str(store.path), str(rank)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPO,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "in\n"
+    return child
+
+
+def rank(store: FileStore, number: int, missed: Callable[[], None]):  # type: ignore[no-untyped-def]
+    return peer_watchdog(store, number, 3, "127.0.0.1", missed)  # type: ignore[arg-type]
+
+
+def test_rank_0_notices_and_tells_the_others(store: FileStore) -> None:
+    at_0, at_1 = threading.Event(), threading.Event()
+    with rank(store, 0, at_0.set), rank(store, 1, at_1.set):
+        child = other(store, 2)
+        child.send_signal(signal.SIGKILL)
+        assert at_0.wait(HANG_S)
+        assert at_1.wait(HANG_S)
+    child.wait()
+
+
+def test_the_others_notice_the_end_of_rank_0(store: FileStore) -> None:
+    missed = threading.Event()
+    child = other(store, 0)
+    with rank(store, 1, missed.set):
+        child.send_signal(signal.SIGKILL)
+        assert missed.wait(HANG_S)
+    child.wait()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_who_leaves_as_asked_is_not_missed(store: FileStore, number: int) -> None:
+    missed = threading.Event()
+    if number == 1:
+        child = other(store, 0)
+    with rank(store, number, missed.set):
+        if number == 0:
+            child = other(store, 1)
+        child.communicate("\n")
+        assert child.returncode == 0
+        assert not missed.wait(0.3)
+
+
+def test_who_leaves_at_once_has_said_goodbye_to_all(store: FileStore) -> None:
+    missed = threading.Event()
+    first = module._Watchdog(missed.set)
+    first.open(store, "127.0.0.1")  # type: ignore[arg-type]
+    with rank(store, 1, missed.set):
+        first.leave()
+        assert not missed.wait(0.1)
+
+
+def test_others_are_neither_let_in_nor_missed(store: FileStore) -> None:
+    missed = threading.Event()
+    with rank(store, 0, missed.set):
+        host, port, token = json.loads(store.get(""))
+        with socket.create_connection((host, port)) as other:
+            other.sendall(b"x" * len(token))
+            assert other.recv(1) == b""
+        assert not missed.wait(0.1)

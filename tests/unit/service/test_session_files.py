@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from tests.helpers.http_service import bearer
 from tests.helpers.older_service import ENDED, SESSION, unpack_b9fb101e
-from tests.helpers.postgres import postgres_server
+from tests.helpers.postgres import emptied
 from tlora_megatron.service.api.server import make_app
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.home import Home
@@ -50,13 +50,6 @@ class Old(NamedTuple):
         return found
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """URL of a PostgreSQL database."""
-    with postgres_server() as url:
-        yield url
-
-
 @pytest.fixture
 def sqlite(tmp_path: Path) -> Iterator[Old]:
     """The folder with its own database."""
@@ -71,13 +64,11 @@ def old(request: pytest.FixtureRequest, sqlite: Old) -> Iterator[Old]:
     if request.param == "sqlite":
         yield sqlite
         return
-    with open_store(request.getfixturevalue("server")) as store:
-        with store.database.write() as connection:
-            connection.exec_driver_sql("TRUNCATE job, token, session CASCADE")
-            with sqlite.store.database.read() as theirs:
-                for table in (tables.job, tables.document):
-                    rows = [dict(row) for row in theirs.execute(select(table)).mappings()]
-                    connection.execute(insert(table), rows)
+    with open_store(emptied(request.getfixturevalue("server"))) as store:
+        with store.database.write() as connection, sqlite.store.database.read() as theirs:
+            for table in (tables.job, tables.document):
+                rows = [dict(row) for row in theirs.execute(select(table)).mappings()]
+                connection.execute(insert(table), rows)
         yield Old(sqlite.home, store)
 
 

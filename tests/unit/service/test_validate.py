@@ -1,4 +1,4 @@
-"""A submitted job is checked with the sentences of `tlora train`, and measured."""
+"""A submitted job is checked with the sentences of `tlora train`, measured, and read by ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tlora_megatron.config.sections import read_job
 from tlora_megatron.files import read_json
 from tlora_megatron.service.api.openai.uploads import LineCheck
 from tlora_megatron.service.home import Home
+from tlora_megatron.service.messages import JobOrder
 from tlora_megatron.service.prepare.submission import (
     PrepareRules,
     Refused,
@@ -29,7 +30,9 @@ from tlora_megatron.service.prepare.submission import (
     read_submissions,
 )
 from tlora_megatron.service.prepare.worker import serve, validate
+from tlora_megatron.service.worker.read_order import order_reader
 from tlora_megatron.training.data.job_data import ENTRY_NAME, BatchPlan, load_job_data
+from tlora_megatron.training.data.mapped_tokens import MappedSequences
 from tlora_megatron.training.data.tokenize import load_tokenizer
 
 
@@ -77,17 +80,13 @@ def test_a_job_is_measured_and_its_tokens_kept(scenario: Path, rules: PrepareRul
     assert accepted.portion_tokens == 128  # half a micro-batch
     assert Validated.from_json(found.to_json()) == found
     kept = read_json(Home(Path(rules.root)).job("j1") / "job.json")
-    assert kept == {
-        "name": job.name,
-        "base_model": submission.base_model,
-        "job": found.document,
-    }
+    assert kept == {"name": job.name, "base_model": submission.base_model, "job": found.document}
 
 
 def test_chats_have_the_tokens_and_warnings_of_tlora_train(
     scenario: Path, rules: PrepareRules, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tools, weights and null contents, taken by the `openai` door's check, too."""
+    """Tools, weights and null contents, taken by the `openai` API's check, too."""
     shutil.copytree(scenario.parent, tmp_path / "run")
     base, config = tmp_path / "run" / "base", tmp_path / "run" / scenario.name
     (base / "chat_template.jinja").write_text(ENDLESS_TEMPLATE)
@@ -230,3 +229,31 @@ def test_a_driven_job_has_no_data_and_a_guessed_load(scenario: Path, rules: Prep
     longer = validate("j1", _changed(submission, max_seq_len=300), rules)
     assert isinstance(longer, Refused)
     assert "micro_batch_tokens must be at least 300" in longer.error
+
+
+def test_an_order_is_the_job_as_it_was_accepted(tmp_path: Path) -> None:
+    scenario = make_scenario(tmp_path)
+    config, home = load_config(scenario), Home.open(tmp_path / "service")
+    expected = load_job_data(config.jobs[0], load_tokenizer(tmp_path / "base"), 264)
+    submission = read_submissions(scenario).submissions[0]
+    rules = PrepareRules(root=str(home.root), micro_batch_tokens=256)
+    found = validate("j1", submission, rules)
+    assert isinstance(found, Validated)
+    order = JobOrder(
+        job="j1", name=submission.name, document=found.document, tokens=found.tokens, lease=1
+    )
+    for path in tmp_path.glob("*.jsonl"):
+        path.unlink()
+    (tmp_path / "base" / "tokenizer.json").unlink()
+    read = order_reader(config, home.root)
+    prepared = read(asdict(order))
+    assert isinstance(prepared.data.train, MappedSequences)
+    assert prepared.data.fingerprint == expected.fingerprint == found.digest
+    assert (prepared.spec.name, prepared.spec.portion_tokens) == ("j1", 128)
+    assert prepared.plan.num_steps == found.num_steps
+    with pytest.raises(ValueError, match=r"portion_tokens of job 'attention' must be set"):
+        read(asdict(replace(order, document={**found.document, "portion_tokens": None})))
+    for key in found.tokens.values():
+        (home.tokens / key / "tokens.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"data\.train of job 'attention' must be a file"):
+        read(asdict(order))

@@ -1,15 +1,26 @@
-"""The simulator on cases worked out by hand: faults, quotas, priorities, order, accounts."""
+"""The simulator on cases worked out by hand: bounds, faults, quotas, priorities, accounts."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from tests.helpers.floor_model import FREE, World
+from tests.helpers.floor_model import FREE, World, job
 from tlora_megatron.scheduler.fleet import InvariantError
 from tlora_megatron.scheduler.policy import Changes, Decision, Policy, RegroupCost, Rules
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
+from tlora_megatron.sim.bounds import (
+    Limits,
+    alone_s,
+    exceeded_by,
+    fluid_s,
+    least_mean_jct_s,
+    limits_of,
+    malleable_mean_jct_s,
+    mean_busy_s,
+)
 from tlora_megatron.sim.cluster import FaultRates, Faults, draw_faults
 from tlora_megatron.sim.ledger import GpuCount, quantile, summarise, time_line
 from tlora_megatron.sim.simulator import Simulator
@@ -20,8 +31,7 @@ def by_job(outcome):  # type: ignore[no-untyped-def]
 
 
 def test_a_node_fails_and_the_job_goes_on_from_its_checkpoint() -> None:
-    world = World()
-    world.add(0, 100)
+    world = World(job(0, 100))
     faults = Faults(
         fails_after_tokens={}, cancelled_s={}, outages=((50.0, 60.0, 0),), checkpoint_s=20.0
     )
@@ -34,9 +44,7 @@ def test_a_node_fails_and_the_job_goes_on_from_its_checkpoint() -> None:
 
 
 def test_other_nodes_do_not_notice() -> None:
-    world = World(nodes=2)
-    world.add(0, 100)
-    world.add(0, 100)
+    world = World(job(0, 100), job(0, 100), nodes=2)
     faults = Faults(
         fails_after_tokens={}, cancelled_s={}, outages=((50.0, 200.0, 1),), checkpoint_s=60.0
     )
@@ -45,9 +53,7 @@ def test_other_nodes_do_not_notice() -> None:
 
 
 def test_a_job_fails_where_it_was_drawn_to() -> None:
-    world = World()
-    world.add(0, 100)
-    world.add(0, 100)
+    world = World(job(0, 100), job(0, 100))
     faults = Faults(fails_after_tokens={0: 25000.0}, cancelled_s={})
     first, second = by_job(world.run("isolated", faults=faults))
     assert (first.status, first.end_s, first.slowdown) == ("failed", 50, None)
@@ -70,9 +76,7 @@ def test_cancelled_while_running_waiting_and_too_late() -> None:
 
 @pytest.mark.parametrize("policy", ["mlora", "tlora", "tlora_best"])
 def test_a_cancelled_member_leaves_its_group(policy: str) -> None:
-    world = World()
-    world.add(0, 100, batch=8)
-    world.add(0, 100, batch=8)
+    world = World(job(0, 100, batch=8), job(0, 100, batch=8))
     faults = Faults(fails_after_tokens={}, cancelled_s={1: 40.0})
     first, _ = by_job(world.run(policy, faults=faults, rules={"keep_bounds": False}))
     together = first.end_s > 100
@@ -117,9 +121,7 @@ def test_nobody_starves(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["isolated", "isolated_sjf"])
 def test_without_a_due_time_it_waits_for_a_gap(policy: str) -> None:
-    world = World(gpus_per_node=2)
-    world.add(0, 10, batch=10)
-    world.add(1, 10, batch=20, num_gpus=2)
+    world = World(job(0, 10, batch=10), job(1, 10, batch=20, num_gpus=2), gpus_per_node=2)
     for step in range(200):
         world.add(4.0 * step + 2, 10, batch=10)
     assert by_job(world.run(policy))[1].start_s > 800
@@ -127,27 +129,20 @@ def test_without_a_due_time_it_waits_for_a_gap(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["isolated", "tlora", "tlora_best"])
 def test_low_priority_is_due_at_last(policy: str) -> None:
-    world = World()
-    world.add(0, 10, batch=10)
-    world.add(1, 10, batch=10, due_s=35.0)
+    world = World(job(0, 10, batch=10), job(1, 10, batch=10, due_s=35.0))
     for step in range(20):
         world.add(2 + 5.0 * step, 10, batch=10, priority=1)
     assert by_job(world.run(policy))[1].start_s == 40
 
 
 def test_the_largest_job_the_cluster_can_never_run_is_rejected() -> None:
-    world = World()
-    world.add(0, 10)
-    world.add(5, 10, num_gpus=2)
+    world = World(job(0, 10), job(5, 10, num_gpus=2))
     assert [r.status for r in by_job(world.run("isolated"))] == ["finished", "rejected"]
 
 
 def test_events_of_one_moment_are_taken_in_before_deciding() -> None:
     """The end at 10 frees the GPU for the shorter of two jobs that come at 10."""
-    world = World()
-    world.add(0, 10)
-    world.add(10, 50)
-    world.add(10, 20)
+    world = World(job(0, 10), job(10, 50), job(10, 20))
     assert world.ends("isolated_sjf") == [10, 80, 30]
 
 
@@ -191,8 +186,7 @@ def test_a_policy_that_breaks_a_rule_is_found_out(decision: Decision, message: s
 
 
 def test_a_policy_that_never_starts_a_job_is_found_out() -> None:
-    world = World()
-    world.add(0, 10)
+    world = World(job(0, 10))
     simulator = Simulator(
         jobs=world.jobs, shape=world.shape, policy=Scripted(), speeds=world.speeds, cost=FREE
     )
@@ -253,9 +247,7 @@ class Recorder:
 
 
 def test_a_policy_is_told_each_change_once() -> None:
-    world = World()
-    world.add(0, 100)
-    world.add(10, 50)
+    world = World(job(0, 100), job(10, 50))
     recorder = Recorder(make_policy("mlora", world.speeds, Rules(cost=FREE)))
     Simulator(
         jobs=world.jobs, shape=world.shape, policy=recorder, speeds=world.speeds, cost=FREE
@@ -265,3 +257,91 @@ def test_a_policy_is_told_each_change_once() -> None:
     assert start == Changes(arrived=frozenset({0}), regrouped=frozenset(), freed=True)
     assert join == Changes(arrived=frozenset({1}), regrouped=frozenset(), freed=False)
     assert (leave.arrived, len(leave.regrouped), leave.freed) == (frozenset(), 1, True)
+
+
+FULL = 10
+"""A batch that keeps one GPU of the world busy; half of it trains half as many tokens."""
+
+
+def bounds(world: World, num_gpus: int) -> tuple[float, float, float]:
+    limits = limits_of(world.jobs, world.speeds, num_gpus)
+    demands = [limits.demand(job) for job in world.jobs]
+    return alone_s(demands), fluid_s(demands, num_gpus), mean_busy_s(demands, num_gpus)
+
+
+def test_one_job_has_the_gpu_to_itself() -> None:
+    world = World(job(7, 100, batch=FULL))
+    assert bounds(world, 1) == pytest.approx((100, 100, 100))
+
+
+def test_two_jobs_share_a_gpu_one_after_the_other() -> None:
+    world = World(job(0, 100, batch=FULL), job(0, 100, batch=FULL))
+    assert bounds(world, 1) == pytest.approx((100, 150, 150))
+
+
+def test_the_short_job_goes_first_when_it_comes() -> None:
+    world = World(job(0, 100, batch=FULL), job(50, 10, batch=FULL))
+    # It ends after 10 s; the long one after 110, of which it was served around the 50th second.
+    assert bounds(world, 1) == pytest.approx((55, 60, (10 + 55 + 50) / 2))
+
+
+def test_small_batches_need_their_own_time_however_many_share_a_gpu() -> None:
+    world = World(job(0, 100, batch=FULL // 2), job(0, 100, batch=FULL // 2))
+    # Each takes 50 GPU seconds, and 100 s anywhere: served around second 25 and 75.
+    assert bounds(world, 1) == pytest.approx((100, 75, 100))
+    assert world.ends("tlora_best") == [100, 100], "which fusing achieves"
+
+
+def test_more_gpus_make_a_large_batch_faster() -> None:
+    world = World(job(0, 100, batch=4 * FULL), job(0, 100, batch=FULL), gpus_per_node=4)
+    assert bounds(world, 4) == pytest.approx(((25 + 100) / 2, (25 + 50) / 2, (25 + 87.5) / 2))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_policy_beats_the_bound(policy: str) -> None:
+    world = World(nodes=2, gpus_per_node=4, most_jobs=5)
+    for index in range(60):
+        base = ("base", "other")[index % 2]
+        batch, num_gpus = (1, 4, 8, 10, 40)[index % 5], (1, 1, 2, 4, 6)[index % 5]
+        world.add(9.0 * index, 10.0 + 41 * index % 97, batch=batch, num_gpus=num_gpus, base=base)
+    records = world.run(policy).ledger.records
+    mean_s = math.fsum(record.jct_s for record in records) / len(records)
+    assert 0 < least_mean_jct_s(world.jobs, world.speeds, 8) <= mean_s
+    assert exceeded_by(limits_of(world.jobs, world.speeds, 8), world.speeds) == []
+
+
+def test_groups_beyond_the_limits_are_named() -> None:
+    world = World()
+    kind = world.add(0, 100, batch=FULL).kind
+    fast = Limits(fastest={kind: 1000.0}, full={"base": 1000.0, "other": 1000.0})
+    assert exceeded_by(fast, world.speeds) == []
+    slow = Limits(fastest={kind: 900.0}, full={"base": 1000.0, "other": 1000.0})
+    assert exceeded_by(slow, world.speeds) == [f"kinds ({kind},) on 1 GPUs: 1000 tokens/s"]
+
+
+@pytest.mark.parametrize(
+    ("short_at_s", "short_s", "ends"),
+    [
+        (0, 10, (110, 10)),
+        # Paused at 50, back at 60, ready at 120.
+        (50, 10, (170, 60)),
+        # Ahead of what is left of the other, but nothing is saved by going first.
+        (50, 50, (100, 150)),
+    ],
+)
+def test_malleable_jobs_are_paused_for_shorter_ones(
+    short_at_s: float, short_s: float, ends: tuple[float, float]
+) -> None:
+    world = World(job(0, 100, batch=FULL), job(short_at_s, short_s, batch=FULL))
+    expected = (ends[0] + ends[1] - short_at_s) / 2
+    assert malleable_mean_jct_s(world.jobs, world.speeds, 1) == pytest.approx(expected)
+
+
+def test_malleable_jobs_grow_and_shrink() -> None:
+    world = World(job(0, 4000, batch=4 * FULL), gpus_per_node=4)
+    assert malleable_mean_jct_s(world.jobs, world.speeds, 4) == pytest.approx(1000)
+    world.add(500, 600, batch=FULL)
+    # On four GPUs until 500, on two from 560 with 2,000 s of one GPU left until the other has
+    # ended at 1,100; on four again from 1,160 with 920 s left.
+    expected = ((1160 + 920 / 4) + 600) / 2
+    assert malleable_mean_jct_s(world.jobs, world.speeds, 4) == pytest.approx(expected)

@@ -18,8 +18,8 @@ from tlora_megatron.training.live_run import (
     FILE_NAME,
     FOLDER,
     LiveChanges,
-    LiveRun,
     LiveFolder,
+    LiveRun,
     with_live_changes,
 )
 from tlora_megatron.training.run.output_dir import hold_output_dir

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.helpers.launch import HANG_S
-from tests.helpers.stored_jobs import finish, printed, serve_gang, start, submit
-from tlora_megatron.cli.main import main
+from tests.helpers.commands import Tlora
+from tests.helpers.launch import HANG_S, imported
+from tests.helpers.stored_jobs import finish, serve_gang, start, write_steps
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.service.home import Home, make_folder, remember_store, store_place
 from tlora_megatron.service.store import JobState, Store
@@ -42,37 +40,27 @@ def finished_adapter(store: Store, home: Home, job: str) -> Path:
 class TestWithoutService:
     @pytest.mark.parametrize("argv", ON_SERVICES, ids=lambda argv: argv[0])
     def test_a_folder_that_nobody_served_is_refused(
-        self, argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, argv: list[str], tmp_path: Path, tlora: Tlora
     ) -> None:
-        assert main([*argv, "--service", str(tmp_path / "none")]) == 2
         told = f"got '{tmp_path}/none'; start one with: tlora serve --service {tmp_path}/none"
-        assert told in capsys.readouterr().err
+        assert told in tlora(*argv, "--service", tmp_path / "none", code=2)
 
     def test_no_command_imports_torch(self, store: Store, run_file: Path) -> None:
-        script = (
-            "import sys; from tlora_megatron.cli.main import main;"
-            f"assert main(['submit', {str(run_file)!r}]) == 0;"
-            "assert main(['jobs', '--json']) == main(['logs', 'one']) == 0;"
-            "assert main(['cancel', 'one']) == 0 and main(['adapters', 'one', '--out', '_']) == 2;"
-            "import tlora_megatron.cli.service.serve;"
-            "print(*{'torch', 'numpy', 'transformers'} & set(sys.modules), file=sys.stderr)"
+        code = (
+            "from tlora_megatron.cli.main import main\n"
+            f"assert main(['submit', {str(run_file)!r}]) == 0\n"
+            "assert main(['jobs', '--json']) == main(['logs', 'one']) == 0\n"
+            "assert main(['cancel', 'one']) == 0 and main(['adapters', 'one', '--out', '_']) == 2\n"
+            "import tlora_megatron.cli.service.serve"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            capture_output=True,
-            check=False,
-            text=True,
-            timeout=HANG_S,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.splitlines()[-1] == ""
+        assert not imported(code, "torch", "numpy", "transformers", speaks=True)
 
 
 class TestSubmit:
     def test_all_jobs_of_a_file_with_absolute_paths(
-        self, store: Store, run_file: Path, capsys: pytest.CaptureFixture[str]
+        self, store: Store, run_file: Path, tlora: Tlora
     ) -> None:
-        jobs = submit(run_file, capsys, "--set", "jobs.two.lora.rank=7")
+        jobs = tlora.json("submit", run_file, "--set", "jobs.two.lora.rank=7")
         assert [(job["name"], job["state"]) for job in jobs] == [
             ("one", "validating"),
             ("two", "validating"),
@@ -82,22 +70,20 @@ class TestSubmit:
         assert document["document"]["data"]["train"] == str(run_file.parent / "data.jsonl")
         assert document["document"]["lora"]["rank"] == 7
 
-    def test_what_it_prints(
-        self, store: Store, run_file: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["submit", str(run_file)]) == 0
-        one, two, note = capsys.readouterr().out.splitlines()
+    def test_what_it_prints(self, store: Store, run_file: Path, tlora: Tlora) -> None:
+        one, two, note = tlora("submit", run_file).splitlines()
         assert one.endswith("  one  validating")
         assert two.endswith("  two  validating")
         assert note == "no controller runs: the jobs wait until one does: tlora serve"
 
     def test_the_same_key_is_the_same_submission(
-        self, store: Store, run_file: Path, capsys: pytest.CaptureFixture[str]
+        self, store: Store, run_file: Path, tlora: Tlora
     ) -> None:
-        first = submit(run_file, capsys, "--idempotency-key", "k")
-        assert submit(run_file, capsys, "--idempotency-key", "k") == first
-        assert main(["submit", str(run_file), "--idempotency-key=k", "--set=jobs.one.seed=3"]) == 2
-        assert "key" in capsys.readouterr().err
+        first = tlora.json("submit", run_file, "--idempotency-key", "k")
+        assert tlora.json("submit", run_file, "--idempotency-key", "k") == first
+        assert "key" in tlora(
+            "submit", run_file, "--idempotency-key=k", "--set=jobs.one.seed=3", code=2
+        )
 
     @pytest.mark.parametrize(
         ("argv", "told"),
@@ -110,24 +96,17 @@ class TestSubmit:
         ],
     )
     def test_refusals(
-        self,
-        store: Store,
-        run_file: Path,
-        argv: list[str],
-        told: str,
-        capsys: pytest.CaptureFixture[str],
+        self, store: Store, run_file: Path, argv: list[str], told: str, tlora: Tlora
     ) -> None:
         more = [str(run_file) if word == "{file}" else word for word in argv]
-        assert main(["submit", str(run_file), *more]) == 2
-        assert told in capsys.readouterr().err
+        assert told in tlora("submit", run_file, *more, code=2)
         assert not any(store.jobs.counts().values())
 
-    def test_a_name_that_is_taken(
-        self, store: Store, run_file: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        submit(run_file, capsys)
-        assert main(["submit", str(run_file)]) == 2
-        assert "must be unique among unfinished jobs, got 'one'" in capsys.readouterr().err
+    def test_a_name_that_is_taken(self, store: Store, run_file: Path, tlora: Tlora) -> None:
+        tlora.json("submit", run_file)
+        assert "must be unique among unfinished jobs, got 'one'" in tlora(
+            "submit", run_file, code=2
+        )
 
     @pytest.mark.parametrize(("end", "code"), [("finished", 0), ("cancelled", 1)])
     def test_wait_returns_how_jobs_ended(
@@ -138,7 +117,7 @@ class TestSubmit:
         home: Home,
         run_file: Path,
         monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
+        tlora: Tlora,
     ) -> None:
         serve_gang(store, home)
         looks = iter(range(3))
@@ -155,8 +134,7 @@ class TestSubmit:
                     store.jobs.change(two, JobState(end), release="it has ended")
 
         monkeypatch.setattr("time.sleep", sleep)
-        assert main(["submit", str(run_file), "--wait"]) == code
-        out = capsys.readouterr().out
+        out = tlora("submit", run_file, "--wait", code=code)
         assert "one: running  3/5 loss 0.5000\n" in out
         assert "one: finished  5/5" in out
         assert f"two: {end}" in out
@@ -164,60 +142,54 @@ class TestSubmit:
 
 class TestJobs:
     def test_those_that_wait_or_run(
-        self, store: Store, home: Home, run_file: Path, capsys: pytest.CaptureFixture[str]
+        self, store: Store, home: Home, run_file: Path, tlora: Tlora
     ) -> None:
-        one, two = submit(run_file, capsys)
+        one, two = tlora.json("submit", run_file)
         serve_gang(store, home)
         start(store, one["id"])
         store.jobs.change(two["id"], JobState.FAILED, error="no data")
-        assert main(["jobs"]) == 0
-        out = capsys.readouterr().out
+        out = tlora("jobs")
         assert " one " in out
         assert "running     3/5    0.5" in out
         assert " two " not in out
         assert "1 running, 1 failed\n" in out
         assert "no controller runs, so nothing moves: tlora serve\n" in out
 
-    def test_json_and_states(
-        self, store: Store, run_file: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        _, two = submit(run_file, capsys)
+    def test_json_and_states(self, store: Store, run_file: Path, tlora: Tlora) -> None:
+        _, two = tlora.json("submit", run_file)
         store.jobs.change(two["id"], JobState.FAILED, error="no data")
         for argv, names in (
             ([], ["one"]),
             (["--all"], ["one", "two"]),
             (["--state=failed"], ["two"]),
         ):
-            assert main(["jobs", "--json", *argv]) == 0
-            document = printed(capsys)
+            document = tlora.json("jobs", *argv)
             assert [job["name"] for job in document["jobs"]] == names
         assert document["jobs"][0]["error"] == "no data"
         assert document["served"] is False
         assert document["counts"] == {"validating": 1, "failed": 1}
 
-    def test_an_unknown_state(self, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["jobs", "--state", "queed"]) == 2
-        assert "got 'queed'; did you mean queued?" in capsys.readouterr().err
+    def test_an_unknown_state(self, store: Store, tlora: Tlora) -> None:
+        assert "got 'queed'; did you mean queued?" in tlora("jobs", "--state", "queed", code=2)
 
-    def test_an_empty_service(self, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["jobs"]) == 0
-        assert capsys.readouterr().out.startswith("no jobs\n")
+    def test_an_empty_service(self, store: Store, tlora: Tlora) -> None:
+        assert tlora("jobs").startswith("no jobs\n")
 
 
 class TestExitCodes:
     def test_trouble_of_the_store_is_no_mistake_of_the_command(
-        self, home: Home, capsys: pytest.CaptureFixture[str]
+        self, home: Home, tlora: Tlora
     ) -> None:
         home.store.write_bytes(b"no database" * 1000)
         for argv in (["jobs"], ["cancel", "one"], ["logs", "one"]):
-            assert main(argv) == 1
-            assert "must be a whole SQLite database" in capsys.readouterr().err
+            tlora(*argv, code=1)
+            assert "must be a whole SQLite database" in tlora.err
 
     @pytest.mark.parametrize("style", [["--json"], []])
     def test_a_reader_that_goes_away_is_told_nothing(
-        self, style: list[str], store: Store, run_file: Path, capsys: pytest.CaptureFixture[str]
+        self, style: list[str], store: Store, run_file: Path, tlora: Tlora
     ) -> None:
-        submit(run_file, capsys)
+        tlora.json("submit", run_file)
         command = [sys.executable, "-m", "tlora_megatron.cli", "logs", "one", *style]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
@@ -227,93 +199,73 @@ class TestExitCodes:
         assert told == b""
 
     def test_a_profile_that_is_none_is_refused_before_anything_starts(
-        self, home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, home: Home, monkeypatch: pytest.MonkeyPatch, tlora: Tlora
     ) -> None:
         monkeypatch.setattr("tlora_megatron.cli.service.serve._make_engine", None)
-        assert main(["serve", "--hardware", "nonsense"]) == 2
-        assert "nonsense" in capsys.readouterr().err
+        assert "nonsense" in tlora("serve", "--hardware", "nonsense", code=2)
         assert not home.store.exists()
 
 
-class TestWishes:
+class TestActions:
     def test_nothing_happens_to_a_job_that_is_not_paused(
-        self, store: Store, home: Home, run_file: Path, capsys: pytest.CaptureFixture[str]
+        self, store: Store, home: Home, run_file: Path, tlora: Tlora
     ) -> None:
-        one, _ = submit(run_file, capsys)
+        one, _ = tlora.json("submit", run_file)
         serve_gang(store, home)
         start(store, one["id"])
         before = store.events.last()
-        assert main(["resume", "one"]) == 0
-        out = capsys.readouterr().out
+        out = tlora("resume", "one")
         assert out.startswith(f"one ({one['id']}): nothing to resume: it is running\n")
         assert store.events.last() == before
         store.jobs.request_action(one["id"], "pause")
-        assert main(["resume", "one"]) == 0
-        assert "resume asked; it is running" in capsys.readouterr().out
+        assert "resume asked; it is running" in tlora("resume", "one")
 
-    @pytest.mark.parametrize("wish", ["cancel", "pause"])
-    def test_all_or_none(
-        self, wish: str, store: Store, run_file: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        one, two = submit(run_file, capsys)
+    @pytest.mark.parametrize("action", ["cancel", "pause"])
+    def test_all_or_none(self, action: str, store: Store, run_file: Path, tlora: Tlora) -> None:
+        one, two = tlora.json("submit", run_file)
         store.jobs.change(two["id"], JobState.FAILED, error="no data")
-        assert main([wish, "one", "two"]) == 2
-        assert "must be unfinished" in capsys.readouterr().err
+        assert "must be unfinished" in tlora(action, "one", "two", code=2)
         assert store.jobs.get(one["id"]).wish is None
-        assert main([wish, "one", one["id"]]) == 0
-        out = capsys.readouterr().out
-        assert out.startswith(f"one ({one['id']}): {wish} asked; it is validating\n")
-        assert [store.jobs.get(job["id"]).wish for job in (one, two)] == [wish, None]
+        out = tlora(action, "one", one["id"])
+        assert out.startswith(f"one ({one['id']}): {action} asked; it is validating\n")
+        assert [store.jobs.get(job["id"]).wish for job in (one, two)] == [action, None]
 
     @pytest.mark.parametrize("name", ["nobody", "", "\udcff", "../one"])
-    def test_an_unknown_name(
-        self, name: str, store: Store, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["resume", name]) == 2
+    def test_an_unknown_name(self, name: str, store: Store, tlora: Tlora) -> None:
         told = f"NAME must be the id or the name of a job, got {name!r}; `tlora jobs --all` lists"
-        assert told in capsys.readouterr().err
+        assert told in tlora("resume", name, code=2)
 
 
 class TestAdapters:
     def test_a_finished_one_is_copied(
-        self,
-        store: Store,
-        home: Home,
-        run_file: Path,
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
+        self, store: Store, home: Home, run_file: Path, tmp_path: Path, tlora: Tlora
     ) -> None:
-        finished_adapter(store, home, submit(run_file, capsys)[0]["id"])
+        finished_adapter(store, home, tlora.json("submit", run_file)[0]["id"])
         out = tmp_path / "out"
-        assert main(["adapters", "one", "--out", str(out)]) == 0
+        tlora("adapters", "one", "--out", out)
         assert sorted(path.name for path in out.iterdir()) == [
             "adapter_config.json",
             "adapter_model.safetensors",
         ]
         assert (out / "adapter_model.safetensors").read_bytes() == b"weights"
-        assert main(["adapters", "one", "--out", str(out)]) == 2
-        assert "--out must name a folder that does not exist yet" in capsys.readouterr().err
+        assert "--out must name a folder that does not exist yet" in tlora(
+            "adapters", "one", "--out", out, code=2
+        )
 
     def test_links_are_not_followed(
-        self,
-        store: Store,
-        home: Home,
-        run_file: Path,
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
+        self, store: Store, home: Home, run_file: Path, tmp_path: Path, tlora: Tlora
     ) -> None:
-        adapter = finished_adapter(store, home, submit(run_file, capsys)[0]["id"])
+        adapter = finished_adapter(store, home, tlora.json("submit", run_file)[0]["id"])
         (adapter / "more").symlink_to(run_file)
-        assert main(["adapters", "one", "--out", str(tmp_path / "out")]) == 1
+        tlora("adapters", "one", "--out", tmp_path / "out", code=1)
         assert not (tmp_path / "out").exists()
 
     def test_an_unfinished_one_is_refused(
-        self, store: Store, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, store: Store, run_file: Path, tmp_path: Path, tlora: Tlora
     ) -> None:
-        submit(run_file, capsys)
-        assert main(["adapters", "one", "--out", str(tmp_path / "out")]) == 2
+        tlora.json("submit", run_file)
         told = "job one must be finished, got 'validating at step 0'; wait for it with"
-        assert told in capsys.readouterr().err
+        assert told in tlora("adapters", "one", "--out", tmp_path / "out", code=2)
 
 
 class TestLogs:
@@ -323,19 +275,14 @@ class TestLogs:
         {"step": 2, "loss": 1.25, "lr": 0.1, "tokens": 1200},
     )
 
-    def write(self, home: Home, job: str, *rows: dict[str, Any], torn: str = "") -> None:
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (make_folder(home.job(job)) / "metrics.jsonl").write_text(text + torn)
-
     def test_events_stand_behind_the_steps_before_them(
-        self, store: Store, home: Home, run_file: Path, capsys: pytest.CaptureFixture[str]
+        self, store: Store, home: Home, run_file: Path, tlora: Tlora
     ) -> None:
-        job = submit(run_file, capsys)[0]["id"]
-        self.write(home, job, *self.STEPS, torn='{"step": 3, "lo')
+        job = tlora.json("submit", run_file)[0]["id"]
+        write_steps(home, job, *self.STEPS, torn='{"step": 3, "lo')
         store.events.add("saved", job=job, body={"step": 1})
         store.jobs.change(job, JobState.FAILED, why="no disk")
-        assert main(["logs", "one"]) == 0
-        words = [line[10:] for line in capsys.readouterr().out.splitlines()]
+        words = [line[10:] for line in tlora("logs", "one").splitlines()]
         assert words == [
             "submitted",
             "step 1  loss 2  lr 0.1  tokens 1,200",
@@ -344,28 +291,6 @@ class TestLogs:
             "step 2  loss 1.25  lr 0.1  tokens 1,200",
             "validating -> failed: no disk",
         ]
-
-    def test_steps_taken_again_are_told_once(
-        self,
-        store: Store,
-        home: Home,
-        run_file: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        job = submit(run_file, capsys)[0]["id"]
-        self.write(home, job, *self.STEPS, *self.STEPS[:1])
-
-        def sleep(_: float) -> None:
-            """The job has gone on from its first step, takes two, and ends."""
-            self.write(home, job, self.STEPS[0], self.STEPS[2], {"step": 3, "loss": 1.0})
-            store.jobs.change(job, JobState.CANCELLED, why="asked")
-
-        monkeypatch.setattr("time.sleep", sleep)
-        assert main(["logs", "-f", "one", "--json"]) == 0
-        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert [row["step"] for row in rows if row["kind"] == "step"] == [1, 2, 3]
-        assert [row["to"] for row in rows if row.get("event") == "state"] == ["cancelled"]
 
 
 class TestStorePlace:

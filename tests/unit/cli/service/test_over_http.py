@@ -12,39 +12,39 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers.http_service import BASE, Door, listening, open_door
-from tests.helpers.stored_jobs import finish, printed, serve_gang, start
-from tlora_megatron.cli.main import main
+from tests.helpers.commands import Tlora
+from tests.helpers.http_service import BASE, Api, listening, open_api
+from tests.helpers.stored_jobs import finish, serve_gang, start, write_steps
 from tlora_megatron.cli.service import jobs as rows
 from tlora_megatron.service.home import VARIABLE, make_folder
 from tlora_megatron.service.store import JobState
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[Door]:
-    with open_door(tmp_path / "service") as opened:
+def api(tmp_path: Path) -> Iterator[Api]:
+    with open_api(tmp_path / "service") as opened:
         yield opened
 
 
 @pytest.fixture
-def address(door: Door, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def address(api: Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Commands reach the service by its address, as tenant `local`, whose jobs the folder shows."""
-    with listening(door.app) as found:
+    with listening(api.app) as found:
         monkeypatch.setenv(VARIABLE, found)
-        monkeypatch.setenv("TLORA_TOKEN", door.token("local"))
+        monkeypatch.setenv("TLORA_TOKEN", api.token("local"))
         monkeypatch.delenv("TLORA_DEBUG", raising=False)
         yield found
 
 
 @pytest.fixture(scope="module")
-def still_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Door, str]]:
+def still_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, str]]:
     root = tmp_path_factory.mktemp("still") / "service"
-    with open_door(root) as opened, listening(opened.app) as found:
+    with open_api(root) as opened, listening(opened.app) as found:
         yield opened, found
 
 
 @pytest.fixture
-def still(still_served: tuple[Door, str], monkeypatch: pytest.MonkeyPatch) -> Door:
+def still(still_served: tuple[Api, str], monkeypatch: pytest.MonkeyPatch) -> Api:
     """A service that keeps nothing of what commands send it: they are refused."""
     monkeypatch.setenv(VARIABLE, still_served[1])
     monkeypatch.setenv("TLORA_TOKEN", still_served[0].token("local"))
@@ -67,46 +67,37 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-def submit(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[Any]:
-    assert main(["submit", str(path), "--json", *options]) == 0
-    return list(printed(capsys))
-
-
-def told(argv: list[str], capsys: pytest.CaptureFixture[str], door: Door) -> str:
+def told(argv: list[str], tlora: Tlora, api: Api) -> str:
     """The output of a command, which is the same over the folder at the same moment."""
     now_s = time.time()
     clock = SimpleNamespace(time=lambda: now_s)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "time", clock)  # ages are in seconds
-        assert main(argv) == 0
-        over_http = capsys.readouterr().out
-        assert main([*argv, "--service", str(door.home.root)]) == 0
-        in_folder = capsys.readouterr().out
-    serve = f"tlora serve --service {door.home.root}"
+        over_http = tlora(*argv)
+        in_folder = tlora(*argv, "--service", api.home.root)
+    serve = f"tlora serve --service {api.home.root}"
     assert over_http.replace("tlora serve --http on its host", serve) == in_folder
     return over_http
 
 
 def test_data_of_this_host_are_uploaded_once(
-    address: str, door: Door, run_file: Path, capsys: pytest.CaptureFixture[str]
+    address: str, api: Api, run_file: Path, tlora: Tlora
 ) -> None:
-    one, two = submit(run_file, capsys, "--set", "jobs.two.lora.rank=7")
-    documents = [door.store.jobs.document(job["id"])["document"] for job in (one, two)]
-    files = [file.name for file in door.store.uploads.page(tenant="local")]
+    one, two = tlora.json("submit", run_file, "--set", "jobs.two.lora.rank=7")
+    documents = [api.store.jobs.document(job["id"])["document"] for job in (one, two)]
+    files = [file.name for file in api.store.uploads.page(tenant="local")]
     assert sorted(files) == ["data.jsonl", "eval.jsonl"]
     assert documents[0]["data"]["train"] == documents[1]["data"]["train"]
     assert Path(documents[0]["data"]["eval"]).read_text() == '{"text": "y"}\n'
     assert (documents[1]["lora"]["rank"], documents[1]["max_steps"]) == (7, 5)
 
 
-def test_the_same_key_is_the_same_submission(
-    address: str, run_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = submit(run_file, capsys, "--idempotency-key", "k")
-    assert submit(run_file, capsys, "--idempotency-key", "k") == first
-    assert main(["submit", str(run_file), "--idempotency-key", "k"]) == 0
-    assert "submitted before, with the same key" in capsys.readouterr().out
-    assert main(["submit", str(run_file), "--idempotency-key=k", "--set=jobs.one.seed=3"]) == 2
+def test_the_same_key_is_the_same_submission(address: str, run_file: Path, tlora: Tlora) -> None:
+    first = tlora.json("submit", run_file, "--idempotency-key", "k")
+    assert tlora.json("submit", run_file, "--idempotency-key", "k") == first
+    said = tlora("submit", run_file, "--idempotency-key", "k")
+    assert "submitted before, with the same key" in said
+    tlora("submit", run_file, "--idempotency-key=k", "--set=jobs.one.seed=3", code=2)
 
 
 @pytest.mark.parametrize(
@@ -121,51 +112,37 @@ def test_the_same_key_is_the_same_submission(
         (["--set", "rum.x=1"], "rum is not a known key"),
     ],
 )
-def test_refusals(
-    still: Door,
-    run_file: Path,
-    argv: list[str],
-    sentence: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert (
-        main(["submit", str(run_file), *[word.replace("{file}", str(run_file)) for word in argv]])
-        == 2
-    )
-    assert sentence in capsys.readouterr().err
+def test_refusals(still: Api, run_file: Path, argv: list[str], sentence: str, tlora: Tlora) -> None:
+    words = [word.replace("{file}", str(run_file)) for word in argv]
+    assert sentence in tlora("submit", run_file, *words, code=2)
     assert still.store.jobs.page() == []
 
 
 def test_files_of_several_bases_go_one_by_one(
-    address: str, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    address: str, run_file: Path, tmp_path: Path, tlora: Tlora
 ) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(run_file.read_text().replace(BASE, "other"))
-    assert main(["submit", str(run_file), str(other)]) == 2
-    assert "FILE... must be of one base" in capsys.readouterr().err
+    assert "FILE... must be of one base" in tlora("submit", run_file, other, code=2)
 
 
 def test_lists_and_actions_print_the_same(
-    address: str, door: Door, run_file: Path, capsys: pytest.CaptureFixture[str]
+    address: str, api: Api, run_file: Path, tlora: Tlora
 ) -> None:
-    one, two = submit(run_file, capsys)
-    serve_gang(door.store, door.home)
-    start(door.store, one["id"])
-    assert "1 validating, 1 running" in told(["jobs"], capsys, door)
-    told(["jobs", "--all", "--state", "running"], capsys, door)
-    assert main(["jobs", "--json"]) == 0
-    listed = printed(capsys)
+    one, two = tlora.json("submit", run_file)
+    serve_gang(api.store, api.home)
+    start(api.store, one["id"])
+    assert "1 validating, 1 running" in told(["jobs"], tlora, api)
+    told(["jobs", "--all", "--state", "running"], tlora, api)
+    listed = tlora.json("jobs")
     assert (listed["service"], listed["served"]) == (address, False)
     assert listed["counts"] == {"running": 1, "validating": 1}
     assert [job["name"] for job in listed["jobs"]] == ["one", "two"]
-    assert f"one ({one['id']}): pause asked; it is running" in told(["pause", "one"], capsys, door)
-    assert "cancel asked" in told(["cancel", two["id"], "one"], capsys, door)
-    door.store.jobs.change(two["id"], JobState.CANCELLED)
+    assert f"one ({one['id']}): pause asked; it is running" in told(["pause", "one"], tlora, api)
+    assert "cancel asked" in told(["cancel", two["id"], "one"], tlora, api)
+    api.store.jobs.change(two["id"], JobState.CANCELLED)
     for argv in (["pause", "two"], ["cancel", "none"], ["logs", ".."]):
-        assert main(argv) == 2
-        error = capsys.readouterr().err
-        assert main([*argv, "--service", str(door.home.root)]) == 2
-        assert capsys.readouterr().err == error
+        assert tlora(*argv, code=2) == tlora(*argv, "--service", api.home.root, code=2)
 
 
 STEPS = [
@@ -175,71 +152,57 @@ STEPS = [
 
 
 def test_logs_and_adapters_are_the_same(
-    address: str,
-    door: Door,
-    run_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    address: str, api: Api, run_file: Path, tmp_path: Path, tlora: Tlora
 ) -> None:
-    one = submit(run_file, capsys)[0]["id"]
-    serve_gang(door.store, door.home)
-    start(door.store, one)
-    folder = make_folder(door.home.job(one))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in STEPS))
-    door.store.events.add("saved", job=one, body={"step": 1})
-    assert "step 1  eval_loss 1.5" in told(["logs", "one"], capsys, door)
-    assert main(["adapters", "one", "--out", str(tmp_path / "out")]) == 2
-    assert "job one must be finished, got 'running at step 3'" in capsys.readouterr().err
+    one = tlora.json("submit", run_file)[0]["id"]
+    serve_gang(api.store, api.home)
+    start(api.store, one)
+    folder = make_folder(api.home.job(one))
+    write_steps(api.home, one, *STEPS)
+    api.store.events.add("saved", job=one, body={"step": 1})
+    assert "step 1  eval_loss 1.5" in told(["logs", "one"], tlora, api)
+    adapters = ("adapters", "one", "--out", tmp_path / "out")
+    assert "job one must be finished, got 'running at step 3'" in tlora(*adapters, code=2)
     adapter = make_folder(folder / "adapter")
     (adapter / "adapter_config.json").write_text("{}")
     (adapter / "adapter_model.safetensors").write_bytes(b"weights")
-    finish(door.store, one)
-    assert "-> finished" in told(["logs", "-f", "one"], capsys, door)
-    assert main(["logs", "-f", "one", "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    finish(api.store, one)
+    assert "-> finished" in told(["logs", "-f", "one"], tlora, api)
+    rows = [json.loads(line) for line in tlora("logs", "-f", "one", "--json").splitlines()]
     assert [row["kind"] for row in rows if row["kind"] != "event"] == ["step", "evaluation"]
-    assert main(["adapters", "one", "--out", str(tmp_path / "out")]) == 0
-    assert f"adapter of one ({one}): {tmp_path}/out" in capsys.readouterr().out
+    assert f"adapter of one ({one}): {tmp_path}/out" in tlora(*adapters)
     assert (tmp_path / "out/adapter_model.safetensors").read_bytes() == b"weights"
 
 
 def test_waiting_for_jobs(
-    address: str,
-    door: Door,
-    run_file: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    address: str, api: Api, run_file: Path, tlora: Tlora, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sleep(_: float) -> None:
-        for job in door.store.jobs.page():
-            door.store.jobs.change(job.id, JobState.FAILED, why="no", error="no")
+        for job in api.store.jobs.page():
+            api.store.jobs.change(job.id, JobState.FAILED, why="no", error="no")
 
     monkeypatch.setattr("tlora_megatron.cli.service.jobs.time.sleep", sleep)
-    assert main(["submit", str(run_file), "--wait"]) == 1
-    assert "one: failed: no" in capsys.readouterr().out
+    assert "one: failed: no" in tlora("submit", run_file, "--wait", code=1)
 
 
 def test_without_a_token_or_a_service(
-    address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+    address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tlora: Tlora
 ) -> None:
     monkeypatch.setenv("TLORA_TOKEN", "tml-wrong")
-    assert main(["jobs"]) == 2
-    assert "a token must be one of the service's" in capsys.readouterr().err
+    assert "a token must be one of the service's" in tlora("jobs", code=2)
     monkeypatch.delenv("TLORA_TOKEN")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert main(["jobs"]) == 2
-    assert "a token for http://127.0.0.1" in capsys.readouterr().err
+    assert "a token for http://127.0.0.1" in tlora("jobs", code=2)
     monkeypatch.setenv("TLORA_TOKEN", "x")
-    assert main(["jobs", "--service", "http://"]) == 2
-    assert main(["serve", "--gpus", "1"]) == 2
-    assert "--service must be a folder of this host for this command" in capsys.readouterr().err
+    tlora("jobs", "--service", "http://", code=2)
+    said = tlora("serve", "--gpus", "1", code=2)
+    assert "--service must be a folder of this host for this command" in said
     monkeypatch.setattr("time.sleep", lambda _: None)
-    assert main(["jobs", "--service", "http://127.0.0.1:9"]) == 1
-    first, last, *_ = capsys.readouterr().err.splitlines()
-    assert first.startswith(
-        "WARNING: nothing answers at http://127.0.0.1:9 ([Errno 111] Connection"
-    )
+    tlora("jobs", "--service", "http://127.0.0.1:9", code=1)
+    first, last, *_ = tlora.err.splitlines()
+    told = "WARNING: nothing answers at http://127.0.0.1:9 ([Errno 111] Connection"
+    assert first.startswith(told)
     assert "the service must answer at http://127.0.0.1:9, got" in last
     assert "check the address" in last
-    assert main(["jobs", "--service", "host:8017"]) == 2
-    assert "an address begins with http://, as in http://host:8017" in capsys.readouterr().err
+    said = tlora("jobs", "--service", "host:8017", code=2)
+    assert "an address begins with http://, as in http://host:8017" in said

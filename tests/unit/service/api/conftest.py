@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.http_service import Door, open_door
+from tests.helpers.http_service import Api, open_api
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[Door]:
+def api(tmp_path: Path) -> Iterator[Api]:
     """A service of its own, with nobody's jobs."""
-    with open_door(tmp_path / "service") as opened:
+    with open_api(tmp_path / "service") as opened:
         yield opened

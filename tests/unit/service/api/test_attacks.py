@@ -1,6 +1,6 @@
-"""Attacks of strangers and neighbours, each refused with a sentence; docs/http.md has a table.
+"""Attacks of strangers and other tenants, each refused with a sentence; docs/http.md has a table.
 
-Protobuf and its compression are in the tests of the tinker client's door.
+Protobuf and its compression are in the tests of the tinker client's API.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.http_service import Door, listening, open_door
+from tests.helpers.http_service import Api, job, listening, open_api, posted, put_file
 from tests.helpers.launch import HANG_S
 from tests.helpers.live_service import folder_in_memory
-from tests.unit.service.api.test_jobs import job, put_file
 from tlora_megatron.service.api import server
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.prepare.submission import PrepareRules, Refused, Submission
@@ -35,8 +34,8 @@ PUBLIC = {"/", "/docs", "/openapi.json", "/api/v1/healthz"}
 FILE = "file-0123456789abcdef01234567"
 
 
-def _routes(door: Door) -> list[tuple[str, str]]:
-    paths = door.app.openapi()["paths"]
+def _routes(api: Api) -> list[tuple[str, str]]:
+    paths = api.app.openapi()["paths"]
     return [(method, path) for path, methods in paths.items() for method in methods]
 
 
@@ -49,9 +48,9 @@ def _sentence(answer: httpx.Response) -> str:
     return str(error["message"] if isinstance(error, dict) else error)
 
 
-def test_without_a_token_no_route_does_anything(door: Door) -> None:
-    client = door.client(None)
-    routes = [route for route in _routes(door) if route[1] not in PUBLIC]
+def test_without_a_token_no_route_does_anything(api: Api) -> None:
+    client = api.client(None)
+    routes = [route for route in _routes(api) if route[1] not in PUBLIC]
     assert len(routes) > 30
     for method, path in routes:
         answer = client.request(method, _filled(path))
@@ -59,20 +58,19 @@ def test_without_a_token_no_route_does_anything(door: Door) -> None:
         assert "token" in answer.text
 
 
-def test_another_tenant_s_ids_lead_nowhere(door: Door) -> None:
-    put_file(door)
-    made = door.client().post("/v1/jobs", json=job("secret")).json()["jobs"][0]["id"]
+def test_another_tenant_s_ids_lead_nowhere(api: Api) -> None:
+    made = posted(api, name="secret")
     row = {"id": FILE, "name": "secret.jsonl", "purpose": "fine-tune", "digest": "", "size": 1}
-    door.store.uploads.add(NewUpload(**row, facts={}), tenant="ann")
-    bob = door.client("bob")
-    for method, path in _routes(door):
+    api.store.uploads.add(NewUpload(**row, facts={}), tenant="ann")
+    bob = api.client("bob")
+    for method, path in _routes(api):
         if not {"job", "file", "model_id"} & set(re.findall(r"\{(\w+)", path)):
             continue
         names = {"job": made, "file": FILE, "model_id": made, "fine_tuning_job_id": made}
         answer = bob.request(method, _filled(path, **names), json={})
         assert answer.status_code in (400, 403, 404), (method, path, answer.text)
         assert "secret" not in answer.text
-    found = door.store.jobs.get(made)
+    found = api.store.jobs.get(made)
     assert (found.wish, found.state) == (None, "validating")
 
 
@@ -112,31 +110,31 @@ PATHS = [
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Door]:
-    """A door that refuses all that its tests try."""
-    with folder_in_memory() as folder, open_door(folder / "service") as door:
-        door.store.tenants.set_limits("ann", TenantLimits(requests_per_s=1000.0))
-        put_file(door)
-        yield door
+def shared() -> Iterator[Api]:
+    """An API that refuses all that its tests try."""
+    with folder_in_memory() as folder, open_api(folder / "service") as api:
+        api.store.tenants.set_limits("ann", TenantLimits(requests_per_s=1000.0))
+        put_file(api)
+        yield api
 
 
 @pytest.fixture(scope="module")
-def neighbours(shared: Door) -> Door:
+def tenants(shared: Api) -> Api:
     """The same with files of two tenants, and with links and a pipe that an operator forgot."""
-    door = shared
+    api = shared
     for tenant in ("ann", "bob"):
-        put_file(door, tenant)
-    folder = door.home.tenant("ann")
-    (folder / "link.jsonl").symlink_to(door.home.tenant("bob") / "rows.jsonl")
-    (folder / "linked").symlink_to(door.home.tenant("bob"))
+        put_file(api, tenant)
+    folder = api.home.tenant("ann")
+    (folder / "link.jsonl").symlink_to(api.home.tenant("bob") / "rows.jsonl")
+    (folder / "linked").symlink_to(api.home.tenant("bob"))
     make_folder(folder / "folder")
     os.mkfifo(folder / "pipe")
-    return door
+    return api
 
 
 @pytest.mark.parametrize("path", PATHS, ids=range(len(PATHS)))
-def test_no_spelling_of_a_path_leaves_the_tenant_s_folder(neighbours: Door, path: str) -> None:
-    client = neighbours.client()
+def test_no_spelling_of_a_path_leaves_the_tenant_s_folder(tenants: Api, path: str) -> None:
+    client = tenants.client()
     fields: list[dict[str, Any]] = [
         {"data": {"train": path}},
         {"data": {"train": "rows.jsonl", "eval": path}},
@@ -148,36 +146,35 @@ def test_no_spelling_of_a_path_leaves_the_tenant_s_folder(neighbours: Door, path
         assert answer.status_code == 400, (field, answer.text)
         assert " must " in _sentence(answer)
         assert "root:" not in answer.text
-        assert str(neighbours.home.root) not in answer.text
-    assert neighbours.store.jobs.page(tenant="ann") == []
+        assert str(tenants.home.root) not in answer.text
+    assert tenants.store.jobs.page(tenant="ann") == []
 
 
 @pytest.mark.parametrize(
     "path", ["jobs/{job}", "jobs/{job}/adapter", "jobs/{job}/../{job}", "jobs/x", "jobs/{job}//a"]
 )
-def test_another_tenant_s_job_is_no_start(neighbours: Door, path: str) -> None:
+def test_another_tenant_s_job_is_no_start(tenants: Api, path: str) -> None:
     headers = {"Idempotency-Key": "theirs"}
-    bob = neighbours.client("bob")
+    bob = tenants.client("bob")
     theirs = bob.post("/v1/jobs", json=job(), headers=headers).json()["jobs"][0]["id"]
-    make_folder(neighbours.home.job(theirs) / "adapter")
+    make_folder(tenants.home.job(theirs) / "adapter")
     for key in ("init_from", "resume_from"):
-        answer = neighbours.client().post("/v1/jobs", json=job(**{key: path.format(job=theirs)}))
+        answer = tenants.client().post("/v1/jobs", json=job(**{key: path.format(job=theirs)}))
         assert answer.status_code == 400
     own = job("own", init_from=f"jobs/{theirs}/adapter")
     answer = bob.post("/v1/jobs", json=own, headers={"Idempotency-Key": "own"})
     assert answer.status_code in (200, 201), answer.text
 
 
-def test_a_link_that_comes_after_the_check_is_not_followed_either(door: Door) -> None:
-    for tenant in ("ann", "bob"):
-        put_file(door, tenant)
-    made = door.client().post("/v1/jobs", json=job()).json()["jobs"][0]["id"]
-    document = door.store.jobs.document(made)
+def test_a_link_that_comes_after_the_check_is_not_followed_either(api: Api) -> None:
+    put_file(api, "bob")
+    made = posted(api)
+    document = api.store.jobs.document(made)
     fields = {key: document[key] for key in ("name", "base_model", "document", "tenant")}
-    path = door.home.tenant("ann") / "rows.jsonl"
+    path = api.home.tenant("ann") / "rows.jsonl"
     path.unlink()
-    path.symlink_to(door.home.tenant("bob") / "rows.jsonl")
-    rules = PrepareRules(root=str(door.home.root), data_root=None)
+    path.symlink_to(api.home.tenant("bob") / "rows.jsonl")
+    rules = PrepareRules(root=str(api.home.root), data_root=None)
     outcome = validate(made, Submission(**fields), rules)
     assert isinstance(outcome, Refused)
     assert "links are not followed" in outcome.error
@@ -187,7 +184,7 @@ IDS = ["..%2f..%2fetc", "%2e%2e", "a%00b", "%ff", "' OR 1=1 --", "*", "j1abcd%0d
 
 
 @pytest.mark.parametrize("text", IDS, ids=range(len(IDS)))
-def test_ids_are_only_looked_up(shared: Door, text: str) -> None:
+def test_ids_are_only_looked_up(shared: Api, text: str) -> None:
     for path in ("jobs/{}", "jobs/{}/events", "jobs/{}/adapter.zip", "files/{}", "models/{}"):
         answer = shared.client().get(f"/v1/{path.format(text)}")
         assert answer.status_code in (400, 404), answer.text
@@ -228,7 +225,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_evil_bodies(shared: Door, name: str) -> None:
+def test_evil_bodies(shared: Api, name: str) -> None:
     content, content_type = BODIES[name]
     headers = {"Content-Type": content_type}
     if name.startswith("gzip"):
@@ -242,14 +239,14 @@ def test_evil_bodies(shared: Door, name: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/jobs", "/v1/files", "/v1/chat/completions"])
-def test_two_gigabytes_are_refused_before_they_come(door: Door, path: str) -> None:
-    answer = door.client().post(path, content=b"{", headers={"Content-Length": str(2 << 30)})
+def test_two_gigabytes_are_refused_before_they_come(api: Api, path: str) -> None:
+    answer = api.client().post(path, content=b"{", headers={"Content-Length": str(2 << 30)})
     assert answer.status_code == 413
     assert "the body must have at most" in _sentence(answer)
 
 
 def test_a_body_that_does_not_say_its_length_is_cut(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MOST_BYTES", 1000)
 
@@ -258,7 +255,7 @@ def test_a_body_that_does_not_say_its_length_is_cut(
             while True:
                 yield b"x" * 100
 
-        async with door.async_client() as client:
+        async with api.async_client() as client:
             return await client.post("/v1/jobs", content=endless())
 
     answer = asyncio.run(send())
@@ -267,7 +264,7 @@ def test_a_body_that_does_not_say_its_length_is_cut(
 
 
 @pytest.mark.parametrize("path", ["/v1/fine_tuning/jobs", "/v1/completions", "/api/v1/asample"])
-def test_a_stranger_s_body_is_given_up_at_once(door: Door, path: str) -> None:
+def test_a_body_without_a_key_is_given_up_at_once(api: Api, path: str) -> None:
     parts = 0
 
     async def body() -> AsyncIterator[bytes]:
@@ -277,7 +274,7 @@ def test_a_stranger_s_body_is_given_up_at_once(door: Door, path: str) -> None:
             yield b" " * 1000
 
     async def send() -> httpx.Response:
-        async with door.async_client() as client:
+        async with api.async_client() as client:
             client.headers["Authorization"] = "Bearer tml-tlora-of-nobody"
             return await client.post(path, content=body(), headers={"Content-Type": "text/json"})
 
@@ -298,13 +295,13 @@ async def _talk(port: int, *parts: bytes) -> bytes:
 
 
 def test_clients_that_are_slow_or_talk_too_much_are_hung_up_on(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "PAUSE_S", 0.2)
     monkeypatch.setattr(server, "HEADERS_S", 0.2)
-    token = door.token("ann").encode()
+    token = api.token("ann").encode()
     head = b"POST /v1/jobs HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer " + token + b"\r\n"
-    with listening(door.app) as address:
+    with listening(api.app) as address:
         port = int(address.rpartition(":")[2])
         assert asyncio.run(_talk(port)) == b"", "it never says a word"
         assert asyncio.run(_talk(port, b"GET / HT")) == b"", "it never ends its headers"
@@ -320,27 +317,25 @@ def test_clients_that_are_slow_or_talk_too_much_are_hung_up_on(
         assert b"a request must be HTTP/1.1" in answer
 
 
-def test_a_body_that_drips_is_given_up(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_drips_is_given_up(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_PATIENCE_S", -1.0)
-    answer = door.client().post("/v1/jobs", content=b"name: a")
+    answer = api.client().post("/v1/jobs", content=b"name: a")
     assert answer.status_code == 408
 
 
-def test_nothing_of_the_host_is_in_an_answer(door: Door) -> None:
-    put_file(door)
-    client = door.client()
-    made = client.post("/v1/jobs", json=job()).json()["jobs"][0]["id"]
+def test_nothing_of_the_host_is_in_an_answer(api: Api) -> None:
+    client, made = api.client(), posted(api)
     for path in (f"/v1/jobs/{made}", "/v1/jobs", f"/v1/jobs/{made}/events?follow=false"):
-        assert str(door.home.root) not in client.get(path).text
+        assert str(api.home.root) not in client.get(path).text
 
 
-def test_the_page_for_people_is_whole_and_loads_nothing_from_elsewhere(door: Door) -> None:
-    answer = door.client(None).get("/docs")
+def test_the_page_for_people_is_whole_and_loads_nothing_from_elsewhere(api: Api) -> None:
+    answer = api.client(None).get("/docs")
     assert answer.status_code == 200
     assert not re.search(r"(src|href)=\"(https?:)?//", answer.text)
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert policy.count("'sha256-") == 2
-    described = door.client(None).get("/openapi.json").json()
+    described = api.client(None).get("/openapi.json").json()
     assert described["paths"]["/v1/jobs"]["post"]["requestBody"]["content"]["application/yaml"]
     assert described["tags"][0]["name"] == "jobs"

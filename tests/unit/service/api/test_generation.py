@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.http_service import BASE, Door, bearer, listening, open_door
+from tests.helpers.http_service import BASE, Api, bearer, listening, open_api
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.runtime.sampling.values import Piece, Prompt
 from tlora_megatron.service.home import Home
@@ -23,11 +23,7 @@ from tlora_megatron.service.sampling.sampler import (
     StreamingSampler,
 )
 from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
-from tlora_megatron.service.settings import (
-    add_sampler_arguments,
-    open_sampler,
-    sampler_words,
-)
+from tlora_megatron.service.settings import add_sampler_arguments, open_sampler, sampler_words
 
 
 class Scripted(StreamingSampler):
@@ -67,16 +63,16 @@ def sampler() -> Scripted:
 
 
 @pytest.fixture
-def door(tmp_path: Path, sampler: Scripted) -> Iterator[Door]:
-    with open_door(tmp_path / "service", sampler=sampler) as opened:
+def api(tmp_path: Path, sampler: Scripted) -> Iterator[Api]:
+    with open_api(tmp_path / "service", sampler=sampler) as opened:
         yield opened
 
 
-def wish(*prompt: int, **fields: Any) -> dict[str, Any]:
+def request(*prompt: int, **fields: Any) -> dict[str, Any]:
     return {"model": BASE, "prompt": list(prompt), **fields}
 
 
-def test_harmless_fields_are_passed_over(door: Door, sampler: Scripted) -> None:
+def test_harmless_fields_are_passed_over(api: Api, sampler: Scripted) -> None:
     fields = {
         "user": "x",
         "store": False,
@@ -87,7 +83,7 @@ def test_harmless_fields_are_passed_over(door: Door, sampler: Scripted) -> None:
         "logit_bias": None,
         "top_k": -1,
     }
-    answer = door.client().post("/v1/completions", json=wish(9, **fields))
+    answer = api.client().post("/v1/completions", json=request(9, **fields))
     assert answer.json()["choices"][0]["text"] == "AB"
     assert answer.json()["system_fingerprint"].startswith("base-")
     assert answer.json()["usage"]["completion_tokens"] == 2
@@ -98,26 +94,26 @@ def test_harmless_fields_are_passed_over(door: Door, sampler: Scripted) -> None:
 @pytest.mark.parametrize(
     "field", [{"tools": [{}]}, {"best_of": 2}, {"presence_penalty": 1}, {"nonsense": 1}]
 )
-def test_what_is_not_there_is_refused_by_name(door: Door, field: dict[str, Any]) -> None:
-    answer = door.client().post("/v1/completions", json=wish(9, **field))
+def test_what_is_not_there_is_refused_by_name(api: Api, field: dict[str, Any]) -> None:
+    answer = api.client().post("/v1/completions", json=request(9, **field))
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == next(iter(field))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_failures_have_a_status_of_their_own_and_name_no_path(door: Door, stream: bool) -> None:
-    client = door.client()
-    broken = client.post("/v1/completions", json=wish(1, stream=stream))
+def test_failures_have_a_status_of_their_own_and_name_no_path(api: Api, stream: bool) -> None:
+    client = api.client()
+    broken = client.post("/v1/completions", json=request(1, stream=stream))
     assert broken.status_code == 503
     assert "somebody" not in broken.text
-    refused = client.post("/v1/completions", json=wish(2, stream=stream))
+    refused = client.post("/v1/completions", json=request(2, stream=stream))
     assert (refused.status_code, refused.json()["error"]["message"]) == (
         400, "prompt must be nicer, got 2",
     )  # fmt: skip
 
 
-def test_stream_that_breaks_off_says_so(door: Door) -> None:
-    answer = door.client().post("/v1/completions", json=wish(3, stream=True))
+def test_stream_that_breaks_off_says_so(api: Api) -> None:
+    answer = api.client().post("/v1/completions", json=request(3, stream=True))
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert json.loads(events[0])["choices"][0]["text"] == "A"
     assert json.loads(events[0])["system_fingerprint"].startswith("base-")
@@ -125,22 +121,22 @@ def test_stream_that_breaks_off_says_so(door: Door) -> None:
     assert events[2:] == ["[DONE]"]
 
 
-def test_service_without_a_sampler_and_caller_without_the_scope(door: Door) -> None:
-    reader = door.client("ann", ("read",))
-    assert reader.post("/v1/completions", json=wish(9)).status_code == 403
-    door.service.sampler = None
-    answer = door.client().post("/v1/completions", json=wish(9))
+def test_service_without_a_sampler_and_caller_without_the_scope(api: Api) -> None:
+    reader = api.client("ann", ("read",))
+    assert reader.post("/v1/completions", json=request(9)).status_code == 403
+    api.service.sampler = None
+    answer = api.client().post("/v1/completions", json=request(9))
     assert answer.status_code == 404
     assert "--sampler own or vllm" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_that_hangs_up_takes_its_request_back(
-    door: Door, sampler: Scripted, stream: bool
+    api: Api, sampler: Scripted, stream: bool
 ) -> None:
     async def ask(address: str) -> None:
-        body = wish(4, stream=stream)
-        async with httpx.AsyncClient(headers=bearer(door.token()), timeout=None) as client:
+        body = request(4, stream=stream)
+        async with httpx.AsyncClient(headers=bearer(api.token()), timeout=None) as client:
             task = asyncio.create_task(client.post(f"{address}/v1/completions", json=body))
             while not sampler.began.is_set():  # set on the server's loop
                 await asyncio.sleep(0.005)
@@ -149,7 +145,7 @@ def test_client_that_hangs_up_takes_its_request_back(
         while not sampler.left.is_set():
             await asyncio.sleep(0.005)
 
-    with listening(door.app) as address:
+    with listening(api.app) as address:
         asyncio.run(ask(address))
 
 

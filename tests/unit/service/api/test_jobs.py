@@ -1,63 +1,50 @@
-"""`/v1/jobs`: submits, pages, actions."""
+"""`/v1/jobs`: submits, pages, actions; tokens."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
-from tests.helpers.http_service import BASE, Door
-from tlora_megatron.service.home import make_folder
+from tests.helpers.http_service import BASE, Api, bearer, job, listening, posted, put_file
+from tests.helpers.stored_jobs import put_job
+from tlora_megatron.service.api import gate
 from tlora_megatron.service.store import JobState, TenantLimits
 
-ROWS = '{"prompt": "a", "completion": "b"}\n'
 
-
-def put_file(door: Door, tenant: str = "ann", name: str = "rows.jsonl") -> str:
-    """A file in a tenant's folder, as its operator may lay it there; returns its name."""
-    folder = make_folder(door.home.tenant(tenant))
-    (folder / name).write_text(ROWS)
-    return name
-
-
-def job(name: str = "a", **fields: Any) -> dict[str, Any]:
-    """A job's document."""
-    data = {"train": "rows.jsonl"}
-    return {"base_model": BASE, "name": name, "data": data, "max_steps": 2, **fields}
-
-
-def test_a_job_is_submitted_in_json_and_yaml(door: Door) -> None:
-    put_file(door)
-    client = door.client()
+def test_a_job_is_submitted_in_json_and_yaml(api: Api) -> None:
+    put_file(api)
+    client = api.client()
     answer = client.post("/v1/jobs", json=job("a", service={"gpus": 1, "priority": 3}))
     assert answer.status_code == 201, answer.text
     (row,) = answer.json()["jobs"]
     assert (row["name"], row["state"], row["tenant"]) == ("a", "validating", "ann")
     answer = client.post("/v1/jobs", content=yaml.safe_dump(job("b")))
     assert answer.status_code == 201, answer.text
-    document = door.store.jobs.document(row["id"])
-    assert document["document"]["data"]["train"] == str(door.home.tenant("ann") / "rows.jsonl")
+    document = api.store.jobs.document(row["id"])
+    assert document["document"]["data"]["train"] == str(api.home.tenant("ann") / "rows.jsonl")
     assert document["tenant"] == "ann"
-    assert door.store.jobs.get(row["id"]).schedule["priority"] == 3
+    assert api.store.jobs.get(row["id"]).schedule["priority"] == 3
 
 
-def test_a_file_of_tlora_train_is_submitted_as_a_whole_or_not(door: Door) -> None:
-    put_file(door)
+def test_a_file_of_tlora_train_is_submitted_as_a_whole_or_not(api: Api) -> None:
+    put_file(api)
     entries = [{key: value for key, value in job(n).items() if key != "base_model"} for n in "ab"]
     document = {"base_model": {"path": BASE}, "run": {}, "jobs": entries}
-    answer = door.client().post("/v1/jobs", json=document)
+    answer = api.client().post("/v1/jobs", json=document)
     assert [row["name"] for row in answer.json()["jobs"]] == ["a", "b"]
     assert "section run has no effect" in answer.json()["warnings"][0]
-    refused = door.client().post("/v1/jobs", json=job("a"))
+    refused = api.client().post("/v1/jobs", json=job("a"))
     assert refused.status_code == 409
     assert "a job's name must be unique" in refused.json()["error"]["message"]
 
 
-def test_a_key_makes_its_jobs_once(door: Door) -> None:
-    put_file(door)
-    client = door.client()
+def test_a_key_makes_its_jobs_once(api: Api) -> None:
+    put_file(api)
+    client = api.client()
     headers = {"Idempotency-Key": "night"}
     first = client.post("/v1/jobs", json=job(), headers=headers)
     again = client.post("/v1/jobs", json=job(), headers=headers)
@@ -65,17 +52,17 @@ def test_a_key_makes_its_jobs_once(door: Door) -> None:
     assert first.json()["jobs"][0]["id"] == again.json()["jobs"][0]["id"]
     for other in (job(max_steps=3), {**job("b"), "name": "b"}):
         assert client.post("/v1/jobs", json=other, headers=headers).status_code == 409
-    put_file(door, "bob")
-    assert door.client("bob").post("/v1/jobs", json=job(), headers=headers).status_code == 201
+    put_file(api, "bob")
+    assert api.client("bob").post("/v1/jobs", json=job(), headers=headers).status_code == 201
     assert client.post("/v1/jobs", json=job(), headers={"Idempotency-Key": " "}).status_code == 400
 
 
-def test_pages_follow_each_other_and_hold_the_own_jobs_alone(door: Door) -> None:
+def test_pages_follow_each_other_and_hold_the_own_jobs_alone(api: Api) -> None:
     for tenant in ("ann", "bob"):
-        put_file(door, tenant)
+        put_file(api, tenant)
         for name in "abcde":
-            door.client(tenant).post("/v1/jobs", json=job(name))
-    client = door.client()
+            api.client(tenant).post("/v1/jobs", json=job(name))
+    client = api.client()
     names, after = [], None
     while True:
         page = client.get("/v1/jobs", params={"limit": 2, **({"after": after} if after else {})})
@@ -94,34 +81,34 @@ def test_pages_follow_each_other_and_hold_the_own_jobs_alone(door: Door) -> None
     assert len(client.get("/v1/jobs", params={"state": "validating"}).json()["jobs"]) == 5
     assert client.get("/v1/jobs", params={"name": "c"}).json()["jobs"][0]["name"] == "c"
     assert client.get("/v1/jobs", params={"state": "sleeping"}).status_code == 400
-    theirs = door.client("bob").get("/v1/jobs").json()["jobs"][0]["id"]
+    theirs = api.client("bob").get("/v1/jobs").json()["jobs"][0]["id"]
     assert client.get("/v1/jobs", params={"after": theirs}).status_code == 404
     assert client.get("/v1/jobs", params={"tenant": "bob"}).status_code == 403
-    admin = door.client("root", ("admin",))
+    admin = api.client("root", ("admin",))
     assert len(admin.get("/v1/jobs", params={"tenant": "*"}).json()["jobs"]) == 10
     assert admin.get(f"/v1/jobs/{theirs}").json()["tenant"] == "bob"
 
 
-def test_actions_are_written_for_the_controller(door: Door) -> None:
-    put_file(door)
-    client = door.client()
+def test_actions_are_written_for_the_controller(api: Api) -> None:
+    put_file(api)
+    client = api.client()
     client.post("/v1/jobs", json=job())
     assert client.post("/v1/jobs/a/pause").json()["wish"] == "pause"
     assert client.post("/v1/jobs/a/resume").json()["wish"] == "resume"
     assert client.delete("/v1/jobs/a").json()["wish"] == "cancel"
     assert client.delete("/v1/jobs/a").status_code == 200, "asked once more"
     assert client.post("/v1/jobs/a/pause").status_code == 409
-    assert door.client("ann", ("read",)).delete("/v1/jobs/a").status_code == 403
+    assert api.client("ann", ("read",)).delete("/v1/jobs/a").status_code == 403
     job_id = client.get("/v1/jobs/a").json()["id"]
-    door.store.jobs.change(job_id, JobState.CANCELLED)
+    api.store.jobs.change(job_id, JobState.CANCELLED)
     assert client.delete("/v1/jobs/a").status_code == 409
-    assert door.client("bob").delete(f"/v1/jobs/{job_id}").status_code == 404
+    assert api.client("bob").delete(f"/v1/jobs/{job_id}").status_code == 404
 
 
-def test_limits_of_a_tenant(door: Door) -> None:
-    put_file(door)
-    door.store.tenants.set_limits("ann", TenantLimits(jobs=2, gpus=2))
-    client = door.client()
+def test_limits_of_a_tenant(api: Api) -> None:
+    put_file(api)
+    api.store.tenants.set_limits("ann", TenantLimits(jobs=2, gpus=2))
+    client = api.client()
     headers = {"Idempotency-Key": "k"}
     client.post("/v1/jobs", json=job("a"), headers=headers)
     client.post("/v1/jobs", json=job("b"))
@@ -146,24 +133,123 @@ def test_limits_of_a_tenant(door: Door) -> None:
     ],
 )
 def test_mistakes_are_told_where_they_stand(
-    door: Door, fields: dict[str, Any], sentence: str
+    api: Api, fields: dict[str, Any], sentence: str
 ) -> None:
-    put_file(door)
-    answer = door.client().post("/v1/jobs", json=job(**fields))
+    put_file(api)
+    answer = api.client().post("/v1/jobs", json=job(**fields))
     assert answer.status_code == 400, answer.text
     assert sentence in answer.json()["error"]["message"]
-    assert str(door.home.root) not in answer.text
-    assert door.store.jobs.page() == []
+    assert str(api.home.root) not in answer.text
+    assert api.store.jobs.page() == []
 
 
-def test_many_submits_share_transactions_and_one_refusal_harms_no_other(door: Door) -> None:
-    put_file(door)
+def test_many_submits_share_transactions_and_one_refusal_harms_no_other(api: Api) -> None:
+    put_file(api)
 
     async def all_at_once() -> list[int]:
-        async with door.async_client() as client:
+        async with api.async_client() as client:
             posts = [client.post("/v1/jobs", json=job(f"n{index % 15}")) for index in range(20)]
             return [answer.status_code for answer in await asyncio.gather(*posts)]
 
     statuses = asyncio.run(all_at_once())
     assert sorted(statuses) == [201] * 15 + [409] * 5
-    assert len(door.store.jobs.page()) == 15
+    assert len(api.store.jobs.page()) == 15
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer tml-tlora-" + "a" * 43},
+        {"Authorization": "Basic abc"},
+        {"Authorization": "Bearer " + "\udce4".encode("utf-8", "surrogateescape").decode("latin1")},
+        {"X-API-Key": "tml-"},
+    ],
+    ids=["none", "unknown", "basic", "no text", "short"],
+)
+def test_without_a_token_of_the_service_nothing_is_told(api: Api, headers: dict[str, str]) -> None:
+    job = put_job(api.store)
+    encoded = {name: value.encode("latin1") for name, value in headers.items()}
+    answer = api.client(None).get(f"/v1/jobs/{job}", headers=encoded)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["type"] == "authentication_error"
+    assert "tlora token create" in answer.json()["error"]["message"]
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_both_headers_let_in_and_another_tenant_s_job_is_as_one_that_never_was(api: Api) -> None:
+    job = put_job(api.store)
+    client = api.client(None)
+    for headers in (bearer(api.token("ann")), {"X-API-Key": api.token("ann")}):
+        assert client.get(f"/v1/jobs/{job}", headers=headers).json()["id"] == job
+    for text in (job, "a"):
+        refused = api.client("bob").get(f"/v1/jobs/{text}")
+        never = api.client("bob").get("/v1/jobs/j99zzzz")
+        assert refused.status_code == never.status_code == 404
+        assert refused.text.replace(f"'{text}'", "'j99zzzz'") == never.text
+
+
+def test_scopes_and_revoked_tokens(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "KNOWN_S", 0.0)
+    job = put_job(api.store)
+    client = api.client("ann", ("submit",))
+    answer = client.get(f"/v1/jobs/{job}")
+    assert answer.status_code == 403
+    assert "must have the scope read for this, got submit" in answer.json()["error"]["message"]
+    made = api.store.tokens.make("ann", ["admin"])
+    assert client.get(f"/v1/jobs/{job}", headers=bearer(made.secret)).status_code == 200
+    api.store.tokens.revoke(made.token.id)
+    assert client.get(f"/v1/jobs/{job}", headers=bearer(made.secret)).status_code == 401
+
+
+def test_a_tenant_that_asks_too_often_waits_and_the_others_do_not(api: Api) -> None:
+    api.store.tenants.set_limits("ann", TenantLimits(requests_per_s=0.5))
+    ann, bob = api.client("ann"), api.client("bob")
+    answers = [ann.get("/v1/jobs/a") for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [404, 404, 429]
+    assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
+    assert int(answers[-1].headers["retry-after"]) in (1, 2)
+    assert bob.get("/v1/jobs/a").status_code == 404
+    api.store.tenants.set_limits("eve", TenantLimits(requests_per_s=0.0))
+    assert api.client("eve").get("/v1/jobs").status_code == 429, "not even a first one"
+
+
+def test_errors_are_sentences(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = api.client("ann")
+    assert "/docs lists them" in client.get("/nowhere").json()["error"]["message"]
+    assert client.post("/v1/jobs/a").status_code == 405
+
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("secret of the house")
+
+    monkeypatch.setattr(api.store.jobs, "find", broken)
+    answer = client.get("/v1/jobs/a")
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+
+
+def test_over_a_port(api: Api) -> None:
+    job = put_job(api.store)
+    with listening(api.app) as address:
+        answer = httpx.get(f"{address}/v1/jobs/{job}", headers=bearer(api.token("ann")))
+        assert answer.json()["name"] == "a"
+        assert "server" not in answer.headers
+
+
+def test_a_tenant_holds_so_many_streams_and_uploads_and_no_more(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, made = api.client(), posted(api)
+    monkeypatch.setattr("tlora_megatron.service.api.native.history.MOST_STREAMS", 0)
+    monkeypatch.setattr("tlora_megatron.service.api.openai.routes.AT_ONCE", 0)
+    assert client.get(f"/v1/jobs/{made}/events?follow=false").status_code == 200
+    assert client.get(f"/v1/jobs/{made}/events").status_code == 429
+    form = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "fine-tune"}}
+    assert client.post("/v1/files", **form).status_code == 429  # type: ignore[arg-type]
+
+
+def test_numbers_that_no_database_holds_are_refused(api: Api) -> None:
+    client, made = api.client(), posted(api)
+    huge = 10**30
+    for path in (f"jobs/{made}/events?follow=false&after={huge}.0.0", f"decisions?before={huge}"):
+        assert client.get(f"/v1/{path}").status_code == 400

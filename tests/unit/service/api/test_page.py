@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.helpers.browser import chromium, opened
-from tests.helpers.http_service import Door, listening
+from tests.helpers.http_service import Api, listening
 from tests.helpers.live_service import folder_in_memory
 from tests.helpers.shown_service import MARKUP, ShownService, shown_service
 
@@ -31,12 +31,12 @@ def browser() -> Iterator[Browser]:
 class Site:
     """A busy service on a port."""
 
-    def __init__(self, shown: ShownService, door: Door, address: str) -> None:
-        self.shown, self.door, self.address = shown, door, address
+    def __init__(self, shown: ShownService, api: Api, address: str) -> None:
+        self.shown, self.api, self.address = shown, api, address
 
     def of(self, tenant: str = "ann", scopes: tuple[str, ...] = ("submit", "read")) -> str:
         """The page's address for a tenant."""
-        return f"{self.address}/#token={self.door.token(tenant, scopes)}"
+        return f"{self.address}/#token={self.api.token(tenant, scopes)}"
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +44,10 @@ def site(browser: Browser) -> Iterator[Site]:
     """Starts after the browser: where there is none, it is not needed."""
     with (
         folder_in_memory() as folder,
-        shown_service(folder / "service") as (shown, door),
-        listening(door.app) as address,
+        shown_service(folder / "service") as (shown, api),
+        listening(api.app) as address,
     ):
-        yield Site(shown, door, address)
+        yield Site(shown, api, address)
 
 
 def wait_for(page: Page, selector: str) -> None:
@@ -145,13 +145,13 @@ def test_a_narrow_window_in_the_dark(browser: Browser, site: Site) -> None:
 
 
 def test_a_revoked_token_is_told_in_a_sentence(browser: Browser, site: Site) -> None:
-    made = site.door.store.tokens.make("ann", ("read",))
+    made = site.api.store.tokens.make("ann", ("read",))
     with opened(browser, f"{site.address}/#token={made.secret}", refused=1) as page:
         wait_for(page, ".member")
-        site.door.store.tokens.revoke(made.token.id)
+        site.api.store.tokens.revoke(made.token.id)
         page.get_by_role("alert").get_by_text("must be one of the service's and not").wait_for()
         assert page.get_by_label("Token").is_visible()
         assert not page.locator("#board").is_visible()
-        page.get_by_label("Token").fill(site.door.token("ann"))
+        page.get_by_label("Token").fill(site.api.token("ann"))
         page.keyboard.press("Enter")
         wait_for(page, ".member")

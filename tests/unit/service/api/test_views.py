@@ -10,37 +10,38 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.http_service import Door, bearer, listening
+from tests.helpers.http_service import Api, bearer, listening
 from tests.helpers.launch import HANG_S
 from tests.helpers.live_service import folder_in_memory
 from tests.helpers.shown_service import ShownService, shown_service
+from tests.helpers.stored_jobs import put_job
 from tlora_megatron.service.api.page import router, views
 from tlora_megatron.service.api.page.facts import Viewer, read_facts
-from tlora_megatron.service.store import JobState, NewJob
+from tlora_megatron.service.store import JobState
 
 ADMIN = ("submit", "read", "admin")
 VIEWS = ("cluster", "groups", "timeline", "decisions")
 
 
 @pytest.fixture(scope="module")
-def both() -> Iterator[tuple[ShownService, Door]]:
+def both() -> Iterator[tuple[ShownService, Api]]:
     """A busy service."""
     with folder_in_memory() as folder, shown_service(folder / "service", num_jobs=9) as found:
         yield found
 
 
 @pytest.fixture
-def shown(both: tuple[ShownService, Door]) -> ShownService:
+def shown(both: tuple[ShownService, Api]) -> ShownService:
     return both[0]
 
 
 @pytest.fixture
-def busy(both: tuple[ShownService, Door]) -> Door:
+def busy(both: tuple[ShownService, Api]) -> Api:
     return both[1]
 
 
-def ask(door: Door, path: str, tenant: str = "ann", scopes: tuple[str, ...] = ("read",)) -> Any:
-    answer = door.client(tenant, scopes).get(path)
+def ask(api: Api, path: str, tenant: str = "ann", scopes: tuple[str, ...] = ("read",)) -> Any:
+    answer = api.client(tenant, scopes).get(path)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -53,7 +54,7 @@ def stream(address: str, secret: str) -> Iterator[httpx.Response]:
         yield answer
 
 
-def test_machines_and_who_holds_them(busy: Door) -> None:
+def test_machines_and_who_holds_them(busy: Api) -> None:
     found = ask(busy, "/v1/cluster", scopes=ADMIN)
     assert found["served"]
     assert found["gpus"]["all"] == 4
@@ -65,7 +66,7 @@ def test_machines_and_who_holds_them(busy: Door) -> None:
     assert "host" not in ask(busy, "/v1/cluster")["nodes"][0]
 
 
-def test_an_admin_sees_who_trains_beside_whom(busy: Door, shown: ShownService) -> None:
+def test_an_admin_sees_who_trains_beside_whom(busy: Api, shown: ShownService) -> None:
     found = ask(busy, "/v1/groups", scopes=ADMIN)["groups"]
     (group,) = (g for g in found if any(m["name"] == "support-tone" for m in g["members"]))
     assert group["base"] == "base"
@@ -77,7 +78,7 @@ def test_an_admin_sees_who_trains_beside_whom(busy: Door, shown: ShownService) -
         assert member["loss"] < 4
 
 
-def test_a_tenant_knows_others_only_as_strangers(busy: Door, shown: ShownService) -> None:
+def test_a_tenant_knows_others_only_as_strangers(busy: Api, shown: ShownService) -> None:
     told = {path: json.dumps(ask(busy, f"/v1/{path}")) for path in VIEWS}
     others = ("sql-dialect", "math-steps", "radiology", "tickets-v2", "router-small", "bob", "cyd")
     for path, text in told.items():
@@ -93,7 +94,7 @@ def test_a_tenant_knows_others_only_as_strangers(busy: Door, shown: ShownService
     assert all("base" not in group for group in ask(busy, "/v1/groups", "dan")["groups"])
 
 
-def test_another_tenant_has_other_names_for_the_same_strangers(busy: Door) -> None:
+def test_another_tenant_has_other_names_for_the_same_strangers(busy: Api) -> None:
     def strangers(tenant: str) -> set[str]:
         groups = ask(busy, "/v1/groups", tenant)["groups"]
         return {m["id"] for group in groups for m in group["members"] if not m["own"]}
@@ -101,12 +102,12 @@ def test_another_tenant_has_other_names_for_the_same_strangers(busy: Door) -> No
     assert strangers("bob").isdisjoint(strangers("cyd"))
 
 
-def test_an_admin_may_look_as_a_tenant(busy: Door) -> None:
+def test_an_admin_may_look_as_a_tenant(busy: Api) -> None:
     mine = ask(busy, "/v1/groups?mine=true", scopes=ADMIN)
     assert mine["groups"] == ask(busy, "/v1/groups")["groups"]
 
 
-def test_decisions_by_pages(busy: Door) -> None:
+def test_decisions_by_pages(busy: Api) -> None:
     whole = ask(busy, "/v1/decisions", scopes=ADMIN)
     assert whole["next"] is None
     first = ask(busy, "/v1/decisions?limit=3", scopes=ADMIN)
@@ -123,7 +124,7 @@ def test_decisions_by_pages(busy: Door) -> None:
     assert answer.status_code == 400
 
 
-def test_a_curve_is_thinned_and_its_owners(busy: Door, shown: ShownService) -> None:
+def test_a_curve_is_thinned_and_its_owners(busy: Api, shown: ShownService) -> None:
     job = shown.ids["support-tone"]
     points = ask(busy, f"/v1/curves/{job}?points=50")["points"]
     assert 25 <= len(points) <= 50
@@ -135,7 +136,7 @@ def test_a_curve_is_thinned_and_its_owners(busy: Door, shown: ShownService) -> N
         assert answer.status_code == 404
 
 
-def test_the_stream_tells_everything_and_then_what_changes(busy: Door, shown: ShownService) -> None:
+def test_the_stream_tells_everything_and_then_what_changes(busy: Api, shown: ShownService) -> None:
     names = []
     with listening(busy.app) as address, stream(address, busy.token("bob")) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -150,7 +151,7 @@ def test_the_stream_tells_everything_and_then_what_changes(busy: Door, shown: Sh
     assert set(names[:6]) == {"cluster", "groups", "jobs", "timeline", "figures", "decisions"}
 
 
-def test_a_stream_ends_when_its_token_is_revoked(busy: Door) -> None:
+def test_a_stream_ends_when_its_token_is_revoked(busy: Api) -> None:
     made = busy.store.tokens.make("dan", ("read",))
     with listening(busy.app) as address, stream(address, made.secret) as answer:
         lines = answer.iter_lines()
@@ -160,7 +161,7 @@ def test_a_stream_ends_when_its_token_is_revoked(busy: Door) -> None:
 
 
 def test_a_tenant_may_not_open_streams_without_end(
-    busy: Door, monkeypatch: pytest.MonkeyPatch
+    busy: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router, "MOST_STREAMS", 1)
     with listening(busy.app) as address, stream(address, busy.token("eve")) as first:
@@ -172,7 +173,7 @@ def test_a_tenant_may_not_open_streams_without_end(
             assert other.status_code == 200
 
 
-def test_prometheus_is_told_all_figures(busy: Door) -> None:
+def test_prometheus_is_told_all_figures(busy: Api) -> None:
     client = busy.client("prom", ("scrape",))
     ask(busy, "/v1/cluster")
     busy.client().get("/v1/curves/nobody")
@@ -200,28 +201,27 @@ def test_prometheus_is_told_all_figures(busy: Door) -> None:
     assert client.get("/v1/cluster").status_code == 403, "a scraper sees no jobs"
 
 
-def test_a_service_that_nobody_serves(door: Door) -> None:
-    found = ask(door, "/v1/cluster")
+def test_a_service_that_nobody_serves(api: Api) -> None:
+    found = ask(api, "/v1/cluster")
     assert (found["served"], found["nodes"]) == (False, [])
-    assert ask(door, "/v1/groups")["groups"] == []
-    assert ask(door, "/v1/decisions") == {"decisions": [], "next": None}
-    scraped = door.client("prom", ("scrape",)).get("/metrics").text
+    assert ask(api, "/v1/groups")["groups"] == []
+    assert ask(api, "/v1/decisions") == {"decisions": [], "next": None}
+    scraped = api.client("prom", ("scrape",)).get("/metrics").text
     assert "tlora_served 0.0" in scraped
 
 
-def test_a_tenant_reads_no_path_of_the_host_in_errors(door: Door) -> None:
-    new = NewJob(name="bad", document={}, base="quickstart-12345678", key="bad")
-    (job,) = door.store.jobs.submit([new], tenant="ann")
-    error = f"{door.home.tenant('ann')}/files/file-1: line 3 must be JSON"
-    door.store.jobs.change(job.id, JobState.FAILED, error=error)
-    facts = read_facts(door.service, frozenset({"ann", None}))
+def test_a_tenant_reads_no_path_of_the_host_in_errors(api: Api) -> None:
+    job = put_job(api.store, base="quickstart-12345678")
+    error = f"{api.home.tenant('ann')}/files/file-1: line 3 must be JSON"
+    api.store.jobs.change(job, JobState.FAILED, error=error)
+    facts = read_facts(api.service, frozenset({"ann", None}))
     own = views.jobs(facts, Viewer(tenant="ann"))["ended"][0]
     assert (own["error"], own["base"]) == ("file-1: line 3 must be JSON", "quickstart")
     assert views.jobs(facts, Viewer(tenant="bob", sees_all=True))["ended"][0]["error"] == error
 
 
-def test_the_page_loads_nothing_and_may_do_little(door: Door) -> None:
-    answer = door.client(None).get("/")
+def test_the_page_loads_nothing_and_may_do_little(api: Api) -> None:
+    answer = api.client(None).get("/")
     assert answer.status_code == 200
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
@@ -229,4 +229,4 @@ def test_the_page_loads_nothing_and_may_do_little(door: Door) -> None:
     for word in ("src=", "http://", "https://www", "@import", "innerHTML", 'style="'):
         assert word not in answer.text.replace("http://www.w3.org/2000/svg", ""), word
     for path in ("/v1/cluster", "/v1/stream", "/v1/groups", "/v1/decisions", "/metrics"):
-        assert door.client(None).get(path).status_code == 401
+        assert api.client(None).get(path).status_code == 401

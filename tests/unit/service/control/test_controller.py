@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.fake_gang import FakeGang, FakeTimes
 from tests.helpers.floor_model import FloorModel
-from tests.helpers.live_service import FloorCost, LiveService, folder_in_memory
+from tests.helpers.live_service import FloorCost, LiveService, one_job
 from tlora_megatron.service.control.pricing import MemoryShares
 from tlora_megatron.service.engines.protocol import NodeInfo
-
-_EVERY_S = [0.07, 0.31, 1.3, 4.1] if os.environ.get("TLORA_ALL_TESTS") else [1.3]
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with folder_in_memory() as folder:
-        yield folder / "service"
 
 
 def test_a_job_trains_and_ends(root: Path) -> None:
@@ -36,9 +27,7 @@ def test_a_job_trains_and_ends(root: Path) -> None:
 
 
 def test_a_job_joins_the_gang_that_runs(root: Path) -> None:
-    service = LiveService(root)
-    first = service.submit("one", steps=50)
-    service.run(10)
+    service, first = one_job(root, steps=50)
     second = service.submit("two", steps=20)
     service.run(5)
     assert service.states() == {"one": "running", "two": "running"}
@@ -148,9 +137,7 @@ def test_actions_for_jobs_that_wait(root: Path) -> None:
 
 
 def test_a_pause_taken_back_while_the_job_still_leaves(root: Path) -> None:
-    service = LiveService(root, times=FakeTimes(boundary_s=3.0))
-    job = service.submit("one", steps=40)
-    service.run(15)
+    service, job = one_job(root, steps=40, run_s=15, times=FakeTimes(boundary_s=3.0))
     service.store.jobs.request_action(job, "pause")
     service.run(1)
     service.store.jobs.request_action(job, "resume")
@@ -165,7 +152,7 @@ def test_a_gang_that_dies_starts_again_from_checkpoints(root: Path) -> None:
     same = [alone.submit(name, steps=40) for name in ("one", "two")]
     alone.run()
     service.run(22)
-    gang = next(iter(service.engine.all_gangs.values()))
+    gang = service.gang
     gang.die("rank 1 was killed by signal 9")
     service.run()
     assert [service.adapter(job) for job in jobs] == [alone.adapter(job) for job in same]
@@ -177,7 +164,7 @@ def test_a_gang_that_dies_starts_again_from_checkpoints(root: Path) -> None:
     assert "one, two" in said[0]
 
 
-def test_a_newcomer_that_takes_all_memory_trains_alone(root: Path) -> None:
+def test_a_new_job_that_takes_all_memory_trains_alone(root: Path) -> None:
     service = LiveService(root, policy="tlora_best")
     first = service.submit("first", steps=60)
     service.run(10)
@@ -191,15 +178,24 @@ def test_a_newcomer_that_takes_all_memory_trains_alone(root: Path) -> None:
     assert not service.engine.doubled
 
 
-def test_several_newcomers_join_one_by_one_to_find_the_one_at_fault(root: Path) -> None:
+@pytest.mark.parametrize("restarts", [False, True])
+def test_several_new_jobs_join_one_by_one_to_find_the_one_at_fault(
+    root: Path, restarts: bool
+) -> None:
     service = LiveService(root)
     jobs = [service.submit(name, steps=30, batch=2) for name in ("one", "two", "three")]
     service.engine.hungry.add(jobs[1])
+    service.run(until=lambda: len(service.engine.all_gangs) == 2)
+    if restarts:
+        service.restart()
     service.run()
     assert set(service.states().values()) == {"finished"}
     said = service.sentences("quarantined")
-    assert "they join one by one" in said[0]
     assert said[1].startswith("job 'two' made gang")
+    assert [words.partition(":")[2] for words in said] == [
+        " they join one by one, to find the one at fault",
+        " it trains alone from now on, and the others go on without it",
+    ]
 
 
 def test_a_job_that_kills_every_gang_fails_alone(root: Path) -> None:
@@ -236,10 +232,8 @@ def test_a_gang_that_cannot_start_fails_its_jobs_with_the_reason(root: Path) -> 
 
 
 def test_a_hung_gang_is_killed_and_started_again(root: Path) -> None:
-    service = LiveService(root, hang_s=30)
-    job = service.submit("one", steps=60)
-    service.run(10)
-    next(iter(service.engine.all_gangs.values())).hangs = True
+    service, job = one_job(root, hang_s=30)
+    service.gang.hangs = True
     service.run()
     assert service.job(job).state == "finished"
     assert "said nothing for 30 s" in service.sentences("hung")[0]
@@ -263,9 +257,7 @@ def test_a_machine_that_is_gone_and_comes_back(root: Path) -> None:
 
 
 def test_an_engine_that_does_not_answer(root: Path) -> None:
-    service = LiveService(root)
-    service.submit("one", steps=60)
-    service.run(10)
+    service, _ = one_job(root)
     service.engine.lost = "the head node is gone"
     service.run(10)
     assert "does not answer (the head node is gone)" in service.said[-1]
@@ -277,9 +269,7 @@ def test_an_engine_that_does_not_answer(root: Path) -> None:
 
 
 def test_gangs_of_nobody_are_ended(root: Path) -> None:
-    service = LiveService(root)
-    service.submit("one", steps=30)
-    service.run(10)
+    service, _ = one_job(root, steps=30)
     key = next(iter(service.engine.all_gangs))
     service.engine.start(
         service.store.gangs.get(*key).spec.__class__(
@@ -294,21 +284,22 @@ def test_gangs_of_nobody_are_ended(root: Path) -> None:
 
 def test_a_job_that_fits_nowhere_is_refused_with_its_remedy(root: Path) -> None:
     service = LiveService(root)
-    service.controller.context.pricing.add_base("base", {})
     job = service.submit("wide", steps=5, gpus=2)
     service.run(1)
     error = "must hold at most as many GPUs as the service has, 1, got 2: submit it with a smaller"
     assert error in str(service.job(job).error)
 
 
-def test_failed_saves_pause_a_job(root: Path) -> None:
-    service = LiveService(root)
-    job = service.submit("one", steps=60)
-    service.run(10)
-    gang = next(iter(service.engine.all_gangs.values()))
-    for _ in range(2):
-        gang.tell("not_saved", job, step=4, error="no space left on device")
+@pytest.mark.parametrize("restarts", [False, True])
+def test_failed_saves_pause_a_job(root: Path, restarts: bool) -> None:
+    service, job = one_job(root)
+    gang = service.gang
+    for step in (4, 5):
+        gang.tell("not_saved", job, step=step, error="no space left on device")
         service.run(3)
+        if restarts:
+            service.restart()
+    service.run(3)
     assert service.job(job).state == "paused"
     assert [line.split(": ")[1] for line in service.sentences("not_saved")] == [
         "no space left on device; it trains on",
@@ -321,9 +312,7 @@ def test_a_store_that_refuses_to_write_stops_only_what_is_new(
 ) -> None:
     from tlora_megatron.service.store import StoreFull
 
-    service = LiveService(root)
-    service.submit("one", steps=30)
-    service.run(10)
+    service, _ = one_job(root, steps=30)
     hear = service.store.gangs.hear
 
     def full(events: object) -> list[object]:
@@ -335,25 +324,6 @@ def test_a_store_that_refuses_to_write_stops_only_what_is_new(
     monkeypatch.setattr(service.store.gangs, "hear", hear)
     service.run()
     assert service.states() == {"one": "finished"}
-
-
-@pytest.mark.parametrize("every_s", _EVERY_S)
-def test_controllers_that_are_killed_again_and_again(root: Path, every_s: float) -> None:
-    names = ("one", "two", "three", "four")
-    service = LiveService(root, gpus=2)
-    jobs = [service.submit(name, steps=12 + 5 * i, batch=6) for i, name in enumerate(names)]
-    for _ in range(int(60 / every_s)):
-        service.run(every_s)
-        if service.is_over:
-            break
-        service.restart()
-    service.run()
-    assert set(service.states().values()) == {"finished"}
-    assert not service.engine.doubled
-    quiet = LiveService(root.parent / "quiet", gpus=2)
-    same = [quiet.submit(name, steps=12 + 5 * i, batch=6) for i, name in enumerate(names)]
-    quiet.run()
-    assert [service.adapter(job) for job in jobs] == [quiet.adapter(job) for job in same]
 
 
 def test_first_jobs_of_a_gang_join_together_but_wait_for_no_late_one(root: Path) -> None:
@@ -377,7 +347,7 @@ def test_a_gang_that_waits_to_start_again_starts_on_time(root: Path) -> None:
     service.submit("one", steps=5)
     for _ in range(2):
         service.run(until=lambda: any(gang.alive for gang in service.engine.all_gangs.values()))
-        next(gang for gang in service.engine.all_gangs.values() if gang.alive).die("no reason")
+        service.gang.die("no reason")
         died_s = service.now_s
     service.run()
     assert service.now_s < died_s + 20

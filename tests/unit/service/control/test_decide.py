@@ -1,21 +1,27 @@
-"""Moves of running groups pay, wait and are few; starts and joins pass."""
+"""What is decided and done next, and what is shown of it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers.floor_model import FREE, World
+from tests.helpers.live_service import LiveService, one_job
 from tlora_megatron.scheduler.fleet import Parts, formed
 from tlora_megatron.scheduler.policy import Decision, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
+from tlora_megatron.service.control.actions import GangNow, Phase, Target, plan_actions
 from tlora_megatron.service.control.decide import MoveLimiter, bundles
 from tlora_megatron.service.control.machines import Machines
+from tlora_megatron.service.control.show import action_of
 from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.service.settings import Settings
 
 CHEAP = RegroupCost(admit_s=0.0, replan_s=1.0, weights_bytes_per_s=1e12)
+
 DEAR = replace(CHEAP, replan_s=1000.0)
 
 
@@ -41,11 +47,10 @@ class Scene:
 
 
 START = Decision(members=(2,), gpus=(3,))
+
 JOIN = Decision(members=(0, 1, 2), gpus=(0,), dissolve=(1,))
-SPLIT = [
-    Decision(members=(0,), gpus=(0,), dissolve=(1,)),
-    Decision(members=(1,), gpus=(1,)),
-]
+
+SPLIT = [Decision(members=(0,), gpus=(0,), dissolve=(1,)), Decision(members=(1,), gpus=(1,))]
 
 
 @pytest.mark.parametrize("decision", [START, JOIN])
@@ -94,3 +99,254 @@ def test_machines_of_unequal_width_lack_gpus_and_have_places() -> None:
 def test_an_engine_without_gpus_is_refused() -> None:
     with pytest.raises(ValueError, match="must have at least one GPU or worker slot, got none"):
         Machines.of([])
+
+
+def _gang(name: str, gpus: tuple[int, ...] = (0,), **fields: object) -> GangNow:
+    return GangNow(gang=name, gpus=gpus, **{"state": "running", **fields})  # type: ignore[arg-type]
+
+
+def _target(name: str, *members: str, gpus: tuple[int, ...] = (0,), **fields: bool) -> Target:
+    return Target(gang=name, gpus=gpus, members=members, **fields)
+
+
+def _members(**phases: Phase) -> dict[str, Phase]:
+    return dict(phases)
+
+
+CASES: dict[str, tuple[list[Target], list[GangNow], list[str]]] = {
+    "nothing to do": ([], [], []),
+    "a gang is started where its GPUs are free": ([_target("g1", "a")], [], ["start g1"]),
+    "two targets never start on one GPU": (
+        [_target("g1", "a"), _target("g2", "b", gpus=(0, 1))],
+        [],
+        ["start g1"],
+    ),
+    "a gang that died waits before it starts again": (
+        [_target("g1", "a", may_start=False)],
+        [],
+        [],
+    ),
+    "jobs wait while their gang starts": (
+        [_target("g1", "a")],
+        [_gang("g1", state="starting")],
+        [],
+    ),
+    "jobs are prepared all at once": (
+        [_target("g1", "a", "b")],
+        [_gang("g1")],
+        ["prepare g1 a", "prepare g1 b"],
+    ),
+    "a prepared job joins though another is still being prepared": (
+        [_target("g1", "a", "b")],
+        [_gang("g1", members=_members(a="prepared", b="preparing"))],
+        ["join g1 a"],
+    ),
+    "a fresh gang's first jobs join together": (
+        [_target("g1", "a", "b", "c")],
+        [_gang("g1", members=_members(a="prepared", b="preparing", c="prepared"), gathers=True)],
+        [],
+    ),
+    "they join as soon as all are prepared": (
+        [_target("g1", "a", "b")],
+        [_gang("g1", members=_members(a="prepared", b="prepared"), gathers=True)],
+        ["join g1 a", "join g1 b"],
+    ),
+    "a job that joins alone waits for no other": (
+        [_target("g1", "a", "b", one_by_one=True)],
+        [_gang("g1", members=_members(a="prepared", b="preparing"), gathers=True)],
+        ["join g1 a"],
+    ),
+    "no second change while a join is on its way": (
+        [_target("g1", "a", "b")],
+        [_gang("g1", members=_members(a="joining", b="prepared"))],
+        [],
+    ),
+    "a joining job is prepared while another leaves, and joins later": (
+        [_target("g1", "a", "b")],
+        [_gang("g1", members=_members(a="training", c="leaving"))],
+        ["prepare g1 b"],
+    ),
+    "who goes leaves before who is ready joins": (
+        [_target("g1", "a", "b")],
+        [_gang("g1", members=_members(a="training", b="prepared", c="training"))],
+        ["leave g1 c"],
+    ),
+    "a move waits until the old gang has let go": (
+        [_target("g1", "a", "b"), _target("g2", "c", gpus=(1,))],
+        [
+            _gang("g1", members=_members(a="training")),
+            _gang("g2", gpus=(1,), members=_members(b="training", c="training")),
+        ],
+        ["leave g2 b"],
+    ),
+    "a job that left and is wanted again is prepared anew": (
+        [_target("g1", "a")],
+        [_gang("g1", members=_members(a="leaving"))],
+        [],
+    ),
+    "other GPUs: the old gang is stopped first": (
+        [_target("g2", "a", gpus=(0, 1))],
+        [_gang("g1", members=_members(a="training"))],
+        ["stop g1"],
+    ),
+    "the new gang starts when the old one is gone": (
+        [_target("g2", "a", gpus=(0, 1))],
+        [_gang("g1", state="stopping", members=_members(a="leaving"))],
+        [],
+    ),
+    "with memory for both, the new gang starts while jobs leave one by one": (
+        [_target("g2", "a", gpus=(0, 1), beside=True)],
+        [_gang("g1", members=_members(a="training", b="leaving"))],
+        ["leave g1 a", "start g2"],
+    ),
+    "who has left goes on beside those who still leave": (
+        [_target("g2", "a", "b", gpus=(0, 1))],
+        [_gang("g1", members=_members(b="leaving")), _gang("g2", gpus=(0, 1))],
+        ["prepare g2 a"],
+    ),
+    "the old gang ends behind the last one": (
+        [_target("g2", "a", gpus=(0, 1))],
+        [_gang("g1"), _gang("g2", gpus=(0, 1), members=_members(a="preparing"))],
+        ["stop g1"],
+    ),
+    "no gang starts beside one that a job still joins": (
+        [_target("g2", "a", gpus=(0, 1), beside=True)],
+        [_gang("g1", members=_members(a="joining", b="leaving"))],
+        [],
+    ),
+    "nor beside one that another target without room wants": (
+        [_target("g2", "a", beside=True), _target("g3", "b", gpus=(1,))],
+        [_gang("g1", gpus=(0, 1), members=_members(a="training"))],
+        ["stop g1"],
+    ),
+    "jobs leave a gang whose GPUs no other wants": (
+        [],
+        [_gang("g1", members=_members(a="training", b="preparing"))],
+        ["leave g1 a", "leave g1 b"],
+    ),
+    "an idle gang is kept warm": ([], [_gang("g1", idle_s=59.0)], []),
+    "not for ever": ([], [_gang("g1", idle_s=60.0)], ["stop g1"]),
+    "an idle gang makes room": (
+        [_target("g2", "a", gpus=(0, 1))],
+        [_gang("g1", idle_s=1.0)],
+        ["stop g1"],
+    ),
+    "a starting gang that no target names any more is stopped for its GPUs": (
+        [_target("g2", "a")],
+        [_gang("g1", state="starting")],
+        ["stop g1"],
+    ),
+    "suspects join one by one": (
+        [_target("g1", "a", "b", "c", one_by_one=True)],
+        [_gang("g1", members=_members(a="training", b="prepared", c="prepared"))],
+        ["join g1 b"],
+    ),
+    "the next one when the first round is over": (
+        [_target("g1", "a", "b", one_by_one=True)],
+        [_gang("g1", members=_members(a="training", b="prepared"), in_first_round={"a"})],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_next_actions(case: str) -> None:
+    targets, gangs, expected = CASES[case]
+    found = plan_actions(targets, gangs, idle_keep_s=60.0)
+    assert [" ".join(filter(None, [a.kind, a.gang, a.job])) for a in found] == expected
+
+
+def shown(service: LiveService, name: str) -> dict[str, Any]:
+    return dict(service.store.boards.read()[name].body)
+
+
+def test_groups_show_who_trains_beside_whom_and_how_fast(root: Path) -> None:
+    service = LiveService(root)
+    jobs = [service.submit(name, steps=60) for name in ("one", "two")]
+    service.run(20)
+    (group,) = shown(service, "groups")["groups"]
+    assert (group["gang"], group["epoch"], group["state"]) == ("g1", 1, "running")
+    assert [member["job"] for member in group["members"]] == jobs
+    for member in group["members"]:
+        assert (member["phase"], member["bound"]) == ("training", 2.0)
+        assert member["slowdown"] == pytest.approx(member["predicted_slowdown"], rel=0.01)
+        assert member["slowdown"] <= member["bound"]
+        assert member["alone_tokens_per_s"] >= member["measured_tokens_per_s"] > 0
+    total = sum(member["measured_tokens_per_s"] for member in group["members"])
+    assert group["measured_tokens_per_s"] == pytest.approx(total)
+    assert group["predicted_tokens_per_s"] == pytest.approx(total, rel=0.01)
+    service.run()
+    service.run(2)
+    assert shown(service, "groups")["groups"][0]["members"] == []
+
+
+def test_machines_and_figures(root: Path) -> None:
+    service, _ = one_job(root, steps=30, nodes=2, gpus=4)
+    cluster, figures = shown(service, "cluster"), shown(service, "figures")
+    assert [(node["gpus"], node["healthy"]) for node in cluster["nodes"]] == [(4, True)] * 2
+    assert (figures["gpus_held"], figures["gpus_used"], figures["waiting"]) == (1, 1, 0)
+    assert figures["decide"]["count"] >= 1
+    assert figures["join"]["count"] == figures["start"]["count"] == 1
+    service.controller.context.state.set_aside.put([5], service.now_s)
+    service.run(2)
+    (aside,) = shown(service, "cluster")["set_aside"]
+    assert (aside["node"], aside["gpu"]) == (1, 1)
+
+
+def test_what_has_not_changed_is_not_written_again(root: Path) -> None:
+    service = LiveService(root)
+    service.run(30)
+    before = service.store.boards.read()
+    service.run(5)
+    assert service.store.boards.read() == before
+    service.restart()
+    service.run(5)
+    assert service.store.boards.read().keys() == before.keys()
+
+
+def test_decisions_say_why(root: Path) -> None:
+    service, first = one_job(root, steps=50)
+    second = service.submit("two", steps=20)
+    service.run(5)
+    join, start = (decision.actions[0] for decision in service.store.decisions.newest())
+    assert (start["kind"], start["jobs"]) == ("start", [first])
+    speed = round(start["tokens_per_s"])
+    assert start["why"] == f"1 job starts on 1 GPU: alone, {speed} tokens/s"
+    assert (join["kind"], join["jobs"]) == ("join", [first, second])
+    assert join["why"].startswith("1 job joins 1 on 1 GPU, where it is: ")
+    assert all(slow <= bound for slow, bound in zip(join["slowdowns"], join["bounds"], strict=True))
+
+
+def test_a_group_that_is_moved_or_split_is_told_apart() -> None:
+    world = World(gpus_per_node=4)
+    jobs = [world.add(0, 100, batch=10), world.add(0, 100, batch=10), world.add(0, 50)]
+    waiting = [Waiting(job=job, tokens_left=job.tokens, queued_s=0.0) for job in jobs]
+
+    def group(members: list[int], gpus: tuple[int, ...]) -> Group:
+        parts = Parts(joining=tuple(waiting[index] for index in members))
+        rates = world.speeds.rates(parts.kinds, len(gpus))
+        assert rates is not None
+        return formed(parts, gpus=gpus, rates=rates, now_s=0.0, cost=FREE, number=1)
+
+    driven = replace(jobs[2], is_open=True)
+    beside = group([0, 1], (0,))
+    (one, two), three = beside.members, replace(beside.members[1], job=driven)
+    mixed = action_of(replace(beside, members=(one, two, three)), [beside])
+    assert mixed["bounds"] == [one.job.max_slowdown, two.job.max_slowdown, None]
+    assert ", beside 1 that clients drive; the nearest" in mixed["why"]
+    only = action_of(replace(beside, members=(three,)), [])
+    assert only["why"].endswith(": driven by clients, it costs nothing while they think")
+    old = [beside]
+    actions = {
+        name: action_of(new, old)
+        for name, new in {
+            "leave": group([0], (0,)),
+            "move": group([1], (1,)),
+            "start": group([2], (2,)),
+            "join": group([0, 1, 2], (0,)),
+        }.items()
+    }
+    assert {name: action["kind"] for name, action in actions.items()} == {n: n for n in actions}
+    assert actions["leave"]["why"].startswith("1 job stays on 1 GPU: alone, ")
+    assert actions["move"]["why"].startswith("1 job of 1 gang on 1 GPU goes to 1 GPU: ")
+    assert "times slower than alone, of" in actions["join"]["why"]

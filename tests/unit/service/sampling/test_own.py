@@ -1,23 +1,30 @@
-"""Processes of our own are started when asked, again when they die, and end by themselves."""
+"""The sampling process and the sampler that starts it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import stat
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.helpers.launch import HANG_S
-from tlora_megatron.runtime.sampling.values import Prompt, SamplingParams
-from tlora_megatron.service.sampling.own import OwnSampler, OwnSettings
+from tests.helpers.tiny_tokenizer import byte_ids, tiny_tokenizer
+from tlora_megatron.channel import to_line
+from tlora_megatron.runtime.sampling.tracks import Request, Tell
+from tlora_megatron.runtime.sampling.values import Piece, Prompt, SamplingParams, Scores
+from tlora_megatron.service.sampling.own import OwnSampler, OwnSettings, connect, prompt_to_json
+from tlora_megatron.service.sampling.process import SamplingProcess
 from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_sampler")
+
 LONG = Prompt(tokens=(1, 10), params=SamplingParams(max_tokens=5))
 
 
@@ -87,3 +94,138 @@ def test_idle_process_ends_and_another_one_comes(tmp_path: Path) -> None:
             assert await sampler.encode("good", "x") != [first]
 
     run(work())
+
+
+class Endless:
+    """A batcher of which each step tells each request one token, and no sequence ends."""
+
+    words = SimpleNamespace(tokenizer=tiny_tokenizer(), max_positions=4)
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def request(self, prompt: Prompt, number: int, seed: int, tell: Tell) -> Request:
+        if prompt.tokens == (666,):
+            raise ValueError("tokens must be nicer, got 666")
+        most = 0 if prompt.params.max_tokens == 0 else 9
+        return Request(prompt=prompt, number=number, tell=tell, most_new=most, seed=seed)
+
+    def add(self, request: Request) -> None:
+        self.requests.append(request)
+
+    def step(self) -> None:
+        self.requests = [one for one in self.requests if not one.is_cancelled]
+        for request in self.requests:
+            if request.prompt.tokens == (13,):
+                raise RuntimeError("the device is lost")
+            scores = None if request.most_new else Scores(logprobs=(None,))
+            request.tell(Piece(prompt=request.number, tokens=(5,), scores=scores))
+
+
+Talk = Callable[[Path, Endless], Coroutine[Any, Any, None]]
+
+
+def served(tmp_path: Path, talk: Talk, idle_s: float = 60.0) -> None:
+    """Serves while somebody talks."""
+
+    async def both() -> None:
+        batcher: Any = Endless()
+        process = SamplingProcess(batcher, idle_s)
+        ready = asyncio.Event()
+        serving = asyncio.create_task(process.run(tmp_path / "a.sock", ready.set))
+        await ready.wait()
+        await talk(tmp_path / "a.sock", batcher)
+        serving.cancel()
+
+    asyncio.run(both())
+
+
+async def ask(socket: Path, message: Any) -> dict[str, Any]:
+    """The first answer to a message."""
+    reader, writer = await connect(socket)
+    writer.write(message if isinstance(message, bytes) else to_line(message))
+    answer: dict[str, Any] = json.loads(await reader.readline())
+    writer.close()
+    return answer
+
+
+def sample(*tokens: int, **params: Any) -> dict[str, Any]:
+    prompt = Prompt(tokens=tokens, params=SamplingParams(**params))
+    return {"op": "generate", "prompts": [prompt_to_json(prompt)], "seed": 1}
+
+
+def test_wrong_requests_are_answered_with_sentences(tmp_path: Path) -> None:
+    async def talk(socket: Path, _: Endless) -> None:
+        for message, sentence in (
+            (b"{\n", "Expecting"),
+            ({"op": "dance"}, "op must be generate, encode or decode, got 'dance'"),
+            ([], "op must be"),
+            (sample(666), "tokens must be nicer"),
+            ({"op": "generate", "prompts": [{"tokens": [1], "heat": 2}], "seed": 0}, "got heat"),
+            ({"op": "generate", "prompts": [{"tokens": []}], "seed": 0}, "at least one token"),
+            ({"op": "generate", "prompts": [3], "seed": 0}, "prompt must be an object"),
+            ({"op": "generate"}, "prompts must be given"),
+            ({"op": "encode", "text": "a" * 2000}, "at most 1024 characters, got 2002"),
+            ({"op": "encode", "messages": [{"role": "nobody"}]}, r"messages[0].role must be"),
+            ({"op": "decode", "tokens": [-1]}, "the request failed: OverflowError"),
+        ):
+            assert sentence in (await ask(socket, message))["error"]
+
+    served(tmp_path, talk)
+
+
+def test_texts_and_messages_become_tokens_and_back(tmp_path: Path) -> None:
+    async def talk(socket: Path, _: Endless) -> None:
+        text = await ask(socket, {"op": "encode", "text": "ab"})
+        assert text["tokens"] == [1, *byte_ids("ab")]
+        messages = [{"role": "user", "content": "ab"}]
+        chat = await ask(socket, {"op": "encode", "messages": messages})
+        assert chat["tokens"] == [1, 4, *byte_ids("ab"), 6, 5]
+        assert await ask(socket, {"op": "decode", "tokens": chat["tokens"]}) == {
+            "text": "<s><|user|>ab<|end|><|assistant|>"
+        }
+        each = await ask(socket, {"op": "decode", "tokens": byte_ids("ab"), "each": True})
+        assert each == {"texts": ["a", "b"]}
+
+    served(tmp_path, talk)
+
+
+def test_closed_connection_takes_the_request_back(tmp_path: Path) -> None:
+    async def talk(socket: Path, batcher: Endless) -> None:
+        assert (await ask(socket, sample(1)))["piece"]["tokens"] == [5]
+        while batcher.requests:
+            await asyncio.sleep(0.001)
+        assert "piece" in await ask(socket, sample(1))
+
+    served(tmp_path, talk)
+
+
+def test_scores_alone_end_a_request(tmp_path: Path) -> None:
+    async def talk(socket: Path, _: Endless) -> None:
+        reader, writer = await connect(socket)
+        writer.write(to_line(sample(1, max_tokens=0)))
+        lines = [json.loads(line) async for line in reader]
+        assert [list(line) for line in lines] == [["piece"], ["done"]]
+        writer.close()
+
+    served(tmp_path, talk)
+
+
+def test_step_that_fails_ends_the_process(tmp_path: Path) -> None:
+    async def both() -> None:
+        batcher: Any = Endless()
+        process, ready = SamplingProcess(batcher, 60.0), asyncio.Event()
+        serving = asyncio.create_task(process.run(tmp_path / "a.sock", ready.set))
+        await ready.wait()
+        _, writer = await connect(tmp_path / "a.sock")
+        writer.write(to_line(sample(13)))
+        (result,) = await asyncio.gather(serving, return_exceptions=True)
+        assert isinstance(result, RuntimeError)
+        assert not (tmp_path / "a.sock").exists()
+        writer.close()
+
+    asyncio.run(both())

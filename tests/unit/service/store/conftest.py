@@ -7,17 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.postgres import postgres_server
+from tests.helpers.postgres import emptied
 from tlora_megatron.service.store import Store, open_store
 
 Open = Callable[[], Store]
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[str]:
-    """URL of a PostgreSQL database."""
-    with postgres_server() as url:
-        yield url
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -25,12 +18,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty store's file or URL."""
     if request.param == "sqlite":
         return str(tmp_path / "store.sqlite")
-    import psycopg
-
-    url: str = request.getfixturevalue("server")
-    with psycopg.connect(url.replace("+psycopg", "")) as connection:
-        connection.execute("DROP SCHEMA IF EXISTS tlora CASCADE")
-    return url
+    return emptied(request.getfixturevalue("server"))
 
 
 class Clock:

@@ -186,10 +186,7 @@ def test_a_disk_that_refuses_to_grow_a_file(tmp_path: Path) -> None:
         "except StoreFull as error:\n    print(n, error)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "s"],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
+        [sys.executable, "-c", code, tmp_path / "s"], capture_output=True, text=True, timeout=HANG_S
     )
     accepted, _, sentence = done.stdout.partition(" ")
     assert "must take writes, got 'disk I/O error' (SQLITE_IOERR_WRITE)" in sentence, done.stderr

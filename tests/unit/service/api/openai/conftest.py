@@ -10,26 +10,26 @@ from typing import Any, NamedTuple
 import pytest
 from openai import OpenAI
 
-from tests.helpers.http_service import Door, listening, open_door
+from tests.helpers.http_service import Api, listening, open_api
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 CHATS = "".join(json.dumps(CHAT) + "\n" for _ in range(3)).encode()
 
 
 @pytest.fixture
-def address(door: Door) -> Iterator[str]:
-    with listening(door.app) as found:
+def address(api: Api) -> Iterator[str]:
+    with listening(api.app) as found:
         yield found
 
 
 @pytest.fixture
-def client_of(door: Door, address: str) -> Iterator[Callable[..., OpenAI]]:
+def client_of(api: Api, address: str) -> Iterator[Callable[..., OpenAI]]:
     """Makes clients of tenants, which retry nothing unless told."""
     made: list[OpenAI] = []
 
     def make(tenant: str = "ann", **options: Any) -> OpenAI:
         options = {"max_retries": 0, **options}
-        made.append(OpenAI(base_url=f"{address}/v1", api_key=door.token(tenant), **options))
+        made.append(OpenAI(base_url=f"{address}/v1", api_key=api.token(tenant), **options))
         return made[-1]
 
     yield make
@@ -51,22 +51,22 @@ def file(client: OpenAI) -> str:
 class Still(NamedTuple):
     """A service that keeps nothing of what a module's tests send: they are refused."""
 
-    door: Door
+    api: Api
     client: OpenAI
     file: str
 
     @property
     def files(self) -> list[Path]:
         """Files in the tenant's folder beside the one file."""
-        folder = self.door.home.tenant("ann") / "files"
+        folder = self.api.home.tenant("ann") / "files"
         return [path for path in folder.iterdir() if path.name != self.file]
 
 
 @pytest.fixture(scope="module")
 def still(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Still]:
     root = tmp_path_factory.mktemp("still") / "service"
-    with open_door(root) as door, listening(door.app) as address:
+    with open_api(root) as api, listening(api.app) as address:
         options = {"base_url": f"{address}/v1", "max_retries": 0}
-        with OpenAI(api_key=door.token(), **options) as client:
+        with OpenAI(api_key=api.token(), **options) as client:
             file = client.files.create(file=("chats.jsonl", CHATS), purpose="fine-tune").id
-            yield Still(door, client, file)
+            yield Still(api, client, file)

@@ -12,11 +12,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from tests.helpers.http_service import BASE, Door, bearer
-from tests.helpers.stored_jobs import finish, serve_gang, start
+from tests.helpers.http_service import BASE, Api, bearer
+from tests.helpers.stored_jobs import finish, serve_gang, start, write_steps
 from tests.unit.service.api.openai.conftest import Still
 from tlora_megatron.service.api.openai import submitting
-from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.prepare.submission import read_submissions
 from tlora_megatron.service.store import JobState, TenantLimits
 
@@ -31,16 +30,15 @@ def create(client: OpenAI, file: str, **options: Any) -> Any:
     return client.fine_tuning.jobs.create(model=BASE, training_file=file, **options)
 
 
-def train(door: Door, job: str) -> None:
+def train(api: Api, job: str) -> None:
     """Lets a job take two steps and save the second."""
-    serve_gang(door.store, door.home)
-    start(door.store, job)
-    path = make_folder(door.home.job(job)) / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in STEPS))
-    door.store.events.add("saved", job=job, body={"step": 2})
+    serve_gang(api.store, api.home)
+    start(api.store, job)
+    write_steps(api.home, job, *STEPS)
+    api.store.events.add("saved", job=job, body={"step": 2})
 
 
-def test_a_job_is_created_and_looked_at(client: OpenAI, file: str, door: Door) -> None:
+def test_a_job_is_created_and_looked_at(client: OpenAI, file: str, api: Api) -> None:
     numbers = {"n_epochs": 2, "batch_size": 4}
     job = create(
         client,
@@ -61,20 +59,20 @@ def test_a_job_is_created_and_looked_at(client: OpenAI, file: str, door: Door) -
     assert (job.fine_tuned_model, job.finished_at, job.trained_tokens) == (None, None, None)
     assert (job.error, job.result_files) == (None, [])
     assert client.fine_tuning.jobs.retrieve(job.id) == job
-    document = door.store.jobs.document(job.id)["document"]
+    document = api.store.jobs.document(job.id)["document"]
     assert document["lora"]["rank"] == 4
-    assert document["data"]["train"] == str(door.home.upload("ann", file))
+    assert document["data"]["train"] == str(api.home.upload("ann", file))
 
 
 def test_it_is_what_a_file_of_the_same_values_submits(
-    client: OpenAI, file: str, door: Door, tmp_path: Any
+    client: OpenAI, file: str, api: Api, tmp_path: Any
 ) -> None:
     job = create(client, file, seed=5, metadata={"tlora.max_steps": "7", "tlora.lora.rank": "2"})
-    made = door.store.jobs.document(job.id)
+    made = api.store.jobs.document(job.id)
     written = {
         "base_model": {"path": made["base_model"]["path"]},
         "name": made["name"],
-        "data": {"train": str(door.home.upload("ann", file))},
+        "data": {"train": str(api.home.upload("ann", file))},
         "max_steps": 7,
         "seed": 5,
         "lora": {"rank": 2},
@@ -85,13 +83,13 @@ def test_it_is_what_a_file_of_the_same_values_submits(
     assert made["base_model"] == submission.base_model
 
 
-def test_retries_make_no_second_job(client: OpenAI, file: str, door: Door) -> None:
+def test_retries_make_no_second_job(client: OpenAI, file: str, api: Api) -> None:
     body = {"model": BASE, "training_file": file}
     first = create(client, file)
 
     def send(count: str, tenant: str = "ann", **more: Any) -> dict[str, Any]:
-        headers = {**bearer(door.token(tenant)), "x-stainless-retry-count": count}
-        answer = door.client(None).post("/v1/fine_tuning/jobs", json=body | more, headers=headers)
+        headers = {**bearer(api.token(tenant)), "x-stainless-retry-count": count}
+        answer = api.client(None).post("/v1/fine_tuning/jobs", json=body | more, headers=headers)
         return dict(answer.json())
 
     assert send("1")["id"] == send("2")["id"] == first.id
@@ -103,7 +101,7 @@ def test_retries_make_no_second_job(client: OpenAI, file: str, door: Door) -> No
 
 
 def test_a_client_that_lost_the_answer_retries_by_itself(
-    client_of: Callable[..., OpenAI], file: str, door: Door, monkeypatch: pytest.MonkeyPatch
+    client_of: Callable[..., OpenAI], file: str, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with client_of(max_retries=2) as client:
         # The library below the client, whichever its version takes.
@@ -119,10 +117,10 @@ def test_a_client_that_lost_the_answer_retries_by_itself(
         monkeypatch.setattr(client._client, "send", cut)
         job = create(client, file)
     assert [answer.status_code for answer in answers] == [200, 200]
-    assert [one.id for one in door.store.jobs.page(tenant="ann")] == [job.id]
+    assert [one.id for one in api.store.jobs.page(tenant="ann")] == [job.id]
 
 
-def test_lists_have_pages_and_filters(client: OpenAI, file: str, door: Door) -> None:
+def test_lists_have_pages_and_filters(client: OpenAI, file: str, api: Api) -> None:
     ids = [create(client, file, metadata={"n": str(n % 2)}).id for n in range(3)]
     assert [job.id for job in client.fine_tuning.jobs.list(limit=2)] == ids[::-1]
     page = client.fine_tuning.jobs.list(limit=2)
@@ -131,18 +129,18 @@ def test_lists_have_pages_and_filters(client: OpenAI, file: str, door: Door) -> 
     assert [job.id for job in odd.data] == [ids[1]]
 
 
-def test_a_job_s_life(client: OpenAI, file: str, door: Door) -> None:
+def test_a_job_s_life(client: OpenAI, file: str, api: Api) -> None:
     job = create(client, file, suffix="s")
-    train(door, job.id)
+    train(api, job.id)
     jobs = client.fine_tuning.jobs
     assert jobs.retrieve(job.id).status == "running"
     assert jobs.retrieve(job.id).fine_tuned_model is None
-    finish(door.store, job.id)
+    finish(api.store, job.id)
     ended = jobs.retrieve(job.id)
     name = f"ft:{BASE}:ann:s:{job.id}"
     assert (ended.status, ended.fine_tuned_model) == ("succeeded", name)
     assert ended.finished_at is not None
-    assert ended.trained_tokens == door.store.jobs.get(job.id).tokens
+    assert ended.trained_tokens == api.store.jobs.get(job.id).tokens
 
     events = list(jobs.list_events(job.id, limit=3))
     told = [(event.type, event.message) for event in events[::-1]]
@@ -156,12 +154,7 @@ def test_a_job_s_life(client: OpenAI, file: str, door: Door) -> None:
         ("message", "Checkpoint created at step 2"),
         ("message", "The job has successfully completed"),
     ]
-    assert events[2].data == {
-        "step": 2,
-        "train_loss": 1.25,
-        "learning_rate": 0.1,
-        "tokens": 1200,
-    }
+    assert events[2].data == {"step": 2, "train_loss": 1.25, "learning_rate": 0.1, "tokens": 1200}
     assert len({event.id for event in events}) == len(events)
     for unknown in ("nothing", f"ftevent-{job.id}-step-3", f"ftevent-{job.id}-event-999"):
         with pytest.raises(openai.NotFoundError, match=unknown):
@@ -186,11 +179,11 @@ def test_a_job_s_life(client: OpenAI, file: str, door: Door) -> None:
     assert client.models.retrieve(BASE).object == "model"
 
 
-def test_checkpoints_have_pages(client: OpenAI, file: str, door: Door) -> None:
+def test_checkpoints_have_pages(client: OpenAI, file: str, api: Api) -> None:
     job = create(client, file, suffix="s")
-    train(door, job.id)
+    train(api, job.id)
     for step in (1, 3, 1):  # the last one is written again
-        door.store.events.add("saved", job=job.id, body={"step": step})
+        api.store.events.add("saved", job=job.id, body={"step": step})
     found = client.fine_tuning.jobs.checkpoints
     page = found.list(job.id, limit=2)
     assert ([one.step_number for one in page.data], page.has_more) == ([3, 1], True)
@@ -202,11 +195,11 @@ def test_checkpoints_have_pages(client: OpenAI, file: str, door: Door) -> None:
         found.list(job.id, after="ftckpt-x")
 
 
-def test_why_a_job_failed(client: OpenAI, file: str, door: Door) -> None:
+def test_why_a_job_failed(client: OpenAI, file: str, api: Api) -> None:
     job = create(client, file)
-    path = door.home.upload("ann", file)
+    path = api.home.upload("ann", file)
     sentence = f"a line must be JSON, got x: job 'a', {path} line 3"
-    door.store.jobs.change(job.id, JobState.FAILED, why=sentence, error=sentence)
+    api.store.jobs.change(job.id, JobState.FAILED, why=sentence, error=sentence)
     error = client.fine_tuning.jobs.retrieve(job.id).error
     assert error is not None
     assert (error.code, error.param) == ("invalid_training_file", "training_file")
@@ -216,14 +209,14 @@ def test_why_a_job_failed(client: OpenAI, file: str, door: Door) -> None:
     assert newest.message.endswith(f"{file} line 3")
 
 
-def test_actions_are_asked(client: OpenAI, file: str, door: Door) -> None:
+def test_actions_are_asked(client: OpenAI, file: str, api: Api) -> None:
     jobs, job = client.fine_tuning.jobs, create(client, file)
     assert jobs.pause(job.id).status == "validating_files", "nobody serves"
-    assert door.store.jobs.get(job.id).wish == "pause"
+    assert api.store.jobs.get(job.id).wish == "pause"
     jobs.resume(job.id)
     jobs.cancel(job.id)
-    assert door.store.jobs.get(job.id).wish == "cancel"
-    door.store.jobs.change(job.id, JobState.CANCELLED)
+    assert api.store.jobs.get(job.id).wish == "cancel"
+    api.store.jobs.change(job.id, JobState.CANCELLED)
     with pytest.raises(openai.BadRequestError, match="must be unfinished to cancel"):
         jobs.cancel(job.id)
 
@@ -248,8 +241,8 @@ def test_refusals(still: Still, body: dict[str, Any], param: str | None, told: s
         still.client.post("/fine_tuning/jobs", body=whole, cast_to=object)
     assert caught.value.type == "invalid_request_error"
     assert caught.value.param == param
-    assert str(still.door.home.root) not in str(caught.value)
-    assert still.door.store.jobs.page() == []
+    assert str(still.api.home.root) not in str(caught.value)
+    assert still.api.store.jobs.page() == []
 
 
 def test_other_tenants_see_nothing(
@@ -268,17 +261,17 @@ def test_other_tenants_see_nothing(
         jobs.list(after=job.id)
 
 
-def test_a_tenant_has_room_for_so_many_jobs(client: OpenAI, file: str, door: Door) -> None:
-    door.store.tenants.set_limits("ann", TenantLimits(jobs=1))
-    door.service.gate._known.clear()
+def test_a_tenant_has_room_for_so_many_jobs(client: OpenAI, file: str, api: Api) -> None:
+    api.store.tenants.set_limits("ann", TenantLimits(jobs=1))
+    api.service.gate._known.clear()
     create(client, file)
     with pytest.raises(openai.RateLimitError, match="at most 1"):
         create(client, file)
 
 
 @pytest.mark.anyio
-async def test_the_client_with_an_event_loop(door: Door, address: str) -> None:
-    async with AsyncOpenAI(base_url=f"{address}/v1", api_key=door.token("ann")) as client:
+async def test_the_client_with_an_event_loop(api: Api, address: str) -> None:
+    async with AsyncOpenAI(base_url=f"{address}/v1", api_key=api.token("ann")) as client:
         content = b'{"text": "abc"}\n'
         file = await client.files.create(file=("x.jsonl", content), purpose="fine-tune")
         job = await client.fine_tuning.jobs.create(model=BASE, training_file=file.id)
@@ -293,7 +286,7 @@ def anyio_backend() -> str:
 
 @pytest.mark.anyio
 async def test_a_retry_waits_for_the_request_that_it_repeats(
-    door: Door, client: OpenAI, file: str, monkeypatch: pytest.MonkeyPatch
+    api: Api, client: OpenAI, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"model": BASE, "training_file": file}
     begun, goes_on = asyncio.Event(), asyncio.Event()
@@ -305,7 +298,7 @@ async def test_a_retry_waits_for_the_request_that_it_repeats(
         return await submit(*args, **kwargs)
 
     monkeypatch.setattr(submitting, "submit", slow)
-    async with door.async_client("ann") as calls:
+    async with api.async_client("ann") as calls:
         first = asyncio.create_task(calls.post("/v1/fine_tuning/jobs", json=body))
         await begun.wait()
         headers = {"x-stainless-retry-count": "1"}
@@ -313,4 +306,4 @@ async def test_a_retry_waits_for_the_request_that_it_repeats(
         await asyncio.sleep(0.05)
         goes_on.set()
         assert (await first).json()["id"] == (await retry).json()["id"]
-    assert len(door.store.jobs.page()) == 1
+    assert len(api.store.jobs.page()) == 1

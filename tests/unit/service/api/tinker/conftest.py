@@ -8,34 +8,37 @@ from typing import NamedTuple
 import pytest
 import tinker
 
-from tests.helpers.http_service import Door, listening
+from tests.helpers.http_service import Api, listening
 from tests.helpers.played_models import PlayedModels, playing
 from tests.helpers.tinker.clients import closing_clients
+from tests.helpers.tinker.raw import Raw
 
 
 class Played(NamedTuple):
     """A service on a port, and what plays its gang."""
 
-    door: Door
+    api: Api
     address: str
     models: PlayedModels
 
     def client(self, tenant: str = "ann") -> tinker.ServiceClient:
         """The SDK's client of a tenant."""
-        return tinker.ServiceClient(base_url=self.address, api_key=self.door.token(tenant))
+        return tinker.ServiceClient(base_url=self.address, api_key=self.api.token(tenant))
 
     def rest(self, tenant: str = "ann") -> tinker.RestClient:
         """The SDK's client without a session."""
-        return tinker.RestClient(base_url=self.address, api_key=self.door.token(tenant))
+        return tinker.RestClient(base_url=self.address, api_key=self.api.token(tenant))
 
 
 @pytest.fixture
-def played(door: Door, monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
+def played(api: Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     """A service that answers at once."""
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    with (
-        listening(door.app) as address,
-        playing(door.home, door.store) as models,
-        closing_clients(),
-    ):
-        yield Played(door, address, models)
+    with listening(api.app) as address, playing(api.home, api.store) as models, closing_clients():
+        yield Played(api, address, models)
+
+
+@pytest.fixture
+def client(api: Api) -> Raw:
+    """Requests of ann's without the SDK."""
+    return Raw(api)

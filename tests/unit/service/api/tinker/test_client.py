@@ -15,7 +15,7 @@ import tinker
 from tinker import types
 
 from tests.helpers.http_service import BASE
-from tests.helpers.nodes import wait_until
+from tests.helpers.launch import wait_until
 from tests.unit.service.api.tinker.conftest import Played
 from tlora_megatron.service.store import JobState
 
@@ -38,8 +38,8 @@ def model_of(played: Played, tenant: str = "ann", **settings: Any) -> tinker.Tra
 
 
 def job_document(played: Played) -> dict[str, Any]:
-    (job,) = played.door.store.jobs.page()
-    found: dict[str, Any] = played.door.store.jobs.document(job.id)
+    (job,) = played.api.store.jobs.page()
+    found: dict[str, Any] = played.api.store.jobs.document(job.id)
     return found
 
 
@@ -136,12 +136,12 @@ def test_what_was_saved_can_be_taken_away(played: Played) -> None:
     spoilt = httpx.get(url.replace("/downloads/", "/downloads/x"))
     assert (spoilt.status_code, "must hold a token" in spoilt.text) == (401, True)
     archive = f"/api/v1/training_runs/{model.model_id}/checkpoints/external_weights/ours/archive"
-    told = played.door.client().get(archive).json()
+    told = played.api.client().get(archive).json()
     address = played.address + httpx.URL(told["url"]).path
     with tarfile.open(fileobj=io.BytesIO(httpx.get(address).content)) as found:
         assert found.getnames() == ["state.json", "checkpoint_complete"]
         assert found.extractfile("state.json").read() == httpx.get(url).content  # type: ignore[union-attr]
-    assert played.door.client("bob").get(archive).status_code == 404
+    assert played.api.client("bob").get(archive).status_code == 404
     with pytest.raises(tinker.UnprocessableEntityError, match="nothing is encrypted here"):
         model.save_weights_external("more", age_encryption_recipients=["age1x"]).result()
 
@@ -156,7 +156,7 @@ def test_a_model_is_made_from_a_state(played: Played) -> None:
     job, load = played.models.done[1]
     assert (load.op, load.params["optimizer"]) == ("load_state", True)
     assert played.models.ops() == ["save_state", "load_state", "optim_step"]
-    lora = played.door.store.jobs.document(job)["document"]["lora"]
+    lora = played.api.store.jobs.document(job)["document"]["lora"]
     assert (lora["rank"], lora["target_modules"][0], len(lora["target_modules"])) == (
         8,
         "q_proj",
@@ -188,8 +188,8 @@ def test_a_failed_job_fails_its_requests(played: Played) -> None:
     from tests.helpers.played_models import set_state
 
     model = model_of(played)
-    (job,) = played.door.store.jobs.page()
-    set_state(played.door.store, job.id, JobState.FAILED, f"bad {played.door.home.root}/x")
+    (job,) = played.api.store.jobs.page()
+    set_state(played.api.store, job.id, JobState.FAILED, f"bad {played.api.home.root}/x")
     played.models.step = lambda: None  # type: ignore[method-assign]
     with pytest.raises(tinker.RequestFailedError, match="Request failed: bad x for"):
         model.optim_step(types.AdamParams()).result()

@@ -9,85 +9,56 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.helpers.http_service import BASE, Door, bearer
-from tests.helpers.played_models import PlayedModels
-from tests.unit.service.api.tinker.test_wire import datum, message
+from tests.helpers.http_service import BASE, Api, bearer
+from tests.helpers.tinker.raw import Raw, datum, message
 from tlora_megatron.service.api.server import make_app
 from tlora_megatron.service.api.tinker.bodies import NotSigned
 from tlora_megatron.service.api.tinker.context import TenantContext
 from tlora_megatron.service.api.tinker.runs import Signer
 from tlora_megatron.service.api.tinker.sessions import FLUSH_S, SILENCE_S, Reaper
 
-PROTO = {"Content-Type": "application/x-protobuf"}
-
-
-def post(client: TestClient, route: str, /, **body: Any) -> Any:
-    return client.post(f"/api/v1/{route}", json=body)
-
-
-def session(client: TestClient) -> str:
-    found: str = post(client, "create_session", sdk_version="0.38.0", tags=[]).json()["session_id"]
-    return found
-
-
-def model(client: TestClient, session_id: str, number: int = 0, **lora: Any) -> str:
-    body = {"session_id": session_id, "model_seq_id": number, "base_model": BASE}
-    found = post(client, "create_model", **body, lora_config={"rank": 4, **lora})
-    assert found.status_code == 200, found.text
-    return str(found.json()["model_id"])
-
 
 def test_without_the_extra_the_answer_says_what_to_install(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tlora_megatron.service.api.tinker.router.is_installed", lambda: False)
-    with TestClient(make_app(door.service)) as client:
-        found = client.post("/api/v1/client/config", json={}, headers=bearer(door.token()))
+    with TestClient(make_app(api.service)) as client:
+        found = client.post("/api/v1/client/config", json={}, headers=bearer(api.token()))
     assert found.status_code == 501
     assert found.json()["error"].endswith("pip install 'tlora-megatron[tinker]'")
 
 
-def test_another_tenant_finds_nothing(door: Door) -> None:
-    ann, bob = door.client("ann"), door.client("bob")
-    session_id = session(ann)
-    model_id = model(ann, session_id)
-    post(ann, "save_weights", model_id=model_id, seq_id=1, path="mine")
-    PlayedModels(door.home, door.store).step()
+def test_another_tenant_finds_nothing(api: Api) -> None:
+    ann, bob = Raw(api), Raw(api, "bob")
+    session_id = ann.session()
+    model_id = ann.model(session_id)
+    ann.post("save_weights", model_id=model_id, seq_id=1, path="mine")
+    ann.models.step()
     path = f"tinker://{model_id}/weights/mine"
     future = f"{model_id}:1:save_weights"
-    assert post(ann, "retrieve_future", request_id=future).json()["path"] == path
-    theirs = session(bob)
+    assert ann.post("retrieve_future", request_id=future).json()["path"] == path
+    theirs = bob.session()
     refused = [
-        post(bob, "session_heartbeat", session_id=session_id),
-        post(bob, "create_model", session_id=session_id, model_seq_id=1, base_model=BASE),
-        post(bob, "get_info", model_id=model_id),
-        post(bob, "unload_model", model_id=model_id),
-        post(bob, "optim_step", model_id=model_id, seq_id=2, adam_params={}),
-        post(bob, "retrieve_future", request_id=future),
-        post(bob, "weights_info", tinker_path=path),
-        post(
-            bob,
-            "load_weights",
-            session_id=theirs,
-            model_seq_id=0,
-            path=path,
-            optimizer=False,
-        ),
-        bob.get(f"/api/v1/sessions/{session_id}"),
-        bob.get(f"/api/v1/training_runs/{model_id}"),
-        bob.get(f"/api/v1/training_runs/{model_id}/checkpoints"),
-        bob.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/mine"),
-        bob.post(f"/api/v1/sessions/{session_id}/finish", json={}),
+        bob.post("session_heartbeat", session_id=session_id),
+        bob.post("create_model", session_id=session_id, model_seq_id=1, base_model=BASE),
+        bob.post("get_info", model_id=model_id),
+        bob.post("unload_model", model_id=model_id),
+        bob.step(model_id, 2),
+        bob.post("retrieve_future", request_id=future),
+        bob.post("weights_info", tinker_path=path),
+        bob.post("load_weights", session_id=theirs, model_seq_id=0, path=path, optimizer=False),
+        bob.get(f"sessions/{session_id}"),
+        bob.get(f"training_runs/{model_id}"),
+        bob.get(f"training_runs/{model_id}/checkpoints"),
+        bob.delete(f"training_runs/{model_id}/checkpoints/weights/mine"),
+        bob.post(f"sessions/{session_id}/finish"),
     ]
     assert [found.status_code for found in refused] == [404] * len(refused)
-    body = message(datum(1))
-    body.model_id = model_id
-    sent = bob.post("/api/v1/forward_backward", content=body.SerializeToString(), headers=PROTO)
-    assert sent.status_code == 404
-    assert bob.get("/api/v1/training_runs").json()["training_runs"] == []
-    assert bob.get("/api/v1/checkpoints").json()["checkpoints"] == []
-    assert bob.get("/api/v1/sessions").json()["sessions"] == [theirs]
-    assert ann.get("/api/v1/training_runs").json()["cursor"]["total_count"] == 1
+    assert bob.forward_backward(model_id, 2, message(datum(1))).status_code == 404
+    assert bob.get("training_runs").json()["training_runs"] == []
+    assert bob.get("checkpoints").json()["checkpoints"] == []
+    assert bob.get("sessions").json()["sessions"] == [theirs]
+    assert ann.get("training_runs").json()["cursor"]["total_count"] == 1
 
 
 @pytest.mark.parametrize(
@@ -102,9 +73,9 @@ def test_another_tenant_finds_nothing(door: Door) -> None:
     ],
 )
 def test_ids_that_nobody_gave_are_refused(
-    door: Door, path: str, body: dict[str, Any], status: int, sentence: str
+    api: Api, path: str, body: dict[str, Any], status: int, sentence: str
 ) -> None:
-    found = post(door.client(), path, **body)
+    found = Raw(api).post(path, **body)
     assert found.status_code == status
     assert found.json()["error"].startswith(sentence)
     assert found.json()["category"] == "user"
@@ -127,26 +98,21 @@ def test_ids_that_nobody_gave_are_refused(
     ],
 )
 def test_models_that_cannot_be_are_refused(
-    door: Door, changes: dict[str, Any], sentence: str
+    api: Api, client: Raw, changes: dict[str, Any], sentence: str
 ) -> None:
-    client = door.client()
-    body = {"session_id": session(client), "model_seq_id": 0, "base_model": BASE, **changes}
-    found = post(client, "create_model", **body)
-    assert (found.status_code, door.store.jobs.page()) == (422, [])
+    body = {"session_id": client.session(), "model_seq_id": 0, "base_model": BASE, **changes}
+    found = client.post("create_model", **body)
+    assert (found.status_code, api.store.jobs.page()) == (422, [])
     assert found.json()["error"].startswith(sentence)
 
 
-def test_requests_that_cannot_be_are_refused_and_leave_no_trace(door: Door) -> None:
-    client = door.client()
-    model_id = model(client, session(client))
+def test_requests_that_cannot_be_are_refused_and_leave_no_trace(api: Api, client: Raw) -> None:
+    model_id = client.model()
 
     def passed(loss: str = "cross_entropy", **inputs: Any) -> Any:
-        body = message(datum(1, 2, **inputs), loss=loss)
-        body.model_id = model_id
-        content = body.SerializeToString()
-        return client.post("/api/v1/forward_backward", content=content, headers=PROTO)
+        return client.forward_backward(model_id, 1, message(datum(1, 2, **inputs), loss=loss))
 
-    garbage = client.post("/api/v1/forward_backward", content=b"\xff" * 99, headers=PROTO)
+    garbage = client.send(b"\xff" * 99)
     assert garbage.status_code == 400
     assert "in protobuf, got 99 bytes that are none" in garbage.json()["error"]
     refused = {
@@ -154,21 +120,19 @@ def test_requests_that_cannot_be_are_refused_and_leave_no_trace(door: Door) -> N
         "weights must be finite": passed(weights=[1.0, float("nan")]),
         "importance_sampling must have logprobs": passed("importance_sampling"),
         "cross_entropy must take": passed(advantages=[1.0, 1.0]),
-        "optim_params must be AdamParams here, got those of 'dimuon'": post(
-            client,
+        "optim_params must be AdamParams here, got those of 'dimuon'": client.post(
             "optim_step",
             model_id=model_id,
             seq_id=1,
             optimizer_params={"type": "dimuon", "learning_rate": 1.0},
         ),
-        "beta1 must be in [0, 1)": post(
-            client, "optim_step", model_id=model_id, seq_id=1, adam_params={"beta1": 1.5}
+        "beta1 must be in [0, 1)": client.post(
+            "optim_step", model_id=model_id, seq_id=1, adam_params={"beta1": 1.5}
         ),
-        "name must be letters": post(
-            client, "save_weights", model_id=model_id, seq_id=1, path="../../x"
+        "name must be letters": client.post(
+            "save_weights", model_id=model_id, seq_id=1, path="../../x"
         ),
-        "this service must generate": post(
-            client,
+        "this service must generate": client.post(
             "create_sampling_session",
             session_id=model_id.split(":")[0],
             sampling_session_seq_id=0,
@@ -177,60 +141,53 @@ def test_requests_that_cannot_be_are_refused_and_leave_no_trace(door: Door) -> N
     }
     for sentence, found in refused.items():
         assert (found.status_code, sentence in found.json()["error"]) == (422, True), found.text
-    (job,) = door.store.jobs.page()
-    assert not (door.home.job(job.id) / "requests").exists()
+    (job,) = api.store.jobs.page()
+    assert not (api.home.job(job.id) / "requests").exists()
 
 
-def test_a_retry_changes_nothing_and_late_ones_wait(door: Door) -> None:
-    client, models = door.client(), PlayedModels(door.home, door.store)
-    session_id = session(client)
-    model_id = model(client, session_id)
-    assert model(client, session_id) == model_id
-    assert len(door.store.jobs.page()) == 1
-    second = post(client, "optim_step", model_id=model_id, seq_id=2, adam_params={})
-    models.step()
-    assert models.done == []
-    body = message(datum(1))
-    body.model_id, body.seq_id = model_id, 1
-    sent = [
-        client.post("/api/v1/forward_backward", content=body.SerializeToString(), headers=PROTO)
-        for _ in range(2)
-    ]
+def test_a_retry_changes_nothing_and_late_ones_wait(api: Api, client: Raw) -> None:
+    session_id = client.session()
+    model_id = client.model(session_id)
+    assert client.model(session_id) == model_id
+    assert len(api.store.jobs.page()) == 1
+    second = client.step(model_id, 2)
+    client.models.step()
+    assert client.models.done == []
+    sent = [client.forward_backward(model_id, 1, message(datum(1))) for _ in range(2)]
     assert sent[0].json() == sent[1].json()
-    models.step()
-    assert models.ops() == ["forward_backward", "optim_step"]
-    again = post(client, "optim_step", model_id=model_id, seq_id=2, adam_params={})
+    client.models.step()
+    assert client.models.ops() == ["forward_backward", "optim_step"]
+    again = client.step(model_id, 2)
     assert again.json() == second.json()
-    models.step()
-    assert len(models.done) == 2
+    client.models.step()
+    assert len(client.models.done) == 2
     future = {"request_id": second.json()["request_id"]}
     for _ in range(2):
-        assert post(client, "retrieve_future", **future).json()["metrics"] == {"grad_norm": 0.5}
-    never = post(client, "retrieve_future", request_id=f"{model_id}:9:optim_step")
+        assert client.post("retrieve_future", **future).json()["metrics"] == {"grad_norm": 0.5}
+    never = client.post("retrieve_future", request_id=f"{model_id}:9:optim_step")
     assert never.status_code == 404
     assert "of a request that was made" in never.json()["error"]
 
 
-def test_an_answer_that_is_not_kept_is_gone(door: Door) -> None:
+def test_an_answer_that_is_not_kept_is_gone(api: Api, client: Raw) -> None:
     from tlora_megatron.service.request_log import RequestLog
 
-    client, models = door.client(), PlayedModels(door.home, door.store)
-    model_id = model(client, session(client))
-    sent = post(client, "optim_step", model_id=model_id, seq_id=1, adam_params={}).json()
-    models.step()
-    (job,) = door.store.jobs.page()
-    journal = RequestLog(door.home.job(job.id))
-    journal.prune(1)
-    journal.drop_answer(1)
-    assert post(client, "retrieve_future", request_id=sent["request_id"]).status_code == 410
+    model_id = client.model()
+    sent = client.step(model_id, 1).json()
+    client.models.step()
+    (job,) = api.store.jobs.page()
+    log = RequestLog(api.home.job(job.id))
+    log.prune(1)
+    log.drop_answer(1)
+    assert client.post("retrieve_future", request_id=sent["request_id"]).status_code == 410
 
 
-def test_an_address_is_good_for_an_hour(door: Door) -> None:
+def test_an_address_is_good_for_an_hour(api: Api) -> None:
     now_s = 1e9
-    signer = Signer(door.home, clock=lambda: now_s)
+    signer = Signer(api.home, clock=lambda: now_s)
     grant = signer.grant("ann", "tinker://x/weights/y", "state.json")
     word = signer.sign(grant)
-    assert Signer(door.home, clock=lambda: now_s + 3599).read(word) == grant
+    assert Signer(api.home, clock=lambda: now_s + 3599).read(word) == grant
     now_s += 3601
     with pytest.raises(NotSigned, match="must be fetched within an hour"):
         signer.read(word)
@@ -239,109 +196,103 @@ def test_an_address_is_good_for_an_hour(door: Door) -> None:
             signer.read(spoilt)
 
 
-def test_too_many_requests_ahead_are_held_back(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_requests_ahead_are_held_back(
+    api: Api, client: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tlora_megatron.service.api.tinker.training.MOST_AHEAD", 3)
-    client = door.client()
-    model_id = model(client, session(client))
-    sent = [
-        post(client, "optim_step", model_id=model_id, seq_id=number, adam_params={})
-        for number in range(1, 5)
-    ]
+    model_id = client.model()
+    sent = [client.step(model_id, number) for number in range(1, 5)]
     assert [found.status_code for found in sent] == [200, 200, 200, 429]
 
 
-def later(door: Door, seconds: float) -> None:
+def later(api: Api, seconds: float) -> None:
     """Moves the store's clock: it is so much later than it really is."""
-    door.store.database.clock = lambda: time.time() + seconds
+    api.store.database.clock = lambda: time.time() + seconds
 
 
-def test_a_client_that_is_silent_leaves_its_model_saved(door: Door) -> None:
-    client, models = door.client(), PlayedModels(door.home, door.store)
-    reaper, session_id = Reaper(door.service), session(client)
-    model_id = model(client, session_id)
-    post(client, "optim_step", model_id=model_id, seq_id=1, adam_params={})
-    later(door, SILENCE_S)
-    assert post(client, "session_heartbeat", session_id=session_id).status_code == 200
-    later(door, 2 * SILENCE_S - 10)
+def test_a_client_that_is_silent_leaves_its_model_saved(api: Api, client: Raw) -> None:
+    reaper, session_id = Reaper(api.service), client.session()
+    model_id = client.model(session_id)
+    client.step(model_id, 1)
+    later(api, SILENCE_S)
+    assert client.post("session_heartbeat", session_id=session_id).status_code == 200
+    later(api, 2 * SILENCE_S - 10)
     asyncio.run(reaper.look())
-    assert door.store.sessions.get(session_id, tenant="ann").ended is None
-    later(door, 2 * SILENCE_S + 10)
+    assert api.store.sessions.get(session_id, tenant="ann").ended is None
+    later(api, 2 * SILENCE_S + 10)
     for _ in range(2):
         asyncio.run(reaper.look())
-        models.step()
-    assert models.ops() == ["optim_step", "save_state", "leave"]
+        client.models.step()
+    assert client.models.ops() == ["optim_step", "save_state", "leave"]
     for path, body in {
         "session_heartbeat": {"session_id": session_id},
         "optim_step": {"model_id": model_id, "seq_id": 4, "adam_params": {}},
     }.items():
-        found = post(client, path, **body)
+        found = client.post(path, **body)
         assert found.status_code == 410
         assert "its client was not heard of for 300 s" in found.json()["error"]
-    body = {"session_id": session(client), "model_seq_id": 0, "optimizer": True}
-    again = post(client, "load_weights", **body, path=f"tinker://{model_id}/weights/left-2")
+    body = {"session_id": client.session(), "model_seq_id": 0, "optimizer": True}
+    again = client.post("load_weights", **body, path=f"tinker://{model_id}/weights/left-2")
     assert again.status_code == 200
-    models.step()
-    told = post(client, "retrieve_future", request_id=again.json()["request_id"]).json()
+    client.models.step()
+    told = client.post("retrieve_future", request_id=again.json()["request_id"]).json()
     assert told["model_id"] == again.json()["model_id"]
 
 
-def test_a_model_that_is_unloaded_takes_nothing_more(door: Door) -> None:
-    client, models = door.client(), PlayedModels(door.home, door.store)
-    model_id = model(client, session(client))
-    sent = [post(client, "unload_model", model_id=model_id) for _ in range(2)]
+def test_a_model_that_is_unloaded_takes_nothing_more(client: Raw) -> None:
+    model_id = client.model()
+    sent = [client.post("unload_model", model_id=model_id) for _ in range(2)]
     assert sent[0].json() == sent[1].json()
-    models.step()
-    future = post(client, "retrieve_future", request_id=sent[0].json()["request_id"])
+    client.models.step()
+    future = client.post("retrieve_future", request_id=sent[0].json()["request_id"])
     assert future.json() == {"type": "unload_model", "model_id": model_id}
-    late = post(client, "optim_step", model_id=model_id, seq_id=2, adam_params={})
+    late = client.step(model_id, 2)
     assert (late.status_code, "that was unloaded" in late.json()["error"]) == (410, True)
 
 
-def test_a_model_that_waited_in_vain_is_cancelled(door: Door) -> None:
-    client = door.client()
-    session_id = session(client)
-    model(client, session_id)
-    client.post(f"/api/v1/sessions/{session_id}/finish", json={})
-    (job,) = door.store.jobs.page()
+def test_a_model_that_waited_in_vain_is_cancelled(api: Api, client: Raw) -> None:
+    session_id = client.session()
+    client.model(session_id)
+    client.finish(session_id)
+    (job,) = api.store.jobs.page()
     assert job.wish == "cancel"
-    assert not (door.home.job(job.id) / "requests").exists()
+    assert not (api.home.job(job.id) / "requests").exists()
 
 
-def test_a_process_that_begins_gives_all_clients_their_whole_time(door: Door) -> None:
-    silent = session(door.client())
-    later(door, 10 * SILENCE_S)
-    reaper = Reaper(door.service)
+def test_a_process_that_begins_gives_all_clients_their_whole_time(api: Api) -> None:
+    silent = Raw(api).session()
+    later(api, 10 * SILENCE_S)
+    reaper = Reaper(api.service)
     asyncio.run(reaper.look())
-    assert door.store.sessions.get(silent, tenant="ann").ended is None
-    later(door, 11 * SILENCE_S + 1)
+    assert api.store.sessions.get(silent, tenant="ann").ended is None
+    later(api, 11 * SILENCE_S + 1)
     asyncio.run(reaper.look())
-    assert door.store.sessions.get(silent, tenant="ann").ended is not None
+    assert api.store.sessions.get(silent, tenant="ann").ended is not None
 
 
-def test_heartbeats_are_written_together_every_half_minute(door: Door) -> None:
-    clients = [door.client("ann"), door.client("bob")]
-    reaper, ids = Reaper(door.service), [session(client) for client in clients]
-    begun = {row.id: row.heard_at for row in door.store.sessions.all()}
+def test_heartbeats_are_written_together_every_half_minute(api: Api) -> None:
+    clients = [Raw(api), Raw(api, "bob")]
+    reaper, ids = Reaper(api.service), [client.session() for client in clients]
+    begun = {row.id: row.heard_at for row in api.store.sessions.all()}
 
     def beat(seconds: float) -> list[float]:
         """Lets both clients give a sign of life; returns how far the rows have come by then."""
-        later(door, seconds)
+        later(api, seconds)
         for client, session_id in zip(clients, ids, strict=True):
-            assert post(client, "session_heartbeat", session_id=session_id).status_code == 200
+            assert client.post("session_heartbeat", session_id=session_id).status_code == 200
         asyncio.run(reaper.look())
-        return [row.heard_at - begun[row.id] for row in door.store.sessions.all()]
+        return [row.heard_at - begun[row.id] for row in api.store.sessions.all()]
 
     assert beat(FLUSH_S - 10) == [0.0, 0.0]
     assert all(far >= FLUSH_S for far in beat(FLUSH_S))
     assert all(far < 2 * FLUSH_S - 10 for far in beat(2 * FLUSH_S - 10))
     asyncio.run(reaper.close())
-    rows = door.store.sessions.all()
+    rows = api.store.sessions.all()
     assert all(row.heard_at - begun[row.id] >= 2 * FLUSH_S - 10 for row in rows)
 
 
-def test_settings_in_metadata_do_not_unfold(door: Door) -> None:
-    client = door.client()
-    session_id = session(client)
+def test_settings_in_metadata_do_not_unfold(client: Raw) -> None:
+    session_id = client.session()
     for value, sentence in {
         "[&a [q_proj], *a]": "must have no YAML aliases",
         "[" * 40 + "]" * 40: "must be nested at most 32 deep",
@@ -350,45 +301,45 @@ def test_settings_in_metadata_do_not_unfold(door: Door) -> None:
     }.items():
         body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}
         metadata = {"tlora.lora.target_modules": value}
-        found = post(client, "create_model", **body, user_metadata=metadata)
+        found = client.post("create_model", **body, user_metadata=metadata)
         assert found.status_code in (400, 422), found.text
         assert sentence in found.json()["error"]
 
 
-def test_models_of_a_session_whose_end_was_cut_off_leave_all_the_same(door: Door) -> None:
-    client, models = door.client(), PlayedModels(door.home, door.store)
-    session_id = session(client)
-    model_id = model(client, session_id)
-    post(client, "optim_step", model_id=model_id, seq_id=1, adam_params={})
-    door.store.sessions.end(session_id, "and the process was killed")
+def test_models_of_a_session_whose_end_was_cut_off_leave_all_the_same(
+    api: Api, client: Raw
+) -> None:
+    session_id = client.session()
+    model_id = client.model(session_id)
+    client.step(model_id, 1)
+    api.store.sessions.end(session_id, "and the process was killed")
     for _ in range(2):
-        asyncio.run(Reaper(door.service).look())
-        models.step()
-    assert models.ops() == ["optim_step", "save_state", "leave"]
+        asyncio.run(Reaper(api.service).look())
+        client.models.step()
+    assert client.models.ops() == ["optim_step", "save_state", "leave"]
 
 
-def test_a_model_that_was_refused_has_no_checkpoints(door: Door) -> None:
-    client = door.client()
-    session_id = session(client)
+def test_a_model_that_was_refused_has_no_checkpoints(client: Raw) -> None:
+    session_id = client.session()
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}
     metadata = {"tlora.lora.alpha": "-1"}
-    assert post(client, "create_model", **body, user_metadata=metadata).status_code == 400
+    assert client.post("create_model", **body, user_metadata=metadata).status_code == 400
     path = f"training_runs/{session_id}:train:0/checkpoints/weights/a/archive"
-    assert client.get(f"/api/v1/{path}").status_code == 404
+    assert client.get(f"{path}").status_code == 404
 
 
 def test_a_session_that_cannot_be_looked_after_does_not_keep_the_others_alive(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    silent, client = session(door.client("bob")), door.client()
-    broken = session(client)  # newer, so it is looked at first
-    reaper = Reaper(door.service)
+    silent, client = Raw(api, "bob").session(), Raw(api)
+    broken = client.session()  # newer, so it is looked at first
+    reaper = Reaper(api.service)
 
     def samples(context: TenantContext, session_id: str) -> Any:
         raise OSError(f"the disk must be whole, got {session_id}")
 
-    later(door, SILENCE_S + 1)
-    assert post(client, "session_heartbeat", session_id=broken).status_code == 200
+    later(api, SILENCE_S + 1)
+    assert client.post("session_heartbeat", session_id=broken).status_code == 200
     monkeypatch.setattr(TenantContext, "samples", samples)
     asyncio.run(reaper.look())
-    assert door.store.sessions.get(silent, tenant="bob").ended is not None
+    assert api.store.sessions.get(silent, tenant="bob").ended is not None

@@ -1,9 +1,10 @@
-"""Samples of the unmodified client; the sampler is played."""
+"""Samples of the unmodified client, each from the weights that its sampling client was made of."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,20 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.helpers.http_service import BASE
+from tests.helpers.fake_vllm import make_app
+from tests.helpers.http_service import BASE, Api, listening
+from tests.helpers.tinker.raw import Raw
 from tests.unit.service.api.tinker.conftest import Played
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, Sampled
+from tlora_megatron.service.api.submitting import References
 from tlora_megatron.service.api.tinker import bodies
 from tlora_megatron.service.api.tinker.bodies import Refused
+from tlora_megatron.service.api.tinker.checkpoints import KEPT_FOR_SAMPLERS
 from tlora_megatron.service.api.tinker.sampling import SampleFiles, sweep_samples
+from tlora_megatron.service.api.tinker.sessions import Reaper
 from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
+from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
+from tlora_megatron.service.sampling.vllm_server import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -58,8 +66,8 @@ class PlayedSampler:
 @pytest.fixture
 def sampler(played: Played) -> PlayedSampler:
     """The sampler that the service draws with."""
-    played.door.service.sampler = PlayedSampler()
-    return played.door.service.sampler
+    played.api.service.sampler = PlayedSampler()
+    return played.api.service.sampler
 
 
 def draw(client: tinker.SamplingClient, *tokens: int, **params: Any) -> types.SampleResponse:
@@ -112,13 +120,10 @@ def test_what_is_not_sampled_is_told(played: Played, sampler: PlayedSampler) -> 
 def test_a_sample_is_drawn_once_and_again_after_a_death(
     played: Played, sampler: PlayedSampler
 ) -> None:
-    http = played.door.client()
-
-    def post(route: str, /, **body: Any) -> Any:
-        return http.post(f"/api/v1/{route}", json=body)
-
-    with http:  # one event loop for all requests
-        session = post("create_session", sdk_version="0.38.0").json()["session_id"]
+    client = Raw(played.api)
+    post = client.post
+    with client.http:  # one event loop for all requests
+        session = client.session()
         sampler_id = post(
             "create_sampling_session",
             session_id=session,
@@ -132,7 +137,7 @@ def test_a_sample_is_drawn_once_and_again_after_a_death(
         told = [post("retrieve_future", request_id=first["request_id"]) for _ in range(2)]
         assert told[0].content == told[1].content
         assert len(sampler.asked) == 1
-        folder = played.door.home.tenant("ann") / "tinker" / session / "samples"
+        folder = played.api.home.tenant("ann") / "tinker" / session / "samples"
         (folder / "0" / "0.pb").unlink()  # as if the process had died before
         assert post("retrieve_future", request_id=first["request_id"]).content == told[0].content
         assert len(sampler.asked) == 2
@@ -157,3 +162,179 @@ def test_an_answer_is_read_only_once_it_is_whole(tmp_path: Path) -> None:
     assert files.result() == {"error": "no", "category": "user"}
     files.answer(b"")
     assert files.result() == b""
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, played: Played) -> Iterator[str]:
+    """A server with room for one adapter, so that it reads each of two again and again."""
+    with listening(make_app(BASE, "key", max_loras=1)) as address:
+        played.api.service.sampler = open_sampler(tmp_path, address)
+        yield address
+
+
+def open_sampler(folder: Path, address: str) -> VllmSampler:
+    return VllmSampler(folder, {}.__getitem__, running=Server(address, "key"))
+
+
+def draw_three(client: tinker.SamplingClient) -> list[int]:
+    """Three tokens: the server counts in steps of as many as the weights have bytes."""
+    asked = client.sample(types.ModelInput.from_ints([10]), 1, types.SamplingParams(max_tokens=3))
+    return list(asked.result().sequences[0].tokens)
+
+
+def test_a_client_stays_at_its_version(played: Played, vllm: str, tmp_path: Path) -> None:
+    service = played.client()
+    learning = service.create_lora_training_client(base_model=BASE, rank=4).result()
+    clients = []
+    for weights in ("x", "xx", "xxx"):
+        played.models.weights = weights
+        path = learning.save_weights_for_sampler("latest").result().path
+        clients.append(service.create_sampling_client(model_path=path).result())
+    for _ in range(2):
+        assert [draw_three(client) for client in clients] == [
+            [11, 12, 13], [12, 14, 16], [13, 16, 19],
+        ]  # fmt: skip
+    # Another process of HTTP goes on with the server that has these adapters.
+    played.api.service.sampler = open_sampler(tmp_path, vllm)
+    assert [draw_three(client)[0] for client in clients] == [11, 12, 13]
+    (job,) = played.api.store.jobs.page()
+    told = [
+        played.api.client().get(f"/api/v1/samplers/{client._sampling_session_id}").json()
+        for client in clients
+    ]
+    assert [one["version"] for one in told] == [f"{job.id}@{number}" for number in (1, 2, 3)]
+
+
+def test_what_clients_sample_from_is_not_deleted(played: Played, vllm: str) -> None:
+    service = played.client()
+    learning = service.create_lora_training_client(base_model=BASE, rank=4).result()
+    played.models.weights = "x"
+    path = learning.save_weights_for_sampler("latest").result().path
+    first = service.create_sampling_client(model_path=path).result()
+    assert draw_three(first) == [11, 12, 13]
+    played.models.weights = "xx"
+    for _ in range(2):
+        learning.save_weights_for_sampler("latest").result()
+    played.rest().delete_checkpoint_from_tinker_path(path).result()
+    look(played.api)
+    assert draw_three(first) == [11, 12, 13]
+    played.models.weights = "xxx"
+    path = learning.save_weights_for_sampler("latest").result().path
+    look(played.api)
+    assert versions(played.api) == [1, 4]
+    second = service.create_sampling_client(model_path=path).result()
+    assert (draw_three(second), draw_three(first)) == ([13, 16, 19], [11, 12, 13])
+
+
+def look(api: Api) -> None:
+    asyncio.run(Reaper(api.service).look())
+
+
+def versions(api: Api) -> list[int]:
+    """Numbers of the versions of the only job that are on the disk."""
+    (job,) = api.store.jobs.page()
+    folder = api.home.job(job.id) / "sampler" / ".versions"
+    return sorted(int(entry.name) for entry in folder.iterdir())
+
+
+class Loop:
+    """A client that publishes by one name, and samples from each version for itself."""
+
+    def __init__(self, api: Api) -> None:
+        self.api, self.client = api, Raw(api)
+        self.session = self.client.session()
+        self.model = self.client.model(self.session)
+        self.path = f"tinker://{self.model}/sampler_weights/latest"
+        self.published = 0
+
+    def publish(self) -> None:
+        self.published += 1
+        body = {"model_id": self.model, "seq_id": self.published, "path": "latest"}
+        assert self.client.post("save_weights_for_sampler", **body).status_code == 200
+        self.client.models.step()
+
+    def sampler(self, number: int, session_id: str | None = None) -> Any:
+        body = {"session_id": session_id or self.session, "sampling_session_seq_id": number}
+        return self.client.post("create_sampling_session", **body, model_path=self.path).json()
+
+    def ask(self, sampler_id: str, seq_id: int) -> Any:
+        body = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
+        asked = {**body, "sampling_session_id": sampler_id, "seq_id": seq_id}
+        request = self.client.post("asample", **asked).json()
+        return self.client.post("retrieve_future", request_id=request["request_id"])
+
+
+@pytest.fixture
+def loop(api: Api, tmp_path: Path) -> Iterator[Loop]:
+    """A loop over a service with a server that has no adapter in memory for long."""
+    with listening(make_app(BASE, "key", max_loras=1)) as address:
+        api.service.sampler = open_sampler(tmp_path / "log", address)
+        found = Loop(api)
+        found.client.models.weights = "x"
+        with found.client.http:
+            yield found
+
+
+def test_versions_that_were_used_last_stay(loop: Loop) -> None:
+    samplers = []
+    for number in range(KEPT_FOR_SAMPLERS + 3):
+        loop.publish()
+        samplers.append(loop.sampler(number)["sampling_session_id"])
+        first = loop.sampler(0)["sampling_session_id"]  # a retry stays at its version, too
+        time.sleep(0.01)
+        assert "error" not in loop.ask(first, number).text
+        look(loop.api)
+    stay = [1, *range(4, KEPT_FOR_SAMPLERS + 4)]
+    assert versions(loop.api) == stay
+    told = loop.ask(samplers[1], 100).json()["error"]
+    assert "as it was when this sampling client was made" in told
+    assert "make a new client" in told
+    other = loop.client.session()
+    pinned = loop.sampler(0, other)["sampling_session_id"]
+    loop.client.finish(loop.session)
+    loop.client.models.step()
+    look(loop.api)
+    assert versions(loop.api) == [KEPT_FOR_SAMPLERS + 3], "its name leads there"
+    loop.client.delete(f"training_runs/{loop.model}/checkpoints/sampler_weights/latest")
+    look(loop.api)
+    assert "error" not in loop.ask(pinned, 0).text
+    loop.client.finish(other)
+    with loop.api.service.in_use.held(folder_of(loop, KEPT_FOR_SAMPLERS + 3)):
+        look(loop.api)
+        assert versions(loop.api) == [KEPT_FOR_SAMPLERS + 3], "it is being drawn from"
+    look(loop.api)
+    assert versions(loop.api) == []
+
+
+def folder_of(loop: Loop, number: int) -> Path:
+    (job,) = loop.api.store.jobs.page()
+    return loop.api.home.job(job.id) / "sampler" / ".versions" / f"{number:08d}"
+
+
+def test_a_job_may_begin_at_a_published_name(loop: Loop) -> None:
+    loop.publish()
+    (job,) = loop.api.store.jobs.page()
+    known = References(loop.api.home, loop.api.store, {}, tenant="ann")
+    found = known.folder(f"jobs/{job.id}/sampler/latest", "init_from")
+    assert found == str(folder_of(loop, 1))
+
+
+def test_a_version_that_has_no_name_yet_stays(loop: Loop) -> None:
+    loop.publish()
+    written = folder_of(loop, 2)
+    written.mkdir()
+    look(loop.api)
+    assert versions(loop.api) == [1, 2]
+
+
+def test_weights_from_before_there_were_versions_are_sampled_and_replaced(loop: Loop) -> None:
+    loop.publish()
+    name = folder_of(loop, 1).parent.parent / "latest"
+    name.unlink()
+    folder_of(loop, 1).rename(name)
+    sampler = loop.sampler(0)["sampling_session_id"]
+    assert loop.api.store.sessions.sampler(sampler, tenant="ann").version is None
+    assert "error" not in loop.ask(sampler, 0).text
+    loop.publish()
+    assert versions(loop.api) == [2]
+    assert name.is_symlink()

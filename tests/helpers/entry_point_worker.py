@@ -1,6 +1,6 @@
 """Runs commands one after another in one process, the last of which may be killed on its way.
 
-`front_door_worker.py COMMANDS.json` with `[{"door": "tlora" | "deepspeed", "words": [...],
+`entry_point_worker.py COMMANDS.json` with `[{"entry_point": "tlora" | "deepspeed", "words": [...],
 "code": N, "kill_at": [JOB, STEP] | null, "environment": {...}}]`. The words are those of the
 command line; `code` is its exit code. Killed is SIGKILL, when the job has done the step and every
 save that was begun is on the disk. A command's environment is taken back behind it; what the
@@ -24,14 +24,13 @@ from tlora_megatron.runtime.ranks import leave
 
 
 def main() -> None:
-    """Runs every command."""
     draw_no_reports()
     for command in json.loads(Path(sys.argv[1]).read_text()):
         if command["kill_at"]:
             _kill_at(*command["kill_at"])
         given: dict[str, str] = command["environment"]
         os.environ |= given
-        code = _run(command["door"], command["words"])
+        code = _run(command["entry_point"], command["words"])
         assert code == command["code"], f"exit code {code}: {command}"
         assert command["kill_at"] is None, f"must be killed, has ended: {command}"
         for name in given:
@@ -39,8 +38,8 @@ def main() -> None:
         keep_imports_from_collector()
 
 
-def _run(door: str, words: list[str]) -> int:
-    if door == "tlora":
+def _run(entry_point: str, words: list[str]) -> int:
+    if entry_point == "tlora":
         return tlora.main(words)
     from tlora_megatron.deepspeed import __main__ as deepspeed
 

@@ -55,7 +55,6 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def job(name: str, batch_size: int, steps: int, **lora: Any) -> dict[str, Any]:
-    """A job of a configuration."""
     return {
         "name": name,
         "data": {"train": f"{name}.jsonl"},
@@ -111,8 +110,6 @@ def _text(draw: random.Random, length: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One command."""
-
     out: str
     """Its output folder; two runs of one folder are the second one going on with the first."""
     company: str
@@ -139,8 +136,8 @@ KILLED = "killed"
 """The folder that the kill left, from which the job moves to another run."""
 
 
-class Door:
-    """A front door, with a folder of its own for everything but the base and the texts."""
+class EntryPoint:
+    """An entry point, with a folder of its own for everything but the base and the texts."""
 
     def __init__(self, root: Path, name: str) -> None:
         self.root, self.name = root, name
@@ -165,16 +162,15 @@ class Door:
             return "".join(pool.map(self.life, lives))
 
     def life(self, runs: Sequence[Run]) -> str:
-        """Runs commands in one process."""
         entries = [self._entry(run) for run in runs]
         file = self.folder / f"{runs[0].out} {len(runs)}.json"
         file.write_text(json.dumps(entries))
         expected = -signal.SIGKILL if runs[-1].killed else 0
-        return ended([HELPERS / "front_door_worker.py", file], expected)
+        return ended([HELPERS / "entry_point_worker.py", file], expected)
 
     def _entry(self, run: Run) -> dict[str, Any]:
         return {
-            "door": "tlora" if "tlora" in self.name else "deepspeed",
+            "entry_point": "tlora" if "tlora" in self.name else "deepspeed",
             "words": self.words(run),
             "code": run.exit_code,
             "kill_at": [OWN, KILLED_AT] if run.killed else None,
@@ -228,7 +224,6 @@ class Door:
         return hashlib.sha256(repr(found).encode() + adapter.read_bytes()).hexdigest()
 
     def summary(self, out: str) -> dict[str, Any]:
-        """The content of a run's `summary.json`."""
         return _read(self.folder / out / "summary.json")
 
 
@@ -237,21 +232,20 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class Passed(NamedTuple):
-    """A door behind all its runs."""
+    """An entry point behind all its runs."""
 
-    door: Door
+    entry_point: EntryPoint
     said: str
     """The output of all commands."""
 
 
-class MegatronLm(Door):
+class MegatronLm(EntryPoint):
     """The flag: every command is a process, and the variables are set before CUDA starts."""
 
     def _at_once(self, lives: Sequence[Sequence[Run]]) -> str:
         return super()._at_once([(run,) for life in lives for run in life])
 
     def life(self, runs: Sequence[Run]) -> str:
-        """Runs the one command."""
         (run,) = runs
         worker = HELPERS / "megatron_lm_worker.py"
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -322,8 +316,8 @@ def ended(args: Sequence[object], code: int, variables: Mapping[str, str] = {}) 
 
 
 def pass_through(root: Path, names: Iterable[str]) -> dict[str, Future[Passed]]:
-    """Runs the commands of all doors at once, to their ends."""
+    """Runs the commands of all entry points at once, to their ends."""
     write_base(root)
-    made = [(MegatronLm if name == "megatron_lm" else Door)(root, name) for name in names]
+    made = [(MegatronLm if name == "megatron_lm" else EntryPoint)(root, name) for name in names]
     with ThreadPoolExecutor(max(1, len(made))) as pool:
-        return {door.name: pool.submit(door.pass_through) for door in made}
+        return {entry_point.name: pool.submit(entry_point.pass_through) for entry_point in made}
