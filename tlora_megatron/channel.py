@@ -12,6 +12,7 @@ more than the standard library.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -26,6 +27,8 @@ from typing import Any, Self
 from tlora_megatron.files import flush, write_atomic
 
 _READ_BYTES = 1 << 16
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a file system without hard links answers."""
 
 
 def to_line(value: Mapping[str, Any]) -> bytes:
@@ -90,6 +93,13 @@ class RequestFolder:
             os.link(aside, path)
         except FileExistsError:
             return False
+        except OSError as error:
+            # Without hard links two that ask under one name at once may both be told True.
+            if error.errno not in _NO_LINKS:
+                raise
+            if path.exists():
+                return False
+            os.replace(aside, path)
         finally:
             aside.unlink(missing_ok=True)
         if self._durable:

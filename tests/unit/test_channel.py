@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -90,3 +91,14 @@ def test_request_is_asked_once_and_answered(tmp_path: Path, *, durable: bool) ->
     folder.drop_request("1")
     folder.drop_answer("1")
     assert (folder.asked(), folder.answered()) == (["2"], [])
+
+
+def test_requests_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    folder = RequestFolder(tmp_path / "in", tmp_path / "out")
+    assert folder.ask("1", b"one")
+    assert not folder.ask("1", b"other")
+    assert [path.read_bytes() for path in (tmp_path / "in").iterdir()] == [b"one"]
