@@ -114,19 +114,19 @@ def run_parts(
                 left.end()
 
 
-def parts_on_gpu(checkout: Path) -> list[Part]:
+def parts_on_gpu(checkout: Path, layers: int | None) -> list[Part]:
     """The parts on a GPU, with few repetitions.
 
-    The gang's jobs run in front of the command: kernels of its shapes are built then. Half of 8B's
-    layers have the ratio of all.
+    The gang's jobs run in front of the command: kernels of its shapes are built then. Under the
+    flag, half of 8B's layers have the ratio of all. A GPU with less memory has fewer in the step.
     """
-    half = ("--layers", "16")
-    flag = ("--megatron-lm", str(checkout), *half)
+    cut = () if layers is None else ("--layers", str(layers))
+    flag = ("--megatron-lm", str(checkout), "--layers", "16")
     bf16 = "--precision bf16 --modes own --turns 1 --rounds 6"
     fp8 = "--precision fp8 --modes own floor --turns 1 --rounds 5"
     engine = "flag_speed --impl transformer_engine"
     return [
-        _part("step", f"step {_STEP} --turns 2 --rounds 2 --warmup 1", *_MIX, *half),
+        _part("step", f"step {_STEP} --turns 2 --rounds 2 --warmup 1", *_MIX, *cut),
         _part("flag local", f"flag_speed --impl local {bf16}", *flag, ahead=True),
         _part("flag te bf16", f"{engine} {bf16}", *flag, ahead=True),
         _part("flag te fp8", f"{engine} {fp8}", *flag, ahead=True),

@@ -38,7 +38,7 @@ def test_every_figure_is_the_one_in_the_docs() -> None:
 
 
 def test_every_part_has_a_figure() -> None:
-    found = parts_on_gpu(Path("checkout"))
+    found = parts_on_gpu(Path("checkout"), None)
     assert [part.name for part in found] == list(dict.fromkeys(figure.part for figure in ALL))
     # Imports are not what is measured: all but the first are started ahead of their turn.
     assert [part.starts_ahead for part in found] == [False] + [True] * (len(found) - 1)
