@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
+from tlora_megatron.parallel import groups
 from tlora_megatron.parallel.collectives import SkippedCollectives
 from tlora_megatron.parallel.groups import host_threads
-from tlora_megatron.parallel.groups import host_threads as module
 from tlora_megatron.parallel.lane_tape import SideStream
 from tlora_megatron.parallel.lanes import Lane, current_lane
 from tlora_megatron.parallel.overlap import (
@@ -169,7 +169,7 @@ def test_an_error_in_one_ends_all(fail_at: tuple[int, int], error: BaseException
 def test_ranks_share_the_cores(
     monkeypatch: pytest.MonkeyPatch, ranks: str | None, most: int, expected: int
 ) -> None:
-    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr(groups.os, "sched_getaffinity", lambda _: set(range(12)))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
