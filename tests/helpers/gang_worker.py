@@ -97,12 +97,8 @@ def zombie(root: Path) -> dict[str, Any]:
     """A gang is stopped past its lease, its jobs given away, and woken up again."""
     driver = make_driver(root, lease_s=LEASE_S)
     driver.restarts = False
-    driver.start()
-    while not all(job.losses for job in driver.jobs.values()):
-        driver.post("renew")
-        end_s = time.monotonic() + LEASE_S / 8
-        driver.run_until(lambda end_s=end_s: time.monotonic() > end_s)
-    signal_all(pids(driver), signal.SIGSTOP)
+    while not stop_in_training(driver):
+        pass
     driver.post("renew")  # an old command, which must not renew the lease
     time.sleep(LEASE_S + 0.5)
     for job in driver.jobs:
@@ -117,6 +113,27 @@ def zombie(root: Path) -> dict[str, Any]:
         "last": driver.events[-1].kind,
         "reason": driver.events[-1].body.get("reason", ""),
     }
+
+
+def stop_in_training(driver: GangDriver) -> bool:
+    """Starts an epoch and stops its ranks once all jobs train; False if its lease ended before.
+
+    It may: a busy machine can hold up a rank, or this process, for longer than a lease.
+    """
+    for job in driver.jobs.values():
+        job.losses.clear()
+    driver.start()
+    while not all(job.losses for job in driver.jobs.values()):
+        driver.post("renew")
+        end_s = time.monotonic() + LEASE_S / 8
+        driver.run_until(lambda end_s=end_s: time.monotonic() > end_s)
+        if driver.deaths and driver.deaths[-1].epoch == driver.epoch:
+            return False
+    try:
+        signal_all(pids(driver), signal.SIGSTOP)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def young(root: Path) -> dict[str, Any]:

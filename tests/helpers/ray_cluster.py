@@ -65,7 +65,8 @@ def start_ray(
         f"--ray-client-server-port={_free_port()}",
     ]
     log.unlink(missing_ok=True)
-    (folder / "r" / "ray_current_cluster").unlink(missing_ok=True)
+    address = folder / "r" / "ray_current_cluster"
+    address.unlink(missing_ok=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     leader = Child(
         [shutil.which("ray", path=path) or "ray", *words[1:]],
@@ -74,13 +75,11 @@ def start_ray(
     )
 
     def has_started() -> bool:
-        said = log.read_text(errors="replace")
-        assert leader.exit_code is None, said
-        return "Ray runtime started" in said
+        assert leader.exit_code is None, log.read_text(errors="replace")
+        return address.is_file() and bool(address.read_text())  # written last, after all is said
 
     wait_until(has_started, "Ray's start")
-    address = (folder / "r" / "ray_current_cluster").read_text().strip()
-    return RayCluster(address, environment, leader, folder)
+    return RayCluster(address.read_text(), environment, leader, folder)
 
 
 @contextmanager
