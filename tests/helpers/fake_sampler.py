@@ -1,7 +1,7 @@
 """A sampling process without a model, for tests: counts on from a prompt's last token.
 
 What it is told by its base's `path`: `refuse` says why and ends; `die N` ends in its first N
-answers, after two pieces.
+answers, after two pieces; `drop N` only breaks these off.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ async def main() -> None:
     if words[0] == "refuse":
         sys.exit("base_model must be better")
     deaths = Path(order["socket"]).with_suffix(".deaths")
-    left = int(words[1]) if words[0] == "die" else 0
+    left = int(words[1]) if words[0] in ("die", "drop") else 0
     over = asyncio.Event()
     open_ones = 0
 
@@ -52,6 +52,8 @@ async def main() -> None:
                 if index == 3 and died < left:
                     deaths.write_text("x" * (died + 1))
                     await writer.drain()
+                    if words[0] == "drop":
+                        return
                     os._exit(1)
                 reason = "length" if index == count else None
                 token = prompt.tokens[-1] + index

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
@@ -26,7 +27,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +44,7 @@ from tlora_megatron.runtime.sampling.values import (
 )
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.sampling.sampler import (
+    SamplerBusy,
     SamplerUnavailable,
     SamplingRefused,
     StreamingSampler,
@@ -55,6 +57,12 @@ LINE_BYTES = 64 << 20
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 _MOST_BYTES = 100
 """Bytes of a socket's address, at most; the kernel takes 107."""
+_BACKLOG = 4096
+"""Calls that wait to be taken while a process is busy; the kernel may hold fewer (`somaxconn`)."""
+_BUSY_S = 60.0
+"""For a process that takes no call."""
+_LOOK_S = 0.01
+"""Between two looks whether a process takes calls, which takes seconds at its start."""
 T = TypeVar("T")
 
 
@@ -122,13 +130,36 @@ async def serve(path: Path, handler: Handler) -> asyncio.Server:
     with _short(path) as address:
         listener.bind(address)  # nobody can connect before it listens
         os.chmod(path, 0o600)
-    return await asyncio.start_unix_server(handler, sock=listener, limit=LINE_BYTES)
+    return await asyncio.start_unix_server(
+        handler, sock=listener, limit=LINE_BYTES, backlog=_BACKLOG
+    )
 
 
 async def connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connects to a path; raises `OSError` if nobody listens there."""
-    with _short(path) as address:
-        return await asyncio.open_unix_connection(address, limit=LINE_BYTES)
+    """Connects to a path, and waits while whoever listens there is too busy to take more calls.
+
+    asyncio takes a Unix socket whose queue of calls is full for one that connects by and by.
+
+    Raises:
+        BlockingIOError: if no call is taken for long.
+        OSError: if nobody listens there.
+    """
+    end_s = time.monotonic() + _BUSY_S
+    calling = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        calling.setblocking(False)
+        while True:
+            try:
+                with _short(path) as address:
+                    calling.connect(address)
+                return await asyncio.open_unix_connection(sock=calling, limit=LINE_BYTES)
+            except BlockingIOError:
+                if time.monotonic() > end_s:
+                    raise
+            await asyncio.sleep(_LOOK_S)
+    except BaseException:
+        calling.close()
+        raise
 
 
 @contextmanager
@@ -147,10 +178,8 @@ def _short(path: Path) -> Iterator[str]:
 logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-W", "ignore", "-m", "tlora_megatron.service.sampling.process")
-_LOOK_S = 0.01
-"""Between two looks whether a process is ready, which takes seconds."""
-_DYING_S = 0.2
-"""For somebody else's process, whose end cannot be waited for."""
+_DYING_S = 2.0
+"""For a process that broke a connection off: if it lives then, it did not die of it."""
 BaseOf = Callable[[str], Mapping[str, Any]]
 """From a base's name to its section `base_model`, the path absolute; raises KeyError."""
 
@@ -163,6 +192,10 @@ class OwnSettings:
     """as in CUDA_VISIBLE_DEVICES; None = the CPU"""
     idle_s: float = 300.0
     """without requests, after which a process ends and gives its memory back"""
+    most_open: int = 1024
+    """requests that a process has at once; more wait for their turn"""
+    most_waiting: int = 4096
+    """requests that wait for their turn; one more is refused"""
     limits: SamplerLimits = field(default_factory=SamplerLimits)
     command: tuple[str, ...] = COMMAND
 
@@ -207,6 +240,8 @@ class OwnSampler(StreamingSampler):
         self._settings = settings
         self._starting: dict[Path, asyncio.Task[None]] = {}
         self._children: dict[Path, Child] = {}
+        self._turns: dict[Path, asyncio.Semaphore] = {}
+        self._num_waiting = 0
 
     async def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
         """Yields pieces as tokens come, each once, if need be from another process."""
@@ -261,34 +296,67 @@ class OwnSampler(StreamingSampler):
         self, base: str, message: Mapping[str, Any], again: Counter[Any]
     ) -> AsyncGenerator[Mapping[str, Any], None]:
         """Yields the answers to a message, twice over if need be; `again` is emptied between."""
-        for is_last in (False, True):
-            again.clear()
-            reader, writer = await self._connect(base)
-            child = self._children.get(self._socket(base))
-            try:
-                async with aclosing(_talk(reader, writer, message)) as answers:
-                    async for answer in answers:
-                        yield answer
-                return
-            except ConnectionError as error:
-                # A process that dies may still take a call, as long as its socket is open.
-                await (asyncio.sleep(_DYING_S) if child is None else _end(child))
-                words = self._last_words(self._socket(base))
-                if is_last:
-                    raise SamplerUnavailable(f"the sampler of {base} has ended: {words}") from error
-                logger.warning("the sampler of %s has ended and is started again: %s", base, words)
+        async with self._turn(base):
+            for is_last in (False, True):
+                again.clear()
+                reader, writer = await self._connect(base)
+                child = self._children.get(self._socket(base))
+                try:
+                    async with aclosing(_talk(reader, writer, message)) as answers:
+                        async for answer in answers:
+                            yield answer
+                    return
+                except ConnectionError as error:
+                    what = await self._what_broke(base, child)
+                    if is_last:
+                        raise SamplerUnavailable(what) from error
+                    logger.warning("%s; the request is asked again", what)
+
+    @asynccontextmanager
+    async def _turn(self, base: str) -> AsyncIterator[None]:
+        """Waits until a base's process may have one more request; refuses one too many."""
+        settings = self._settings
+        if self._num_waiting >= settings.most_waiting:
+            raise SamplerBusy(
+                f"the sampler must have at most {settings.most_waiting} requests waiting, got one "
+                "more: try again soon"
+            )
+        turns = self._turns.setdefault(self._socket(base), asyncio.Semaphore(settings.most_open))
+        self._num_waiting += 1
+        try:
+            await turns.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield
+        finally:
+            turns.release()
+
+    async def _what_broke(self, base: str, child: Child | None) -> str:
+        """Says why a connection was broken off: a process that lives is not to blame, and stays."""
+        code = None
+        if child is None:  # somebody else's: a dying one takes calls as long as its socket is open
+            await asyncio.sleep(_DYING_S)
+        else:
+            with suppress(TimeoutError):
+                code = await asyncio.wait_for(child.ended(), _DYING_S)
+        if code is None:
+            return f"the sampler of {base} broke a connection off"
+        how = f"by signal {-code}" if code < 0 else f"with code {code}"
+        words = self._last_words(self._socket(base))
+        return f"the sampler of {base} has ended {how}: {words or 'it said nothing'}"
 
     async def _connect(self, base: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         socket = self._socket(base)
-        for _ in range(2):  # the process may end between its start and the call
-            try:
-                return await connect(socket)
-            except OSError:
-                await self._start_once(socket, base)
         try:
+            for _ in range(2):  # the process may end between its start and the call
+                try:
+                    return await connect(socket)
+                except (ConnectionRefusedError, FileNotFoundError):
+                    await self._start_once(socket, base)
             return await connect(socket)
         except OSError as error:
-            raise SamplerUnavailable(f"the sampler of {base} does not listen: {error}") from error
+            raise SamplerUnavailable(f"the sampler of {base} takes no call: {error}") from error
 
     async def _start_once(self, socket: Path, base: str) -> None:
         """Starts a base's process; all that ask at once wait for the same start."""
@@ -308,7 +376,8 @@ class OwnSampler(StreamingSampler):
             "limits": asdict(settings.limits),
         }
         log = self._log(socket)
-        log.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            log.replace(log.with_suffix(".before.log"))
         child = Child(
             settings.command,
             environment=os.environ | {"CUDA_VISIBLE_DEVICES": settings.gpu or ""},
@@ -326,7 +395,6 @@ class OwnSampler(StreamingSampler):
                 words = self._last_words(socket)
                 raise SamplerUnavailable(f"the sampler of {base} cannot be started: {words}")
             await asyncio.sleep(_LOOK_S)
-        child.pipe.close()
 
     def _socket(self, base: str) -> Path:
         """The socket of a base, by what the base is and where it is sampled from."""

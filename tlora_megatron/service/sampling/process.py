@@ -1,8 +1,9 @@
 """The process that samples from one base: `python -m tlora_megatron.service.sampling.process`.
 
 Its first line of input says everything: the base, limits, the socket. It says that it is ready once
-it listens, and ends by itself when nobody has asked for a while. Model and tokenizer belong to one
-thread, on which the loop of the sockets lets single steps run.
+it listens. It ends when its input does, that is with the process that has started it, and when
+nobody has asked for a while. Model and tokenizer belong to one thread, on which the loop of the
+sockets lets single steps run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -55,15 +57,17 @@ class SamplingProcess:
         self._has_work = asyncio.Event()
         self._changed = asyncio.Event()
 
-    async def run(self, socket: Path, on_ready: Callable[[], None]) -> None:
-        """Serves until nobody has asked for a while, or a step has failed."""
+    async def run(self, socket: Path, pipe: LinePipe) -> None:
+        """Serves until nobody has asked for a while, a pipe has ended, or a step has failed."""
         server = await serve(socket, self._answer)
-        on_ready()
-        steps = asyncio.create_task(self._step())
-        idle = asyncio.create_task(self._wait_until_idle())
-        async with server:
-            done, _ = await asyncio.wait((steps, idle), return_when=asyncio.FIRST_COMPLETED)
-        for task in (steps, idle):
+        pipe.send({"ready": True})
+        tasks = [
+            asyncio.create_task(work)
+            for work in (self._step(), self._wait_until_idle(), _wait_for_the_end(pipe))
+        ]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        server.close()  # without waiting for requests, which would wait for steps
+        for task in tasks:
             task.cancel()
         with suppress(FileNotFoundError):
             socket.unlink()
@@ -88,6 +92,7 @@ class SamplingProcess:
             try:
                 await asyncio.wait_for(self._changed.wait(), patience)
             except TimeoutError:
+                logger.info("nobody has asked for %g s: it ends", self._idle_s)
                 return
 
     async def _on_thread(self, function: Callable[..., T], *args: Any) -> T:
@@ -215,8 +220,24 @@ class SamplingProcess:
         return pieces
 
 
+async def _wait_for_the_end(pipe: LinePipe) -> None:
+    """Waits until the other end of a pipe is closed."""
+    over, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def read() -> None:
+        pipe.receive()
+        if pipe.is_over:
+            loop.remove_reader(pipe.fileno())
+            over.set()
+
+    loop.add_reader(pipe.fileno(), read)
+    await over.wait()
+    logger.info("the process that has started it is gone: it ends")
+
+
 def main() -> None:
     """Reads the order and serves."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s: %(message)s")
     pipe = LinePipe.of_child()
     pipe.wait()
     order = Order(**pipe.receive()[0])
@@ -224,12 +245,9 @@ def main() -> None:
         batcher = open_batcher(order.base, SamplerLimits(**order.limits))
     except (ValueError, ImportError) as error:
         sys.exit(str(error))
-
-    def on_ready() -> None:
-        pipe.send({"ready": True})
-        pipe.close()
-
-    asyncio.run(SamplingProcess(batcher, order.idle_s).run(Path(order.socket), on_ready))
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    asyncio.run(SamplingProcess(batcher, order.idle_s).run(Path(order.socket), pipe))
 
 
 if __name__ == "__main__":

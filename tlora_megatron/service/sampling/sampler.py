@@ -21,6 +21,10 @@ class SamplerUnavailable(RuntimeError):
     """The sampler cannot be started, or has ended twice during a request."""
 
 
+class SamplerBusy(RuntimeError):
+    """More requests wait for the sampler than may; the same one can be made again soon."""
+
+
 class InUse:
     """Folders of adapters that are sampled with now: they stay until that is over."""
 
@@ -53,7 +57,7 @@ class InUse:
 class Sampler(Protocol):
     """Samples from the bases of a service, with adapters; cancel a task to take its request back.
 
-    Every call may raise `SamplingRefused` and `SamplerUnavailable`.
+    Every call may raise `SamplingRefused`, `SamplerBusy` and `SamplerUnavailable`.
     """
 
     def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:

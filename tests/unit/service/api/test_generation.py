@@ -18,6 +18,7 @@ from tlora_megatron.runtime.sampling.values import Piece, Prompt
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.sampling.own import OwnSampler
 from tlora_megatron.service.sampling.sampler import (
+    SamplerBusy,
     SamplerUnavailable,
     SamplingRefused,
     StreamingSampler,
@@ -40,6 +41,8 @@ class Scripted(StreamingSampler):
             raise SamplerUnavailable("the sampler in /home/somebody has ended")
         if word == 2:
             raise SamplingRefused("prompt must be nicer, got 2")
+        if word == 5:
+            raise SamplerBusy("the sampler must have fewer requests waiting")
         yield Piece(prompt=0, tokens=(65,), logprobs=(-1.0,), text="A")
         if word == 3:
             raise SamplerUnavailable("gone")
@@ -110,6 +113,8 @@ def test_failures_have_a_status_of_their_own_and_name_no_path(api: Api, stream: 
     assert (refused.status_code, refused.json()["error"]["message"]) == (
         400, "prompt must be nicer, got 2",
     )  # fmt: skip
+    busy = client.post("/v1/completions", json=request(5, stream=stream))
+    assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
 
 
 def test_stream_that_breaks_off_says_so(api: Api) -> None:

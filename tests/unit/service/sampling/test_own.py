@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import stat
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -16,12 +18,16 @@ import pytest
 
 from tests.helpers.launch import HANG_S
 from tests.helpers.tiny_tokenizer import byte_ids, tiny_tokenizer
-from tlora_megatron.channel import to_line
+from tlora_megatron.channel import LinePipe, to_line
 from tlora_megatron.runtime.sampling.tracks import Request, Tell
 from tlora_megatron.runtime.sampling.values import Piece, Prompt, SamplingParams, Scores
 from tlora_megatron.service.sampling.own import OwnSampler, OwnSettings, connect, prompt_to_json
 from tlora_megatron.service.sampling.process import SamplingProcess
-from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
+from tlora_megatron.service.sampling.sampler import (
+    SamplerBusy,
+    SamplerUnavailable,
+    SamplingRefused,
+)
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_sampler")
 
@@ -31,8 +37,8 @@ LONG = Prompt(tokens=(1, 10), params=SamplingParams(max_tokens=5))
 @asynccontextmanager
 async def opened(folder: Path, idle_s: float = 60.0) -> AsyncIterator[OwnSampler]:
     """A sampler whose bases are told by their names."""
-    bases = {name: {"path": name} for name in ("good", "refuse", "die 1", "die 9")}
-    settings = OwnSettings(idle_s=idle_s, command=FAKE)
+    bases = {name: {"path": name} for name in ("good", "refuse", "die 1", "die 9", "drop 1")}
+    settings = OwnSettings(idle_s=idle_s, command=FAKE, most_open=300, most_waiting=400)
     sampler = OwnSampler(folder / "deep" / ("x" * 90), bases.__getitem__, settings)
     try:
         yield sampler
@@ -68,8 +74,35 @@ def test_request_is_asked_once_more_and_its_pieces_are_told_once(tmp_path: Path)
         async with opened(tmp_path) as sampler:
             tokens = [piece.tokens[0] async for piece in sampler.stream("die 1", [LONG])]
             assert tokens == [11, 12, 13, 14, 15]
-            with pytest.raises(SamplerUnavailable, match="the sampler of die 9 has ended"):
+            with pytest.raises(SamplerUnavailable, match="sampler of die 9 has ended with code 1"):
                 await sampler.generate("die 9", [LONG])
+
+    run(work())
+
+
+def test_many_who_ask_a_busy_process_at_once_do_not_end_it(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as sampler:
+            (pid,) = await sampler.encode("good", "x")
+            os.kill(pid, signal.SIGSTOP)
+            asked = [asyncio.create_task(sampler.encode("good", "x")) for _ in range(701)]
+            await asyncio.sleep(0.1)
+            os.kill(pid, signal.SIGCONT)
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert answers[:700] == 700 * [[pid]]
+            assert isinstance(answers[700], SamplerBusy)
+            assert "must have at most 400 requests waiting" in str(answers[700])
+
+    run(work())
+
+
+def test_process_whose_connection_breaks_is_asked_again_and_lives(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as sampler:
+            (pid,) = await sampler.encode("drop 1", "x")
+            (answer,) = await sampler.generate("drop 1", [LONG])
+            assert answer.sequences[0].tokens == (11, 12, 13, 14, 15)
+            assert await sampler.encode("drop 1", "x") == [pid]
 
     run(work())
 
@@ -129,19 +162,29 @@ class Endless:
 Talk = Callable[[Path, Endless], Coroutine[Any, Any, None]]
 
 
-def served(tmp_path: Path, talk: Talk, idle_s: float = 60.0) -> None:
-    """Serves while somebody talks."""
+def served(tmp_path: Path, talk: Talk) -> None:
+    """Serves while somebody talks, and ends with the process that has started it."""
 
     async def both() -> None:
         batcher: Any = Endless()
-        process = SamplingProcess(batcher, idle_s)
-        ready = asyncio.Event()
-        serving = asyncio.create_task(process.run(tmp_path / "a.sock", ready.set))
-        await ready.wait()
-        await talk(tmp_path / "a.sock", batcher)
-        serving.cancel()
+        async with started(tmp_path / "a.sock", batcher) as serving:
+            await talk(tmp_path / "a.sock", batcher)
+        await serving
+        assert not (tmp_path / "a.sock").exists()
 
-    asyncio.run(both())
+    asyncio.run(asyncio.wait_for(both(), HANG_S))
+
+
+@asynccontextmanager
+async def started(socket: Path, batcher: Any) -> AsyncIterator[asyncio.Task[None]]:
+    """A process that serves, and at the end sees its input end."""
+    (reading, ordering), (hearing, writing) = os.pipe(), os.pipe()
+    parent, child = LinePipe(hearing, ordering), LinePipe(reading, writing)
+    serving = asyncio.create_task(SamplingProcess(batcher, 60.0).run(socket, child))
+    while not parent.receive():
+        await asyncio.sleep(0.001)
+    yield serving
+    parent.close()
 
 
 async def ask(socket: Path, message: Any) -> dict[str, Any]:
@@ -217,15 +260,12 @@ def test_scores_alone_end_a_request(tmp_path: Path) -> None:
 
 def test_step_that_fails_ends_the_process(tmp_path: Path) -> None:
     async def both() -> None:
-        batcher: Any = Endless()
-        process, ready = SamplingProcess(batcher, 60.0), asyncio.Event()
-        serving = asyncio.create_task(process.run(tmp_path / "a.sock", ready.set))
-        await ready.wait()
-        _, writer = await connect(tmp_path / "a.sock")
-        writer.write(to_line(sample(13)))
-        (result,) = await asyncio.gather(serving, return_exceptions=True)
-        assert isinstance(result, RuntimeError)
-        assert not (tmp_path / "a.sock").exists()
-        writer.close()
+        async with started(tmp_path / "a.sock", Endless()) as serving:
+            _, writer = await connect(tmp_path / "a.sock")
+            writer.write(to_line(sample(13)))
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                await serving
+            assert not (tmp_path / "a.sock").exists()
+            writer.close()
 
-    asyncio.run(both())
+    asyncio.run(asyncio.wait_for(both(), HANG_S))

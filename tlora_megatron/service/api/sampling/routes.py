@@ -23,7 +23,12 @@ from tlora_megatron.service.api.sampling.bodies import (
 )
 from tlora_megatron.service.api.sampling.replies import ChatForm, CompletionForm, Form, TokenNames
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.sampling.sampler import Sampler, SamplerUnavailable, SamplingRefused
+from tlora_megatron.service.sampling.sampler import (
+    Sampler,
+    SamplerBusy,
+    SamplerUnavailable,
+    SamplingRefused,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +166,7 @@ class _Asked:
             if body.wants_usage:
                 end = form.envelope([], is_chunk=True)
                 yield _event({**end, "usage": _usage(prompts, made)})
-        except (SamplingRefused, SamplerUnavailable) as error:
+        except (SamplingRefused, SamplerBusy, SamplerUnavailable) as error:
             yield _event(native_format(_as_api_error(error, self._model)))
         yield "data: [DONE]\n\n"
 
@@ -177,7 +182,7 @@ class _Sentences:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Raises an ApiError in the place of a sampler's."""
-        if isinstance(error, SamplerUnavailable | ValueError):
+        if isinstance(error, SamplerBusy | SamplerUnavailable | ValueError):
             raise _as_api_error(error, self._model) from error
 
 
@@ -185,9 +190,12 @@ def _as_api_error(error: Exception, model: Model) -> ApiError:
     message = str(error)
     if model.adapter is not None:  # paths of the service's host are nobody's business
         message = message.replace(str(model.adapter), model.name)
+    if isinstance(error, SamplerBusy):
+        return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
     if isinstance(error, SamplerUnavailable):
         logger.error("%s", error)
-        return ApiError(503, "the sampler cannot be used now; the service's log says why")
+        sentence = "the sampler cannot be used now; the service's log says why"
+        return ApiError(503, sentence, headers={"Retry-After": "5"})
     return ApiError(400, message)
 
 

@@ -31,7 +31,7 @@ from tlora_megatron.service.api.tinker.context import Content, TenantContext, Wa
 from tlora_megatron.service.api.tinker.names import RequestId, SamplerId
 from tlora_megatron.service.api.tinker.protobuf import encode_sample
 from tlora_megatron.service.home import make_folder
-from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
+from tlora_megatron.service.sampling.sampler import SamplerBusy, SamplerUnavailable, SamplingRefused
 from tlora_megatron.service.store import Sampler
 from tlora_megatron.training.saving.writer import AdapterVersion
 
@@ -225,6 +225,8 @@ async def _draw(context: TenantContext, request: RequestId) -> None:
     except (SamplingRefused, UnknownId) as error:
         sentence = context.service.outward(str(error), context.tenant)
         await read(files.fail, sentence, "user")
+    except SamplerBusy as error:
+        await read(files.fail, str(error), "server")
     except SamplerUnavailable as error:
         # It quotes the sampler's log, which may be of other tenants' requests.
         logger.error("%s", error)
