@@ -286,13 +286,14 @@ class FakeGang:
         for job, own in self._training().items():
             self._save(job, own)
 
-    def die(self, reason: str, *, out_of_memory: bool = False) -> None:
-        """Ends as if a process had been killed; what was not saved is lost."""
+    def die(self, reason: str, *, out_of_memory: bool = False, was_killed: bool = False) -> None:
+        """Ends by itself or as if a process had been killed; what was not saved is lost."""
         newcomers = [job for job, own in self._training().items() if own.first_round]
         for job in self.jobs:
             self._world.trains(job, None)
         self.alive = False
-        self.tell("died", rank=0, reason=reason, out_of_memory=out_of_memory, newcomers=newcomers)
+        facts = {"out_of_memory": out_of_memory, "newcomers": newcomers}
+        self.tell("died", rank=0, reason=reason, was_killed=was_killed, **facts)
 
     # Its jobs' folders
 

@@ -172,11 +172,18 @@ class Context:
             self.vacate(live, why=why)
 
     def gang_ended(
-        self, gang: LiveGang, *, why: str, died_at: tuple[int, int] | None = None
+        self,
+        gang: LiveGang,
+        *,
+        why: str,
+        died_at: tuple[int, int] | None = None,
+        was_killed: bool = False,
     ) -> list[LiveJob]:
         """Notes that no process of a gang is left; returns the jobs that it held, vacated."""
         if died_at is not None:
-            self.store.gangs.note(gang.name, gang.epoch, died_at=list(died_at))
+            self.store.gangs.note(
+                gang.name, gang.epoch, died_at=list(died_at), was_killed=was_killed
+            )
         self.store.gangs.change(gang.name, gang.epoch, GangState.ENDED, why=why)
         self.state.gangs.pop(gang.name, None)
         if not self.state.members(gang.name):

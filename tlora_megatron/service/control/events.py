@@ -8,7 +8,7 @@ from statistics import median
 
 from tlora_megatron.service.control.context import Context
 from tlora_megatron.service.control.records import LiveGang, LiveJob
-from tlora_megatron.service.control.recover import died
+from tlora_megatron.service.control.recover import died, saved_alone
 from tlora_megatron.service.messages import GangEvent
 from tlora_megatron.service.store import GangState, JobState, Progress
 
@@ -125,6 +125,7 @@ class EventHandler:
     def _stepped(self, gang: LiveGang, live: LiveJob, event: GangEvent) -> None:
         body = event.body
         live.step = int(body["step"])
+        live.kills = 0
         if live.deaths:
             live.deaths = 0
             self._context.remember(live)
@@ -150,6 +151,8 @@ class EventHandler:
         if live.failed_saves:
             live.failed_saves = 0
             self._context.remember(live)
+        if live.trial_saves:
+            saved_alone(self._context, live)
 
     def _not_saved(self, gang: LiveGang, live: LiveJob, event: GangEvent) -> None:
         context = self._context

@@ -19,6 +19,9 @@ _CPU = "cpu"
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 DAY_S = 86_400.0
 _DEATHS = 2
+"""Deaths by the processes on a GPU within a day, after which it is set aside."""
+_KILLS = 6
+"""The same with those by signals from outside, such as the host's when its memory is full."""
 _MOST_SHARE = 4
 """One in so many GPUs at most: a job that ends its gangs must not close a cluster to the others."""
 
@@ -86,16 +89,22 @@ class SetAside:
 
     def __init__(self, free: FreeGpus) -> None:
         self._free = free
-        self._deaths: dict[int, list[float]] = {}
+        self._deaths: dict[int, list[tuple[float, bool]]] = {}
+        """When gangs died on a GPU, and whether from outside."""
         self.until_s: dict[int, float] = {}
         """End of each GPU's time aside, also of those that a group still holds."""
         self._taken: set[int] = set()
 
-    def died(self, gpu: int, at_s: float) -> bool:
-        """Notes that a gang died by its process on a GPU; True if that sets the GPU aside."""
-        recent = [s for s in self._deaths.get(gpu, ()) if at_s - s < DAY_S]
-        self._deaths[gpu] = [*recent, at_s]
-        return len(self._deaths[gpu]) >= _DEATHS and self.put([gpu], at_s)
+    def died(self, gpu: int, at_s: float, *, was_killed: bool = False) -> bool:
+        """Notes that a gang died by its process on a GPU; True if that sets the GPU aside.
+
+        Args:
+            was_killed: a signal from outside ended the process.
+        """
+        recent = [death for death in self._deaths.get(gpu, ()) if at_s - death[0] < DAY_S]
+        self._deaths[gpu] = deaths = [*recent, (at_s, was_killed)]
+        by_itself = sum(not was_killed for _, was_killed in deaths)
+        return (by_itself >= _DEATHS or len(deaths) >= _KILLS) and self.put([gpu], at_s)
 
     def put(self, gpus: Collection[int], at_s: float) -> bool:
         """Sets GPUs aside for a day; False if these would be too many of the cluster's."""

@@ -65,7 +65,13 @@ class LiveJob:
     alone: bool = False
     """It trains in a gang of its own, after it made one fail."""
     deaths: int = 0
-    """Gangs that died with it since its last step."""
+    """Gangs that died by themselves with it since its last step."""
+    kills: int = 0
+    """Gangs that were killed with it since its last step, as this controller has seen it."""
+    trial_saves: int = 0
+    """Checkpoints that it has to make alone before it may train in company again; 0 = no trial."""
+    was_tried: bool = False
+    """It has had its trial: set apart again, it stays so."""
     failed_saves: int = 0
     pause: Mapping[str, Any] | None = None
     """Where and until when it comes back after a decision has paused it, as its row keeps it."""
@@ -190,6 +196,8 @@ def live_job(row: JobRow) -> LiveJob:
         num_steps=row.num_steps or 0,
         alone=bool(asked.get("alone", False)),
         deaths=int(asked.get("deaths", 0)),
+        trial_saves=int(asked.get("trial_saves", 0)),
+        was_tried=bool(asked.get("was_tried", False)),
         failed_saves=int(asked.get("failed_saves", 0)),
         pause=asked.get("pause"),
     )
@@ -210,6 +218,8 @@ def schedule_of(live: LiveJob) -> dict[str, Any]:
     found = {
         "alone": live.alone,
         "deaths": live.deaths,
+        "trial_saves": live.trial_saves,
+        "was_tried": live.was_tried,
         "failed_saves": live.failed_saves,
         "pause": live.pause,
     }

@@ -28,6 +28,8 @@ _STATES: Mapping[GangState, Literal["starting", "running", "stopping"]] = {
 }
 _LONGEST_WAIT_S = 60.0
 _TIDY_S = 3600.0
+_TRIAL_SAVES = 3
+"""Checkpoints that a job makes alone before it is trusted again, once; they are a minute apart."""
 
 
 def take_over(context: Context) -> int:
@@ -79,7 +81,11 @@ def _remember_deaths(context: Context) -> None:
     for row in context.store.gangs.ended_since(context.clock() - DAY_S):
         at = row.engine_ref.get("died_at")
         if at is not None and machines.has([(at[0], at[1])]):
-            context.state.set_aside.died(machines.number((at[0], at[1])), row.ended_at or 0.0)
+            context.state.set_aside.died(
+                machines.number((at[0], at[1])),
+                row.ended_at or 0.0,
+                was_killed=bool(row.engine_ref.get("was_killed")),
+            )
 
 
 def _adopt(context: Context, row: Gang, snapshot: Snapshot) -> None:
@@ -171,8 +177,9 @@ def died(context: Context, gang: LiveGang, body: Mapping[str, Any]) -> None:
     reported = [str(job) for job in body.get("newcomers", ())]
     joined = [job for job in reported or sorted(gang.in_first_round) if job in gang.members]
     starting = gang.state == "starting"
+    was_killed = bool(body.get("was_killed"))
     died_at = None if out_of_memory else _died_at(context, gang, body)
-    held = context.gang_ended(gang, why=reason, died_at=died_at)
+    held = context.gang_ended(gang, why=reason, died_at=died_at, was_killed=was_killed)
     if starting:
         # No job had joined; those that wait for it may be why it cannot start.
         held = context.state.members(gang.name)
@@ -187,20 +194,23 @@ def died(context: Context, gang: LiveGang, body: Mapping[str, Any]) -> None:
     held = [live for live in held if live.id in context.state.jobs]
     if out_of_memory and joined:
         _blame(context, gang, [live for live in held if live.id in joined], len(held))
+    elif was_killed:  # no job is to blame
+        for live in held:
+            live.kills += 1
     else:
         _count(context, held, reason)
     _wait(context, gang, held)
     if died_at is not None and context.state.set_aside.died(
-        context.state.machines.number(died_at), context.clock()
+        context.state.machines.number(died_at), context.clock(), was_killed=was_killed
     ):
         _leave_gpu(context, gang, died_at)
     context.wants_decision = context.wants_actions = True
 
 
 def _died_at(context: Context, gang: LiveGang, body: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Node and GPU of the process that ended a gang; None if a signal from outside ended it."""
+    """Node and GPU of the process that ended a gang; None if nobody knows which it was."""
     rank = int(body.get("rank", -1))
-    if body.get("was_killed") or not 0 <= rank < len(gang.gpus):
+    if not 0 <= rank < len(gang.gpus):
         return None
     return context.state.machines.places(gang.gpus)[rank]
 
@@ -209,8 +219,7 @@ def _leave_gpu(context: Context, gang: LiveGang, died_at: tuple[int, int]) -> No
     """Lets the jobs of a gang go on elsewhere, after its GPU was set aside."""
     node, gpu = died_at
     message = (
-        f"GPU {gpu} of machine {node} gets no jobs for a day: two gangs died by their processes on "
-        "it within one"
+        f"GPU {gpu} of machine {node} gets no jobs for a day: too many gangs died on it within one"
     )
     context.say("quarantined", message, gang=gang.name)
     for live in context.state.members(gang.name):
@@ -236,16 +245,32 @@ def _blame(context: Context, gang: LiveGang, joined: list[LiveJob], num_held: in
             _needs_more(context, live, gang)
 
 
-def _set_apart(context: Context, live: LiveJob, why: str) -> None:
-    """Lets a job train in a gang of its own."""
-    live.alone, live.deaths = True, 0
+def _set_apart(context: Context, live: LiveJob, why: str, *, on_trial: bool = False) -> None:
+    """Lets a job train in a gang of its own; one on trial until it has shown that it is well."""
+    live.alone, live.deaths, live.trial_saves = True, 0, _TRIAL_SAVES if on_trial else 0
+    live.was_tried |= on_trial
     context.remember(live)
+    until = f"until {_TRIAL_SAVES} checkpoints" if on_trial else "from now on"
     context.say(
         "quarantined",
-        f"job {live.name!r} {why}: it trains alone from now on, and the others go on without it",
+        f"job {live.name!r} {why}: it trains alone {until}, and the others go on without it",
         job=live.id,
     )
     context.requeue(live, why=why)
+
+
+def saved_alone(context: Context, live: LiveJob) -> None:
+    """Counts a checkpoint of a job on trial; behind the last one it may train in company again."""
+    live.trial_saves -= 1
+    if live.trial_saves == 0:
+        live.alone = False
+    context.remember(live)
+    if not live.alone:
+        why = f"has saved {_TRIAL_SAVES} checkpoints alone"
+        context.say(
+            "trusted", f"job {live.name!r} {why}: it may train beside others again", job=live.id
+        )
+        context.requeue(live, why=why)
 
 
 def _needs_more(context: Context, live: LiveJob, gang: LiveGang) -> None:
@@ -280,7 +305,8 @@ def _count(context: Context, held: list[LiveJob], reason: str) -> None:
         if live.deaths < context.settings.max_deaths:
             continue
         if len(held) > 1:
-            _set_apart(context, live, f"was in {live.deaths} gangs that died before it made a step")
+            why = f"was in {live.deaths} gangs that died before it made a step"
+            _set_apart(context, live, why, on_trial=not live.was_tried)
         else:
             context.fail(
                 live,
@@ -291,7 +317,7 @@ def _count(context: Context, held: list[LiveJob], reason: str) -> None:
 
 def _wait(context: Context, gang: LiveGang, held: list[LiveJob]) -> None:
     """Starts a gang again at once, and later each time if it dies without a step."""
-    deaths = max([live.deaths for live in held], default=0)
+    deaths = max([live.deaths + live.kills for live in held], default=0)
     wait_s = min(_LONGEST_WAIT_S, 2.0**deaths - 2.0) if deaths else 0.0
     now_s, starts_from = context.clock(), context.state.starts_from
     starts_from[gang.name] = now_s + wait_s

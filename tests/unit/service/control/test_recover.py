@@ -185,6 +185,54 @@ def test_deaths_are_counted_across_controllers(root: Path) -> None:
     assert "got 3 deaths before it made a step" in str(service.job(job).error)
 
 
+def test_kills_from_outside_are_charged_to_no_job(root: Path) -> None:
+    service = LiveService(root)
+    jobs = [service.submit(name, steps=30, batch=2) for name in ("one", "two")]
+    kills = 2 * service.settings.max_deaths
+
+    def kill() -> bool:
+        nonlocal kills
+        for gang in service.engine.all_gangs.values():
+            if gang.alive and gang.jobs and kills:
+                gang.die("killed by signal 9", was_killed=True)
+                kills -= 1
+        return not kills
+
+    service.run(until=kill)
+    service.run()
+    assert set(service.states().values()) == {"finished"}
+    assert not service.sentences("quarantined")
+    assert all("alone" not in service.job(job).schedule for job in jobs)
+
+
+def test_a_job_that_was_set_apart_is_trusted_again_once(root: Path) -> None:
+    service = LiveService(root)
+    job, good = service.submit("one", steps=600, batch=2), service.submit("two", steps=600, batch=2)
+
+    def set_apart(times: int) -> bool:
+        """The gang dies as long as both are in it."""
+        for gang in service.engine.all_gangs.values():
+            if gang.alive and {job, good} <= set(gang.jobs):
+                gang.die("illegal memory access")
+        said = [words for words in service.sentences("quarantined") if "'one'" in words]
+        return len(said) == times
+
+    service.run(600, until=lambda: set_apart(1))
+    service.store.jobs.request_action(good, "cancel")
+    service.run(600, until=lambda: bool(service.sentences("trusted")))
+    assert service.sentences("trusted") == [
+        "job 'one' has saved 3 checkpoints alone: it may train beside others again"
+    ]
+    assert "alone" not in service.job(job).schedule
+    service.restart()
+    good = service.submit("three", steps=60, batch=2)
+    service.run(600, until=lambda: set_apart(2))
+    service.run()
+    assert service.sentences("quarantined")[-1].startswith("job 'one' was in 3 gangs")
+    assert "alone from now on" in service.sentences("quarantined")[-1]
+    assert service.states() == {"one": "finished", "two": "cancelled", "three": "finished"}
+
+
 def test_a_killed_gang_without_proof_is_asked_after_by_the_next_controller(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
