@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tlora_megatron.files import read_json, write_atomic, write_json
 from tlora_megatron.service.home import make_folder, read_lease
-from tlora_megatron.service.messages import Command, EventKind, GangEvent, GangSpec
+from tlora_megatron.service.messages import UNSTORED_SEQ, Command, EventKind, GangEvent, GangSpec
 
 if TYPE_CHECKING:
     from tests.helpers.fake_engine import FakeEngine
@@ -124,6 +124,8 @@ class FakeGang:
 
     def post(self, command: Command) -> None:
         """Takes a command; one that was carried out is dropped."""
+        if command.seq == UNSTORED_SEQ:
+            self._applied = command.seq - 1
         if command.seq > self._applied and command.seq not in self._commands:
             self._commands[command.seq] = command
             if self._ready:

@@ -70,6 +70,10 @@ note: a sentence for the job's or the gang's log; `{"message": str}`.
 """
 
 
+UNSTORED_SEQ = 2**53 - 1
+"""Number of a `stop` of which no store knows; a gang's own at the end of its lease has 0."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangSpec(Message):
     """All that is needed to start a gang."""

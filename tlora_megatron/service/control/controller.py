@@ -24,8 +24,9 @@ from tlora_megatron.service.control.pricing import Pricing, pricing_of
 from tlora_megatron.service.control.recover import Watchdog, end_missing, take_over
 from tlora_megatron.service.control.show import StatusWriter
 from tlora_megatron.service.control.state import SchedulerState
-from tlora_megatron.service.engines.protocol import GangEngine
+from tlora_megatron.service.engines.protocol import GangEngine, GangInfo
 from tlora_megatron.service.home import Home
+from tlora_megatron.service.messages import UNSTORED_SEQ, Command
 from tlora_megatron.service.prepare.pool import PreparePool
 from tlora_megatron.service.prepare.submission import PrepareRules
 from tlora_megatron.service.settings import Settings
@@ -142,6 +143,42 @@ class Controller:
 
     def end_gangs(self) -> None:
         """Saves all jobs and ends all gangs; their jobs wait for the next controller."""
+        try:
+            self._end_gangs()
+        except (StoreError, OSError) as error:
+            self.context.on_said(
+                f"the store refuses to write ({error}): gangs are told through their folders to "
+                "save their jobs and end"
+            )
+            self._end_without_store()
+
+    def _end_without_store(self) -> None:
+        """Ends all gangs; the next controller reads in their folders what became of their jobs."""
+        context, engine, settings = self.context, self.context.engine, self.context.settings
+
+        def living() -> list[GangInfo]:
+            return [info for info in engine.gangs() if info.alive]
+
+        for info in living():
+            engine.post(
+                Command(
+                    gang=info.gang,
+                    epoch=info.epoch,
+                    seq=UNSTORED_SEQ,
+                    kind="stop",
+                    body={"save": True},
+                )
+            )
+        until_s = context.clock() + settings.end_gangs_s
+        while living() and context.clock() < until_s:
+            engine.poll({})
+            time.sleep(settings.poll_s)
+        for info in living():
+            why = f"did not stop within {settings.end_gangs_s:.0f} s and was killed"
+            context.on_said(f"gang {info.gang} {why}")
+            engine.kill(info.gang, info.epoch)
+
+    def _end_gangs(self) -> None:
         context, until_s = self.context, self.context.clock() + self.context.settings.end_gangs_s
         with context.store.transaction():
             for gang in list(context.state.gangs.values()):
@@ -241,7 +278,10 @@ def serve(
             )
             _step_until(controller, stop, settings)
         finally:
-            held.lock.release()
+            try:
+                held.lock.release()
+            except StoreError as error:  # it ends by itself
+                logger.warning("the lock of the store is left as it is: %s", error)
     finally:
         if opened is not None:
             opened.close()

@@ -9,7 +9,7 @@ from statistics import median
 from tlora_megatron.service.control.context import Context
 from tlora_megatron.service.control.records import LiveGang, LiveJob
 from tlora_megatron.service.control.recover import died, saved_alone
-from tlora_megatron.service.messages import GangEvent
+from tlora_megatron.service.messages import UNSTORED_SEQ, GangEvent
 from tlora_megatron.service.store import GangState, JobState, Progress
 
 _Handler = Callable[["EventHandler", LiveGang, GangEvent], None]
@@ -79,7 +79,9 @@ class EventHandler:
             self._context.remember(live)
 
     def _applied(self, gang: LiveGang, event: GangEvent) -> None:
-        self._context.store.commands.mark_applied(gang.name, gang.epoch, int(event.body["seq"]))
+        seq = int(event.body["seq"])
+        if 0 < seq < UNSTORED_SEQ:
+            self._context.store.commands.mark_applied(gang.name, gang.epoch, seq)
 
     def _stopped(self, gang: LiveGang, event: GangEvent) -> None:
         self._context.gang_ended(gang, why="stopped as asked")

@@ -12,6 +12,7 @@ from tests.helpers.floor_model import FloorModel
 from tests.helpers.live_service import FloorCost, LiveService, one_job
 from tlora_megatron.service.control.pricing import MemoryShares
 from tlora_megatron.service.engines.protocol import NodeInfo
+from tlora_megatron.service.store import StoreError
 
 
 def test_a_job_trains_and_ends(root: Path) -> None:
@@ -254,6 +255,33 @@ def test_a_machine_that_is_gone_and_comes_back(root: Path) -> None:
     assert set(service.states().values()) == {"running"}
     service.run()
     assert set(service.states().values()) == {"finished"}
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_gangs_are_ended_though_the_store_cannot_be_written(
+    root: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    service, _ = one_job(root, times=FakeTimes(checkpoint_s=1e6))
+    (gang,) = service.engine.all_gangs.values()
+    gang.hangs = hangs
+
+    def pass_time(seconds: float) -> None:
+        service.now_s += seconds
+
+    def refuse() -> None:
+        raise StoreError("database is locked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tlora_megatron.service.control.controller.time.sleep", pass_time)
+        patch.setattr(service.store, "transaction", refuse)
+        service.controller.end_gangs()
+    assert not gang.alive
+    assert "refuses to write (database is locked): gangs are told" in service.said[0]
+    assert len(service.said) == 1 + hangs
+    assert any(event.kind == "saved" for event in gang.events) is not hangs
+    service.restart()
+    service.run()
+    assert service.states() == {"one": "finished"}
 
 
 def test_an_engine_that_does_not_answer(root: Path) -> None:

@@ -167,6 +167,15 @@ def test_a_lost_event_ends_its_gang_alone(root: Path) -> None:
     assert not service.engine.doubled
 
 
+def test_the_end_of_a_gang_by_its_own_lease_stops_nothing_else(root: Path) -> None:
+    service, job = one_job(root)
+    service.gang.tell("applied", seq=0)
+    service.gang.die("nothing was heard of a controller for 600 s")
+    service.run()
+    assert service.job(job).state == "finished"
+    assert not any("refuses" in words for words in service.said)
+
+
 def test_deaths_are_counted_across_controllers(root: Path) -> None:
     service = LiveService(root)
     job = service.submit("one", steps=60)
