@@ -45,7 +45,7 @@ class ValidatorHere:
         self._read = read
         self._done: list[Any] = []
 
-    def submit(self, job_id: str, submission: Submission) -> None:
+    def submit(self, job_id: str, submission: Submission, priority: int = 0) -> None:
         self._done.append(self._read(job_id, submission))
 
     def forget(self, job_id: str) -> None:

@@ -123,6 +123,8 @@ class Settings:
     data_root: str | None = None
     """Jobs may name files below this folder only, and through no link; None: any that can be read.
     """
+    prepare_processes: int = 2
+    """Processes at most that check and tokenize jobs, half a gigabyte of memory each."""
     micro_batch_tokens: int = 4096
     """Tokens by which portions of jobs are chosen: no gang's micro-batch is smaller."""
 

@@ -196,6 +196,9 @@ for line in sys.stdin:
     if what == "exit":
         print('{"refu', end="", flush=True)
         sys.exit(7)
+    if what == "kill once" and not os.path.exists(asked["rules"]["root"]):
+        open(asked["rules"]["root"], "w").close()
+        what = "kill"
     if what == "kill":
         os.kill(os.getpid(), 9)
     said = {"job": asked["job"], "error": f"{what} {asked['rules']['root']} {os.getpid()}"}
@@ -211,13 +214,13 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pool(stub: None) -> Iterator[PreparePool]:
-    with PreparePool(PrepareRules(root="/r")) as made:
+    with PreparePool(PrepareRules(root="/r"), workers=1) as made:
         yield made
     assert made.waitables() == []
 
 
-def _submission(name: str) -> Submission:
-    return Submission(name=name, base_model={}, document={})
+def _submission(name: str, **data: str) -> Submission:
+    return Submission(name=name, base_model={}, document={"data": data})
 
 
 def _outcomes(pool: PreparePool, count: int) -> list[Outcome]:
@@ -242,7 +245,10 @@ def test_one_process_answers_one_job_after_the_other(pool: PreparePool) -> None:
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        ("kill", r"was ended by SIGKILL, as when the host's memory is full; submit it again"),
+        (
+            "kill",
+            r"was ended by SIGKILL 3 times, as when the host's memory is full; submit it again",
+        ),
         ("exit", r"ended with code 7; submit it again"),
     ],
 )
@@ -257,6 +263,28 @@ def test_a_death_is_told_for_its_job_and_the_next_gets_a_new_process(
         f"job {name!r} could not be checked: the process that read it {how}"
     )
     assert good.error.startswith("good /r")  # type: ignore[union-attr]
+
+
+def test_a_job_whose_process_is_killed_is_read_again(stub: None, tmp_path: Path) -> None:
+    with PreparePool(PrepareRules(root=str(tmp_path / "killed"))) as pool:
+        pool.submit("j1", _submission("kill once"))
+        (outcome,) = _outcomes(pool, 1)
+    assert outcome.error.startswith("kill once")  # type: ignore[union-attr]
+
+
+def test_priority_comes_first_and_large_files_leave_a_process_to_others(
+    stub: None, tmp_path: Path
+) -> None:
+    large = tmp_path / "large.jsonl"
+    with large.open("wb") as file:
+        file.truncate(5 << 20)
+    with PreparePool(PrepareRules(root="/r")) as pool:
+        for job in ("large", "larger"):
+            pool.submit(job, _submission("sleep", train=str(large)))
+        for job, priority in (("j1", 0), ("j2", 0), ("j3", 9)):
+            pool.submit(job, _submission("good"), priority)
+        assert [outcome.job for outcome in _outcomes(pool, 3)] == ["j1", "j3", "j2"]
+        assert len(pool.waitables()) == 2
 
 
 def test_a_death_between_two_jobs_harms_none(pool: PreparePool) -> None:

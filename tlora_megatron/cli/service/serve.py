@@ -182,6 +182,14 @@ def add_parser(commands: Any) -> None:
         "links (default: whatever you can read)",
     )
     parser.add_argument(
+        "--prepare-processes",
+        type=int,
+        default=2,
+        metavar="N",
+        help="processes at most that check and tokenize submitted jobs, half a gigabyte of memory "
+        "each; files of over 4 MiB leave one of them to the others (default: 2)",
+    )
+    parser.add_argument(
         "--leave-gangs",
         action="store_true",
         help="let jobs train on when the controller is stopped; the next one takes them up",
@@ -200,10 +208,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.gpus is not None and args.gpus < 1:
         raise must("--gpus", "be at least 1", args.gpus)
+    if args.prepare_processes < 1:
+        raise must("--prepare-processes", "be at least 1", args.prepare_processes)
     settings = Settings(
         policy=args.policy,
         hardware=args.hardware,
         data_root=_data_root(args.data_root),
+        prepare_processes=args.prepare_processes,
         end_gangs=not args.leave_gangs,
     )
     check_hardware(settings)

@@ -76,7 +76,7 @@ class Admission:
         except ValueError as error:
             self._context.fail(live, f"job {live.name!r} cannot be read: {error}")
             return
-        self._validator.submit(live.id, submission)
+        self._validator.submit(live.id, submission, live.priority)
 
     def fulfil(self, live: LiveJob) -> None:
         """Does what a user requests of a job, as far as it can be done now."""

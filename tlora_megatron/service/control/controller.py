@@ -304,6 +304,6 @@ def _pool(home: Home, settings: Settings) -> PreparePool:
         micro_batch_tokens=settings.micro_batch_tokens,
         data_root=settings.data_root,
     )
-    pool = PreparePool(rules)
+    pool = PreparePool(rules, workers=settings.prepare_processes)
     pool.warm()
     return pool

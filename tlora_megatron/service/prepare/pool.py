@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import time
-from collections import deque
+from bisect import insort
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Self
@@ -25,26 +26,41 @@ _LEAVE_S = 1.0
 """For a process that has closed its answers to be gone by itself: how it ended says why."""
 
 
-@dataclass(frozen=True, slots=True)
+_LARGE_BYTES = 4 << 20
+"""Data of a job that take minutes to read, and must not keep all processes from others."""
+_KILLS = 3
+"""Processes that were killed while they read a job, after which it is refused."""
+
+
+@dataclass(kw_only=True, slots=True)
 class _Request:
     job: str
     submission: Submission
+    priority: int
+    number: int
+    is_large: bool
+    kills: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Those of high priority come first, then those that came first."""
+        return -self.priority, self.number
 
 
 class PreparePool:
     """Validates jobs in processes of their own; every call returns at once.
 
-    A process that dies takes down the one job that it was reading; so does one that takes
-    `limit_s`. Each of the `workers` holds about half a gigabyte of memory.
+    Jobs with large files never take the last process where there are several. A job whose process
+    is killed is read again; one that ends its process, or takes `limit_s`, is refused, and no other
+    with it. Each of the `workers` holds about half a gigabyte of memory, from when it is needed.
     """
 
-    def __init__(self, rules: PrepareRules, *, workers: int = 1, limit_s: float = 3600.0) -> None:
-        if workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers}")
+    def __init__(self, rules: PrepareRules, *, workers: int = 2, limit_s: float = 3600.0) -> None:
         self._rules, self._limit_s = rules, limit_s
         self._most = workers
         self._workers: list[_Worker] = []
-        self._waiting: deque[_Request] = deque()
+        self._waiting: list[_Request] = []
+        self._count = 0
 
     def __enter__(self) -> Self:
         return self
@@ -62,14 +78,22 @@ class PreparePool:
         if not self._workers:
             self._workers.append(_Worker())
 
-    def submit(self, job_id: str, submission: Submission) -> None:
+    def submit(self, job_id: str, submission: Submission, priority: int = 0) -> None:
         """Takes a job; `poll` gives its outcome some time later."""
-        self._waiting.append(_Request(job_id, submission))
+        self._count += 1
+        request = _Request(
+            job=job_id,
+            submission=submission,
+            priority=priority,
+            number=self._count,
+            is_large=_data_bytes(submission) > _LARGE_BYTES,
+        )
+        insort(self._waiting, request, key=lambda one: one.order)
         self._hand_out()
 
     def forget(self, job_id: str) -> None:
         """Gives a job up: `poll` will not speak of it."""
-        self._waiting = deque(request for request in self._waiting if request.job != job_id)
+        self._waiting = [request for request in self._waiting if request.job != job_id]
         for worker in [w for w in self._workers if w.request and w.request.job == job_id]:
             self._end(worker)
         self._hand_out()
@@ -86,7 +110,11 @@ class PreparePool:
                 code = worker.child.end(_LEAVE_S)
                 self._end(worker)
                 if request is not None:
-                    found.append(_died(request, code))
+                    request.kills += code < 0
+                    if 0 < request.kills < _KILLS:
+                        insort(self._waiting, request, key=lambda one: one.order)
+                    else:
+                        found.append(_died(request, code))
             elif request is not None and worker.busy_s > self._limit_s:
                 self._end(worker)
                 sentence = f"job {request.submission.name!r} could not be checked within "
@@ -105,17 +133,25 @@ class PreparePool:
             self._end(worker)
 
     def _hand_out(self) -> None:
-        while self._waiting:
+        while (request := self._next()) is not None:
             free = next((w for w in self._workers if w.request is None and not w.is_over), None)
             if free is None:
                 if len(self._workers) >= self._most:
                     return
                 free = _Worker()
                 self._workers.append(free)
-            if not free.take(self._waiting[0], self._rules):
+            if not free.take(request, self._rules):
                 self._end(free)  # it has died while it was idle
                 continue
-            self._waiting.popleft()
+            self._waiting.remove(request)
+
+    def _next(self) -> _Request | None:
+        """The request that comes next; large ones leave one process to the others."""
+        reading = sum(
+            worker.request is not None and worker.request.is_large for worker in self._workers
+        )
+        may_be_large = reading < max(1, self._most - 1)
+        return next((one for one in self._waiting if may_be_large or not one.is_large), None)
 
     def _end(self, worker: _Worker) -> None:
         worker.child.kill()
@@ -165,10 +201,20 @@ class _Worker:
         return Validated(**answers[0]["validated"])
 
 
+def _data_bytes(submission: Submission) -> int:
+    """The size of a job's files, as far as they are there."""
+    total = 0
+    for path in dict(submission.document.get("data") or {}).values():
+        if isinstance(path, str):
+            with suppress(OSError):
+                total += os.stat(path).st_size
+    return total
+
+
 def _died(request: _Request, exit_code: int) -> Refused:
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
-        how = f"was ended by {name}" + (
+        how = f"was ended by {name} {request.kills} times" + (
             ", as when the host's memory is full" if exit_code == -signal.SIGKILL else ""
         )
     else:
