@@ -7,9 +7,8 @@ import signal
 import sys
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Self
 
 from tlora_megatron.service.prepare.submission import (
     Outcome,
@@ -31,7 +30,7 @@ class _Request:
     submission: Submission
 
 
-class PreparePool:
+class PreparePool(AbstractContextManager["PreparePool"]):
     """Validates jobs in processes of their own; every call returns at once.
 
     A process that dies takes down the one job that it was reading; so does one that takes
@@ -46,15 +45,7 @@ class PreparePool:
         self._workers: list[_Worker] = []
         self._waiting: deque[_Request] = deque()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def warm(self) -> None:
