@@ -130,7 +130,6 @@ class _Worker:
 
     @property
     def busy_s(self) -> float:
-        """Seconds since it was given its job."""
         return time.monotonic() - self._since_s
 
     def take(self, request: _Request, rules: PrepareRules) -> bool:

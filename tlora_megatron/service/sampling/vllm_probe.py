@@ -58,7 +58,6 @@ def read_scores(home: Home, base: Mapping[str, Any]) -> BaseScores | None:
 
 
 def write_scores(home: Home, base: Mapping[str, Any], scores: BaseScores) -> None:
-    """Keeps the scores of a base."""
     file = scores_file(home, base)
     make_folder(file.parent)
     write_json(file, asdict(scores))
@@ -106,7 +105,6 @@ class Found:
     """mean and maximum of differences from the trainer's log-probabilities"""
 
     def sentence(self) -> str:
-        """All of it."""
         unknown = "unknown"
         gap = "not compared with the trainer's log-probabilities: no gang has opened the base yet"
         if self.gap is not None:

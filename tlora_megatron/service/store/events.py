@@ -32,7 +32,6 @@ class Events(Part):
         gang: str | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes one event."""
         with self._database.write() as connection:
             tables.record(connection, self._database.clock(), kind, job=job, gang=gang, body=body)
 

@@ -143,7 +143,8 @@ class Jobs(Part):
                     f"job {found.name!r} ({job}) must be unfinished to {action}, got one that is "
                     f"{found.state}"
                 )
-            if found.wish == action or (action == "resume" and not _is_held(found)):
+            is_held = found.state is JobState.PAUSED or found.wish is not None
+            if found.wish == action or (action == "resume" and not is_held):
                 return found
             if found.wish == "cancel":
                 raise IllegalChange(
@@ -244,7 +245,6 @@ class Jobs(Part):
         return found[job]
 
     def documents(self, jobs: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Documents by the jobs' ids."""
         found = {}
         with self._database.read() as connection:
             for part in tables.in_parts(jobs):
@@ -265,11 +265,6 @@ def _check_change(job: Job, to: JobState, *, released: bool) -> None:
         )
     if to in (JobState.STARTING, JobState.RUNNING) and job.lease is None:
         raise IllegalChange(f"{name} must be leased to a gang to become {to}, got no lease")
-
-
-def _is_held(job: Job) -> bool:
-    """True of a job that a user, or its controller, has paused or wants to be paused or gone."""
-    return job.state is JobState.PAUSED or job.wish is not None
 
 
 def _answers(job: Job, to: JobState) -> bool:

@@ -147,7 +147,10 @@ class Leases(Part):
                 gang_epoch=epoch,
                 granted_at=now,
             )
-            _insert(connection, lease)
+            tables.insert(connection, lease)
+            _tell_job(connection, job, lease)
+            body = {"lease": lease.epoch, "epoch": epoch}
+            tables.record(connection, now, "granted", job=job, gang=gang, body=body)
             return lease
 
     def release(self, job: str, *, lease: int, why: str) -> bool:
@@ -194,14 +197,6 @@ def end_lease(connection: Connection, job: Job, now: float, why: str) -> None:
     _tell_job(connection, job.id, None)
     body = {"lease": job.lease, "epoch": job.gang_epoch, "why": why}
     tables.record(connection, now, "released", job=job.id, gang=job.gang, body=body)
-
-
-def _insert(connection: Connection, lease: Lease) -> None:
-    tables.insert(connection, lease)
-    _tell_job(connection, lease.job, lease)
-    body = {"lease": lease.epoch, "epoch": lease.gang_epoch}
-    at = lease.granted_at
-    tables.record(connection, at, "granted", job=lease.job, gang=lease.gang, body=body)
 
 
 def _tell_job(connection: Connection, job: str, lease: Lease | None) -> None:

@@ -290,7 +290,6 @@ class Store(AbstractContextManager["Store"]):
             )
 
     def close(self) -> None:
-        """Closes the store."""
         self.database.close()
 
     def __exit__(self, *_: object) -> None:

@@ -108,7 +108,6 @@ _TYPES: Mapping[Any, TypeEngine[Any]] = {
 
 
 def _column(name: str, hint: Any, *, is_key: bool, counts: bool) -> Column[Any]:
-    """The column of a field."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     (kind,) = (option for option in options if option is not NoneType)
     is_enum = isinstance(kind, type) and issubclass(kind, StrEnum)

@@ -49,7 +49,6 @@ class Tenants(Part):
     """The tenants of a store; one without a row has the limits that all have."""
 
     def limits(self, tenant: str) -> TenantLimits:
-        """How much a tenant may have."""
         query = select(_TENANT.limits).where(_TENANT.name == tenant)
         with self._database.read() as connection:
             return _as_limits(connection.execute(query).scalar())

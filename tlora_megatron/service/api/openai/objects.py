@@ -47,7 +47,6 @@ def checkpoint_name(adapter: str, step: int) -> str:
 
 
 def results_id(job: str) -> str:
-    """Id of the file with a job's steps."""
     return f"file-results-{job}"
 
 
@@ -105,7 +104,6 @@ def job_object(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_of(job: Job, asked: Mapping[str, Any]) -> str:
-    """Name of the model that a job trains."""
     return adapter_name(asked["model"], job.tenant, asked["suffix"], job.id)
 
 
@@ -136,7 +134,6 @@ def file_object(upload: Upload) -> dict[str, Any]:
 
 
 def results_object(job: Job, size: int) -> dict[str, Any]:
-    """The file with a job's steps."""
     return {
         "id": results_id(job.id),
         "object": "file",
@@ -151,7 +148,6 @@ def results_object(job: Job, size: int) -> dict[str, Any]:
 
 
 def model_object(name: str, created: float, owner: str) -> dict[str, Any]:
-    """A base or an adapter."""
     return {"id": name, "object": "model", "created": int(created), "owned_by": owner}
 
 

@@ -34,7 +34,6 @@ AT_ONCE = 16
 
 
 def files_router(service: Service) -> APIRouter:
-    """The routes of files."""
     routes = APIRouter(prefix="/v1/files", tags=["openai"])
     arriving: Counter[str] = Counter()
 
@@ -165,7 +164,6 @@ _MOST_ADAPTERS = 1000
 
 
 def models_router(service: Service) -> APIRouter:
-    """The routes of models."""
     routes = APIRouter(prefix="/v1/models", tags=["openai"])
 
     @routes.get("")
@@ -185,22 +183,17 @@ def models_router(service: Service) -> APIRouter:
         """Looks at one model."""
         if model in service.bases():
             return model_object(model, 0, OWNER)
-        for found in _adapters(service, _own_finished(service, model, caller)):
-            if model.startswith(found["id"]):
-                return {**found, "id": model}
+        try:
+            job = service.store.jobs.find(split_model(model).job or "", tenant=caller.tenant)
+        except NotFound:
+            raise missing("a model", model) from None
+        if job.state is JobState.FINISHED:
+            for found in _adapters(service, [job]):
+                if model.startswith(found["id"]):
+                    return {**found, "id": model}
         raise missing("a model", model)
 
     return routes
-
-
-def _own_finished(service: Service, model: str, caller: Caller) -> list[Job]:
-    """The caller's job that has trained a model; at most one."""
-    job = split_model(model).job
-    try:
-        found = service.store.jobs.find(job or "", tenant=caller.tenant)
-    except NotFound:
-        return []
-    return [found] if found.state is JobState.FINISHED else []
 
 
 def _adapters(service: Service, jobs: list[Job]) -> list[dict[str, Any]]:
@@ -221,7 +214,6 @@ def _adapters(service: Service, jobs: list[Job]) -> list[dict[str, Any]]:
 
 
 def router(service: Service) -> APIRouter:
-    """The routes of files, fine-tuning and models."""
     routes = APIRouter()
     for make in (files_router, jobs.router, models_router):
         routes.include_router(make(service))

@@ -72,7 +72,6 @@ class Asked(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Equal for equal bodies."""
         text = json.dumps(self.model_dump(), sort_keys=True)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -225,6 +224,7 @@ def _multiplier(given: Any, name: str) -> float:
 RETRIED_WITHIN_S = 600.0
 """A retry is answered with the job of the same body that is no older."""
 _PLACE = re.compile(r"jobs\[0\]\.")
+_REMEMBERED = ("model", "training_file", "validation_file", "suffix", "metadata")
 _OWN_NAME = re.compile(r" \(job [^)]*\)")
 
 
@@ -250,7 +250,12 @@ class Submitting:
     async def _submit(
         self, asked: Asked, numbers: Numbers, caller: Caller
     ) -> tuple[Job, dict[str, Any]]:
-        remembered = _remembered(asked, numbers)
+        remembered = {
+            "door": DOOR,
+            "seed": asked.seed or 0,
+            "hyperparameters": numbers.model_dump(),
+            **{name: getattr(asked, name) for name in _REMEMBERED},
+        }
         try:
             entry = job_entry(
                 asked,
@@ -277,8 +282,13 @@ class Submitting:
         self._check_base(asked.model)
         for name in ("training_file", "validation_file"):
             file = getattr(asked, name)
-            if file is not None:
-                self._check_file(name, file, caller)
+            try:
+                if file is not None:
+                    self._service.store.uploads.get(file, tenant=caller.tenant)
+            except (NotFound, UnicodeEncodeError):
+                error = missing(name, file)
+                error.status, error.param = 400, name
+                raise error from None
 
     def _check_base(self, model: str) -> None:
         bases = self._service.bases()
@@ -291,28 +301,7 @@ class Submitting:
         error.code = "model_not_found"
         raise error
 
-    def _check_file(self, name: str, file: str, caller: Caller) -> None:
-        try:
-            self._service.store.uploads.get(file, tenant=caller.tenant)
-        except (NotFound, UnicodeEncodeError):
-            error = missing(name, file)
-            error.status, error.param = 400, name
-            raise error from None
-
 
 def _key(asked: Asked) -> str:
     """The beginning of the keys of all requests with this body."""
     return f"{DOOR}/{asked.digest}/"
-
-
-def _remembered(asked: Asked, numbers: Numbers) -> dict[str, Any]:
-    return {
-        "door": DOOR,
-        "model": asked.model,
-        "training_file": asked.training_file,
-        "validation_file": asked.validation_file,
-        "suffix": asked.suffix,
-        "seed": asked.seed or 0,
-        "metadata": asked.metadata,
-        "hyperparameters": numbers.model_dump(),
-    }

@@ -229,7 +229,6 @@ class Arrival:
         self._partial.unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """Removes the file, too."""
         self._path.unlink(missing_ok=True)
 
     def _take(self, data: bytes) -> None:

@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 from tests.helpers.http_service import BASE, Api, bearer
 from tests.helpers.tinker.raw import Raw, datum, message
 from tlora_megatron.service.api.server import make_app
-from tlora_megatron.service.api.tinker.bodies import NotSigned
 from tlora_megatron.service.api.tinker.context import TenantContext
+from tlora_megatron.service.api.tinker.names import NotSigned
 from tlora_megatron.service.api.tinker.runs import Signer
 from tlora_megatron.service.api.tinker.sessions import FLUSH_S, SILENCE_S, Reaper
 

@@ -19,8 +19,8 @@ from tests.unit.service.api.tinker.conftest import Played
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, Sampled
 from tlora_megatron.service.api.submitting import References
 from tlora_megatron.service.api.tinker import bodies
-from tlora_megatron.service.api.tinker.bodies import Refused
 from tlora_megatron.service.api.tinker.checkpoints import KEPT_FOR_SAMPLERS
+from tlora_megatron.service.api.tinker.names import Refused
 from tlora_megatron.service.api.tinker.sampling import SampleFiles, sweep_samples
 from tlora_megatron.service.api.tinker.sessions import Reaper
 from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused

@@ -14,7 +14,7 @@ from tinker.proto.response_conv import deserialize_proto_response
 from tests.helpers.launch import imported
 from tests.helpers.tinker.raw import MODEL, datum, message
 from tlora_megatron.runtime.sampling.values import Answer, Sampled, TokenLogprob
-from tlora_megatron.service.api.tinker.bodies import Refused, WireError
+from tlora_megatron.service.api.tinker.names import Refused, WireError
 from tlora_megatron.service.api.tinker.protobuf import (
     MOST_BYTES,
     decode_pass,
