@@ -135,11 +135,7 @@ class Past:
 
     def __init__(self, store: Store, home: Home, job: str) -> None:
         self._tail = _Tail(home.job(job) / METRICS_FILE)
-        self._events: list[Event] = []
-        while news := store.events.after(
-            self._events[-1].seq if self._events else 0, job=job, limit=_PAGE
-        ):
-            self._events += news
+        self._events = store.events.after(0, job=job, limit=None)
         # Up to which step all rows stand before the event.
         self._steps_before = list(accumulate(map(_step_of, self._events), max))
 

@@ -236,12 +236,14 @@ def main() -> None:
 
 def serve(pipe: LinePipe) -> None:
     """Answers one request after the other; tidies the cache of tokens before the first."""
+    from tlora_megatron.training.data.job_data import TokenCache
+
     is_tidy = False
     while not pipe.is_over:
         pipe.wait()
         for request in pipe.receive():
             if not is_tidy:
-                _tidy(Path(request["rules"]["root"]))
+                TokenCache(Home(Path(request["rules"]["root"])).tokens).prune()
                 is_tidy = True
             outcome = _answer(request)
             kind = "refused" if isinstance(outcome, Refused) else "validated"
@@ -257,12 +259,6 @@ def _answer(request: dict[str, Any]) -> Outcome:
         logger.exception("job %s", job_id)
         kind = type(error).__name__
         return Refused(job=job_id, error=f"job {name!r} could not be checked: {kind}: {error}")
-
-
-def _tidy(root: Path) -> None:
-    from tlora_megatron.training.data.job_data import TokenCache
-
-    TokenCache(Home(root).tokens).prune()
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ class Events(Part):
         job: str | None = None,
         gang: str | None = None,
         kinds: Collection[str] | None = None,
-        limit: int = 1000,
+        limit: int | None = 1000,
     ) -> list[Event]:
         """The first events after number `seq`, in order; of one job, gang or some kinds only."""
         query = tables.query_of(Event).where(_EVENT.seq > seq).order_by(_EVENT.seq).limit(limit)

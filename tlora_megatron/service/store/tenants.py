@@ -163,6 +163,7 @@ class Uploads(Part):
         *,
         tenant: str,
         purpose: str | None = None,
+        digest: str | None = None,
         after: str | None = None,
         limit: int = 100,
         newest_first: bool = True,
@@ -172,6 +173,8 @@ class Uploads(Part):
         query = query.order_by(desc(_UPLOAD.number) if newest_first else _UPLOAD.number)
         if purpose is not None:
             query = query.where(_UPLOAD.purpose == purpose)
+        if digest is not None:
+            query = query.where(_UPLOAD.digest == digest)
         with self._database.read() as connection:
             if after is not None:
                 mine = (_UPLOAD.id == after, _UPLOAD.tenant == tenant)

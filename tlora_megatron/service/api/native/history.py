@@ -221,13 +221,9 @@ class Following:
         """Jobs with events since the last look; the first one reads all that is listened to."""
         last = self._store.events.last()
         seen = last if self._seen is None else self._seen
-        changed: set[str | None] = set()
-        while seen < last:
-            events = self._store.events.after(seen, limit=1000)
-            changed.update(event.job for event in events)
-            seen = events[-1].seq
-        self._seen = seen
-        return changed
+        events = self._store.events.after(seen, limit=None) if seen < last else []
+        self._seen = last
+        return {event.job for event in events}
 
     def _stamp(self, job: str) -> tuple[int, ...]:
         try:

@@ -202,7 +202,9 @@ def router(service: Service) -> APIRouter:
     ) -> dict[str, Any]:
         """Lists the checkpoints that a job has written, the newest first."""
         found, asked = _own(service, job, caller)
-        saved, model = _saved(service, found.id), model_of(found, asked)
+        events = service.store.events.after(0, job=found.id, kinds=["saved"], limit=None)
+        saved = {int(event.body["step"]): event.at for event in events}
+        model = model_of(found, asked)
         steps, has_more = _newest_first(list(saved), found.id, after, limit)
         measured = rows_at(service.home, found.id, steps)
         return page_object(
@@ -291,16 +293,6 @@ def _events(
         event = None if shown is None else event_object(at, shown, job.id)
         if event is not None:
             yield event
-
-
-def _saved(service: Service, job: str) -> dict[int, float]:
-    """When each checkpoint of a job was written, by step."""
-    saved: dict[int, float] = {}
-    seq = 0
-    while news := service.store.events.after(seq, job=job, kinds=["saved"], limit=_PAGE):
-        saved |= {int(event.body["step"]): event.at for event in news}
-        seq = news[-1].seq
-    return saved
 
 
 def _newest_first(

@@ -28,7 +28,6 @@ from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.history import History
 from tlora_megatron.service.store import Job, JobState, NotFound, Upload
 
-_PAGE = 1000
 AT_ONCE = 16
 """Files of a tenant on their way: until they are there, none counts for the others' limit."""
 
@@ -59,9 +58,11 @@ def files_router(service: Service) -> APIRouter:
         sha256: str | None = None,
     ) -> dict[str, Any]:
         """Lists the caller's files, without those of results; of one content with `sha256`."""
-        if sha256 is not None:
-            same = [file_object(upload) for upload in _same(service, sha256, caller)]
-            return page_object(same, has_more=False)
+        if sha256 is not None:  # the oldest: a client that asks again gets the same one
+            same = service.store.uploads.page(
+                tenant=caller.tenant, digest=sha256, limit=1, newest_first=False
+            )
+            return page_object([file_object(upload) for upload in same], has_more=False)
         found = service.store.uploads.page(
             tenant=caller.tenant,
             purpose=purpose,
@@ -124,21 +125,6 @@ async def _receive(service: Service, request: Request, caller: Caller) -> Upload
     except BaseException:
         arrival.forget()
         raise
-
-
-def _same(service: Service, digest: str, caller: Caller) -> list[Upload]:
-    """The caller's oldest file of a content, so that a client that asks again gets the same."""
-    after: str | None = None
-    while True:
-        found = service.store.uploads.page(
-            tenant=caller.tenant, after=after, limit=_PAGE, newest_first=False
-        )
-        for upload in found:
-            if upload.digest == digest:
-                return [upload]
-        if len(found) < _PAGE:
-            return []
-        after = found[-1].id
 
 
 def _own(service: Service, file: str, caller: Caller) -> Upload:

@@ -10,7 +10,7 @@ import secrets
 import uuid
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr
@@ -24,6 +24,7 @@ from tlora_megatron.service.api.submitting import submit
 from tlora_megatron.service.prepare.submission import ASKED
 from tlora_megatron.service.store import Job, NotFound
 
+T = TypeVar("T", int, float)
 AUTO_EPOCHS = 3
 """Passes over the data where a client says `auto`; all other defaults are those of a job."""
 _DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(JobSpec)}
@@ -113,8 +114,8 @@ def numbers_of(asked: Asked) -> Numbers:
     return Numbers(
         n_epochs=_number(given.n_epochs, AUTO_EPOCHS, f"{place}.n_epochs"),
         batch_size=_number(given.batch_size, AUTO_BATCH_SIZE, f"{place}.batch_size"),
-        learning_rate_multiplier=_multiplier(
-            given.learning_rate_multiplier, f"{place}.learning_rate_multiplier"
+        learning_rate_multiplier=_number(
+            given.learning_rate_multiplier, 1.0, f"{place}.learning_rate_multiplier"
         ),
     )
 
@@ -205,20 +206,14 @@ def _supervised(method: Mapping[str, Any] | None) -> Hyperparameters | None:
         raise refused("method.supervised.hyperparameters", rule, found) from None
 
 
-def _number(given: Any, default: int, name: str) -> int:
+def _number(given: Any, default: T, name: str) -> T:
     if given is None or given == "auto":
         return default
-    if not 1 <= given < 2**31:
-        raise refused(name, "be auto, or an integer of at least 1", given)
-    return int(given)
-
-
-def _multiplier(given: Any, name: str) -> float:
-    if given is None or given == "auto":
-        return 1.0
-    if not 0 < given < 1e9:
-        raise refused(name, "be auto, or a number above 0", given)
-    return float(given)
+    is_whole = isinstance(default, int)
+    if not (1 <= given < 2**31 if is_whole else 0 < given < 1e9):
+        rule = "an integer of at least 1" if is_whole else "a number above 0"
+        raise refused(name, f"be auto, or {rule}", given)
+    return type(default)(given)
 
 
 RETRIED_WITHIN_S = 600.0

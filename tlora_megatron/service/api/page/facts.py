@@ -228,8 +228,10 @@ class _Figures:
         self._num_listeners = num_listeners
 
     def collect(self) -> Iterator[Metric]:
-        yield _gauge("served", "1 while a controller gives signs of life.", self._facts.is_served)
-        yield _gauge("stream_listeners", "Open streams of the page.", self._num_listeners)
+        words = "1 while a controller gives signs of life."
+        yield _gauges("served", words, (), {(): self._facts.is_served})
+        words = "Open streams of the page."
+        yield _gauges("stream_listeners", words, (), {(): self._num_listeners})
         words = "Jobs that are not over."
         yield _gauges("jobs", words, ("tenant", "state"), dict(sorted(self._jobs.items())))
         board, living = self._facts.board("cluster"), self._facts.living
@@ -245,7 +247,10 @@ class _Figures:
         yield from _groups(self._facts.board("groups").get("groups", ()))
         figures = self._facts.board("figures")
         for name, words in _TIMES.items():
-            yield _summary(f"{name}_seconds", words, figures.get(name, {}))
+            tally = figures.get(name, {})
+            count, total = tally.get("count", 0), tally.get("sum_s", 0.0)
+            found = f"tlora_{name}_seconds"
+            yield SummaryMetricFamily(found, words, count_value=count, sum_value=total)
 
 
 def _groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
@@ -274,12 +279,3 @@ def _gauges(name: str, words: str, labels: tuple[str, ...], values: Mapping[Any,
     for of, value in values.items():
         found.add_metric(of, value)
     return found
-
-
-def _gauge(name: str, words: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"tlora_{name}", words, value=float(value))
-
-
-def _summary(name: str, words: str, tally: Mapping[str, Any]) -> Metric:
-    count, total = tally.get("count", 0), tally.get("sum_s", 0.0)
-    return SummaryMetricFamily(f"tlora_{name}", words, count_value=count, sum_value=total)

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response, StreamingResponse
 
-from tlora_megatron.files import write_atomic
+from tlora_megatron.files import modified_s, write_atomic
 from tlora_megatron.service.api.gate import Reader
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
@@ -100,6 +100,7 @@ def _cursor(found: list[Any], limit: int, offset: int) -> dict[str, int]:
 
 def _run(context: TenantContext, model: Model) -> dict[str, Any]:
     checkpoints = context.checkpoints.of(model)
+    requests = context.service.home.job(model.job) / "requests"
     return {
         "training_run_id": model.id,
         "base_model": model.base,
@@ -107,7 +108,7 @@ def _run(context: TenantContext, model: Model) -> dict[str, Any]:
         "is_lora": True,
         "corrupted": context.service.store.jobs.get(model.job).state is JobState.FAILED,
         "lora_rank": model.rank,
-        "last_request_time": _time(_last_request(context, model)),
+        "last_request_time": _time(modified_s(requests, model.created_at)),
         "last_checkpoint": _last(checkpoints, "weights"),
         "last_sampler_checkpoint": _last(checkpoints, "sampler_weights"),
         "user_metadata": model.user_metadata,
@@ -137,12 +138,6 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _last_request(context: TenantContext, model: Model) -> float:
-    """When a client asked something of a model last."""
-    folder = context.service.home.job(model.job) / "requests"
-    return folder.stat().st_mtime if folder.is_dir() else model.created_at
-
-
 LIVES_S = 3600.0
 """Seconds for which an address can be fetched."""
 _KEY_NAME = "signing_key"
@@ -163,7 +158,7 @@ def downloads_router(service: Service) -> APIRouter:
     ) -> dict[str, Any]:
         await service.read(context.checkpoints.find, path)
         grant = signer.grant(caller.tenant, path, token=caller.token)
-        return {"url": address(request, grant), "expires": _header_time(grant)}
+        return {"url": address(request, grant), "expires": _time(grant.expires_at)}
 
     @routes.get(_CHECKPOINT + "/external_weights_urls")
     async def urls(
@@ -175,7 +170,7 @@ def downloads_router(service: Service) -> APIRouter:
             for file in await service.read(_files, saved)
         ]
         found = {str(grant.file): address(request, grant) for grant in grants}
-        return {"urls": found, "expires": _header_time(grants[0])}
+        return {"urls": found, "expires": _time(grants[0].expires_at)}
 
     @routes.get("/downloads/{word}/{name}")
     async def download(word: str, name: str) -> Response:
@@ -198,10 +193,6 @@ def _check_token(service: Service, grant: Grant) -> None:
     tokens = service.store.tokens.all(grant.tenant)
     if all(token.id != grant.token or token.revoked_at is not None for token in tokens):
         raise NotSigned("an address must be of a token that was not revoked: ask for a new one")
-
-
-def _header_time(grant: Grant) -> str:
-    return datetime.fromtimestamp(grant.expires_at, UTC).isoformat()
 
 
 def _files(saved: Saved) -> list[str]:

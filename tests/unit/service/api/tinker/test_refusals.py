@@ -169,19 +169,6 @@ def test_a_retry_changes_nothing_and_late_ones_wait(api: Api, client: Raw) -> No
     assert "of a request that was made" in never.json()["error"]
 
 
-def test_an_answer_that_is_not_kept_is_gone(api: Api, client: Raw) -> None:
-    from tlora_megatron.service.request_log import RequestLog
-
-    model_id = client.model()
-    sent = client.step(model_id, 1).json()
-    client.models.step()
-    (job,) = api.store.jobs.page()
-    log = RequestLog(api.home.job(job.id))
-    log.prune(1)
-    log.drop_answer(1)
-    assert client.post("retrieve_future", request_id=sent["request_id"]).status_code == 410
-
-
 def test_an_address_is_good_for_an_hour(api: Api) -> None:
     now_s = 1e9
     signer = Signer(api.home, clock=lambda: now_s)
