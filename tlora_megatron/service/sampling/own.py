@@ -265,7 +265,7 @@ class OwnSampler(Sampler):
             except ConnectionError as error:
                 # A process that dies may still take a call, as long as its socket is open.
                 await (asyncio.sleep(_DYING_S) if child is None else _end(child))
-                words = self._last_words(self._socket(base))
+                words = last_words(self._log(self._socket(base)))
                 if is_last:
                     raise SamplerUnavailable(f"the sampler of {base} has ended: {words}") from error
                 logger.warning("the sampler of %s has ended and is started again: %s", base, words)
@@ -315,7 +315,7 @@ class OwnSampler(Sampler):
         while not child.pipe.receive():
             if child.pipe.is_over:
                 await child.ended()
-                words = self._last_words(socket)
+                words = last_words(self._log(socket))
                 raise SamplerUnavailable(f"the sampler of {base} cannot be started: {words}")
             await asyncio.sleep(_LOOK_S)
         child.pipe.close()
@@ -337,6 +337,3 @@ class OwnSampler(Sampler):
     @staticmethod
     def _log(socket: Path) -> Path:
         return socket.with_suffix(".log")
-
-    def _last_words(self, socket: Path) -> str:
-        return last_words(self._log(socket))

@@ -6,11 +6,11 @@ import asyncio
 import json
 import stat
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -25,6 +25,7 @@ from tlora_megatron.service.sampling.sampler import SamplerUnavailable, Sampling
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_sampler")
 
+pytestmark = pytest.mark.anyio
 LONG = Prompt(tokens=(1, 10), params=SamplingParams(max_tokens=5))
 
 
@@ -35,65 +36,50 @@ async def opened(folder: Path, idle_s: float = 60.0) -> AsyncIterator[OwnSampler
     settings = OwnSettings(idle_s=idle_s, command=FAKE)
     sampler = OwnSampler(folder / "deep" / ("x" * 90), bases.__getitem__, settings)
     try:
-        yield sampler
+        async with asyncio.timeout(HANG_S):
+            yield sampler
     finally:
         await sampler.close()
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, HANG_S))
+async def test_one_process_serves_all_who_ask_at_once(tmp_path: Path) -> None:
+    async with opened(tmp_path) as sampler:
+        asked = (sampler.encode("good", "x") for _ in range(5))
+        assert len({tuple(one) for one in await asyncio.gather(*asked)}) == 1
+        (socket,) = tmp_path.rglob("*.sock")
+        assert stat.S_IMODE(socket.stat().st_mode) == 0o600
+        answers = await sampler.generate("good", [LONG, Prompt(tokens=(7,))])
+        assert [one.sequences[0].tokens for one in answers] == [
+            (11, 12, 13, 14, 15),
+            (8, 9, 10),
+        ]
+        async with opened(tmp_path) as second:
+            assert await second.encode("good", "x") == await sampler.encode("good", "x")
+            assert not second._children
 
 
-def test_one_process_serves_all_who_ask_at_once(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path) as sampler:
-            asked = (sampler.encode("good", "x") for _ in range(5))
-            assert len({tuple(one) for one in await asyncio.gather(*asked)}) == 1
-            (socket,) = tmp_path.rglob("*.sock")
-            assert stat.S_IMODE(socket.stat().st_mode) == 0o600
-            answers = await sampler.generate("good", [LONG, Prompt(tokens=(7,))])
-            assert [one.sequences[0].tokens for one in answers] == [
-                (11, 12, 13, 14, 15),
-                (8, 9, 10),
-            ]
-            async with opened(tmp_path) as second:
-                assert await second.encode("good", "x") == await sampler.encode("good", "x")
-                assert not second._children
-
-    run(work())
+async def test_request_is_asked_once_more_and_its_pieces_are_told_once(tmp_path: Path) -> None:
+    async with opened(tmp_path) as sampler:
+        tokens = [piece.tokens[0] async for piece in sampler.stream("die 1", [LONG])]
+        assert tokens == [11, 12, 13, 14, 15]
+        with pytest.raises(SamplerUnavailable, match="the sampler of die 9 has ended"):
+            await sampler.generate("die 9", [LONG])
 
 
-def test_request_is_asked_once_more_and_its_pieces_are_told_once(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path) as sampler:
-            tokens = [piece.tokens[0] async for piece in sampler.stream("die 1", [LONG])]
-            assert tokens == [11, 12, 13, 14, 15]
-            with pytest.raises(SamplerUnavailable, match="the sampler of die 9 has ended"):
-                await sampler.generate("die 9", [LONG])
-
-    run(work())
+async def test_process_that_cannot_start_says_why(tmp_path: Path) -> None:
+    async with opened(tmp_path) as sampler:
+        with pytest.raises(SamplerUnavailable, match="started: base_model must be better"):
+            await sampler.generate("refuse", [LONG])
+        with pytest.raises(SamplingRefused, match="must be one of the service's, got 'other'"):
+            await sampler.generate("other", [LONG])
 
 
-def test_process_that_cannot_start_says_why(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path) as sampler:
-            with pytest.raises(SamplerUnavailable, match="started: base_model must be better"):
-                await sampler.generate("refuse", [LONG])
-            with pytest.raises(SamplingRefused, match="must be one of the service's, got 'other'"):
-                await sampler.generate("other", [LONG])
-
-    run(work())
-
-
-def test_idle_process_ends_and_another_one_comes(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path, idle_s=0.05) as sampler:
-            (first,) = await sampler.encode("good", "x")
-            (child,) = sampler._children.values()
-            assert await child.ended() == 0
-            assert await sampler.encode("good", "x") != [first]
-
-    run(work())
+async def test_idle_process_ends_and_another_one_comes(tmp_path: Path) -> None:
+    async with opened(tmp_path, idle_s=0.05) as sampler:
+        (first,) = await sampler.encode("good", "x")
+        (child,) = sampler._children.values()
+        assert await child.ended() == 0
+        assert await sampler.encode("good", "x") != [first]
 
 
 class Endless:
@@ -126,22 +112,24 @@ class Endless:
             request.tell(Piece(prompt=request.number, tokens=(5,), scores=scores))
 
 
-Talk = Callable[[Path, Endless], Coroutine[Any, Any, None]]
+class Served(NamedTuple):
+    """A process that serves in a task."""
+
+    socket: Path
+    batcher: Endless
+    task: asyncio.Task[None]
 
 
-def served(tmp_path: Path, talk: Talk, idle_s: float = 60.0) -> None:
+@asynccontextmanager
+async def served(folder: Path) -> AsyncIterator[Served]:
     """Serves while somebody talks."""
-
-    async def both() -> None:
-        batcher: Any = Endless()
-        process = SamplingProcess(batcher, idle_s)
-        ready = asyncio.Event()
-        serving = asyncio.create_task(process.run(tmp_path / "a.sock", ready.set))
-        await ready.wait()
-        await talk(tmp_path / "a.sock", batcher)
-        serving.cancel()
-
-    asyncio.run(both())
+    batcher: Any = Endless()
+    process, ready = SamplingProcess(batcher, 60.0), asyncio.Event()
+    task = asyncio.create_task(process.run(folder / "a.sock", ready.set))
+    await ready.wait()
+    async with asyncio.timeout(HANG_S):
+        yield Served(folder / "a.sock", batcher, task)
+    task.cancel()
 
 
 async def ask(socket: Path, message: Any) -> dict[str, Any]:
@@ -158,8 +146,8 @@ def sample(*tokens: int, **params: Any) -> dict[str, Any]:
     return {"op": "generate", "prompts": [prompt_to_json(prompt)], "seed": 1}
 
 
-def test_wrong_requests_are_answered_with_sentences(tmp_path: Path) -> None:
-    async def talk(socket: Path, _: Endless) -> None:
+async def test_wrong_requests_are_answered_with_sentences(tmp_path: Path) -> None:
+    async with served(tmp_path) as found:
         for message, sentence in (
             (b"{\n", "Expecting"),
             ({"op": "dance"}, "op must be generate, encode or decode, got 'dance'"),
@@ -173,59 +161,45 @@ def test_wrong_requests_are_answered_with_sentences(tmp_path: Path) -> None:
             ({"op": "encode", "messages": [{"role": "nobody"}]}, r"messages[0].role must be"),
             ({"op": "decode", "tokens": [-1]}, "the request failed: OverflowError"),
         ):
-            assert sentence in (await ask(socket, message))["error"]
-
-    served(tmp_path, talk)
+            assert sentence in (await ask(found.socket, message))["error"]
 
 
-def test_texts_and_messages_become_tokens_and_back(tmp_path: Path) -> None:
-    async def talk(socket: Path, _: Endless) -> None:
-        text = await ask(socket, {"op": "encode", "text": "ab"})
+async def test_texts_and_messages_become_tokens_and_back(tmp_path: Path) -> None:
+    async with served(tmp_path) as found:
+        text = await ask(found.socket, {"op": "encode", "text": "ab"})
         assert text["tokens"] == [1, *byte_ids("ab")]
         messages = [{"role": "user", "content": "ab"}]
-        chat = await ask(socket, {"op": "encode", "messages": messages})
+        chat = await ask(found.socket, {"op": "encode", "messages": messages})
         assert chat["tokens"] == [1, 4, *byte_ids("ab"), 6, 5]
-        assert await ask(socket, {"op": "decode", "tokens": chat["tokens"]}) == {
+        assert await ask(found.socket, {"op": "decode", "tokens": chat["tokens"]}) == {
             "text": "<s><|user|>ab<|end|><|assistant|>"
         }
-        each = await ask(socket, {"op": "decode", "tokens": byte_ids("ab"), "each": True})
+        each = await ask(found.socket, {"op": "decode", "tokens": byte_ids("ab"), "each": True})
         assert each == {"texts": ["a", "b"]}
 
-    served(tmp_path, talk)
 
-
-def test_closed_connection_takes_the_request_back(tmp_path: Path) -> None:
-    async def talk(socket: Path, batcher: Endless) -> None:
-        assert (await ask(socket, sample(1)))["piece"]["tokens"] == [5]
-        while batcher.requests:
+async def test_closed_connection_takes_the_request_back(tmp_path: Path) -> None:
+    async with served(tmp_path) as found:
+        assert (await ask(found.socket, sample(1)))["piece"]["tokens"] == [5]
+        while found.batcher.requests:
             await asyncio.sleep(0.001)
-        assert "piece" in await ask(socket, sample(1))
-
-    served(tmp_path, talk)
+        assert "piece" in await ask(found.socket, sample(1))
 
 
-def test_scores_alone_end_a_request(tmp_path: Path) -> None:
-    async def talk(socket: Path, _: Endless) -> None:
-        reader, writer = await connect(socket)
+async def test_scores_alone_end_a_request(tmp_path: Path) -> None:
+    async with served(tmp_path) as found:
+        reader, writer = await connect(found.socket)
         writer.write(to_line(sample(1, max_tokens=0)))
         lines = [json.loads(line) async for line in reader]
         assert [list(line) for line in lines] == [["piece"], ["done"]]
         writer.close()
 
-    served(tmp_path, talk)
 
-
-def test_step_that_fails_ends_the_process(tmp_path: Path) -> None:
-    async def both() -> None:
-        batcher: Any = Endless()
-        process, ready = SamplingProcess(batcher, 60.0), asyncio.Event()
-        serving = asyncio.create_task(process.run(tmp_path / "a.sock", ready.set))
-        await ready.wait()
-        _, writer = await connect(tmp_path / "a.sock")
+async def test_step_that_fails_ends_the_process(tmp_path: Path) -> None:
+    async with served(tmp_path) as found:
+        _, writer = await connect(found.socket)
         writer.write(to_line(sample(13)))
-        (result,) = await asyncio.gather(serving, return_exceptions=True)
+        (result,) = await asyncio.gather(found.task, return_exceptions=True)
         assert isinstance(result, RuntimeError)
-        assert not (tmp_path / "a.sock").exists()
+        assert not found.socket.exists()
         writer.close()
-
-    asyncio.run(both())

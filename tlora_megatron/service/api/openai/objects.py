@@ -119,29 +119,24 @@ def _error(job: Job) -> dict[str, Any] | None:
 
 
 def file_object(upload: Upload) -> dict[str, Any]:
-    return {
-        "id": upload.id,
-        "object": "file",
-        "bytes": upload.size,
-        "created_at": int(upload.created_at),
-        "expires_at": None,
-        "filename": upload.name,
-        "purpose": upload.purpose,
-        "status": "processed",
-        "status_details": None,
-        "sha256": upload.digest,
-    }
+    found = _file(upload.id, upload.size, upload.created_at, upload.name, upload.purpose)
+    return {**found, "sha256": upload.digest}
 
 
 def results_object(job: Job, size: int) -> dict[str, Any]:
+    at = job.ended_at or job.changed_at
+    return _file(results_id(job.id), size, at, "step_metrics.csv", "fine-tune-results")
+
+
+def _file(id: str, size: int, created: float, name: str, purpose: str) -> dict[str, Any]:
     return {
-        "id": results_id(job.id),
+        "id": id,
         "object": "file",
         "bytes": size,
-        "created_at": int(job.ended_at or job.changed_at),
+        "created_at": int(created),
         "expires_at": None,
-        "filename": "step_metrics.csv",
-        "purpose": "fine-tune-results",
+        "filename": name,
+        "purpose": purpose,
         "status": "processed",
         "status_details": None,
     }

@@ -7,7 +7,7 @@ import hmac
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,6 +73,17 @@ def read_facts(service: Service, tenants: frozenset[str | None]) -> Facts:
     live = store.jobs.page(states=LIVE, limit=_MOST_LIVE)
     stays = store.leases.stays_since(now_s - WINDOW_S)
     missing = {stay.job for stay in stays} - {job.id for job in live}
+
+    def own(tenant: str | None, **which: Any) -> tuple[Job, ...]:
+        """Jobs as a tenant may read of them: errors without paths of the service's host."""
+        jobs = store.jobs.page(tenant=tenant, **which)
+        if tenant is None:
+            return tuple(jobs)
+        return tuple(
+            job if job.error is None else replace(job, error=service.outward(job.error, tenant))
+            for job in jobs
+        )
+
     return Facts(
         at=now_s,
         is_served=service.is_served,
@@ -80,32 +91,10 @@ def read_facts(service: Service, tenants: frozenset[str | None]) -> Facts:
         gangs=tuple(store.gangs.since(now_s - WINDOW_S)),
         stays=tuple(stays),
         jobs={job.id: job for job in [*live, *store.jobs.many(sorted(missing))]},
-        waiting={
-            tenant: _of(
-                tenant, service, store.jobs.page(states=WAITING, tenant=tenant, limit=SHOWN_JOBS)
-            )
-            for tenant in tenants
-        },
-        ended={
-            tenant: _of(
-                tenant,
-                service,
-                store.jobs.page(states=OVER, tenant=tenant, limit=SHOWN_ENDED, newest_first=True),
-            )
-            for tenant in tenants
-        },
+        waiting={of: own(of, states=WAITING, limit=SHOWN_JOBS) for of in tenants},
+        ended={of: own(of, states=OVER, limit=SHOWN_ENDED, newest_first=True) for of in tenants},
         counts={tenant: store.jobs.counts(tenant=tenant) for tenant in {*tenants, None}},
         base_names=service.base_names(),
-    )
-
-
-def _of(tenant: str | None, service: Service, jobs: Iterable[Job]) -> tuple[Job, ...]:
-    """Jobs as a tenant may read of them: errors without paths of the service's host."""
-    if tenant is None:
-        return tuple(jobs)
-    return tuple(
-        job if job.error is None else replace(job, error=service.outward(job.error, tenant))
-        for job in jobs
     )
 
 

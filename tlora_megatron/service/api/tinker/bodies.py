@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+from fastapi import Body
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from tlora_megatron.runtime.sampling import values
 from tlora_megatron.service.api.tinker.names import Refused
 
+Word = Annotated[str, Body(embed=True, max_length=256)]
+"""The one field of a body, by its name."""
 _Text = Annotated[str, Field(max_length=256)]
 _Count = Annotated[int, Field(ge=0, lt=10**9)]
 _SeqId = Annotated[int, Field(ge=1, lt=10**9)]
@@ -36,12 +39,6 @@ class _Settings(_Body):
                 )
 
 
-class ClientConfig(_Body):
-    """Body of `client/config` and `client/dynamic_config`."""
-
-    sdk_version: _Text = ""
-
-
 class CreateSession(_Body):
     """Body of `create_session`."""
 
@@ -49,12 +46,6 @@ class CreateSession(_Body):
     tags: list[_Text] = Field(default=[], max_length=64)
     user_metadata: _Metadata | None = None
     display_name: _Text | None = None
-
-
-class OfSession(_Body):
-    """Body of `session_heartbeat`."""
-
-    session_id: _Text
 
 
 class LoraConfig(_Settings):
@@ -82,12 +73,6 @@ class CreateModel(_Body):
     user_metadata: _Metadata | None = None
     lora_config: LoraConfig = LoraConfig(rank=32)
     optimizer_config: OptimizerConfig = OptimizerConfig()
-
-
-class OfModel(_Body):
-    """Body of `get_info` and `unload_model`."""
-
-    model_id: _Text
 
 
 class OptimStep(_Body):
@@ -129,18 +114,6 @@ class LoadWeights(_Body):
     weights_access_token: str | None = None
 
 
-class RetrieveFuture(_Body):
-    """Body of `retrieve_future`."""
-
-    request_id: _Text
-
-
-class OfPath(_Body):
-    """Body of `weights_info`."""
-
-    tinker_path: _Text
-
-
 class Ttl(_Body):
     """Body of a checkpoint's `ttl`."""
 
@@ -154,12 +127,6 @@ class CreateSampler(_Body):
     sampling_session_seq_id: _Count
     base_model: _Text | None = None
     model_path: _Text | None = None
-
-
-class OfSampler(_Body):
-    """Body of `join_sampling_session`."""
-
-    sampling_session_id: _Text
 
 
 class Chunk(_Body):

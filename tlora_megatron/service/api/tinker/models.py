@@ -64,13 +64,13 @@ def router(service: Service) -> APIRouter:
         }
 
     @routes.post("/get_info")
-    async def info(body: bodies.OfModel, context: Reading, request: Request) -> dict[str, Any]:
-        model = await service.read(context.model, body.model_id)
+    async def info(model_id: bodies.Word, context: Reading, request: Request) -> dict[str, Any]:
+        model = await service.read(context.model, model_id)
         return await service.read(_info, context, model, is_local(request))
 
     @routes.post("/unload_model")
-    async def unload(body: bodies.OfModel, context: Submitting) -> dict[str, Any]:
-        model = await service.read(context.model, body.model_id)
+    async def unload(model_id: bodies.Word, context: Submitting) -> dict[str, Any]:
+        model = await service.read(context.model, model_id)
         gone = await leave(context, model, keep=False)
         seq_id = (gone.last_request or 0) - gone.log_number(0)
         return {"request_id": str(RequestId(ModelId.of(gone), seq_id, "unload_model"))}

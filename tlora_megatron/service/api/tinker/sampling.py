@@ -58,8 +58,8 @@ def router(service: Service, tasks: SamplingTasks) -> APIRouter:
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
     @routes.post("/join_sampling_session")
-    async def join(body: bodies.OfSampler, context: Submitting) -> dict[str, Any]:
-        sampler = await service.read(context.sampler, body.sampling_session_id)
+    async def join(sampling_session_id: bodies.Word, context: Submitting) -> dict[str, Any]:
+        sampler = await service.read(context.sampler, sampling_session_id)
         count = await service.change(lambda: context.sessions.join_sampler(sampler.id))
         return {"type": "join_sampling_session", "client_counter": count}
 
@@ -82,8 +82,8 @@ def router(service: Service, tasks: SamplingTasks) -> APIRouter:
         return {"request_id": str(request), "sample_sequence_ids": ids}
 
     @routes.post("/cancel_future")
-    async def cancel(body: bodies.RetrieveFuture, context: Submitting) -> None:
-        request = RequestId.parse(body.request_id)
+    async def cancel(request_id: bodies.Word, context: Submitting) -> None:
+        request = RequestId.parse(request_id)
         if isinstance(request.of, SamplerId):
             await service.read(context.sampler, str(request.of))
             tasks.cancel(context, request)

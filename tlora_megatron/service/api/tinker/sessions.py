@@ -211,12 +211,12 @@ def router(service: Service) -> APIRouter:
         return {"status": "ok"}
 
     @routes.post("/client/config")
-    async def config(_: bodies.ClientConfig, caller: Reader, request: Request) -> dict[str, Any]:
+    async def config(caller: Reader, request: Request) -> dict[str, Any]:
         # A network is slower than zstd, the loopback interface is not.
         return {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": not is_local(request)}
 
     @routes.post("/client/dynamic_config")
-    async def dynamic_config(_: bodies.ClientConfig, caller: Reader) -> dict[str, Any]:
+    async def dynamic_config(caller: Reader) -> dict[str, Any]:
         return {"sample_cancel_enabled": True}
 
     @routes.post("/create_session")
@@ -241,8 +241,8 @@ def router(service: Service) -> APIRouter:
         }
 
     @routes.post("/session_heartbeat")
-    async def heartbeat(body: bodies.OfSession, context: Submitting) -> dict[str, str]:
-        session = await service.read(context.open_session, body.session_id)
+    async def heartbeat(session_id: bodies.Word, context: Submitting) -> dict[str, str]:
+        session = await service.read(context.open_session, session_id)
         context.sessions.hear(session.id)
         return {"type": "session_heartbeat"}
 

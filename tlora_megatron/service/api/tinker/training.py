@@ -79,11 +79,11 @@ def router(service: Service, tasks: SamplingTasks) -> APIRouter:
         return await service.read(submit, context, body.model_id, body.seq_id, "optim_step", step)
 
     @routes.post("/retrieve_future")
-    async def retrieve(body: bodies.RetrieveFuture, context: Reading) -> Response:
-        request = RequestId.parse(body.request_id)
+    async def retrieve(request_id: bodies.Word, context: Reading) -> Response:
+        request = RequestId.parse(request_id)
         if isinstance(request.of, ModelId):
-            return respond(await wait_for(context, request), body.request_id)
-        return respond(await tasks.wait_for(context, request, POLL_S), body.request_id)
+            return respond(await wait_for(context, request), request_id)
+        return respond(await tasks.wait_for(context, request, POLL_S), request_id)
 
     return routes
 
@@ -200,8 +200,8 @@ def weights_router(service: Service) -> APIRouter:
         return await service.read(_load, context, body)
 
     @routes.post("/weights_info")
-    async def info(body: bodies.OfPath, context: Reading) -> dict[str, Any]:
-        saved = await service.read(context.checkpoints.find, body.tinker_path)
+    async def info(tinker_path: bodies.Word, context: Reading) -> dict[str, Any]:
+        saved = await service.read(context.checkpoints.find, tinker_path)
         model = await service.read(context.model, saved.note.model)
         return {
             "base_model": model.base,
