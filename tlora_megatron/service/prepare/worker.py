@@ -38,6 +38,7 @@ from tlora_megatron.service.prepare.submission import (
 )
 
 if TYPE_CHECKING:
+    from tlora_megatron.model.spec import ModelSpec
     from tlora_megatron.training.data.jsonl_file import JsonlFile
     from tlora_megatron.training.run.reading import ReadJob
 
@@ -99,19 +100,7 @@ def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Valid
     read_job = reader.read(job)
     # Targets have the names of the base's linears from here on.
     job = replace(job, lora=read_job.prepared.spec.lora)
-    measured = _guess(job) if job.driven else _measure(read_job)
-    if job.portion_tokens is None and reader.spec.experts is None:  # over those nothing keeps bits
-        pairs = measured["lengths"]
-        portion = portion_of(pairs, job.batch_size, rules.micro_batch_tokens)
-        job = replace(job, portion_tokens=portion)
-    checkpoint = read_job.prepared.checkpoint
-    found = Validated(
-        job=job_id,
-        document=job_to_dict(job),
-        digest=read_job.prepared.data.fingerprint,
-        from_step=0 if checkpoint is None else checkpoint.step,
-        **measured,
-    )
+    found = _accepted(job_id, job, read_job, rules, reader.spec)
     # For people and scripts that look into the folder: the store is what counts.
     kept = {"name": job.name, "base_model": submission.base_model, "job": found.document}
     write_json(make_folder(home.job(job_id)) / JOB_NAME, kept)
@@ -124,6 +113,24 @@ def _files_of(submission: Submission, rules: PrepareRules) -> UserFiles:
     if submission.tenant is not None:
         return UserFiles(Path(rules.root))
     return UserFiles(None if rules.data_root is None else Path(rules.data_root))
+
+
+def _accepted(
+    job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules, spec: ModelSpec
+) -> Validated:
+    """Fixes a job's portions, which keep its bits; over routed experts nothing does."""
+    measured = _guess(job) if job.driven else _measure(read)
+    if job.portion_tokens is None and spec.experts is None:
+        portion = portion_of(measured["lengths"], job.batch_size, rules.micro_batch_tokens)
+        job = replace(job, portion_tokens=portion)
+    checkpoint = read.prepared.checkpoint
+    return Validated(
+        job=job_id,
+        document=job_to_dict(job),
+        digest=read.prepared.data.fingerprint,
+        from_step=0 if checkpoint is None else checkpoint.step,
+        **measured,
+    )
 
 
 def _measure(read: ReadJob) -> dict[str, Any]:

@@ -44,7 +44,7 @@ async def _path(run: str, kind: str, name: str) -> str:
     return f"tinker://{run}/{kind}/{name}"
 
 
-Path = Annotated[str, Depends(_path)]
+CheckpointPath = Annotated[str, Depends(_path)]
 """The `tinker://` path of `_CHECKPOINT`."""
 
 
@@ -79,12 +79,12 @@ def router(service: Service) -> APIRouter:
         return {"checkpoints": shown, "cursor": _cursor(found, limit, offset)}
 
     @routes.delete(_CHECKPOINT)
-    async def delete(path: Path, context: Submitting) -> None:
+    async def delete(path: CheckpointPath, context: Submitting) -> None:
         saved = await service.read(context.checkpoints.find, path)
         await service.read(context.checkpoints.remove, saved)
 
     @routes.put(_CHECKPOINT + "/ttl")
-    async def ttl(path: Path, body: bodies.Ttl, context: Submitting) -> None:
+    async def ttl(path: CheckpointPath, body: bodies.Ttl, context: Submitting) -> None:
         await service.read(context.checkpoints.set_ttl, path, body.ttl_seconds)
 
     return routes
@@ -154,7 +154,7 @@ def downloads_router(service: Service) -> APIRouter:
 
     @routes.get(_CHECKPOINT + "/archive")
     async def archive(
-        path: Path, caller: Reader, context: Reading, request: Request
+        path: CheckpointPath, caller: Reader, context: Reading, request: Request
     ) -> dict[str, Any]:
         await service.read(context.checkpoints.find, path)
         grant = signer.grant(caller.tenant, path, token=caller.token)
@@ -162,7 +162,7 @@ def downloads_router(service: Service) -> APIRouter:
 
     @routes.get(_CHECKPOINT + "/external_weights_urls")
     async def urls(
-        path: Path, caller: Reader, context: Reading, request: Request
+        path: CheckpointPath, caller: Reader, context: Reading, request: Request
     ) -> dict[str, Any]:
         saved = await service.read(context.checkpoints.find, path)
         grants = [
