@@ -16,7 +16,7 @@ from typing import Any
 
 from tlora_megatron.channel import LinePipe, to_line
 from tlora_megatron.runtime.sampling.values import Piece
-from tlora_megatron.service.sampling.own import piece_to_json, prompt_from_json, serve
+from tlora_megatron.service.sampling.own import lean, prompt_from_json, serve
 
 
 async def main() -> None:
@@ -58,7 +58,7 @@ async def main() -> None:
                 reason = "length" if index == count else None
                 token = prompt.tokens[-1] + index
                 piece = Piece(prompt=number, tokens=(token,), logprobs=(-1.0,), stop_reason=reason)
-                writer.write(to_line({"piece": piece_to_json(piece)}))
+                writer.write(to_line({"piece": lean(piece)}))
         writer.write(to_line({"done": True}))
         await writer.drain()
 

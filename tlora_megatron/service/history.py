@@ -9,8 +9,9 @@ import re
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate, islice, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -134,16 +135,11 @@ class Past:
 
     def __init__(self, store: Store, home: Home, job: str) -> None:
         self._tail = _Tail(home.job(job) / METRICS_FILE)
-        self._events: list[Event] = []
-        while news := store.events.after(
-            self._events[-1].seq if self._events else 0, job=job, limit=_PAGE
-        ):
-            self._events += news
+        self._events = store.events.after(0, job=job, limit=None)
         # Up to which step all rows stand before the event.
         self._steps_before = list(accumulate(map(_step_of, self._events), max))
 
     def close(self) -> None:
-        """Closes the file."""
         self._tail.close()
 
     def before(self, mark: Mark | None) -> Iterator[tuple[Mark, Row]] | None:
@@ -182,11 +178,21 @@ class Past:
 
 def rows_at(home: Home, job: str, steps: Iterable[int]) -> dict[int, list[Row]]:
     """Returns what a job measured at some steps; of its file little else is read."""
-    tail = _Tail(home.job(job) / METRICS_FILE)
-    try:
+    with closing(_Tail(home.job(job) / METRICS_FILE)) as tail:
         return {step: tail.at(step) for step in steps}
-    finally:
-        tail.close()
+
+
+def last_rows(path: Path, count: int | None = None, most_bytes: int | None = None) -> list[Row]:
+    """The last whole lines of a job's metrics, in their order; the file may grow meanwhile.
+
+    Args:
+        count: so many lines at most; None: all.
+        most_bytes: lines that begin so far from the end at most; None: however far.
+    """
+    with closing(_Tail(path)) as tail:
+        first = 0 if most_bytes is None else tail.size - most_bytes
+        lines = takewhile(lambda line: line[0] >= first, tail.lines(tail.size))
+        return [json.loads(line) for _, line in islice(lines, count)][::-1]
 
 
 class _Tail:
@@ -207,12 +213,16 @@ class _Tail:
         self.size = self._begin_of_line(os.fstat(self._file).st_size)
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             os.close(self._file)
 
     def rows(self, end: int) -> Iterator[tuple[int, Row]]:
-        """Yields the lines before one that begins at `end`, the last first, with their begins."""
+        """Yields the rows before a line that begins at `end`, the last first, and their begins."""
+        for place, line in self.lines(end):
+            yield place, _row(line)
+
+    def lines(self, end: int) -> Iterator[tuple[int, bytes]]:
+        """Yields the lines before one that begins at `end`, the last first, behind their begins."""
         rest = b""
         while end > 0:
             begin = max(0, end - _BLOCK)
@@ -222,7 +232,7 @@ class _Tail:
             place = begin + len(content)
             for line in reversed(content[cut:].splitlines(keepends=True)):
                 place -= len(line)
-                yield place, _row(line)
+                yield place, line
             rest, end = content[:cut], begin
 
     def at(self, step: int) -> list[Row]:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -178,11 +178,6 @@ class RequestLog:
         return self._folder.result(_name(number))
 
 
-class _Task(NamedTuple):
-    job: str
-    run: Callable[[], None]
-
-
 class RequestLogs:
     """The requests that wait in jobs' folders; `training.driven_requests.Clients`.
 
@@ -193,7 +188,7 @@ class RequestLogs:
         self._home = Home(root)
         self._may_write = may_write
         self._logs: dict[str, RequestLog] = {}
-        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
         self._open = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -249,30 +244,30 @@ class RequestLogs:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="tlora-answers", daemon=True)
             self._thread.start()
-        self._tasks.put(_Task(job, run))
+        self._tasks.put((job, run))
 
     def _work(self) -> None:
         while True:
-            task = self._tasks.get()
+            job, run = self._tasks.get()
             try:
-                self._carry_out(task)
+                self._carry_out(job, run)
             except Exception:
-                logger.exception("an answer to the client of job %s is lost", task.job)
+                logger.exception("an answer to the client of job %s is lost", job)
             with self._changed:
                 self._open -= 1
                 self._changed.notify_all()
 
-    def _carry_out(self, task: _Task) -> None:
+    def _carry_out(self, job: str, run: Callable[[], None]) -> None:
         """Tries for a while what the disk refuses; a job of somebody else is left alone."""
         end_s = time.monotonic() + _PATIENCE_S
-        while self._may_write(task.job):
+        while self._may_write(job):
             try:
-                task.run()
+                run()
                 return
             except OSError as error:
                 if time.monotonic() > end_s:
                     raise
-                logger.warning("job %s: an answer must wait: %s", task.job, error)
+                logger.warning("job %s: an answer must wait: %s", job, error)
                 time.sleep(1.0)
 
 

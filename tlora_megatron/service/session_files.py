@@ -82,13 +82,9 @@ def _take_up(store: Store, folder: Path) -> None:
             at = {"session": session, "number": int(file.stem), "job": store.jobs.get(job).id}
             model = _row(Model, said, tenant=tenant, last_request=said.get("left"), **at)
             store.sessions.add_model(model)
-            _take_up_notes(store, model, folder / "checkpoints" / file.stem)
-
-
-def _take_up_notes(store: Store, model: Model, folder: Path) -> None:
-    for file in folder.glob("*/*.json"):
-        at = {"model": model.id, "kind": file.parent.name, "name": file.name.removesuffix(".json")}
-        store.sessions.note(_row(CheckpointNote, read_json(file), **at))
+            for note in (folder / "checkpoints" / file.stem).glob("*/*.json"):
+                of = {"model": model.id, "kind": note.parent.name, "name": note.stem}
+                store.sessions.note(_row(CheckpointNote, read_json(note), **of))
 
 
 def _job_named(store: Store, name: str, tenant: str) -> str | None:

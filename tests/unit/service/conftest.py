@@ -1,4 +1,4 @@
-"""A PostgreSQL server for the tests of one process."""
+"""A PostgreSQL server for the tests of one process, and the loop of those that are coroutines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.postgres import postgres_server
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")

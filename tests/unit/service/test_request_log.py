@@ -98,15 +98,6 @@ def test_checkpoint_prunes_requests_and_old_answers(tmp_path: Path) -> None:
     assert log.covered() == 2, "never back"
 
 
-def test_taken_answer_of_a_covered_request_is_gone(tmp_path: Path) -> None:
-    log = RequestLog(tmp_path)
-    log.write_request(1, STEP)
-    log.write_answer(1, Answer())
-    log.prune(1)
-    log.drop_answer(1)
-    assert log.state(1) == "gone"
-
-
 def test_damaged_request_is_a_sentence(tmp_path: Path) -> None:
     log = RequestLog(tmp_path)
     log.write_request(1, STEP)

@@ -114,6 +114,14 @@ def missing(what: str, got: str) -> ApiError:
     return refused(what, "be one of yours", got, status=404)
 
 
+def too_many_streams(most: int) -> ApiError:
+    return ApiError(
+        429,
+        f"streams of a tenant must be {most} at most, got one more: close some",
+        headers={"Retry-After": "5"},
+    )
+
+
 def install(app: FastAPI, formats: Mapping[str, Format]) -> None:
     """Lets an app answer all errors in sentences, by beginnings of paths; others are native."""
 
@@ -227,7 +235,6 @@ class Caller:
         return "admin" in self.scopes
 
     def may(self, scope: str) -> bool:
-        """True if the caller has a scope."""
         return scope in self.scopes or self.is_admin
 
 
@@ -243,7 +250,11 @@ class Gate:
     async def admit(self, secret: str | None) -> Caller:
         """The caller of a token; refuses an unknown one, and a tenant that asks too often."""
         caller = await self.know(secret)
-        self._bucket(caller).take(caller.tenant)
+        rate = caller.limits.requests_per_s
+        bucket = self._buckets.get(caller.tenant)
+        if bucket is None or bucket.rate_per_s != rate:
+            bucket = self._buckets[caller.tenant] = Bucket(rate, self._clock)
+        bucket.take(caller.tenant)
         return caller
 
     async def know(self, secret: str | None) -> Caller:
@@ -265,13 +276,6 @@ class Gate:
         return Caller(
             token.tenant, token.scopes, token.id, self._store.tenants.limits(token.tenant)
         )
-
-    def _bucket(self, caller: Caller) -> Bucket:
-        rate = caller.limits.requests_per_s
-        bucket = self._buckets.get(caller.tenant)
-        if bucket is None or bucket.rate_per_s != rate:
-            bucket = self._buckets[caller.tenant] = Bucket(rate, self._clock)
-        return bucket
 
 
 def secret_of(headers: Mapping[bytes, bytes]) -> str | None:

@@ -27,7 +27,6 @@ from tlora_megatron.service.api.page.facts import Latencies
 from tlora_megatron.service.api.sampling import routes as sampling
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import router as tinker
-from tlora_megatron.service.api.tinker.bodies import tinker_format
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -63,19 +62,26 @@ class Limits:
         self._know = know
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Passes a request on, as long as it keeps to the limits."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
         body = _Body(receive, most_bytes(scope["path"]), partial(self._know, secret_of(headers)))
-        answer = _Answer(send)
+        has_begun = False
+
+        async def send_unless_refused(message: Message) -> None:
+            # What a route makes of a broken body is not sent.
+            nonlocal has_begun
+            if body.error is None or has_begun:
+                has_begun = True
+                await send(message)
+
         try:
             body.check_length(headers.get(b"content-length"))
-            await self._app(scope, body.receive, answer.send_unless(body))
+            await self._app(scope, body.receive, send_unless_refused)
         except ApiError as error:
             body.error = error
-        if body.error is not None and not answer.has_begun:
+        if body.error is not None and not has_begun:
             await _refuse(send, body.error, format_of(self._formats, scope["path"]))
 
 
@@ -111,7 +117,9 @@ class _Body:
         self._is_whole = not message.get("more_body", False)
         if self._num_bytes > self._most:
             self.error = _too_large(self._most, "more")
-        elif self._is_too_slow():
+        elif (
+            time.monotonic() - self._begin_s > _PATIENCE_S + self._num_bytes / _SLOWEST_BYTES_PER_S
+        ):
             self.error = _too_slow()
         elif self._num_bytes and not self._is_known:
             await self._check_sender()
@@ -126,28 +134,6 @@ class _Body:
         except ApiError as error:
             self.error = error
         self._is_known = True
-
-    def _is_too_slow(self) -> bool:
-        took_s = time.monotonic() - self._begin_s
-        return took_s > _PATIENCE_S + self._num_bytes / _SLOWEST_BYTES_PER_S
-
-
-class _Answer:
-    """A request's answer: what a route makes of a broken body is not sent."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.has_begun = False
-
-    def send_unless(self, body: _Body) -> Send:
-        """Sends what an app answers, unless its body was given up before."""
-
-        async def send(message: Message) -> None:
-            if body.error is None or self.has_begun:
-                self.has_begun = True
-                await self._send(message)
-
-        return send
 
 
 def most_bytes(path: str) -> int:
@@ -180,17 +166,14 @@ class LimitedProtocol(H11Protocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to wait for the first headers."""
         super().connection_made(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Takes bytes in; waits for the rest of headers that have begun."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Waits for nothing any more."""
         super().connection_lost(exc)
         self._unwatch()
 
@@ -224,7 +207,7 @@ class LimitedProtocol(H11Protocol):
             self.transport.close()
 
 
-_FORMATS: Mapping[str, gate.Format] = {tinker.PREFIX: tinker_format}
+_FORMATS: Mapping[str, gate.Format] = {tinker.PREFIX: tinker.tinker_format}
 """Beginning of a path -> the format of its errors, where it is not ours and OpenAI's."""
 
 

@@ -18,7 +18,7 @@ from tlora_megatron.config.sections import plain
 from tlora_megatron.service.api.gate import Gate
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.submission import base_key
-from tlora_megatron.service.sampling.sampler import InUse
+from tlora_megatron.service.sampling.sampler import InUse, Sampler
 from tlora_megatron.service.settings import KEEP_SESSIONS_S, read_bases
 from tlora_megatron.service.store import OverLimit, Store, StoreBusy, StoreFull, StoreUnreachable
 
@@ -81,7 +81,11 @@ class Changes:
         try:
             with self._store.transaction():
                 for change in batch:
-                    self._try(change)
+                    try:
+                        with self._store.part():
+                            change.value = change.call()
+                    except Exception as error:
+                        change.error = error
                     if isinstance(change.error, _BROKEN):
                         broken = change.error
                         raise broken
@@ -96,12 +100,20 @@ class Changes:
             else:
                 change.future.set_result(change.value)
 
-    def _try(self, change: _Change) -> None:
-        try:
-            with self._store.part():
-                change.value = change.call()
-        except Exception as error:
-            change.error = error
+
+STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_ALIVE_S = 15.0
+"""A stream without news says that it lives so often."""
+
+
+async def happens(event: asyncio.Event) -> bool:
+    """Waits for an event; False if a stream that waits for it must give a sign of life first."""
+    try:
+        async with asyncio.timeout(_ALIVE_S):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 MEASURED_S = 15.0
@@ -167,8 +179,8 @@ class Service:
     store: Store
     gate: Gate
     changes: Changes
-    sampler: Any = None
-    """A `service.sampling.sampler.Sampler`; None: this service generates nothing."""
+    sampler: Sampler | None = None
+    """None: this service generates nothing."""
     keep_sessions_s: float = KEEP_SESSIONS_S
     """Sessions of Tinker's clients are kept so long after their end."""
     openers: list[Closer] = field(default_factory=list)
@@ -184,7 +196,6 @@ class Service:
 
     @classmethod
     def of(cls, home: Home, store: Store, **settings: Any) -> Service:
-        """The service of a folder."""
         return cls(home, store, Gate(store), Changes(store), **settings)
 
     @property
@@ -226,7 +237,6 @@ class Service:
             await start()
 
     async def close(self) -> None:
-        """Ends what routers have started."""
         while self.closers:
             await self.closers.pop()()
         await run_in_threadpool(self.changes.close)

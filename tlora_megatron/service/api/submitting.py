@@ -19,7 +19,7 @@ from tlora_megatron.files import UserFiles
 from tlora_megatron.service.api.gate import Caller
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.prepare.submission import ASKED, Submission, split_submissions
+from tlora_megatron.service.prepare.submission import ASKED, split_submissions
 from tlora_megatron.service.store import Job, NewJob, NotFound, Store
 from tlora_megatron.training.saving.writer import FOLDER, published_folder
 
@@ -121,10 +121,7 @@ class References:
         return found
 
     def base(self, named: Any) -> dict[str, Any]:
-        """The section `base_model` of a base by its name or `{path:
-
-        NAME}`; None: of the only one.
-        """
+        """The section `base_model` of a base by its name or by a path; None: of the only one."""
         if isinstance(named, dict) and set(named) <= {"path"}:
             named = named.get("path")
         if named is None and len(self._bases) == 1:
@@ -276,31 +273,23 @@ def _read(
         submissions, notes = split_submissions(references.resolve(document), folder)
     except ConfigError as error:
         raise ConfigError(service.outward(str(error), caller.tenant)) from error
-    for entry in submissions:
-        _check_gpus(entry, caller)
     # Of the whole document, so that a key means all of its jobs.
     text = json.dumps(document, sort_keys=True, default=str)
     remembered = {**(asked or {}), "submit": hashlib.sha256(text.encode()).hexdigest()}
     key = key or uuid.uuid4().hex
-    new = [
-        _new_job(replace(entry, tenant=caller.tenant), f"{key}/{index}", remembered)
-        for index, entry in enumerate(submissions)
-    ]
+    new, most = [], caller.limits.gpus
+    for index, entry in enumerate(submissions):
+        schedule = dict(entry.document["service"])
+        if most is not None and schedule["gpus"] > most:
+            what = f"service.gpus of job {entry.name!r}"
+            raise must(what, f"be at most your limit, {most}", schedule["gpus"])
+        row = {**replace(entry, tenant=caller.tenant).row(), ASKED: remembered}
+        made = NewJob(
+            name=entry.name,
+            document=row,
+            base=entry.base_key,
+            key=f"{key}/{index}",
+            schedule=schedule,
+        )
+        new.append(made)
     return new, tuple(service.outward(note, caller.tenant) for note in notes)
-
-
-def _check_gpus(submission: Submission, caller: Caller) -> None:
-    gpus, most = submission.document["service"]["gpus"], caller.limits.gpus
-    if most is not None and gpus > most:
-        what = f"service.gpus of job {submission.name!r}"
-        raise must(what, f"be at most your limit, {most}", gpus)
-
-
-def _new_job(submission: Submission, key: str, asked: Mapping[str, Any]) -> NewJob:
-    return NewJob(
-        name=submission.name,
-        document={**submission.row(), ASKED: dict(asked)},
-        base=submission.base_key,
-        key=key,
-        schedule=dict(submission.document["service"]),
-    )

@@ -7,10 +7,8 @@ import signal
 import sys
 import time
 from bisect import insort
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Self
 
 from tlora_megatron.service.prepare.submission import (
     Outcome,
@@ -47,7 +45,7 @@ class _Request:
         return -self.priority, self.number
 
 
-class PreparePool:
+class PreparePool(AbstractContextManager["PreparePool"]):
     """Validates jobs in processes of their own; every call returns at once.
 
     Jobs with large files never take the last process where there are several. A job whose process
@@ -62,15 +60,7 @@ class PreparePool:
         self._waiting: list[_Request] = []
         self._count = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def warm(self) -> None:
@@ -175,7 +165,6 @@ class _Worker:
 
     @property
     def busy_s(self) -> float:
-        """Seconds since it was given its job."""
         return time.monotonic() - self._since_s
 
     def take(self, request: _Request, rules: PrepareRules) -> bool:

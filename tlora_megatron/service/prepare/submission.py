@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,29 +50,29 @@ class Validated(Message):
     """Its id."""
     document: Mapping[str, object]
     """An entry of `jobs` with all defaults, absolute paths and `portion_tokens`."""
-    tokens: Mapping[str, str]
+    tokens: Mapping[str, str] = field(default_factory=dict)
     """Keys of its files in the cache of tokens: `train`, and `eval` if it has one."""
     digest: str
     """Digest of its training sequences, in order: what each rank must find."""
-    num_steps: int
+    num_steps: int = 0
     from_step: int
     """Steps that the checkpoint it starts from has done."""
-    sequences: int
+    sequences: int = 0
     """For training."""
-    epoch_tokens: int
+    epoch_tokens: int = 0
     """Rows of one pass over its data."""
-    train_tokens: int
+    train_tokens: int = 0
     """Rows of all its steps, by the mean of its sequences."""
     longest: int
     """Rows of its longest sequence, evaluation included."""
-    longest_eval: int
+    longest_eval: int = 0
     """Rows of its longest sequence for evaluation; 0 = it has none."""
-    target_share: float
+    target_share: float = 1.0
     """Share of the rows that are learnt."""
     lengths: tuple[tuple[int, float], ...]
     """Pairs of rows and share of sequences, as in `LengthHistogram`."""
-    num_truncated: int
-    num_dropped: int
+    num_truncated: int = 0
+    num_dropped: int = 0
     notes: tuple[str, ...] = ()
     """Warnings, for the job's log."""
 

@@ -24,7 +24,6 @@ from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.parallel_rules import check_no_portions
 from tlora_megatron.config.reader import must
 from tlora_megatron.config.rules import portion_of, resolve_job_paths
-from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.config.sections import job_to_dict, read_base_model
 from tlora_megatron.files import UserFiles, write_json
 from tlora_megatron.model.gpt_oss import refuse_gpt_oss
@@ -74,7 +73,9 @@ def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Valid
 
     home = Home(Path(rules.root))
     files = _files_of(submission, rules)
-    job, base = submission.job_spec(), _read_base(submission, files)
+    job, base = submission.job_spec(), read_base_model(dict(submission.base_model), Path("/"))
+    if files.root is not None and submission.tenant is None:  # it is still there and allowed
+        files.open_file(base.config_file, "base_model").close()
     if files.root is None:
         job = resolve_job_paths(job, f"jobs.{job.name}", Path("/"))
     else:
@@ -99,8 +100,7 @@ def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Valid
     read_job = reader.read(job)
     # Targets have the names of the base's linears from here on.
     job = replace(job, lora=read_job.prepared.spec.lora)
-    measure = _guess if job.driven else _measure
-    found = measure(job_id, job, read_job, rules, reader.spec)
+    found = _accepted(job_id, job, read_job, rules, reader.spec)
     # For people and scripts that look into the folder: the store is what counts.
     kept = {"name": job.name, "base_model": submission.base_model, "job": found.document}
     write_json(make_folder(home.job(job_id)) / JOB_NAME, kept)
@@ -115,81 +115,51 @@ def _files_of(submission: Submission, rules: PrepareRules) -> UserFiles:
     return UserFiles(None if rules.data_root is None else Path(rules.data_root))
 
 
-def _read_base(submission: Submission, files: UserFiles) -> BaseModelSpec:
-    """The base, whose folder must still be there and allowed."""
-    base = read_base_model(dict(submission.base_model), Path("/"))
-    if files.root is not None and submission.tenant is None:
-        files.open_file(base.config_file, "base_model").close()
-    return base
-
-
-def _measure(
+def _accepted(
     job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules, spec: ModelSpec
 ) -> Validated:
-    from tlora_megatron.training.data.mapped_tokens import lengths_of
-
-    prepared = read.prepared
-    data, plan = prepared.data, prepared.plan
-    rows = lengths_of(data.train) - 1
-    eval_rows = lengths_of(data.eval) - 1
-    longest_eval = int(eval_rows.max(initial=0))
-    lengths = LengthHistogram.from_lengths(rows.tolist())
-    job = _with_portion(job, lengths, rules, spec)
-    targets = sum(int(sequence.is_target.sum()) for sequence in data.train)
-    epoch_tokens = int(rows.sum())
-    return Validated(
-        job=job_id,
-        document=job_to_dict(job),
-        tokens=read.keys,
-        digest=data.fingerprint,
-        num_steps=plan.num_steps,
-        from_step=0 if prepared.checkpoint is None else prepared.checkpoint.step,
-        sequences=len(rows),
-        epoch_tokens=epoch_tokens,
-        train_tokens=round(plan.num_epochs * epoch_tokens),
-        longest=max(int(rows.max()), longest_eval),
-        longest_eval=longest_eval,
-        target_share=min(1.0, targets / epoch_tokens),
-        lengths=lengths.pairs,
-        num_truncated=data.num_truncated,
-        num_dropped=data.num_dropped,
-    )
-
-
-def _guess(
-    job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules, spec: ModelSpec
-) -> Validated:
-    """Guesses the cost of a job of which nobody knows what its client will send."""
-    lengths = guessed_lengths(job.max_seq_len)
-    job = _with_portion(job, lengths, rules, spec)
+    """Fixes a job's portions, which keep its bits; over routed experts nothing does."""
+    measured = _guess(job) if job.driven else _measure(read)
+    if job.portion_tokens is None and spec.experts is None:
+        portion = portion_of(measured["lengths"], job.batch_size, rules.micro_batch_tokens)
+        job = replace(job, portion_tokens=portion)
     checkpoint = read.prepared.checkpoint
     return Validated(
         job=job_id,
         document=job_to_dict(job),
-        tokens={},
         digest=read.prepared.data.fingerprint,
-        num_steps=0,
         from_step=0 if checkpoint is None else checkpoint.step,
-        sequences=0,
-        epoch_tokens=0,
-        train_tokens=0,
-        longest=job.max_seq_len,
-        longest_eval=0,
-        target_share=1.0,
-        lengths=lengths.pairs,
-        num_truncated=0,
-        num_dropped=0,
+        **measured,
     )
 
 
-def _with_portion(
-    job: JobSpec, lengths: LengthHistogram, rules: PrepareRules, spec: ModelSpec
-) -> JobSpec:
-    """Fixes a job's portions, which keep its bits; over routed experts nothing does."""
-    if job.portion_tokens is not None or spec.experts is not None:
-        return job
-    portion = portion_of(lengths.pairs, job.batch_size, rules.micro_batch_tokens)
-    return replace(job, portion_tokens=portion)
+def _measure(read: ReadJob) -> dict[str, Any]:
+    """The fields of `Validated` that say how large a job is."""
+    from tlora_megatron.training.data.mapped_tokens import lengths_of
+
+    data, plan = read.prepared.data, read.prepared.plan
+    rows = lengths_of(data.train) - 1
+    longest_eval = int((lengths_of(data.eval) - 1).max(initial=0))
+    targets = sum(int(sequence.is_target.sum()) for sequence in data.train)
+    epoch_tokens = int(rows.sum())
+    return {
+        "tokens": read.keys,
+        "num_steps": plan.num_steps,
+        "sequences": len(rows),
+        "epoch_tokens": epoch_tokens,
+        "train_tokens": round(plan.num_epochs * epoch_tokens),
+        "longest": max(int(rows.max()), longest_eval),
+        "longest_eval": longest_eval,
+        "target_share": min(1.0, targets / epoch_tokens),
+        "lengths": LengthHistogram.from_lengths(rows.tolist()).pairs,
+        "num_truncated": data.num_truncated,
+        "num_dropped": data.num_dropped,
+    }
+
+
+def _guess(job: JobSpec) -> dict[str, Any]:
+    """The same of a job of which nobody knows what its client will send."""
+    return {"longest": job.max_seq_len, "lengths": guessed_lengths(job.max_seq_len).pairs}
 
 
 class _Listener(logging.Handler):
@@ -265,18 +235,22 @@ def main() -> None:
     os.nice(_NICE)
     pipe = LinePipe.of_child()
     logging.basicConfig(level=logging.WARNING)
-    _import_early()
+    # The first submission would wait for it.
+    import tlora_megatron.training.run.reading  # noqa: F401
+
     serve(pipe)
 
 
 def serve(pipe: LinePipe) -> None:
     """Answers one request after the other; tidies the cache of tokens before the first."""
+    from tlora_megatron.training.data.job_data import TokenCache
+
     is_tidy = False
     while not pipe.is_over:
         pipe.wait()
         for request in pipe.receive():
             if not is_tidy:
-                _tidy(Path(request["rules"]["root"]))
+                TokenCache(Home(Path(request["rules"]["root"])).tokens).prune()
                 is_tidy = True
             outcome = _answer(request)
             kind = "refused" if isinstance(outcome, Refused) else "validated"
@@ -292,17 +266,6 @@ def _answer(request: dict[str, Any]) -> Outcome:
         logger.exception("job %s", job_id)
         kind = type(error).__name__
         return Refused(job=job_id, error=f"job {name!r} could not be checked: {kind}: {error}")
-
-
-def _tidy(root: Path) -> None:
-    from tlora_megatron.training.data.job_data import TokenCache
-
-    TokenCache(Home(root).tokens).prune()
-
-
-def _import_early() -> None:
-    """Imports early what the first submission would wait for."""
-    import tlora_megatron.training.run.reading  # noqa: F401
 
 
 if __name__ == "__main__":

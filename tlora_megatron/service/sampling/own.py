@@ -44,10 +44,10 @@ from tlora_megatron.runtime.sampling.values import (
 )
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.sampling.sampler import (
+    Sampler,
     SamplerBusy,
     SamplerUnavailable,
     SamplingRefused,
-    StreamingSampler,
 )
 from tlora_megatron.service.supervisor import Child, last_words
 
@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
     """A prompt without the fields that have their defaults."""
-    return _lean(prompt) | ({"params": _lean(prompt.params)})
+    return lean(prompt) | ({"params": lean(prompt.params)})
 
 
 def prompt_from_json(value: Any) -> Prompt:
@@ -82,13 +82,8 @@ def prompt_from_json(value: Any) -> Prompt:
     return Prompt(tokens=tuple(map(int, tokens)), params=SamplingParams(**params), **found)
 
 
-def piece_to_json(piece: Piece) -> dict[str, Any]:
-    """A piece without the fields that have their defaults."""
-    return _lean(piece)
-
-
 def piece_from_json(value: Mapping[str, Any]) -> Piece:
-    """Reads what `piece_to_json` wrote."""
+    """Reads what `lean` has made of a piece."""
     found = dict(value)
     for name in ("tokens", "logprobs"):
         found[name] = tuple(found.get(name, ()))
@@ -103,7 +98,7 @@ def _top(pairs: Any) -> TopLogprobs:
     return tuple(TokenLogprob(int(token), float(logprob)) for token, logprob in pairs)
 
 
-def _lean(value: Any) -> dict[str, Any]:
+def lean(value: Any) -> dict[str, Any]:
     """The fields of a dataclass that differ from their defaults."""
     defaults = {field.name: field.default for field in fields(value)}
     return {
@@ -226,7 +221,7 @@ async def _talk(
         writer.close()
 
 
-class OwnSampler(StreamingSampler):
+class OwnSampler(Sampler):
     """A `Sampler` over processes that listen in a folder, whoever started them."""
 
     def __init__(
@@ -264,16 +259,13 @@ class OwnSampler(StreamingSampler):
                     yield piece
 
     async def encode(self, base: str, text: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the tokens of a text, or of messages by the base's chat template."""
         name = "text" if isinstance(text, str) else "messages"
         return (await self._ask_one(base, {"op": "encode", name: text}))["tokens"]
 
     async def decode(self, base: str, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, special ones included."""
         return (await self._ask_one(base, {"op": "decode", "tokens": list(tokens)}))["text"]
 
     async def token_texts(self, base: str, tokens: Sequence[int]) -> list[str]:
-        """Returns the text of each token alone."""
         message = {"op": "decode", "tokens": list(tokens), "each": True}
         return (await self._ask_one(base, message))["texts"]
 
@@ -343,7 +335,7 @@ class OwnSampler(StreamingSampler):
         if code is None:
             return f"the sampler of {base} broke a connection off"
         how = f"by signal {-code}" if code < 0 else f"with code {code}"
-        words = self._last_words(self._socket(base))
+        words = last_words(self._log(self._socket(base)))
         return f"the sampler of {base} has ended {how}: {words or 'it said nothing'}"
 
     async def _connect(self, base: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -392,7 +384,7 @@ class OwnSampler(StreamingSampler):
         while not child.pipe.receive():
             if child.pipe.is_over:
                 await child.ended()
-                words = self._last_words(socket)
+                words = last_words(self._log(socket))
                 raise SamplerUnavailable(f"the sampler of {base} cannot be started: {words}")
             await asyncio.sleep(_LOOK_S)
 
@@ -413,6 +405,3 @@ class OwnSampler(StreamingSampler):
     @staticmethod
     def _log(socket: Path) -> Path:
         return socket.with_suffix(".log")
-
-    def _last_words(self, socket: Path) -> str:
-        return last_words(self._log(socket))

@@ -24,7 +24,7 @@ from tlora_megatron.channel import LinePipe, to_line
 from tlora_megatron.runtime.sampling.batcher import Batcher, open_batcher
 from tlora_megatron.runtime.sampling.tracks import Request
 from tlora_megatron.runtime.sampling.values import Piece, SamplerLimits
-from tlora_megatron.service.sampling.own import piece_to_json, prompt_from_json, serve
+from tlora_megatron.service.sampling.own import lean, prompt_from_json, serve
 from tlora_megatron.training.data.tokenize import encode_prompt
 
 logger = logging.getLogger(__name__)
@@ -99,23 +99,18 @@ class SamplingProcess:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves one connection."""
         self._connections += 1
         self._changed.set()
         try:
             await self._carry_out(json.loads(await reader.readline()), reader, writer)
         except (ValueError, TypeError, KeyError) as error:
-            sentence = f"{error.args[0]} must be given" if isinstance(error, KeyError) else error
-            with suppress(ConnectionError):
-                writer.write(to_line({"error": str(sentence)}))
-                await writer.drain()
+            is_missing = isinstance(error, KeyError)
+            await _refuse(writer, f"{error.args[0]} must be given" if is_missing else str(error))
         except ConnectionError:
             pass
         except Exception as error:  # of one request: who asks would take silence for a death
             logger.exception("a request failed")
-            with suppress(ConnectionError):
-                writer.write(to_line({"error": f"the request failed: {type(error).__name__}"}))
-                await writer.drain()
+            await _refuse(writer, f"the request failed: {type(error).__name__}")
         finally:
             self._connections -= 1
             self._changed.set()
@@ -215,9 +210,15 @@ class SamplingProcess:
             if isinstance(piece, ValueError):
                 raise piece
             pieces.append(piece)
-            writer.write(to_line({"piece": piece_to_json(piece)}))
+            writer.write(to_line({"piece": lean(piece)}))
         await writer.drain()
         return pieces
+
+
+async def _refuse(writer: asyncio.StreamWriter, sentence: str) -> None:
+    with suppress(ConnectionError):
+        writer.write(to_line({"error": sentence}))
+        await writer.drain()
 
 
 async def _wait_for_the_end(pipe: LinePipe) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt, gather
 from tlora_megatron.service.home import remove_folder
@@ -54,7 +54,7 @@ class InUse:
                 remove_folder(folder)
 
 
-class Sampler(Protocol):
+class Sampler:
     """Samples from the bases of a service, with adapters; cancel a task to take its request back.
 
     Every call may raise `SamplingRefused`, `SamplerBusy` and `SamplerUnavailable`.
@@ -62,39 +62,27 @@ class Sampler(Protocol):
 
     def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
         """Yields pieces as tokens come; the prompts may have different adapters."""
-        ...
+        raise NotImplementedError
 
     async def generate(self, base: str, prompts: Sequence[Prompt]) -> list[Answer]:
         """Returns one answer a prompt."""
-        ...
+        return gather(prompts, [piece async for piece in self.stream(base, prompts)])
 
     async def encode(self, base: str, text: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the tokens of a text, or of messages by the base's chat template.
 
         What they ask for comes next: an assistant's turn is begun.
         """
-        ...
+        raise NotImplementedError
 
     async def decode(self, base: str, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, special ones included."""
-        ...
+        raise NotImplementedError
 
     async def token_texts(self, base: str, tokens: Sequence[int]) -> list[str]:
         """Returns the text of each token alone."""
-        ...
+        raise NotImplementedError
 
     async def close(self) -> None:
         """Ends what was started here."""
-        ...
-
-
-class StreamingSampler:
-    """Makes `generate` of `stream`."""
-
-    def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
-        """Yields pieces as tokens come."""
         raise NotImplementedError
-
-    async def generate(self, base: str, prompts: Sequence[Prompt]) -> list[Answer]:
-        """Returns one answer a prompt."""
-        return gather(prompts, [piece async for piece in self.stream(base, prompts)])

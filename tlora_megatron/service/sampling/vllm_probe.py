@@ -58,7 +58,6 @@ def read_scores(home: Home, base: Mapping[str, Any]) -> BaseScores | None:
 
 
 def write_scores(home: Home, base: Mapping[str, Any], scores: BaseScores) -> None:
-    """Keeps the scores of a base."""
     file = scores_file(home, base)
     make_folder(file.parent)
     write_json(file, asdict(scores))
@@ -106,7 +105,6 @@ class Found:
     """mean and maximum of differences from the trainer's log-probabilities"""
 
     def sentence(self) -> str:
-        """All of it."""
         unknown = "unknown"
         gap = "not compared with the trainer's log-probabilities: no gang has opened the base yet"
         if self.gap is not None:
@@ -237,7 +235,13 @@ class Probe:
 
     async def _look(self, name: str, scores: BaseScores | None) -> Found:
         tokens = list(scores.tokens) if scores else (await self._encode(name, TEXT))[:MOST_TOKENS]
-        answer = await self._generate(name, _scored(tokens))
+        prompt = Prompt(
+            tokens=tuple(tokens),
+            params=SamplingParams(max_tokens=0),
+            prompt_logprobs=True,
+            top_prompt_logprobs=_TOP,
+        )
+        answer = await self._generate(name, prompt)
         assert answer.prompt_logprobs is not None, "they were asked for"
         rows = [[pair.logprob for pair in row] for row in answer.top_prompt_logprobs or () if row]
         dtype, quantization = await self._told(name)
@@ -260,13 +264,6 @@ class Probe:
         roots = [model.get("root") for model in models if model.get("id") == name]
         look = partial(_quantization, {"path": roots[0] if roots else None})
         return None, await asyncio.to_thread(look)
-
-
-def _scored(tokens: list[int]) -> Prompt:
-    params = SamplingParams(max_tokens=0)
-    return Prompt(
-        tokens=tuple(tokens), params=params, prompt_logprobs=True, top_prompt_logprobs=_TOP
-    )
 
 
 def _quantization(base: Mapping[str, Any]) -> str | None:

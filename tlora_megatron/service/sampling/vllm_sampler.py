@@ -14,9 +14,9 @@ import httpx
 from tlora_megatron.runtime.sampling.values import AdapterKey, Answer, Piece, Prompt, gather
 from tlora_megatron.service.sampling.own import BaseOf
 from tlora_megatron.service.sampling.sampler import (
+    Sampler,
     SamplerUnavailable,
     SamplingRefused,
-    StreamingSampler,
 )
 from tlora_megatron.service.sampling.vllm_server import (
     Server,
@@ -37,7 +37,7 @@ _LOADED = "has already been loaded"
 """In what vLLM answers to a name that it knows."""
 
 
-class VllmSampler(StreamingSampler):
+class VllmSampler(Sampler):
     """Samples by vLLM; adapters are loaded into it as the PEFT folders that they are.
 
     Args:
@@ -65,12 +65,11 @@ class VllmSampler(StreamingSampler):
             # Not at the top: it needs numpy.
             from tlora_megatron.service.sampling.vllm_probe import Probe
 
-            self._probe = Probe(probe, self._generate_one, self._encode, self._get)
+            self._probe = Probe(probe, self._generate_one, self.encode, self._get)
         self._lock = asyncio.Lock()
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_S))
 
     async def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
-        """Yields pieces as tokens come."""
         if self._probe is not None:
             await self._probe.check(base, self._section(base))
         async for piece in self._stream(base, prompts):
@@ -103,7 +102,6 @@ class VllmSampler(StreamingSampler):
                 task.cancel()
 
     async def encode(self, base: str, text: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the tokens of a text, or of messages by the base's chat template."""
         if isinstance(text, str):
             body: dict[str, Any] = {"prompt": text}
         else:
@@ -116,12 +114,10 @@ class VllmSampler(StreamingSampler):
         return [int(token) for token in answer["tokens"]]
 
     async def decode(self, base: str, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, special ones included."""
         body = {"model": base, "tokens": list(tokens)}
         return str((await self._post(base, "/detokenize", body))["prompt"])
 
     async def token_texts(self, base: str, tokens: Sequence[int]) -> list[str]:
-        """Returns the text of each token alone."""
         return list(await asyncio.gather(*(self.decode(base, [token]) for token in tokens)))
 
     async def close(self) -> None:
@@ -175,9 +171,6 @@ class VllmSampler(StreamingSampler):
 
     async def _generate_one(self, base: str, prompt: Prompt) -> Answer:
         return gather([prompt], [piece async for piece in self._stream(base, [prompt])])[0]
-
-    async def _encode(self, base: str, text: str) -> list[int]:
-        return await self.encode(base, text)
 
     async def _get(self, path: str) -> Mapping[str, Any]:
         """What a server that runs already tells of itself; nothing where it does not."""

@@ -187,7 +187,6 @@ async def start_server(
 
 
 async def end_server(server: Server) -> None:
-    """Ends a server of ours."""
     if server.child is not None:
         server.child.handle.send(signal.SIGTERM)
         await server.child.ended()

@@ -12,12 +12,12 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, select
+from sqlalchemy import Connection, Engine, Executable, select
 from sqlalchemy.exc import DBAPIError, InternalError, OperationalError
 
 from tlora_megatron.service.store import tables
@@ -28,6 +28,7 @@ from tlora_megatron.service.store.states import (
     StoreFull,
     StoreUnreachable,
 )
+from tlora_megatron.service.store.tables import Row
 
 Turn = Callable[[], AbstractContextManager[None]]
 """Entered by a writer; others wait meanwhile."""
@@ -126,6 +127,21 @@ class Database:
         ):
             yield connection
 
+    def all(self, row: type[Row], query: Executable) -> list[Row]:
+        """The rows that a query finds."""
+        with self.read() as connection:
+            return tables.find_all(connection, row, query)
+
+    def first(self, row: type[Row], query: Executable) -> Row | None:
+        """The first row that a query finds."""
+        with self.read() as connection:
+            return tables.find_one(connection, row, query)
+
+    def execute(self, statement: Executable, rows: Sequence[Mapping[str, Any]] = ()) -> int:
+        """Makes one change, for each of the rows if there are some; returns how many it met."""
+        with self.write() as connection:
+            return connection.execute(statement, rows or None).rowcount
+
     def close(self) -> None:
         """Closes the connections; in a forked child it only forgets them."""
         self.writer.dispose(close=os.getpid() == self._process)
@@ -186,6 +202,13 @@ class Database:
             if raised is None:
                 raise
             raise raised from error
+
+
+class Part:
+    """A part of a store."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
 
 def _sentence(error: DBAPIError, place: str) -> StoreError | None:

@@ -8,12 +8,11 @@ from typing import Any
 from sqlalchemy import Connection, delete, desc, exists, select
 
 from tlora_megatron.service.store import tables
-from tlora_megatron.service.store.database import Database
+from tlora_megatron.service.store.database import Part
 from tlora_megatron.service.store.rows import Board, Decision, Event
 from tlora_megatron.service.store.states import OVER
-from tlora_megatron.service.store.tables import find_all, query_of, values_of
 
-_EVENT = tables.event.c
+_EVENT, _DECISION = tables.event.c, tables.decision.c
 KEPT_S, KEPT = 30 * 86_400.0, 1_000_000
 """Seconds for which events are kept, and how many of them."""
 _AT_ONCE = 10_000
@@ -22,25 +21,8 @@ DECISIONS_KEPT = 10_000
 """Older decisions are removed: each holds what it looked at."""
 
 
-def record(
-    connection: Connection,
-    at: float,
-    kind: str,
-    *,
-    job: str | None = None,
-    gang: str | None = None,
-    body: Mapping[str, Any] | None = None,
-) -> None:
-    """Writes one event in the transaction that makes it true."""
-    row = {"at": at, "job": job, "gang": gang, "kind": kind, "body": dict(body or {})}
-    connection.execute(tables.event.insert(), row)
-
-
-class Events:
+class Events(Part):
     """Reads events, and writes those that change nothing else."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def add(
         self,
@@ -50,9 +32,8 @@ class Events:
         gang: str | None = None,
         body: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes one event."""
         with self._database.write() as connection:
-            record(connection, self._database.clock(), kind, job=job, gang=gang, body=body)
+            tables.record(connection, self._database.clock(), kind, job=job, gang=gang, body=body)
 
     def forget_old(self) -> bool:
         """Removes some of those that are not needed any more; True if there may be others.
@@ -87,18 +68,17 @@ class Events:
         job: str | None = None,
         gang: str | None = None,
         kinds: Collection[str] | None = None,
-        limit: int = 1000,
+        limit: int | None = 1000,
     ) -> list[Event]:
         """The first events after number `seq`, in order; of one job, gang or some kinds only."""
-        query = query_of(Event).where(_EVENT.seq > seq).order_by(_EVENT.seq).limit(limit)
+        query = tables.query_of(Event).where(_EVENT.seq > seq).order_by(_EVENT.seq).limit(limit)
         if job is not None:
             query = query.where(_EVENT.job == job)
         if gang is not None:
             query = query.where(_EVENT.gang == gang)
         if kinds is not None:
             query = query.where(_EVENT.kind.in_(kinds))
-        with self._database.read() as connection:
-            return find_all(connection, Event, query)
+        return self._database.all(Event, query)
 
 
 def _last_before(connection: Connection, at: float, last: int) -> int:
@@ -115,11 +95,8 @@ def _last_before(connection: Connection, at: float, last: int) -> int:
     return low
 
 
-class Decisions:
+class Decisions(Part):
     """The newest decisions of a store."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def add(self, snapshot: Mapping[str, Any], actions: Sequence[Any], why: str) -> None:
         """Notes a decision, on what it looked and what it does."""
@@ -130,35 +107,29 @@ class Decisions:
             "why": why,
         }
         with self._database.write() as connection:
-            made = tables.decision.insert().values(**row).returning(tables.decision.c.seq)
+            made = tables.decision.insert().values(**row).returning(_DECISION.seq)
             seq = connection.execute(made).scalar_one()
-            connection.execute(
-                delete(tables.decision).where(tables.decision.c.seq <= seq - DECISIONS_KEPT)
-            )
+            connection.execute(delete(tables.decision).where(_DECISION.seq <= seq - DECISIONS_KEPT))
 
     def newest(self, limit: int = 100, *, before: int | None = None) -> list[Decision]:
         """The last decisions, newest first; only those before number `before`, if it is given."""
-        query = query_of(Decision).order_by(desc(tables.decision.c.seq)).limit(limit)
+        query = tables.query_of(Decision).order_by(desc(_DECISION.seq)).limit(limit)
         if before is not None:
-            query = query.where(tables.decision.c.seq < before)
-        with self._database.read() as connection:
-            return find_all(connection, Decision, query)
+            query = query.where(_DECISION.seq < before)
+        return self._database.all(Decision, query)
 
 
-class Boards:
+class Boards(Part):
     """The tables that a controller shows of the present moment, each written over by the next."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def write(self, name: str, body: Mapping[str, Any]) -> None:
         """Shows something in the place of what was shown under this name."""
         board = Board(name=name, at=self._database.clock(), body=dict(body))
         with self._database.write() as connection:
             connection.execute(delete(tables.board).where(tables.board.c.name == name))
-            connection.execute(tables.board.insert(), values_of(board))
+            tables.insert(connection, board)
 
     def read(self) -> dict[str, Board]:
         """All that is shown, by name."""
-        with self._database.read() as connection:
-            return {board.name: board for board in find_all(connection, Board, query_of(Board))}
+        found = self._database.all(Board, tables.query_of(Board))
+        return {board.name: board for board in found}

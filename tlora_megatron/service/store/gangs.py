@@ -13,11 +13,9 @@ from sqlalchemy import Connection, bindparam, delete, desc, exists, func, select
 
 from tlora_megatron.service.messages import Command, CommandKind, GangEvent, GangSpec
 from tlora_megatron.service.store import tables
-from tlora_megatron.service.store.database import Database
-from tlora_megatron.service.store.events import record
+from tlora_megatron.service.store.database import Part
 from tlora_megatron.service.store.rows import Gang
 from tlora_megatron.service.store.states import GANG_CHANGES, GangState, IllegalChange, NotFound
-from tlora_megatron.service.store.tables import find_all, gang_of, query_of, values_of
 
 _GANG, _COMMAND = tables.gang.c, tables.command.c
 _COMMANDS_KEPT_S = 86_400.0
@@ -33,11 +31,8 @@ class Heard(NamedTuple):
     """Gangs, by name and epoch, that reported an event before an earlier one, and which."""
 
 
-class Gangs:
+class Gangs(Part):
     """The gangs of a store."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def next_epoch(self, name: str) -> int:
         """The epoch that the next start under a name must have."""
@@ -70,24 +65,17 @@ class Gangs:
                 lease_until=now + spec.lease_s,
                 started_at=now,
             )
-            connection.execute(tables.gang.insert(), values_of(gang))
+            tables.insert(connection, gang)
             _forget_commands(connection, now - _COMMANDS_KEPT_S)
             body = {"epoch": epoch, "to": gang.state.value}
-            record(connection, now, "gang", gang=spec.gang, body=body)
+            tables.record(connection, now, "gang", gang=spec.gang, body=body)
             return gang
 
-    def change(
-        self,
-        name: str,
-        epoch: int,
-        to: GangState,
-        *,
-        why: str | None = None,
-    ) -> Gang:
+    def change(self, name: str, epoch: int, to: GangState, *, why: str | None = None) -> Gang:
         """Changes a gang's state; `ended` is said with proof that its processes are gone."""
         to = GangState(to)
         with self._database.write() as connection:
-            state = gang_of(connection, name, epoch).state
+            state = tables.gang_of(connection, name, epoch).state
             if to not in GANG_CHANGES[state]:
                 raise IllegalChange(
                     f"gang {name!r} of epoch {epoch} must go from {state} to "
@@ -101,13 +89,13 @@ class Gangs:
             body = {"epoch": epoch, "from": state.value, "to": to.value}
             if why is not None:
                 body["why"] = why
-            record(connection, now, "gang", gang=name, body=body)
-            return gang_of(connection, name, epoch)
+            tables.record(connection, now, "gang", gang=name, body=body)
+            return tables.gang_of(connection, name, epoch)
 
     def note(self, name: str, epoch: int, **values: Any) -> None:
         """Adds to what is remembered of a gang, in `engine_ref`."""
         with self._database.write() as connection:
-            ref = {**gang_of(connection, name, epoch).engine_ref, **values}
+            ref = {**tables.gang_of(connection, name, epoch).engine_ref, **values}
             _update(connection, name, epoch, {"engine_ref": ref})
 
     def hear(self, events: Sequence[GangEvent]) -> Heard:
@@ -139,26 +127,23 @@ class Gangs:
     def get(self, name: str, epoch: int) -> Gang:
         """One start of a gang; raises `NotFound` if there is none."""
         with self._database.read() as connection:
-            return gang_of(connection, name, epoch)
+            return tables.gang_of(connection, name, epoch)
 
     def live(self) -> list[Gang]:
         """Gangs without proof that they are gone, in the order of their starts."""
-        query = query_of(Gang).where(_GANG.state != GangState.ENDED)
-        with self._database.read() as connection:
-            return find_all(connection, Gang, query.order_by(_GANG.started_at, _GANG.name))
+        query = tables.query_of(Gang).where(_GANG.state != GangState.ENDED)
+        return self._database.all(Gang, query.order_by(_GANG.started_at, _GANG.name))
 
     def ended_since(self, at: float) -> list[Gang]:
         """The gangs that ended after a time, in the order of their ends."""
-        query = query_of(Gang).where(_GANG.ended_at > at).order_by(_GANG.ended_at, _GANG.name)
-        with self._database.read() as connection:
-            return find_all(connection, Gang, query)
+        query = tables.query_of(Gang).where(_GANG.ended_at > at)
+        return self._database.all(Gang, query.order_by(_GANG.ended_at, _GANG.name))
 
     def since(self, at: float, *, limit: int = 2000) -> list[Gang]:
         """The gangs that did not end before `at`, in the order of their starts."""
-        query = query_of(Gang).where(_GANG.ended_at.is_(None) | (_GANG.ended_at > at))
+        query = tables.query_of(Gang).where(_GANG.ended_at.is_(None) | (_GANG.ended_at > at))
         query = query.order_by(desc(_GANG.started_at), desc(_GANG.name)).limit(limit)
-        with self._database.read() as connection:
-            return find_all(connection, Gang, query)[::-1]
+        return self._database.all(Gang, query)[::-1]
 
 
 def _in_order(events: Sequence[GangEvent], before: Mapping[tuple[str, int], int]) -> Heard:
@@ -190,11 +175,8 @@ def _forget_commands(connection: Connection, before: float) -> None:
     connection.execute(delete(tables.command).where(ended))
 
 
-class Commands:
+class Commands(Part):
     """The commands of a store. Gangs drop what they have applied, so any may be posted again."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def write(
         self,
@@ -213,7 +195,7 @@ class Commands:
             IllegalChange: if the gang has ended.
         """
         with self._database.write() as connection:
-            found = gang_of(connection, gang, epoch)
+            found = tables.gang_of(connection, gang, epoch)
             if found.state is GangState.ENDED:
                 raise IllegalChange(
                     f"gang {gang!r} must be alive to be told to {kind}, got epoch {epoch}, which "
@@ -225,18 +207,16 @@ class Commands:
                 gang=gang, epoch=epoch, seq=seq, kind=kind, job=job, body=dict(body or {})
             )
             _update(connection, gang, epoch, {"last_seq": seq, "lease_until": until})
-            row = {**values_of(command), "written_at": now}
-            connection.execute(tables.command.insert(), row)
+            tables.insert(connection, command, written_at=now)
             return command
 
     def unapplied(self) -> list[Command]:
         """Commands that gangs which have not ended are not known to have applied, in order."""
         this = (_GANG.name == _COMMAND.gang) & (_GANG.epoch == _COMMAND.epoch)
-        query = query_of(Command).join(tables.gang, this)
+        query = tables.query_of(Command).join(tables.gang, this)
         query = query.where(_COMMAND.applied_at.is_(None), _GANG.state != GangState.ENDED)
         query = query.order_by(_COMMAND.gang, _COMMAND.epoch, _COMMAND.seq)
-        with self._database.read() as connection:
-            return find_all(connection, Command, query)
+        return self._database.all(Command, query)
 
     def mark_applied(self, gang: str, epoch: int, seq: int) -> bool:
         """Notes that a gang carried a command out; False if known, `NotFound` if there is none."""

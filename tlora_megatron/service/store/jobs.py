@@ -9,8 +9,7 @@ from typing import Any, TypedDict, Unpack
 from sqlalchemy import ColumnElement, Connection, bindparam, desc, func, select, update
 
 from tlora_megatron.service.store import tables
-from tlora_megatron.service.store.database import Database
-from tlora_megatron.service.store.events import record
+from tlora_megatron.service.store.database import Part
 from tlora_megatron.service.store.leases import end_lease
 from tlora_megatron.service.store.rows import Job, NewJob, Progress
 from tlora_megatron.service.store.states import (
@@ -23,7 +22,6 @@ from tlora_megatron.service.store.states import (
     RequestedAction,
 )
 from tlora_megatron.service.store.submitting import insert_jobs
-from tlora_megatron.service.store.tables import find_all, find_one, in_parts, job_of, query_of
 
 _JOB = tables.job.c
 
@@ -42,11 +40,8 @@ class JobFields(TypedDict, total=False):
     error: str | None
 
 
-class Jobs:
+class Jobs(Part):
     """The jobs of a store. Every change of state is one transaction with its event."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def submit(
         self,
@@ -90,7 +85,7 @@ class Jobs:
         """
         to = JobState(to)
         with self._database.write() as connection:
-            found = job_of(connection, job)
+            found = tables.job_of(connection, job)
             _check_change(found, to, released=release is not None)
             now = self._database.clock()
             if release is not None:
@@ -102,13 +97,13 @@ class Jobs:
             event = {"from": found.state.value, "to": to.value, **(body or {})}
             if why is not None:
                 event["why"] = why
-            record(connection, now, "state", job=job, gang=found.gang, body=event)
+            tables.record(connection, now, "state", job=job, gang=found.gang, body=event)
             return _set(connection, found, values, fields)
 
     def update(self, job: str, **fields: Unpack[JobFields]) -> Job:
         """Changes fields of a job, with no event."""
         with self._database.write() as connection:
-            return _set(connection, job_of(connection, job), {}, fields)
+            return _set(connection, tables.job_of(connection, job), {}, fields)
 
     def progress(self, reports: Sequence[Progress]) -> None:
         """Notes how far jobs have come, with no events; those that are over stay as they are."""
@@ -131,8 +126,7 @@ class Jobs:
             }
             for report in reports
         ]
-        with self._database.write() as connection:
-            connection.execute(query.values(values), rows)
+        self._database.execute(query.values(values), rows)
 
     def request_action(self, job: str, action: RequestedAction, *, by: str = "") -> Job:
         """Notes what a user wants of a job; a controller carries it out.
@@ -143,13 +137,14 @@ class Jobs:
             IllegalChange: if the job is over, or is to be cancelled already.
         """
         with self._database.write() as connection:
-            found = job_of(connection, job)
+            found = tables.job_of(connection, job)
             if found.state.is_over:
                 raise IllegalChange(
                     f"job {found.name!r} ({job}) must be unfinished to {action}, got one that is "
                     f"{found.state}"
                 )
-            if found.wish == action or (action == "resume" and not _is_held(found)):
+            is_held = found.state is JobState.PAUSED or found.wish is not None
+            if found.wish == action or (action == "resume" and not is_held):
                 return found
             if found.wish == "cancel":
                 raise IllegalChange(
@@ -157,53 +152,50 @@ class Jobs:
                     f"{action}, got one that is"
                 )
             now = self._database.clock()
-            record(connection, now, "wished", job=job, body={"wish": action, "by": by})
+            tables.record(connection, now, "wished", job=job, body={"wish": action, "by": by})
             return _set(connection, found, {"wish": action}, {})
 
     def clear_wish(self, job: str, expected: RequestedAction) -> bool:
         """Clears a requested action that is carried out; False if it is another by now."""
         query = update(tables.job).where(_JOB.id == job, _JOB.wish == expected).values(wish=None)
-        with self._database.write() as connection:
-            return connection.execute(query).rowcount == 1
+        return self._database.execute(query) == 1
 
     def get(self, job: str) -> Job:
         """The job of an id; raises `NotFound` if there is none."""
         with self._database.read() as connection:
-            return job_of(connection, job)
+            return tables.job_of(connection, job)
 
     def many(self, jobs: Sequence[str]) -> list[Job]:
         """The jobs of some ids, in the order of their numbers; ids of none are passed over."""
         found = []
-        with self._database.read() as connection:
-            for part in in_parts(jobs):
-                query = query_of(Job).where(_JOB.id.in_(part))
-                found += find_all(connection, Job, query)
+        with self._database.read():
+            for part in tables.in_parts(jobs):
+                found += self._database.all(Job, tables.query_of(Job).where(_JOB.id.in_(part)))
         return sorted(found, key=lambda job: job.number)
 
     def find(self, text: str, *, tenant: str = "local") -> Job:
         """The tenant's job of an id, or the unfinished, else newest, one of a name."""
-        mine = query_of(Job).where(_JOB.tenant == tenant)
+        mine = tables.query_of(Job).where(_JOB.tenant == tenant)
         named = mine.where(_JOB.name == text)
         queries = (
             mine.where(_JOB.id == text),
             named.where(_JOB.state.not_in(OVER)),
             named.order_by(desc(_JOB.number)).limit(1),
         )
-        with self._database.read() as connection:
+        with self._database.read():
             for query in queries:
-                if (found := find_one(connection, Job, query)) is not None:
+                if (found := self._database.first(Job, query)) is not None:
                     return found
         raise NotFound(f"a job's name or id must be one of the store's, got {text!r}")
 
     def newest_of_key(self, prefix: str, *, tenant: str, within_s: float) -> Job | None:
         """The tenant's newest job whose key begins so, if it was submitted so lately."""
-        query = query_of(Job).where(
+        query = tables.query_of(Job).where(
             _JOB.tenant == tenant,
             _JOB.key.startswith(prefix, autoescape=True),
             _JOB.submitted_at >= self._database.clock() - within_s,
         )
-        with self._database.read() as connection:
-            return find_one(connection, Job, query.order_by(desc(_JOB.number)).limit(1))
+        return self._database.first(Job, query.order_by(desc(_JOB.number)).limit(1))
 
     def page(
         self,
@@ -215,7 +207,7 @@ class Jobs:
         newest_first: bool = False,
     ) -> list[Job]:
         """Jobs in the order of their numbers, or backwards, from behind number `after` on."""
-        query = query_of(Job).limit(limit)
+        query = tables.query_of(Job).limit(limit)
         query = query.order_by(desc(_JOB.number) if newest_first else _JOB.number)
         if after is not None:
             query = query.where(_JOB.number < after if newest_first else _JOB.number > after)
@@ -223,14 +215,12 @@ class Jobs:
             query = query.where(_JOB.state.in_(states))
         if tenant is not None:
             query = query.where(_JOB.tenant == tenant)
-        with self._database.read() as connection:
-            return find_all(connection, Job, query)
+        return self._database.all(Job, query)
 
     def unfinished_rows(self) -> list[Job]:
         """The jobs that are not over, in the order of their numbers."""
-        query = query_of(Job).where(_JOB.state.not_in(OVER)).order_by(_JOB.number)
-        with self._database.read() as connection:
-            return find_all(connection, Job, query)
+        query = tables.query_of(Job).where(_JOB.state.not_in(OVER)).order_by(_JOB.number)
+        return self._database.all(Job, query)
 
     def counts(self, *, tenant: str | None = None) -> dict[JobState, int]:
         """Number of jobs in each state that has any."""
@@ -255,10 +245,9 @@ class Jobs:
         return found[job]
 
     def documents(self, jobs: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Documents by the jobs' ids."""
         found = {}
         with self._database.read() as connection:
-            for part in in_parts(jobs):
+            for part in tables.in_parts(jobs):
                 query = select(tables.document).where(tables.document.c.job.in_(part))
                 found.update({row.job: row.body for row in connection.execute(query)})
         return found
@@ -276,11 +265,6 @@ def _check_change(job: Job, to: JobState, *, released: bool) -> None:
         )
     if to in (JobState.STARTING, JobState.RUNNING) and job.lease is None:
         raise IllegalChange(f"{name} must be leased to a gang to become {to}, got no lease")
-
-
-def _is_held(job: Job) -> bool:
-    """True of a job that a user, or its controller, has paused or wants to be paused or gone."""
-    return job.state is JobState.PAUSED or job.wish is not None
 
 
 def _answers(job: Job, to: JobState) -> bool:

@@ -11,8 +11,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, desc, func, select, update
 
 from tlora_megatron.service.store import tables
-from tlora_megatron.service.store.database import Database
-from tlora_megatron.service.store.events import record
+from tlora_megatron.service.store.database import Part
 from tlora_megatron.service.store.rows import Gang, Job, Lease, Lock, Stay
 from tlora_megatron.service.store.states import (
     GangState,
@@ -21,24 +20,13 @@ from tlora_megatron.service.store.states import (
     LockHeld,
     LockLost,
 )
-from tlora_megatron.service.store.tables import (
-    find_all,
-    find_one,
-    gang_of,
-    job_of,
-    query_of,
-    values_of,
-)
 
 STALE_S = 15.0
 """A controller of another host that gave no sign of life for so long is taken for dead."""
 
 
-class ControllerLock:
+class ControllerLock(Part):
     """Taken by a controller; from then on every write of this store is made under it."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def take(self, *, stale_s: float = STALE_S) -> int:
         """Takes the lock; returns its epoch, which grows with every taking.
@@ -60,7 +48,7 @@ class ControllerLock:
             epoch = 1 if held is None else held.epoch + 1
             connection.execute(delete(tables.controller))
             lock = Lock(epoch=epoch, owner=owner(), beat_at=now)
-            connection.execute(tables.controller.insert(), {**values_of(lock), "id": 1})
+            tables.insert(connection, lock, id=1)
         self._database.fence = epoch
         return epoch
 
@@ -75,14 +63,12 @@ class ControllerLock:
     def release(self) -> None:
         """Gives the lock back, so that another controller need not wait."""
         if self._database.fence is not None:
-            with self._database.write() as connection:
-                connection.execute(update(tables.controller).values(owner="", beat_at=0.0))
+            self._database.execute(update(tables.controller).values(owner="", beat_at=0.0))
         self._database.fence = None
 
     def holder(self) -> Lock | None:
         """Who took the lock last; the owner is empty if it was given back."""
-        with self._database.read() as connection:
-            return find_one(connection, Lock, query_of(Lock))
+        return self._database.first(Lock, tables.query_of(Lock))
 
     def is_held(self, *, stale_s: float = STALE_S) -> bool:
         """True if a controller runs, by its last sign of life."""
@@ -132,11 +118,8 @@ MARGIN_S = 10.0
 _LEASE = tables.lease.c
 
 
-class Leases:
+class Leases(Part):
     """Grants leases; a job has one at most, and each has an epoch above all before it."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def grant(self, job: str, gang: str, epoch: int) -> Lease:
         """Gives a gang the right to write a job's folder.
@@ -150,7 +133,7 @@ class Leases:
         """
         with self._database.write() as connection:
             now = self._database.clock()
-            found, taker = job_of(connection, job), gang_of(connection, gang, epoch)
+            found, taker = tables.job_of(connection, job), tables.gang_of(connection, gang, epoch)
             _check_parties(found, taker)
             present = _present(connection, job)
             if present is not None:
@@ -164,13 +147,16 @@ class Leases:
                 gang_epoch=epoch,
                 granted_at=now,
             )
-            _insert(connection, lease)
+            tables.insert(connection, lease)
+            _tell_job(connection, job, lease)
+            body = {"lease": lease.epoch, "epoch": epoch}
+            tables.record(connection, now, "granted", job=job, gang=gang, body=body)
             return lease
 
     def release(self, job: str, *, lease: int, why: str) -> bool:
         """Ends a lease; returns False if it is not the present one any more."""
         with self._database.write() as connection:
-            found = job_of(connection, job)
+            found = tables.job_of(connection, job)
             if found.lease != lease:
                 return False
             end_lease(connection, found, self._database.clock(), why)
@@ -183,9 +169,8 @@ class Leases:
 
     def all(self) -> list[Lease]:
         """All leases that were not given back."""
-        query = query_of(Lease).where(_LEASE.ended_at.is_(None))
-        with self._database.read() as connection:
-            return find_all(connection, Lease, query.order_by(_LEASE.granted_at, _LEASE.job))
+        query = tables.query_of(Lease).where(_LEASE.ended_at.is_(None))
+        return self._database.all(Lease, query.order_by(_LEASE.granted_at, _LEASE.job))
 
     def stays_since(self, at: float, *, limit: int = 5000) -> list[Stay]:
         """The times of jobs in gangs that did not end before `at`, in the order they began."""
@@ -198,8 +183,7 @@ class Leases:
         )
         query = select(*columns).where(_LEASE.ended_at.is_(None) | (_LEASE.ended_at > at))
         query = query.order_by(desc(_LEASE.granted_at), _LEASE.job).limit(limit)
-        with self._database.read() as connection:
-            return find_all(connection, Stay, query)[::-1]
+        return self._database.all(Stay, query)[::-1]
 
 
 def end_lease(connection: Connection, job: Job, now: float, why: str) -> None:
@@ -212,14 +196,7 @@ def end_lease(connection: Connection, job: Job, now: float, why: str) -> None:
     )
     _tell_job(connection, job.id, None)
     body = {"lease": job.lease, "epoch": job.gang_epoch, "why": why}
-    record(connection, now, "released", job=job.id, gang=job.gang, body=body)
-
-
-def _insert(connection: Connection, lease: Lease) -> None:
-    connection.execute(tables.lease.insert(), values_of(lease))
-    _tell_job(connection, lease.job, lease)
-    body = {"lease": lease.epoch, "epoch": lease.gang_epoch}
-    record(connection, lease.granted_at, "granted", job=lease.job, gang=lease.gang, body=body)
+    tables.record(connection, now, "released", job=job.id, gang=job.gang, body=body)
 
 
 def _tell_job(connection: Connection, job: str, lease: Lease | None) -> None:
@@ -233,8 +210,8 @@ def _tell_job(connection: Connection, job: str, lease: Lease | None) -> None:
 
 
 def _present(connection: Connection, job: str) -> Lease | None:
-    query = query_of(Lease).where(_LEASE.job == job, _LEASE.ended_at.is_(None))
-    return find_one(connection, Lease, query)
+    query = tables.query_of(Lease).filter_by(job=job, ended_at=None)
+    return tables.find_one(connection, Lease, query)
 
 
 def _check_parties(job: Job, gang: Gang) -> None:
@@ -254,7 +231,7 @@ def _proof(connection: Connection, held: Lease, taker: Gang, job: Job, now: floa
     """Why a lease may be ended."""
     if (held.gang, held.gang_epoch) == (taker.name, taker.epoch):
         return "granted again"
-    holder = gang_of(connection, held.gang, held.gang_epoch)
+    holder = tables.gang_of(connection, held.gang, held.gang_epoch)
     if holder.state is GangState.ENDED:
         return "its gang has ended"
     left_s = holder.lease_until + MARGIN_S - now

@@ -169,7 +169,6 @@ class Lock:
 
     @property
     def who(self) -> str:
-        """The controller in messages."""
         if not self.owner:
             return "no controller"
         found = json.loads(self.owner)

@@ -7,10 +7,10 @@ import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from sqlalchemy import URL, Connection, create_engine, event, inspect, make_url, select, update
 from sqlalchemy.exc import ArgumentError
@@ -201,15 +201,11 @@ def _add_board(connection: Connection) -> None:
         next(index for index in table.indexes if index.name == name).create(connection)
 
 
-def _add_tenancy(connection: Connection) -> None:
-    tables.metadata.create_all(connection, tables=tables.TENANCY)
-
-
-def _add_tinker(connection: Connection) -> None:
-    tables.metadata.create_all(connection, tables=tables.TINKER)
-
-
-STEPS: Sequence[Callable[[Connection], None]] = (_add_board, _add_tenancy, _add_tinker)
+STEPS: Sequence[Callable[[Connection], None]] = (
+    _add_board,
+    partial(tables.metadata.create_all, tables=tables.TENANCY),
+    partial(tables.metadata.create_all, tables=tables.TINKER),
+)
 """Step k brings version k + 1 to k + 2. A change of `tables` needs a step that does the same to a
 store that exists."""
 
@@ -248,7 +244,7 @@ def _version(connection: Connection) -> int | None:
     return connection.execute(select(tables.schema_version.c.version)).scalar_one()
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """All that a service knows. Any thread of one process may use it, but no forked child."""
 
     def __init__(self, database: Database) -> None:
@@ -294,18 +290,9 @@ class Store:
             )
 
     def close(self) -> None:
-        """Closes the store."""
         self.database.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

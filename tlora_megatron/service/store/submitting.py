@@ -16,7 +16,6 @@ from tlora_megatron.config.reader import must
 from tlora_megatron.service.store import tables
 from tlora_megatron.service.store.rows import Job, NewJob
 from tlora_megatron.service.store.states import OVER, JobState, KeyReused, NameTaken, OverLimit
-from tlora_megatron.service.store.tables import in_parts, query_of, values_of
 
 _JOB = tables.job.c
 _ID = re.compile(r"j\d+[a-z]{4}")
@@ -70,8 +69,8 @@ def _digests(new: Sequence[NewJob]) -> dict[str, str]:
 
 def _known(connection: Connection, tenant: str, keys: Sequence[str]) -> dict[str, tuple[str, Job]]:
     known = {}
-    for part in in_parts(keys):
-        query = query_of(Job).add_columns(_JOB.key, _JOB.digest)
+    for part in tables.in_parts(keys):
+        query = tables.query_of(Job).add_columns(_JOB.key, _JOB.digest)
         query = query.where(_JOB.tenant == tenant, _JOB.key.in_(part))
         for row in connection.execute(query).mappings():
             values = dict(row)
@@ -97,7 +96,7 @@ def _check_names(connection: Connection, tenant: str, names: Sequence[str]) -> N
             raise NameTaken(f"the jobs of a submit must have unlike names, got {times} of {name!r}")
         if _ID.fullmatch(name):
             raise must("a job's name", "not look like a job's id", name)
-    for part in in_parts(names):
+    for part in tables.in_parts(names):
         query = select(_JOB.name, _JOB.id, _JOB.state).where(
             _JOB.tenant == tenant, _JOB.name.in_(part), _JOB.state.not_in(OVER)
         )
@@ -135,7 +134,7 @@ def _insert(
             changed_at=at,
             is_new=True,
         )
-        rows.append({**values_of(job), "key": entry.key, "digest": digests[entry.key]})
+        rows.append({**tables.values_of(job), "key": entry.key, "digest": digests[entry.key]})
         documents.append({"job": job.id, "body": dict(entry.document)})
         body = {"name": entry.name, "tenant": tenant}
         events.append({"at": at, "job": job.id, "kind": "submitted", "body": body})

@@ -108,7 +108,6 @@ _TYPES: Mapping[Any, TypeEngine[Any]] = {
 
 
 def _column(name: str, hint: Any, *, is_key: bool, counts: bool) -> Column[Any]:
-    """The column of a field."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     (kind,) = (option for option in options if option is not NoneType)
     is_enum = isinstance(kind, type) and issubclass(kind, StrEnum)
@@ -311,6 +310,11 @@ def values_of(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names}
 
 
+def insert(connection: Connection, value: Any, **more: Any) -> None:
+    """Writes a row, with columns that no value shows."""
+    connection.execute(_TABLES[type(value)].insert(), {**values_of(value), **more})
+
+
 def job_of(connection: Connection, job_id: str) -> rows.Job:
     """The job of an id; raises `NotFound` if there is none."""
     found = find_one(connection, rows.Job, query_of(rows.Job).where(job.c.id == job_id))
@@ -326,6 +330,20 @@ def gang_of(connection: Connection, name: str, epoch: int) -> rows.Gang:
     if found is None:
         raise NotFound(f"a gang must be one of the store's, got {name!r} of epoch {epoch}")
     return found
+
+
+def record(
+    connection: Connection,
+    at: float,
+    kind: str,
+    *,
+    job: str | None = None,
+    gang: str | None = None,
+    body: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes one event in the transaction that makes it true."""
+    row = {"at": at, "job": job, "gang": gang, "kind": kind, "body": dict(body or {})}
+    connection.execute(event.insert(), row)
 
 
 def in_parts(items: Sequence[Item]) -> Iterator[Sequence[Item]]:

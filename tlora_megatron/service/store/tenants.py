@@ -24,7 +24,7 @@ from sqlalchemy import (
 
 from tlora_megatron.service.home import check_tenant
 from tlora_megatron.service.store import tables
-from tlora_megatron.service.store.database import Database
+from tlora_megatron.service.store.database import Database, Part
 from tlora_megatron.service.store.rows import (
     SCOPES,
     CheckpointNote,
@@ -37,7 +37,6 @@ from tlora_megatron.service.store.rows import (
     Upload,
 )
 from tlora_megatron.service.store.states import NotFound, OverLimit
-from tlora_megatron.service.store.tables import find_all, find_one, query_of, values_of
 
 PREFIX = "tml-tlora-"
 """The `tinker` client takes no key that begins otherwise than with `tml-`."""
@@ -46,14 +45,10 @@ _TENANT, _TOKEN, _UPLOAD = tables.tenant.c, tables.token.c, tables.upload.c
 _PRESENT = _UPLOAD.deleted_at.is_(None)
 
 
-class Tenants:
+class Tenants(Part):
     """The tenants of a store; one without a row has the limits that all have."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
     def limits(self, tenant: str) -> TenantLimits:
-        """How much a tenant may have."""
         query = select(_TENANT.limits).where(_TENANT.name == tenant)
         with self._database.read() as connection:
             return _as_limits(connection.execute(query).scalar())
@@ -84,11 +79,8 @@ class Made(NamedTuple):
     """The text that its owner sends. It is shown once: the store does not know it."""
 
 
-class Tokens:
+class Tokens(Part):
     """The tokens of a store: made once, kept as digests, taken back at any time."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def make(self, tenant: str, scopes: Sequence[str] = SCOPES[:2]) -> Made:
         """Makes a token; raises `ValueError` if the tenant or a scope cannot be called so."""
@@ -105,30 +97,27 @@ class Tokens:
             created_at=self._database.clock(),
         )
         with self._database.write() as connection:
-            row = {**values_of(token), "digest": _digest(secret)}
-            connection.execute(tables.token.insert(), row)
+            tables.insert(connection, token, digest=_digest(secret))
         return Made(token, secret)
 
     def find(self, secret: str) -> Token | None:
         """The token of a secret; None if there is none, or it was revoked."""
         known = (_TOKEN.digest == _digest(secret), _TOKEN.revoked_at.is_(None))
-        with self._database.read() as connection:
-            return find_one(connection, Token, query_of(Token).where(*known))
+        return self._database.first(Token, tables.query_of(Token).where(*known))
 
     def all(self, tenant: str | None = None) -> list[Token]:
         """Tokens in the order in which they were made, revoked ones too."""
-        query = query_of(Token).order_by(_TOKEN.created_at, _TOKEN.id)
+        query = tables.query_of(Token).order_by(_TOKEN.created_at, _TOKEN.id)
         if tenant is not None:
             query = query.where(_TOKEN.tenant == tenant)
-        with self._database.read() as connection:
-            return find_all(connection, Token, query)
+        return self._database.all(Token, query)
 
     def revoke(self, token: str) -> Token:
         """Takes a token back; one that was taken back stays so."""
         change = update(tables.token).where(_TOKEN.id == token, _TOKEN.revoked_at.is_(None))
-        with self._database.write() as connection:
-            connection.execute(change.values(revoked_at=self._database.clock()))
-            found = find_one(connection, Token, query_of(Token).where(_TOKEN.id == token))
+        with self._database.write():
+            self._database.execute(change.values(revoked_at=self._database.clock()))
+            found = self._database.first(Token, tables.query_of(Token).where(_TOKEN.id == token))
         if found is None:
             raise NotFound(f"a token's id must be one of the store's, got {token!r:.80}")
         return found
@@ -138,11 +127,8 @@ def _digest(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-class Uploads:
+class Uploads(Part):
     """The uploads of a store. What one tenant asks never reads another's."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def add(
         self, new: NewUpload, *, tenant: str, most_bytes: int | None = None, besides: int = 0
@@ -166,9 +152,8 @@ class Uploads:
 
     def get(self, upload: str, *, tenant: str) -> Upload:
         """The tenant's file of an id; raises `NotFound` if it has none."""
-        query = query_of(Upload).where(_UPLOAD.id == upload, _UPLOAD.tenant == tenant, _PRESENT)
-        with self._database.read() as connection:
-            found = find_one(connection, Upload, query)
+        query = tables.query_of(Upload).filter_by(id=upload, tenant=tenant, deleted_at=None)
+        found = self._database.first(Upload, query)
         if found is None:
             raise _missing(upload)
         return found
@@ -178,15 +163,18 @@ class Uploads:
         *,
         tenant: str,
         purpose: str | None = None,
+        digest: str | None = None,
         after: str | None = None,
         limit: int = 100,
         newest_first: bool = True,
     ) -> list[Upload]:
         """A page of a tenant's files behind that of an id; raises `NotFound` if there is none."""
-        query = query_of(Upload).where(_UPLOAD.tenant == tenant, _PRESENT).limit(limit)
+        query = tables.query_of(Upload).where(_UPLOAD.tenant == tenant, _PRESENT).limit(limit)
         query = query.order_by(desc(_UPLOAD.number) if newest_first else _UPLOAD.number)
         if purpose is not None:
             query = query.where(_UPLOAD.purpose == purpose)
+        if digest is not None:
+            query = query.where(_UPLOAD.digest == digest)
         with self._database.read() as connection:
             if after is not None:
                 mine = (_UPLOAD.id == after, _UPLOAD.tenant == tenant)
@@ -195,14 +183,14 @@ class Uploads:
                     raise _missing(after)
                 behind = _UPLOAD.number < number if newest_first else _UPLOAD.number > number
                 query = query.where(behind)
-            return find_all(connection, Upload, query)
+            return tables.find_all(connection, Upload, query)
 
     def delete(self, upload: str, *, tenant: str) -> Upload:
         """Notes that a file is gone; raises `NotFound` if the tenant has none of this id."""
         change = update(tables.upload).where(_UPLOAD.id == upload)
-        with self._database.write() as connection:
+        with self._database.write():
             found = self.get(upload, tenant=tenant)
-            connection.execute(change.values(deleted_at=self._database.clock()))
+            self._database.execute(change.values(deleted_at=self._database.clock()))
         return found
 
     def bytes_of(self, tenant: str) -> int:
@@ -224,7 +212,7 @@ _SESSION, _MODEL, _SAMPLER = tables.session.c, tables.model.c, tables.sampler.c
 _NOTE = tables.checkpoint_note.c
 
 
-class Sessions:
+class Sessions(Part):
     """The sessions of a store, with all that is theirs. What one tenant asks never reads another's.
 
     Heartbeats and uses of samplers are many: this object keeps them until `flush`, so that other
@@ -232,7 +220,7 @@ class Sessions:
     """
 
     def __init__(self, database: Database) -> None:
-        self._database = database
+        super().__init__(database)
         self._guard = threading.Lock()
         self._heard: dict[str, float] = {}
         """Id of a session or sampler -> when it was heard of, where that is not in its row yet."""
@@ -243,23 +231,20 @@ class Sessions:
 
     def get(self, session: str, *, tenant: str) -> Session | None:
         """The tenant's session of an id; None if it has none."""
-        query = query_of(Session).where(_SESSION.id == session, _SESSION.tenant == tenant)
-        with self._database.read() as connection:
-            return find_one(connection, Session, query)
+        query = tables.query_of(Session).filter_by(id=session, tenant=tenant)
+        return self._database.first(Session, query)
 
     def all(self, tenant: str | None = None) -> list[Session]:
         """The sessions of a tenant, or of all, newest first."""
-        query = query_of(Session).order_by(desc(_SESSION.created_at), _SESSION.id)
+        query = tables.query_of(Session).order_by(desc(_SESSION.created_at), _SESSION.id)
         if tenant is not None:
             query = query.where(_SESSION.tenant == tenant)
-        with self._database.read() as connection:
-            return find_all(connection, Session, query)
+        return self._database.all(Session, query)
 
     def end(self, session: str, why: str) -> None:
         """Takes no more requests of a session; the first reason stays."""
         change = update(tables.session).where(_SESSION.id == session, _SESSION.ended.is_(None))
-        with self._database.write() as connection:
-            connection.execute(change.values(ended=why, ended_at=self._database.clock()))
+        self._database.execute(change.values(ended=why, ended_at=self._database.clock()))
 
     def remove(self, session: str) -> None:
         """Forgets a session with its models, samplers and notes; jobs and checkpoints stay."""
@@ -300,23 +285,20 @@ class Sessions:
 
     def model(self, model: str, *, tenant: str) -> Model | None:
         """The tenant's model of an id; None if it has none."""
-        query = query_of(Model).where(_MODEL.id == model, _MODEL.tenant == tenant)
-        with self._database.read() as connection:
-            return find_one(connection, Model, query)
+        query = tables.query_of(Model).filter_by(id=model, tenant=tenant)
+        return self._database.first(Model, query)
 
     def models(self, *, tenant: str, session: str | None = None) -> list[Model]:
         """The models of a tenant, or of one of its sessions, newest first."""
-        query = query_of(Model).where(_MODEL.tenant == tenant)
+        query = tables.query_of(Model).where(_MODEL.tenant == tenant)
         if session is not None:
             query = query.where(_MODEL.session == session)
-        with self._database.read() as connection:
-            return find_all(connection, Model, query.order_by(desc(_MODEL.created_at), _MODEL.id))
+        return self._database.all(Model, query.order_by(desc(_MODEL.created_at), _MODEL.id))
 
     def leave(self, model: Model, last_request: int) -> Model:
         """Takes no more requests of a model behind that of a number."""
         change = update(tables.model).where(_MODEL.id == model.id)
-        with self._database.write() as connection:
-            connection.execute(change.values(last_request=last_request))
+        self._database.execute(change.values(last_request=last_request))
         return replace(model, last_request=last_request)
 
     def put_sampler(self, sampler: Sampler) -> None:
@@ -325,15 +307,13 @@ class Sessions:
 
     def sampler(self, sampler: str, *, tenant: str) -> Sampler | None:
         """The tenant's sampler of an id; None if it has none."""
-        query = query_of(Sampler).where(_SAMPLER.id == sampler, _SAMPLER.tenant == tenant)
-        with self._database.read() as connection:
-            return find_one(connection, Sampler, query)
+        query = tables.query_of(Sampler).filter_by(id=sampler, tenant=tenant)
+        return self._database.first(Sampler, query)
 
     def samplers(self, session: str) -> list[Sampler]:
         """The samplers of a session, in the order of their numbers."""
-        query = query_of(Sampler).where(_SAMPLER.session == session).order_by(_SAMPLER.number)
-        with self._database.read() as connection:
-            return find_all(connection, Sampler, query)
+        query = tables.query_of(Sampler).filter_by(session=session)
+        return self._database.all(Sampler, query.order_by(_SAMPLER.number))
 
     def join_sampler(self, sampler: str) -> int:
         """Counts a copy of a sampler's client; returns its number, from 1."""
@@ -345,10 +325,9 @@ class Sessions:
 
     def pinned(self, tenant: str) -> list[Sampler]:
         """The samplers of a tenant's open sessions that stay at a version of weights."""
-        query = query_of(Sampler).join(tables.session, _SESSION.id == _SAMPLER.session)
+        query = tables.query_of(Sampler).join(tables.session, _SESSION.id == _SAMPLER.session)
         query = query.where(_SAMPLER.tenant == tenant, _SESSION.ended.is_(None))
-        with self._database.read() as connection:
-            return find_all(connection, Sampler, query.where(_SAMPLER.version.is_not(None)))
+        return self._database.all(Sampler, query.where(_SAMPLER.version.is_not(None)))
 
     def note(self, note: CheckpointNote) -> None:
         """Remembers what a client says of a checkpoint, instead of what it said before."""
@@ -357,20 +336,18 @@ class Sessions:
 
     def notes(self, model: str) -> dict[tuple[str, str], CheckpointNote]:
         """What was said of a model's checkpoints, by kind and name."""
-        query = query_of(CheckpointNote).where(_NOTE.model == model)
-        with self._database.read() as connection:
-            found = find_all(connection, CheckpointNote, query)
+        query = tables.query_of(CheckpointNote).where(_NOTE.model == model)
+        found = self._database.all(CheckpointNote, query)
         return {(note.kind, note.name): note for note in found}
 
     def forget_note(self, model: str, kind: str, name: str) -> None:
         """Forgets what was said of a checkpoint that is gone."""
         this = (_NOTE.model == model, _NOTE.kind == kind, _NOTE.name == name)
-        with self._database.write() as connection:
-            connection.execute(delete(tables.checkpoint_note).where(*this))
+        self._database.execute(delete(tables.checkpoint_note).where(*this))
 
     def _put(self, table: Table, row: Any, *same: ColumnElement[bool]) -> None:
         """Writes a row, in the place of the one that is the same where that may be there."""
         with self._database.write() as connection:
             if same:
                 connection.execute(delete(table).where(*same))
-            connection.execute(table.insert(), values_of(row))
+            tables.insert(connection, row)

@@ -18,16 +18,16 @@ from tlora_megatron.runtime.sampling.values import Piece, Prompt
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.sampling.own import OwnSampler
 from tlora_megatron.service.sampling.sampler import (
+    Sampler,
     SamplerBusy,
     SamplerUnavailable,
     SamplingRefused,
-    StreamingSampler,
 )
 from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
 from tlora_megatron.service.settings import add_sampler_arguments, open_sampler, sampler_words
 
 
-class Scripted(StreamingSampler):
+class Scripted(Sampler):
     """Does what the first token of a prompt says."""
 
     def __init__(self) -> None:

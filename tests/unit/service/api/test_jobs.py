@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
-from tests.helpers.http_service import BASE, Api, bearer, job, listening, posted, put_file
+from tests.helpers.http_service import BASE, Api, bearer, job, posted, put_file
 from tests.helpers.stored_jobs import put_job
 from tlora_megatron.service.api import gate
 from tlora_megatron.service.store import JobState, TenantLimits
@@ -143,19 +141,6 @@ def test_mistakes_are_told_where_they_stand(
     assert api.store.jobs.page() == []
 
 
-def test_many_submits_share_transactions_and_one_refusal_harms_no_other(api: Api) -> None:
-    put_file(api)
-
-    async def all_at_once() -> list[int]:
-        async with api.async_client() as client:
-            posts = [client.post("/v1/jobs", json=job(f"n{index % 15}")) for index in range(20)]
-            return [answer.status_code for answer in await asyncio.gather(*posts)]
-
-    statuses = asyncio.run(all_at_once())
-    assert sorted(statuses) == [201] * 15 + [409] * 5
-    assert len(api.store.jobs.page()) == 15
-
-
 @pytest.mark.parametrize(
     "headers",
     [
@@ -226,14 +211,6 @@ def test_errors_are_sentences(api: Api, monkeypatch: pytest.MonkeyPatch) -> None
     answer = client.get("/v1/jobs/a")
     assert answer.status_code == 500
     assert "secret" not in answer.text
-
-
-def test_over_a_port(api: Api) -> None:
-    job = put_job(api.store)
-    with listening(api.app) as address:
-        answer = httpx.get(f"{address}/v1/jobs/{job}", headers=bearer(api.token("ann")))
-        assert answer.json()["name"] == "a"
-        assert "server" not in answer.headers
 
 
 def test_a_tenant_holds_so_many_streams_and_uploads_and_no_more(

@@ -125,15 +125,6 @@ def test_the_queue_is_filtered_and_a_job_opened_by_keyboard(browser: Browser, si
         page.get_by_role("dialog").wait_for(state="hidden")
 
 
-def test_a_tenant_sees_others_only_as_strangers(browser: Browser, site: Site) -> None:
-    with opened(browser, site.of()) as page:
-        wait_for(page, ".member.stranger")
-        content = page.content()
-        for name in ("sql-dialect", "radiology", "cyd", "bob"):
-            assert name not in content
-        assert "others have" in page.locator("#found").inner_text()
-
-
 def test_a_narrow_window_in_the_dark(browser: Browser, site: Site) -> None:
     narrow = {"viewport": {"width": 400, "height": 800}, "color_scheme": "dark"}
     with opened(browser, site.of("ann", ADMIN), **narrow) as page:

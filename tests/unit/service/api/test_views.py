@@ -171,6 +171,7 @@ def test_a_tenant_may_not_open_streams_without_end(
             assert second.status_code == 429
         with stream(address, busy.token("bob")) as other:
             assert other.status_code == 200
+            assert "server" not in other.headers
 
 
 def test_prometheus_is_told_all_figures(busy: Api) -> None:

@@ -8,11 +8,11 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -31,6 +31,7 @@ from tlora_megatron.service.sampling.sampler import (
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_sampler")
 
+pytestmark = pytest.mark.anyio
 LONG = Prompt(tokens=(1, 10), params=SamplingParams(max_tokens=5))
 
 
@@ -41,92 +42,71 @@ async def opened(folder: Path, idle_s: float = 60.0) -> AsyncIterator[OwnSampler
     settings = OwnSettings(idle_s=idle_s, command=FAKE, most_open=300, most_waiting=400)
     sampler = OwnSampler(folder / "deep" / ("x" * 90), bases.__getitem__, settings)
     try:
-        yield sampler
+        async with asyncio.timeout(HANG_S):
+            yield sampler
     finally:
         await sampler.close()
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, HANG_S))
+async def test_one_process_serves_all_who_ask_at_once(tmp_path: Path) -> None:
+    async with opened(tmp_path) as sampler:
+        asked = (sampler.encode("good", "x") for _ in range(5))
+        assert len({tuple(one) for one in await asyncio.gather(*asked)}) == 1
+        (socket,) = tmp_path.rglob("*.sock")
+        assert stat.S_IMODE(socket.stat().st_mode) == 0o600
+        answers = await sampler.generate("good", [LONG, Prompt(tokens=(7,))])
+        assert [one.sequences[0].tokens for one in answers] == [
+            (11, 12, 13, 14, 15),
+            (8, 9, 10),
+        ]
+        async with opened(tmp_path) as second:
+            assert await second.encode("good", "x") == await sampler.encode("good", "x")
+            assert not second._children
 
 
-def test_one_process_serves_all_who_ask_at_once(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path) as sampler:
-            asked = (sampler.encode("good", "x") for _ in range(5))
-            assert len({tuple(one) for one in await asyncio.gather(*asked)}) == 1
-            (socket,) = tmp_path.rglob("*.sock")
-            assert stat.S_IMODE(socket.stat().st_mode) == 0o600
-            answers = await sampler.generate("good", [LONG, Prompt(tokens=(7,))])
-            assert [one.sequences[0].tokens for one in answers] == [
-                (11, 12, 13, 14, 15),
-                (8, 9, 10),
-            ]
-            async with opened(tmp_path) as second:
-                assert await second.encode("good", "x") == await sampler.encode("good", "x")
-                assert not second._children
-
-    run(work())
+async def test_request_is_asked_once_more_and_its_pieces_are_told_once(tmp_path: Path) -> None:
+    async with opened(tmp_path) as sampler:
+        tokens = [piece.tokens[0] async for piece in sampler.stream("die 1", [LONG])]
+        assert tokens == [11, 12, 13, 14, 15]
+        with pytest.raises(SamplerUnavailable, match="sampler of die 9 has ended with code 1"):
+            await sampler.generate("die 9", [LONG])
 
 
-def test_request_is_asked_once_more_and_its_pieces_are_told_once(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path) as sampler:
-            tokens = [piece.tokens[0] async for piece in sampler.stream("die 1", [LONG])]
-            assert tokens == [11, 12, 13, 14, 15]
-            with pytest.raises(SamplerUnavailable, match="sampler of die 9 has ended with code 1"):
-                await sampler.generate("die 9", [LONG])
-
-    run(work())
-
-
-def test_many_who_ask_a_busy_process_at_once_do_not_end_it(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path) as sampler:
-            (pid,) = await sampler.encode("good", "x")
-            os.kill(pid, signal.SIGSTOP)
-            asked = [asyncio.create_task(sampler.encode("good", "x")) for _ in range(701)]
-            await asyncio.sleep(0.1)
-            os.kill(pid, signal.SIGCONT)
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-            assert answers[:700] == 700 * [[pid]]
-            assert isinstance(answers[700], SamplerBusy)
-            assert "must have at most 400 requests waiting" in str(answers[700])
-
-    run(work())
+async def test_many_who_ask_a_busy_process_at_once_do_not_end_it(tmp_path: Path) -> None:
+    async with opened(tmp_path) as sampler:
+        (pid,) = await sampler.encode("good", "x")
+        os.kill(pid, signal.SIGSTOP)
+        asked = [asyncio.create_task(sampler.encode("good", "x")) for _ in range(701)]
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGCONT)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert answers[:700] == 700 * [[pid]]
+        assert isinstance(answers[700], SamplerBusy)
+        assert "must have at most 400 requests waiting" in str(answers[700])
 
 
-def test_process_whose_connection_breaks_is_asked_again_and_lives(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path) as sampler:
-            (pid,) = await sampler.encode("drop 1", "x")
-            (answer,) = await sampler.generate("drop 1", [LONG])
-            assert answer.sequences[0].tokens == (11, 12, 13, 14, 15)
-            assert await sampler.encode("drop 1", "x") == [pid]
-
-    run(work())
+async def test_process_whose_connection_breaks_is_asked_again_and_lives(tmp_path: Path) -> None:
+    async with opened(tmp_path) as sampler:
+        (pid,) = await sampler.encode("drop 1", "x")
+        (answer,) = await sampler.generate("drop 1", [LONG])
+        assert answer.sequences[0].tokens == (11, 12, 13, 14, 15)
+        assert await sampler.encode("drop 1", "x") == [pid]
 
 
-def test_process_that_cannot_start_says_why(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path) as sampler:
-            with pytest.raises(SamplerUnavailable, match="started: base_model must be better"):
-                await sampler.generate("refuse", [LONG])
-            with pytest.raises(SamplingRefused, match="must be one of the service's, got 'other'"):
-                await sampler.generate("other", [LONG])
-
-    run(work())
+async def test_process_that_cannot_start_says_why(tmp_path: Path) -> None:
+    async with opened(tmp_path) as sampler:
+        with pytest.raises(SamplerUnavailable, match="started: base_model must be better"):
+            await sampler.generate("refuse", [LONG])
+        with pytest.raises(SamplingRefused, match="must be one of the service's, got 'other'"):
+            await sampler.generate("other", [LONG])
 
 
-def test_idle_process_ends_and_another_one_comes(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with opened(tmp_path, idle_s=0.05) as sampler:
-            (first,) = await sampler.encode("good", "x")
-            (child,) = sampler._children.values()
-            assert await child.ended() == 0
-            assert await sampler.encode("good", "x") != [first]
-
-    run(work())
+async def test_idle_process_ends_and_another_one_comes(tmp_path: Path) -> None:
+    async with opened(tmp_path, idle_s=0.05) as sampler:
+        (first,) = await sampler.encode("good", "x")
+        (child,) = sampler._children.values()
+        assert await child.ended() == 0
+        assert await sampler.encode("good", "x") != [first]
 
 
 class Endless:
@@ -159,32 +139,28 @@ class Endless:
             request.tell(Piece(prompt=request.number, tokens=(5,), scores=scores))
 
 
-Talk = Callable[[Path, Endless], Coroutine[Any, Any, None]]
+class Served(NamedTuple):
+    """A process that serves in a task."""
 
-
-def served(tmp_path: Path, talk: Talk) -> None:
-    """Serves while somebody talks, and ends with the process that has started it."""
-
-    async def both() -> None:
-        batcher: Any = Endless()
-        async with started(tmp_path / "a.sock", batcher) as serving:
-            await talk(tmp_path / "a.sock", batcher)
-        await serving
-        assert not (tmp_path / "a.sock").exists()
-
-    asyncio.run(asyncio.wait_for(both(), HANG_S))
+    socket: Path
+    batcher: Endless
+    task: asyncio.Task[None]
 
 
 @asynccontextmanager
-async def started(socket: Path, batcher: Any) -> AsyncIterator[asyncio.Task[None]]:
-    """A process that serves, and at the end sees its input end."""
+async def served(folder: Path) -> AsyncIterator[Served]:
+    """Serves while somebody talks, and ends with the process that has started it."""
+    batcher: Any = Endless()
     (reading, ordering), (hearing, writing) = os.pipe(), os.pipe()
     parent, child = LinePipe(hearing, ordering), LinePipe(reading, writing)
-    serving = asyncio.create_task(SamplingProcess(batcher, 60.0).run(socket, child))
-    while not parent.receive():
-        await asyncio.sleep(0.001)
-    yield serving
-    parent.close()
+    task = asyncio.create_task(SamplingProcess(batcher, 60.0).run(folder / "a.sock", child))
+    async with asyncio.timeout(HANG_S):
+        while not parent.receive():
+            await asyncio.sleep(0.001)
+        yield Served(folder / "a.sock", batcher, task)
+        parent.close()
+        await asyncio.wait([task])
+    assert not (folder / "a.sock").exists()
 
 
 async def ask(socket: Path, message: Any) -> dict[str, Any]:
@@ -201,8 +177,8 @@ def sample(*tokens: int, **params: Any) -> dict[str, Any]:
     return {"op": "generate", "prompts": [prompt_to_json(prompt)], "seed": 1}
 
 
-def test_wrong_requests_are_answered_with_sentences(tmp_path: Path) -> None:
-    async def talk(socket: Path, _: Endless) -> None:
+async def test_wrong_requests_are_answered_with_sentences(tmp_path: Path) -> None:
+    async with served(tmp_path) as found:
         for message, sentence in (
             (b"{\n", "Expecting"),
             ({"op": "dance"}, "op must be generate, encode or decode, got 'dance'"),
@@ -216,56 +192,45 @@ def test_wrong_requests_are_answered_with_sentences(tmp_path: Path) -> None:
             ({"op": "encode", "messages": [{"role": "nobody"}]}, r"messages[0].role must be"),
             ({"op": "decode", "tokens": [-1]}, "the request failed: OverflowError"),
         ):
-            assert sentence in (await ask(socket, message))["error"]
-
-    served(tmp_path, talk)
+            assert sentence in (await ask(found.socket, message))["error"]
 
 
-def test_texts_and_messages_become_tokens_and_back(tmp_path: Path) -> None:
-    async def talk(socket: Path, _: Endless) -> None:
-        text = await ask(socket, {"op": "encode", "text": "ab"})
+async def test_texts_and_messages_become_tokens_and_back(tmp_path: Path) -> None:
+    async with served(tmp_path) as found:
+        text = await ask(found.socket, {"op": "encode", "text": "ab"})
         assert text["tokens"] == [1, *byte_ids("ab")]
         messages = [{"role": "user", "content": "ab"}]
-        chat = await ask(socket, {"op": "encode", "messages": messages})
+        chat = await ask(found.socket, {"op": "encode", "messages": messages})
         assert chat["tokens"] == [1, 4, *byte_ids("ab"), 6, 5]
-        assert await ask(socket, {"op": "decode", "tokens": chat["tokens"]}) == {
+        assert await ask(found.socket, {"op": "decode", "tokens": chat["tokens"]}) == {
             "text": "<s><|user|>ab<|end|><|assistant|>"
         }
-        each = await ask(socket, {"op": "decode", "tokens": byte_ids("ab"), "each": True})
+        each = await ask(found.socket, {"op": "decode", "tokens": byte_ids("ab"), "each": True})
         assert each == {"texts": ["a", "b"]}
 
-    served(tmp_path, talk)
 
-
-def test_closed_connection_takes_the_request_back(tmp_path: Path) -> None:
-    async def talk(socket: Path, batcher: Endless) -> None:
-        assert (await ask(socket, sample(1)))["piece"]["tokens"] == [5]
-        while batcher.requests:
+async def test_closed_connection_takes_the_request_back(tmp_path: Path) -> None:
+    async with served(tmp_path) as found:
+        assert (await ask(found.socket, sample(1)))["piece"]["tokens"] == [5]
+        while found.batcher.requests:
             await asyncio.sleep(0.001)
-        assert "piece" in await ask(socket, sample(1))
-
-    served(tmp_path, talk)
+        assert "piece" in await ask(found.socket, sample(1))
 
 
-def test_scores_alone_end_a_request(tmp_path: Path) -> None:
-    async def talk(socket: Path, _: Endless) -> None:
-        reader, writer = await connect(socket)
+async def test_scores_alone_end_a_request(tmp_path: Path) -> None:
+    async with served(tmp_path) as found:
+        reader, writer = await connect(found.socket)
         writer.write(to_line(sample(1, max_tokens=0)))
         lines = [json.loads(line) async for line in reader]
         assert [list(line) for line in lines] == [["piece"], ["done"]]
         writer.close()
 
-    served(tmp_path, talk)
 
-
-def test_step_that_fails_ends_the_process(tmp_path: Path) -> None:
-    async def both() -> None:
-        async with started(tmp_path / "a.sock", Endless()) as serving:
-            _, writer = await connect(tmp_path / "a.sock")
-            writer.write(to_line(sample(13)))
-            with pytest.raises(RuntimeError, match="the device is lost"):
-                await serving
-            assert not (tmp_path / "a.sock").exists()
-            writer.close()
-
-    asyncio.run(asyncio.wait_for(both(), HANG_S))
+async def test_step_that_fails_ends_the_process(tmp_path: Path) -> None:
+    async with served(tmp_path) as found:
+        _, writer = await connect(found.socket)
+        writer.write(to_line(sample(13)))
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            await found.task
+        assert not found.socket.exists()
+        writer.close()

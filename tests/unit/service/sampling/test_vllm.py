@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,8 @@ from tlora_megatron.service.sampling.vllm_server import Server, VllmSettings
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_vllm")
 
+pytestmark = pytest.mark.anyio
+
 Log = list[tuple[str, str]]
 
 
@@ -58,10 +60,6 @@ async def opened(folder: Path, address: str, adapters: int = 8) -> AsyncIterator
         await sampler.close()
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(work)
-
-
 def adapter(folder: Path) -> str:
     folder.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -69,130 +67,105 @@ def adapter(folder: Path) -> str:
     return str(folder)
 
 
-def test_prompts_with_different_adapters_in_one_call(
+async def test_prompts_with_different_adapters_in_one_call(
     tmp_path: Path, address: str, log: Log
 ) -> None:
     one, two = adapter(tmp_path / "one"), adapter(tmp_path / "two")
-
-    async def work() -> None:
-        async with opened(tmp_path, address) as sampler:
-            params = SamplingParams(max_tokens=3, temperature=0.0, top_logprobs=2, top_k=5)
-            prompts = [
-                Prompt(tokens=(40,), params=params, num_samples=2),
-                Prompt(tokens=(60,), adapter=one, params=params),
-                Prompt(tokens=(70,), adapter=two, params=SamplingParams(max_tokens=2, stop=("x",))),
-            ]
-            answers = await sampler.generate("base", prompts)
-            assert [[s.tokens for s in answer.sequences] for answer in answers] == [
-                [(41, 42, 43), (42, 43, 44)], [(61, 62, 63)], [(71, 72)],
-            ]  # fmt: skip
-            first = answers[0].sequences[0]
-            assert (first.text, first.logprobs) == (")*+", (-1.0, -2.0, -3.0))
-            assert first.top_logprobs[0] == (TokenLogprob(7, -0.5), TokenLogprob(8, -0.5))
-            assert (first.stop_reason, first.stopped_by) == ("length", None)
-            last = answers[2].sequences[0]
-            assert (last.stop_reason, last.stopped_by) == ("stop", "x")
-            await sampler.generate("base", prompts[1:])
-
-    run(work())
+    async with opened(tmp_path, address) as sampler:
+        params = SamplingParams(max_tokens=3, temperature=0.0, top_logprobs=2, top_k=5)
+        prompts = [
+            Prompt(tokens=(40,), params=params, num_samples=2),
+            Prompt(tokens=(60,), adapter=one, params=params),
+            Prompt(tokens=(70,), adapter=two, params=SamplingParams(max_tokens=2, stop=("x",))),
+        ]
+        answers = await sampler.generate("base", prompts)
+        assert [[s.tokens for s in answer.sequences] for answer in answers] == [
+            [(41, 42, 43), (42, 43, 44)], [(61, 62, 63)], [(71, 72)],
+        ]  # fmt: skip
+        first = answers[0].sequences[0]
+        assert (first.text, first.logprobs) == (")*+", (-1.0, -2.0, -3.0))
+        assert first.top_logprobs[0] == (TokenLogprob(7, -0.5), TokenLogprob(8, -0.5))
+        assert (first.stop_reason, first.stopped_by) == ("length", None)
+        last = answers[2].sequences[0]
+        assert (last.stop_reason, last.stopped_by) == ("stop", "x")
+        await sampler.generate("base", prompts[1:])
     assert sorted(log)[-2:] == [("load", one), ("load", two)]
     assert log.count(("complete", one)) == 2
 
 
-def test_prompts_are_scored(tmp_path: Path, address: str) -> None:
-    async def work() -> None:
-        async with opened(tmp_path, address) as sampler:
-            scored = Prompt(
-                tokens=(1, 2, 3), params=SamplingParams(max_tokens=0), prompt_logprobs=True
-            )
-            beside = Prompt(
-                tokens=(1, 2), params=SamplingParams(max_tokens=2), top_prompt_logprobs=1
-            )
-            first, second = await sampler.generate("base", [scored, beside])
-            assert first.prompt_logprobs == (None, -3.0, -3.0)
-            assert not first.sequences
-            assert second.prompt_logprobs is None
-            assert second.top_prompt_logprobs == (None, (TokenLogprob(5, -1.0),))
-            assert second.sequences[0].tokens == (3, 4)
-
-    run(work())
+async def test_prompts_are_scored(tmp_path: Path, address: str) -> None:
+    async with opened(tmp_path, address) as sampler:
+        scored = Prompt(tokens=(1, 2, 3), params=SamplingParams(max_tokens=0), prompt_logprobs=True)
+        beside = Prompt(tokens=(1, 2), params=SamplingParams(max_tokens=2), top_prompt_logprobs=1)
+        first, second = await sampler.generate("base", [scored, beside])
+        assert first.prompt_logprobs == (None, -3.0, -3.0)
+        assert not first.sequences
+        assert second.prompt_logprobs is None
+        assert second.top_prompt_logprobs == (None, (TokenLogprob(5, -1.0),))
+        assert second.sequences[0].tokens == (3, 4)
 
 
-def test_texts(tmp_path: Path, address: str) -> None:
-    async def work() -> None:
-        async with opened(tmp_path, address) as sampler:
-            assert await sampler.encode("base", "ab") == [97, 98]
-            assert await sampler.decode("base", [97, 98]) == "ab"
-            assert await sampler.token_texts("base", [97, 98]) == ["a", "b"]
-            chat = await sampler.encode("base", [{"role": "user", "content": "x"}])
-            assert bytes(chat).startswith(b"<chat>")
-
-    run(work())
+async def test_texts(tmp_path: Path, address: str) -> None:
+    async with opened(tmp_path, address) as sampler:
+        assert await sampler.encode("base", "ab") == [97, 98]
+        assert await sampler.decode("base", [97, 98]) == "ab"
+        assert await sampler.token_texts("base", [97, 98]) == ["a", "b"]
+        chat = await sampler.encode("base", [{"role": "user", "content": "x"}])
+        assert bytes(chat).startswith(b"<chat>")
 
 
-def test_old_adapters_leave_and_new_files_are_new_adapters(
+async def test_old_adapters_leave_and_new_files_are_new_adapters(
     tmp_path: Path, address: str, log: Log
 ) -> None:
     folders = [adapter(tmp_path / name) for name in "abc"]
-
-    async def work() -> None:
-        async with opened(tmp_path, address, adapters=2) as sampler:
-            for folder in (*folders, folders[2]):
-                await sampler.generate("base", [Prompt(tokens=(1,), adapter=folder)])
-            os.utime(f"{folders[2]}/adapter_config.json", (1, 1))
-            await sampler.generate("base", [Prompt(tokens=(1,), adapter=folders[2])])
-
-    run(work())
+    async with opened(tmp_path, address, adapters=2) as sampler:
+        for folder in (*folders, folders[2]):
+            await sampler.generate("base", [Prompt(tokens=(1,), adapter=folder)])
+        os.utime(f"{folders[2]}/adapter_config.json", (1, 1))
+        await sampler.generate("base", [Prompt(tokens=(1,), adapter=folders[2])])
     changes = [one for one in log if one[0] != "complete"]
     loads = [("load", folder) for folder in folders]
     assert changes == [*loads, ("unload", folders[0]), loads[2], ("unload", folders[1])]
 
 
-def test_refusals(tmp_path: Path, address: str) -> None:
-    async def work() -> None:
-        async with opened(tmp_path, address) as sampler:
-            with pytest.raises(SamplingRefused, match="255 is out of vocabulary"):
-                await sampler.generate("base", [Prompt(tokens=(255,))])
-            with pytest.raises(SamplingRefused, match="does not exist"):
-                await sampler.generate("other", [Prompt(tokens=(1,))])
-            with pytest.raises(SamplingRefused, match="adapter must be a folder with"):
-                await sampler.generate("base", [Prompt(tokens=(1,), adapter="/nowhere")])
-            with pytest.raises(SamplingRefused, match=r"messages\[0\]'s keys must be"):
-                await sampler.encode("base", [{"role": "user", "content": "x", "nmae": "bob"}])
-        async with opened(tmp_path, "http://127.0.0.1:9") as sampler:
-            with pytest.raises(SamplerUnavailable, match="vLLM does not answer for base"):
-                await sampler.generate("base", [Prompt(tokens=(1,))])
-
-    run(work())
+async def test_refusals(tmp_path: Path, address: str) -> None:
+    async with opened(tmp_path, address) as sampler:
+        with pytest.raises(SamplingRefused, match="255 is out of vocabulary"):
+            await sampler.generate("base", [Prompt(tokens=(255,))])
+        with pytest.raises(SamplingRefused, match="does not exist"):
+            await sampler.generate("other", [Prompt(tokens=(1,))])
+        with pytest.raises(SamplingRefused, match="adapter must be a folder with"):
+            await sampler.generate("base", [Prompt(tokens=(1,), adapter="/nowhere")])
+        with pytest.raises(SamplingRefused, match=r"messages\[0\]'s keys must be"):
+            await sampler.encode("base", [{"role": "user", "content": "x", "nmae": "bob"}])
+    async with opened(tmp_path, "http://127.0.0.1:9") as sampler:
+        with pytest.raises(SamplerUnavailable, match="vLLM does not answer for base"):
+            await sampler.generate("base", [Prompt(tokens=(1,))])
 
 
-def test_server_is_started_for_a_base_and_again_after_its_death(tmp_path: Path) -> None:
+async def test_server_is_started_for_a_base_and_again_after_its_death(tmp_path: Path) -> None:
     bases = {
         "base": {"path": "base", "dtype": "bfloat16"},
         "broken": {"path": "broken", "dtype": "bfloat16"},
         "random": {"config": "x", "dtype": "bfloat16"},
     }
-
-    async def work() -> None:
-        settings = VllmSettings(command=FAKE)
-        sampler = VllmSampler(tmp_path, bases.__getitem__, settings)
-        asked = (sampler.encode("base", "a") for _ in range(3))
-        assert await asyncio.gather(*asked) == [[97]] * 3
-        (server,) = sampler._servers.values()
-        assert server.child is not None
-        server.child.kill()
-        assert await sampler.encode("base", "a") == [97]
-        with pytest.raises(SamplerUnavailable, match="the engine core has failed"):
-            await sampler.encode("broken", "a")
-        with pytest.raises(SamplingRefused, match="a folder of weights as they are for vLLM"):
-            await sampler.encode("random", "a")
-        await sampler.close()
-        sampler = VllmSampler(tmp_path, bases.__getitem__, VllmSettings(command=("no-vllm",)))
-        with pytest.raises(SamplerUnavailable, match="pip install vllm"):
-            await sampler.encode("base", "a")
-        await sampler.close()
-
-    run(work())
+    settings = VllmSettings(command=FAKE)
+    sampler = VllmSampler(tmp_path, bases.__getitem__, settings)
+    asked = (sampler.encode("base", "a") for _ in range(3))
+    assert await asyncio.gather(*asked) == [[97]] * 3
+    (server,) = sampler._servers.values()
+    assert server.child is not None
+    server.child.kill()
+    assert await sampler.encode("base", "a") == [97]
+    with pytest.raises(SamplerUnavailable, match="the engine core has failed"):
+        await sampler.encode("broken", "a")
+    with pytest.raises(SamplingRefused, match="a folder of weights as they are for vLLM"):
+        await sampler.encode("random", "a")
+    await sampler.close()
+    sampler = VllmSampler(tmp_path, bases.__getitem__, VllmSettings(command=("no-vllm",)))
+    with pytest.raises(SamplerUnavailable, match="pip install vllm"):
+        await sampler.encode("base", "a")
+    await sampler.close()
 
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -329,13 +302,12 @@ def test_what_a_server_says_of_itself_counts(case: Case) -> None:
         asyncio.run(case.probe("bfloat16", {"vllm_config": told}).check("b", case.base("bfloat16")))
 
 
-def test_sampler_looks_before_it_samples(tmp_path: Path) -> None:
+async def test_sampler_looks_before_it_samples(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({}))
     bases = {"base": {"path": str(tmp_path), "dtype": "bfloat16", "quantization": None}}
     home = Home.open(tmp_path / "service")
     told = {"dtype": "torch.float32", "quantization": None}
-
-    async def work(address: str) -> None:
+    with listening(make_app("base", "key", told=told)) as address:
         for may_differ in (False, True):
             probe = ProbeSettings(home=home, may_differ=may_differ)
             server = Server(address, "key")
@@ -348,6 +320,3 @@ def test_sampler_looks_before_it_samples(tmp_path: Path) -> None:
                 with pytest.raises(SamplingRefused, match="--sampler-may-differ"):
                     await sampler.generate("base", [prompt])
             await sampler.close()
-
-    with listening(make_app("base", "key", told=told)) as address:
-        asyncio.run(work(address))

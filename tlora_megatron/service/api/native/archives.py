@@ -27,6 +27,7 @@ _STEP = re.compile(r"step_(\d{8,})")
 _ENDINGS = (".json", ".safetensors", ".md", ".txt")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_SAVED = "checkpoints"
 _KEPT = 16
 _BLOCK = 1 << 20
 
@@ -53,7 +54,9 @@ def archive_of(folder: Path, archives: Path, name: str, outward: Callable[[str],
         path = make_folder(archives) / f"{name}-{stamp}.zip"
         if not path.exists():
             _write(path, files, outward)
-            _prune(archives)
+            # Not asked for lately; whoever reads one reads it to its end.
+            for old in sorted(archives.glob("*.zip"), key=modified_s)[:-_KEPT]:
+                old.unlink(missing_ok=True)
     os.utime(path)
     return path
 
@@ -98,13 +101,6 @@ def _write(path: Path, files: dict[str, BinaryIO], outward: Callable[[str], str]
                 shutil.copyfileobj(file, target, _BLOCK)
 
 
-def _prune(archives: Path) -> None:
-    """Removes archives that were not asked for lately; whoever reads one reads it to its end."""
-    paths = sorted(archives.glob("*.zip"), key=modified_s)
-    for path in paths[:-_KEPT]:
-        path.unlink(missing_ok=True)
-
-
 _ZIP: dict[str, Any] = {
     "response_class": FileResponse,
     "responses": {**answers(404, 409), 200: {"content": {"application/zip": {}}}},
@@ -112,7 +108,6 @@ _ZIP: dict[str, Any] = {
 
 
 def router(service: Service) -> APIRouter:
-    """The routes of a job's files."""
     routes = APIRouter(prefix="/v1/jobs/{job}", tags=["files of jobs"])
 
     @routes.get("/adapter.zip", **_ZIP)
@@ -128,7 +123,7 @@ def router(service: Service) -> APIRouter:
     async def checkpoints(job: str, caller: Reader) -> dict[str, Any]:
         """The checkpoints that are on the disk: the last two."""
         found = await service.read(visible_job, service, job, caller)
-        return {"checkpoints": await service.read(steps_of, _saved(service, found))}
+        return {"checkpoints": await service.read(steps_of, service.home.job(found.id) / _SAVED)}
 
     @routes.get("/checkpoints/{step}.zip", **_ZIP)
     async def checkpoint(
@@ -138,14 +133,10 @@ def router(service: Service) -> APIRouter:
     ) -> FileResponse:
         """One checkpoint: factors in float32, moments of the optimizer, and the job's state."""
         found = await service.read(visible_job, service, job, caller)
-        folder = _saved(service, found) / f"step_{step:08d}"
+        folder = service.home.job(found.id) / _SAVED / f"step_{step:08d}"
         return await _send(service, found, folder, f"step-{step}")
 
     return routes
-
-
-def _saved(service: Service, job: Job) -> Path:
-    return service.home.job(job.id) / "checkpoints"
 
 
 async def _send(service: Service, job: Job, folder: Path, what: str) -> FileResponse:

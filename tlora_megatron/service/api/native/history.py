@@ -11,17 +11,16 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 
-from tlora_megatron.service.api.gate import ApiError, Reader, refused
+from tlora_megatron.service.api.gate import Reader, refused, too_many_streams
 from tlora_megatron.service.api.native.jobs import answers, shown_event, visible_job
-from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.history import History, Place, Told
+from tlora_megatron.service.api.service import STREAM_HEADERS, Service, happens
+from tlora_megatron.service.history import History, Place, Told, last_rows
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.store import Store, StoreError
 from tlora_megatron.training.metrics import METRICS_FILE
@@ -31,7 +30,6 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.2
 _SHARE = 4
 """A look that took a second is followed by so many seconds without one."""
-_ALIVE_S = 15.0
 _KEPT = 1000
 """Rows of a job that listeners may lag behind; one that lags further reads the job by itself."""
 
@@ -92,13 +90,8 @@ class Following:
         """Jobs' histories read so far, by looks."""
 
     def check_room(self, tenant: str) -> None:
-        """Refuses a stream too many of a tenant with 429."""
         if self._open[tenant] >= MOST_STREAMS:
-            raise ApiError(
-                429,
-                f"streams of a tenant must be {MOST_STREAMS} at most, got one more: close some",
-                headers={"Retry-After": "5"},
-            )
+            raise too_many_streams(MOST_STREAMS)
 
     async def read(self, job: str, after: Place) -> tuple[list[Told], bool]:
         """The events of a job behind a place so far, and True if nothing will follow."""
@@ -141,7 +134,6 @@ class Following:
         yield _END
 
     async def close(self) -> None:
-        """Stops looking."""
         if self._task is not None:
             self._task.cancel()
 
@@ -159,17 +151,13 @@ class Following:
             for row in new:
                 if _is_new(place, row.told):
                     place = _later(place, row.told)
-                    yield place, _event(place, self._encoded(row, listener))
+                    if listener.is_admin not in row.texts:
+                        row.texts[listener.is_admin] = _text(listener.view, row.told)
+                    yield place, _event(place, row.texts[listener.is_admin])
             if channel.is_over and cursor == channel.number:
                 return
-            if not new and not await _wait(changed):
+            if not new and not await happens(changed):
                 yield place, ": alive\n\n"
-
-    @staticmethod
-    def _encoded(row: _Row, listener: Listener) -> str | None:
-        if listener.is_admin not in row.texts:
-            row.texts[listener.is_admin] = _text(listener.view, row.told)
-        return row.texts[listener.is_admin]
 
     def _join(self, job: str) -> _Channel:
         channel = self._channels.get(job)
@@ -233,13 +221,9 @@ class Following:
         """Jobs with events since the last look; the first one reads all that is listened to."""
         last = self._store.events.last()
         seen = last if self._seen is None else self._seen
-        changed: set[str | None] = set()
-        while seen < last:
-            events = self._store.events.after(seen, limit=1000)
-            changed.update(event.job for event in events)
-            seen = events[-1].seq
-        self._seen = seen
-        return changed
+        events = self._store.events.after(seen, limit=None) if seen < last else []
+        self._seen = last
+        return {event.job for event in events}
 
     def _stamp(self, job: str) -> tuple[int, ...]:
         try:
@@ -247,16 +231,6 @@ class Following:
         except OSError:
             return ()
         return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-async def _wait(changed: asyncio.Event) -> bool:
-    """Waits for the next look that found something; False if there was none for long."""
-    try:
-        async with asyncio.timeout(_ALIVE_S):
-            await changed.wait()
-    except TimeoutError:
-        return False
-    return True
 
 
 _COUNTS = {"event": "seq", "step": "step", "evaluation": "evaluation"}
@@ -288,13 +262,7 @@ def _event(place: Place, text: str | None) -> str:
     return f"id: {place}\n\n" if text is None else f"id: {place}\ndata: {text}\n\n"
 
 
-_MOST_BYTES = 8 << 20
-_LINE_BYTES = 512
-"""A guess; lines that are longer are read by a second look."""
-
-
 def router(service: Service) -> APIRouter:
-    """The routes of a job's history."""
     routes = APIRouter(prefix="/v1/jobs/{job}", tags=["jobs"])
     following = Following(service.store, service.home)
     service.closers.append(following.close)
@@ -331,8 +299,7 @@ def router(service: Service) -> APIRouter:
             stream = following.listen(found.id, place, listener)
         else:
             stream = following.replay(found.id, place, listener)
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+        return StreamingResponse(stream, media_type="text/event-stream", headers=STREAM_HEADERS)
 
     @routes.get("/metrics", responses=answers(404))
     async def metrics(
@@ -343,7 +310,7 @@ def router(service: Service) -> APIRouter:
         """The last lines of a job's numbers: a row a step or evaluation."""
         found = await service.read(visible_job, service, job, caller)
         path = service.home.job(found.id) / METRICS_FILE
-        return {"rows": await service.read(last_rows, path, tail)}
+        return {"rows": await service.read(last_rows, path, count=tail)}
 
     return routes
 
@@ -353,25 +320,3 @@ def _place(text: str | None) -> Place:
         return Place() if text is None else Place.read(text)
     except ValueError:
         raise refused("Last-Event-ID", "be the id of an event of this stream", text) from None
-
-
-def last_rows(path: Path, count: int) -> list[Any]:
-    """The last whole lines of a file of JSON lines, as values; the file may grow meanwhile."""
-    size = _LINE_BYTES * count
-    while True:
-        content, is_all = _end_of(path, size)
-        lines = content[: content.rfind(b"\n") + 1].splitlines()
-        lines = lines if is_all else lines[1:]
-        if is_all or len(lines) >= count or size >= _MOST_BYTES:
-            return [json.loads(line) for line in lines[-count:]]
-        size *= 4
-
-
-def _end_of(path: Path, size: int) -> tuple[bytes, bool]:
-    try:
-        with path.open("rb") as file:
-            begin = max(0, os.fstat(file.fileno()).st_size - size)
-            file.seek(begin)
-            return file.read(size), begin == 0
-    except FileNotFoundError:
-        return b"", True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -11,7 +12,7 @@ from pydantic import BaseModel
 from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter, missing
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting import read_body, submit
-from tlora_megatron.service.rows import job_to_dict
+from tlora_megatron.service.rows import JobRow, job_to_dict
 from tlora_megatron.service.store import LIVE, Job, JobState, NotFound, RequestedAction
 
 _EXAMPLE = """\
@@ -24,24 +25,11 @@ service: {gpus: 1, max_slowdown: 1.5, priority: 0}
 """
 
 
-class JobAnswer(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class JobAnswer(JobRow):
     """A job; times are Unix seconds."""
 
-    id: str
-    name: str
     tenant: str
-    state: str
-    wish: str | None
-    step: int
-    num_steps: int | None
-    tokens: int
-    loss: float | None
-    error: str | None
-    gang: str | None
-    gang_epoch: int | None
-    submitted_at: float
-    started_at: float | None
-    ended_at: float | None
 
 
 class JobsAnswer(BaseModel):
@@ -169,7 +157,6 @@ _MOST = 1000
 
 
 def router(service: Service) -> APIRouter:
-    """The routes of jobs."""
     routes = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
     @routes.post("", status_code=201, response_model=JobsAnswer, **DOCUMENT)

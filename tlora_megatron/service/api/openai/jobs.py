@@ -41,15 +41,9 @@ def event_object(mark: Mark, row: Row, job: str) -> dict[str, Any] | None:
     event = _event(row)
     if event is None:
         return None
-    return {
-        "id": f"{_prefix(job)}{mark}",
-        "object": "fine_tuning.job.event",
-        "created_at": int(row["at"]),
-        "level": "info",
-        "type": "message",
-        "data": None,
-        **event,
-    }
+    fixed = {"object": "fine_tuning.job.event", "created_at": int(row["at"])}
+    plain = {"level": "info", "type": "message", "data": None}
+    return {"id": f"{_prefix(job)}{mark}", **fixed, **plain, **event}
 
 
 def mark_of(event_id: str, job: str) -> Mark | None:
@@ -100,7 +94,9 @@ def _event(row: Row) -> dict[str, Any] | None:
         names = {"eval_loss": "full_valid_loss", "eval_exact_match": "full_valid_exact_match"}
         return _metrics(message, row, names)
     words = _message(row)
-    return None if words is None else {"message": words, "level": _level(row)}
+    is_end = row["event"] == "state" and row.get("to") == "failed"
+    level = "error" if is_end else "warn" if row["event"] == "said" else "info"
+    return None if words is None else {"message": words, "level": level}
 
 
 def _metrics(message: str, row: Row, names: Mapping[str, str]) -> dict[str, Any]:
@@ -128,12 +124,6 @@ def _message(row: Row) -> str | None:
     return None
 
 
-def _level(row: Row) -> str:
-    if row["event"] == "state" and row.get("to") == "failed":
-        return "error"
-    return "warn" if row["event"] == "said" else "info"
-
-
 _DONE_WITHIN_S = 5.0
 """A action is answered when it is fulfilled, or after so long with the job as it is."""
 _LOOK_EVERY_S = 0.05
@@ -150,7 +140,6 @@ Asking = tuple[Job, Mapping[str, Any]]
 
 
 def router(service: Service) -> APIRouter:
-    """The routes of fine-tuning."""
     routes = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["openai"])
     submitting = Submitting(service)
 
@@ -213,7 +202,9 @@ def router(service: Service) -> APIRouter:
     ) -> dict[str, Any]:
         """Lists the checkpoints that a job has written, the newest first."""
         found, asked = _own(service, job, caller)
-        saved, model = _saved(service, found.id), model_of(found, asked)
+        events = service.store.events.after(0, job=found.id, kinds=["saved"], limit=None)
+        saved = {int(event.body["step"]): event.at for event in events}
+        model = model_of(found, asked)
         steps, has_more = _newest_first(list(saved), found.id, after, limit)
         measured = rows_at(service.home, found.id, steps)
         return page_object(
@@ -302,16 +293,6 @@ def _events(
         event = None if shown is None else event_object(at, shown, job.id)
         if event is not None:
             yield event
-
-
-def _saved(service: Service, job: str) -> dict[int, float]:
-    """When each checkpoint of a job was written, by step."""
-    saved: dict[int, float] = {}
-    seq = 0
-    while news := service.store.events.after(seq, job=job, kinds=["saved"], limit=_PAGE):
-        saved |= {int(event.body["step"]): event.at for event in news}
-        seq = news[-1].seq
-    return saved
 
 
 def _newest_first(

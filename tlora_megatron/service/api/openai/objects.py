@@ -47,7 +47,6 @@ def checkpoint_name(adapter: str, step: int) -> str:
 
 
 def results_id(job: str) -> str:
-    """Id of the file with a job's steps."""
     return f"file-results-{job}"
 
 
@@ -105,7 +104,6 @@ def job_object(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_of(job: Job, asked: Mapping[str, Any]) -> str:
-    """Name of the model that a job trains."""
     return adapter_name(asked["model"], job.tenant, asked["suffix"], job.id)
 
 
@@ -121,37 +119,30 @@ def _error(job: Job) -> dict[str, Any] | None:
 
 
 def file_object(upload: Upload) -> dict[str, Any]:
-    return {
-        "id": upload.id,
-        "object": "file",
-        "bytes": upload.size,
-        "created_at": int(upload.created_at),
-        "expires_at": None,
-        "filename": upload.name,
-        "purpose": upload.purpose,
-        "status": "processed",
-        "status_details": None,
-        "sha256": upload.digest,
-    }
+    found = _file(upload.id, upload.size, upload.created_at, upload.name, upload.purpose)
+    return {**found, "sha256": upload.digest}
 
 
 def results_object(job: Job, size: int) -> dict[str, Any]:
-    """The file with a job's steps."""
+    at = job.ended_at or job.changed_at
+    return _file(results_id(job.id), size, at, "step_metrics.csv", "fine-tune-results")
+
+
+def _file(id: str, size: int, created: float, name: str, purpose: str) -> dict[str, Any]:
     return {
-        "id": results_id(job.id),
+        "id": id,
         "object": "file",
         "bytes": size,
-        "created_at": int(job.ended_at or job.changed_at),
+        "created_at": int(created),
         "expires_at": None,
-        "filename": "step_metrics.csv",
-        "purpose": "fine-tune-results",
+        "filename": name,
+        "purpose": purpose,
         "status": "processed",
         "status_details": None,
     }
 
 
 def model_object(name: str, created: float, owner: str) -> dict[str, Any]:
-    """A base or an adapter."""
     return {"id": name, "object": "model", "created": int(created), "owned_by": owner}
 
 

@@ -28,13 +28,11 @@ from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.history import History
 from tlora_megatron.service.store import Job, JobState, NotFound, Upload
 
-_PAGE = 1000
 AT_ONCE = 16
 """Files of a tenant on their way: until they are there, none counts for the others' limit."""
 
 
 def files_router(service: Service) -> APIRouter:
-    """The routes of files."""
     routes = APIRouter(prefix="/v1/files", tags=["openai"])
     arriving: Counter[str] = Counter()
 
@@ -60,9 +58,11 @@ def files_router(service: Service) -> APIRouter:
         sha256: str | None = None,
     ) -> dict[str, Any]:
         """Lists the caller's files, without those of results; of one content with `sha256`."""
-        if sha256 is not None:
-            same = [file_object(upload) for upload in _same(service, sha256, caller)]
-            return page_object(same, has_more=False)
+        if sha256 is not None:  # the oldest: a client that asks again gets the same one
+            same = service.store.uploads.page(
+                tenant=caller.tenant, digest=sha256, limit=1, newest_first=False
+            )
+            return page_object([file_object(upload) for upload in same], has_more=False)
         found = service.store.uploads.page(
             tenant=caller.tenant,
             purpose=purpose,
@@ -127,21 +127,6 @@ async def _receive(service: Service, request: Request, caller: Caller) -> Upload
         raise
 
 
-def _same(service: Service, digest: str, caller: Caller) -> list[Upload]:
-    """The caller's oldest file of a content, so that a client that asks again gets the same."""
-    after: str | None = None
-    while True:
-        found = service.store.uploads.page(
-            tenant=caller.tenant, after=after, limit=_PAGE, newest_first=False
-        )
-        for upload in found:
-            if upload.digest == digest:
-                return [upload]
-        if len(found) < _PAGE:
-            return []
-        after = found[-1].id
-
-
 def _own(service: Service, file: str, caller: Caller) -> Upload:
     try:
         return service.store.uploads.get(file, tenant=caller.tenant)
@@ -165,7 +150,6 @@ _MOST_ADAPTERS = 1000
 
 
 def models_router(service: Service) -> APIRouter:
-    """The routes of models."""
     routes = APIRouter(prefix="/v1/models", tags=["openai"])
 
     @routes.get("")
@@ -185,22 +169,17 @@ def models_router(service: Service) -> APIRouter:
         """Looks at one model."""
         if model in service.bases():
             return model_object(model, 0, OWNER)
-        for found in _adapters(service, _own_finished(service, model, caller)):
-            if model.startswith(found["id"]):
-                return {**found, "id": model}
+        try:
+            job = service.store.jobs.find(split_model(model).job or "", tenant=caller.tenant)
+        except NotFound:
+            raise missing("a model", model) from None
+        if job.state is JobState.FINISHED:
+            for found in _adapters(service, [job]):
+                if model.startswith(found["id"]):
+                    return {**found, "id": model}
         raise missing("a model", model)
 
     return routes
-
-
-def _own_finished(service: Service, model: str, caller: Caller) -> list[Job]:
-    """The caller's job that has trained a model; at most one."""
-    job = split_model(model).job
-    try:
-        found = service.store.jobs.find(job or "", tenant=caller.tenant)
-    except NotFound:
-        return []
-    return [found] if found.state is JobState.FINISHED else []
 
 
 def _adapters(service: Service, jobs: list[Job]) -> list[dict[str, Any]]:
@@ -221,7 +200,6 @@ def _adapters(service: Service, jobs: list[Job]) -> list[dict[str, Any]]:
 
 
 def router(service: Service) -> APIRouter:
-    """The routes of files, fine-tuning and models."""
     routes = APIRouter()
     for make in (files_router, jobs.router, models_router):
         routes.include_router(make(service))

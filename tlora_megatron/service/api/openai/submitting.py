@@ -10,7 +10,7 @@ import secrets
 import uuid
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr
@@ -24,6 +24,7 @@ from tlora_megatron.service.api.submitting import submit
 from tlora_megatron.service.prepare.submission import ASKED
 from tlora_megatron.service.store import Job, NotFound
 
+T = TypeVar("T", int, float)
 AUTO_EPOCHS = 3
 """Passes over the data where a client says `auto`; all other defaults are those of a job."""
 _DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(JobSpec)}
@@ -72,7 +73,6 @@ class Asked(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Equal for equal bodies."""
         text = json.dumps(self.model_dump(), sort_keys=True)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -114,8 +114,8 @@ def numbers_of(asked: Asked) -> Numbers:
     return Numbers(
         n_epochs=_number(given.n_epochs, AUTO_EPOCHS, f"{place}.n_epochs"),
         batch_size=_number(given.batch_size, AUTO_BATCH_SIZE, f"{place}.batch_size"),
-        learning_rate_multiplier=_multiplier(
-            given.learning_rate_multiplier, f"{place}.learning_rate_multiplier"
+        learning_rate_multiplier=_number(
+            given.learning_rate_multiplier, 1.0, f"{place}.learning_rate_multiplier"
         ),
     )
 
@@ -206,25 +206,20 @@ def _supervised(method: Mapping[str, Any] | None) -> Hyperparameters | None:
         raise refused("method.supervised.hyperparameters", rule, found) from None
 
 
-def _number(given: Any, default: int, name: str) -> int:
+def _number(given: Any, default: T, name: str) -> T:
     if given is None or given == "auto":
         return default
-    if not 1 <= given < 2**31:
-        raise refused(name, "be auto, or an integer of at least 1", given)
-    return int(given)
-
-
-def _multiplier(given: Any, name: str) -> float:
-    if given is None or given == "auto":
-        return 1.0
-    if not 0 < given < 1e9:
-        raise refused(name, "be auto, or a number above 0", given)
-    return float(given)
+    is_whole = isinstance(default, int)
+    if not (1 <= given < 2**31 if is_whole else 0 < given < 1e9):
+        rule = "an integer of at least 1" if is_whole else "a number above 0"
+        raise refused(name, f"be auto, or {rule}", given)
+    return type(default)(given)
 
 
 RETRIED_WITHIN_S = 600.0
 """A retry is answered with the job of the same body that is no older."""
 _PLACE = re.compile(r"jobs\[0\]\.")
+_REMEMBERED = ("model", "training_file", "validation_file", "suffix", "metadata")
 _OWN_NAME = re.compile(r" \(job [^)]*\)")
 
 
@@ -250,7 +245,12 @@ class Submitting:
     async def _submit(
         self, asked: Asked, numbers: Numbers, caller: Caller
     ) -> tuple[Job, dict[str, Any]]:
-        remembered = _remembered(asked, numbers)
+        remembered = {
+            "door": DOOR,
+            "seed": asked.seed or 0,
+            "hyperparameters": numbers.model_dump(),
+            **{name: getattr(asked, name) for name in _REMEMBERED},
+        }
         try:
             entry = job_entry(
                 asked,
@@ -277,8 +277,13 @@ class Submitting:
         self._check_base(asked.model)
         for name in ("training_file", "validation_file"):
             file = getattr(asked, name)
-            if file is not None:
-                self._check_file(name, file, caller)
+            try:
+                if file is not None:
+                    self._service.store.uploads.get(file, tenant=caller.tenant)
+            except (NotFound, UnicodeEncodeError):
+                error = missing(name, file)
+                error.status, error.param = 400, name
+                raise error from None
 
     def _check_base(self, model: str) -> None:
         bases = self._service.bases()
@@ -291,28 +296,7 @@ class Submitting:
         error.code = "model_not_found"
         raise error
 
-    def _check_file(self, name: str, file: str, caller: Caller) -> None:
-        try:
-            self._service.store.uploads.get(file, tenant=caller.tenant)
-        except (NotFound, UnicodeEncodeError):
-            error = missing(name, file)
-            error.status, error.param = 400, name
-            raise error from None
-
 
 def _key(asked: Asked) -> str:
     """The beginning of the keys of all requests with this body."""
     return f"{DOOR}/{asked.digest}/"
-
-
-def _remembered(asked: Asked, numbers: Numbers) -> dict[str, Any]:
-    return {
-        "door": DOOR,
-        "model": asked.model,
-        "training_file": asked.training_file,
-        "validation_file": asked.validation_file,
-        "suffix": asked.suffix,
-        "seed": asked.seed or 0,
-        "metadata": asked.metadata,
-        "hyperparameters": numbers.model_dump(),
-    }

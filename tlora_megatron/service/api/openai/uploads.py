@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from python_multipart.exceptions import FormParserError
@@ -186,7 +185,10 @@ class Arrival:
         self.id = f"file-{secrets.token_hex(12)}"
         self._path = home.upload(tenant, self.id)
         folder = make_folder(self._path.parent)
-        _sweep(folder)
+        for path in folder.glob(f"{_PARTIAL}*"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _LEFT_S:
+                    path.unlink()
         self._partial = folder / f"{_PARTIAL}{self.id}"
         self._most_bytes = min(LARGEST_FILE, most_bytes)
         self._size = 0
@@ -229,7 +231,6 @@ class Arrival:
         self._partial.unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """Removes the file, too."""
         self._path.unlink(missing_ok=True)
 
     def _take(self, data: bytes) -> None:
@@ -258,11 +259,3 @@ def _display_name(name: str) -> str:
     """The client's name of a file, without folders and what cannot be printed."""
     last = name.replace("\\", "/").rpartition("/")[2]
     return "".join(c for c in last if c.isprintable())[:_LONGEST_NAME] or "file"
-
-
-def _sweep(folder: Path) -> None:
-    """Removes files that never arrived as a whole, and whose process is gone."""
-    for path in folder.glob(f"{_PARTIAL}*"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _LEFT_S:
-                path.unlink()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
-import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamil
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.history import last_rows
 from tlora_megatron.service.store import LIVE, OVER, Board, Gang, Job, JobState, Stay
 
 WAITING = (JobState.VALIDATING, JobState.QUEUED, JobState.PAUSED)
@@ -73,6 +73,17 @@ def read_facts(service: Service, tenants: frozenset[str | None]) -> Facts:
     live = store.jobs.page(states=LIVE, limit=_MOST_LIVE)
     stays = store.leases.stays_since(now_s - WINDOW_S)
     missing = {stay.job for stay in stays} - {job.id for job in live}
+
+    def own(tenant: str | None, **which: Any) -> tuple[Job, ...]:
+        """Jobs as a tenant may read of them: errors without paths of the service's host."""
+        jobs = store.jobs.page(tenant=tenant, **which)
+        if tenant is None:
+            return tuple(jobs)
+        return tuple(
+            job if job.error is None else replace(job, error=service.outward(job.error, tenant))
+            for job in jobs
+        )
+
     return Facts(
         at=now_s,
         is_served=service.is_served,
@@ -80,32 +91,10 @@ def read_facts(service: Service, tenants: frozenset[str | None]) -> Facts:
         gangs=tuple(store.gangs.since(now_s - WINDOW_S)),
         stays=tuple(stays),
         jobs={job.id: job for job in [*live, *store.jobs.many(sorted(missing))]},
-        waiting={
-            tenant: _of(
-                tenant, service, store.jobs.page(states=WAITING, tenant=tenant, limit=SHOWN_JOBS)
-            )
-            for tenant in tenants
-        },
-        ended={
-            tenant: _of(
-                tenant,
-                service,
-                store.jobs.page(states=OVER, tenant=tenant, limit=SHOWN_ENDED, newest_first=True),
-            )
-            for tenant in tenants
-        },
+        waiting={of: own(of, states=WAITING, limit=SHOWN_JOBS) for of in tenants},
+        ended={of: own(of, states=OVER, limit=SHOWN_ENDED, newest_first=True) for of in tenants},
         counts={tenant: store.jobs.counts(tenant=tenant) for tenant in {*tenants, None}},
         base_names=service.base_names(),
-    )
-
-
-def _of(tenant: str | None, service: Service, jobs: Iterable[Job]) -> tuple[Job, ...]:
-    """Jobs as a tenant may read of them: errors without paths of the service's host."""
-    if tenant is None:
-        return tuple(jobs)
-    return tuple(
-        job if job.error is None else replace(job, error=service.outward(job.error, tenant))
-        for job in jobs
     )
 
 
@@ -126,7 +115,6 @@ class Viewer:
         return None if self.sees_all else self.tenant
 
     def may_see(self, job: Job | None) -> bool:
-        """True if the viewer may know what a job is."""
         return job is not None and (self.sees_all or job.tenant == self.tenant)
 
     def stranger(self, job: str) -> str:
@@ -135,7 +123,6 @@ class Viewer:
         return "~" + hmac.new(_KEY, text, hashlib.sha256).hexdigest()[:8]
 
     def name(self, job: str, row: Job | None) -> dict[str, Any]:
-        """How a job is named to the viewer."""
         if row is None or not self.may_see(row):
             return {"id": self.stranger(job), "own": False}
         named: dict[str, Any] = {"id": row.id, "own": True, "name": row.name}
@@ -155,27 +142,8 @@ class Point(NamedTuple):
 
 def read_curve(path: Path, points: int) -> list[Point]:
     """Losses over steps, thinned by means over equal runs of steps; [] before the first step."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - _MOST_BYTES))
-            lines = file.read(_MOST_BYTES).splitlines()
-    except FileNotFoundError:
-        return []
-    steps = [point for line in lines if (point := _point(line)) is not None]
-    return _thinned(steps, points)
-
-
-def _point(line: bytes) -> Point | None:
-    """The step of a line; None for evaluations, and for a line that is cut."""
-    try:
-        row = json.loads(line)
-        return Point(int(row["step"]), float(row["loss"]))
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _thinned(steps: list[Point], points: int) -> list[Point]:
+    rows = last_rows(path, most_bytes=_MOST_BYTES)
+    steps = [Point(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
     if len(steps) <= points:
         return steps
     size = -(-len(steps) // points)
@@ -207,7 +175,6 @@ class Latencies:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -250,71 +217,54 @@ class _Figures:
         self._num_listeners = num_listeners
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics, as prometheus_client asks for them."""
-        yield _gauge("served", "1 while a controller gives signs of life.", self._facts.is_served)
-        yield _gauge("stream_listeners", "Open streams of the page.", self._num_listeners)
-        yield self._by_tenant()
-        yield self._gpus()
+        words = "1 while a controller gives signs of life."
+        yield _gauges("served", words, (), {(): self._facts.is_served})
+        words = "Open streams of the page."
+        yield _gauges("stream_listeners", words, (), {(): self._num_listeners})
+        words = "Jobs that are not over."
+        yield _gauges("jobs", words, ("tenant", "state"), dict(sorted(self._jobs.items())))
+        board, living = self._facts.board("cluster"), self._facts.living
+        used = self._facts.board("figures").get("gpus_used", 0) if living else 0
+        gpus = {
+            ("all",): sum(node["gpus"] for node in board.get("nodes", ())),
+            ("held",): sum(len(gang.spec.gpus) for gang in living),
+            ("used",): used,
+            ("set_aside",): len(board.get("set_aside", ())),
+        }
+        words = "GPUs that there are, that gangs hold, that train."
+        yield _gauges("gpus", words, ("state",), gpus)
         yield from _groups(self._facts.board("groups").get("groups", ()))
         figures = self._facts.board("figures")
         for name, words in _TIMES.items():
-            yield _summary(f"{name}_seconds", words, figures.get(name, {}))
-
-    def _by_tenant(self) -> Metric:
-        found = GaugeMetricFamily(
-            "tlora_jobs", "Jobs that are not over.", labels=("tenant", "state")
-        )
-        for (tenant, state), number in sorted(self._jobs.items()):
-            found.add_metric((tenant, str(state)), number)
-        return found
-
-    def _gpus(self) -> Metric:
-        found = GaugeMetricFamily(
-            "tlora_gpus", "GPUs that there are, that gangs hold, that train.", labels=("state",)
-        )
-        for state, number in _gpu_counts(self._facts).items():
-            found.add_metric((state,), number)
-        return found
+            tally = figures.get(name, {})
+            count, total = tally.get("count", 0), tally.get("sum_s", 0.0)
+            found = f"tlora_{name}_seconds"
+            yield SummaryMetricFamily(found, words, count_value=count, sum_value=total)
 
 
-def _gpu_counts(facts: Facts) -> dict[str, int]:
-    board = facts.board("cluster")
-    return {
-        "all": sum(node["gpus"] for node in board.get("nodes", ())),
-        "held": sum(len(gang.spec.gpus) for gang in facts.living),
-        "used": facts.board("figures").get("gpus_used", 0) if facts.living else 0,
-        "set_aside": len(board.get("set_aside", ())),
+def _groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    states = Counter((group["state"],) for group in groups)
+    yield _gauges("groups", "Gangs that live.", ("state",), dict(sorted(states.items())))
+    members = {(group["gang"],): len(group["members"]) for group in groups}
+    yield _gauges("group_members", "Jobs of each gang.", ("gang",), members)
+    speeds = {
+        (group["gang"], kind): group[f"{kind}_tokens_per_s"]
+        for group in groups
+        for kind in ("measured", "predicted")
+        if group[f"{kind}_tokens_per_s"] is not None
     }
+    yield _gauges("group_tokens_per_second", "Speed of each gang.", ("gang", "kind"), speeds)
+    ratios = {
+        (gang,): speeds[gang, "predicted"] / speed
+        for (gang, kind), speed in speeds.items()
+        if kind == "measured" and speed and speeds.get((gang, "predicted"))
+    }
+    words = "Predicted over measured speed."
+    yield _gauges("group_predicted_over_measured", words, ("gang",), ratios)
 
 
-def _groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
-    number = GaugeMetricFamily("tlora_groups", "Gangs that live.", labels=("state",))
-    members = GaugeMetricFamily("tlora_group_members", "Jobs of each gang.", labels=("gang",))
-    speed = GaugeMetricFamily(
-        "tlora_group_tokens_per_second", "Speed of each gang.", labels=("gang", "kind")
-    )
-    ratio = GaugeMetricFamily(
-        "tlora_group_predicted_over_measured", "Predicted over measured speed.", labels=("gang",)
-    )
-    states: dict[str, int] = {}
-    for group in groups:
-        name, states[group["state"]] = group["gang"], states.get(group["state"], 0) + 1
-        members.add_metric((name,), len(group["members"]))
-        found = {kind: group[f"{kind}_tokens_per_s"] for kind in ("measured", "predicted")}
-        for kind, value in found.items():
-            if value is not None:
-                speed.add_metric((name, kind), value)
-        if found["measured"] and found["predicted"]:
-            ratio.add_metric((name,), found["predicted"] / found["measured"])
-    for state, count in sorted(states.items()):
-        number.add_metric((state,), count)
-    return iter((number, members, speed, ratio))
-
-
-def _gauge(name: str, words: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"tlora_{name}", words, value=float(value))
-
-
-def _summary(name: str, words: str, tally: Mapping[str, Any]) -> Metric:
-    count, total = tally.get("count", 0), tally.get("sum_s", 0.0)
-    return SummaryMetricFamily(f"tlora_{name}", words, count_value=count, sum_value=total)
+def _gauges(name: str, words: str, labels: tuple[str, ...], values: Mapping[Any, float]) -> Metric:
+    found = GaugeMetricFamily(f"tlora_{name}", words, labels=labels)
+    for of, value in values.items():
+        found.add_metric(of, value)
+    return found

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -22,11 +22,11 @@ from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.concurrency import run_in_threadpool
 
-from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Scraper, missing
+from tlora_megatron.service.api.gate import Caller, Reader, Scraper, missing, too_many_streams
 from tlora_megatron.service.api.page import views
 from tlora_megatron.service.api.page.facts import Facts, Viewer, exposition, read_curve, read_facts
 from tlora_megatron.service.api.page.views import PARTS, decision_page, jobs_of
-from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.api.service import STREAM_HEADERS, Service, happens
 from tlora_megatron.service.store import NotFound, StoreError
 from tlora_megatron.service.store.database import to_json
 from tlora_megatron.training.metrics import METRICS_FILE
@@ -41,10 +41,11 @@ TAGS = [
 
 
 def docs_router() -> APIRouter:
-    """The route of the page."""
     routes = APIRouter(include_in_schema=False)
-    text = files(__package__).joinpath("assets/docs.html").read_text()
-    headers = {"Content-Security-Policy": _policy(text), "X-Content-Type-Options": "nosniff"}
+    text = _read("docs.html")
+    scripts, styles = (re.findall(f"<{k}>(.*?)</{k}>", text, re.S) for k in ("script", "style"))
+    policy = _policy(scripts, styles)
+    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
 
     @routes.get("/docs")
     async def docs() -> HTMLResponse:
@@ -53,15 +54,12 @@ def docs_router() -> APIRouter:
     return routes
 
 
-def _policy(text: str) -> str:
-    """Lets the browser run the page's own script, and load nothing but the description."""
-    hashes = {}
-    for kind in ("script", "style"):
-        parts = re.findall(f"<{kind}>(.*?)</{kind}>", text, re.S)
-        hashes[kind] = " ".join(f"'{_digest(part)}'" for part in parts)
+def _policy(scripts: Iterable[str], styles: Iterable[str], more: str = "") -> str:
+    """Lets the browser run a page's own scripts, and load nothing but what they ask for."""
+    run, draw = (" ".join(f"'{_digest(text)}'" for text in texts) for texts in (scripts, styles))
     return (
-        f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']}; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; script-src {run}; style-src {draw}; connect-src 'self'; {more}"
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 
@@ -71,7 +69,6 @@ _REFRESH_S = 1.0
 """Losses and speeds are no events: they are read again after so long."""
 _SHARE = 4
 """A look that took a second is followed by so many seconds without one."""
-_ALIVE_S = 15.0
 MOST_STREAMS = 500
 """Open at a time, of one tenant."""
 NEWEST = 20
@@ -102,18 +99,12 @@ class Watching:
 
     @property
     def num_listeners(self) -> int:
-        """Open streams."""
         return sum(sight.listeners for sight in self._sights.values())
 
     def check_room(self, viewer: Viewer) -> None:
-        """Refuses a stream too many of a tenant with 429."""
         sight = self._sights.get((viewer.tenant, viewer.sees_all))
         if sight is not None and sight.listeners >= MOST_STREAMS:
-            raise ApiError(
-                429,
-                f"streams of a tenant must be {MOST_STREAMS} at most, got one more: close some",
-                headers={"Retry-After": "5"},
-            )
+            raise too_many_streams(MOST_STREAMS)
 
     async def listen(self, viewer: Viewer, token: str) -> AsyncIterator[bytes]:
         """Yields server-sent events until the token is revoked; all parts first, then changes."""
@@ -131,7 +122,7 @@ class Watching:
                 seen = max((number for number, _ in parts), default=seen)
                 if new:
                     yield b"".join(new)
-                elif not await self._wait():
+                elif not await happens(self._changed):
                     yield b": alive\n\n"
             yield b"event: revoked\ndata: {}\n\n"
         finally:
@@ -140,18 +131,8 @@ class Watching:
                 self._sights.pop(key, None)
 
     async def close(self) -> None:
-        """Stops looking."""
         if self._task is not None:
             self._task.cancel()
-
-    async def _wait(self) -> bool:
-        """Waits for the next change; False if there was none for long."""
-        try:
-            async with asyncio.timeout(_ALIVE_S):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
 
     async def _follow(self) -> None:
         """Looks until nobody listens."""
@@ -160,16 +141,14 @@ class Watching:
             begin_s = time.monotonic()
             try:
                 new = await run_in_threadpool(self._store.events.last)
-                if new != last or begin_s - read_s >= _REFRESH_S or self._has_newcomer():
+                is_awaited = any(not sight.parts for sight in self._sights.values())
+                if new != last or begin_s - read_s >= _REFRESH_S or is_awaited:
                     await self._refresh()
                     last, read_s = new, begin_s
             except StoreError:
                 await asyncio.sleep(_REFRESH_S)
             took_s = time.monotonic() - begin_s
             await asyncio.sleep(max(_LOOK_S, _SHARE * took_s))
-
-    def _has_newcomer(self) -> bool:
-        return any(not sight.parts for sight in self._sights.values())
 
     async def _refresh(self) -> None:
         sights = list(self._sights.values())
@@ -204,7 +183,6 @@ class Watching:
 
 
 def event(name: str, body: object) -> bytes:
-    """One server-sent event."""
     return f"event: {name}\ndata: {to_json(body)}\n\n".encode()
 
 
@@ -214,24 +192,7 @@ _SCRIPTS = ("text", "stream", "charts", "machines", "groups", "jobs", "decisions
 
 @cache
 def page() -> str:
-    """The whole page."""
     return _read("page.html").replace("{style}", _style()).replace("{script}", _script())
-
-
-def policy() -> str:
-    """The content security policy: the limits of the page in the browser."""
-    return "; ".join(
-        [
-            "default-src 'none'",
-            f"script-src '{_digest(_script())}'",
-            f"style-src '{_digest(_style())}'",
-            "connect-src 'self'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        ]
-    )
 
 
 @cache
@@ -256,7 +217,7 @@ def _digest(text: str) -> str:
 
 
 HEADERS = {
-    "Content-Security-Policy": policy(),
+    "Content-Security-Policy": _policy([_script()], [_style()], "img-src data:; "),
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -270,14 +231,12 @@ Before = Annotated[int | None, Query(ge=0, lt=2**63, description="`next` of the 
 
 
 def router(service: Service) -> APIRouter:
-    """The routes over a service."""
     routes = APIRouter(tags=["cluster"])
     watching = Watching(service)
     service.closers.append(watching.close)
 
     @routes.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def index() -> HTMLResponse:
-        """The page; what it shows it asks for with its reader's token."""
         return HTMLResponse(page(), headers=HEADERS)
 
     @routes.get("/metrics", response_class=PlainTextResponse, tags=["metrics"])
@@ -296,8 +255,7 @@ def router(service: Service) -> APIRouter:
         viewer = viewer_of(caller, mine=mine)
         watching.check_room(viewer)
         events = watching.listen(viewer, caller.token)
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
 
     _add_views(routes, service)
     return routes

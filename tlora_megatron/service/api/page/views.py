@@ -72,13 +72,10 @@ def _group(gang: Gang, shown: Mapping[str, Any], facts: Facts, viewer: Viewer) -
         "members": members,
     }
     if viewer.sees_all or any(member["own"] for member in members):
-        view["base"] = facts.base_name(_base_key(gang))
+        # A job that must be alone has a pool of its own.
+        key = str(gang.engine_ref.get("pool", "")).partition(" // ")[0]
+        view["base"] = facts.base_name(key)
     return view
-
-
-def _base_key(gang: Gang) -> str:
-    """The key of a gang's base; a job that must be alone has a pool of its own."""
-    return str(gang.engine_ref.get("pool", "")).partition(" // ")[0]
 
 
 _MEMBER = (
@@ -158,21 +155,17 @@ def figures(facts: Facts, viewer: Viewer) -> View:
     return {"figures": dict(facts.board("figures"))}
 
 
-def decisions(found: Sequence[Decision], rows: Mapping[str, Job], viewer: Viewer) -> list[View]:
-    """Decisions newest first, with the jobs that each action concerns and its reason.
-
-    A tenant is told of those that concern jobs of its own.
-    """
-    views = [_decision(one, rows, viewer) for one in found]
-    return [view for view in views if viewer.sees_all or view["actions"]]
-
-
 def decision_page(
     found: Sequence[Decision], rows: Mapping[str, Job], viewer: Viewer, limit: int
 ) -> View:
-    """Decisions, and the number before which there may be more; None where there is no more."""
-    more = found[-1].seq if len(found) == limit else None
-    return {"decisions": decisions(found, rows, viewer), "next": more}
+    """Decisions newest first, with the jobs that each action concerns and its reason.
+
+    A tenant is told of those that concern jobs of its own. `next` is the number before which there
+    may be more; None where there is no more.
+    """
+    views = [_decision(one, rows, viewer) for one in found]
+    shown = [view for view in views if viewer.sees_all or view["actions"]]
+    return {"decisions": shown, "next": found[-1].seq if len(found) == limit else None}
 
 
 def _decision(one: Decision, rows: Mapping[str, Job], viewer: Viewer) -> View:

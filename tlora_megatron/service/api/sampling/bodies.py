@@ -127,7 +127,6 @@ class SamplingBody(BaseModel):
 
     @property
     def num_samples(self) -> int:
-        """Sequences of each prompt."""
         return self.n or 1
 
     @property
@@ -144,7 +143,6 @@ class SamplingBody(BaseModel):
             raise refused(name, rule, value)
 
     def params(self, max_tokens: int | None, top_logprobs: int) -> SamplingParams:
-        """How tokens are chosen."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             max_tokens=max_tokens,
@@ -171,13 +169,11 @@ class CompletionBody(SamplingBody):
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
-        """The prompts, one or several."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
     @property
     def chosen(self) -> SamplingParams:
-        """How tokens are chosen."""
         most = _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         return self.params(most, self.logprobs or 0)
 
@@ -193,7 +189,6 @@ class ChatBody(SamplingBody):
 
     @property
     def chosen(self) -> SamplingParams:
-        """How tokens are chosen."""
         most = self.max_completion_tokens or self.max_tokens
         return self.params(most, (self.top_logprobs or 0) if self.logprobs else 0)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt, TopLogprobs
 from tlora_megatron.service.api.sampling.bodies import Model
@@ -78,28 +79,8 @@ class TokenNames:
         return {self._known[token]: logprob for token, logprob in reversed(top)}
 
 
-class Form(Protocol):
+class Form(ABC):
     """Makes bodies of what was sampled."""
-
-    async def whole(self, index: int, prompt: int, answer: Answer) -> dict[str, Any]:
-        """The choice of this number for a sequence that has ended, of a prompt's number."""
-        ...
-
-    async def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        """The choice of a piece of a sequence."""
-        ...
-
-    def envelope(self, choices: Sequence[Mapping[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
-        """The body around choices."""
-        ...
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice of a first chunk without a text; None: there is none."""
-        ...
-
-
-class _Form:
-    """The common part of both forms."""
 
     _prefix: str
     _objects: tuple[str, str]
@@ -112,8 +93,19 @@ class _Form:
         self._id = f"{self._prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
 
+    @abstractmethod
+    async def whole(self, index: int, prompt: int, answer: Answer) -> dict[str, Any]:
+        """The choice of this number for a sequence that has ended, of a prompt's number."""
+
+    @abstractmethod
+    async def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """The choice of a piece of a sequence."""
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice of a first chunk without a text; None: there is none."""
+        return None
+
     def envelope(self, choices: Sequence[Mapping[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
-        """The body around choices."""
         return {
             "id": self._id,
             "object": self._objects[is_chunk],
@@ -124,7 +116,7 @@ class _Form:
         }
 
 
-class CompletionForm(_Form):
+class CompletionForm(Form):
     """`/v1/completions`; `echoes` are the prompts' texts, repeated before completions, or empty."""
 
     _prefix = "cmpl"
@@ -145,7 +137,6 @@ class CompletionForm(_Form):
         """Characters of a choice that were sent."""
 
     async def whole(self, index: int, prompt: int, answer: Answer) -> dict[str, Any]:
-        """The choice of a sequence that has ended."""
         echo = self._echoes[prompt] if self._echoes else ""
         sequence = answer.sequences[0] if answer.sequences else None
         logprobs = None
@@ -170,7 +161,6 @@ class CompletionForm(_Form):
         return tokens, logprobs, tops_of_all
 
     async def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        """The choice of a piece of a sequence."""
         logprobs = None
         if self._wants_logprobs:
             scored = (piece.tokens, piece.logprobs, piece.top_logprobs)
@@ -184,19 +174,14 @@ class CompletionForm(_Form):
             "finish_reason": piece.stop_reason,
         }
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """There is none."""
-        return None
 
-
-class ChatForm(_Form):
+class ChatForm(Form):
     """`/v1/chat/completions`."""
 
     _prefix = "chatcmpl"
     _objects = ("chat.completion", "chat.completion.chunk")
 
     async def whole(self, index: int, prompt: int, answer: Answer) -> dict[str, Any]:
-        """The choice of a sequence that has ended."""
         (sequence,) = answer.sequences
         logprobs = None
         if self._wants_logprobs:
@@ -210,7 +195,6 @@ class ChatForm(_Form):
         }
 
     async def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        """The choice of a piece of a sequence."""
         logprobs = None
         if self._wants_logprobs:
             scored = (piece.tokens, piece.logprobs, piece.top_logprobs)
@@ -223,7 +207,6 @@ class ChatForm(_Form):
         }
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The turn's role."""
         return {
             "index": index,
             "delta": {"role": "assistant", "content": ""},

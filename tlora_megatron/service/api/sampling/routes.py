@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from tlora_megatron.runtime.sampling.values import Piece, Prompt
-from tlora_megatron.service.api.gate import ApiError, Submitter, native_format
+from tlora_megatron.service.api.gate import ApiError, Caller, Submitter, native_format
 from tlora_megatron.service.api.sampling.bodies import (
     ChatBody,
     CompletionBody,
@@ -36,35 +37,27 @@ T = TypeVar("T")
 
 
 def router(service: Service) -> APIRouter:
-    """The routes of generation."""
     routes = APIRouter(prefix="/v1", tags=["generation"])
+
+    async def asked(body: SamplingBody, caller: Caller) -> _Asked:
+        body.check_rest()
+        if service.sampler is None:
+            sentence = "the service must be started with --sampler own or vllm to generate"
+            raise ApiError(404, sentence)
+        model = await service.read(find_model, service, caller, body.model)
+        return _Asked(service.sampler, model)
 
     @routes.post("/completions")
     async def complete(body: CompletionBody, caller: Submitter, request: Request) -> Any:
         """Continues texts."""
-        body.check_rest()
-        asked = _Asked(
-            _sampler(service), await service.read(find_model, service, caller, body.model)
-        )
-        return await _unless_gone(request, asked.complete(body))
+        return await _unless_gone(request, (await asked(body, caller)).complete(body))
 
     @routes.post("/chat/completions")
     async def chat(body: ChatBody, caller: Submitter, request: Request) -> Any:
         """Answers messages, by the chat template of the base's tokenizer."""
-        body.check_rest()
-        asked = _Asked(
-            _sampler(service), await service.read(find_model, service, caller, body.model)
-        )
-        return await _unless_gone(request, asked.chat(body))
+        return await _unless_gone(request, (await asked(body, caller)).chat(body))
 
     return routes
-
-
-def _sampler(service: Service) -> Sampler:
-    if service.sampler is None:
-        raise ApiError(404, "the service must be started with --sampler own or vllm to generate")
-    sampler: Sampler = service.sampler
-    return sampler
 
 
 class _Asked:
@@ -76,8 +69,7 @@ class _Asked:
         self._names = TokenNames(sampler, model.base)
 
     async def complete(self, body: CompletionBody) -> Any:
-        """Answers `/v1/completions`."""
-        with _Sentences(self._model):
+        with _sentences(self._model):
             if body.echo and body.stream:
                 raise ApiError(400, "echo must be false with stream, got true", param="echo")
             encoded = [
@@ -104,8 +96,7 @@ class _Asked:
             return await self._reply(body, prompts, form)
 
     async def chat(self, body: ChatBody) -> Any:
-        """Answers `/v1/chat/completions`."""
-        with _Sentences(self._model):
+        with _sentences(self._model):
             tokens = await self._sampler.encode(self._model.base, body.conversation)
             prompts = [self._prompt(body, tokens, body.chosen)]
             form = ChatForm(self._model, self._names, bool(body.logprobs))
@@ -125,7 +116,14 @@ class _Asked:
             return await self._whole(body, prompts, form)
         pieces = self._sampler.stream(self._model.base, prompts)
         first = await anext(pieces, None)  # what is refused has a status of its own
-        lines = self._lines(body, prompts, form, first, pieces)
+
+        async def all_pieces() -> AsyncIterator[Piece]:
+            if first is not None:
+                yield first
+            async for piece in pieces:
+                yield piece
+
+        lines = self._lines(body, prompts, form, all_pieces())
         return StreamingResponse(lines, media_type="text/event-stream")
 
     async def _whole(
@@ -145,14 +143,12 @@ class _Asked:
         body: SamplingBody,
         prompts: Sequence[Prompt],
         form: Form,
-        first: Piece | None,
         pieces: AsyncIterator[Piece],
     ) -> AsyncIterator[str]:
-        """Yields the events of a stream."""
         made = 0
         opened: set[int] = set()
         try:
-            async for piece in _chain(first, pieces):
+            async for piece in pieces:
                 if piece.scores is not None:
                     continue
                 index = piece.prompt * body.num_samples + piece.sample
@@ -171,19 +167,13 @@ class _Asked:
         yield "data: [DONE]\n\n"
 
 
-class _Sentences:
+@contextmanager
+def _sentences(model: Model) -> Iterator[None]:
     """Turns what a sampler raises into answers of HTTP."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-
-    def __enter__(self) -> None:
-        """Does nothing."""
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Raises an ApiError in the place of a sampler's."""
-        if isinstance(error, SamplerBusy | SamplerUnavailable | ValueError):
-            raise _as_api_error(error, self._model) from error
+    try:
+        yield
+    except (SamplerBusy, SamplerUnavailable, ValueError) as error:
+        raise _as_api_error(error, model) from error
 
 
 def _as_api_error(error: Exception, model: Model) -> ApiError:
@@ -206,13 +196,6 @@ def _usage(prompts: Sequence[Prompt], made: int) -> dict[str, int]:
 
 def _event(body: Any) -> str:
     return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
-
-
-async def _chain(first: Piece | None, rest: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
-    if first is not None:
-        yield first
-    async for piece in rest:
-        yield piece
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | Response:

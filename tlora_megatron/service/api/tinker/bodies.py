@@ -1,4 +1,4 @@
-"""Why a client is refused, and the status and body that the `tinker` client expects.
+"""Bodies of the `tinker` client's requests.
 
 Fields that a newer SDK adds are passed over, but for settings of adapters and of sampling: there
 one that asks for something is refused.
@@ -6,86 +6,17 @@ one that asks for something is refused.
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from fastapi import Request, Response
-from fastapi.routing import APIRoute
+from fastapi import Body
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from tlora_megatron.runtime.sampling import values
-from tlora_megatron.service.api.gate import ApiError
-from tlora_megatron.training.driven_requests import RequestError
+from tlora_megatron.service.api.tinker.names import Refused
 
-
-class WireError(ValueError):
-    """A body that is no request: cut off, of another type, or too large when unpacked."""
-
-
-class UnknownId(ValueError):
-    """An id that nothing has, or nothing of the caller's."""
-
-
-class NotSigned(ValueError):
-    """An address that this service has not signed, or whose time is over."""
-
-
-class Refused(ValueError):
-    """A request that is one of Tinker's, but wrong, or not done by this service."""
-
-
-class Gone(RuntimeError):
-    """A session, model or answer that was there and is not any more."""
-
-
-class OutOfRoom(RuntimeError):
-    """A request for which the tenant, or the disk, has no room until others are done with."""
-
-
-_STATUS: Mapping[type[Exception], int] = {
-    UnknownId: 404,
-    NotSigned: 401,
-    Gone: 410,
-    WireError: 400,
-    RequestError: 422,
-    Refused: 422,
-    OutOfRoom: 402,  # the client waits up to an hour with it, and says why
-}
-"""The status that tells a client what to do: it tries 5xx and 429 again, others not."""
-_REFUSALS: tuple[type[Exception], ...] = (*_STATUS, OSError)
-
-
-def tinker_format(error: ApiError) -> Mapping[str, Any]:
-    """The body of a refusal: the client shows it whole."""
-    return {"error": error.message, "category": "user" if error.status < 500 else "server"}
-
-
-class TinkerRoute(APIRoute):
-    """A route whose errors of state and wire become refusals."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Wraps the route."""
-        inner = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            try:
-                return await inner(request)
-            except _REFUSALS as error:
-                raise _as_refusal(error) from error
-
-        return handle
-
-
-def _as_refusal(error: Exception) -> Exception:
-    for kind, status in _STATUS.items():
-        if isinstance(error, kind):
-            return ApiError(status, str(error))
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ApiError(402, "the service's disk must have room for requests, got none left")
-    return error
-
-
+Word = Annotated[str, Body(embed=True, max_length=256)]
+"""The one field of a body, by its name."""
 _Text = Annotated[str, Field(max_length=256)]
 _Count = Annotated[int, Field(ge=0, lt=10**9)]
 _SeqId = Annotated[int, Field(ge=1, lt=10**9)]
@@ -108,12 +39,6 @@ class _Settings(_Body):
                 )
 
 
-class ClientConfig(_Body):
-    """Body of `client/config` and `client/dynamic_config`."""
-
-    sdk_version: _Text = ""
-
-
 class CreateSession(_Body):
     """Body of `create_session`."""
 
@@ -121,12 +46,6 @@ class CreateSession(_Body):
     tags: list[_Text] = Field(default=[], max_length=64)
     user_metadata: _Metadata | None = None
     display_name: _Text | None = None
-
-
-class OfSession(_Body):
-    """Body of `session_heartbeat`."""
-
-    session_id: _Text
 
 
 class LoraConfig(_Settings):
@@ -154,12 +73,6 @@ class CreateModel(_Body):
     user_metadata: _Metadata | None = None
     lora_config: LoraConfig = LoraConfig(rank=32)
     optimizer_config: OptimizerConfig = OptimizerConfig()
-
-
-class OfModel(_Body):
-    """Body of `get_info` and `unload_model`."""
-
-    model_id: _Text
 
 
 class OptimStep(_Body):
@@ -201,18 +114,6 @@ class LoadWeights(_Body):
     weights_access_token: str | None = None
 
 
-class RetrieveFuture(_Body):
-    """Body of `retrieve_future`."""
-
-    request_id: _Text
-
-
-class OfPath(_Body):
-    """Body of `weights_info`."""
-
-    tinker_path: _Text
-
-
 class Ttl(_Body):
     """Body of a checkpoint's `ttl`."""
 
@@ -226,12 +127,6 @@ class CreateSampler(_Body):
     sampling_session_seq_id: _Count
     base_model: _Text | None = None
     model_path: _Text | None = None
-
-
-class OfSampler(_Body):
-    """Body of `join_sampling_session`."""
-
-    sampling_session_id: _Text
 
 
 class Chunk(_Body):

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tlora_megatron.service.api.tinker.bodies import Refused, UnknownId
-from tlora_megatron.service.api.tinker.names import Kind, ModelId, TinkerPath
+from tlora_megatron.service.api.tinker.names import Kind, ModelId, Refused, TinkerPath, UnknownId
 from tlora_megatron.service.home import Home, remove_folder
 from tlora_megatron.service.sampling.sampler import InUse
 from tlora_megatron.service.store import CheckpointNote, Model, Store
@@ -54,7 +53,6 @@ class Saved:
         return AdapterVersion.of(self.folder)
 
     def size_bytes(self) -> int:
-        """Bytes of its files."""
         return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
 

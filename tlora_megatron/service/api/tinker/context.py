@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import Response
+from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse
 
 from tlora_megatron.config.schema import BaseModelSpec
+from tlora_megatron.service.api.gate import Reader, Submitter
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.api.tinker.bodies import Gone, Refused, UnknownId
 from tlora_megatron.service.api.tinker.checkpoints import EPHEMERAL, Checkpoints, path_of
-from tlora_megatron.service.api.tinker.names import ModelId, RequestId, SamplerId, check_session
+from tlora_megatron.service.api.tinker.names import (
+    Gone,
+    ModelId,
+    Refused,
+    RequestId,
+    SamplerId,
+    UnknownId,
+    check_session,
+)
 from tlora_megatron.service.api.tinker.protobuf import MEDIA_TYPE, encode_pass
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import Job, JobState, Model, NotFound, Sampler, Session
@@ -42,7 +51,6 @@ class Waiting:
     reason: str | None = None
 
     def content(self, request_id: str) -> dict[str, Any]:
-        """The body that the client is sent."""
         body = {"type": "try_again", "request_id": request_id, "queue_state": self.queue_state}
         return body if self.reason is None else {**body, "queue_state_reason": self.reason}
 
@@ -107,7 +115,6 @@ class TenantContext:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """The checkpoints of the tenant's models."""
         return Checkpoints(self.service.home, self.service.store, self.tenant)
 
     def is_answered(self, request: RequestId, model: Model) -> bool:
@@ -121,14 +128,19 @@ class TenantContext:
         found = self.sessions.model(str(request.of), tenant=self.tenant)
         if found is not None:
             return found
-        if isinstance(request.of, ModelId) and self._has_job(request.of):
-            raise Gone(f"the answer to {request} is not kept any more")
+        if isinstance(request.of, ModelId):  # of a forgotten one its job is all that is known
+            with suppress(NotFound):
+                self.service.store.jobs.find(request.of.job_name, tenant=self.tenant)
+                raise Gone(f"the answer to {request} is not kept any more")
         raise UnknownId(f"model_id must be one of the tenant's, got {str(request.of)!r:.200}")
 
     def look(self, request: RequestId, model: Model) -> Content | Waiting:
         """The answer to a request, or why there is none yet; raises `UnknownId` or `Gone`."""
         if request.seq_id == 0 and model.loaded_from is None:
-            return self._creation(model)
+            job = self.service.store.jobs.get(model.job)
+            if job.started_at is None:
+                return self._waiting(job)
+            return {"type": "create_model", "model_id": model.id}
         number, log = model.log_number(request.seq_id), self.request_log(model)
         answer = log.read_answer(number)
         if answer is not None:
@@ -139,20 +151,6 @@ class TenantContext:
         if state == "gone":
             raise Gone(f"the answer to {request} is not kept any more: ask again")
         return self._waiting(self.service.store.jobs.get(model.job))
-
-    def _has_job(self, model: ModelId) -> bool:
-        """True if a job has trained a model, which is then all that may be known of it."""
-        try:
-            self.service.store.jobs.find(model.job_name, tenant=self.tenant)
-        except NotFound:
-            return False
-        return True
-
-    def _creation(self, model: Model) -> Content | Waiting:
-        job = self.service.store.jobs.get(model.job)
-        if job.started_at is not None:
-            return {"type": "create_model", "model_id": model.id}
-        return self._waiting(job)
 
     def _waiting(self, job: Job) -> Content | Waiting:
         if job.state.is_over:
@@ -233,7 +231,6 @@ class TenantContext:
         return folder / "tinker" / check_session(session_id) / "samples"
 
     def request_log(self, model: Model) -> RequestLog:
-        """The log of requests of the job that trains a model."""
         return RequestLog(self.service.home.job(model.job))
 
     def held_bytes(self) -> int:
@@ -250,6 +247,20 @@ class TenantContext:
                 f"base_model must be one that this service offers ({offered}), got {name!r}"
             )
         return bases[name]
+
+
+async def _reading(request: Request, caller: Reader) -> TenantContext:
+    return TenantContext(request.app.state.service, caller.tenant)
+
+
+async def _submitting(request: Request, caller: Submitter) -> TenantContext:
+    return await _reading(request, caller)
+
+
+Reading = Annotated[TenantContext, Depends(_reading)]
+"""The part of a caller that may look at it."""
+Submitting = Annotated[TenantContext, Depends(_submitting)]
+"""The part of a caller that may change it."""
 
 
 def positions_of(base: BaseModelSpec) -> int | None:

@@ -10,17 +10,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from tlora_megatron.config.reader import ConfigError, apply_override
-from tlora_megatron.service.api.gate import Caller, Reader, Submitter
+from tlora_megatron.service.api.gate import Caller, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting import check_setting, submit
 from tlora_megatron.service.api.tinker import bodies
-from tlora_megatron.service.api.tinker.bodies import Refused, TinkerRoute
 from tlora_megatron.service.api.tinker.context import (
+    Reading,
+    Submitting,
     TenantContext,
     architecture_of,
     positions_of,
 )
-from tlora_megatron.service.api.tinker.names import ModelId, RequestId
+from tlora_megatron.service.api.tinker.names import ModelId, Refused, RequestId, TinkerRoute
 from tlora_megatron.service.api.tinker.sessions import is_local, leave
 from tlora_megatron.service.store import Job, Model
 
@@ -44,17 +45,17 @@ _PREFIX = "tlora."
 
 
 def router(service: Service) -> APIRouter:
-    """The routes of models."""
     routes = APIRouter(route_class=TinkerRoute)
 
     @routes.post("/create_model")
-    async def create(body: bodies.CreateModel, caller: Submitter) -> dict[str, Any]:
-        context = TenantContext(service, caller.tenant)
+    async def create(
+        body: bodies.CreateModel, caller: Submitter, context: Submitting
+    ) -> dict[str, Any]:
         check_optimizer(body.optimizer_config)
         await service.read(context.open_session, body.session_id)
         model_id = ModelId(body.session_id, body.model_seq_id)
         known = service.store.sessions.model
-        if await service.read(known, str(model_id), tenant=caller.tenant) is None:
+        if await service.read(known, str(model_id), tenant=context.tenant) is None:
             model, document = await service.read(_draft, context, model_id, body)
             await submit_model(context, caller, model, document)
         return {
@@ -63,15 +64,13 @@ def router(service: Service) -> APIRouter:
         }
 
     @routes.post("/get_info")
-    async def info(body: bodies.OfModel, caller: Reader, request: Request) -> dict[str, Any]:
-        context = TenantContext(service, caller.tenant)
-        model = await service.read(context.model, body.model_id)
+    async def info(model_id: bodies.Word, context: Reading, request: Request) -> dict[str, Any]:
+        model = await service.read(context.model, model_id)
         return await service.read(_info, context, model, is_local(request))
 
     @routes.post("/unload_model")
-    async def unload(body: bodies.OfModel, caller: Submitter) -> dict[str, Any]:
-        context = TenantContext(service, caller.tenant)
-        model = await service.read(context.model, body.model_id)
+    async def unload(model_id: bodies.Word, context: Submitting) -> dict[str, Any]:
+        model = await service.read(context.model, model_id)
         gone = await leave(context, model, keep=False)
         seq_id = (gone.last_request or 0) - gone.log_number(0)
         return {"request_id": str(RequestId(ModelId.of(gone), seq_id, "unload_model"))}
@@ -154,7 +153,9 @@ def model_document(
             "train_attn or train_mlp must be true, got neither: the unembedding has no adapter here"
         )
     lora = {"rank": model.rank, "alpha": ALPHA, "dropout": 0.0, "target_modules": targets}
-    document = _document(model, lora, _own_seed(model) if seed is None else seed)
+    if seed is None:  # one that a retry of the same request gets again
+        seed = int.from_bytes(hashlib.sha256(model.id.encode()).digest()[:4], "big") >> 1
+    document = _document(model, lora, seed)
     if max_positions is not None:
         document["max_seq_len"] = min(1024, max_positions)
     _apply_settings(document, model.user_metadata or {})
@@ -196,8 +197,3 @@ def _apply_settings(document: dict[str, Any], metadata: Mapping[str, Any]) -> No
             raise
         except ValueError as error:  # a date or a number that is none
             raise Refused(f"user_metadata[{key!r}] must be a value, got {value!r:.80}") from error
-
-
-def _own_seed(model: Model) -> int:
-    """A seed that a retry of the same request gets again."""
-    return int.from_bytes(hashlib.sha256(model.id.encode()).digest()[:4], "big") >> 1

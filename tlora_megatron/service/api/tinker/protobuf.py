@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tlora_megatron.service.api.tinker.bodies import Refused, WireError
+from tlora_megatron.service.api.tinker.names import Refused, WireError
 from tlora_megatron.training.driven_requests import Request
 
 if TYPE_CHECKING:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from fastapi import APIRouter
 
 from tlora_megatron.service.api.gate import ApiError
@@ -12,6 +15,11 @@ from tlora_megatron.service.api.tinker.protobuf import INSTALL, is_installed
 from tlora_megatron.service.api.tinker.sessions import Reaper
 
 PREFIX = "/api/v1"
+
+
+def tinker_format(error: ApiError) -> Mapping[str, Any]:
+    """The body of a refusal: the client shows it whole."""
+    return {"error": error.message, "category": "user" if error.status < 500 else "server"}
 
 
 def router(service: Service) -> APIRouter:

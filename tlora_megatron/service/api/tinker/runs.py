@@ -16,20 +16,18 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response, StreamingResponse
 
-from tlora_megatron.files import write_atomic
-from tlora_megatron.service.api.gate import Reader, Submitter
+from tlora_megatron.files import modified_s, write_atomic
+from tlora_megatron.service.api.gate import Reader
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
-from tlora_megatron.service.api.tinker.bodies import NotSigned, TinkerRoute, UnknownId
 from tlora_megatron.service.api.tinker.checkpoints import Saved
-from tlora_megatron.service.api.tinker.context import TenantContext
-from tlora_megatron.service.api.tinker.names import Kind
+from tlora_megatron.service.api.tinker.context import Reading, Submitting, TenantContext
+from tlora_megatron.service.api.tinker.names import Kind, NotSigned, TinkerRoute, UnknownId
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.store import JobState, Model
 
@@ -42,47 +40,51 @@ _MOST = 1000
 _CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
+async def _path(run: str, kind: str, name: str) -> str:
+    return f"tinker://{run}/{kind}/{name}"
+
+
+CheckpointPath = Annotated[str, Depends(_path)]
+"""The `tinker://` path of `_CHECKPOINT`."""
+
+
 def router(service: Service) -> APIRouter:
-    """The routes of training runs and checkpoints."""
     routes = APIRouter(route_class=TinkerRoute)
 
     @routes.get("/training_runs")
-    async def runs(caller: Reader, limit: int = 20, offset: int = 0) -> dict[str, Any]:
-        context = TenantContext(service, caller.tenant)
-        found = await service.read(context.sessions.models, tenant=caller.tenant)
+    async def runs(context: Reading, limit: int = 20, offset: int = 0) -> dict[str, Any]:
+        found = await service.read(context.sessions.models, tenant=context.tenant)
         page = _page(found, limit, offset)
         shown = [await service.read(_run, context, model) for model in page]
         return {"training_runs": shown, "cursor": _cursor(found, limit, offset)}
 
     @routes.get("/training_runs/{run}")
-    async def run(run: str, caller: Reader) -> dict[str, Any]:
-        context = TenantContext(service, caller.tenant)
+    async def run(run: str, context: Reading) -> dict[str, Any]:
         model = await service.read(context.model, run)
         return await service.read(_run, context, model)
 
     @routes.get("/training_runs/{run}/checkpoints")
-    async def of_run(run: str, caller: Reader) -> dict[str, Any]:
-        context = TenantContext(service, caller.tenant)
+    async def of_run(run: str, context: Reading) -> dict[str, Any]:
         model = await service.read(context.model, run)
         found = await service.read(context.checkpoints.of, model)
         return {"checkpoints": [await service.read(_checkpoint, saved) for saved in found]}
 
     @routes.get("/checkpoints")
-    async def of_all(caller: Reader, limit: int = 100, offset: int = 0) -> dict[str, Any]:
-        context = TenantContext(service, caller.tenant)
-        found = await service.read(_all, context)
+    async def of_all(context: Reading, limit: int = 100, offset: int = 0) -> dict[str, Any]:
+        found: list[Saved] = []
+        for model in await service.read(context.sessions.models, tenant=context.tenant):
+            found += await service.read(context.checkpoints.of, model)
+        found.sort(key=lambda saved: saved.note.created_at, reverse=True)
         shown = [await service.read(_checkpoint, saved) for saved in _page(found, limit, offset)]
         return {"checkpoints": shown, "cursor": _cursor(found, limit, offset)}
 
     @routes.delete(_CHECKPOINT)
-    async def delete(run: str, kind: str, name: str, caller: Submitter) -> None:
-        context = TenantContext(service, caller.tenant)
-        saved = await service.read(context.checkpoints.find, f"tinker://{run}/{kind}/{name}")
+    async def delete(path: CheckpointPath, context: Submitting) -> None:
+        saved = await service.read(context.checkpoints.find, path)
         await service.read(context.checkpoints.remove, saved)
 
     @routes.put(_CHECKPOINT + "/ttl")
-    async def ttl(run: str, kind: str, name: str, body: bodies.Ttl, caller: Submitter) -> None:
-        context, path = TenantContext(service, caller.tenant), f"tinker://{run}/{kind}/{name}"
+    async def ttl(path: CheckpointPath, body: bodies.Ttl, context: Submitting) -> None:
         await service.read(context.checkpoints.set_ttl, path, body.ttl_seconds)
 
     return routes
@@ -96,15 +98,9 @@ def _cursor(found: list[Any], limit: int, offset: int) -> dict[str, int]:
     return {"offset": offset, "limit": limit, "total_count": len(found)}
 
 
-def _all(context: TenantContext) -> list[Saved]:
-    """The checkpoints of all models, newest first."""
-    models = context.sessions.models(tenant=context.tenant)
-    found = [saved for model in models for saved in context.checkpoints.of(model)]
-    return sorted(found, key=lambda saved: saved.note.created_at, reverse=True)
-
-
 def _run(context: TenantContext, model: Model) -> dict[str, Any]:
     checkpoints = context.checkpoints.of(model)
+    requests = context.service.home.job(model.job) / "requests"
     return {
         "training_run_id": model.id,
         "base_model": model.base,
@@ -112,7 +108,7 @@ def _run(context: TenantContext, model: Model) -> dict[str, Any]:
         "is_lora": True,
         "corrupted": context.service.store.jobs.get(model.job).state is JobState.FAILED,
         "lora_rank": model.rank,
-        "last_request_time": _time(_last_request(context, model)),
+        "last_request_time": _time(modified_s(requests, model.created_at)),
         "last_checkpoint": _last(checkpoints, "weights"),
         "last_sampler_checkpoint": _last(checkpoints, "sampler_weights"),
         "user_metadata": model.user_metadata,
@@ -142,49 +138,39 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _last_request(context: TenantContext, model: Model) -> float:
-    """When a client asked something of a model last."""
-    folder = context.service.home.job(model.job) / "requests"
-    return folder.stat().st_mtime if folder.is_dir() else model.created_at
-
-
 LIVES_S = 3600.0
 """Seconds for which an address can be fetched."""
 _KEY_NAME = "signing_key"
 _KEY_BYTES = 32
-_DOWNLOAD = "/training_runs/{run}/checkpoints/{kind}/{name}"
 _BLOCK = 1 << 20
 
 
 def downloads_router(service: Service) -> APIRouter:
-    """The routes of downloads."""
     routes, signer = APIRouter(route_class=TinkerRoute), Signer(service.home)
 
     def address(request: Request, grant: Grant) -> str:
         name = grant.file or "checkpoint.tar"
         return f"{request.base_url}api/v1/downloads/{signer.sign(grant)}/{name}"
 
-    @routes.get(_DOWNLOAD + "/archive")
+    @routes.get(_CHECKPOINT + "/archive")
     async def archive(
-        run: str, kind: str, name: str, caller: Reader, request: Request
+        path: CheckpointPath, caller: Reader, context: Reading, request: Request
     ) -> dict[str, Any]:
-        context, path = TenantContext(service, caller.tenant), f"tinker://{run}/{kind}/{name}"
         await service.read(context.checkpoints.find, path)
         grant = signer.grant(caller.tenant, path, token=caller.token)
-        return {"url": address(request, grant), "expires": _header_time(grant)}
+        return {"url": address(request, grant), "expires": _time(grant.expires_at)}
 
-    @routes.get(_DOWNLOAD + "/external_weights_urls")
+    @routes.get(_CHECKPOINT + "/external_weights_urls")
     async def urls(
-        run: str, kind: str, name: str, caller: Reader, request: Request
+        path: CheckpointPath, caller: Reader, context: Reading, request: Request
     ) -> dict[str, Any]:
-        context, path = TenantContext(service, caller.tenant), f"tinker://{run}/{kind}/{name}"
         saved = await service.read(context.checkpoints.find, path)
         grants = [
             signer.grant(caller.tenant, path, file, caller.token)
             for file in await service.read(_files, saved)
         ]
         found = {str(grant.file): address(request, grant) for grant in grants}
-        return {"urls": found, "expires": _header_time(grants[0])}
+        return {"urls": found, "expires": _time(grants[0].expires_at)}
 
     @routes.get("/downloads/{word}/{name}")
     async def download(word: str, name: str) -> Response:
@@ -207,10 +193,6 @@ def _check_token(service: Service, grant: Grant) -> None:
     tokens = service.store.tokens.all(grant.tenant)
     if all(token.id != grant.token or token.revoked_at is not None for token in tokens):
         raise NotSigned("an address must be of a token that was not revoked: ask for a new one")
-
-
-def _header_time(grant: Grant) -> str:
-    return datetime.fromtimestamp(grant.expires_at, UTC).isoformat()
 
 
 def _files(saved: Saved) -> list[str]:
@@ -248,7 +230,7 @@ def _tar(context: TenantContext, saved: Saved, names: list[str]) -> Any:
 
 
 def _header(name: str, size: int) -> bytes:
-    entry = tarfile.TarInfo(Path(name).name)
+    entry = tarfile.TarInfo(name)
     entry.size, entry.mode = size, 0o600
     return entry.tobuf(tarfile.PAX_FORMAT)
 

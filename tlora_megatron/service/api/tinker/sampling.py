@@ -22,16 +22,27 @@ from typing import Any
 from fastapi import APIRouter
 
 from tlora_megatron.files import write_atomic
-from tlora_megatron.service.api.gate import Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
-from tlora_megatron.service.api.tinker.bodies import Gone, Refused, TinkerRoute, UnknownId
 from tlora_megatron.service.api.tinker.checkpoints import Saved
-from tlora_megatron.service.api.tinker.context import Content, TenantContext, Waiting
-from tlora_megatron.service.api.tinker.names import RequestId, SamplerId
+from tlora_megatron.service.api.tinker.context import (
+    Content,
+    Reading,
+    Submitting,
+    TenantContext,
+    Waiting,
+)
+from tlora_megatron.service.api.tinker.names import (
+    Gone,
+    Refused,
+    RequestId,
+    SamplerId,
+    TinkerRoute,
+    UnknownId,
+)
 from tlora_megatron.service.api.tinker.protobuf import encode_sample
 from tlora_megatron.service.home import make_folder
-from tlora_megatron.service.sampling.sampler import SamplerBusy, SamplerUnavailable, SamplingRefused
+from tlora_megatron.service.sampling import sampler as sampling
 from tlora_megatron.service.store import Sampler
 from tlora_megatron.training.saving.writer import AdapterVersion
 
@@ -39,25 +50,21 @@ logger = logging.getLogger(__name__)
 
 
 def router(service: Service, tasks: SamplingTasks) -> APIRouter:
-    """The routes of samplers."""
     routes = APIRouter(route_class=TinkerRoute)
 
     @routes.post("/create_sampling_session")
-    async def create(body: bodies.CreateSampler, caller: Submitter) -> dict[str, Any]:
-        context = TenantContext(service, caller.tenant)
+    async def create(body: bodies.CreateSampler, context: Submitting) -> dict[str, Any]:
         sampler = await service.read(_create, context, body)
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
     @routes.post("/join_sampling_session")
-    async def join(body: bodies.OfSampler, caller: Submitter) -> dict[str, Any]:
-        context = TenantContext(service, caller.tenant)
-        sampler = await service.read(context.sampler, body.sampling_session_id)
+    async def join(sampling_session_id: bodies.Word, context: Submitting) -> dict[str, Any]:
+        sampler = await service.read(context.sampler, sampling_session_id)
         count = await service.change(lambda: context.sessions.join_sampler(sampler.id))
         return {"type": "join_sampling_session", "client_counter": count}
 
     @routes.get("/samplers/{sampler_id}")
-    async def get(sampler_id: str, caller: Reader) -> dict[str, Any]:
-        context = TenantContext(service, caller.tenant)
+    async def get(sampler_id: str, context: Reading) -> dict[str, Any]:
         sampler = await service.read(context.sampler, sampler_id)
         return {
             "sampler_id": sampler.id,
@@ -67,17 +74,16 @@ def router(service: Service, tasks: SamplingTasks) -> APIRouter:
         }
 
     @routes.post("/asample")
-    async def sample(body: bodies.Sample, caller: Submitter) -> dict[str, Any]:
+    async def sample(body: bodies.Sample, context: Submitting) -> dict[str, Any]:
         bodies.check_sample(body)
-        context = TenantContext(service, caller.tenant)
         request = await service.read(_request, context, body)
         await tasks.take(context, request, body)
         ids = [f"{request}:{index}" for index in range(body.num_samples)]
         return {"request_id": str(request), "sample_sequence_ids": ids}
 
     @routes.post("/cancel_future")
-    async def cancel(body: bodies.RetrieveFuture, caller: Submitter) -> None:
-        context, request = TenantContext(service, caller.tenant), RequestId.parse(body.request_id)
+    async def cancel(request_id: bodies.Word, context: Submitting) -> None:
+        request = RequestId.parse(request_id)
         if isinstance(request.of, SamplerId):
             await service.read(context.sampler, str(request.of))
             tasks.cancel(context, request)
@@ -86,7 +92,7 @@ def router(service: Service, tasks: SamplingTasks) -> APIRouter:
 
 
 def _create(context: TenantContext, body: bodies.CreateSampler) -> Sampler:
-    _check_on(context)
+    _source(context)
     context.open_session(body.session_id)
     if body.base_model is None and body.model_path is None:
         raise Refused("base_model or model_path must be given, got neither")
@@ -125,7 +131,7 @@ def _sampleable(context: TenantContext, path: str) -> Saved:
 
 
 def _request(context: TenantContext, body: bodies.Sample) -> RequestId:
-    _check_on(context)
+    _source(context)
     if body.sampling_session_id is None or body.seq_id is None:
         raise Refused("sampling_session_id and seq_id must be given: create_sampling_session first")
     sampler = context.sampler(body.sampling_session_id)
@@ -134,9 +140,10 @@ def _request(context: TenantContext, body: bodies.Sample) -> RequestId:
     return RequestId(SamplerId(sampler.session, sampler.number), body.seq_id, "sample")
 
 
-def _check_on(context: TenantContext) -> None:
+def _source(context: TenantContext) -> sampling.Sampler:
     if context.service.sampler is None:
         raise Refused("this service must generate to be sampled from: `tlora serve --sampler own`")
+    return context.service.sampler
 
 
 class SamplingTasks:
@@ -179,7 +186,6 @@ class SamplingTasks:
             task.cancel()
 
     async def close(self) -> None:
-        """Ends all drawing."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -220,14 +226,14 @@ async def _draw(context: TenantContext, request: RequestId) -> None:
                     "checkpoint that is there"
                 )
             prompt = bodies.as_prompt(body, None if folder is None else str(folder), asked["seed"])
-            answers = await context.service.sampler.generate(sampler.base, [prompt])
+            answers = await _source(context).generate(sampler.base, [prompt])
         content = encode_sample(answers[0], body.prompt_logprobs_last_n)
-    except (SamplingRefused, UnknownId) as error:
+    except (sampling.SamplingRefused, UnknownId) as error:
         sentence = context.service.outward(str(error), context.tenant)
         await read(files.fail, sentence, "user")
-    except SamplerBusy as error:
+    except sampling.SamplerBusy as error:
         await read(files.fail, str(error), "server")
-    except SamplerUnavailable as error:
+    except sampling.SamplerUnavailable as error:
         # It quotes the sampler's log, which may be of other tenants' requests.
         logger.error("%s", error)
         await read(
@@ -278,11 +284,9 @@ class SampleFiles:
         return found
 
     def answer(self, content: bytes) -> None:
-        """Writes the answer."""
         write_atomic(self._answer_file, content, durable=False)
 
     def fail(self, error: str, category: str) -> None:
-        """Writes why there is no answer."""
         text = json.dumps({"error": error, "category": category})
         write_atomic(self._error_file, text, durable=False)
 

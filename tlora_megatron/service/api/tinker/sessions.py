@@ -16,10 +16,14 @@ from fastapi import APIRouter, Request
 from tlora_megatron.service.api.gate import Reader, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
-from tlora_megatron.service.api.tinker.bodies import TinkerRoute
 from tlora_megatron.service.api.tinker.checkpoints import KEPT_FOR_SAMPLERS
-from tlora_megatron.service.api.tinker.context import TenantContext, positions_of
-from tlora_megatron.service.api.tinker.names import new_session
+from tlora_megatron.service.api.tinker.context import (
+    Reading,
+    Submitting,
+    TenantContext,
+    positions_of,
+)
+from tlora_megatron.service.api.tinker.names import TinkerRoute, new_session
 from tlora_megatron.service.api.tinker.sampling import sweep_samples
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import IllegalChange, Model, Session, StoreError
@@ -122,7 +126,6 @@ class Reaper:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begins to look."""
         self._since = self._now()
         self._task = asyncio.create_task(self._run())
 
@@ -201,7 +204,6 @@ DEVIATIONS = (
 
 
 def router(service: Service) -> APIRouter:
-    """The routes of sessions."""
     routes = APIRouter(route_class=TinkerRoute)
 
     @routes.get("/healthz")
@@ -209,12 +211,12 @@ def router(service: Service) -> APIRouter:
         return {"status": "ok"}
 
     @routes.post("/client/config")
-    async def config(_: bodies.ClientConfig, caller: Reader, request: Request) -> dict[str, Any]:
+    async def config(caller: Reader, request: Request) -> dict[str, Any]:
         # A network is slower than zstd, the loopback interface is not.
         return {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": not is_local(request)}
 
     @routes.post("/client/dynamic_config")
-    async def dynamic_config(_: bodies.ClientConfig, caller: Reader) -> dict[str, Any]:
+    async def dynamic_config(caller: Reader) -> dict[str, Any]:
         return {"sample_cancel_enabled": True}
 
     @routes.post("/create_session")
@@ -239,15 +241,13 @@ def router(service: Service) -> APIRouter:
         }
 
     @routes.post("/session_heartbeat")
-    async def heartbeat(body: bodies.OfSession, caller: Submitter) -> dict[str, str]:
-        context = TenantContext(service, caller.tenant)
-        session = await service.read(context.open_session, body.session_id)
+    async def heartbeat(session_id: bodies.Word, context: Submitting) -> dict[str, str]:
+        session = await service.read(context.open_session, session_id)
         context.sessions.hear(session.id)
         return {"type": "session_heartbeat"}
 
     @routes.post("/sessions/{session_id}/finish")
-    async def finish(session_id: str, caller: Submitter) -> None:
-        context = TenantContext(service, caller.tenant)
+    async def finish(session_id: str, context: Submitting) -> None:
         await service.read(context.session, session_id)
         await end_session(context, session_id, "its client has finished")
 
@@ -266,10 +266,10 @@ def router(service: Service) -> APIRouter:
         return {"sessions": [session.id for session in found[begin:end]]}
 
     @routes.get("/sessions/{session_id}")
-    async def get(session_id: str, caller: Reader) -> dict[str, Any]:
-        context, sessions = TenantContext(service, caller.tenant), service.store.sessions
+    async def get(session_id: str, context: Reading) -> dict[str, Any]:
+        sessions = context.sessions
         session = await service.read(context.session, session_id)
-        models = await service.read(sessions.models, tenant=caller.tenant, session=session_id)
+        models = await service.read(sessions.models, tenant=context.tenant, session=session_id)
         samplers = await service.read(sessions.samplers, session_id)
         return {
             "training_run_ids": [model.id for model in models],

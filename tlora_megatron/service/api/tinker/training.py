@@ -10,10 +10,9 @@ from weakref import WeakValueDictionary
 from fastapi import APIRouter, Request, Response
 
 from tlora_megatron.files import read_json
-from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter
+from tlora_megatron.service.api.gate import ApiError, Caller, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
-from tlora_megatron.service.api.tinker.bodies import OutOfRoom, Refused, TinkerRoute
 from tlora_megatron.service.api.tinker.checkpoints import (
     EPHEMERAL,
     EXTERNAL,
@@ -24,12 +23,23 @@ from tlora_megatron.service.api.tinker.checkpoints import (
 from tlora_megatron.service.api.tinker.context import (
     SAVE_FOR_SESSION,
     Content,
+    Reading,
+    Submitting,
     TenantContext,
     Waiting,
     respond,
 )
 from tlora_megatron.service.api.tinker.models import check_optimizer, loaded_document, submit_model
-from tlora_megatron.service.api.tinker.names import Kind, ModelId, RequestId, SamplerId, TinkerPath
+from tlora_megatron.service.api.tinker.names import (
+    Kind,
+    ModelId,
+    OutOfRoom,
+    Refused,
+    RequestId,
+    SamplerId,
+    TinkerPath,
+    TinkerRoute,
+)
 from tlora_megatron.service.api.tinker.protobuf import decode_pass
 from tlora_megatron.service.api.tinker.sampling import SamplingTasks
 from tlora_megatron.service.request_log import RequestLog
@@ -51,35 +61,29 @@ LARGE_BYTES = 1 << 20
 
 
 def router(service: Service, tasks: SamplingTasks) -> APIRouter:
-    """The routes of passes, steps and futures."""
     routes = APIRouter(route_class=TinkerRoute)
     turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     @routes.post("/forward_backward")
-    async def forward_backward(request: Request, caller: Submitter) -> dict[str, Any]:
-        context, encoding = (
-            TenantContext(service, caller.tenant),
-            request.headers.get("content-encoding"),
-        )
-        async with turns.setdefault(caller.tenant, asyncio.Semaphore(AT_ONCE)):
+    async def forward_backward(request: Request, context: Submitting) -> dict[str, Any]:
+        encoding = request.headers.get("content-encoding")
+        async with turns.setdefault(context.tenant, asyncio.Semaphore(AT_ONCE)):
             return await service.read(_take_pass, context, await request.body(), encoding)
 
     @routes.post("/optim_step")
-    async def optim_step(body: bodies.OptimStep, caller: Submitter) -> dict[str, Any]:
+    async def optim_step(body: bodies.OptimStep, context: Submitting) -> dict[str, Any]:
         if body.optimizer_params is not None or body.adam_params is None:
             family = (body.optimizer_params or {}).get("type", "none")
             raise Refused(f"optim_params must be AdamParams here, got those of {family!r:.80}")
         step = driven_requests.Request(op="optim_step", params=dict(body.adam_params))
-        context = TenantContext(service, caller.tenant)
         return await service.read(submit, context, body.model_id, body.seq_id, "optim_step", step)
 
     @routes.post("/retrieve_future")
-    async def retrieve(body: bodies.RetrieveFuture, caller: Reader) -> Response:
-        context = TenantContext(service, caller.tenant)
-        request = RequestId.parse(body.request_id)
+    async def retrieve(request_id: bodies.Word, context: Reading) -> Response:
+        request = RequestId.parse(request_id)
         if isinstance(request.of, ModelId):
-            return respond(await wait_for(context, request), body.request_id)
-        return respond(await tasks.wait_for(context, request, POLL_S), body.request_id)
+            return respond(await wait_for(context, request), request_id)
+        return respond(await tasks.wait_for(context, request, POLL_S), request_id)
 
     return routes
 
@@ -168,40 +172,36 @@ _SAVES: dict[Kind, str] = {
 
 
 def weights_router(service: Service) -> APIRouter:
-    """The routes of weights."""
     routes = APIRouter(route_class=TinkerRoute)
 
     @routes.post("/save_weights")
-    async def save(body: bodies.SaveWeights, caller: Submitter) -> dict[str, Any]:
-        context = TenantContext(service, caller.tenant)
+    async def save(body: bodies.SaveWeights, context: Submitting) -> dict[str, Any]:
         return await service.read(_save, context, body, "weights")
 
     @routes.post("/save_weights_for_sampler")
-    async def save_for_sampler(body: bodies.SaveWeights, caller: Submitter) -> dict[str, Any]:
-        context = TenantContext(service, caller.tenant)
+    async def save_for_sampler(body: bodies.SaveWeights, context: Submitting) -> dict[str, Any]:
         if body.path is None:
             return await service.read(_save_for_session, context, body)
         return await service.read(_save, context, body, "sampler_weights")
 
     @routes.post("/save_weights_external")
-    async def save_external(body: bodies.SaveWeights, caller: Submitter) -> dict[str, Any]:
+    async def save_external(body: bodies.SaveWeights, context: Submitting) -> dict[str, Any]:
         if body.age_encryption_recipients:
             raise Refused("age_encryption_recipients must be left out: nothing is encrypted here")
-        context = TenantContext(service, caller.tenant)
         return await service.read(_save, context, body, "external_weights")
 
     @routes.post("/load_weights")
-    async def load(body: bodies.LoadWeights, caller: Submitter) -> dict[str, Any]:
-        context = TenantContext(service, caller.tenant)
+    async def load(
+        body: bodies.LoadWeights, caller: Submitter, context: Submitting
+    ) -> dict[str, Any]:
         check_optimizer(body.optimizer_config)
         if body.session_id is not None and body.model_seq_id is not None:
             return await _create_from(context, caller, body)
         return await service.read(_load, context, body)
 
     @routes.post("/weights_info")
-    async def info(body: bodies.OfPath, caller: Reader) -> dict[str, Any]:
-        context = TenantContext(service, caller.tenant)
-        saved = await service.read(context.checkpoints.find, body.tinker_path)
+    async def info(tinker_path: bodies.Word, context: Reading) -> dict[str, Any]:
+        saved = await service.read(context.checkpoints.find, tinker_path)
         model = await service.read(context.model, saved.note.model)
         return {
             "base_model": model.base,

@@ -147,12 +147,6 @@ def test_bodies_that_are_no_form(still: Still, kind: str, body: bytes, told: str
     assert still.files == []
 
 
-@pytest.mark.parametrize("file", ["..", "%2e%2e%2fx", "file-x", "file-results-j1aaaa", "%00", "ä"])
-def test_ids_are_no_paths(still: Still, file: str) -> None:
-    for path in (f"/v1/files/{file}", f"/v1/files/{file}/content"):
-        assert still.api.client().get(path).status_code in (404, 405)
-
-
 def test_lines_are_checked_however_they_are_cut() -> None:
     content = b"\xef\xbb\xbf" + b"\n".join([CHATS.strip(), b"", b'{"text": "x\\u2028"}'])
     for size in (1, 7, 64, len(content)):

@@ -279,11 +279,6 @@ async def test_the_client_with_an_event_loop(api: Api, address: str) -> None:
         assert [model.id async for model in client.models.list()] == [BASE]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.mark.anyio
 async def test_a_retry_waits_for_the_request_that_it_repeats(
     api: Api, client: OpenAI, file: str, monkeypatch: pytest.MonkeyPatch

@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 from tests.helpers.http_service import BASE, Api, bearer
 from tests.helpers.tinker.raw import Raw, datum, message
 from tlora_megatron.service.api.server import make_app
-from tlora_megatron.service.api.tinker.bodies import NotSigned
 from tlora_megatron.service.api.tinker.context import TenantContext
+from tlora_megatron.service.api.tinker.names import NotSigned
 from tlora_megatron.service.api.tinker.runs import Signer
 from tlora_megatron.service.api.tinker.sessions import FLUSH_S, SILENCE_S, Reaper
 
@@ -167,19 +167,6 @@ def test_a_retry_changes_nothing_and_late_ones_wait(api: Api, client: Raw) -> No
     never = client.post("retrieve_future", request_id=f"{model_id}:9:optim_step")
     assert never.status_code == 404
     assert "of a request that was made" in never.json()["error"]
-
-
-def test_an_answer_that_is_not_kept_is_gone(api: Api, client: Raw) -> None:
-    from tlora_megatron.service.request_log import RequestLog
-
-    model_id = client.model()
-    sent = client.step(model_id, 1).json()
-    client.models.step()
-    (job,) = api.store.jobs.page()
-    log = RequestLog(api.home.job(job.id))
-    log.prune(1)
-    log.drop_answer(1)
-    assert client.post("retrieve_future", request_id=sent["request_id"]).status_code == 410
 
 
 def test_an_address_is_good_for_an_hour(api: Api) -> None:

@@ -19,9 +19,9 @@ from tests.unit.service.api.tinker.conftest import Played
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, Sampled
 from tlora_megatron.service.api.submitting import References
 from tlora_megatron.service.api.tinker import bodies
-from tlora_megatron.service.api.tinker.bodies import Refused
 from tlora_megatron.service.api.tinker.checkpoints import KEPT_FOR_SAMPLERS
-from tlora_megatron.service.api.tinker.sampling import SampleFiles, sweep_samples
+from tlora_megatron.service.api.tinker.names import Refused
+from tlora_megatron.service.api.tinker.sampling import sweep_samples
 from tlora_megatron.service.api.tinker.sessions import Reaper
 from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
 from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
@@ -150,18 +150,6 @@ def test_a_sample_is_drawn_once_and_again_after_a_death(
         assert error == "the sampler cannot be used now; the service's log says why"
         sweep_samples(folder, float("inf"))
         assert post("retrieve_future", request_id=first["request_id"]).status_code == 410
-
-
-def test_an_answer_is_read_only_once_it_is_whole(tmp_path: Path) -> None:
-    files = SampleFiles(tmp_path, 3)
-    assert files.ask({"seed": 1})
-    assert not files.ask({"seed": 2})
-    assert files.asked() == {"seed": 1}
-    assert files.result() is None
-    files.fail("no", "user")
-    assert files.result() == {"error": "no", "category": "user"}
-    files.answer(b"")
-    assert files.result() == b""
 
 
 @pytest.fixture
