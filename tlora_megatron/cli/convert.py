@@ -100,7 +100,6 @@ def add_parser(commands: Any) -> None:
         help="write a Hugging Face model as a Megatron-LM checkpoint",
         description="Writes a Hugging Face model as a Megatron-LM checkpoint for any layout.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "model",

@@ -38,7 +38,6 @@ def add_parser(commands: Any) -> None:
         help="show a configuration, an adapter, a run or the kernels",
         description="Shows a configuration, an adapter, a run, or this machine's kernels.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "path",

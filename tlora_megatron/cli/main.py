@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import tlora_megatron
 from tlora_megatron.cli import convert, inspect, plan, profile, simulate, train
@@ -86,14 +87,16 @@ def _reader_is_gone() -> bool:
     return False
 
 
+class _Parser(argparse.ArgumentParser):
+    """Prints descriptions and examples as they are written; so do the parsers of its commands."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **fields)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Makes the parser of the whole command line."""
-    parser = argparse.ArgumentParser(
-        prog="tlora",
-        description=tlora_megatron.__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _Parser(prog="tlora", description=tlora_megatron.__doc__, epilog=_EPILOG)
     version = f"%(prog)s {tlora_megatron.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

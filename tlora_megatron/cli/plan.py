@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from tlora_megatron.cli.plan_deployments import (
     print_deployments,
 )
 from tlora_megatron.cli.plan_ranking import (
+    PlanInputs,
     print_explanation,
     print_missing,
     print_other_programs,
@@ -36,15 +36,11 @@ from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.parallel_rules import DETERMINISM_COST
 from tlora_megatron.config.reader import must
-from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.advice import Advice, advise
 from tlora_megatron.planner.candidate import is_ours_alone
 from tlora_megatron.planner.deploy import deploy
-from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import RankedPlan, SearchResult, search
-from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.planning.deployments import check_deployable, write_deployment
 from tlora_megatron.runtime.planning.plan_files import (
     KINDS,
@@ -82,7 +78,6 @@ def add_parser(commands: Any) -> None:
         help="rank the ways to run a configuration's jobs on some GPUs",
         description="Ranks the ways to run a configuration's jobs on some GPUs.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="configuration file, YAML or JSON")
     add_config_arguments(parser)
@@ -175,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show_deployments(args: argparse.Namespace, inputs: _Inputs, space: SearchSpace) -> int:
+def _show_deployments(args: argparse.Namespace, inputs: PlanInputs, space: SearchSpace) -> int:
     """Finds replicas of any kinds, prints them, and writes a configuration if asked to."""
     check_deployable(inputs.config)
     with naming_flags(args):
@@ -198,16 +193,6 @@ def _show_deployments(args: argparse.Namespace, inputs: _Inputs, space: SearchSp
         print_missing(notes, inputs.config)
         notes.print(f"start it: {line}")
     return 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Inputs:
-    """Everything that a search needs to know about the run."""
-
-    config: RunConfig
-    spec: ModelSpec
-    jobs: list[JobLoad]
-    hardware: HardwareProfile
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -241,7 +226,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
     check_output("--write", jobs_file(Path(path)), [args.config])
 
 
-def _load(args: argparse.Namespace) -> _Inputs:
+def _load(args: argparse.Namespace) -> PlanInputs:
     config = load_config(
         args.config, args.overrides, args.output_dir, settle=False, files_may_be_missing=True
     )
@@ -255,33 +240,38 @@ def _load(args: argparse.Namespace) -> _Inputs:
             option = f"--{name.replace('_', '-')}"
             raise must(option, "be absent for a base without routed experts", given)
     lengths = None if args.lengths is None else parse_lengths(args.lengths)
-    jobs = plan_jobs(config, spec, lengths)
-    return _Inputs(config=config, spec=spec, jobs=jobs, hardware=hardware)
+    return PlanInputs(
+        config=config,
+        spec=spec,
+        jobs=plan_jobs(config, spec, lengths),
+        hardware=hardware,
+        num_gpus=args.gpus,
+        top=args.top,
+    )
 
 
-def _advice(args: argparse.Namespace, inputs: _Inputs, space: SearchSpace) -> Advice:
+def _advice(args: argparse.Namespace, inputs: PlanInputs, space: SearchSpace) -> Advice:
     """Looks for changes that would make a plan fit, where none does."""
     profiles = other_profiles(inputs.hardware)
     return advise(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space, profiles)
 
 
 def _show(
-    args: argparse.Namespace, inputs: _Inputs, result: SearchResult, space: SearchSpace
+    args: argparse.Namespace, inputs: PlanInputs, result: SearchResult, space: SearchSpace
 ) -> None:
-    shown = result, inputs.spec, inputs.jobs, inputs.hardware, args.gpus, args.top
     advice = None if result.plans else _advice(args, inputs, space)
     if args.json:
-        print(json.dumps(result_document(*shown) | advice_document(advice), indent=2))
+        print(json.dumps(result_document(result, inputs) | advice_document(advice), indent=2))
     else:
-        print_result(open_console(), *shown)
+        print_result(open_console(), result, inputs)
         if advice is not None:
             print_advice(open_console(), advice)
         if args.runs_in is None and args.write is None and not is_ours_alone(inputs.spec):
             print_other_programs(open_console(), result)
         has_portions = any(job.portion_tokens for job in inputs.config.jobs)
         if inputs.spec.experts is None and not has_portions:
-            print_teams(open_console(), *shown[:4], args.top)
-        print_recompute(open_console(), *shown[:4], args.top)
+            print_teams(open_console(), result, inputs)
+        print_recompute(open_console(), result, inputs)
     if inputs.config.run.deterministic and result.plans:
         notes = open_console(stderr=args.json)
         notes.print(
@@ -302,7 +292,7 @@ def _chosen(args: argparse.Namespace, result: SearchResult) -> RankedPlan | None
 
 def _write(
     args: argparse.Namespace,
-    inputs: _Inputs,
+    inputs: PlanInputs,
     chosen: RankedPlan,
     space: SearchSpace,
     slurm: SlurmOptions,

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from tlora_megatron.cli.tables import make_table
 from tlora_megatron.planner.advice import Advice
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.deploy import MARGIN, DeploymentResult, RankedDeployment
@@ -97,11 +96,8 @@ def print_deployments(
     if not result.ranked:
         console.print("no replica holds the longest sequence", style="red")
         return
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("replicas", overflow="fold")
-    for name in ("tokens/s", "GPU-s", "undivided", "over bound", "busy", "depth"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("tokens/s", "GPU-s", "undivided", "over bound", "busy", "depth")
+    table = make_table("", "replicas", *numbers, right=("", *numbers), words=("replicas",))
     for place, entry in enumerate(result.ranked[:top], start=1):
         table.add_row(str(place), *_cells(result, entry, num_gpus))
     console.print(table)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from tlora_megatron.cli.plan_deployments import pipeline_cell, print_idle
+from tlora_megatron.cli.tables import make_table
 from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec, count_parameters
 from tlora_megatron.planner.candidate import runners
 from tlora_megatron.planner.cost import memory, step_terms
@@ -30,59 +28,51 @@ _WORTH_TELLING = 0.03
 """Gain at which a proposal is worth a line: predictions err by 2.5 %."""
 
 
-def print_result(
-    console: Console,
-    result: SearchResult,
-    spec: ModelSpec,
-    jobs: Sequence[JobLoad],
-    hardware: HardwareProfile,
-    num_gpus: int,
-    top: int,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanInputs:
+    """Everything that a search needs to know about a run, and how many plans to show."""
+
+    config: RunConfig
+    spec: ModelSpec
+    jobs: Sequence[JobLoad]
+    hardware: HardwareProfile
+    num_gpus: int
+    top: int
+
+
+def print_result(console: Console, result: SearchResult, inputs: PlanInputs) -> None:
     """Prints the ranked plans, and the dropped ones by reason."""
+    spec, jobs, hardware = inputs.spec, inputs.jobs, inputs.hardware
     tokens = sum(job.batch_tokens for job in jobs)
     console.print(
-        f"{len(jobs)} jobs, {tokens:,.0f} tokens in all batches, on {num_gpus} x {hardware.gpu} "
-        f"(profile {hardware.name}: {hardware.source}, {hardware.date})"
+        f"{len(jobs)} jobs, {tokens:,.0f} tokens in all batches, on {inputs.num_gpus} x "
+        f"{hardware.gpu} (profile {hardware.name}: {hardware.source}, {hardware.date})"
     )
     if spec.fp8_linears:
-        rate = (
-            "measured"
-            if hardware.fp8_gemms
-            else f"{hardware.fp8_speedup:g} times {hardware.dtype}'s"
+        linears = ", ".join(
+            name if count == spec.num_layers else f"{name} of {count} layers"
+            for name, count in spec.fp8_linears
         )
-        console.print(
-            f"base in FP8: {_fp8_linears(spec)}; the rest in {hardware.dtype} (FP8 rates: {rate})"
-        )
+        times = f"{hardware.fp8_speedup:g} times {hardware.dtype}'s"
+        rate = "measured" if hardware.fp8_gemms else times
+        console.print(f"base in FP8: {linears}; the rest in {hardware.dtype} (FP8 rates: {rate})")
     if spec.experts is not None:
-        console.print(_experts_line(spec, spec.experts))
+        total, active = count_parameters(spec)
+        console.print(
+            f"base of {total / 1e9:.3g} billion parameters, {active / 1e9:.3g} billion of them for "
+            f"a row, which meets {spec.experts.top_k} of {spec.experts.num_experts} experts (their "
+            "times are estimated: docs/planner.md)"
+        )
     if result.plans:
-        shown = _best_of_layouts(result.plans)[:top]
-        _print_plans(console, shown, spec, hardware, num_gpus)
+        shown = _best_of_layouts(result.plans)[: inputs.top]
+        _print_plans(console, shown, inputs)
         more = len(result.plans) - len(shown)
         if more:
             console.print(f"best of each layout; {more:,} more plans fit")
-        print_idle(console, result, jobs, num_gpus)
+        print_idle(console, result, jobs, inputs.num_gpus)
     else:
         console.print("no plan fits", style="red")
     _print_dropped(console, result.dropped)
-
-
-def _fp8_linears(spec: ModelSpec) -> str:
-    """The FP8 linears, each with its number of layers where that is not all."""
-    return ", ".join(
-        name if count == spec.num_layers else f"{name} of {count} layers"
-        for name, count in spec.fp8_linears
-    )
-
-
-def _experts_line(spec: ModelSpec, experts: ExpertsSpec) -> str:
-    total, active = count_parameters(spec)
-    return (
-        f"base of {total / 1e9:.3g} billion parameters, {active / 1e9:.3g} billion of them for a "
-        f"row, which meets {experts.top_k} of {experts.num_experts} experts (their times are "
-        "estimated: docs/planner.md)"
-    )
 
 
 def _best_of_layouts(plans: Sequence[RankedPlan]) -> list[tuple[int, RankedPlan]]:
@@ -102,19 +92,10 @@ def print_other_programs(console: Console, result: SearchResult) -> None:
         console.print("under Megatron-LM's trainer times are others: --runs-in megatron or any")
 
 
-def print_teams(
-    console: Console,
-    result: SearchResult,
-    spec: ModelSpec,
-    jobs: Sequence[JobLoad],
-    hardware: HardwareProfile,
-    top: int,
-) -> None:
+def print_teams(console: Console, result: SearchResult, inputs: PlanInputs) -> None:
     """Proposes `parallel.cp_by_micro_batch` for the best plan shown that would gain by it."""
-    for rank, ranked in _best_of_layouts(result.plans)[:top]:
-        if "train" not in runners(spec, ranked.plan):
-            continue
-        outlook = outlook_of_teams(spec, jobs, ranked.plan, hardware)
+    for rank, ranked in _shown_in_train(result, inputs):
+        outlook = outlook_of_teams(inputs.spec, inputs.jobs, ranked.plan, inputs.hardware)
         if outlook is None:
             continue
         if outlook.saved >= _WORTH_TELLING:
@@ -125,25 +106,22 @@ def print_teams(
         return
 
 
-def print_recompute(
-    console: Console,
-    result: SearchResult,
-    spec: ModelSpec,
-    jobs: Sequence[JobLoad],
-    hardware: HardwareProfile,
-    top: int,
-) -> None:
+def print_recompute(console: Console, result: SearchResult, inputs: PlanInputs) -> None:
     """Proposes `run.recompute: auto` for the best plan shown that would gain by it."""
-    for rank, ranked in _best_of_layouts(result.plans)[:top]:
-        if "train" not in runners(spec, ranked.plan):
-            continue
-        saved = saved_by_rows(spec, jobs, ranked.plan, hardware)
+    for rank, ranked in _shown_in_train(result, inputs):
+        saved = saved_by_rows(inputs.spec, inputs.jobs, ranked.plan, inputs.hardware)
         if saved is not None and saved >= _WORTH_TELLING:
             console.print(
                 f"plan {rank} with run.recompute auto: its rounds would take {saved:.0%} less time "
                 "(docs/rounds.md)"
             )
             return
+
+
+def _shown_in_train(result: SearchResult, inputs: PlanInputs) -> list[tuple[int, RankedPlan]]:
+    """The plans of the table that `tlora train` runs."""
+    shown = _best_of_layouts(result.plans)[: inputs.top]
+    return [(rank, own) for rank, own in shown if "train" in runners(inputs.spec, own.plan)]
 
 
 def print_missing(console: Console, config: RunConfig) -> None:
@@ -161,69 +139,50 @@ def print_missing(console: Console, config: RunConfig) -> None:
 
 
 def _print_plans(
-    console: Console,
-    plans: Sequence[tuple[int, RankedPlan]],
-    spec: ModelSpec,
-    hardware: HardwareProfile,
-    num_gpus: int,
+    console: Console, shown: Sequence[tuple[int, RankedPlan]], inputs: PlanInputs
 ) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    shares = [ranked.plan.ep_size > 1 for _, ranked in plans]
-    wholes = [ranked.plan.expert_tp < ranked.plan.tp_size for _, ranked in plans]
-    of_experts = ["EP"] * any(shares) + ["expert TP"] * any(wholes)
-    sizes = ("TP", "SP", "LoRA", "PP", "VPP", "CP", "DP")
-    for name in ("", *sizes, *of_experts, "tokens", "recompute", "tokens/s"):
-        justify: Literal["left", "right"] = "left" if name in ("LoRA", "recompute") else "right"
-        table.add_column(name, justify=justify, no_wrap=True)
-    leaves = any(ranked.plan.num_gpus < num_gpus for _, ranked in plans)
-    for name in ("GPUs", "idle") if leaves else ():
-        table.add_column(name, justify="right", no_wrap=True)
-    is_cut = any(ranked.plan.num_nano_batches > 1 for _, ranked in plans)
-    if is_cut:
-        table.add_column("nano", justify="right", no_wrap=True)
-    is_full = any(ranked.plan.num_micro_batches is not None for _, ranked in plans)
-    for name in ("batches", "filled") if is_full else ():
-        table.add_column(name, justify="right", no_wrap=True)
-    waits = any(ranked.plan.dp_size > 1 for _, ranked in plans)
-    for name in ("depth", "busy") if waits else ():
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("round ms", "GiB", "of it"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("time", no_wrap=True)
-    table.add_column("runs in", no_wrap=True)
-    total = hardware.memory_bytes
-    for rank, ranked in plans:
-        plan, cost, use = ranked.plan, ranked.cost, ranked.memory
-        table.add_row(
-            str(rank),
-            str(plan.tp_size),
-            "yes" if plan.sequence_parallel else "-",
-            plan.lora_sharding if plan.tp_size > 1 else "-",
-            pipeline_cell(plan),
-            str(plan.vpp_size),
-            str(plan.cp_size),
-            str(plan.dp_size),
-            *([str(plan.ep_size)] if any(shares) else []),
-            *([str(plan.expert_tp) if plan.tp_size > 1 else "-"] if any(wholes) else []),
-            f"{plan.micro_batch_tokens:,}",
-            plan.recompute,
-            f"{cost.tokens_per_s:,.0f}",
-            *([f"{plan.num_gpus:,}", f"{num_gpus - plan.num_gpus:,}"] if leaves else []),
-            *([str(plan.num_nano_batches)] if is_cut else []),
-            *([str(plan.num_micro_batches or "-"), _filled(cost)] if is_full else []),
-            *([str(plan.round_depth), f"{cost.busy_share:.0%}"] if waits else []),
-            f"{cost.step_time_s * 1e3:,.1f}",
-            f"{use.total_bytes / _GIB:.1f}",
-            f"{use.total_bytes / total:.0%}",
-            _second_term(cost),
-            ", ".join(runners(spec, plan)),
-        )
+    """Prints a row a plan; what no plan makes use of has no column."""
+    entries = [ranked for _, ranked in shown]
+    plans, costs = [own.plan for own in entries], [own.cost for own in entries]
+    cells: dict[str, Sequence[object]] = {
+        "": [rank for rank, _ in shown],
+        "TP": [plan.tp_size for plan in plans],
+        "SP": ["yes" if plan.sequence_parallel else "-" for plan in plans],
+        "LoRA": [plan.lora_sharding if plan.tp_size > 1 else "-" for plan in plans],
+        "PP": [pipeline_cell(plan) for plan in plans],
+        "VPP": [plan.vpp_size for plan in plans],
+        "CP": [plan.cp_size for plan in plans],
+        "DP": [plan.dp_size for plan in plans],
+    }
+    if any(plan.ep_size > 1 for plan in plans):
+        cells["EP"] = [plan.ep_size for plan in plans]
+    if any(plan.expert_tp < plan.tp_size for plan in plans):
+        cells["expert TP"] = [plan.expert_tp if plan.tp_size > 1 else "-" for plan in plans]
+    cells["tokens"] = [f"{plan.micro_batch_tokens:,}" for plan in plans]
+    cells["recompute"] = [plan.recompute for plan in plans]
+    cells["tokens/s"] = [f"{cost.tokens_per_s:,.0f}" for cost in costs]
+    if any(plan.num_gpus < inputs.num_gpus for plan in plans):
+        cells["GPUs"] = [f"{plan.num_gpus:,}" for plan in plans]
+        cells["idle"] = [f"{inputs.num_gpus - plan.num_gpus:,}" for plan in plans]
+    if any(plan.num_nano_batches > 1 for plan in plans):
+        cells["nano"] = [plan.num_nano_batches for plan in plans]
+    if any(plan.num_micro_batches is not None for plan in plans):
+        loads = [cost.load for cost in costs]
+        cells["batches"] = [plan.num_micro_batches or "-" for plan in plans]
+        cells["filled"] = ["-" if x.filled is None else f"{x.filled_share:.0%}" for x in loads]
+    if any(plan.dp_size > 1 for plan in plans):
+        cells["depth"] = [plan.round_depth for plan in plans]
+        cells["busy"] = [f"{cost.busy_share:.0%}" for cost in costs]
+    sizes = [own.memory.total_bytes for own in entries]
+    cells["round ms"] = [f"{cost.step_time_s * 1e3:,.1f}" for cost in costs]
+    cells["GiB"] = [f"{size / _GIB:.1f}" for size in sizes]
+    cells["of it"] = [f"{size / inputs.hardware.memory_bytes:.0%}" for size in sizes]
+    cells["time"] = [_second_term(cost) for cost in costs]
+    cells["runs in"] = [", ".join(runners(inputs.spec, plan)) for plan in plans]
+    table = make_table(*cells, right=cells.keys() - {"LoRA", "recompute", "time", "runs in"})
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*map(str, row))
     console.print(table, soft_wrap=False)
-
-
-def _filled(cost: step_terms.StepCost) -> str:
-    """Share of the rows that jobs fill, if rounds have a fixed size."""
-    return "-" if cost.load.filled is None else f"{cost.load.filled_share:.0%}"
 
 
 def _second_term(cost: step_terms.StepCost) -> str:
@@ -280,10 +239,8 @@ def _print_bars(
 
 
 def _print_jobs(console: Console, cost: step_terms.StepCost, jobs: Sequence[JobLoad]) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("job")
-    for name in ("rank", "batch", "mean tokens", "tokens/s", "s a step"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("rank", "batch", "mean tokens", "tokens/s", "s a step")
+    table = make_table("job", *numbers, right=numbers, words=("job",))
     rates = zip(jobs, cost.job_tokens_per_s, cost.job_step_time_s, strict=True)
     for job, tokens_per_s, step_time_s in rates:
         table.add_row(
@@ -301,24 +258,18 @@ def _words(name: str) -> str:
     return name.removesuffix("_s").replace("_", " ").replace("comm", "communication")
 
 
-def result_document(
-    result: SearchResult,
-    spec: ModelSpec,
-    jobs: Sequence[JobLoad],
-    hardware: HardwareProfile,
-    num_gpus: int,
-    top: int,
-) -> dict[str, Any]:
+def result_document(result: SearchResult, inputs: PlanInputs) -> dict[str, Any]:
     """The document that `--json` prints."""
+    hardware = inputs.hardware
     return {
-        "num_gpus": num_gpus,
+        "num_gpus": inputs.num_gpus,
         "hardware": {
             "name": hardware.name,
             "gpu": hardware.gpu,
             "source": hardware.source,
             "date": hardware.date,
         },
-        "base": {"dtype": hardware.dtype, "fp8_linears": dict(spec.fp8_linears)},
+        "base": {"dtype": hardware.dtype, "fp8_linears": dict(inputs.spec.fp8_linears)},
         "jobs": [
             {
                 "name": job.name,
@@ -327,10 +278,10 @@ def result_document(
                 "mean_tokens": job.lengths.mean,
                 "longest_tokens": job.lengths.longest,
             }
-            for job in jobs
+            for job in inputs.jobs
         ],
         "plans_that_fit": len(result.plans),
-        "plans": [_plan_document(own, spec, jobs, num_gpus) for own in result.plans[:top]],
+        "plans": [_plan_document(own, inputs) for own in result.plans[: inputs.top]],
         "dropped": [
             {"reason": entry.reason, "count": entry.count, "example": entry.example.label}
             for entry in result.dropped
@@ -338,16 +289,14 @@ def result_document(
     }
 
 
-def _plan_document(
-    ranked: RankedPlan, spec: ModelSpec, jobs: Sequence[JobLoad], num_gpus: int
-) -> dict[str, Any]:
+def _plan_document(ranked: RankedPlan, inputs: PlanInputs) -> dict[str, Any]:
     plan, cost, use = ranked.plan, ranked.cost, ranked.memory
     return {
         **asdict(plan),
-        "stages": list(plan.stages(spec)),
+        "stages": list(plan.stages(inputs.spec)),
         "num_gpus": plan.num_gpus,
-        "idle_gpus": num_gpus - plan.num_gpus,
-        "runs_in": list(runners(spec, plan)),
+        "idle_gpus": inputs.num_gpus - plan.num_gpus,
+        "runs_in": list(runners(inputs.spec, plan)),
         "step_time_s": cost.step_time_s,
         "tokens_per_s": cost.tokens_per_s,
         "binding_time": cost.binding,
@@ -360,7 +309,7 @@ def _plan_document(
         "jobs": [
             {"name": job.name, "tokens_per_s": rate, "step_time_s": step_s}
             for job, rate, step_s in zip(
-                jobs, cost.job_tokens_per_s, cost.job_step_time_s, strict=True
+                inputs.jobs, cost.job_tokens_per_s, cost.job_step_time_s, strict=True
             )
         ],
     }

@@ -34,7 +34,6 @@ def add_parser(commands: Any) -> None:
         help="measure this machine for the planner",
         description="Measures this machine for the planner.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--out", required=True, type=Path, metavar="FILE", help="JSON file to write"

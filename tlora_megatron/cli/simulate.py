@@ -56,7 +56,6 @@ def add_parser(commands: Any) -> None:
         help="replay a cluster trace under scheduling policies",
         description="Replays a cluster trace under several scheduling policies.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     policies = ",".join(POLICIES)
     parser.add_argument(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -59,13 +59,14 @@ def open_console(*, stderr: bool = False) -> Console:
 _STATUS_STYLE = {"finished": "green", "running": "yellow", "failed": "red", "rejected": "red"}
 _BUSY_ENOUGH = 0.9
 """Predicted busy share below which another way to share rounds out is named."""
-_WORDY_COLUMNS = ("job", "targets", "lr and schedule", "data")
 
 
 def print_run(console: Console, summary: dict[str, Any], output_dir: str) -> None:
     """Prints from `summary.json` a run's jobs before and after, its speed, and results."""
     jobs = summary.get("jobs", {})
-    table = _table("job", "status", "rank", "steps", "eval loss", "exact match", "tokens")
+    table = make_table(
+        "job", "status", "rank", "steps", "eval loss", "exact match", "tokens", words=("job",)
+    )
     for name, job in jobs.items():
         style = _STATUS_STYLE.get(job.get("status"), "")
         table.add_row(name, *_run_cells(job), style=style if style == "red" else "")
@@ -107,7 +108,10 @@ def print_config(console: Console, config: RunConfig) -> None:
         f"resume {run.resume}, seed {run.seed}"
     )
     console.print(f"output: {run.output_dir}")
-    table = _table("job", "rank/alpha", "targets", "batch", "end", "lr and schedule", "data")
+    words = ("job", "targets", "lr and schedule", "data")
+    table = make_table(
+        "job", "rank/alpha", "targets", "batch", "end", "lr and schedule", "data", words=words
+    )
     for job in config.jobs:
         table.add_row(*_config_cells(job))
     console.print(table, soft_wrap=False)
@@ -142,14 +146,15 @@ def print_adapter(console: Console, adapter: dict[str, Any]) -> None:
     console.print(table, soft_wrap=False)
 
 
-def _table(*columns: str) -> Table:
+def make_table(*columns: str, right: Collection[str] = (), words: Collection[str] = ()) -> Table:
+    """An empty table; on a narrow terminal only columns of `words` give way to the others."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        # Words give way on a narrow terminal; a number cut in two is misread.
-        words = column in _WORDY_COLUMNS
-        table.add_column(
-            column, no_wrap=not words, min_width=10 if words else None, overflow="fold"
-        )
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        if column in words:
+            table.add_column(column, justify=justify, min_width=10, overflow="fold")
+        else:
+            table.add_column(column, justify=justify, no_wrap=True)
     return table
 
 

@@ -233,7 +233,6 @@ def add_parser(commands: Any) -> None:
         help="train all jobs of a configuration together",
         description="Trains all jobs of a configuration together.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="configuration file, YAML or JSON")
     add_config_arguments(parser)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from scripts.bench.planner.cases import model_spec
 from tests.helpers.planner_case import HARDWARE, SPEC, job
-from tlora_megatron.cli.plan_ranking import print_recompute, print_teams
+from tlora_megatron.cli.plan_ranking import PlanInputs, print_recompute, print_teams
 from tlora_megatron.model.layout import RECOMPUTES, RecomputeTable
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.choices import LEAST_ROWS, recompute_for_rows
@@ -62,13 +62,20 @@ def test_plans_without_a_choice_have_no_outlook(plan: Plan, tight: HardwareProfi
     assert saved_by_rows(LLAMA_8B, JOBS, plan, replace(tight, memory_bytes=80e9)) is None
 
 
-def printed(show: Callable[..., None], *rest: object, plans: Sequence[Plan]) -> str:
+def printed(
+    show: Callable[..., None],
+    jobs: Sequence[JobLoad],
+    hardware: HardwareProfile,
+    *,
+    plans: Sequence[Plan],
+) -> str:
     """What the ranking of plans says of those with a gain."""
     nothing: Any = None
     result = SearchResult(tuple(RankedPlan(plan, nothing, nothing) for plan in plans), ())
     console = Console(width=200)
     with console.capture() as capture:
-        show(console, result, LLAMA_8B, *rest, 10)
+        asked = {"config": nothing, "spec": LLAMA_8B, "jobs": jobs, "hardware": hardware}
+        show(console, result, PlanInputs(**asked, num_gpus=8, top=10))
     return capture.get()
 
 

@@ -9,8 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.cli.service.ports import JobRow, RequestedAction, Service, find_jobs
-from tlora_megatron.cli.service.reaching import add_reach_argument, reach_service
+from tlora_megatron.cli.service.in_folder import JobRow, RequestedAction, Row
+from tlora_megatron.cli.service.reaching import (
+    Service,
+    add_reach_argument,
+    find_jobs,
+    reach_service,
+)
 from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.reader import must
 from tlora_megatron.service.rows import job_to_dict
@@ -43,7 +48,6 @@ def add_parser(commands: Any) -> None:
             epilog=(
                 f"examples:\n  tlora {action} mirror\n  tlora {action} mirror sums --service DIR\n"
             ),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("names", nargs="+", metavar="NAME", help="name or id of a job")
         add_reach_argument(parser)
@@ -81,7 +85,6 @@ def add_adapters_parser(commands: Any) -> None:
         description="Copies the adapter of a finished job, as a folder that PEFT and vLLM load.",
         epilog="examples:\n  tlora adapters mirror --out mirror-adapter\n"
         "  tlora inspect mirror-adapter\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", help="name or id of a finished job")
     parser.add_argument(
@@ -123,8 +126,6 @@ examples:
   tlora logs mirror --json      # one JSON object a line
 """
 
-Row = dict[str, Any]
-
 
 def add_logs_parser(commands: Any) -> None:
     """Adds the subcommand to argparse's `commands`."""
@@ -133,7 +134,6 @@ def add_logs_parser(commands: Any) -> None:
         help="tell what happens to a job of a service",
         description="Prints the events of a job and its steps, as the service has recorded them.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", help="name or id of a job")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")

@@ -10,13 +10,13 @@ from threading import Event as Flag
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from tlora_megatron.cli.service.jobs import count_words, duration_words, job_table, progress_words
+from tlora_megatron.cli.tables import make_table
 
 if TYPE_CHECKING:
     from tlora_megatron.service.store import Gang, Job, Store
@@ -153,10 +153,8 @@ class Board:
 
 def gang_table(gangs: Iterable[Gang], jobs: Iterable[Job], speed: Callable[[str], float]) -> Table:
     """A row a gang: its base, layout, GPUs and jobs, and its tokens a second."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("gang", "state", "base", "layout", "GPUs", "jobs", "tokens/s"):
-        right = column in ("jobs", "tokens/s")
-        table.add_column(column, no_wrap=True, justify="right" if right else "left")
+    columns = ("gang", "state", "base", "layout", "GPUs", "jobs", "tokens/s")
+    table = make_table(*columns, right=("jobs", "tokens/s"))
     members: dict[tuple[str | None, int | None], list[Job]] = {}
     for job in jobs:
         members.setdefault((job.gang, job.gang_epoch), []).append(job)

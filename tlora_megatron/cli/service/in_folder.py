@@ -1,80 +1,87 @@
-"""A service whose folder is on this host: its store and files are read and written directly."""
+"""A service whose folder is on this host: found, opened, and its store and files used directly."""
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from tlora_megatron.cli.service.ports import (
-    ADAPTER,
-    Accepted,
-    JobRow,
-    RequestedAction,
-    Row,
-    missing_job,
-    warn,
-)
-from tlora_megatron.config.reader import ConfigError
-from tlora_megatron.service.home import Home
+from tlora_megatron.cli.tables import open_console
+from tlora_megatron.config.reader import ConfigError, must
+from tlora_megatron.service import home as homes
 
 if TYPE_CHECKING:
+    from tlora_megatron.client import Job as ClientJob
     from tlora_megatron.service.prepare.submission import Submission
     from tlora_megatron.service.store import Job, NewJob, Store
 
-
+ADAPTER = "adapter"
 _PAGE = 1000
 _NO_LINK = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+RequestedAction = Literal["cancel", "pause", "resume"]
+Row = dict[str, Any]
+JobRow: TypeAlias = "Job | ClientJob"
+"""A job as commands show it."""
+
+
+class Accepted(NamedTuple):
+    """The outcome of a submit."""
+
+    jobs: Sequence[JobRow]
+    new: frozenset[str]
+    """Ids of those that it made; the others' key came before."""
 
 
 class FolderService:
     """A service by its folder and store."""
 
     look_every_s = 0.1
+    """How often to ask it for what is new."""
 
-    def __init__(self, home: Home, store: Store, how_to_serve: str) -> None:
-        self._home, self._store = home, store
-        self._how_to_serve = how_to_serve
+    def __init__(self, home: homes.Home, store: Store) -> None:
+        self.home, self.store = home, store
 
     @property
     def place(self) -> str:
         """Its folder."""
-        return str(self._home.root)
+        return str(self.home.root)
 
     @property
     def is_served(self) -> bool:
         """True while a controller gives signs of life."""
-        return self._store.lock.is_held()
+        return self.store.lock.is_held()
 
     @property
     def how_to_serve(self) -> str:
         """The command that starts a controller of it."""
-        return self._how_to_serve
+        return serve_command(self.home.root)
 
     def submit(self, files: Sequence[str], overrides: Sequence[str], key: str) -> Accepted:
         """Submits all jobs of all files, or none."""
         submissions = _read(files, overrides)
-        jobs = self._store.jobs.submit([_new_job(item, key) for item in submissions])
+        jobs = self.store.jobs.submit([_new_job(item, key) for item in submissions])
         return Accepted(jobs, frozenset(job.id for job in jobs if job.is_new))
 
     def find(self, name: str) -> JobRow:
         """The job of an id, whoever's it is, or of a name among the own ones."""
         from tlora_megatron.service.store import NotFound
 
-        for look in (self._store.jobs.find, self._store.jobs.get):
+        for look in (self.store.jobs.find, self.store.jobs.get):
             with suppress(NotFound, UnicodeEncodeError):  # the second: bytes that are no text
                 return look(name)
         raise missing_job(name)
 
     def get(self, jobs: Sequence[str]) -> list[JobRow]:
         """The jobs of these ids, as they are now."""
-        return [self._store.jobs.get(job) for job in jobs]
+        return [self.store.jobs.get(job) for job in jobs]
 
     def all(self, states: Sequence[str] | None) -> Iterator[Job]:
         """All jobs in these states (None: in any), the first submitted first."""
@@ -83,7 +90,7 @@ class FolderService:
         wanted = None if states is None else [JobState(state) for state in states]
         after = 0
         while True:
-            page = self._store.jobs.page(states=wanted, after=after, limit=_PAGE)
+            page = self.store.jobs.page(states=wanted, after=after, limit=_PAGE)
             yield from page
             if len(page) < _PAGE:
                 return
@@ -91,28 +98,28 @@ class FolderService:
 
     def counts(self) -> Mapping[Any, int]:
         """Number of jobs in each state that has any."""
-        return self._store.jobs.counts()
+        return self.store.jobs.counts()
 
     def news(self) -> object:
         """The number of the last event."""
-        return self._store.events.last()
+        return self.store.events.last()
 
     def request_action(self, jobs: Sequence[JobRow], action: RequestedAction) -> list[JobRow]:
         """Notes the action for all jobs or for none."""
-        with self._store.transaction():
-            return [self._store.jobs.request_action(job.id, action, by="tlora") for job in jobs]
+        with self.store.transaction():
+            return [self.store.jobs.request_action(job.id, action, by="tlora") for job in jobs]
 
     def history(self, job: JobRow, *, follow: bool) -> Iterator[Row]:
         """The events of a job and its steps."""
         from tlora_megatron.service.history import History
 
-        history = History(self._store, self._home, job.id)
+        history = History(self.store, self.home, job.id)
         for told in history.follow() if follow else history.read()[0]:
             yield told.row
 
     def fetch_adapter(self, job: JobRow, out: Path) -> None:
         """Copies the adapter of a finished job."""
-        folder = self._home.job(job.id) / ADAPTER
+        folder = self.home.job(job.id) / ADAPTER
         if not folder.is_dir():
             raise RuntimeError(
                 f"the adapter of job {job.name} must lie in {folder}, got nothing there"
@@ -178,3 +185,66 @@ def _copy_file(source: Path, target: Path) -> None:
         if not stat.S_ISREG(os.fstat(reader.fileno()).st_mode):
             raise RuntimeError(f"an adapter must consist of plain files, got {source}")
         shutil.copyfileobj(reader, writer)
+
+
+def missing_job(name: str) -> ConfigError:
+    """The refusal of a name that no job has."""
+    return must("NAME", "be the id or the name of a job", name, "`tlora jobs --all` lists them")
+
+
+def warn(sentences: Iterable[str]) -> None:
+    """Prints sentences about settings that have no effect."""
+    console = open_console(stderr=True)
+    for sentence in sentences:
+        console.print(f"warning: {sentence}", style="yellow")
+
+
+def add_service_argument(parser: argparse.ArgumentParser, *, also: str = "") -> None:
+    """Adds `--service`."""
+    parser.add_argument(
+        "--service",
+        metavar="DIR",
+        help=f"folder of the service{also and f', {also}'} (default: ${homes.VARIABLE}, or "
+        f"{homes.DEFAULT})",
+    )
+
+
+@contextmanager
+def open_service(args: argparse.Namespace) -> Iterator[FolderService]:
+    """Opens a service that is there; raises `ConfigError`, inside for what the store refuses."""
+    root = service_folder(args.service)
+    if not any((root / name).is_file() for name in ("store.sqlite", homes.DATABASE)):
+        named = args.service or os.environ.get(homes.VARIABLE) or ""
+        looks_remote = re.fullmatch(r"[\w.-]+:\d+/?", named) is not None
+        remedy = f"start one with: {serve_command(root)}"
+        remedy = f"an address begins with http://, as in http://{named}" if looks_remote else remedy
+        raise must("--service", "be the folder of a service", str(root), remedy)
+    # Not at the top: it takes a third of a second, and `--help` needs none of it.
+    from tlora_megatron.service.store import Refusal, open_store
+
+    found = homes.Home.open(root)
+    with open_store(homes.store_place(found)) as store:
+        try:
+            yield FolderService(found, store)
+        except Refusal as error:
+            raise ConfigError(str(error)) from error
+
+
+def is_address(service: str) -> bool:
+    """True of a service over HTTP."""
+    return service.startswith(("http://", "https://"))
+
+
+def service_folder(given: str | None) -> Path:
+    """The folder, perhaps missing, that `--service`, the environment or the default names."""
+    named = given or os.environ.get(homes.VARIABLE) or homes.DEFAULT
+    if is_address(named):
+        raise must("--service", "be a folder of this host for this command", named)
+    return Path(named).expanduser().absolute()
+
+
+def serve_command(root: Path) -> str:
+    """Returns the shortest command that serves a folder."""
+    named = os.environ.get(homes.VARIABLE) or homes.DEFAULT
+    is_default = not is_address(named) and root == service_folder(named)
+    return "tlora serve" if is_default else f"tlora serve --service {root}"

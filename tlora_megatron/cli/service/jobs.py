@@ -9,16 +9,15 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from tlora_megatron.cli.service.ports import JobRow, Service
-from tlora_megatron.cli.service.reaching import add_reach_argument, reach_service
-from tlora_megatron.cli.tables import open_console
+from tlora_megatron.cli.service.in_folder import JobRow
+from tlora_megatron.cli.service.reaching import Service, add_reach_argument, reach_service
+from tlora_megatron.cli.tables import make_table, open_console
 from tlora_megatron.config.reader import must, nearest
 from tlora_megatron.service.rows import job_to_dict
 
@@ -38,10 +37,8 @@ STATE_STYLE = {
 def job_table(jobs: Iterable[JobRow], now_s: float | None = None) -> Table:
     """A row a job, in order: what it is called, how far it is, where it runs, its age now."""
     now_s = time.time() if now_s is None else now_s
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("job", "id", "state", "steps", "loss", "tokens", "gang", "age"):
-        right = column in ("steps", "loss", "tokens", "age")
-        table.add_column(column, no_wrap=True, justify="right" if right else "left")
+    columns = ("job", "id", "state", "steps", "loss", "tokens", "gang", "age")
+    table = make_table(*columns, right=("steps", "loss", "tokens", "age"))
     for job in jobs:
         table.add_row(*_cells(job, now_s), style=STATE_STYLE.get(job.state, ""))
     return table
@@ -91,9 +88,6 @@ def duration_words(seconds: float) -> str:
     return " ".join(parts[:2])
 
 
-if TYPE_CHECKING:
-    pass
-
 _MOST_ROWS = 200
 _WATCH_EVERY_S = 0.5
 _PAGE = 1000
@@ -113,7 +107,6 @@ def add_parser(commands: Any) -> None:
         help="list the jobs of a service",
         description="Lists the jobs of a service, in the order in which they were submitted.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--all", action="store_true", help="also those that have ended")
     parser.add_argument(
@@ -314,7 +307,6 @@ def add_submit_parser(commands: Any) -> None:
         help="hand jobs to a service",
         description="Hands jobs to a service. They wait in its queue if nobody serves it now.",
         epilog=_SUBMIT_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "files", nargs="+", metavar="FILE", help="jobs or run configurations, YAML or JSON"

@@ -8,19 +8,21 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tlora_megatron.cli.service.in_folder import FolderService, refuse_duplicates
-from tlora_megatron.cli.service.ports import (
+from tlora_megatron.cli.service.in_folder import (
     Accepted,
+    FolderService,
     JobRow,
     RequestedAction,
     Row,
-    Service,
+    add_service_argument,
+    is_address,
     missing_job,
+    open_service,
+    refuse_duplicates,
     warn,
 )
-from tlora_megatron.cli.service.tokens import add_service_argument, is_address, open_service
 from tlora_megatron.config.load import SECTIONS
 from tlora_megatron.config.reader import (
     ConfigError,
@@ -218,6 +220,10 @@ class HttpService:
         return found
 
 
+Service: TypeAlias = FolderService | HttpService
+"""A service that a command has opened, on this host or by its address."""
+
+
 @contextmanager
 def open_address(address: str) -> Iterator[HttpService]:
     """Opens the service of an address; raises `ConfigError` also for what it refuses inside."""
@@ -252,4 +258,9 @@ def reach_service(args: argparse.Namespace) -> Iterator[Service]:
             yield service
         return
     with open_service(args) as found:
-        yield FolderService(found.home, found.store, found.how_to_serve)
+        yield found
+
+
+def find_jobs(service: Service, names: Sequence[str]) -> list[JobRow]:
+    """The jobs that a command names, by id or name, each once, in order; refuses unknown ones."""
+    return list({job.id: job for job in map(service.find, names)}.values())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlora_megatron.cli.service.board import Board
-from tlora_megatron.cli.service.tokens import add_service_argument, service_folder
+from tlora_megatron.cli.service.in_folder import add_service_argument, service_folder
 from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.reader import must
 from tlora_megatron.scheduler.registry import DEFAULT_POLICY, POLICIES
@@ -142,7 +142,6 @@ def add_parser(commands: Any) -> None:
         description="Runs a service in the foreground: it trains the jobs that `tlora submit` "
         "hands over, groups them on the GPUs, and keeps them through faults.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_service_argument(parser)
     parser.add_argument(

@@ -1,97 +1,19 @@
-"""Opens a service's folder for a command, and finds the jobs that the command names."""
+"""`tlora token`: makes, lists and revokes the tokens of a service, and sets tenants' limits."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
-from tlora_megatron.cli.tables import open_console
+from tlora_megatron.cli.service.in_folder import add_service_argument, open_service
+from tlora_megatron.cli.tables import make_table, open_console
 from tlora_megatron.config.reader import ConfigError, must
-from tlora_megatron.service import home
-from tlora_megatron.service.home import DATABASE, store_place
 
 if TYPE_CHECKING:
     from tlora_megatron.service.store import Store
-
-
-@dataclass(frozen=True, slots=True)
-class OpenService:
-    """A service as a command sees it: its folder and its store."""
-
-    home: home.Home
-    store: Store
-
-    @property
-    def is_served(self) -> bool:
-        """True while a controller gives signs of life."""
-        return self.store.lock.is_held()
-
-    @property
-    def how_to_serve(self) -> str:
-        """The command that starts a controller of this service."""
-        return serve_command(self.home.root)
-
-
-def add_service_argument(parser: argparse.ArgumentParser, *, also: str = "") -> None:
-    """Adds `--service`."""
-    parser.add_argument(
-        "--service",
-        metavar="DIR",
-        help=f"folder of the service{also and f', {also}'} (default: ${home.VARIABLE}, or "
-        f"{home.DEFAULT})",
-    )
-
-
-@contextmanager
-def open_service(args: argparse.Namespace) -> Iterator[OpenService]:
-    """Opens a service that is there; raises `ConfigError`, inside for what the store refuses."""
-    root = service_folder(args.service)
-    if not any((root / name).is_file() for name in ("store.sqlite", DATABASE)):
-        named = args.service or os.environ.get(home.VARIABLE) or ""
-        looks_remote = re.fullmatch(r"[\w.-]+:\d+/?", named) is not None
-        remedy = f"start one with: {serve_command(root)}"
-        remedy = f"an address begins with http://, as in http://{named}" if looks_remote else remedy
-        raise must("--service", "be the folder of a service", str(root), remedy)
-    # Not at the top: it takes a third of a second, and `--help` needs none of it.
-    from tlora_megatron.service.store import Refusal, open_store
-
-    found = home.Home.open(root)
-    with open_store(store_place(found)) as store:
-        try:
-            yield OpenService(found, store)
-        except Refusal as error:
-            raise ConfigError(str(error)) from error
-
-
-def is_address(service: str) -> bool:
-    """True of a service over HTTP."""
-    return service.startswith(("http://", "https://"))
-
-
-def service_folder(given: str | None) -> Path:
-    """The folder, perhaps missing, that `--service`, the environment or the default names."""
-    named = given or os.environ.get(home.VARIABLE) or home.DEFAULT
-    if is_address(named):
-        raise must("--service", "be a folder of this host for this command", named)
-    return Path(named).expanduser().absolute()
-
-
-def serve_command(root: Path) -> str:
-    """Returns the shortest command that serves a folder."""
-    named = os.environ.get(home.VARIABLE) or home.DEFAULT
-    is_default = not is_address(named) and root == service_folder(named)
-    return "tlora serve" if is_default else f"tlora serve --service {root}"
 
 
 _EPILOG = """\
@@ -120,7 +42,6 @@ def add_parser(commands: Any) -> None:
         help="make, list and revoke tokens for a service's HTTP",
         description="Makes, lists and revokes the tokens with which tenants use a service by HTTP.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     create = _action(actions, "create", _create, "make a token, and print it once", " ann --gpus 4")
@@ -149,7 +70,6 @@ def _action(actions: Any, name: str, run: Any, text: str, example: str) -> argpa
         help=text,
         description=f"{text[0].upper()}{text[1:]}.",
         epilog=f"example:\n  tlora token {name}{example}\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_service_argument(parser)
@@ -213,9 +133,7 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([asdict(token) for token in tokens], indent=2))
         return 0
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("token", "tenant", "scopes", "made", "revoked"):
-        table.add_column(column, no_wrap=True)
+    table = make_table("token", "tenant", "scopes", "made", "revoked")
     for token in tokens:
         made, revoked = _time(token.created_at), _time(token.revoked_at)
         table.add_row(token.id, token.tenant, ", ".join(token.scopes), made, revoked)
