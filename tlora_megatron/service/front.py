@@ -46,6 +46,13 @@ class Place(NamedTuple):
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
         return f"http://{f'[{host}]' if ':' in host and '[' not in host else host}:{self.port}"
 
+    def names(self, more: Sequence[str]) -> frozenset[str] | None:
+        """Names by which it may be asked, `more` among them; None = any."""
+        if not self.is_loopback and not more:
+            return None
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return frozenset({"localhost", "127.0.0.1", "[::1]", host, *map(str.lower, more)})
+
     @property
     def is_loopback(self) -> bool:
         """True if no other host reaches it."""

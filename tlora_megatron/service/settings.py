@@ -171,7 +171,7 @@ _DAY_S = 86_400.0
 KEEP_SESSIONS_S = _DAYS * _DAY_S
 
 
-def add_keeping_arguments(parser: argparse.ArgumentParser) -> None:
+def add_api_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the words to `tlora serve`, and to the process of HTTP that it starts."""
     parser.add_argument(
         "--keep-sessions",
@@ -181,11 +181,21 @@ def add_keeping_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep sessions of Tinker's clients for so long after their end; checkpoints stay "
         f"(default: {_DAYS:g})",
     )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="answer requests for this host name, as a proxy before the service passes it on; "
+        "repeatable (default: this host's own names where the service listens for it alone, else "
+        "any)",
+    )
 
 
-def keeping_words(args: argparse.Namespace) -> list[str]:
+def api_words(args: argparse.Namespace) -> list[str]:
     """The same words again, for a process that is started."""
-    return ["--keep-sessions", str(args.keep_sessions)]
+    hosts = [word for name in args.allow_host for word in ("--allow-host", name)]
+    return ["--keep-sessions", str(args.keep_sessions), *hosts]
 
 
 def keep_sessions_s(args: argparse.Namespace) -> float:

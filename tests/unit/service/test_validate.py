@@ -83,6 +83,16 @@ def test_a_job_is_measured_and_its_tokens_kept(scenario: Path, rules: PrepareRul
     assert kept == {"name": job.name, "base_model": submission.base_model, "job": found.document}
 
 
+def test_a_batch_larger_than_the_data_is_told(scenario: Path, rules: PrepareRules) -> None:
+    large = ("jobs[0].batch_size=100000", "jobs[0].max_steps=1", "jobs[0].portion_tokens=64")
+    found = _valid(validate("j1", read_submissions(scenario, large).submissions[0], rules))
+    name, rows = found.document["name"], found.sequences
+    assert found.notes[-1] == (
+        f"job {name!r} has a batch_size of 100000 and {rows} rows of data: a step takes each row "
+        f"{100_000 / rows:.3g} times"
+    )
+
+
 def test_chats_have_the_tokens_and_warnings_of_tlora_train(
     scenario: Path, rules: PrepareRules, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

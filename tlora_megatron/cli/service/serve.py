@@ -19,12 +19,12 @@ from tlora_megatron.config.reader import must
 from tlora_megatron.scheduler.registry import DEFAULT_POLICY, POLICIES
 from tlora_megatron.service.home import Home, remember_store, store_place
 from tlora_megatron.service.settings import (
-    add_keeping_arguments,
+    add_api_arguments,
     add_sampler_arguments,
+    api_words,
     check_bases,
     declare_bases,
     keep_sessions_s,
-    keeping_words,
     sampler_words,
 )
 
@@ -52,7 +52,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         "base_model; remembered in the service's folder (repeatable)",
     )
     add_sampler_arguments(parser)
-    add_keeping_arguments(parser)
+    add_api_arguments(parser)
 
 
 def check_http(args: argparse.Namespace) -> None:
@@ -70,7 +70,7 @@ def _check_together(args: argparse.Namespace) -> None:
     """Refuses options that others leave without an effect."""
     parser = argparse.ArgumentParser()
     add_sampler_arguments(parser)
-    add_keeping_arguments(parser)
+    add_api_arguments(parser)
     defaults = vars(parser.parse_args([]))
     given = {
         name: value for name, value in vars(args).items() if value != defaults.get(name, value)
@@ -107,7 +107,7 @@ def open_http(
     place = Place.read(args.http)
     listener = listen(place)
     place = place._replace(port=listener.getsockname()[1])
-    words = [*sampler_words(args), *keeping_words(args)]
+    words = [*sampler_words(args), *api_words(args)]
     with Front(home, listener, words=words, say=say):
         say(f"page: {place.url}/#token={own_token(home, store)}")
         if not place.is_loopback:

@@ -4,5 +4,5 @@ try:
     import fastapi  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "a service over HTTP needs FastAPI: pip install 'tlora-megatron[serve]'"
+        f"a service over HTTP needs {error.name}: pip install 'tlora-megatron[serve]'"
     ) from error

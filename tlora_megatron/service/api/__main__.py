@@ -15,7 +15,7 @@ from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.front import Place, listen
 from tlora_megatron.service.home import Home, store_place
 from tlora_megatron.service.settings import (
-    add_keeping_arguments,
+    add_api_arguments,
     add_sampler_arguments,
     keep_sessions_s,
     open_sampler,
@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="http: %(levelname)s: %(message)s")
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of strangers' bytes
     home = Home.open(args.folder)
     listener = listen(Place.read(args.http)) if args.fd is None else socket.socket(fileno=args.fd)
     with open_store(store_place(home)) as store:
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         service = Service.of(home, store, sampler=sampler, keep_sessions_s=keep_sessions_s(args))
         if sampler is not None:
             service.closers.append(sampler.close)
-        server = make_server(make_app(service))
+        place = Place(*listener.getsockname()[:2])
+        server = make_server(make_app(service, place.names(args.allow_host)))
         prepare_process()
 
         def end_with_parent() -> None:
@@ -60,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "--watch-stdin", action="store_true", help="end when the standard input ends"
     )
     add_sampler_arguments(parser)
-    add_keeping_arguments(parser)
+    add_api_arguments(parser)
     return parser
 
 

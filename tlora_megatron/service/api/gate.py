@@ -16,6 +16,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.responses import JSONResponse
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
+from starlette.requests import ClientDisconnect
 
 from tlora_megatron.config.reader import ConfigError, show
 from tlora_megatron.service.store import (
@@ -130,7 +131,8 @@ def install(app: FastAPI, formats: Mapping[str, Format]) -> None:
         body = format_of(formats, request.url.path)(found)
         return JSONResponse(body, found.status, headers=found.headers)
 
-    for kind in (ApiError, StoreError, ValueError, RequestValidationError, StarletteHTTPException):
+    known = (ApiError, StoreError, ValueError, RequestValidationError, StarletteHTTPException)
+    for kind in (*known, ClientDisconnect):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(Exception, answer)
 
@@ -142,6 +144,8 @@ def as_api_error(error: Exception) -> ApiError:
     for kind, status in _KEPT.items():
         if isinstance(error, kind):
             return ApiError(status, str(error))
+    if isinstance(error, ClientDisconnect):
+        return ApiError(400, "the body must come whole, got a client that went away")
     if isinstance(error, RequestValidationError):
         return _of_validation(error)
     if isinstance(error, StarletteHTTPException):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import resource
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import tlora_megatron
@@ -41,6 +44,7 @@ MOST_BYTES_OF: Mapping[str, int] = {
 }
 """Beginning of a path -> bytes of a body."""
 MOST_HEADER_BYTES = 32 << 10
+MOST_HEADERS = 100
 HEADERS_S = 20.0
 """A client must have sent its headers so long after it connected or began them."""
 PAUSE_S = 30.0
@@ -54,12 +58,20 @@ class Limits:
     """Ends requests whose bodies are too large or come too slowly, in the path's error format.
 
     `know` refuses a token that is none: frameworks read bodies before they ask who sends them.
+    `hosts` are the names by which the service may be asked; None = any.
     """
 
-    def __init__(self, app: App, formats: Mapping[str, Format], know: Know) -> None:
+    def __init__(
+        self,
+        app: App,
+        formats: Mapping[str, Format],
+        know: Know,
+        hosts: Collection[str] | None = None,
+    ) -> None:
         self._app = app
         self._formats = formats
         self._know = know
+        self._hosts = hosts
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,12 +89,39 @@ class Limits:
                 await send(message)
 
         try:
+            check_host(headers, self._hosts, is_change=scope["method"] not in _READS)
             body.check_length(headers.get(b"content-length"))
             await self._app(scope, body.receive, send_unless_refused)
         except ApiError as error:
             body.error = error
         if body.error is not None and not has_begun:
             await _refuse(send, body.error, format_of(self._formats, scope["path"]))
+
+
+_READS = ("GET", "HEAD", "OPTIONS")
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:\d+)?")
+
+
+def check_host(
+    headers: Mapping[bytes, bytes], hosts: Collection[str] | None, *, is_change: bool
+) -> None:
+    """Refuses what a foreign site's page has its reader's browser send.
+
+    Such a page may give its own name this host's address ("DNS rebinding"): it then asks for a name
+    that is none of ours. Where it asks for ours, its browser says where the page comes from.
+    """
+    asked = headers.get(b"host", b"").decode("latin-1").lower()
+    match = _HOST.fullmatch(asked)
+    name = match[1] if match else asked
+    if hosts is not None and name not in hosts:
+        raise ApiError(
+            403,
+            f"Host must be one of {', '.join(sorted(hosts))}, got {name[:100]!r}: the service "
+            "allows another name with tlora serve --allow-host NAME",
+        )
+    origin = headers.get(b"origin", b"").decode("latin-1").lower()
+    if is_change and origin and origin.rpartition("://")[2] != asked:
+        raise ApiError(403, f"Origin must be that of this service, got {origin[:100]!r}")
 
 
 class _Body:
@@ -160,10 +199,37 @@ async def _refuse(send: Send, error: ApiError, form: Format) -> None:
     await send({"type": "http.response.body", "body": content})
 
 
+_HEAD_END = re.compile(rb"\n\r?\n")
+
+
+class _StrictBuffer(ReceiveBuffer):
+    """Takes headers as RFC 9112 wants them sent: what programs may read differently is refused."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """The lines of a request's head once it is whole, without line ends."""
+        end = _HEAD_END.search(self._data)
+        if end is not None:
+            head = bytes(self._data[: end.end()])
+            lines = head.split(b"\r\n")
+            names = [line.partition(b":")[0].strip().lower() for line in lines]
+            if (
+                len(head) > MOST_HEADER_BYTES
+                or len(lines) > MOST_HEADERS + 3  # the request's line, and two empty ones
+                or names.count(b"authorization") > 1
+                or any(b"\n" in line or line[:1] in (b" ", b"\t") for line in lines)
+            ):
+                raise h11.RemoteProtocolError("the head of a request must be plain")
+        return super().maybe_extract_lines()
+
+
 class LimitedProtocol(H11Protocol):
     """Speaks HTTP with clients that send their headers in time, and not too many of them."""
 
     _timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.conn._receive_buffer = _StrictBuffer()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -180,7 +246,8 @@ class LimitedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answers what is no HTTP, or has too many headers, in the format of all errors."""
         sentence = (
-            f"a request must be HTTP/1.1 with at most {MOST_HEADER_BYTES:,} bytes of headers, got "
+            f"a request must be HTTP/1.1 with at most {MOST_HEADER_BYTES:,} bytes of headers, "
+            f"{MOST_HEADERS} at most, CR LF behind each, none folded and one Authorization, got "
             "something else"
         )
         if self.cycle is None or self.cycle.response_complete:
@@ -211,8 +278,12 @@ _FORMATS: Mapping[str, gate.Format] = {tinker.PREFIX: tinker.tinker_format}
 """Beginning of a path -> the format of its errors, where it is not ours and OpenAI's."""
 
 
-def make_app(service: Service) -> FastAPI:
-    """The app of a service; it ends what its routers started, but closes neither store nor home."""
+def make_app(service: Service, hosts: Collection[str] | None = None) -> FastAPI:
+    """The app of a service; it ends what its routers started, but closes neither store nor home.
+
+    Args:
+        hosts: names by which it may be asked, in lower case; None = any.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -230,7 +301,7 @@ def make_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     gate.install(app, _FORMATS)
-    app.add_middleware(Limits, formats=_FORMATS, know=service.gate.know)
+    app.add_middleware(Limits, formats=_FORMATS, know=service.gate.know, hosts=hosts)
     app.add_middleware(Latencies)
     for room in (jobs, history, archives):
         app.include_router(room.router(service))

@@ -150,6 +150,7 @@ class EventHandler:
         )
 
     def _saved(self, gang: LiveGang, live: LiveJob, event: GangEvent) -> None:
+        self._context.store.events.add("saved", job=live.id, gang=gang.name, body=dict(event.body))
         if live.failed_saves:
             live.failed_saves = 0
             self._context.remember(live)

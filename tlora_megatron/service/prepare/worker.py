@@ -120,6 +120,14 @@ def _accepted(
 ) -> Validated:
     """Fixes a job's portions, which keep its bits; over routed experts nothing does."""
     measured = _guess(job) if job.driven else _measure(read)
+    if job.batch_size > (rows := measured.get("sequences", job.batch_size)):
+        logger.warning(
+            "job %r has a batch_size of %d and %d rows of data: a step takes each row %.3g times",
+            job.name,
+            job.batch_size,
+            rows,
+            job.batch_size / rows,
+        )
     if job.portion_tokens is None and spec.experts is None:
         portion = portion_of(measured["lengths"], job.batch_size, rules.micro_batch_tokens)
         job = replace(job, portion_tokens=portion)

@@ -19,11 +19,13 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 
-from tests.helpers.http_service import Api, job, listening, open_api, posted, put_file
+from tests.helpers.http_service import Api, bearer, job, listening, open_api, posted, put_file
 from tests.helpers.launch import HANG_S
 from tests.helpers.live_service import folder_in_memory
 from tlora_megatron.service.api import server
+from tlora_megatron.service.front import Place
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.prepare.submission import PrepareRules, Refused, Submission
 from tlora_megatron.service.prepare.worker import validate
@@ -317,6 +319,70 @@ def test_clients_that_are_slow_or_talk_too_much_are_hung_up_on(
             _talk(port, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 TLS\r\n\r\n")
         )
         assert b"a request must be HTTP/1.1" in answer
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        b"X: 1\nY: 2\r\n",
+        b"X: 1\r\n Y: 2\r\n",
+        b"Authorization: Bearer a\r\nauthorization: Bearer b\r\n",
+        b"X: 1\r\n" * 101,
+        b"X: " + b"x" * 40_000 + b"\r\n",
+    ],
+    ids=["bare line feed", "folded", "two tokens", "many", "long"],
+)
+def test_heads_that_programs_may_read_differently_are_refused(api: Api, more: bytes) -> None:
+    whole = b"GET /api/v1/healthz HTTP/1.1\r\nHost: a\r\n%b\r\n"
+    with listening(api.app) as address:
+        port = int(address.rpartition(":")[2])
+        good, bad = whole % b"X: 1\r\n", whole % more
+        for parts in ((bad,), (good, bad), (good + bad,)):
+            answer = asyncio.run(_talk(port, *parts))
+            assert answer.count(b"HTTP/1.1 200") == len(b"".join(parts)) // len(good + bad)
+            assert b" 400 " in answer
+            assert b"a request must be HTTP/1.1 with at most 32,768 bytes" in answer
+
+
+def test_pages_of_other_sites_reach_nothing(api: Api) -> None:
+    app = server.make_app(api.service, Place("127.0.0.1", 1).names(["Tlora.example"]))
+    client = TestClient(app, headers=bearer(api.token("ann")))
+    for host in ("localhost:8017", "127.0.0.1", "[::1]:8017", "tlora.example"):
+        assert client.get("/v1/jobs", headers={"Host": host}).status_code == 200
+    answer = client.get("/v1/jobs", headers={"Host": "evil.example:8017"})
+    assert answer.status_code == 403
+    assert "got 'evil.example': the service allows another name" in _sentence(answer)
+    for origin in ("http://evil.example", "null", "http://localhost:3000"):
+        headers = {"Host": "localhost:8017", "Origin": origin}
+        assert client.get("/v1/jobs", headers=headers).status_code == 200
+        answer = client.post("/v1/jobs", headers=headers, json={})
+        assert answer.status_code == 403
+        assert "Origin must be that of this service" in _sentence(answer)
+    headers = {"Host": "localhost:8017", "Origin": "http://localhost:8017"}
+    assert client.post("/v1/jobs", headers=headers, json={}).status_code == 400
+    assert Place("0.0.0.0", 1).names([]) is None
+
+
+def test_a_client_that_goes_away_leaves_no_trace_in_the_log(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = (
+        b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\nAuthorization: Bearer %b\r\n\r\n{"
+    )
+    token = api.token("ann").encode()
+
+    async def begin(port: int, path: bytes) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head % (path, token))
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.close()
+
+    with listening(api.app) as address:
+        port = int(address.rpartition(":")[2])
+        for path in (b"/v1/jobs", b"/api/v1/forward_backward", b"/v1/completions"):
+            asyncio.run(begin(port, path))
+    assert caplog.text == ""
 
 
 def test_a_body_that_drips_is_given_up(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tlora_megatron.service.store import StoreError
 
 
 def test_a_job_trains_and_ends(root: Path) -> None:
-    service = LiveService(root)
+    service = LiveService(root, times=FakeTimes(checkpoint_s=5.0))
     job = service.submit("one", steps=20)
     service.run()
     row = service.job(job)
@@ -24,7 +24,7 @@ def test_a_job_trains_and_ends(root: Path) -> None:
     assert len(service.adapter(job)) == 64
     kinds = [event.kind for event in service.store.events.after(0, job=job)]
     assert kinds[0] == "submitted"
-    assert kinds.index("granted") < kinds.index("released")
+    assert kinds.index("granted") < kinds.index("saved") < kinds.index("released")
 
 
 def test_a_job_joins_the_gang_that_runs(root: Path) -> None:
