@@ -95,7 +95,6 @@ class GangSpec(Message):
 
     @property
     def world_size(self) -> int:
-        """Number of its processes."""
         return len(self.gpus)
 
 
