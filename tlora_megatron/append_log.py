@@ -82,10 +82,7 @@ class AppendLog(Generic[M]):
         """Number of the last message in the file, once this process has appended one."""
 
     def append(self, message: M, *, durable: bool) -> None:
-        """Appends a message, unless it or a later one is there;
-
-        `durable`: it is on the disk then.
-        """
+        """Appends a message, unless it or a later one is there; `durable`: it is on the disk."""
         if self._written is None:
             _cut_torn_end(self.path)
             last = self.last()
@@ -96,8 +93,14 @@ class AppendLog(Generic[M]):
 
     def after(self, number: int) -> list[M]:
         """Messages with a greater number, in order and each once; quick where one reads on."""
+
+        def is_read(line: str) -> bool:
+            message = self._message(line)
+            return message is not None and self._number(message) <= number
+
         if number != self._read:
-            self._lines = LineReader(self.path, self._offset_behind(number))
+            offset = _offset_behind(self.path, is_read) if number else 0
+            self._lines = LineReader(self.path, offset)
         self._read = number
         found = []
         for line in self._lines.read():
@@ -136,13 +139,6 @@ class AppendLog(Generic[M]):
             return self._kind.from_json(line)
         except ValueError:
             return None
-
-    def _offset_behind(self, number: int) -> int:
-        def is_read(line: str) -> bool:
-            message = self._message(line)
-            return message is not None and self._number(message) <= number
-
-        return _offset_behind(self.path, is_read) if number else 0
 
 
 def _append(path: Path, data: bytes, *, durable: bool) -> None:

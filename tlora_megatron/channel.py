@@ -32,7 +32,6 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def to_line(value: Mapping[str, Any]) -> bytes:
-    """A value as one line of JSON."""
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
@@ -184,7 +183,6 @@ class LinePipe:
         return self._send_rest()
 
     def receive(self) -> list[dict[str, Any]]:
-        """Takes the messages that have come."""
         self._send_rest()
         while self._reading is not None:
             try:

@@ -116,7 +116,7 @@ class EngineCase:
         assert all(is_gone(pid) for pid in ranks)
 
     def test_places_must_be_there(self, engine: GangEngine, root: Path) -> None:
-        with pytest.raises(ValueError, match="the places of gang g must be"):
+        with pytest.raises(ValueError, match="places of gang g must be different ones on nodes"):
             engine.start(spec(root, places=((0, 0), (0, 10_000))))
         assert not engine.gangs()
 

@@ -62,20 +62,14 @@ def convert_adapter(args: argparse.Namespace) -> int:
             dtype=dtype,
             stacks_experts=True,
         )
+    dtype = str(dtype).removeprefix("torch.")
     result = {
         "adapter": str(out.resolve()),
         "written": not args.dry_run,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype,
         "parameters": sum(factor.numel() for factor in adapter.factors.values()),
     }
-    if args.json:
-        print(json.dumps(result, indent=2))
-    else:
-        verb = "wrote" if result["written"] else "would write"
-        open_console().print(
-            f"{verb} {result['adapter']}: {result['parameters']:,} parameters in {result['dtype']}",
-            style="bold",
-        )
+    _print(args, result, f"{result['adapter']}: {result['parameters']:,} parameters in {dtype}")
     return 0
 
 
@@ -94,7 +88,6 @@ The printed flags are also in OUT/model_flags.txt, one word per line:
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "convert",
         help="write a Hugging Face model as a Megatron-LM checkpoint",
@@ -155,7 +148,10 @@ def run(args: argparse.Namespace) -> int:
     source = HFCheckpoint(model)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     planned = megatron_checkpoint.plan_megatron_checkpoint(spec, source, dtype)
-    extra = _tokenizer_flags(model)
+    extra: list[str] = []
+    if any((model / name).is_file() for name in _TOKENIZER_FILES):
+        path = str(model.resolve())
+        extra = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", path]
     megatron_checkpoint.check_destination(out, planned.size_bytes)
     if not args.dry_run:
         console = open_console(stderr=True)
@@ -170,7 +166,12 @@ def run(args: argparse.Namespace) -> int:
         "time_s": time.perf_counter() - begin_s,
         "flags": [*planned.flags, *extra],
     }
-    _print(result, as_json=args.json)
+    _print(
+        args,
+        result,
+        f"{result['checkpoint']}: {result['parameters']:,} parameters in {result['dtype']}, "
+        f"{planned.size_bytes / 1e9:,.2f} GB, {result['time_s']:,.1f} s",
+    )
     return 0
 
 
@@ -241,43 +242,17 @@ def _run_fingerprint(args: argparse.Namespace) -> int:
     if not args.dry_run:
         write_fingerprint(out, fingerprint)
     result = {"fingerprint": str((out / FILE_NAME).resolve()), "written": not args.dry_run}
-    if args.json:
-        print(json.dumps(result, indent=2))
-    else:
-        verb = "wrote" if result["written"] else "would write"
-        open_console().print(f"{verb} {result['fingerprint']}", style="bold")
+    _print(args, result, str(result["fingerprint"]))
     return 0
 
 
-def _tokenizer_flags(model: Path) -> list[str]:
-    if not any((model / name).is_file() for name in _TOKENIZER_FILES):
-        return []
-    path = str(model.resolve())
-    return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", path]
-
-
-def _print(result: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
+def _print(args: argparse.Namespace, result: dict[str, Any], what: str) -> None:
+    """Prints the result as JSON, or what was written and a line for each of its flags."""
+    if args.json:
         print(json.dumps(result, indent=2))
         return
     console = open_console()
-    verb = "wrote" if result["written"] else "would write"
-    console.print(
-        f"{verb} {result['checkpoint']}: {result['parameters']:,} parameters in {result['dtype']}, "
-        f"{result['size_bytes'] / 1e9:,.2f} GB, {result['time_s']:,.1f} s",
-        style="bold",
-    )
-    console.print("the model's flags for Megatron-LM:")
-    for line in _flag_lines(result["flags"]):
-        console.print(f"  {line}")
-
-
-def _flag_lines(words: list[str]) -> list[str]:
-    """Lines of one flag each, with its value."""
-    lines: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            lines.append(word)
-        else:
-            lines[-1] += f" {word}"
-    return lines
+    console.print(f"{'wrote' if result['written'] else 'would write'} {what}", style="bold")
+    if "flags" in result:
+        words = (f"\n  {word}" if word.startswith("--") else f" {word}" for word in result["flags"])
+        console.print(f"the model's flags for Megatron-LM:{''.join(words)}")

@@ -6,9 +6,12 @@ import argparse
 import json
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from tlora_megatron.cli.tables import open_console, print_adapter, print_config, print_run
 from tlora_megatron.cli.train import add_config_arguments
@@ -32,7 +35,6 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "inspect",
         help="show a configuration, an adapter, a run or the kernels",
@@ -63,20 +65,44 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--set and --output-dir must be given with a config file, got {path}")
     if args.build and args.path != KERNELS:
         raise ValueError(f"--build must be given with {KERNELS}, got {path}")
+    document, show = _found(args, path)
+    if args.json:
+        print(json.dumps(document, indent=2))
+    else:
+        show(open_console())
+    return 0
+
+
+def _found(
+    args: argparse.Namespace, path: Path
+) -> tuple[dict[str, Any], Callable[[Console], None]]:
+    """The document that `--json` prints, and what prints the same for a person."""
     if args.path == KERNELS:
+        # Not at the top: it needs torch, and configs can be shown without it.
+        from tlora_megatron.cli.inspect_kernels import describe_kernels, print_kernels
+
         if args.build:
             _build_kernels()
-        return _show_kernels(as_json=args.json)
-    if path.is_dir():
-        if (path / ADAPTER_CONFIG).is_file():
-            return _show_adapter(path, as_json=args.json)
-        if (path / "summary.json").is_file():
-            return _show_run(path, as_json=args.json)
+        kernels = describe_kernels()
+        return {"kind": "kernels", **kernels}, lambda console: print_kernels(console, kernels)
+    if not path.is_dir():
+        config = load_config(args.path, args.overrides, args.output_dir)
+        errors = [asdict(error) for error in config.job_errors]
+        document = {"kind": "config", **config_to_dict(config), "job_errors": errors}
+        return document, lambda console: print_config(console, config)
+    if (path / ADAPTER_CONFIG).is_file():
+        adapter = read_adapter(path)
+        return {"kind": "adapter", **adapter}, lambda console: print_adapter(console, adapter)
+    if not (path / "summary.json").is_file():
         raise ValueError(
             f"PATH must be a config file, or a directory with {ADAPTER_CONFIG} or summary.json, "
             f"got {path}"
         )
-    return _show_config(args)
+    summary = _object_in(path / "summary.json")
+    if "jobs" not in summary:  # of one job of a service, in the job's own folder
+        summary = {"run": {}, "jobs": {path.name: summary}}
+    document = {"kind": "run", "path": str(path), **summary}
+    return document, lambda console: print_run(console, summary, str(path))
 
 
 def _build_kernels() -> None:
@@ -86,48 +112,6 @@ def _build_kernels() -> None:
     library = kernel_build.built_library()
     if not library.exists():
         kernel_build.build(library)
-
-
-def _show_config(args: argparse.Namespace) -> int:
-    config = load_config(args.path, args.overrides, args.output_dir)
-    if args.json:
-        errors = [asdict(error) for error in config.job_errors]
-        _print_json({"kind": "config", **config_to_dict(config), "job_errors": errors})
-    else:
-        print_config(open_console(), config)
-    return 0
-
-
-def _show_adapter(path: Path, *, as_json: bool) -> int:
-    adapter = read_adapter(path)
-    if as_json:
-        _print_json({"kind": "adapter", **adapter})
-    else:
-        print_adapter(open_console(), adapter)
-    return 0
-
-
-def _show_run(path: Path, *, as_json: bool) -> int:
-    summary = _object_in(path / "summary.json")
-    if "jobs" not in summary:  # of one job of a service, in the job's own folder
-        summary = {"run": {}, "jobs": {path.name: summary}}
-    if as_json:
-        _print_json({"kind": "run", "path": str(path), **summary})
-    else:
-        print_run(open_console(), summary, str(path))
-    return 0
-
-
-def _show_kernels(*, as_json: bool) -> int:
-    # Not at the top: it needs torch, and configs can be shown without it.
-    from tlora_megatron.cli.inspect_kernels import describe_kernels, print_kernels
-
-    description = describe_kernels()
-    if as_json:
-        _print_json({"kind": "kernels", **description})
-    else:
-        print_kernels(open_console(), description)
-    return 0
 
 
 def read_adapter(path: Path) -> dict[str, Any]:
@@ -169,7 +153,3 @@ def _object_in(path: Path) -> dict[str, Any]:
     if found is None:
         raise ValueError(f"{path} must be there, got no such file")
     return found
-
-
-def _print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(content, indent=2))

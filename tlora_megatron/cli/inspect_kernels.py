@@ -42,20 +42,15 @@ def print_kernels(console: Console, description: dict[str, Any]) -> None:
         detail = f", compute capability {capability}" if capability else ""
         console.print(f"{count}{device['name']}{detail}", style="bold")
         for choice in device["kernels"]:
-            _print_choice(console, choice)
+            name, style = choice["name"] or "none", "" if choice["name"] else "red"
+            console.print(f"  {choice['dtype']}: {name} ({choice['reason']})", style=style)
+            for faster in choice["faster"]:
+                console.print(f"    not {faster['name']}: {faster['problem']}", style="dim")
     versions = description["versions"].items()
     console.print("versions: " + ", ".join(f"{name} {value or '-'}" for name, value in versions))
     console.print(f"CUDA compiler: {description['compiler'] or '-'}")
     built = description["library"] or f"none in {description['cache_directory']}"
     console.print(f"built CUDA kernels: {built}")
-
-
-def _print_choice(console: Console, choice: dict[str, Any]) -> None:
-    name = choice["name"] or "none"
-    style = "" if choice["name"] else "red"
-    console.print(f"  {choice['dtype']}: {name} ({choice['reason']})", style=style)
-    for faster in choice["faster"]:
-        console.print(f"    not {faster['name']}: {faster['problem']}", style="dim")
 
 
 def _kinds_of_devices() -> list[tuple[torch.device, int]]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.cli.tables import open_console
+from tlora_megatron.cli.tables import open_console, refuse_duplicates
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import fit_job, read_gang_config
 from tlora_megatron.config.reader import ConfigError, apply_override, must, read_document, unknown
@@ -24,7 +23,6 @@ _SECTIONS = ("jobs", "defaults")
 
 
 def add_live_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--add` and `--cancel`."""
     group = parser.add_argument_group(
         "a run that trains", "These start nothing: they change the live run of CONFIG."
     )
@@ -54,10 +52,20 @@ def change_live_run(args: argparse.Namespace) -> int:
     live = LiveRun(_output_dir(args))
     console = open_console(stderr=args.json)
     jobs = [job for path in args.add for job in _read_jobs(Path(path))]
-    _refuse_duplicates([job.name for job in jobs] + args.cancel)
+    refuse_duplicates("--add and --cancel", [job.name for job in jobs] + args.cancel)
     requests: list[Mapping[str, Any]] = []
     if jobs:
-        requests += [_request(job, live) for job in _fitted(jobs, live, console.print)]
+        config = _run_config(live.output_dir)
+        if config.run.portion_tokens is None:
+            console.print(
+                "warning: without run.portion_tokens the last bits of the jobs that train already "
+                "depend on those that join",
+                style="yellow",
+            )
+        for sentence in (s for job in jobs for s in ignored_job_settings(job)):
+            console.print(f"warning: {sentence}", style="yellow")
+        fitted = [fit_job(job, config) for job in jobs]
+        requests += [_request(job, config, live) for job in fitted]
     requests += [{"kind": "cancel", "job": name} for name in args.cancel]
     answers = {}
     for request in requests:
@@ -85,14 +93,6 @@ def _refuse_overlooked(args: argparse.Namespace) -> None:
             )
 
 
-def _refuse_duplicates(names: list[str]) -> None:
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ConfigError(
-                f"--add and --cancel must name job {name!r} once, got it {count} times"
-            )
-
-
 def _output_dir(args: argparse.Namespace) -> Path:
     if Path(args.config).is_dir():
         return Path(args.config).resolve()
@@ -115,20 +115,6 @@ def _read_jobs(path: Path) -> tuple[JobSpec, ...]:
     return read_jobs(document, path.resolve().parent)[0]
 
 
-def _fitted(jobs: list[JobSpec], live: LiveRun, say: Any) -> list[tuple[JobSpec, RunConfig]]:
-    """The jobs as the run will train them; what has no effect is said."""
-    config = _run_config(live.output_dir)
-    if config.run.portion_tokens is None:
-        say(
-            "warning: without run.portion_tokens the last bits of the jobs that train already "
-            "depend on those that join",
-            style="yellow",
-        )
-    for sentence in (s for job in jobs for s in ignored_job_settings(job)):
-        say(f"warning: {sentence}", style="yellow")
-    return [(fit_job(job, config), config) for job in jobs]
-
-
 def _run_config(output_dir: Path) -> RunConfig:
     """Returns the configuration that the run was started with, without its jobs."""
     document = read_document(output_dir / CONFIG_NAME)
@@ -140,12 +126,11 @@ def _run_config(output_dir: Path) -> RunConfig:
         raise ConfigError(f"no job can be added to the run in {output_dir}: {error}") from error
 
 
-def _request(fitted: tuple[JobSpec, RunConfig], live: LiveRun) -> Mapping[str, Any]:
+def _request(job: JobSpec, config: RunConfig, live: LiveRun) -> Mapping[str, Any]:
     """Checks a job and keeps its tokens, so that no process of the run has to tokenize."""
     from tlora_megatron.training.data.job_data import TokenCache
     from tlora_megatron.training.run.reading import JobReader
 
-    job, config = fitted
     reader = JobReader(
         config.base_model,
         TokenCache(live.tokens),

@@ -95,7 +95,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Makes the parser of the whole command line."""
     parser = _Parser(prog="tlora", description=tlora_megatron.__doc__, epilog=_EPILOG)
     version = f"%(prog)s {tlora_megatron.__version__}"
     parser.add_argument("--version", action="version", version=version)

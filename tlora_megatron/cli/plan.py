@@ -72,7 +72,6 @@ exit code: 0 a plan fits, 1 no plan fits, 2 a mistake in the input
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "plan",
         help="rank the ways to run a configuration's jobs on some GPUs",

@@ -99,7 +99,17 @@ def print_deployments(
     numbers = ("tokens/s", "GPU-s", "undivided", "over bound", "busy", "depth")
     table = make_table("", "replicas", *numbers, right=("", *numbers), words=("replicas",))
     for place, entry in enumerate(result.ranked[:top], start=1):
-        table.add_row(str(place), *_cells(result, entry, num_gpus))
+        sampled = entry.sampled
+        table.add_row(
+            str(place),
+            entry.label,
+            f"{result.tokens / entry.time_s:,.0f}",
+            f"{entry.time_s * num_gpus:,.2f}",
+            f"{entry.fluid_s * num_gpus:,.2f}",
+            f"{entry.gap:.1%}",
+            "-" if sampled is None else f"{sampled.busy_share:.1%}",
+            "-" if sampled is None else str(sampled.depth),
+        )
     console.print(table)
     console.print(
         f"bound of all deployments: {result.bound_s * num_gpus:,.2f} GPU-s; {result.num_kinds} "
@@ -108,19 +118,6 @@ def print_deployments(
     first = result.ranked[0]
     kind = "alike" if first.is_alike else "unlike"
     console.print(f"to take: {first.label} ({kind}: unlike ones must win by {MARGIN:.0%})")
-
-
-def _cells(result: DeploymentResult, entry: RankedDeployment, num_gpus: int) -> list[str]:
-    sampled = entry.sampled
-    return [
-        entry.label,
-        f"{result.tokens / entry.time_s:,.0f}",
-        f"{entry.time_s * num_gpus:,.2f}",
-        f"{entry.fluid_s * num_gpus:,.2f}",
-        f"{entry.gap:.1%}",
-        "-" if sampled is None else f"{sampled.busy_share:.1%}",
-        "-" if sampled is None else str(sampled.depth),
-    ]
 
 
 def deployments_document(result: DeploymentResult, num_gpus: int, top: int) -> dict[str, Any]:

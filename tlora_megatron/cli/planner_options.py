@@ -41,7 +41,6 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--plan` and its options."""
     parser.add_argument(
         "--plan",
         choices=("auto",),

@@ -28,7 +28,6 @@ _TABLES = ("gemms", "fp8_gemms", "attention", "collectives")
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "profile",
         help="measure this machine for the planner",
@@ -86,7 +85,9 @@ def _measure(args: argparse.Namespace, *, is_main: bool) -> HardwareProfile:
     from tlora_megatron.runtime.ranks import leave_process_group
 
     full = args.sizes == "full" or (args.sizes == "auto" and torch.cuda.is_available())
-    with _progress(enabled=is_main) as progress:
+    columns = TextColumn("{task.description:12}"), BarColumn(), TaskProgressColumn()
+    console = open_console(stderr=True)
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not is_main) as progress:
         task = progress.add_task("starting", total=1.0)
         profile = measure_profile(
             ProfileRequest(
@@ -101,17 +102,6 @@ def _measure(args: argparse.Namespace, *, is_main: bool) -> HardwareProfile:
         )
     leave_process_group()
     return profile
-
-
-def _progress(*, enabled: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description:12}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        console=open_console(stderr=True),
-        disable=not enabled,
-    )
 
 
 def profile_json(profile: HardwareProfile) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -50,7 +48,6 @@ The other policies are compared with the first one.
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "simulate",
         help="replay a cluster trace under scheduling policies",
@@ -88,7 +85,12 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(command=run)
 
 
-_FAULTS = ("job_failures", "cancellations", "node_mtbf_hours", "node_repair_hours")
+_FAULTS = {
+    "job_failures": "share of jobs that fail (default: 0)",
+    "cancellations": "share of jobs that are cancelled (default: 0)",
+    "node_mtbf_hours": "mean hours between failures of a node; 0: no failures (default)",
+    "node_repair_hours": "hours until a failed node is back (default: {:g})",
+}
 
 
 def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,33 +130,11 @@ def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_fault_arguments(parser: argparse.ArgumentParser) -> None:
-    default = FaultRates()
     group = parser.add_argument_group("failures and cancellations")
-    add = group.add_argument
-    add(
-        "--job-failures",
-        type=float,
-        default=default.job_failures,
-        help="share of jobs that fail (default: 0)",
-    )
-    add(
-        "--cancellations",
-        type=float,
-        default=default.cancellations,
-        help="share of jobs that are cancelled (default: 0)",
-    )
-    add(
-        "--node-mtbf-hours",
-        type=float,
-        default=default.node_mtbf_hours,
-        help="mean hours between failures of a node; 0: no failures (default)",
-    )
-    add(
-        "--node-repair-hours",
-        type=float,
-        default=default.node_repair_hours,
-        help=f"hours until a failed node is back (default: {default.node_repair_hours:g})",
-    )
+    for name, what in _FAULTS.items():
+        default = getattr(FaultRates(), name)
+        option = f"--{name.replace('_', '-')}"
+        group.add_argument(option, type=float, default=default, help=what.format(default))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -163,7 +143,11 @@ def run(args: argparse.Namespace) -> int:
     check_policies(policies)
     if args.seed < 0:
         raise must("--seed", "be at least 0", args.seed)
-    _check_outputs(args)
+    # Before the run, which may take long.
+    for option in ("csv", "jobs_csv", "html"):
+        if (path := getattr(args, option)) is not None:
+            name = f"--{option.replace('_', '-')}"
+            check_output(name, path, (args.trace, args.cluster, args.mix))
     cluster, profile = load_cluster(args.cluster)
     mix, specs = load_mix(args.mix)
     study = Study(
@@ -180,17 +164,13 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(as_document(study, runs, yardsticks), indent=2))
     else:
         _print_table(open_console(), study, runs, yardsticks)
-    _write_files(args, study, runs, yardsticks)
+    if args.csv:
+        write_csv(args.csv, summary_rows(study, runs, yardsticks))
+    if args.jobs_csv:
+        write_csv(args.jobs_csv, job_rows(runs))
+    if args.html:
+        write_report(args.html, study, runs, yardsticks)
     return 0
-
-
-def _check_outputs(args: argparse.Namespace) -> None:
-    """Refuses outputs that cannot be written or would overwrite an input, before the run."""
-    for option in ("csv", "jobs_csv", "html"):
-        if getattr(args, option) is None:
-            continue
-        path, name = Path(getattr(args, option)), f"--{option.replace('_', '-')}"
-        check_output(name, path, (args.trace, args.cluster, args.mix))
 
 
 def _options(args: argparse.Namespace) -> Options:
@@ -224,13 +204,13 @@ def _run_all(study: Study, policies: list[str]) -> list[PolicyRun]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         for policy in policies:
             task = progress.add_task(policy, total=1.0)
-            runs.append(study.run(policy, partial(_advance, progress, task)))
+
+            def advance(done: float, task: TaskID = task) -> None:
+                progress.update(task, completed=done)
+
+            runs.append(study.run(policy, advance))
             progress.update(task, completed=1.0)
     return runs
-
-
-def _advance(progress: Progress, task: TaskID, done: float) -> None:
-    progress.update(task, completed=done)
 
 
 def _print_table(
@@ -253,14 +233,3 @@ def _print_table(
     for row in [] if yardsticks is None else yardstick_rows(yardsticks, runs[0]):
         table.add_row(*row)
     console.print(table, soft_wrap=False)
-
-
-def _write_files(
-    args: argparse.Namespace, study: Study, runs: list[PolicyRun], yardsticks: Yardsticks | None
-) -> None:
-    if args.csv:
-        write_csv(args.csv, summary_rows(study, runs, yardsticks))
-    if args.jobs_csv:
-        write_csv(args.jobs_csv, job_rows(runs))
-    if args.html:
-        write_report(args.html, study, runs, yardsticks)

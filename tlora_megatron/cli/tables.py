@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tlora_megatron.config.job import JobSpec, LoraSpec
-from tlora_megatron.config.reader import must
-from tlora_megatron.config.schema import ParallelSpec, RunConfig
+from tlora_megatron.config.job import JobSpec
+from tlora_megatron.config.reader import ConfigError, must
+from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.quantisation import base_quantisation, read_published_format
 from tlora_megatron.model.spec import read_model_spec
@@ -34,6 +35,14 @@ def check_output(option: str, path: str | Path, keep: Iterable[str | Path]) -> N
     for file in map(Path, keep):
         if file.resolve() == path.resolve():
             raise must(option, f"leave {file}, which is read, as it is", str(path))
+
+
+def refuse_duplicates(option: str, names: Iterable[str], remedy: str = "") -> None:
+    """Refuses jobs that are named twice; raises `ConfigError` for the first such name."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            rest = remedy and f"; {remedy}"
+            raise ConfigError(f"{option} must name job {name!r} once, got it {count} times{rest}")
 
 
 _WIDTH_WITHOUT_TERMINAL = 200
@@ -99,7 +108,10 @@ def print_config(console: Console, config: RunConfig) -> None:
     else:
         sp = ", sequence parallel" if parallel.sequence_parallel else ""
         by = " by micro-batch" if parallel.cp_by_micro_batch and parallel.cp_size > 1 else ""
-        sizes = f"tp {parallel.tp_size}, pp {parallel.pp_size}{_stages(parallel)}"
+        ends = {"first": parallel.first_stage_layers, "last": parallel.last_stage_layers}
+        given = [f"{count} layers in the {end}" for end, count in ends.items() if count is not None]
+        sizes = f"tp {parallel.tp_size}, pp {parallel.pp_size}"
+        sizes += f" ({', '.join(given)})" if given else ""
         sizes += f", cp {parallel.cp_size}{by}{sp}"
         sizes += ", sharded optimizer" if parallel.shard_optimizer else ""
         console.print(f"parallel: {sizes}; data parallel over the rest of the processes")
@@ -119,13 +131,6 @@ def print_config(console: Console, config: RunConfig) -> None:
         console.print(f"left out: {error.name}: {error.message}", style="red")
 
 
-def _stages(parallel: ParallelSpec) -> str:
-    """Layers of the first and the last stage, where they are given."""
-    ends = {"first": parallel.first_stage_layers, "last": parallel.last_stage_layers}
-    given = [f"{layers} layers in the {end}" for end, layers in ends.items() if layers is not None]
-    return f" ({', '.join(given)})" if given else ""
-
-
 def _quantization(config: RunConfig) -> str | None:
     """Says how the base is quantised; None if it is not."""
     base = config.base_model
@@ -138,7 +143,6 @@ def _quantization(config: RunConfig) -> str | None:
 
 
 def print_adapter(console: Console, adapter: dict[str, Any]) -> None:
-    """Prints the facts about an adapter, one per line."""
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in adapter.items():
         text = ", ".join(value) if isinstance(value, list) else _text(value)
@@ -159,20 +163,15 @@ def make_table(*columns: str, right: Collection[str] = (), words: Collection[str
 
 
 def _run_cells(job: dict[str, Any]) -> tuple[str, ...]:
-    total = job.get("max_steps")
+    total, blocks = job.get("max_steps"), job.get("num_blocks", 1)
     return (
         job.get("status", "-"),
-        _text(job.get("rank")) + _blocks(job.get("num_blocks", 1)),
+        _text(job.get("rank")) + (f" / {blocks} blocks" if blocks > 1 else ""),
         _text(job.get("steps")) + (f"/{total}" if total is not None else ""),
         _change(job, "eval_loss", "{:.4g}"),
         _change(job, "exact_match", "{:.1%}"),
         _text(job.get("tokens")),
     )
-
-
-def _blocks(count: int) -> str:
-    """Suffix of a rank that names the blocks of a block-diagonal adapter."""
-    return f" / {count} blocks" if count > 1 else ""
 
 
 def _change(job: dict[str, Any], key: str, form: str) -> str:
@@ -245,21 +244,17 @@ def _nano_batches(nano: dict[str, Any]) -> str:
     return f"{nano.get('asked')} asked for; micro-batches ran: {ran or 'none'}"
 
 
-def _rank_cell(lora: LoraSpec) -> str:
-    """Rank and alpha, with rsLoRA and blocks if they are used."""
-    rslora = " rsLoRA" if lora.use_rslora else ""
-    blocks = f" {lora.num_blocks} blocks" if lora.is_block_diagonal else ""
-    return f"{lora.rank}/{lora.alpha:g}{rslora}{blocks}"
-
-
 def _config_cells(job: JobSpec) -> tuple[str, ...]:
     end = f"{job.max_steps} steps" if job.max_steps is not None else f"{job.epochs} epochs"
     length = job.schedule.warmup_steps or job.schedule.warmup_ratio
     warmup = f", warm-up {length}" if length else ""
     data = [Path(path).name for path in (job.data.train, job.data.eval) if path]
+    lora = job.lora
+    rslora = " rsLoRA" if lora.use_rslora else ""
+    blocks = f" {lora.num_blocks} blocks" if lora.is_block_diagonal else ""
     return (
         job.name,
-        _rank_cell(job.lora),
+        f"{lora.rank}/{lora.alpha:g}{rslora}{blocks}",
         " ".join(job.lora.target_modules),
         str(job.batch_size),
         end,

@@ -77,7 +77,14 @@ class RichProgress:
         self._jobs: dict[str, _JobState] = {}
         self._prepared: dict[str, int | None] = {}
         """Last steps of jobs that are about to join."""
-        self._bars = _make_bars(console) if console.is_terminal else None
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}", markup=False),
+            TextColumn("{task.fields[lr]}", markup=False),
+        )
+        self._bars = _Bars(*columns, console=console) if console.is_terminal else None
         self._is_open = False
 
     def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
@@ -172,17 +179,6 @@ def _describe(name: str, job: _JobState) -> str:
     return f"{name} {job.step}{total}{loss}"
 
 
-def _make_bars(console: Console) -> _Bars:
-    return _Bars(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}", markup=False),
-        TextColumn("{task.fields[lr]}", markup=False),
-        console=console,
-    )
-
-
 _EPILOG = """\
 examples:
   tlora train configs/quickstart.yaml --nproc 2
@@ -200,8 +196,6 @@ _DECISIONS = (
     "tlora_megatron.integrations.megatron.nano_batches",
     "tlora_megatron.ops.kernel_build",
     "tlora_megatron.runtime.backbone",
-    "tlora_megatron.runtime.own_replica",
-    "tlora_megatron.runtime.recompute_choice",
     "tlora_megatron.runtime.own_replica",
     "tlora_megatron.runtime.recompute_choice",
     "tlora_megatron.training.round_timing",
@@ -227,7 +221,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "train",
         help="train all jobs of a configuration together",
@@ -258,7 +251,11 @@ def run(args: argparse.Namespace) -> int:
         args.overrides = [*args.overrides, *planned_overrides(args, asked)]
     # Here even when other processes are going to train: a mistake then costs no start of N ranks.
     config, notes = with_live_changes(load_config(args.config, args.overrides, args.output_dir))
-    _start_early(config)
+    # What needs neither torch nor other processes: the disk's reading, the kernels.
+    if config.base_model.path is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        read_ahead(Path(config.base_model.path))
+    if config.base_model.dtype == "bfloat16":
+        build_early()
     if args.nproc is not None and "RANK" not in os.environ:
         if args.nproc > 1:
             return _launch(args, config)
@@ -283,15 +280,6 @@ def run_exit_code(summary: dict[str, Any], signals: StopSignals) -> int:
         return exit_code(signals.stopped_by)
     states = {job["status"] for job in summary.get("jobs", {}).values()}
     return int(not states <= {"finished", "cancelled"})
-
-
-def _start_early(config: RunConfig) -> None:
-    """Starts what needs neither torch nor other processes: the disk's reading, the kernels."""
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if config.base_model.path is not None and is_first:
-        read_ahead(Path(config.base_model.path))
-    if config.base_model.dtype == "bfloat16":
-        build_early()
 
 
 def _launch(args: argparse.Namespace, config: RunConfig) -> int:

@@ -14,6 +14,7 @@ import httpx
 from tlora_megatron.client import calls, values
 from tlora_megatron.client.calls import (
     FAILURES,
+    Attempts,
     Call,
     EventReader,
     check_address,
@@ -21,8 +22,6 @@ from tlora_megatron.client.calls import (
     given_up,
     may_pass,
     refusal,
-    tell_silence,
-    wait_s,
     waits,
 )
 from tlora_megatron.client.values import Event, Job, Page, Submitted
@@ -31,14 +30,7 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """A service over HTTP, as `Client`; its calls are awaited.
-
-    Args:
-        address: `http://host:8017`.
-        token: None = from the variable TLORA_TOKEN or the file `~/.tlora/token`.
-        retries: How often a request that got no answer is sent again.
-        transport: For tests.
-    """
+    """A service over HTTP, with the arguments and calls of `Client`, which are awaited here."""
 
     def __init__(
         self,
@@ -52,7 +44,7 @@ class AsyncClient:
         self._retries = retries
         self._http = httpx.AsyncClient(
             base_url=self.address,
-            headers=calls.with_token(token or find_token(self.address)),
+            headers={"Authorization": f"Bearer {token or find_token(self.address)}"},
             timeout=calls.ANSWER,
             transport=transport,
         )
@@ -60,13 +52,7 @@ class AsyncClient:
     async def submit(
         self, document: Mapping[str, Any] | str, *, key: str | None = None
     ) -> Submitted:
-        """Submits the jobs of a document, all or none.
-
-        Args:
-            document: What `tlora train` reads, as a mapping or as text in YAML; its base is one of
-                the service's by name, its data are ids of uploaded files.
-            key: The same key makes the same jobs once; None = one for this call and its retries.
-        """
+        """Submits the jobs of a document, all or none."""
         return await self._send(calls.submit(document, key))
 
     async def upload(self, path: str | Path) -> str:
@@ -133,13 +119,7 @@ class AsyncClient:
     async def events(
         self, name: str, *, after: str | None = None, follow: bool = True
     ) -> AsyncIterator[Event]:
-        """Tells what happened to a job and its steps, and what comes, until it is over.
-
-        Args:
-            name: Id or name.
-            after: `id` of the last event that is known.
-            follow: False = what there is now.
-        """
+        """Tells what happened to a job and its steps, and what comes, until it is over."""
         reader = EventReader(last=after)
         job = (await self.job(name)).id  # a name may come to mean another job
         failures = 0
@@ -212,10 +192,7 @@ class AsyncClient:
 
     @asynccontextmanager
     async def _open(self, call: Call[Any], **options: Any) -> AsyncIterator[httpx.Response]:
-        """An answer whose body comes in parts."""
-        async with self._http.stream(
-            call.method, call.path, params=call.params, headers=call.headers, **options
-        ) as answer:
+        async with self._http.stream(**call.words(), **options) as answer:
             if answer.is_error:
                 await answer.aread()
                 raise refusal(answer)
@@ -223,20 +200,13 @@ class AsyncClient:
 
     async def _send(self, call: Call[T]) -> T:
         async def send() -> httpx.Response:
-            return await self._http.request(
-                call.method,
-                call.path,
-                params=call.params,
-                headers=call.headers,
-                json=call.json,
-                content=call.content,
-            )
+            return await self._http.request(**call.words())
 
         return call.read(await self._answer(send))
 
     async def _answer(self, send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
         """The answer, after as many attempts as it takes."""
-        left, is_first = waits(self._retries), True
+        attempts = Attempts(self.address, self._retries)
         while True:
             try:
                 answer = await send()
@@ -244,10 +214,4 @@ class AsyncClient:
                     raise refusal(answer)
                 return answer
             except FAILURES as error:
-                planned = next(left, None)
-                if planned is None or not may_pass(error):
-                    raise given_up(self.address, error) from error
-                if is_first:
-                    tell_silence(self.address, error)
-                is_first = False
-                await asyncio.sleep(wait_s(planned, error))
+                await asyncio.sleep(attempts.pause_s(error))

@@ -11,6 +11,7 @@ import random
 import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -161,7 +162,10 @@ def refusal(answer: httpx.Response) -> ServiceError:
         message, param = str(found["message"]), found.get("param")
     except (ValueError, TypeError, KeyError, AttributeError):
         message, param = f"the service must answer, got status {answer.status_code}", None
-    return ServiceError(answer.status_code, message, param, _asked_wait_s(answer))
+    asked_s = 0.0
+    with suppress(ValueError):
+        asked_s = min(float(answer.headers.get("retry-after", 0)), _LONGEST_ASKED_S)
+    return ServiceError(answer.status_code, message, param, asked_s)
 
 
 def may_pass(error: Exception) -> bool:
@@ -169,20 +173,28 @@ def may_pass(error: Exception) -> bool:
     return not isinstance(error, ServiceError) or error.status in _PASSING
 
 
-def wait_s(planned: float, error: Exception) -> float:
-    """Seconds to wait behind an error."""
-    return max(planned, error.wait_s) if isinstance(error, ServiceError) else planned
+class Attempts:
+    """The attempts at one request."""
 
+    def __init__(self, address: str, retries: int) -> None:
+        self._address = address
+        self._left = waits(retries)
+        self._is_first = True
 
-def tell_silence(address: str, error: Exception) -> None:
-    """Says in the log that nothing answers, before a request is sent again; refusals are none."""
-    if not isinstance(error, ServiceError):
-        logger.warning(
-            "nothing answers at %s (%s); it is asked again for some seconds. Is the address right, "
-            "and does `tlora serve --http` run there?",
-            address,
-            error,
-        )
+    def pause_s(self, error: Exception) -> float:
+        """Seconds to wait behind an error; raises the last one, and what another cannot mend."""
+        planned = next(self._left, None)
+        if planned is None or not may_pass(error):
+            raise given_up(self._address, error) from error
+        if self._is_first and not isinstance(error, ServiceError):
+            logger.warning(
+                "nothing answers at %s (%s); it is asked again for some seconds. Is the address "
+                "right, and does `tlora serve --http` run there?",
+                self._address,
+                error,
+            )
+        self._is_first = False
+        return max(planned, error.wait_s) if isinstance(error, ServiceError) else planned
 
 
 def given_up(address: str, error: Exception) -> Exception:
@@ -194,13 +206,6 @@ def given_up(address: str, error: Exception) -> Exception:
         f"the service must answer at {address}, got {told}; check the address, or start one there "
         "with: tlora serve --http PORT"
     )
-
-
-def _asked_wait_s(answer: httpx.Response) -> float:
-    try:
-        return min(float(answer.headers.get("retry-after", 0)), _LONGEST_ASKED_S)
-    except ValueError:
-        return 0.0
 
 
 T = TypeVar("T")
@@ -227,10 +232,12 @@ class Call(Generic[T]):
     json: Any = None
     content: bytes | None = None
 
-
-def with_token(token: str) -> dict[str, str]:
-    """The headers of every request of a client."""
-    return {"Authorization": f"Bearer {token}"}
+    def words(self) -> dict[str, Any]:
+        return {
+            "method": self.method,
+            "url": self.path,
+            **{name: getattr(self, name) for name in ("params", "headers", "json", "content")},
+        }
 
 
 def submit(document: Mapping[str, Any] | str, key: str | None) -> Call[Submitted]:
@@ -254,7 +261,6 @@ def submit(document: Mapping[str, Any] | str, key: str | None) -> Call[Submitted
 def page(
     states: Sequence[str] | None, after: str | None, limit: int, *, newest_first: bool = False
 ) -> Call[Page]:
-    """Lists jobs, a page at a time."""
     params: dict[str, Any] = {"limit": limit, "counts": True}
     if newest_first:
         params["newest_first"] = True
@@ -266,7 +272,6 @@ def page(
 
 
 def job(name: str) -> Call[Job]:
-    """Looks at one job."""
     return Call(method="GET", path=_path(name), read=_job)
 
 
@@ -278,21 +283,19 @@ def request_action(name: str, asked: RequestedAction) -> Call[Job]:
 
 
 def view(name: str, params: Params | None = None) -> Call[dict[str, Any]]:
-    """Asks for cluster, groups or decisions."""
     return Call(
         method="GET",
         path=f"/v1/{name}",
-        read=_mapping,
+        read=lambda answer: dict(answer.json()),
         params=params or {},
     )
 
 
 def metrics(name: str, tail: int) -> Call[list[dict[str, Any]]]:
-    """Asks for the last steps and evaluations of a job."""
     return Call(
         method="GET",
         path=_path(name, "metrics"),
-        read=_rows,
+        read=lambda answer: list(answer.json()["rows"]),
         params={"tail": tail},
     )
 
@@ -315,7 +318,6 @@ def adapter(name: str) -> Call[None]:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -356,11 +358,3 @@ def _page(answer: httpx.Response) -> Page:
 
 def _job(answer: httpx.Response) -> Job:
     return Job.read(answer.json())
-
-
-def _mapping(answer: httpx.Response) -> dict[str, Any]:
-    return dict(answer.json())
-
-
-def _rows(answer: httpx.Response) -> list[dict[str, Any]]:
-    return list(answer.json()["rows"])

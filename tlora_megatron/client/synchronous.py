@@ -14,6 +14,7 @@ import httpx
 from tlora_megatron.client import calls, values
 from tlora_megatron.client.calls import (
     FAILURES,
+    Attempts,
     Call,
     EventReader,
     check_address,
@@ -21,8 +22,6 @@ from tlora_megatron.client.calls import (
     given_up,
     may_pass,
     refusal,
-    tell_silence,
-    wait_s,
     waits,
 )
 from tlora_megatron.client.values import Event, Job, Page, Submitted
@@ -52,7 +51,7 @@ class Client:
         self._retries = retries
         self._http = httpx.Client(
             base_url=self.address,
-            headers=calls.with_token(token or find_token(self.address)),
+            headers={"Authorization": f"Bearer {token or find_token(self.address)}"},
             timeout=calls.ANSWER,
             transport=transport,
         )
@@ -208,10 +207,7 @@ class Client:
 
     @contextmanager
     def _open(self, call: Call[Any], **options: Any) -> Iterator[httpx.Response]:
-        """An answer whose body comes in parts."""
-        with self._http.stream(
-            call.method, call.path, params=call.params, headers=call.headers, **options
-        ) as answer:
+        with self._http.stream(**call.words(), **options) as answer:
             if answer.is_error:
                 answer.read()
                 raise refusal(answer)
@@ -219,20 +215,13 @@ class Client:
 
     def _send(self, call: Call[T]) -> T:
         def send() -> httpx.Response:
-            return self._http.request(
-                call.method,
-                call.path,
-                params=call.params,
-                headers=call.headers,
-                json=call.json,
-                content=call.content,
-            )
+            return self._http.request(**call.words())
 
         return call.read(self._answer(send))
 
     def _answer(self, send: Callable[[], httpx.Response]) -> httpx.Response:
         """The answer, after as many attempts as it takes."""
-        left, is_first = waits(self._retries), True
+        attempts = Attempts(self.address, self._retries)
         while True:
             try:
                 answer = send()
@@ -240,10 +229,4 @@ class Client:
                     raise refusal(answer)
                 return answer
             except FAILURES as error:
-                planned = next(left, None)
-                if planned is None or not may_pass(error):
-                    raise given_up(self.address, error) from error
-                if is_first:
-                    tell_silence(self.address, error)
-                is_first = False
-                time.sleep(wait_s(planned, error))
+                time.sleep(attempts.pause_s(error))

@@ -184,22 +184,18 @@ def _style(axes: Axes, size: tuple[float, float]) -> None:
 
 
 def _set_ticks(axis: Axis, num: int, *, integer: bool = False) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter
+    """Gives an axis about `num` round numbers, unless a picture has fixed its ticks."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator
 
     if isinstance(axis.get_major_locator(), FixedLocator):
         return
-    axis.set_major_locator(_locator(axis, num, integer=integer))
+    locator: Locator = MaxNLocator(nbins=num, integer=integer, steps=(1, 2, 2.5, 5, 10))
+    if axis.get_scale() != "linear":
+        # Powers of ten, or 1, 2, 5 if it spans few.
+        low, high = axis.get_view_interval()
+        locator = LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,), numticks=6)
+    axis.set_major_locator(locator)
     axis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
-
-
-def _locator(axis: Axis, num: int, *, integer: bool) -> Locator:
-    """About `num` round numbers; on a log axis powers of ten, or 1, 2, 5 if it spans few."""
-    from matplotlib.ticker import LogLocator, MaxNLocator
-
-    if axis.get_scale() == "linear":
-        return MaxNLocator(nbins=num, integer=integer, steps=(1, 2, 2.5, 5, 10))
-    low, high = axis.get_view_interval()
-    return LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,), numticks=6)
 
 
 def _inline(svg: str) -> str:
@@ -225,11 +221,11 @@ def _prune(parent: ElementTree.Element) -> None:
             children.extend(child)
         elif child.tag not in (f"{_SVG}metadata", f"{_SVG}style"):
             children.append(child)
-    parent[:] = [child for child in children if not _paints_nothing(child)]
-
-
-def _paints_nothing(element: ElementTree.Element) -> bool:
-    return element.get("style") == "fill:none" or not (len(element) or element.attrib)
+    parent[:] = [
+        child
+        for child in children
+        if child.get("style") != "fill:none" and (len(child) or child.attrib)
+    ]
 
 
 def _shorten(element: ElementTree.Element) -> None:

@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from tlora_megatron.config.reader import must
@@ -113,11 +112,6 @@ class Front(KeptAlive):
             lambda code: say(f"the process of HTTP ended with code {code}: it starts again"),
         )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
         self._listener.close()

@@ -99,7 +99,6 @@ class GangSpec(Message):
 
     @property
     def world_size(self) -> int:
-        """Number of its processes."""
         return len(self.gpus)
 
 

@@ -169,10 +169,12 @@ _LEAST_DAYS = 1.0
 """Answers are kept for a day, whatever becomes of the session."""
 _DAY_S = 86_400.0
 KEEP_SESSIONS_S = _DAYS * _DAY_S
+KINDS = ("own", "vllm", "off")
+MAY_DIFFER = "--sampler-may-differ"
 
 
-def add_api_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the words to `tlora serve`, and to the process of HTTP that it starts."""
+def add_passed_on_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `tlora serve` is told for the process of HTTP that it starts."""
     parser.add_argument(
         "--keep-sessions",
         type=float,
@@ -190,27 +192,6 @@ def add_api_arguments(parser: argparse.ArgumentParser) -> None:
         "repeatable (default: this host's own names where the service listens for it alone, else "
         "any)",
     )
-
-
-def api_words(args: argparse.Namespace) -> list[str]:
-    """The same words again, for a process that is started."""
-    hosts = [word for name in args.allow_host for word in ("--allow-host", name)]
-    return ["--keep-sessions", str(args.keep_sessions), *hosts]
-
-
-def keep_sessions_s(args: argparse.Namespace) -> float:
-    """Seconds for which sessions are kept; raises `ConfigError` if they are too few."""
-    if not args.keep_sessions >= _LEAST_DAYS:
-        raise must("--keep-sessions", f"be at least {_LEAST_DAYS:g} day", args.keep_sessions)
-    return float(args.keep_sessions * _DAY_S)
-
-
-KINDS = ("own", "vllm", "off")
-MAY_DIFFER = "--sampler-may-differ"
-
-
-def add_sampler_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the words to `tlora serve`, and to the process of HTTP that it starts."""
     parser.add_argument(
         "--sampler",
         choices=KINDS,
@@ -238,13 +219,21 @@ def add_sampler_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def sampler_words(args: argparse.Namespace) -> list[str]:
-    """The same words again, for a process that is started."""
+def keep_sessions_s(args: argparse.Namespace) -> float:
+    """Seconds for which sessions are kept; raises `ConfigError` if they are too few."""
+    if not args.keep_sessions >= _LEAST_DAYS:
+        raise must("--keep-sessions", f"be at least {_LEAST_DAYS:g} day", args.keep_sessions)
+    return float(args.keep_sessions * _DAY_S)
+
+
+def passed_on_words(args: argparse.Namespace) -> list[str]:
+    """The same words again, for that process."""
     given = {"--sampler-gpu": args.sampler_gpu, "--sampler-address": args.sampler_address}
     more = [word for name, value in given.items() if value is not None for word in (name, value)]
+    more += [word for name in args.allow_host for word in ("--allow-host", name)]
     if args.sampler_may_differ:
         more.append(MAY_DIFFER)
-    return ["--sampler", args.sampler, *more]
+    return ["--keep-sessions", str(args.keep_sessions), "--sampler", args.sampler, *more]
 
 
 def open_sampler(

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 from tlora_megatron.channel import LinePipe
@@ -167,7 +166,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     @property
@@ -279,12 +277,7 @@ class KeptAlive:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         with self._guard:
             child = self.child

@@ -25,7 +25,6 @@ from tlora_megatron.training.run.output_dir import CONFIG_NAME, hold_output_dir
 def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TLORA_KERNELS", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("TLORA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 

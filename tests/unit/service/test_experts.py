@@ -29,7 +29,7 @@ from tlora_megatron.service.prepare.submission import (
     read_submissions,
 )
 from tlora_megatron.service.prepare.worker import validate
-from tlora_megatron.service.settings import Settings, declare_bases, read_bases
+from tlora_megatron.service.settings import Settings
 from tlora_megatron.service.store import JobState
 
 OUTER = {
@@ -89,12 +89,6 @@ def test_beside_a_shared_expert(submit: Validate) -> None:
     assert "must not name routed experts over a base with shared experts" in found.error
 
 
-def test_bases_with_experts_have_names(home: Home, tmp_path: Path) -> None:
-    tiny_config("mixtral").save_pretrained(tmp_path / "base")
-    declare_bases(home, [f"moe={tmp_path / 'base'}"])
-    assert read_bases(home).keys() == {"moe"}
-
-
 def test_costs_count_all_experts(submit: Validate, repo: Path, tmp_path: Path) -> None:
     found = submit("qwen3_moe")
     assert isinstance(found, Validated)
@@ -128,10 +122,10 @@ def test_a_job_has_a_price_and_its_gang_a_plan(
     assert priced.isolated_s > 0
     assert 0 <= pricing.speeds.residual((priced.kind,), 2) < 1
     assert live.load is not None
-    plan = pricing.plan("b", [live.load], 2)
+    plan = pricing.base("b").plan([live.load], 2)
     assert plan is not None
-    assert pricing.holds("b", [live.load], plan)
-    assert pricing.memory("b", [live.load], plan) is not None
+    assert pricing.base("b").holds([live.load], plan)
+    assert pricing.base("b").memory([live.load], plan) is not None
 
 
 def test_a_gang_has_the_layout_of_its_plan(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from tlora_megatron.service.prepare import pool as pool_module
 from tlora_megatron.service.prepare.pool import PreparePool
 from tlora_megatron.service.prepare.submission import Outcome, PrepareRules, Submission
 from tlora_megatron.service.store import open_store
-from tlora_megatron.service.supervisor import Child, KeptAlive
+from tlora_megatron.service.supervisor import Child
 
 
 def test_a_process_that_is_killed_starts_again_and_no_connection_is_refused(tmp_path: Path) -> None:
@@ -64,7 +63,7 @@ def test_the_process_ends_with_a_controller_that_was_killed(tmp_path: Path) -> N
     front._stop.set()
     child.pipe.close()  # as the kernel does at the end of the process that holds it
     wait_until(lambda: child.exit_code is not None, "its end")
-    front.__exit__(None, None, None)
+    front.__exit__()
 
 
 def test_the_own_token_is_kept_and_made_anew_when_it_is_revoked(tmp_path: Path) -> None:
@@ -98,12 +97,6 @@ def test_places(text: str, place: tuple[str, int], url: str, is_loopback: bool) 
 def test_what_is_no_place(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--http must be PORT or HOST:PORT"):
         Place.read(text)
-
-
-def test_a_port_that_is_taken_is_refused() -> None:
-    taken = listen(Place("127.0.0.1", 0))
-    with taken, pytest.raises(ConfigError, match=r"--http must be a free port of this host, got"):
-        listen(Place("127.0.0.1", taken.getsockname()[1]))
 
 
 def test_answers_do_not_wait_for_the_acknowledgement_of_their_first_part() -> None:
@@ -162,28 +155,6 @@ def test_command_that_is_missing_leaves_nothing_open(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Child([str(tmp_path / "missing")], log=tmp_path / "log", wire="lines")
     assert sorted(os.listdir("/proc/self/fd")) == before
-
-
-def test_child_that_dies_is_started_again_until_the_end() -> None:
-    codes: list[int] = []
-    again = threading.Event()
-
-    def start() -> Child:
-        if codes:
-            again.set()
-        return Child(python("import sys; sys.stdin.read()"), wire="stdin")
-
-    with KeptAlive(start, codes.append) as kept:
-        while kept.child is None:
-            again.wait(0.01)
-        first = kept.child
-        first.handle.kill()
-        assert again.wait(HANG_S)
-        while kept.child is first:
-            again.wait(0.0)
-        second = kept.child
-    assert codes == [-signal.SIGKILL]
-    assert second.exit_code == 0
 
 
 STUB = """

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.engine_case import spec as gang_spec
 from tlora_megatron.append_log import AppendLog, LineReader
 from tlora_megatron.service.engines import base
 from tlora_megatron.service.engines.base import PastGangs
@@ -26,16 +27,7 @@ def command(seq: int, kind: str = "renew", job: str | None = None, epoch: int = 
 
 @pytest.fixture
 def spec(tmp_path: Path) -> GangSpec:
-    return GangSpec(
-        gang="g",
-        epoch=1,
-        base_model={},
-        parallel={},
-        run={},
-        gpus=((0, 0),),
-        root=str(tmp_path),
-        lease_s=10.0,
-    )
+    return gang_spec(tmp_path, lease_s=10.0)
 
 
 @pytest.fixture
@@ -91,26 +83,6 @@ def test_each_command_is_in_the_log_once(folder: GangFolder) -> None:
         taken += reader.after(taken[-1].seq)
     assert [each.seq for each in taken] == [1, 2, 3]
     assert reader.after(3) == []
-
-
-def test_second_controller_does_not_post_again_what_the_first_has(folder: GangFolder) -> None:
-    folder.commands().append(command(1), durable=True)
-    second = folder.commands()
-    for seq in (1, 2):
-        second.append(command(seq), durable=True)
-    assert [each.seq for each in folder.commands().after(0)] == [1, 2]
-
-
-def test_events_are_read_from_any_number(folder: GangFolder, spec: GangSpec) -> None:
-    writer, reader = EventWriter(spec, folder.events()), folder.events()
-    assert reader.last() is None
-    for step in range(4):
-        writer.tell("stepped", "j1", {"step": step})
-    assert [event.number for event in reader.after(0)] == [1, 2, 3, 4]
-    assert reader.after(4) == []
-    assert [event.number for event in reader.after(2)] == [3, 4]
-    writer.tell("ended", "j1", {})
-    assert [event.kind for event in reader.after(4)] == ["ended"]
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 500, 998, 999, 1000])

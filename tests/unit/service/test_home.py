@@ -54,11 +54,6 @@ def test_the_folder_and_its_files_are_the_users_alone(tmp_path: Path) -> None:
     assert read_json(home.root / "y.json") is None
 
 
-def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TLORA_SERVICE", str(tmp_path / "env"))
-    assert Home.open().root == tmp_path / "env"
-
-
 def test_an_open_or_foreign_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,6 @@ _WORDS: dict[RequestedAction, tuple[str, str]] = {
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the three subcommands to argparse's `commands`."""
     for action, (short, long) in _WORDS.items():
         parser = commands.add_parser(
             action,
@@ -56,7 +55,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(action: RequestedAction, args: argparse.Namespace) -> int:
-    """Asks it of all jobs that are named."""
     with reach_service(args) as service:
         asked = service.request_action(find_jobs(service, args.names), action)
         if args.json:
@@ -78,7 +76,6 @@ def _tell(service: Service, action: str, jobs: list[JobRow]) -> None:
 
 
 def add_adapters_parser(commands: Any) -> None:
-    """Adds the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "adapters",
         help="copy the adapter of a finished job out of a service",
@@ -95,7 +92,6 @@ def add_adapters_parser(commands: Any) -> None:
 
 
 def run_adapters(args: argparse.Namespace) -> int:
-    """Copies the adapter, whole or not at all."""
     out = Path(args.out)
     if out.exists() or out.is_symlink():
         raise must("--out", "name a folder that does not exist yet", str(out))
@@ -103,17 +99,13 @@ def run_adapters(args: argparse.Namespace) -> int:
         raise must("--out", "lie in a folder that exists", str(out))
     with reach_service(args) as service:
         (job,) = find_jobs(service, [args.name])
-        _check_finished(job)
+        if job.state != "finished":
+            steps = f"{job.state} at step {job.step}"
+            remedy = "" if job.state.is_over else f"wait for it with: tlora logs -f {job.name}"
+            raise must(f"job {job.name}", "be finished", steps, remedy)
         service.fetch_adapter(job, out)
     open_console().print(f"adapter of {job.name} ({job.id}): {out}")
     return 0
-
-
-def _check_finished(job: JobRow) -> None:
-    if job.state != "finished":
-        steps = f"{job.state} at step {job.step}"
-        remedy = "" if job.state.is_over else f"wait for it with: tlora logs -f {job.name}"
-        raise must(f"job {job.name}", "be finished", steps, remedy)
 
 
 _FOR_PROGRAMS = ("granted", "released")
@@ -128,7 +120,6 @@ examples:
 
 
 def add_logs_parser(commands: Any) -> None:
-    """Adds the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "logs",
         help="tell what happens to a job of a service",
@@ -156,7 +147,6 @@ def run_logs(args: argparse.Namespace) -> int:
 
 
 def _line(row: Row) -> str:
-    """One line for a person."""
     if row["kind"] == "step":
         return f"          step {row['step']}  " + _numbers(row, ("loss", "lr", "tokens"))
     if row["kind"] == "evaluation":

@@ -160,10 +160,12 @@ def gang_table(gangs: Iterable[Gang], jobs: Iterable[Job], speed: Callable[[str]
         members.setdefault((job.gang, job.gang_epoch), []).append(job)
     for gang in gangs:
         own = [job for job in members.get((gang.name, gang.epoch), []) if job.state.is_live]
+        section = gang.spec.base_model
+        base = str(section.get("path") or section.get("config") or "-")
         table.add_row(
             f"{gang.name} #{gang.epoch}",
             str(gang.state),
-            _base_words(gang.spec.base_model),
+            base.rstrip("/").rsplit("/", 1)[-1],
             layout_words(gang.spec.parallel, gang.spec.world_size),
             " ".join(f"{node}:{gpu}" for node, gpu in gang.spec.gpus),
             str(len(own)),
@@ -188,8 +190,3 @@ def change_words(job: Job, kind: str, body: Mapping[str, object]) -> str:
         return f"{job.name} ({job.id}) submitted"
     why = f": {body['why']}" if body.get("why") else ""
     return f"{job.name} ({job.id}) {body.get('from')} -> {body.get('to')}{why}"
-
-
-def _base_words(base_model: Mapping[str, object]) -> str:
-    path = str(base_model.get("path") or base_model.get("config") or "-")
-    return path.rstrip("/").rsplit("/", 1)[-1]

@@ -7,23 +7,23 @@ import os
 import re
 import shutil
 import stat
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from tlora_megatron.cli.tables import open_console
+from tlora_megatron.cli.tables import open_console, refuse_duplicates
 from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.service import home as homes
 
 if TYPE_CHECKING:
     from tlora_megatron.client import Job as ClientJob
     from tlora_megatron.service.prepare.submission import Submission
-    from tlora_megatron.service.store import Job, NewJob, Store
+    from tlora_megatron.service.store import Job, Store
 
 ADAPTER = "adapter"
+ONE_BY_ONE = "submit the files one by one, each with its own --set name=NAME"
 _PAGE = 1000
 _NO_LINK = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 RequestedAction = Literal["cancel", "pause", "resume"]
@@ -51,7 +51,6 @@ class FolderService:
 
     @property
     def place(self) -> str:
-        """Its folder."""
         return str(self.home.root)
 
     @property
@@ -66,8 +65,19 @@ class FolderService:
 
     def submit(self, files: Sequence[str], overrides: Sequence[str], key: str) -> Accepted:
         """Submits all jobs of all files, or none."""
-        submissions = _read(files, overrides)
-        jobs = self.store.jobs.submit([_new_job(item, key) for item in submissions])
+        from tlora_megatron.service.store import NewJob
+
+        new = [
+            NewJob(
+                name=item.name,
+                document=item.row(),
+                base=item.base_key,
+                key=f"{key}/{item.name}",
+                schedule=asdict(item.job_spec().service),
+            )
+            for item in _read(files, overrides)
+        ]
+        jobs = self.store.jobs.submit(new)
         return Accepted(jobs, frozenset(job.id for job in jobs if job.is_new))
 
     def find(self, name: str) -> JobRow:
@@ -140,31 +150,9 @@ def _read(files: Sequence[str], overrides: Sequence[str]) -> list[Submission]:
             raise ConfigError(str(error) if path in str(error) else f"{path}: {error}") from error
         jobs += found
         sentences += told
-    refuse_duplicates([job.name for job in jobs])
+    refuse_duplicates("FILE...", [job.name for job in jobs], ONE_BY_ONE)
     warn(dict.fromkeys(sentences))
     return jobs
-
-
-def refuse_duplicates(names: Sequence[str]) -> None:
-    """Refuses files that name a job twice; raises `ConfigError` for the first such name."""
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ConfigError(
-                f"FILE... must name job {name!r} once, got it {count} times; submit the files one "
-                "by one, each with its own --set name=NAME"
-            )
-
-
-def _new_job(submission: Submission, key: str) -> NewJob:
-    from tlora_megatron.service.store import NewJob
-
-    return NewJob(
-        name=submission.name,
-        document=submission.row(),
-        base=submission.base_key,
-        key=f"{key}/{submission.name}",
-        schedule=asdict(submission.job_spec().service),
-    )
 
 
 def _copy(source: Path, out: Path) -> None:
@@ -173,22 +161,20 @@ def _copy(source: Path, out: Path) -> None:
     partial.mkdir()
     try:
         for name in sorted(os.listdir(source)):
-            _copy_file(source / name, partial / name)
+            with open(os.open(source / name, _NO_LINK), "rb") as reader:
+                if not stat.S_ISREG(os.fstat(reader.fileno()).st_mode):
+                    raise RuntimeError(
+                        f"an adapter must consist of plain files, got {source / name}"
+                    )
+                with (partial / name).open("xb") as writer:
+                    shutil.copyfileobj(reader, writer)
         os.rename(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _copy_file(source: Path, target: Path) -> None:
-    with open(os.open(source, _NO_LINK), "rb") as reader, target.open("xb") as writer:
-        if not stat.S_ISREG(os.fstat(reader.fileno()).st_mode):
-            raise RuntimeError(f"an adapter must consist of plain files, got {source}")
-        shutil.copyfileobj(reader, writer)
-
-
 def missing_job(name: str) -> ConfigError:
-    """The refusal of a name that no job has."""
     return must("NAME", "be the id or the name of a job", name, "`tlora jobs --all` lists them")
 
 
@@ -200,7 +186,6 @@ def warn(sentences: Iterable[str]) -> None:
 
 
 def add_service_argument(parser: argparse.ArgumentParser, *, also: str = "") -> None:
-    """Adds `--service`."""
     parser.add_argument(
         "--service",
         metavar="DIR",

@@ -101,7 +101,6 @@ examples:
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "jobs",
         help="list the jobs of a service",
@@ -132,7 +131,13 @@ def run(args: argparse.Namespace) -> int:
         if args.watch:
             _watch(service, states, args)
         elif args.json:
-            print(json.dumps(_document(service, states), indent=2))
+            document = {
+                "service": service.place,
+                "served": service.is_served,
+                "counts": {str(state): count for state, count in service.counts().items()},
+                "jobs": [job_to_dict(job) for job in service.all(states)],
+            }
+            print(json.dumps(document, indent=2))
         else:
             open_console().print(_page(service, states, args), soft_wrap=False)
     return 0
@@ -151,15 +156,6 @@ def _states(args: argparse.Namespace) -> list[str] | None:
     return None if args.all else [str(state) for state in JobState if not state.is_over]
 
 
-def _document(service: Service, states: list[str] | None) -> dict[str, Any]:
-    return {
-        "service": service.place,
-        "served": service.is_served,
-        "counts": {str(state): count for state, count in service.counts().items()},
-        "jobs": [job_to_dict(job) for job in service.all(states)],
-    }
-
-
 def _page(service: Service, states: list[str] | None, args: argparse.Namespace) -> RenderableType:
     """The table, and below it what it leaves out and whether anybody serves."""
     jobs = list(service.all(states))
@@ -176,25 +172,16 @@ def _page(service: Service, states: list[str] | None, args: argparse.Namespace) 
 
 def _watch(service: Service, states: list[str] | None, args: argparse.Namespace) -> None:
     """Shows the list anew as jobs get on; ends with Ctrl-C."""
-    console = open_console()
-    if not console.is_terminal:
-        _watch_lines(console, service, states, args)
-    with Live(console=console, auto_refresh=False, transient=False) as live:
-        while True:
-            live.update(_page(service, states, args), refresh=True)
-            time.sleep(_WATCH_EVERY_S)
-
-
-def _watch_lines(
-    console: Console, service: Service, states: list[str] | None, args: argparse.Namespace
-) -> None:
-    """Prints the list again whenever some job has changed its state."""
-    last: object = None
-    while True:
+    console, last = open_console(), None
+    while not console.is_terminal:  # again whenever some job has changed its state
         if (now := service.news()) != last:
             last = now
             console.print(_page(service, states, args), soft_wrap=False)
         time.sleep(_WATCH_EVERY_S)
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        while True:
+            live.update(_page(service, states, args), refresh=True)
+            time.sleep(_WATCH_EVERY_S)
 
 
 _LINE_EVERY_S = 5.0
@@ -233,7 +220,6 @@ class _Bars:
         self._bars.start()
 
     def update(self, jobs: Sequence[JobRow]) -> None:
-        """Shows where the jobs are."""
         for job in jobs:
             if job.id not in self._tasks:
                 self._tasks[job.id] = self._bars.add_task(job.name, total=None, words="")
@@ -243,7 +229,6 @@ class _Bars:
             )
 
     def close(self) -> None:
-        """Leaves the bars as they are."""
         self._bars.stop()
 
 
@@ -256,7 +241,6 @@ class _Lines:
         self._line_s = clock()
 
     def update(self, jobs: Sequence[JobRow]) -> None:
-        """Prints what is new."""
         for job in jobs:
             state = state_words(job)
             if self._states.get(job.id) != state:
@@ -301,7 +285,6 @@ exit code: 0 submitted (with --wait: all jobs finished), 1 a job failed or was c
 
 
 def add_submit_parser(commands: Any) -> None:
-    """Adds the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "submit",
         help="hand jobs to a service",
@@ -332,7 +315,10 @@ def add_submit_parser(commands: Any) -> None:
 
 def run_submit(args: argparse.Namespace) -> int:
     """Submits all jobs of all files, or none."""
-    key = uuid.uuid4().hex if args.idempotency_key is None else _checked_key(args.idempotency_key)
+    key = uuid.uuid4().hex if args.idempotency_key is None else args.idempotency_key
+    # What names nothing, such as a script's unset variable, would submit its jobs twice.
+    if not key.strip() or not key.isprintable():
+        raise must("--idempotency-key", "be text that can be printed, and not empty", key)
     with reach_service(args) as service:
         jobs, new = service.submit(args.files, args.overrides, key)
         if not args.json:
@@ -345,13 +331,6 @@ def run_submit(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps([job_to_dict(job) for job in jobs], indent=2))
         return code
-
-
-def _checked_key(key: str) -> str:
-    """Refuses what names nothing: a script's unset variable would submit its jobs twice."""
-    if not key.strip() or not key.isprintable():
-        raise must("--idempotency-key", "be text that can be printed, and not empty", key)
-    return key
 
 
 def _tell(service: Service, jobs: Sequence[JobRow], new: Collection[str]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tlora_megatron.cli.service.in_folder import (
+    ONE_BY_ONE,
     Accepted,
     FolderService,
     JobRow,
@@ -20,9 +21,9 @@ from tlora_megatron.cli.service.in_folder import (
     is_address,
     missing_job,
     open_service,
-    refuse_duplicates,
     warn,
 )
+from tlora_megatron.cli.tables import refuse_duplicates
 from tlora_megatron.config.load import SECTIONS
 from tlora_megatron.config.reader import (
     ConfigError,
@@ -61,7 +62,7 @@ def read_files(files: Sequence[str], overrides: Sequence[str], upload: Upload) -
         rule = "be of one base: all their jobs are submitted, or none"
         raise must("FILE...", rule, bases, "submit them one by one")
     entries = [entry for document in documents for entry in document["jobs"]]
-    refuse_duplicates([str(entry.get("name")) for entry in entries])
+    refuse_duplicates("FILE...", [str(entry.get("name")) for entry in entries], ONE_BY_ONE)
     ids: dict[Path, str] = {}
     jobs = [_with_ids(entry, ids, upload) for entry in entries]
     found = {key: documents[0][key] for key in documents[0] if key not in ("jobs", "defaults")}
@@ -133,17 +134,14 @@ class HttpService:
 
     @property
     def place(self) -> str:
-        """Its address."""
         return self._client.address
 
     @property
     def is_served(self) -> bool:
-        """True while a controller gives signs of life."""
         return self._client.page(limit=1).served
 
     @property
     def how_to_serve(self) -> str:
-        """The command that starts a controller of it."""
         return "tlora serve --http on its host"
 
     def submit(self, files: Sequence[str], overrides: Sequence[str], key: str) -> Accepted:
@@ -154,7 +152,6 @@ class HttpService:
         return Accepted(made.jobs, frozenset(job.id for job in made.jobs if made.is_new))
 
     def find(self, name: str) -> JobRow:
-        """The job of an id or a name."""
         from tlora_megatron.client import ServiceError
 
         try:
@@ -165,18 +162,15 @@ class HttpService:
             raise missing_job(name) if error.status == 404 else error from None
 
     def get(self, jobs: Sequence[str]) -> list[JobRow]:
-        """The jobs of these ids, as they are now."""
         if len(jobs) <= _FEW:
             return [self._client.job(job) for job in jobs]
         found = self._newest(set(jobs))
         return [found[job] for job in jobs]
 
     def all(self, states: Sequence[str] | None) -> Iterator[JobRow]:
-        """All jobs in these states (None: in any), the first submitted first."""
         return self._client.jobs(states)
 
     def counts(self) -> Mapping[Any, int]:
-        """Number of jobs in each state that has any."""
         return self._client.page(limit=1).counts
 
     def news(self) -> object:
@@ -200,7 +194,6 @@ class HttpService:
         return [ask(job.id) for job in jobs]
 
     def history(self, job: JobRow, *, follow: bool) -> Iterator[Row]:
-        """The events of a job and its steps."""
         for event in self._client.events(job.id, follow=follow):
             yield dict(event.row)
 

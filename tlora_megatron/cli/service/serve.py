@@ -19,18 +19,15 @@ from tlora_megatron.config.reader import must
 from tlora_megatron.scheduler.registry import DEFAULT_POLICY, POLICIES
 from tlora_megatron.service.home import Home, remember_store, store_place
 from tlora_megatron.service.settings import (
-    add_api_arguments,
-    add_sampler_arguments,
-    api_words,
+    add_passed_on_arguments,
     check_bases,
     declare_bases,
     keep_sessions_s,
-    sampler_words,
+    passed_on_words,
 )
 
 if TYPE_CHECKING:
-    from tlora_megatron.service.engines.protocol import GangEngine
-    from tlora_megatron.service.settings import Settings
+    from tlora_megatron.service.engines.base import FolderEngine
     from tlora_megatron.service.store import Store
 
 
@@ -51,8 +48,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         help="let jobs that come by HTTP name this base; DIR, or a YAML file with the section "
         "base_model; remembered in the service's folder (repeatable)",
     )
-    add_sampler_arguments(parser)
-    add_api_arguments(parser)
+    add_passed_on_arguments(parser)
 
 
 def check_http(args: argparse.Namespace) -> None:
@@ -69,8 +65,7 @@ def check_http(args: argparse.Namespace) -> None:
 def _check_together(args: argparse.Namespace) -> None:
     """Refuses options that others leave without an effect."""
     parser = argparse.ArgumentParser()
-    add_sampler_arguments(parser)
-    add_api_arguments(parser)
+    add_passed_on_arguments(parser)
     defaults = vars(parser.parse_args([]))
     given = {
         name: value for name, value in vars(args).items() if value != defaults.get(name, value)
@@ -107,8 +102,7 @@ def open_http(
     place = Place.read(args.http)
     listener = listen(place)
     place = place._replace(port=listener.getsockname()[1])
-    words = [*sampler_words(args), *api_words(args)]
-    with Front(home, listener, words=words, say=say):
+    with Front(home, listener, words=passed_on_words(args), say=say):
         say(f"page: {place.url}/#token={own_token(home, store)}")
         if not place.is_loopback:
             say("other hosts can connect, and nothing is encrypted: put a proxy with TLS before it")
@@ -135,7 +129,6 @@ exit code: 0 stopped as asked, 1 a failure, 2 a mistake in the command line, 130
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "serve",
         help="run a service that trains jobs as they come",
@@ -198,9 +191,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the controller until a signal stops it."""
     from tlora_megatron.service.control.controller import serve
-    from tlora_megatron.service.control.machines import check_hardware
+    from tlora_megatron.service.control.pricing import check_hardware
     from tlora_megatron.service.session_files import take_up_sessions
     from tlora_megatron.service.settings import Settings
     from tlora_megatron.service.store import open_store
@@ -209,10 +201,12 @@ def run(args: argparse.Namespace) -> int:
         raise must("--gpus", "be at least 1", args.gpus)
     if args.prepare_processes < 1:
         raise must("--prepare-processes", "be at least 1", args.prepare_processes)
+    if args.data_root is not None and not Path(args.data_root).is_dir():
+        raise must("--data-root", "be an existing folder", args.data_root)
     settings = Settings(
         policy=args.policy,
         hardware=args.hardware,
-        data_root=_data_root(args.data_root),
+        data_root=args.data_root and str(Path(args.data_root).resolve()),
         prepare_processes=args.prepare_processes,
         end_gangs=not args.leave_gangs,
     )
@@ -239,26 +233,16 @@ def run(args: argparse.Namespace) -> int:
                 store.lock.release()
                 serve(home.root, engine, settings=settings, stop=stop, store=store, said=board.say)
         finally:
-            _close(engine)
-    console.print(_ending(settings))
+            engine.close()  # gangs go on
+    console.print(
+        "stopped; `tlora serve` continues the jobs that are not at their ends"
+        if settings.end_gangs
+        else "stopped; jobs train on, and `tlora serve` takes them up again"
+    )
     return 0
 
 
-def _data_root(folder: str | None) -> str | None:
-    if folder is None:
-        return None
-    if not Path(folder).is_dir():
-        raise must("--data-root", "be an existing folder", folder)
-    return str(Path(folder).resolve())
-
-
-def _ending(settings: Settings) -> str:
-    if settings.end_gangs:
-        return "stopped; `tlora serve` continues the jobs that are not at their ends"
-    return "stopped; jobs train on, and `tlora serve` takes them up again"
-
-
-def _title(args: argparse.Namespace, home: Home, engine: GangEngine) -> str:
+def _title(args: argparse.Namespace, home: Home, engine: FolderEngine[Any]) -> str:
     nodes = engine.nodes()
     count = sum(node.gpus for node in nodes)
     places = "1 place" if count == 1 else f"{count} places"
@@ -287,9 +271,13 @@ def _stop_by_signal() -> Iterator[threading.Event]:
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def _make_engine(args: argparse.Namespace, home: Home) -> GangEngine:
+def _make_engine(args: argparse.Namespace, home: Home) -> FolderEngine[Any]:
     if args.engine == "local":
-        return _local_engine(args.gpus, home)
+        from tlora_megatron.service.engines.local import LocalEngine
+        from tlora_megatron.service.engines.protocol import WorkerSlots
+
+        has_gpus = bool(WorkerSlots.of_host(None, None).devices)
+        return LocalEngine(home.root, **{"gpus" if has_gpus else "slots": args.gpus})
     if args.engine == "slurm":
         from tlora_megatron.service.engines.slurm_engine import SlurmEngine
 
@@ -301,19 +289,3 @@ def _make_engine(args: argparse.Namespace, home: Home) -> GangEngine:
             "--gpus %d changes nothing with --engine ray: Ray knows its nodes", args.gpus
         )
     return RayEngine(home.root)
-
-
-def _local_engine(gpus: int | None, home: Home) -> GangEngine:
-    from tlora_megatron.service.engines.local import LocalEngine
-    from tlora_megatron.service.engines.protocol import WorkerSlots
-
-    if WorkerSlots.of_host(None, None).devices:
-        return LocalEngine(home.root, gpus)
-    return LocalEngine(home.root, slots=gpus)
-
-
-def _close(engine: GangEngine) -> None:
-    """Ends what an engine keeps ready; gangs go on."""
-    close = getattr(engine, "close", None)
-    if close is not None:
-        close()

@@ -36,7 +36,6 @@ _LIMITS = {
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "token",
         help="make, list and revoke tokens for a service's HTTP",

@@ -15,8 +15,7 @@ from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.front import Place, listen
 from tlora_megatron.service.home import Home, store_place
 from tlora_megatron.service.settings import (
-    add_api_arguments,
-    add_sampler_arguments,
+    add_passed_on_arguments,
     keep_sessions_s,
     open_sampler,
 )
@@ -61,8 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--watch-stdin", action="store_true", help="end when the standard input ends"
     )
-    add_sampler_arguments(parser)
-    add_api_arguments(parser)
+    add_passed_on_arguments(parser)
     return parser
 
 

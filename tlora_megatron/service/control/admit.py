@@ -35,7 +35,6 @@ class Admission:
         self._is_full = False
 
     def look(self) -> None:
-        """Takes in what is new."""
         last = self._context.store.events.last()
         events: Sequence[Event] = ()
         if self._seen < last:
@@ -49,7 +48,6 @@ class Admission:
 
     @property
     def has_more(self) -> bool:
-        """True if something is left to take in."""
         return self._is_full or bool(self._outcomes)
 
     def _news(self, job: str) -> None:
@@ -82,7 +80,16 @@ class Admission:
         """Does what a user requests of a job, as far as it can be done now."""
         context = self._context
         if live.requested == "resume":
-            self._resume(live)
+            if live.failed_saves:
+                live.failed_saves = 0
+                context.remember(live)
+            if live.state is JobState.PAUSED:
+                context.change(live, JobState.QUEUED, why="resumed")
+                context.enqueue(live)
+            else:
+                # It is still leaving, or never paused: it is queued when its gang lets it go.
+                context.store.jobs.clear_wish(live.id, "resume")
+                live.requested = None
         elif live.state.is_live:
             # The gang lets it go first: `plan_actions` sees a member that no target has.
             context.state.withdraw(live, context.clock())
@@ -97,19 +104,6 @@ class Admission:
             context.state.withdraw(live, context.clock())
             context.note_pause(live)
             context.change(live, JobState.PAUSED, why="paused")
-
-    def _resume(self, live: LiveJob) -> None:
-        context = self._context
-        if live.failed_saves:
-            live.failed_saves = 0
-            context.remember(live)
-        if live.state is JobState.PAUSED:
-            context.change(live, JobState.QUEUED, why="resumed")
-            context.enqueue(live)
-        else:
-            # It is still leaving, or never paused: it is queued when its gang lets it go.
-            context.store.jobs.clear_wish(live.id, "resume")
-            live.requested = None
 
     def _take_outcomes(self) -> None:
         self._outcomes.extend(self._validator.poll())

@@ -205,7 +205,6 @@ class Tally:
     longest_s: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Notes one more."""
         self.count += 1
         self.sum_s += seconds
         self.last_s = seconds

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from tlora_megatron.scheduler.fleet import InvariantError
 from tlora_megatron.scheduler.policy import RegroupCost
@@ -19,8 +20,7 @@ from tlora_megatron.service.control.context import Context
 from tlora_megatron.service.control.decide import Decider
 from tlora_megatron.service.control.events import EventHandler, Measurements
 from tlora_megatron.service.control.executor import EngineLost, Executor, GuardedEngine
-from tlora_megatron.service.control.machines import Machines
-from tlora_megatron.service.control.pricing import Pricing, pricing_of
+from tlora_megatron.service.control.pricing import Machines, Pricing, pricing_of
 from tlora_megatron.service.control.recover import Watchdog, end_missing, take_over
 from tlora_megatron.service.control.show import StatusWriter
 from tlora_megatron.service.control.state import SchedulerState
@@ -60,7 +60,7 @@ class Controller:
         self.context = Context(
             home=home,
             store=store,
-            engine=GuardedEngine(engine),
+            engine=cast(GangEngine, GuardedEngine(engine)),
             settings=settings,
             pricing=pricing,
             state=SchedulerState(Machines.of(engine.nodes()), pricing, first_name=0),
@@ -83,7 +83,6 @@ class Controller:
             self.context.say("took_over", f"took over {jobs} jobs and {gangs} gangs")
 
     def _reload(self) -> None:
-        """Rebuilds the state from the store."""
         self.decider.forget()
         self._status.forget()
         last_event = take_over(self.context)
@@ -98,7 +97,6 @@ class Controller:
         self._executor.send()
 
     def step(self) -> None:
-        """Does all that there is to do now."""
         now_s = self.context.clock()
         if now_s < self._refused_s + _RETRY_S:
             return
@@ -261,9 +259,7 @@ def serve(
         RuntimeError: if another controller runs on the store.
     """
     settings, stop, home = settings or Settings(), stop or threading.Event(), Home.open(root)
-    opened = None if store is not None else open_store(settings.database or home.store)
-    held = store or opened
-    assert held is not None, "a store is given or opened"
+    held = store or open_store(settings.database or home.store)
     try:
         held.lock.take()
         try:
@@ -283,8 +279,8 @@ def serve(
             except StoreError as error:  # it ends by itself
                 logger.warning("the lock of the store is left as it is: %s", error)
     finally:
-        if opened is not None:
-            opened.close()
+        if store is None:
+            held.close()
 
 
 def _step_until(controller: Controller, stop: threading.Event, settings: Settings) -> None:

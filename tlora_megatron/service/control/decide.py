@@ -56,7 +56,6 @@ class Decider:
         """Seconds that the last decisions took."""
 
     def close(self) -> None:
-        """Ends the thread."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def forget(self) -> None:
@@ -93,17 +92,26 @@ class Decider:
             state.fleet.changes.freed = True
         if state.end_late_pauses(now_s):
             state.fleet.changes.freed = True  # others may have the GPUs that were kept for them
-        quotas = self._quotas()
+        # Read each time; a smaller quota takes no GPUs away.
+        limits = self._context.store.tenants.all_limits()
+        quotas = {tenant: own.gpus for tenant, own in limits.items() if own.gpus is not None}
         if quotas != self._asked_quotas:
             state.fleet.changes.freed = True  # policies remember what they have refused
         self._asked_quotas = quotas
         if not len(state.queue) and not state.fleet.changes.freed:
             state.fleet.changes.take()
             return
+        cluster = state.fleet.cluster
         question = _Question(
             now_s=now_s,
             queue=state.queue.copy(),
-            cluster=_copy(state.fleet.cluster, quotas),
+            cluster=replace(
+                cluster,
+                free=cluster.free.copy(),
+                groups=dict(cluster.groups),
+                quotas=quotas,
+                tenant_gpus=dict(cluster.tenant_gpus),
+            ),
             changes=state.fleet.changes.take(),
             cost=replace(self._context.cost, weights_bytes=self._context.pricing.weights_bytes),
         )
@@ -114,11 +122,6 @@ class Decider:
         answer.set_result(self._answer(question))
         self._asked = (question, answer)
         self._take()
-
-    def _quotas(self) -> dict[str, int]:
-        """Most GPUs of tenants, read each time: a smaller quota takes no GPUs away."""
-        limits = self._context.store.tenants.all_limits()
-        return {tenant: own.gpus for tenant, own in limits.items() if own.gpus is not None}
 
     def _answer(self, question: _Question) -> list[Decision]:
         settings = self._context.settings
@@ -158,18 +161,19 @@ class Decider:
             self._ask_again(question)
         if admitted:
             self._carry_out(admitted, question)
-            self._go_on(question)
+            if len(question.queue) > self._context.settings.lookahead:
+                # While decisions place some jobs, those behind them are asked about.
+                self._keep_arrivals(question)
+                self._context.wants_decision = True
         if len(fitting) < len(decisions):
             self._context.wants_decision = True
 
-    def _go_on(self, question: _Question) -> None:
-        """Asks about jobs behind those that a decision looks at, while decisions place some."""
+    def _keep_arrivals(self, question: _Question) -> None:
+        """Keeps as news which jobs have arrived and still wait."""
         state = self._context.state
-        if len(question.queue) > self._context.settings.lookahead:
-            state.fleet.changes.arrived.update(
-                index for index in question.changes.arrived if index in state.queue
-            )
-            self._context.wants_decision = True
+        state.fleet.changes.arrived.update(
+            index for index in question.changes.arrived if index in state.queue
+        )
 
     def _is_fresh(self, bundle: Sequence[Decision], question: _Question) -> bool:
         """True if nothing that the decisions rest on has changed since they were asked for."""
@@ -213,9 +217,7 @@ class Decider:
         """Keeps as news what was held back, so that the next decision looks at it again."""
         state = self._context.state
         state.fleet.changes.freed = True
-        state.fleet.changes.arrived.update(
-            index for index in question.changes.arrived if index in state.queue
-        )
+        self._keep_arrivals(question)
         state.fleet.changes.regrouped.update(
             number for number in question.changes.regrouped if number in state.fleet.cluster.groups
         )
@@ -263,16 +265,6 @@ class Decider:
         }
 
 
-def _copy(cluster: ClusterState, quotas: Mapping[str, int]) -> ClusterState:
-    return ClusterState(
-        shape=cluster.shape,
-        free=cluster.free.copy(),
-        groups=dict(cluster.groups),
-        quotas=quotas,
-        tenant_gpus=dict(cluster.tenant_gpus),
-    )
-
-
 class MoveLimiter:
     """Lets decisions pass, or holds them back."""
 
@@ -313,14 +305,10 @@ class MoveLimiter:
             else:
                 passed += bundle
                 self._moves.append(now_s)
-                self._forget(now_s)
+                recent_s = now_s - self._settings.dwell_s
+                self._moved_s = {gpus: s for gpus, s in self._moved_s.items() if s > recent_s}
                 self._moved_s.update((decision.gpus, now_s) for decision in bundle)
         return passed
-
-    def _forget(self, now_s: float) -> None:
-        """Drops moves that hold nothing back any more."""
-        recent_s = now_s - self._settings.dwell_s
-        self._moved_s = {gpus: at_s for gpus, at_s in self._moved_s.items() if at_s > recent_s}
 
     def _too_early(
         self, bundle: Sequence[Decision], groups: Mapping[int, Group], now_s: float

@@ -68,15 +68,12 @@ class EventHandler:
         if not gang.changed:
             gang.in_first_round.clear()
         for job in gang.members:
-            self._is_well(self._context.state.jobs[job])
+            live = self._context.state.jobs[job]
+            if live.is_open and live.deaths:  # its client may not step for long
+                live.deaths = 0
+                self._context.remember(live)
         self._measurements.round(gang, event)
         self._context.wants_actions = True
-
-    def _is_well(self, live: LiveJob) -> None:
-        """Forgets the deaths of gangs that a job was in whose client may not step for long."""
-        if live.is_open and live.deaths:
-            live.deaths = 0
-            self._context.remember(live)
 
     def _applied(self, gang: LiveGang, event: GangEvent) -> None:
         seq = int(event.body["seq"])

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import Any
 
 from tlora_megatron.service.control.actions import Action, ActionKind, Target, plan_actions
 from tlora_megatron.service.control.context import Context
@@ -18,17 +19,14 @@ from tlora_megatron.service.control.records import (
     gang_spec,
     job_order,
 )
-from tlora_megatron.service.engines.protocol import Cursor, GangEngine, GangInfo, NodeInfo
+from tlora_megatron.service.engines.protocol import GangEngine, NodeInfo
 from tlora_megatron.service.home import Lease, make_folder, write_lease
-from tlora_megatron.service.messages import Command, GangEvent, GangSpec
 from tlora_megatron.service.store import GangState, JobState, LeaseHeld
 
 MAKES_ROOM = "it makes room for shorter work"
 """Why a job leaves its gang that a decision has paused."""
 _RENEWALS = 10
 """Signs of life in the time of a lease."""
-_Given = ParamSpec("_Given")
-_Answer = TypeVar("_Answer")
 
 
 class Executor:
@@ -38,12 +36,15 @@ class Executor:
         self._context = context
 
     def run(self) -> None:
-        """Takes all actions that are possible now."""
         context = self._context
         now_s = context.clock()
         if not context.wants_actions and now_s < context.acts_at_s:
             return
-        context.wants_actions, context.acts_at_s = False, self._later_s(now_s)
+        # A gang has then gathered its first jobs, or has waited to start again.
+        times = [gang.gathers_until_s for gang in context.state.gangs.values()]
+        times += context.state.starts_from.values()
+        context.acts_at_s = min((at_s for at_s in times if at_s > now_s), default=math.inf)
+        context.wants_actions = False
         shares = context.engine.shares_gpus
         targets = {target.gang: target for target in context.state.targets(now_s, shares=shares)}
         gangs = [gang.now(now_s) for gang in context.state.gangs.values()]
@@ -55,13 +56,6 @@ class Executor:
                 for action in actions:
                     self._CARRY[action.kind](self, action, targets)
         self.send()
-
-    def _later_s(self, now_s: float) -> float:
-        """When a gang has gathered its first jobs, or has waited to start again."""
-        state = self._context.state
-        times = [gang.gathers_until_s for gang in state.gangs.values()]
-        times += state.starts_from.values()
-        return min((at_s for at_s in times if at_s > now_s), default=math.inf)
 
     def send(self) -> None:
         """Does what was written: leases before the commands that need them, then starts."""
@@ -100,7 +94,7 @@ class Executor:
         members = [context.state.jobs[job] for job in target.members]
         pool = members[0].pool
         loads = [live.load for live in members if live.load is not None]
-        plan = context.pricing.plan(pool, loads, len(target.gpus))
+        plan = context.pricing.base(pool).plan(loads, len(target.gpus))
         epoch = context.store.gangs.next_epoch(target.gang)
         spec = gang_spec(
             name=target.gang,
@@ -213,46 +207,24 @@ class EngineLost(RuntimeError):
 
 
 class GuardedEngine:
-    """Passes the six calls on; raises `EngineLost` where the engine cannot be reached."""
+    """An engine's calls; they raise `EngineLost` where the engine cannot be reached."""
 
     def __init__(self, engine: GangEngine) -> None:
         self._engine = engine
 
-    @property
-    def shares_gpus(self) -> bool:
-        """True if a gang may start on GPUs that another one still has."""
-        return self._engine.shares_gpus
-
-    def start(self, spec: GangSpec) -> None:
-        """Begins to start a gang."""
-        _ask(self._engine.start, spec)
-
-    def post(self, command: Command) -> None:
-        """Hands a command over."""
-        _ask(self._engine.post, command)
-
-    def poll(self, since: Cursor) -> Sequence[GangEvent]:
-        """Events after the cursor."""
-        return _ask(self._engine.poll, since)
-
-    def kill(self, gang: str, epoch: int) -> bool:
-        """Ends all processes of a gang."""
-        return _ask(self._engine.kill, gang, epoch)
-
-    def gangs(self) -> Sequence[GangInfo]:
-        """The gangs that run now."""
-        return _ask(self._engine.gangs)
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._engine, name)
+        return partial(self._ask, found) if callable(found) else found
 
     def nodes(self) -> Sequence[NodeInfo]:
         """The machines; an engine that has lost all of them does not answer either."""
-        found = _ask(self._engine.nodes)
+        found: Sequence[NodeInfo] = self._ask(self._engine.nodes)
         if not any(node.gpus for node in found):
             raise EngineLost("it has no machine with a GPU or worker slot")
         return found
 
-
-def _ask(call: Callable[_Given, _Answer], *args: _Given.args, **fields: _Given.kwargs) -> _Answer:
-    try:
-        return call(*args, **fields)
-    except (RuntimeError, OSError) as error:
-        raise EngineLost(str(error)) from error
+    def _ask(self, call: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return call(*given)
+        except (RuntimeError, OSError) as error:
+            raise EngineLost(str(error)) from error

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
@@ -35,6 +35,18 @@ Intent = Literal["move", "pause", "cancel"]
 """Why a job leaves its gang."""
 ORDER = "order"
 """Key of a row's document that holds what validation made of it."""
+_KEPT = {"gpus": "num_gpus"} | {
+    name: name
+    for name in (
+        *("max_slowdown", "priority", "alone", "deaths", "trial_saves", "was_tried"),
+        *("failed_saves", "pause"),
+    )
+}
+"""Key of a row's schedule -> field of `LiveJob`; what is not kept has the field's default."""
+_LAYOUT = (
+    *("tp_size", "pp_size", "sequence_parallel", "lora_sharding", "ep_size", "expert_tp_size"),
+)
+"""Fields of a plan in the section `parallel` of a gang."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,7 +97,6 @@ class LiveJob:
 
     @property
     def is_open(self) -> bool:
-        """True if a client drives it."""
         return self.load is not None and self.load.is_open
 
     @property
@@ -96,13 +107,7 @@ class LiveJob:
     @property
     def intent(self) -> Intent:
         """Why it leaves a gang, by what its user requests."""
-        return (
-            "cancel"
-            if self.requested == "cancel"
-            else "pause"
-            if self.requested == "pause"
-            else "move"
-        )
+        return cast(Intent, self.requested) if self.requested in ("cancel", "pause") else "move"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -160,7 +165,6 @@ class LiveGang:
             self.gathers_until_s = min(now_s + _NEXT_S, most_s)
 
     def joined(self) -> None:
-        """Ends the gathering."""
         self.is_fresh, self.gathers_until_s = False, -math.inf
 
     def now(self, now_s: float) -> GangNow:
@@ -178,7 +182,7 @@ class LiveGang:
 
 def live_job(row: JobRow) -> LiveJob:
     """The job of a row, as a controller keeps it."""
-    asked = dict(row.schedule)
+    asked = {field: row.schedule[key] for key, field in _KEPT.items() if key in row.schedule}
     live = LiveJob(
         id=row.id,
         number=row.number,
@@ -187,19 +191,11 @@ def live_job(row: JobRow) -> LiveJob:
         base=row.base,
         state=row.state,
         requested=row.wish,
-        num_gpus=int(asked.get("gpus", 1)),
-        max_slowdown=float(asked.get("max_slowdown", 1.5)),
-        priority=int(asked.get("priority", 0)),
         submitted_at=row.submitted_at,
         started_at=row.started_at,
         step=row.step,
         num_steps=row.num_steps or 0,
-        alone=bool(asked.get("alone", False)),
-        deaths=int(asked.get("deaths", 0)),
-        trial_saves=int(asked.get("trial_saves", 0)),
-        was_tried=bool(asked.get("was_tried", False)),
-        failed_saves=int(asked.get("failed_saves", 0)),
-        pause=asked.get("pause"),
+        **asked,
     )
     if row.stats:
         take_stats(live, row.stats)
@@ -210,61 +206,24 @@ def live_job(row: JobRow) -> LiveJob:
 
 def schedule_of(live: LiveJob) -> dict[str, Any]:
     """Returns a job's scheduling settings as the store keeps them."""
-    asked: dict[str, Any] = {
-        "gpus": live.num_gpus,
-        "max_slowdown": live.max_slowdown,
-        "priority": live.priority,
-    }
-    found = {
-        "alone": live.alone,
-        "deaths": live.deaths,
-        "trial_saves": live.trial_saves,
-        "was_tried": live.was_tried,
-        "failed_saves": live.failed_saves,
-        "pause": live.pause,
-    }
-    return asked | {name: value for name, value in found.items() if value}
+    found = {key: getattr(live, field) for key, field in _KEPT.items()}
+    return {key: value for key, value in found.items() if value}
 
 
 def take_stats(live: LiveJob, stats: Mapping[str, Any]) -> None:
     """Takes up what validation found: lengths, steps and tokens."""
-    pairs = tuple((int(rows), float(share)) for rows, share in stats["lengths"])
-    load = JobLoad(
-        name="job",
-        rank=int(stats["rank"]),
-        targets=tuple(stats["targets"]),
-        batch_size=int(stats["batch_size"]),
-        lengths=LengthHistogram(pairs),
-        dropout=float(stats.get("dropout", 0.0)),
-        target_share=float(stats.get("target_share", 1.0)),
-        longest_eval=int(stats.get("longest_eval", 0)),
-        num_blocks=int(stats.get("num_blocks", 1)),
-        expert_rank=stats.get("expert_rank"),
-        shares_outer=bool(stats.get("shares_outer", False)),
-        is_open=bool(stats.get("is_open", False)),
-    )
+    lengths = LengthHistogram(tuple((int(rows), float(share)) for rows, share in stats["lengths"]))
+    given = {**stats, "name": "job", "targets": tuple(stats["targets"]), "lengths": lengths}
+    load = JobLoad(**{f.name: given[f.name] for f in fields(JobLoad) if f.name in given})
     live.load = coarse_load(load)
-    live.tokens = float(stats["tokens"])
-    live.num_steps = int(stats["num_steps"])
+    live.tokens, live.num_steps = float(stats["tokens"]), int(stats["num_steps"])
 
 
 def stats_of(load: JobLoad, *, tokens: float, num_steps: int) -> dict[str, Any]:
     """Returns a validated job's figures as its row keeps them, for `take_stats`."""
-    return {
-        "lengths": [list(pair) for pair in load.lengths.pairs],
-        "rank": load.rank,
-        "targets": list(load.targets),
-        "batch_size": load.batch_size,
-        "dropout": load.dropout,
-        "target_share": load.target_share,
-        "longest_eval": load.longest_eval,
-        "num_blocks": load.num_blocks,
-        "expert_rank": load.expert_rank,
-        "shares_outer": load.shares_outer,
-        "is_open": load.is_open,
-        "tokens": tokens,
-        "num_steps": num_steps,
-    }
+    kept = asdict(load) | {"lengths": load.lengths.pairs, "tokens": tokens, "num_steps": num_steps}
+    del kept["name"]
+    return kept
 
 
 def submission_of(document: Mapping[str, Any]) -> Submission:
@@ -279,15 +238,10 @@ def job_order(
 ) -> dict[str, Any]:
     """The body of `prepare`."""
     own = document.get(ORDER) or {"document": document.get("document", {})}
-    order = JobOrder(
-        job=live.id,
-        name=live.name,
-        document=own["document"],
-        tokens=own.get("tokens", {}),
-        lease=lease,
-        checkpoint_every_s=settings.checkpoint_every_s,
+    every_s = settings.checkpoint_every_s
+    return asdict(
+        JobOrder(job=live.id, name=live.name, lease=lease, checkpoint_every_s=every_s, **own)
     )
-    return asdict(order)
 
 
 def gang_spec(
@@ -304,18 +258,9 @@ def gang_spec(
     parallel: dict[str, Any] = {}
     run: dict[str, Any] = {"micro_batch_tokens": settings.micro_batch_tokens}
     if plan is not None:
-        parallel = {
-            "tp_size": plan.tp_size,
-            "pp_size": plan.pp_size,
-            "sequence_parallel": plan.sequence_parallel,
-            "lora_sharding": plan.lora_sharding,
-            "ep_size": plan.ep_size,
-            "expert_tp_size": plan.expert_tp_size,
-        }
-        run = {
-            "micro_batch_tokens": max(plan.micro_batch_tokens, settings.micro_batch_tokens),
-            "recompute": plan.recompute,
-        }
+        parallel = {name: getattr(plan, name) for name in _LAYOUT}
+        tokens = max(plan.micro_batch_tokens, settings.micro_batch_tokens)
+        run = {"micro_batch_tokens": tokens, "recompute": plan.recompute}
     return GangSpec(
         gang=name,
         epoch=epoch,
@@ -330,16 +275,7 @@ def gang_spec(
 
 def plan_of(spec: GangSpec) -> Plan:
     """The plan under which a gang runs, as far as its spec says it."""
-    parallel, run = spec.parallel, spec.run
-    tp_size, pp_size = parallel.get("tp_size", 1), parallel.get("pp_size", 1)
-    return Plan(
-        tp_size=tp_size,
-        pp_size=pp_size,
-        dp_size=max(1, spec.world_size // (tp_size * pp_size)),
-        ep_size=parallel.get("ep_size", 1),
-        expert_tp_size=parallel.get("expert_tp_size"),
-        sequence_parallel=parallel.get("sequence_parallel", False),
-        lora_sharding=parallel.get("lora_sharding", "fold"),
-        micro_batch_tokens=run.get("micro_batch_tokens", 8192),
-        recompute=run.get("recompute", "none"),
-    )
+    asked = {**spec.parallel, **spec.run}
+    names = (*_LAYOUT, "micro_batch_tokens", "recompute")
+    plan = Plan(**{name: asked[name] for name in names if name in asked})
+    return replace(plan, dp_size=max(1, spec.world_size // (plan.tp_size * plan.pp_size)))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from tlora_megatron.service.control.actions import Phase
 from tlora_megatron.service.control.context import Context
 from tlora_megatron.service.control.executor import Executor
-from tlora_megatron.service.control.machines import DAY_S, Machines
+from tlora_megatron.service.control.pricing import DAY_S, Machines
 from tlora_megatron.service.control.records import GangMember, LiveGang, LiveJob, live_job, plan_of
 from tlora_megatron.service.control.state import SchedulerState
 from tlora_megatron.service.messages import Command
@@ -203,7 +203,13 @@ def died(context: Context, gang: LiveGang, body: Mapping[str, Any]) -> None:
     if died_at is not None and context.state.set_aside.died(
         context.state.machines.number(died_at), context.clock(), was_killed=was_killed
     ):
-        _leave_gpu(context, gang, died_at)
+        message = (
+            f"GPU {died_at[1]} of machine {died_at[0]} gets no jobs for a day: too many gangs died "
+            "on it within one"
+        )
+        context.say("quarantined", message, gang=gang.name)
+        for live in context.state.members(gang.name):
+            context.requeue(live, why=message)
     context.wants_decision = context.wants_actions = True
 
 
@@ -213,17 +219,6 @@ def _died_at(context: Context, gang: LiveGang, body: Mapping[str, Any]) -> tuple
     if not 0 <= rank < len(gang.gpus):
         return None
     return context.state.machines.places(gang.gpus)[rank]
-
-
-def _leave_gpu(context: Context, gang: LiveGang, died_at: tuple[int, int]) -> None:
-    """Lets the jobs of a gang go on elsewhere, after its GPU was set aside."""
-    node, gpu = died_at
-    message = (
-        f"GPU {gpu} of machine {node} gets no jobs for a day: too many gangs died on it within one"
-    )
-    context.say("quarantined", message, gang=gang.name)
-    for live in context.state.members(gang.name):
-        context.requeue(live, why=message)
 
 
 def _blame(context: Context, gang: LiveGang, joined: list[LiveJob], num_held: int) -> None:
@@ -333,7 +328,6 @@ class Watchdog:
         self._last_s = self._tidied_s = -math.inf
 
     def due_s(self) -> float:
-        """When it looks next."""
         return self._last_s + self._context.settings.look_s
 
     def look(self) -> bool:

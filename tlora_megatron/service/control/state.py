@@ -16,13 +16,14 @@ from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
 from tlora_megatron.scheduler.policy import Decision, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting, WaitingQueue
 from tlora_megatron.service.control.actions import Target
-from tlora_megatron.service.control.machines import (
+from tlora_megatron.service.control.pricing import (
     Machines,
+    MemoryShares,
+    Pricing,
     SetAside,
     pause_from_json,
     pause_to_json,
 )
-from tlora_megatron.service.control.pricing import MemoryShares, Pricing
 from tlora_megatron.service.control.records import LiveGang, LiveJob
 
 _FREE = RegroupCost(
@@ -62,12 +63,10 @@ class SchedulerState:
     # Jobs
 
     def add(self, live: LiveJob) -> None:
-        """Takes up a job."""
         self.jobs[live.id] = live
         self.numbers[live.number] = live
 
     def remove(self, live: LiveJob) -> None:
-        """Forgets a job that is over."""
         del self.jobs[live.id]
         del self.numbers[live.number]
 
@@ -144,7 +143,6 @@ class SchedulerState:
         return self.fleet.group_of(live.number) is not None
 
     def is_held(self, live: LiveJob) -> bool:
-        """True if a gang holds the job."""
         return any(live.id in gang.members for gang in self.gangs.values())
 
     # Groups
@@ -177,9 +175,9 @@ class SchedulerState:
 
     def _fits_beside(self, group: Group) -> bool:
         """True if a gang has memory to load its base while others train on its GPUs."""
-        loads = self._loads(group)
-        plan = self.pricing.plan(group.base, loads, len(group.gpus))
-        own = self.pricing.memory(group.base, loads, plan)
+        loads, base = self._loads(group), self.pricing.base(group.base)
+        plan = base.plan(loads, len(group.gpus))
+        own = base.memory(loads, plan)
         there = [g for g in self.gangs.values() if not set(group.gpus).isdisjoint(g.gpus)]
         others = [self._memory(gang) for gang in there]
         if own is None or None in others:
@@ -195,7 +193,7 @@ class SchedulerState:
 
     def _memory(self, gang: LiveGang) -> MemoryShares | None:
         loads = [self.jobs[job].load for job in gang.members if job in self.jobs]
-        return self.pricing.memory(gang.pool, [load for load in loads if load], gang.plan)
+        return self.pricing.base(gang.pool).memory([load for load in loads if load], gang.plan)
 
     def can_form(self, decision: Decision) -> bool:
         """True if a group can be formed as decided: one base, and memory for all."""
@@ -247,7 +245,7 @@ class SchedulerState:
         """True if the gang can take the group's members as it runs."""
         if gang.state == "stopping" or gang.pool != group.base:
             return False
-        return self.pricing.holds(gang.pool, self._loads(group), gang.plan)
+        return self.pricing.base(gang.pool).holds(self._loads(group), gang.plan)
 
     def _takes_over(self, gang: LiveGang, group: Group) -> bool:
         """Moves a new group to the GPUs of an idle gang that has as many; True if it did."""
@@ -265,7 +263,6 @@ class SchedulerState:
         return True
 
     def next_name(self) -> str:
-        """A gang's name that is not in use."""
         while True:
             self._last_name += 1
             name = f"g{self._last_name}"

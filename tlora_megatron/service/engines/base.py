@@ -10,9 +10,9 @@ from __future__ import annotations
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tlora_megatron.append_log import AppendLog
 from tlora_megatron.files import modified_s
@@ -38,6 +38,8 @@ class GangHandle(ABC):
         self.log = folder.events()
         """Its events as its rank 0 writes them."""
         self._commands = folder.commands()
+        self.died: Mapping[str, Any] | None = None
+        """Body of its last event, once one of its processes was missed or all are to end."""
         self.has_spoken = False
         """True once an event of it was read: it has started, or failed to."""
         self.is_over = False
@@ -52,9 +54,9 @@ class GangHandle(ABC):
         return last is not None and last.kind == "stopped"
 
     @property
-    @abstractmethod
     def is_ending(self) -> bool:
         """True once one of its processes was missed, or all are to end."""
+        return self.died is not None
 
     @abstractmethod
     def look(self) -> None:
@@ -117,7 +119,6 @@ class FolderEngine(ABC, Generic[Handle]):
         """Raises RuntimeError while no gang can be started."""
 
     def look(self) -> None:
-        """Sees deaths and acts on them."""
         for gang in self._gangs.values():
             gang.look()
 
@@ -132,7 +133,15 @@ class FolderEngine(ABC, Generic[Handle]):
         folder = GangFolder(self.home.root, spec.gang, spec.epoch)
         if key in self._gangs or folder.has_spec:
             return
-        check_places(spec, [node.gpus for node in self.nodes()])
+        counts = [node.gpus for node in self.nodes()]
+        are_there = all(
+            0 <= node < len(counts) and 0 <= place < counts[node] for node, place in spec.gpus
+        )
+        if not are_there or len(set(spec.gpus)) < len(spec.gpus):
+            raise ValueError(
+                f"the places of gang {spec.gang} must be different ones on nodes with {counts} "
+                f"places, got {spec.gpus}"
+            )
         self.check_reachable(spec)
         folder.create(spec)
         self._gangs[key] = self.launch(folder, spec)
@@ -197,18 +206,6 @@ class FolderEngine(ABC, Generic[Handle]):
                 if gang is not None:
                     self._gangs[folder.gang, folder.epoch] = gang
         self._past.remove_old(self._gangs)
-
-
-def check_places(spec: GangSpec, counts: Sequence[int]) -> None:
-    """Refuses a gang whose places are not there, by the number of places of each node."""
-    are_there = all(
-        0 <= node < len(counts) and 0 <= place < counts[node] for node, place in spec.gpus
-    )
-    if not are_there or len(set(spec.gpus)) < len(spec.gpus):
-        raise ValueError(
-            f"the places of gang {spec.gang} must be different ones on nodes with "
-            f"{list(counts)} places, got {spec.gpus}"
-        )
 
 
 class PastGangs:

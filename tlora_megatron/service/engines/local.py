@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tlora_megatron.service.engines.base import FolderEngine, GangHandle
 from tlora_megatron.service.engines.protocol import (
@@ -103,23 +102,20 @@ class PreforkedWorkers:
             self.by_slot[slot] = PreforkedWorker(command, environment, log)
 
     def close(self) -> None:
-        """Ends all that wait."""
         for worker in self.by_slot.values():
             worker.child.kill()
         self.by_slot.clear()
-
-    def _give_up(self, worker: PreforkedWorker) -> None:
-        """Starts no more of them: ranks that start by themselves say what is wrong."""
-        self._wanted = 0
-        words = worker.child.last_words
-        logger.error("gangs start without pre-forked workers, one of which failed: %s", words)
 
     def _living(self, slot: int) -> PreforkedWorker | None:
         worker = self.by_slot.get(slot)
         if worker is not None and worker.child.handle.is_over:
             del self.by_slot[slot]
             if not worker.is_ready:
-                self._give_up(worker)
+                self._wanted = 0  # ranks that start by themselves say what is wrong
+                words = worker.child.last_words
+                logger.error(
+                    "gangs start without pre-forked workers, one of which failed: %s", words
+                )
             worker.child.kill()
             return None
         return worker
@@ -158,7 +154,7 @@ class Member:
         """True if its process runs no more, or none will come."""
         if self.handle is not None:
             return self.handle.is_ending
-        return self.parent is None or self.parent.is_over
+        return not self.may_tell()
 
     @property
     def is_gone(self) -> bool:
@@ -189,33 +185,30 @@ class LocalGang(GangHandle):
 
     @property
     def is_ending(self) -> bool:
-        """True once a process was missed, or all are to end."""
         return self._ending is not None
 
     def look(self) -> None:
-        """Ends the gang if one of its processes has ended; waits for nothing."""
         if self.is_over:
             return
-        self._find_forks()
+        self.find_forks()
         if self._ending is None or self._ending.leaves:
             self._judge()
         self._get_on()
 
     def kill(self, reason: str) -> None:
-        """Begins to end all processes by SIGKILL."""
         if not self.is_over and (self._ending is None or self._ending.leaves):
             self._ending = _Ending(kill_at_s=-math.inf, reason=reason)
             self._get_on()
 
     def release(self) -> None:
-        """Lets go of the processes, which go on."""
         for handle in self._handles():
             handle.close()
 
     def _handles(self) -> list[ProcessHandle]:
         return [member.handle for member in self._members if member.handle is not None]
 
-    def _find_forks(self) -> None:
+    def find_forks(self) -> None:
+        """Takes up the processes that have said who they are."""
         for member in self._members:
             if member.handle is None and (path := self.folder.pid(member.rank)).exists():
                 member.handle = ProcessHandle.known_as(path.read_text())
@@ -243,29 +236,22 @@ class LocalGang(GangHandle):
         if time.monotonic() >= ending.kill_at_s:
             if not self.folder.is_closed:
                 self.folder.close()
-                self._find_forks()  # one that says who it is later sees that it is too late
+                self.find_forks()  # one that says who it is later sees that it is too late
             for handle in self._handles():
                 handle.kill()
         is_empty = all(member.is_gone for member in self._members)
-        if is_empty and (time.monotonic() >= ending.word_at_s or not self._waits(ending)):
+        # Somebody may be about to note how the first to go has ended.
+        waits = any(m.exit_code(self.folder) is None and m.may_tell() for m in ending.to_blame)
+        if is_empty and (time.monotonic() >= ending.word_at_s or not waits):
             if not self.has_stopped:
-                say_died(self.folder, self._died(ending))
+                codes = {member.rank: member.exit_code(self.folder) for member in ending.to_blame}
+                ordered = {"rank": 0, "reason": ending.reason}
+                say_died(self.folder, blame(self.folder, codes) if codes else ordered)
             self.is_over = True
             for member in self._members:
                 if member.child is not None:
                     member.child.wait()  # or its number would stay taken
             self.release()
-
-    def _waits(self, ending: _Ending) -> bool:
-        """True if somebody is about to note how the first to go has ended."""
-        return any(m.exit_code(self.folder) is None and m.may_tell() for m in ending.to_blame)
-
-    def _died(self, ending: _Ending) -> dict[str, Any]:
-        """The body of the gang's last event."""
-        if ending.reason is not None:
-            return {"rank": 0, "reason": ending.reason}
-        codes = {member.rank: member.exit_code(self.folder) for member in ending.to_blame}
-        return blame(self.folder, codes)
 
 
 class LocalEngine(FolderEngine[LocalGang]):
@@ -301,7 +287,6 @@ class LocalEngine(FolderEngine[LocalGang]):
         self._replenish()
 
     def launch(self, folder: GangFolder, spec: GangSpec) -> LocalGang:
-        """Starts the processes of a gang."""
         members: list[Member] = []
         error: OSError | None = None
         try:
@@ -317,10 +302,9 @@ class LocalEngine(FolderEngine[LocalGang]):
     def adopt(self, folder: GangFolder, *, has_stopped: bool) -> LocalGang | None:
         """Takes a gang up; one that is not whole is ended."""
         spec = folder.spec()
-        members = [
-            Member(rank=rank, handle=_handle(folder, rank)) for rank in range(spec.world_size)
-        ]
+        members = [Member(rank=rank) for rank in range(spec.world_size)]
         gang = LocalGang(folder, spec, members)
+        gang.find_forks()
         if any(member.handle is None for member in members):
             gang.kill(_HALF_STARTED)
         if has_stopped:
@@ -336,7 +320,6 @@ class LocalEngine(FolderEngine[LocalGang]):
         return events
 
     def nodes(self) -> Sequence[NodeInfo]:
-        """This host."""
         return (NodeInfo(node=0, address="127.0.0.1", gpus=self._slots.count),)
 
     def close(self) -> None:
@@ -345,7 +328,6 @@ class LocalEngine(FolderEngine[LocalGang]):
         super().close()
 
     def _start(self, folder: GangFolder, rank: int, slot: int) -> Member:
-        """Starts one rank, in a worker that waits if there is one."""
         environment = self._slots.environment(slot)
         worker = self.workers.take(slot)
         if worker is not None:
@@ -368,11 +350,3 @@ class LocalEngine(FolderEngine[LocalGang]):
         """Starts workers while no gang is starting."""
         if all(gang.has_spoken or gang.is_over for gang in self._gangs.values()):
             self.workers.replenish()
-
-
-def _handle(folder: GangFolder, rank: int) -> ProcessHandle | None:
-    """The process of a rank that has said who it is; None if it has not."""
-    try:
-        return ProcessHandle.known_as(folder.pid(rank).read_text())
-    except FileNotFoundError:
-        return None

@@ -72,7 +72,8 @@ class Allocation:
 
     def _look_at_nodes(self, gpus: int | None, slots: int | None) -> None:
         """Asks a process on every node what a step sees there."""
-        names = self.ask("scontrol", "show", "hostnames", self._fields()["NodeList"]).split()
+        listed = self._facts("job", self.job)["NodeList"]
+        names = self.ask("scontrol", "show", "hostnames", listed).split()
         words = self.step_words(len(names), ("--ntasks-per-node=1",))
         lines = self.ask(*words, *TASK, "look", str(slots or 0)).splitlines()
         found = {entry["node"]: entry for entry in map(json.loads, lines)}
@@ -85,7 +86,11 @@ class Allocation:
             )
         self.names = tuple(names)
         self.nodes = tuple(
-            NodeInfo(node=index, address=self._address(name), gpus=gpus or found[name]["places"])
+            NodeInfo(
+                node=index,
+                address=self._facts("node", name)["NodeAddr"],
+                gpus=gpus or found[name]["places"],
+            )
             for index, name in enumerate(names)
         )
 
@@ -162,14 +167,8 @@ class Allocation:
             logger.warning("%s", error)
             return ""
 
-    def _fields(self) -> dict[str, str]:
-        text = self.ask("scontrol", "--oneliner", "show", "job", self.job)
-        return _fields(text)
-
-    def _address(self, name: str) -> str:
-        return _fields(self.ask("scontrol", "--oneliner", "show", "node", name))["NodeAddr"]
-
-
-def _fields(text: str) -> dict[str, str]:
-    pairs = (word.partition("=") for word in text.split())
-    return {key: value for key, _, value in pairs}
+    def _facts(self, kind: str, name: str) -> dict[str, str]:
+        """What SLURM says of a job or node."""
+        text = self.ask("scontrol", "--oneliner", "show", kind, name)
+        pairs = (word.partition("=") for word in text.split())
+        return {key: value for key, _, value in pairs}

@@ -35,16 +35,13 @@ _WATCH_S = 1.0
 """Between two questions whether a step lives of which no srun tells."""
 _COMPLAINT = re.compile(r"tasks? (?P<tasks>[\d,\-\[\]]+): (?P<how>.+)")
 _EXIT = re.compile(r"Exited with exit code (\d+)")
-_SIGNALS: Mapping[str, int] = {
-    text: number for number in signal.valid_signals() if (text := signal.strsignal(number))
+_CODES: Mapping[str, int] = {
+    text: -number for number in signal.valid_signals() if (text := signal.strsignal(number))
 }
 
 
 class SlurmGang(GangHandle):
-    """The step of one start of a gang;
-
-    `srun` is over and `child` None if another host started it.
-    """
+    """The step of one start of a gang; `srun` is over, `child` None if another host started it."""
 
     def __init__(
         self,
@@ -59,47 +56,38 @@ class SlurmGang(GangHandle):
         self._srun = srun
         self._child = child
         self._said = LineReader(folder.path / _SRUN_LOG)
-        self._died: dict[str, Any] | None = None
-        """Body of the last event, once the gang is ending."""
         self._asked_s = -math.inf
-
-    @property
-    def is_ending(self) -> bool:
-        """True once one of its processes was missed, or all are to end."""
-        return self._died is not None
 
     def look(self) -> None:
         """Ends the gang if one of its processes has ended; asks SLURM where nothing else tells."""
         if self.is_over:
             return
-        if self._died is None:
+        if self.died is None:
             try:
                 self._notice()
             except RuntimeError as error:
                 logger.warning("%s", error)
-        if self._died is not None and self._is_due(_LOOK_S):
+        if self.died is not None and self._is_due(_LOOK_S):
             self._end()
 
     def kill(self, reason: str) -> None:
-        """Begins to end all processes by SIGKILL."""
         if not self.is_over:
-            self._died = self._died or {"rank": 0, "reason": reason}
+            self.died = self.died or {"rank": 0, "reason": reason}
             self._allocation.forget_steps()  # an older answer would prove nothing
             self._end()
 
     def release(self) -> None:
-        """Lets go of the step, which goes on."""
         self._srun.close()
 
     def _notice(self) -> None:
         codes = complaints(self._said.read())
         if codes:
-            self._died = blame(self.folder, codes)
+            self.died = blame(self.folder, codes)
         elif self._srun.is_over and self._is_due(_WATCH_S):
             if self.folder.path.name not in self._allocation.steps():
-                self._died = self._silent_end()
+                self.died = self._silent_end()
             elif any(self.folder.path.glob("e*_*")):  # exit_K, end_K.json
-                self._died = blame(self.folder, dict.fromkeys(range(self.spec.world_size)))
+                self.died = blame(self.folder, dict.fromkeys(range(self.spec.world_size)))
 
     def _silent_end(self) -> dict[str, Any]:
         """The body of `died` for a step of which srun had nothing to say."""
@@ -121,8 +109,8 @@ class SlurmGang(GangHandle):
         if step is not None:
             self._allocation.kill_step(step)
         elif self._srun.is_over:
-            assert self._died is not None, "only a gang that is ending is ended"
-            say_died(self.folder, self._died)
+            assert self.died is not None, "only a gang that is ending is ended"
+            say_died(self.folder, self.died)
             self.is_over = True
             self.release()
             if self._child is not None:
@@ -140,19 +128,14 @@ def complaints(lines: list[str]) -> dict[int, int]:
     """Rank -> exit code, -n by signal n, of failed tasks; srun's own SIGTERM counts last."""
     codes: dict[int, int] = {}
     for line in lines:
-        match = _COMPLAINT.search(line)
-        code = _code(match["how"]) if match else None
-        if match and code is not None:
+        if (match := _COMPLAINT.search(line)) is None:
+            continue
+        found = _EXIT.match(match["how"])
+        code = int(found[1]) if found else _CODES.get(match["how"].removesuffix(" (core dumped)"))
+        if code is not None:
             codes |= dict.fromkeys(_numbers(match["tasks"]), code)
     real = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
     return real or codes
-
-
-def _code(how: str) -> int | None:
-    if found := _EXIT.match(how):
-        return int(found[1])
-    number = _SIGNALS.get(how.removesuffix(" (core dumped)"))
-    return None if number is None else -number
 
 
 def _numbers(text: str) -> list[int]:
@@ -187,12 +170,6 @@ class SlurmEngine(FolderEngine[SlurmGang]):
         """The nodes, and what SLURM is asked about them."""
         self.adopt_all()
 
-    def launch(self, folder: GangFolder, spec: GangSpec) -> SlurmGang:
-        """Starts the step of a gang."""
-        child = self._run(folder, spec)
-        folder.write(_SRUN_PID, f"{identity_of(child.pid)}")
-        return SlurmGang(folder, spec, self.allocation, child.handle, child)
-
     def adopt(self, folder: GangFolder, *, has_stopped: bool) -> SlurmGang | None:
         """Takes up a gang that an earlier engine has started in the allocation."""
         if has_stopped and folder.path.name not in self.allocation.steps():
@@ -204,7 +181,6 @@ class SlurmEngine(FolderEngine[SlurmGang]):
         return gang
 
     def nodes(self) -> Sequence[NodeInfo]:
-        """The allocation's nodes."""
         return self.allocation.nodes_now()
 
     def look(self) -> None:
@@ -212,7 +188,7 @@ class SlurmEngine(FolderEngine[SlurmGang]):
         self.allocation.forget_steps()
         super().look()
 
-    def _run(self, folder: GangFolder, spec: GangSpec) -> Child:
+    def launch(self, folder: GangFolder, spec: GangSpec) -> SlurmGang:
         """Starts the srun of a gang, in a session of its own."""
         hosts = [self.allocation.names[node] for node, _ in spec.gpus]
         folder.write("hosts", "".join(f"{host}\n" for host in hosts))
@@ -230,4 +206,6 @@ class SlurmEngine(FolderEngine[SlurmGang]):
             environment[HOST_VARIABLE] = self.allocation.nodes[spec.gpus[0][0]].address
         task = [*TASK, str(folder.path), str(self.allocation.slots or 0), *self.rank_command]
         log = folder.path / _SRUN_LOG
-        return Child([*words, *task], environment=environment, log=log, umask=0o077)
+        child = Child([*words, *task], environment=environment, log=log, umask=0o077)
+        folder.write(_SRUN_PID, f"{identity_of(child.pid)}")
+        return SlurmGang(folder, spec, self.allocation, child.handle, child)

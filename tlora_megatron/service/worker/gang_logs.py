@@ -34,7 +34,6 @@ class EventWriter:
         self._turn = threading.Lock()
 
     def tell(self, kind: EventKind, job: str | None, body: Mapping[str, Any]) -> None:
-        """Tells one thing."""
         with self._turn:
             self._number += 1
             event = GangEvent(
@@ -47,17 +46,14 @@ class EventWriter:
                 body=body,
             )
             self._untold.append(event)
-            self._tell_all()
-
-    def _tell_all(self) -> None:
-        try:
-            while self._untold:
-                event = self._untold[0]
-                self._events.append(event, durable=event.kind in _DURABLE)
-                self._untold.popleft()
-        except OSError as error:
-            if len(self._untold) == 1:
-                logger.warning("the controller hears of nothing for now: %s", error)
+            try:
+                while self._untold:
+                    event = self._untold[0]
+                    self._events.append(event, durable=event.kind in _DURABLE)
+                    self._untold.popleft()
+            except OSError as error:
+                if len(self._untold) == 1:
+                    logger.warning("the controller hears of nothing for now: %s", error)
 
 
 class CommandReader:
@@ -130,7 +126,6 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds to the end."""
         return self._end_s - now_s()
 
 

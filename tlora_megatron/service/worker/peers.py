@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from tlora_megatron.service.messages import GangFolder, GangSpec
 
@@ -144,14 +144,12 @@ class _Watchdog:
         store.set(_KEY, json.dumps(place))
 
     def connect(self, store: Store) -> None:
-        """Connects to rank 0."""
         host, port, token = json.loads(store.get(_KEY))
         connection = socket.create_connection((host, port))
         connection.sendall(token.encode())
         self._keep(connection)
 
     def watch(self) -> None:
-        """Begins to watch."""
         threading.Thread(target=self._watch, name="tlora-peer-watchdog", daemon=True).start()
 
     def leave(self) -> None:
@@ -159,7 +157,7 @@ class _Watchdog:
         with self._turn:
             self._is_over = True
             self._accept_waiting()
-            for connection in self._connections():
+            for connection in self._sockets(self._hear):
                 with suppress(OSError):
                     connection.send(_GOODBYE)
             self._close()
@@ -190,27 +188,20 @@ class _Watchdog:
 
     def _accept_waiting(self) -> None:
         """Lets in who has connected already; without a goodbye it would take this for a death."""
-        for key in list(self._selector.get_map().values()):
-            if key.data != self._accept or not isinstance(key.fileobj, socket.socket):
-                continue
+        for listener in self._sockets(self._accept):
             waiting = select.poll()
-            waiting.register(key.fileobj, select.POLLIN)
+            waiting.register(listener, select.POLLIN)
             for _ in range(_BACKLOG):
                 if not waiting.poll(0):
                     break
-                self._accept(key.fileobj)
+                self._accept(listener)
 
     def _keep(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        for option, value in (
-            (socket.SO_KEEPALIVE, 1),
-            (socket.TCP_KEEPIDLE, _SILENT_NODE_S),
-            (socket.TCP_KEEPINTVL, _SILENT_NODE_S),
-            (socket.TCP_KEEPCNT, 3),
-        ):
-            is_plain = option == socket.SO_KEEPALIVE
-            level = socket.SOL_SOCKET if is_plain else socket.IPPROTO_TCP
-            connection.setsockopt(level, option, value)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            connection.setsockopt(socket.IPPROTO_TCP, option, _SILENT_NODE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         self._selector.register(connection, selectors.EVENT_READ, self._hear)
 
     def _hear(self, connection: socket.socket) -> bool:
@@ -225,18 +216,15 @@ class _Watchdog:
         connection.close()
         return word != _GOODBYE
 
-    def _connections(self) -> list[socket.socket]:
-        return [
-            key.fileobj
-            for key in self._selector.get_map().values()
-            if key.data == self._hear and isinstance(key.fileobj, socket.socket)
-        ]
+    def _sockets(self, *handlers: Callable[[socket.socket], bool]) -> list[socket.socket]:
+        """The sockets that are watched for some handler."""
+        keys = self._selector.get_map().values()
+        return [cast(socket.socket, key.fileobj) for key in keys if key.data in handlers]
 
     def _close(self) -> None:
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                self._selector.unregister(key.fileobj)
-                key.fileobj.close()
+        for own in self._sockets(self._accept, self._hear):
+            self._selector.unregister(own)
+            own.close()
 
 
 def _read(connection: socket.socket, count: int) -> bytes:

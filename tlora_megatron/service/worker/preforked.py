@@ -32,23 +32,22 @@ def main(argv: list[str]) -> int:
         build_early()
     rank_process.import_all()
     if not forks:
-        _know_compiler()
+        # Triton hashes itself, half a second that a process's first kernel would wait for. Its
+        # place is Triton's own; without it a kernel does it.
+        with suppress(ImportError, OSError):
+            from triton.runtime.cache import triton_key
+
+            triton_key()
     serve_orders(forks=forks)
     return 0
-
-
-def _know_compiler() -> None:
-    """Has Triton hash itself, half a second that a process's first kernel would wait for."""
-    with suppress(ImportError, OSError):  # its place is Triton's own; without it a kernel does it
-        from triton.runtime.cache import triton_key
-
-        triton_key()
 
 
 def serve_orders(*, forks: bool) -> None:
     """Serves the orders on stdin until its end; returns in no rank."""
     if forks:
-        _check_may_fork()
+        count = len(os.listdir("/proc/self/task"))
+        if count != 1:
+            raise RuntimeError(f"only a process of one thread may be forked, got {count} threads")
         gc.collect()
         gc.freeze()  # what a rank collects would otherwise copy this process's pages
     pipe = LinePipe.of_child()
@@ -109,12 +108,6 @@ def _readable(descriptors: list[int]) -> list[int]:
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     return sorted((descriptor for descriptor, _ in poll.poll()), reverse=True)
-
-
-def _check_may_fork() -> None:
-    count = len(os.listdir("/proc/self/task"))
-    if count != 1:
-        raise RuntimeError(f"only a process of one thread may be forked, got {count} threads")
 
 
 if __name__ == "__main__":

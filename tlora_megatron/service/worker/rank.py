@@ -59,13 +59,7 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def run_rank(
-    spec: GangSpec,
-    rank: int,
-    *,
-    folder: GangFolder,
-    host: str | None = None,
-) -> int:
+def run_rank(spec: GangSpec, rank: int, *, folder: GangFolder, host: str | None = None) -> int:
     """Lives the whole life of one process of a gang; returns its exit code.
 
     A process that fails says why in `end_K.json` before it ends, and in its log.
@@ -95,7 +89,12 @@ class RankProcess:
     def serve(self, host: str | None) -> int:
         """Opens the super-model, serves the gang's commands to the end; returns the exit code."""
         begin_s = time.monotonic()
-        _start_early(self._spec, self._rank)
+        # What needs neither torch nor other processes: the disk's reading, the kernels.
+        base = self._spec.base_model
+        if base.get("path") is not None and self._rank == 0:
+            read_ahead(Path(base["path"]))
+        if base.get("dtype", "bfloat16") == "bfloat16":
+            build_early()
         import_all()
         from tlora_megatron.runtime.backbone import Rendezvous
         from tlora_megatron.runtime.resident import open_resident
@@ -125,15 +124,8 @@ class RankProcess:
             if self._rank == 0:
                 # Not before: a large base may take longer to load than the lease lasts.
                 self.commands = CommandReader(self._spec, self._folder.commands())
-            self.emit(
-                "started",
-                None,
-                {
-                    "imports_s": imported_s - begin_s,
-                    "meet_s": met_s - imported_s,
-                    "base_s": time.monotonic() - met_s,
-                },
-            )
+            seconds = {"imports_s": imported_s - begin_s, "meet_s": met_s - imported_s}
+            self.emit("started", None, {**seconds, "base_s": time.monotonic() - met_s})
             commands.serve(self.commands)
         leave_together(store, self._rank)
         return LEASE_OVER if self._lease_is_over else 0
@@ -157,33 +149,26 @@ class RankProcess:
     def fail(self, error: BaseException) -> int:
         """Says why this process ends; returns its exit code."""
         out_of_memory = is_out_of_memory(error)
-        self._say(
-            {
-                "reason": describe_failure(error),
-                "out_of_memory": out_of_memory,
-                "newcomers": self._joining if out_of_memory else [],
-                "is_lost": is_lost_connection(error),
-                "at": time.time(),
-            }
-        )
+        is_lost = is_lost_connection(error)
+        self._say(describe_failure(error), out_of_memory=out_of_memory, is_lost=is_lost)
         return OUT_OF_MEMORY if out_of_memory else FAILED
 
     def _miss(self) -> NoReturn:
         """Ends this process, whose threads may wait on a GPU for one that is gone."""
         if not (self._folder.path / f"end_{self._rank}.json").exists():
             reason = "another process of its gang has ended, and nobody has ended this one"
-            self._say(
-                {
-                    "reason": reason,
-                    "out_of_memory": False,
-                    "newcomers": [],
-                    "is_lost": True,
-                    "at": time.time(),
-                }
-            )
+            self._say(reason, is_lost=True)
         end(FAILED)
 
-    def _say(self, ending: Mapping[str, Any]) -> None:
+    def _say(self, reason: str, *, out_of_memory: bool = False, is_lost: bool = False) -> None:
+        """Leaves word of this process's end in `end_K.json`."""
+        ending = {
+            "reason": reason,
+            "out_of_memory": out_of_memory,
+            "newcomers": self._joining if out_of_memory else [],
+            "is_lost": is_lost,
+            "at": time.time(),
+        }
         try:
             self._folder.write(f"end_{self._rank}.json", json.dumps(ending))
         except OSError:
@@ -205,15 +190,7 @@ class RankProcess:
         if self.events is None or kind not in get_args(EventKind):
             return
         if kind == "stopped" and self._lease_is_over:
-            self._say(
-                {
-                    "reason": f"nothing was heard of a controller for {self._spec.lease_s:g} s",
-                    "out_of_memory": False,
-                    "newcomers": [],
-                    "is_lost": False,
-                    "at": time.time(),
-                }
-            )
+            self._say(f"nothing was heard of a controller for {self._spec.lease_s:g} s")
             return
         self.events.tell(cast(EventKind, kind), job, body)
 
@@ -252,15 +229,6 @@ def _tokens_to_score(home: Home, base: Mapping[str, Any], config: RunConfig) -> 
         return []
     most = min(MOST_TOKENS, config.longest_sequence)
     return [int(token) for token in tokens[:most]]
-
-
-def _start_early(spec: GangSpec, rank: int) -> None:
-    """Starts what needs neither torch nor other processes: the disk's reading, the kernels."""
-    path = spec.base_model.get("path")
-    if path is not None and rank == 0:
-        read_ahead(Path(path))
-    if spec.base_model.get("dtype", "bfloat16") == "bfloat16":
-        build_early()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

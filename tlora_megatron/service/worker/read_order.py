@@ -29,9 +29,16 @@ def order_reader(config: RunConfig, root: str | Path) -> Callable[[Mapping[str, 
         ValueError: if the base cannot be used.
     """
     home = Home(Path(root))
+
+    def read_again(file: JsonlFile) -> bytes:
+        # It was resolved when its job was accepted: there are no links in its path.
+        what = f"{file.key} of job {file.job.name!r}"
+        with UserFiles(Path("/")).open_file(file.path, what) as opened:
+            return opened.read()
+
     reader = JobReader(
         config.base_model,
-        TokenCache(home.tokens, _read_again),
+        TokenCache(home.tokens, read_again),
         micro_batch_tokens=config.longest_sequence,
         budget="the service's micro_batch_tokens",
         tp_size=config.parallel.most_tp,
@@ -49,10 +56,3 @@ def order_reader(config: RunConfig, root: str | Path) -> Callable[[Mapping[str, 
         return replace(found, spec=replace(found.spec, name=asked.job))
 
     return read
-
-
-def _read_again(file: JsonlFile) -> bytes:
-    """Reads a file that was resolved when its job was accepted: there are no links in its path."""
-    what = f"{file.key} of job {file.job.name!r}"
-    with UserFiles(Path("/")).open_file(file.path, what) as opened:
-        return opened.read()

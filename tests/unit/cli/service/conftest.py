@@ -18,8 +18,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
     """The folder of a service that nobody has served yet."""
     root = tmp_path / "service"
     monkeypatch.setenv(VARIABLE, str(root))
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("TLORA_DEBUG", raising=False)
     return Home.open(root)
 
 

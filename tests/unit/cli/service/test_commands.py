@@ -81,6 +81,8 @@ class TestSubmit:
     ) -> None:
         first = tlora.json("submit", run_file, "--idempotency-key", "k")
         assert tlora.json("submit", run_file, "--idempotency-key", "k") == first
+        said = tlora("submit", run_file, "--idempotency-key", "k")
+        assert said.count("submitted before, with the same key") == 2
         assert "key" in tlora(
             "submit", run_file, "--idempotency-key=k", "--set=jobs.one.seed=3", code=2
         )

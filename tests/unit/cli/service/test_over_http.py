@@ -32,7 +32,6 @@ def address(api: Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with listening(api.app) as found:
         monkeypatch.setenv(VARIABLE, found)
         monkeypatch.setenv("TLORA_TOKEN", api.token("local"))
-        monkeypatch.delenv("TLORA_DEBUG", raising=False)
         yield found
 
 
@@ -90,14 +89,6 @@ def test_data_of_this_host_are_uploaded_once(
     assert documents[0]["data"]["train"] == documents[1]["data"]["train"]
     assert Path(documents[0]["data"]["eval"]).read_text() == '{"text": "y"}\n'
     assert (documents[1]["lora"]["rank"], documents[1]["max_steps"]) == (7, 5)
-
-
-def test_the_same_key_is_the_same_submission(address: str, run_file: Path, tlora: Tlora) -> None:
-    first = tlora.json("submit", run_file, "--idempotency-key", "k")
-    assert tlora.json("submit", run_file, "--idempotency-key", "k") == first
-    said = tlora("submit", run_file, "--idempotency-key", "k")
-    assert "submitted before, with the same key" in said
-    tlora("submit", run_file, "--idempotency-key=k", "--set=jobs.one.seed=3", code=2)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from tlora_megatron.service.store import Progress, Store, StoreError
     ("words", "sentence"),
     [
         (["--http", "99999"], "--http must be PORT or HOST:PORT, with a port of at most 65535"),
-        (["--http", "port"], "--http must be PORT or HOST:PORT, with a port of at most 65535"),
         (["--base", "llama"], "--base must be NAME=DIR or NAME=FILE.yaml"),
         (["--hardware", "abacus"], "abacus"),
         (["--http", "0", "--keep-sessions", "0.5"], "--keep-sessions must be at least 1 day, got"),

@@ -24,7 +24,7 @@ from tlora_megatron.service.sampling.sampler import (
     SamplingRefused,
 )
 from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
-from tlora_megatron.service.settings import add_sampler_arguments, open_sampler, sampler_words
+from tlora_megatron.service.settings import add_passed_on_arguments, open_sampler, passed_on_words
 
 
 class Scripted(Sampler):
@@ -169,8 +169,8 @@ def test_client_that_hangs_up_takes_its_request_back(
 )
 def test_words_choose_a_sampler(tmp_path: Path, words: list[str], kind: type[Any] | None) -> None:
     parser = argparse.ArgumentParser()
-    add_sampler_arguments(parser)
-    args = parser.parse_args(sampler_words(parser.parse_args(words)))
+    add_passed_on_arguments(parser)
+    args = parser.parse_args(passed_on_words(parser.parse_args(words)))
     assert args == parser.parse_args(words)
     found = open_sampler(args, Home.open(tmp_path))
     assert found is None if kind is None else isinstance(found, kind)
@@ -178,7 +178,7 @@ def test_words_choose_a_sampler(tmp_path: Path, words: list[str], kind: type[Any
 
 def test_address_is_vllm_s(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
-    add_sampler_arguments(parser)
+    add_passed_on_arguments(parser)
     args = parser.parse_args(["--sampler-address", "http://x"])
     with pytest.raises(ConfigError, match="--sampler-address must be given with --sampler vllm"):
         open_sampler(args, Home.open(tmp_path))

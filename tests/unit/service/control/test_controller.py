@@ -11,7 +11,6 @@ from tests.helpers.fake_gang import FakeGang, FakeTimes
 from tests.helpers.floor_model import FloorModel
 from tests.helpers.live_service import FloorCost, LiveService, one_job
 from tlora_megatron.service.control.pricing import MemoryShares
-from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.service.store import StoreError
 
 
@@ -230,31 +229,6 @@ def test_a_gang_that_cannot_start_fails_its_jobs_with_the_reason(root: Path) -> 
     assert service.job(job).state == "failed"
     assert "the last one: no such model folder" in str(service.job(job).error)
     assert len(service.engine.all_gangs) == service.settings.max_deaths
-
-
-def test_a_hung_gang_is_killed_and_started_again(root: Path) -> None:
-    service, job = one_job(root, hang_s=30)
-    service.gang.hangs = True
-    service.run()
-    assert service.job(job).state == "finished"
-    assert "said nothing for 30 s" in service.sentences("hung")[0]
-
-
-def test_a_machine_that_is_gone_and_comes_back(root: Path) -> None:
-    service = LiveService(root, nodes=2)
-    for name in ("one", "two"):
-        service.submit(name, steps=60, batch=10, max_slowdown=1.0)
-    service.run(10)
-    assert set(service.states().values()) == {"running"}
-    service.engine.machines[1] = NodeInfo(node=1, address="", gpus=1, healthy=False)
-    service.run(20)
-    assert sorted(service.states().values()) == ["queued", "running"]
-    assert service.sentences("node_down")
-    service.engine.machines[1] = NodeInfo(node=1, address="", gpus=1)
-    service.run(20)
-    assert set(service.states().values()) == {"running"}
-    service.run()
-    assert set(service.states().values()) == {"finished"}
 
 
 @pytest.mark.parametrize("hangs", [False, True])

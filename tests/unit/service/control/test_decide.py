@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from tests.helpers.live_service import LiveService, one_job
 from tlora_megatron.scheduler.fleet import Parts, formed
 from tlora_megatron.scheduler.policy import Decision, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
-from tlora_megatron.service.control.actions import GangNow, Phase, Target, plan_actions
+from tlora_megatron.service.control.actions import GangNow, Target, plan_actions
 from tlora_megatron.service.control.decide import MoveLimiter, bundles
-from tlora_megatron.service.control.machines import Machines
+from tlora_megatron.service.control.pricing import Machines
 from tlora_megatron.service.control.show import action_of
 from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.service.settings import Settings
@@ -31,14 +32,17 @@ class Scene:
     def __init__(self, settings: Settings | None = None) -> None:
         world = World(gpus_per_node=4)
         jobs = [world.add(0, 100, batch=10), world.add(0, 100, batch=10), world.add(0, 50)]
-        waiting = [Waiting(job=job, tokens_left=job.tokens, queued_s=0.0) for job in jobs]
-        parts = Parts(joining=tuple(waiting[:2]))
-        rates = world.speeds.rates(parts.kinds, 1)
-        assert rates is not None
-        group = formed(parts, gpus=(0,), rates=rates, now_s=0.0, cost=FREE, number=1)
-        self.groups: dict[int, Group] = {1: group}
-        self.queue = WaitingQueue(waiting[2:])
+        self._speeds = world.speeds
+        self.waiting = [Waiting(job=job, tokens_left=job.tokens, queued_s=0.0) for job in jobs]
+        self.groups = {1: self.group([0, 1], (0,))}
+        self.queue = WaitingQueue(self.waiting[2:])
         self.regrouping = MoveLimiter(settings or Settings(policy="tlora_best"), world.speeds)
+
+    def group(self, members: list[int], gpus: tuple[int, ...]) -> Group:
+        parts = Parts(joining=tuple(self.waiting[index] for index in members))
+        rates = self._speeds.rates(parts.kinds, len(gpus))
+        assert rates is not None
+        return formed(parts, gpus=gpus, rates=rates, now_s=0.0, cost=FREE, number=1)
 
     def admitted(
         self, decisions: list[Decision], cost: RegroupCost = CHEAP, now_s: float = 0.0
@@ -101,159 +105,110 @@ def test_an_engine_without_gpus_is_refused() -> None:
         Machines.of([])
 
 
-def _gang(name: str, gpus: tuple[int, ...] = (0,), **fields: object) -> GangNow:
-    return GangNow(gang=name, gpus=gpus, **{"state": "running", **fields})  # type: ignore[arg-type]
-
-
-def _target(name: str, *members: str, gpus: tuple[int, ...] = (0,), **fields: bool) -> Target:
-    return Target(gang=name, gpus=gpus, members=members, **fields)
-
-
-def _members(**phases: Phase) -> dict[str, Phase]:
-    return dict(phases)
-
-
-CASES: dict[str, tuple[list[Target], list[GangNow], list[str]]] = {
-    "nothing to do": ([], [], []),
-    "a gang is started where its GPUs are free": ([_target("g1", "a")], [], ["start g1"]),
-    "two targets never start on one GPU": (
-        [_target("g1", "a"), _target("g2", "b", gpus=(0, 1))],
-        [],
-        ["start g1"],
-    ),
-    "a gang that died waits before it starts again": (
-        [_target("g1", "a", may_start=False)],
-        [],
-        [],
-    ),
-    "jobs wait while their gang starts": (
-        [_target("g1", "a")],
-        [_gang("g1", state="starting")],
-        [],
-    ),
-    "jobs are prepared all at once": (
-        [_target("g1", "a", "b")],
-        [_gang("g1")],
-        ["prepare g1 a", "prepare g1 b"],
-    ),
+CASES = {
+    "nothing to do": ("", "", ""),
+    "a gang is started where its GPUs are free": ("g1: a", "", "start g1"),
+    "two targets never start on one GPU": ("g1: a; g2 0,1: b", "", "start g1"),
+    "a gang that died waits before it starts again": ("g1 waits: a", "", ""),
+    "jobs wait while their gang starts": ("g1: a", "g1 starting", ""),
+    "jobs are prepared all at once": ("g1: a b", "g1", "prepare g1 a, prepare g1 b"),
     "a prepared job joins though another is still being prepared": (
-        [_target("g1", "a", "b")],
-        [_gang("g1", members=_members(a="prepared", b="preparing"))],
-        ["join g1 a"],
+        *("g1: a b", "g1: a=prepared b=preparing", "join g1 a"),
     ),
     "a fresh gang's first jobs join together": (
-        [_target("g1", "a", "b", "c")],
-        [_gang("g1", members=_members(a="prepared", b="preparing", c="prepared"), gathers=True)],
-        [],
+        *("g1: a b c", "g1 gathers: a=prepared b=preparing c=prepared", ""),
     ),
     "they join as soon as all are prepared": (
-        [_target("g1", "a", "b")],
-        [_gang("g1", members=_members(a="prepared", b="prepared"), gathers=True)],
-        ["join g1 a", "join g1 b"],
+        *("g1: a b", "g1 gathers: a=prepared b=prepared", "join g1 a, join g1 b"),
     ),
     "a job that joins alone waits for no other": (
-        [_target("g1", "a", "b", one_by_one=True)],
-        [_gang("g1", members=_members(a="prepared", b="preparing"), gathers=True)],
-        ["join g1 a"],
+        *("g1 one_by_one: a b", "g1 gathers: a=prepared b=preparing", "join g1 a"),
     ),
-    "no second change while a join is on its way": (
-        [_target("g1", "a", "b")],
-        [_gang("g1", members=_members(a="joining", b="prepared"))],
-        [],
-    ),
+    "no second change while a join is on its way": (*("g1: a b", "g1: a=joining b=prepared", ""),),
     "a joining job is prepared while another leaves, and joins later": (
-        [_target("g1", "a", "b")],
-        [_gang("g1", members=_members(a="training", c="leaving"))],
-        ["prepare g1 b"],
+        *("g1: a b", "g1: a=training c=leaving", "prepare g1 b"),
     ),
     "who goes leaves before who is ready joins": (
-        [_target("g1", "a", "b")],
-        [_gang("g1", members=_members(a="training", b="prepared", c="training"))],
-        ["leave g1 c"],
+        *("g1: a b", "g1: a=training b=prepared c=training", "leave g1 c"),
     ),
     "a move waits until the old gang has let go": (
-        [_target("g1", "a", "b"), _target("g2", "c", gpus=(1,))],
-        [
-            _gang("g1", members=_members(a="training")),
-            _gang("g2", gpus=(1,), members=_members(b="training", c="training")),
-        ],
-        ["leave g2 b"],
+        *("g1: a b; g2 1: c", "g1: a=training; g2 1: b=training c=training", "leave g2 b"),
     ),
-    "a job that left and is wanted again is prepared anew": (
-        [_target("g1", "a")],
-        [_gang("g1", members=_members(a="leaving"))],
-        [],
-    ),
-    "other GPUs: the old gang is stopped first": (
-        [_target("g2", "a", gpus=(0, 1))],
-        [_gang("g1", members=_members(a="training"))],
-        ["stop g1"],
-    ),
-    "the new gang starts when the old one is gone": (
-        [_target("g2", "a", gpus=(0, 1))],
-        [_gang("g1", state="stopping", members=_members(a="leaving"))],
-        [],
-    ),
+    "a job that left and is wanted again is prepared anew": ("g1: a", "g1: a=leaving", ""),
+    "other GPUs: the old gang is stopped first": ("g2 0,1: a", "g1: a=training", "stop g1"),
+    "the new gang starts when the old one is gone": ("g2 0,1: a", "g1 stopping: a=leaving", ""),
     "with memory for both, the new gang starts while jobs leave one by one": (
-        [_target("g2", "a", gpus=(0, 1), beside=True)],
-        [_gang("g1", members=_members(a="training", b="leaving"))],
-        ["leave g1 a", "start g2"],
+        *("g2 0,1 beside: a", "g1: a=training b=leaving", "leave g1 a, start g2"),
     ),
     "who has left goes on beside those who still leave": (
-        [_target("g2", "a", "b", gpus=(0, 1))],
-        [_gang("g1", members=_members(b="leaving")), _gang("g2", gpus=(0, 1))],
-        ["prepare g2 a"],
+        *("g2 0,1: a b", "g1: b=leaving; g2 0,1", "prepare g2 a"),
     ),
     "the old gang ends behind the last one": (
-        [_target("g2", "a", gpus=(0, 1))],
-        [_gang("g1"), _gang("g2", gpus=(0, 1), members=_members(a="preparing"))],
-        ["stop g1"],
+        *("g2 0,1: a", "g1; g2 0,1: a=preparing", "stop g1"),
     ),
     "no gang starts beside one that a job still joins": (
-        [_target("g2", "a", gpus=(0, 1), beside=True)],
-        [_gang("g1", members=_members(a="joining", b="leaving"))],
-        [],
+        *("g2 0,1 beside: a", "g1: a=joining b=leaving", ""),
     ),
     "nor beside one that another target without room wants": (
-        [_target("g2", "a", beside=True), _target("g3", "b", gpus=(1,))],
-        [_gang("g1", gpus=(0, 1), members=_members(a="training"))],
-        ["stop g1"],
+        *("g2 beside: a; g3 1: b", "g1 0,1: a=training", "stop g1"),
     ),
     "jobs leave a gang whose GPUs no other wants": (
-        [],
-        [_gang("g1", members=_members(a="training", b="preparing"))],
-        ["leave g1 a", "leave g1 b"],
+        *("", "g1: a=training b=preparing", "leave g1 a, leave g1 b"),
     ),
-    "an idle gang is kept warm": ([], [_gang("g1", idle_s=59.0)], []),
-    "not for ever": ([], [_gang("g1", idle_s=60.0)], ["stop g1"]),
-    "an idle gang makes room": (
-        [_target("g2", "a", gpus=(0, 1))],
-        [_gang("g1", idle_s=1.0)],
-        ["stop g1"],
-    ),
+    "an idle gang is kept warm": ("", "g1 idle=59", ""),
+    "not for ever": ("", "g1 idle=60", "stop g1"),
+    "an idle gang makes room": ("g2 0,1: a", "g1 idle=1", "stop g1"),
     "a starting gang that no target names any more is stopped for its GPUs": (
-        [_target("g2", "a")],
-        [_gang("g1", state="starting")],
-        ["stop g1"],
+        *("g2: a", "g1 starting", "stop g1"),
     ),
     "suspects join one by one": (
-        [_target("g1", "a", "b", "c", one_by_one=True)],
-        [_gang("g1", members=_members(a="training", b="prepared", c="prepared"))],
-        ["join g1 b"],
+        *("g1 one_by_one: a b c", "g1: a=training b=prepared c=prepared", "join g1 b"),
     ),
     "the next one when the first round is over": (
-        [_target("g1", "a", "b", one_by_one=True)],
-        [_gang("g1", members=_members(a="training", b="prepared"), in_first_round={"a"})],
-        [],
+        *("g1 one_by_one: a b", "g1 first=a: a=training b=prepared", ""),
     ),
 }
+"""Targets, gangs as they are, and actions: `NAME [GPUS] [WORDS]: MEMBERS`; GPU 0 where none is."""
+
+
+def _parts(text: str) -> Iterator[tuple[str, tuple[int, ...], list[str], list[str]]]:
+    """Name, GPUs, words and members of each part."""
+    for part in filter(None, text.split("; ")):
+        head, _, members = part.partition(":")
+        name, *words = head.split()
+        gpus = words.pop(0) if words and words[0][0].isdigit() else "0"
+        yield name, tuple(map(int, gpus.split(","))), words, members.split()
+
+
+def _target(name: str, gpus: tuple[int, ...], words: list[str], members: list[str]) -> Target:
+    flags = {word: True for word in words if word != "waits"}
+    may_start = "waits" not in words
+    return Target(gang=name, gpus=gpus, members=tuple(members), may_start=may_start, **flags)
+
+
+def _gang(name: str, gpus: tuple[int, ...], words: list[str], members: list[str]) -> GangNow:
+    given = dict(word.split("=") for word in words if "=" in word)
+    return GangNow(
+        gang=name,
+        gpus=gpus,
+        state=next((w for w in words if w in ("starting", "stopping")), "running"),  # type: ignore[arg-type]
+        members=dict(member.split("=") for member in members),  # type: ignore[misc]
+        idle_s=float(given.get("idle", 0)),
+        in_first_round=given.get("first", ""),
+        gathers="gathers" in words,
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_next_actions(case: str) -> None:
     targets, gangs, expected = CASES[case]
-    found = plan_actions(targets, gangs, idle_keep_s=60.0)
-    assert [" ".join(filter(None, [a.kind, a.gang, a.job])) for a in found] == expected
+    found = plan_actions(
+        [_target(*part) for part in _parts(targets)],
+        [_gang(*part) for part in _parts(gangs)],
+        idle_keep_s=60.0,
+    )
+    said = [" ".join(filter(None, [a.kind, a.gang, a.job])) for a in found]
+    assert ", ".join(said) == expected
 
 
 def shown(service: LiveService, name: str) -> dict[str, Any]:
@@ -318,18 +273,9 @@ def test_decisions_say_why(root: Path) -> None:
 
 
 def test_a_group_that_is_moved_or_split_is_told_apart() -> None:
-    world = World(gpus_per_node=4)
-    jobs = [world.add(0, 100, batch=10), world.add(0, 100, batch=10), world.add(0, 50)]
-    waiting = [Waiting(job=job, tokens_left=job.tokens, queued_s=0.0) for job in jobs]
-
-    def group(members: list[int], gpus: tuple[int, ...]) -> Group:
-        parts = Parts(joining=tuple(waiting[index] for index in members))
-        rates = world.speeds.rates(parts.kinds, len(gpus))
-        assert rates is not None
-        return formed(parts, gpus=gpus, rates=rates, now_s=0.0, cost=FREE, number=1)
-
-    driven = replace(jobs[2], is_open=True)
-    beside = group([0, 1], (0,))
+    scene = Scene()
+    group, beside = scene.group, scene.groups[1]
+    driven = replace(scene.waiting[2].job, is_open=True)
     (one, two), three = beside.members, replace(beside.members[1], job=driven)
     mixed = action_of(replace(beside, members=(one, two, three)), [beside])
     assert mixed["bounds"] == [one.job.max_slowdown, two.job.max_slowdown, None]

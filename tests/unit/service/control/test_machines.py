@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.live_service import LiveService, one_job
 from tlora_megatron.scheduler.policy import ClusterShape, Decision, FreeGpus
 from tlora_megatron.scheduler.queue import Pause
-from tlora_megatron.service.control.machines import DAY_S, SetAside
+from tlora_megatron.service.control.pricing import DAY_S, SetAside
 from tlora_megatron.service.store import JobState, TenantLimits
 
 

@@ -22,10 +22,10 @@ from tlora_megatron.service.store import NewJob
 _GONE = NodeInfo(node=1, address="", gpus=1, healthy=False)
 
 
-def _two_gangs(root: Path) -> LiveService:
+def _two_gangs(root: Path, steps: int = 30) -> LiveService:
     service = LiveService(root, nodes=2, policy="isolated")
     for name in ("one", "two"):
-        service.submit(name, steps=30, batch=10, max_slowdown=1.0)
+        service.submit(name, steps=steps, batch=10, max_slowdown=1.0)
     service.run(10)
     assert set(service.states().values()) == {"running"}
     return service
@@ -33,13 +33,17 @@ def _two_gangs(root: Path) -> LiveService:
 
 @pytest.mark.parametrize("restarts", [True, False])
 @pytest.mark.parametrize("listed", [True, False])
-def test_a_machine_is_lost(root: Path, listed: bool, restarts: bool) -> None:
-    service = _two_gangs(root)
+def test_a_machine_is_lost_and_comes_back(root: Path, listed: bool, restarts: bool) -> None:
+    service = _two_gangs(root, steps=60)
     service.engine.machines[1:] = [_GONE] if listed else []
     if restarts:
         service.restart()
     service.run(20)
     assert sorted(service.states().values()) == ["queued", "running"]
+    assert restarts or not listed or service.sentences("node_down")
+    service.engine.machines[1:] = [replace(_GONE, healthy=True)]
+    service.run(20)
+    assert set(service.states().values()) == {"running"}
     service.run()
     assert set(service.states().values()) == {"finished"}
     assert not service.engine.doubled
@@ -327,8 +331,9 @@ def _trained(root: Path, reaper: Reaper | None, monkeypatch: pytest.MonkeyPatch)
         _arm(service, reaper)
     for name, steps in JOBS.items():
         service.submit(name, steps=steps, batch=6)
-    alive = True
+    alive, end_s = True, service.now_s + 20_000
     while not service.is_over:
+        assert service.now_s < end_s, f"all jobs must end, got {service.states()}"
         try:
             if not alive:
                 service.now_s += 0.5
@@ -336,7 +341,7 @@ def _trained(root: Path, reaper: Reaper | None, monkeypatch: pytest.MonkeyPatch)
                 assert reaper is not None, "nobody else kills"
                 _arm(service, reaper)
                 alive = True
-            service.run()
+            service.run(60, until=lambda: service.is_over)
         except Killed:
             alive = False
     return service

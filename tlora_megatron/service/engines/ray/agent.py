@@ -35,7 +35,11 @@ class Agent:
         self._folder = GangFolder.at(Path(path))
         self._rank = rank
         self._command = [*command, path, str(rank)]
-        self._environment = self._of_rank(environment, slots)
+        # Ray has chosen the GPU, and one thread, which is not meant.
+        self._environment = {**inherited_environment(), **environment}
+        self._environment.setdefault("CUDA_VISIBLE_DEVICES", "")
+        if "OMP_NUM_THREADS" not in environment:
+            self._environment["OMP_NUM_THREADS"] = threads_per_rank(slots)
         self._is_over = threading.Event()
         self._code: int | None = None
         self._folder.write(f"place_{rank}.json", f'{{"namespace": "{namespace()}"}}')
@@ -57,14 +61,6 @@ class Agent:
             child.close()
         finally:
             self._is_over.set()
-
-    def _of_rank(self, given: Mapping[str, str], slots: int) -> dict[str, str]:
-        """The rank's environment: Ray has chosen the GPU, and one thread, which is not meant."""
-        environment = {**inherited_environment(), **given}
-        environment.setdefault("CUDA_VISIBLE_DEVICES", "")
-        if "OMP_NUM_THREADS" not in given:
-            environment["OMP_NUM_THREADS"] = threads_per_rank(slots)
-        return environment
 
 
 def reap(path: str, ranks: Sequence[int], wait_s: float) -> list[int]:

@@ -19,7 +19,6 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import (
-    PlacementGroup,
     placement_group,
     placement_group_table,
     remove_placement_group,
@@ -188,7 +187,7 @@ class Bridge:
                 and name.removeprefix(self._prefix) not in known
                 and found["state"] != "REMOVED"
             ):
-                remove_placement_group(_group(name))
+                remove_placement_group(ray.util.get_placement_group(name))
 
     def _do_end(self, gang: str, epoch: int, unproved: list[int]) -> None:
         """Ends a gang; of some of its ranks the service has no proof by itself."""
@@ -209,11 +208,14 @@ class Bridge:
         ready = [ref for ref in gang.reaping if _is_ready(ref)]
         if len(ready) < len(gang.reaping) and time.monotonic() < end_s + 2 * _REAP_S:
             return
-        unproved = gang.unproved.difference(*(_proved(ref) for ref in ready))
+        for ref in ready:
+            with suppress(ray.exceptions.RayError):
+                gang.unproved -= set(ray.get(ref, timeout=1))
         with suppress(ValueError):  # another service's sweep may have been quicker
-            remove_placement_group(_group(f"{self._prefix}{gang.key[0]}.{gang.key[1]}"))
+            name = f"{self._prefix}{gang.key[0]}.{gang.key[1]}"
+            remove_placement_group(ray.util.get_placement_group(name))
         del self._gangs[gang.key]
-        self._say("gone", gang=gang.key[0], epoch=gang.key[1], is_proved=not unproved)
+        self._say("gone", gang=gang.key[0], epoch=gang.key[1], is_proved=not gang.unproved)
 
     def _pulse(self) -> bool:
         """Says that all is well; False once the cluster's head was away for too long."""
@@ -249,17 +251,6 @@ def main(address: str, namespace: str) -> None:
 def _is_ready(ref: ray.ObjectRef) -> bool:
     ready, _ = ray.wait([ref], timeout=0)
     return bool(ready)
-
-
-def _proved(ref: ray.ObjectRef) -> list[int]:
-    try:
-        return list(ray.get(ref, timeout=1))
-    except ray.exceptions.RayError:
-        return []
-
-
-def _group(name: str) -> PlacementGroup:
-    return ray.util.get_placement_group(name)
 
 
 def _actors() -> list[str]:

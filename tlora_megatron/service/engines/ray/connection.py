@@ -105,7 +105,6 @@ class Connection:
 
     @property
     def pid(self) -> int:
-        """The bridge's process."""
         return self._child.pid
 
     def send(self, do: str, **more: Any) -> None:
@@ -122,5 +121,4 @@ class Connection:
         return messages
 
     def close(self) -> None:
-        """Ends the bridge; gangs go on."""
         self._child.kill()

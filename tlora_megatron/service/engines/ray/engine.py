@@ -38,15 +38,8 @@ class RayGang(GangHandle):
 
     def __init__(self, folder: GangFolder, spec: GangSpec) -> None:
         super().__init__(folder, spec)
-        self._died: dict[str, Any] | None = None
-        """Body of the last event, once the gang is ending."""
-        self._is_told = False
-        """True once a bridge was asked to end it."""
-
-    @property
-    def is_ending(self) -> bool:
-        """True once one of its processes was missed, or all are to end."""
-        return self._died is not None
+        self.is_told = False
+        """True once the bridge was asked to end it."""
 
     @property
     def key(self) -> dict[str, Any]:
@@ -58,18 +51,14 @@ class RayGang(GangHandle):
 
     def kill(self, reason: str) -> None:
         """Begins to end all processes; `end` carries it on."""
-        self._died = self._died or {"rank": 0, "reason": reason}
-
-    def miss(self, codes: Mapping[int, int | None]) -> None:
-        """Begins the gang's end with the exit codes of ranks that have ended."""
-        self._died = self._died or blame(self.folder, codes)
+        self.died = self.died or {"rank": 0, "reason": reason}
 
     def release(self) -> None:
         """Does nothing: nothing of it is held here."""
 
     def end(self, connection: Connection | None) -> None:
         """Ends what runs in reach of this process, and has the bridge end the rest."""
-        if self.is_over or self._died is None or (self._is_told and connection is not None):
+        if self.is_over or self.died is None or (self.is_told and connection is not None):
             return
         self.folder.close()
         ranks = list(range(self.spec.world_size))
@@ -77,17 +66,12 @@ class RayGang(GangHandle):
         if connection is None:
             self.finish(is_proved=not unproved)
         else:
-            self._is_told = True
+            self.is_told = True
             connection.send("end", **self.key, unproved=unproved)
 
     def finish(self, *, is_proved: bool) -> None:
-        """Writes the last event."""
-        say_died(self.folder, self._died or {"rank": 0, "reason": "it has ended"})
+        say_died(self.folder, self.died or {"rank": 0, "reason": "it has ended"})
         self.is_over, self.is_proved = True, is_proved
-
-    def forget_bridge(self) -> None:
-        """Notes that a new bridge knows nothing of what the last one was told."""
-        self._is_told = False
 
 
 class RayEngine(FolderEngine[RayGang]):
@@ -119,15 +103,19 @@ class RayEngine(FolderEngine[RayGang]):
         self._has_gpus = self._is_lost = False
         self._connection = self._connect()
         self.adopt_all()
-        self._wait_until_ready()
+        end_s = time.monotonic() + _OPEN_S
+        while not self._connection.is_ready:
+            self._hear()
+            if self._connection.is_over or time.monotonic() > end_s:
+                self._connection.close()
+                raise RuntimeError(f"Ray must be reachable at {self.address}, got {self._why}")
+            time.sleep(0.01)
 
     def launch(self, folder: GangFolder, spec: GangSpec) -> RayGang:
-        """Begins to start the actors of a gang."""
         gang = RayGang(folder, spec)
         nodes = [self._nodes[node] for node, _ in spec.gpus]
-        environment = {
-            name: value for name in ("OMP_NUM_THREADS",) if (value := os.environ.get(name))
-        }
+        threads = os.environ.get("OMP_NUM_THREADS")
+        environment = {"OMP_NUM_THREADS": threads} if threads else {}
         if len({node.node for node in nodes}) > 1:
             environment[HOST_VARIABLE] = nodes[0].address
         self._connection.send(
@@ -157,7 +145,6 @@ class RayEngine(FolderEngine[RayGang]):
 
     @property
     def bridge_pid(self) -> int:
-        """The process that speaks with Ray."""
         return self._connection.pid
 
     def close(self) -> None:
@@ -175,7 +162,9 @@ class RayEngine(FolderEngine[RayGang]):
         """Hears the bridge and ends gangs of which a process was missed; looks after the bridge."""
         self._hear()
         if self._is_lost:
-            self._come_back()
+            if time.monotonic() > self._tried_s + _AGAIN_S:
+                self._is_lost, self._ids = False, []
+                self._connection = self._connect()
         elif self._connection.is_over:
             self._lose_bridge()
         for gang in self._gangs.values():
@@ -193,16 +182,6 @@ class RayEngine(FolderEngine[RayGang]):
         self._tried_s = time.monotonic()
         return Connection(self.address, self._namespace, self._folder / "bridge.log")
 
-    def _wait_until_ready(self) -> None:
-        """Waits for the first connection; raises `RuntimeError` if there is none."""
-        end_s = time.monotonic() + _OPEN_S
-        while not self._connection.is_ready:
-            self._hear()
-            if self._connection.is_over or time.monotonic() > end_s:
-                self._connection.close()
-                raise RuntimeError(f"Ray must be reachable at {self.address}, got {self._why}")
-            time.sleep(0.01)
-
     def _hear(self) -> None:
         for words in self._connection.receive():
             what = words["say"]
@@ -212,16 +191,14 @@ class RayEngine(FolderEngine[RayGang]):
                 self._connection.is_ready = True
                 self._take_up(frozenset(words["actors"]))
             elif what in ("ending", "gone"):
-                self._hear_of(self._gangs.get((words["gang"], words["epoch"])), words)
-
-    def _hear_of(self, gang: RayGang | None, words: Mapping[str, Any]) -> None:
-        if gang is None or gang.is_over:
-            return
-        if words["say"] == "ending":
-            gang.miss(dict(words["codes"]))
-        else:
-            gang.kill(_HALF_STARTED)
-            gang.finish(is_proved=words["is_proved"])
+                gang = self._gangs.get((words["gang"], words["epoch"]))
+                if gang is None or gang.is_over:
+                    continue
+                if what == "ending":
+                    gang.died = gang.died or blame(gang.folder, dict(words["codes"]))
+                else:
+                    gang.kill(_HALF_STARTED)
+                    gang.finish(is_proved=words["is_proved"])
 
     def _take_up(self, actors: frozenset[str]) -> None:
         """Tells a new bridge of the gangs; those whose actors are not all there are ended."""
@@ -261,7 +238,7 @@ class RayEngine(FolderEngine[RayGang]):
         had_connected, why = self._connection.is_ready, self._connection.why
         self._connection.close()
         for gang in self._gangs.values():
-            gang.forget_bridge()
+            gang.is_told = False
         if had_connected and why is None:
             logger.warning("the bridge to Ray has ended by itself; another one is started")
             self._connection = self._connect()
@@ -269,9 +246,3 @@ class RayEngine(FolderEngine[RayGang]):
         self._is_lost = True
         self._nodes = tuple(replace(node, healthy=False) for node in self._nodes)
         logger.error("Ray is lost: %s", self._why)
-
-    def _come_back(self) -> None:
-        """Looks for the cluster again, now and then."""
-        if time.monotonic() > self._tried_s + _AGAIN_S:
-            self._is_lost, self._ids = False, []
-            self._connection = self._connect()

@@ -14,7 +14,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> None:
-    """Becomes the command."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(argv[0]):
         return  # it ended before the kernel was told
