@@ -26,6 +26,7 @@ SCALE = OPS / "quantised/test_tensor_scale_kernels.py"
 PARTS = OPS.parent / "layers/test_lora_sharding.py"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_the_kernels_in_the_interpreter() -> None:

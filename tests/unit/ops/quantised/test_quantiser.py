@@ -136,18 +136,3 @@ def test_factors_of_columns_are_multiplied_in_fp32(group: int | None) -> None:
         assert torch.equal(folded.scales, by_hand.scales)
     values = decode_rows(folded, torch.float64)
     assert float((values - x.double() * fold).norm() / values.norm()) < 0.04
-
-
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    x = _odd_rows(64)
-    together = encode_rows(x)
-    for row in range(len(x)):
-        alone = encode_rows(x[row : row + 1])
-        assert torch.equal(together.codes_TK[row : row + 1], alone.codes_TK)
-
-
-def test_decoded_rows_are_within_half_a_step() -> None:
-    x = torch.randn(6, 256, dtype=torch.float64)
-    for group in (None, GROUP):
-        rows = encode_rows(x, group=group)
-        assert float((decode_rows(rows, torch.float64) / x - 1).abs().median()) < 2**-4

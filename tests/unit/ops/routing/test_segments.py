@@ -133,14 +133,6 @@ def test_context_parallel_ranks_share_causal_attention_evenly() -> None:
     assert len(set(pairs)) == 1
 
 
-def test_two_chunks_of_a_rank_are_grouped_together() -> None:
-    documents = [Document(slot=slot, length=8) for slot in (0, 1, 2, 3)]
-    views = views_of(documents, 2, unit=32)
-    assert [view.rows.lengths for view in views] == [(8, 0, 0, 8, 0), (0, 8, 8, 0, 0)]
-    views = views_of([Document(slot=1, length=20), Document(slot=2, length=7)], 2, unit=32)
-    assert [view.rows.lengths for view in views] == [(0, 8, 3, 0, 5), (0, 12, 4, 0, 0)]
-
-
 @pytest.mark.parametrize(
     ("documents", "options", "match"),
     [
