@@ -25,11 +25,10 @@ from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.rules import check_job
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach, check_blocks_fit
-from tlora_megatron.layers.sites import make_site, rank_sites
+from tlora_megatron.layers.sites import make_site
 from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor, whole_tensors
 from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec, check_block_sizes
-from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan, job_misfit
 from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
@@ -160,35 +159,6 @@ class TestSlab:
         assert job_misfit([load], Plan(tp_size=4)) is None
         reason = job_misfit([load], Plan(tp_size=8))
         assert reason == "num_blocks 4 of job a is no multiple of TP 8"
-
-    def test_plain_linears_are_cut_as_fused_ones(self) -> None:
-        """DeepSpeed's models hold the same parts of an adapter as Megatron's."""
-        lora = blocks(8, 4)
-        spec = LinearsSpec(
-            num_layers=4,
-            vocab_size=8,
-            max_positions=8,
-            linears=tuple(
-                LinearShape(
-                    target=target,
-                    path=f"layers.{{}}.{target}",
-                    out_size=out_size,
-                    in_size=in_size,
-                    kind="row" if target in ROW_PARALLEL_TARGETS else "column",
-                )
-                for target in HF_TARGETS
-                for out_size, in_size in [SPEC.target_shape(target)]
-            ),
-        )
-        factors = random_factors(SPEC, lora)
-        for tp_rank, sites in enumerate(sites_of_ranks(SPEC, 2)):
-            layout = ParallelLayout(tp_size=2)
-            plain = rank_sites(spec, layout, tp_rank=tp_rank, pp_rank=0)
-            ours, theirs = slab_layout(sites, lora), slab_layout(plain, lora)
-            parts = {f.name: f.shard_of(factors[f.name]) for f in ours.factors}
-            assert parts.keys() == {f.name for f in theirs.factors}
-            for factor in theirs.factors:
-                assert torch.equal(factor.shard_of(factors[factor.name]), parts[factor.name])
 
 
 LORAS = (

@@ -18,16 +18,10 @@ from tests.helpers.planner_case import FREE_LORA, HARDWARE, job
 from tests.helpers.planner_case import SPEC as PLANNED
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC
-from tests.unit.integrations.megatron_lm.test_megatron_lm_arguments import (
-    arguments,
-    spec_of,
-    write_config,
-)
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
 from tlora_megatron.config.load import ignored_settings, load_config
 from tlora_megatron.config.reader import ConfigError, read_spec
 from tlora_megatron.config.schema import ParallelSpec
-from tlora_megatron.integrations.megatron_lm.arguments import launch_settings
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import make_site, stage_sites
@@ -48,7 +42,6 @@ from tlora_megatron.planner.cost.cost_model import step_cost
 from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.hardware import Link
 from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of
-from tlora_megatron.runtime.planning.plan_inputs import profile_of_gpu
 
 CPU = torch.device("cpu")
 TIMES: dict[LoraSharding, float] = {"fold": 1.0, "rank_exchange": 1.2, "s_lora": 0.9}
@@ -111,14 +104,6 @@ def test_the_key_is_read_strictly() -> None:
     assert read_spec(ParallelSpec, {"lora_sharding": "s_lora"}, "parallel").lora_sharding
     with pytest.raises(ConfigError, match=r"parallel\.lora_sharding must be one of"):
         read_spec(ParallelSpec, {"lora_sharding": "slora"}, "parallel")
-
-
-def test_the_key_stands_in_the_file_of_the_megatron_flag_too(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path / "base")
-    path = write_config(tmp_path, parallel={"lora_sharding": "s_lora"})
-    found = launch_settings(arguments(spec, tlora_config=path), tokenizer_size=100)
-    assert found.config.parallel.lora_sharding == "s_lora"
-    assert found.config.parallel.tp_size == 2
 
 
 def test_it_has_no_effect_without_tensor_parallelism(tmp_path: Path) -> None:
@@ -348,10 +333,3 @@ def test_plans_say_it_to_the_run(tmp_path: Path) -> None:
     assert "parallel.lora_sharding=s_lora" in overrides_of(config, plan)
     assert apply_plan(config, Plan()).parallel.lora_sharding == "auto"
     assert misfit(PLANNED, Plan(lora_sharding="s_lora")) == "s_lora needs tensor parallelism"
-
-
-def test_a_gpu_finds_its_measured_profile() -> None:
-    found = profile_of_gpu("NVIDIA H100 80GB HBM3")
-    assert found is not None
-    assert found.source == "measured"
-    assert profile_of_gpu("abacus") is None

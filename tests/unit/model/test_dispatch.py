@@ -221,6 +221,9 @@ def test_short_ones_run_apart_and_the_long_one_together() -> None:
     found = shared([100, 10, 10, 10, 10], rates(2))
     assert found.teams == (CpTeam(0, 2), CpTeam(0, 1), CpTeam(1, 1))
     assert found.places == ((0,), (1, 3), (2, 4))
+    assert shared([50], rates(4)).teams == (CpTeam(0, 4),)
+    assert shared([], rates(2)) == TeamShares((), (), (0, 0))
+    assert rates(4).line == "teams of 1 rank hold 64 rows, of 2 128, of 4 256"
 
 
 def test_nothing_is_predicted_to_end_later_than_by_all_ranks() -> None:
@@ -229,15 +232,3 @@ def test_nothing_is_predicted_to_end_later_than_by_all_ranks() -> None:
         lengths = [draw.randrange(1, 256) for _ in range(draw.randrange(1, 12))]
         together = [[(CpTeam(0, 4), [lengths[i] for i in part]) for part in cut(lengths, 256)]]
         assert max(shared(lengths, speeds).ends_ps) <= max(team_ends_ps(together[0], speeds))
-
-
-def test_teams_are_told() -> None:
-    assert rates(4).line == "teams of 1 rank hold 64 rows, of 2 128, of 4 256"
-
-
-def test_a_sequence_alone_is_shared() -> None:
-    assert shared([50], rates(4)).teams == (CpTeam(0, 4),)
-
-
-def test_no_sequences_make_no_micro_batches() -> None:
-    assert shared([], rates(2)) == TeamShares((), (), (0, 0))

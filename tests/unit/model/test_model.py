@@ -109,6 +109,7 @@ def _window_of(config: Any) -> int | None:
 
     config.vocab_size, config.hidden_size, config.intermediate_size = 8, 32, 8
     config.num_attention_heads = config.num_key_value_heads = 1
+    config.num_experts = config.num_local_experts = config.num_experts_per_tok = 2
     layers = AutoModel.from_config(config).layers
     if config.model_type in ("mistral", "mixtral", "qwen3_moe"):
         return config.sliding_window

@@ -144,7 +144,7 @@ def test_cuda_home_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert kernel_build.find_compiler() != str(tmp_path / "cuda" / "bin" / "nvcc")
 
 
-WRITES_ITS_OUTPUT = 'echo "$*" >> "$CALLS"; sleep 0.3; for out; do :; done; : > "$out"'
+WRITES_ITS_OUTPUT = 'echo "$*" >> "$CALLS"; sleep 0.05; for out; do :; done; : > "$out"'
 """A compiler that notes its arguments and takes its time."""
 
 

@@ -145,35 +145,6 @@ def test_a_target_s_rows_of_b_are_its_columns_of_fused_output(linear: str, tp_si
         }
 
 
-def test_q_heads_lie_before_their_k_and_v_heads() -> None:
-    """Megatron's order: for every group, its query heads, its key head, its value head."""
-    site = make_site(SPEC, 0, "linear_qkv", 1, 2)
-    labels = next(t.lora_b_rows for t in site.targets if t.target == "linear_qkv")
-    head, q, kv = SPEC.head_dim, SPEC.q_size, SPEC.kv_size
-    expected = []
-    for group in (2, 3):
-        expected += range(2 * group * head, 2 * (group + 1) * head)
-        expected += range(q + group * head, q + (group + 1) * head)
-        expected += range(q + kv + group * head, q + kv + (group + 1) * head)
-    assert labels is not None
-    assert labels.tolist() == expected
-
-
-def test_moments_are_buffers_of_their_own() -> None:
-    lora = LoraSpec(rank=2, target_modules=("q_proj",))
-    slab = AdapterSlab(slab_layout(sites_of_ranks(SPEC, 1, 1)[0], lora), CPU)
-    factors = random_factors(SPEC, lora)
-    slab.load(factors.__getitem__, "exp_avg")
-    buffers = slab.buffers()
-    assert list(buffers) == ["master", "exp_avg", "exp_avg_sq"]
-    assert not buffers["master"].any()
-    assert not buffers["exp_avg_sq"].any()
-    assert not slab.grad.any()
-    assert torch.equal(whole_tensors([slab.layout], [buffers["exp_avg"]], SPEC)[
-        "layers.1.q_proj.lora_b"], factors["layers.1.q_proj.lora_b"])  # fmt: skip
-    assert {buffer.dtype for buffer in buffers.values()} == {torch.float32}
-
-
 def test_fresh_factors_follow_from_seed_and_name() -> None:
     lora = LoraSpec(rank=6, target_modules=TARGETS["mixed"])
     factors = initial_factors(SPEC, lora, 3)

@@ -7,7 +7,8 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.layers.slab_cells import SlabCells
 from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
 from tlora_megatron.model.deployment import Deployment, ReplicaLayout
+from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.parallel.collectives import Pending
 from tlora_megatron.parallel.groups import HeldCell, ReplicaCells, all_cells
 
@@ -73,11 +75,16 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
     return made
 
 
-def slab_of(deployment: Deployment, rank: int) -> SlabLayout:
-    replica = deployment.placed(rank)
-    tp_rank, pp_rank, _ = replica.place_of(rank)
-    layout = replica.layout.parallel_layout(1)
-    return slab_layout(stage_sites(SPEC, layout, tp_rank=tp_rank, pp_rank=pp_rank), LORA)
+class Case(NamedTuple):
+    deployment: Deployment
+    lora: LoraSpec = LORA
+    sharding: LoraSharding = "fold"
+
+    def slab(self, rank: int) -> SlabLayout:
+        replica = self.deployment.placed(rank)
+        tp_rank, pp_rank, _ = replica.place_of(rank)
+        layout = replace(replica.layout.parallel_layout(1), lora_sharding=self.sharding)
+        return slab_layout(stage_sites(SPEC, layout, tp_rank=tp_rank, pp_rank=pp_rank), self.lora)
 
 
 def tp_group(deployment: Deployment, rank: int) -> tuple[int, ...]:
@@ -86,8 +93,9 @@ def tp_group(deployment: Deployment, rank: int) -> tuple[int, ...]:
     return tuple(r for r in replica.ranks if replica.place_of(r)[1:] == place)
 
 
-def summed(deployment: Deployment, grads: Sequence[torch.Tensor], exchange: Exchange) -> None:
+def summed(case: Case, grads: Sequence[torch.Tensor], exchange: Exchange) -> None:
     """Sums every rank's gradient in place, each rank on a thread."""
+    deployment = case.deployment
 
     def run(rank: int) -> None:
         exchange.enter(rank)
@@ -101,17 +109,18 @@ def summed(deployment: Deployment, grads: Sequence[torch.Tensor], exchange: Exch
         place = replica.place_of(rank)
         mine = ReplicaCells(deployment.atoms, replica.layout.tp_size, place[0], held)
         group: Any = tp_group(deployment, rank)
-        SlabCells(slab_of(deployment, rank), mine).sum_over_replicas(grads[rank], group)
+        SlabCells(case.slab(rank), mine).sum_over_replicas(grads[rank], group)
 
     with ThreadPoolExecutor(deployment.world_size) as pool:
         list(pool.map(run, range(deployment.world_size)))
 
 
-def whole_sums(deployment: Deployment, grads: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def whole_sums(case: Case, grads: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Places every rank's slab into whole tensors, zeros elsewhere, and sums them."""
-    whole = {name: torch.zeros(factor_shape(SPEC, name, LORA)) for name in factor_names(SPEC, LORA)}
+    names = factor_names(SPEC, case.lora)
+    whole = {name: torch.zeros(factor_shape(SPEC, name, case.lora)) for name in names}
     for rank, grad in enumerate(grads):
-        slab = slab_of(deployment, rank)
+        slab = case.slab(rank)
         for factor, view in zip(slab.factors, slab.views(grad), strict=True):
             part = torch.zeros_like(whole[factor.name])
             factor.place(part, view)
@@ -129,18 +138,26 @@ def drawn_deployment(seed: int) -> Deployment:
     )
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_sums_are_those_of_whole_tensors(seed: int, exchange: Exchange) -> None:
-    deployment = drawn_deployment(seed)
-    generator = torch.Generator().manual_seed(seed)
+BLOCKS = LoraSpec(rank=8, parametrization="block_diagonal", num_blocks=4)
+ALIKE = Deployment.parse("1xTP2+PP2 + 1xTP2+CP2 + 1xTP2@64")
+"""Cut alike over TP, so that any sharding is allowed."""
+CASES = [
+    *(Case(drawn_deployment(seed)) for seed in range(8)),
+    *(Case(ALIKE, lora, "s_lora") for lora in (LORA, BLOCKS)),
+    Case(ALIKE, BLOCKS),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sums_are_those_of_whole_tensors(case: Case, exchange: Exchange) -> None:
     grads = [
-        torch.randint(-9, 10, (slab_of(deployment, rank).numel,), generator=generator).float()
-        for rank in range(deployment.world_size)
+        torch.randint(-9, 10, (case.slab(rank).numel,)).float()
+        for rank in range(case.deployment.world_size)
     ]
-    expected = whole_sums(deployment, grads)
-    summed(deployment, grads, exchange)
+    expected = whole_sums(case, grads)
+    summed(case, grads, exchange)
     for rank, grad in enumerate(grads):
-        slab = slab_of(deployment, rank)
+        slab = case.slab(rank)
         for factor, view in zip(slab.factors, slab.views(grad), strict=True):
             part = factor.shard_of(expected[factor.name])
-            assert torch.equal(view, part), f"{deployment}: {factor.name} of rank {rank}"
+            assert torch.equal(view, part), f"{factor.name} of rank {rank}"
