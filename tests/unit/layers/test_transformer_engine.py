@@ -18,7 +18,6 @@ from tlora_megatron.layers.multi_adapter import check_blocks_fit, make_multi_ada
 from tlora_megatron.layers.transformer_engine import (
     Fp8Base,
     TEProductMixin,
-    is_te_linear,
     te_base,
     why_not_fp8,
     why_not_te_product,
@@ -89,12 +88,6 @@ def test_what_keeps_the_product(linear: Any, changes: dict[str, Any], reason: st
         assert (found is None) == (reason is None), found
         assert (reason or "") in (found or "")
         make_multi_adapter(linear, TEProductMixin)
-
-
-def test_linears_by_their_wrapper() -> None:
-    assert is_te_linear(TERowParallelLinear())
-    assert not is_te_linear(TELMHeadColumnParallelLinear())
-    assert not is_te_linear(nn.Linear(2, 2))
 
 
 def test_blocks_around_them_are_refused_by_the_name_of_the_job() -> None:

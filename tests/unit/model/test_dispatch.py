@@ -88,16 +88,7 @@ def test_among_alike_replicas_the_longest_goes_to_the_first(lengths: list[int], 
     assert found.makespan_ps <= 2 * found.bound_ps
 
 
-def test_a_faster_clock_for_all_changes_no_assignment() -> None:
-    lengths = lengths_of(random.Random(0), 300, 16384)
-    twice = [
-        ReplicaRate(token_ps=2 * k.token_ps, square_ps=2 * k.square_ps, longest=k.longest)
-        for k in KINDS
-    ]
-    assert assign(lengths, KINDS).replicas == assign(lengths, twice).replicas
-
-
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(40))
 def test_unlike_replicas_end_within_2_per_cent_of_the_bound(seed: int) -> None:
     draw = random.Random(seed)
     kinds = draw.sample(KINDS, draw.randint(2, 4))

@@ -16,25 +16,11 @@ from tlora_megatron.model.backbone import expert_state_bytes, over_base, warn_of
 from tlora_megatron.model.experts import ExpertsSpec, refuse_experts
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
-QWEN3_30B: dict[str, Any] = {
-    "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
-    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
-    "norm_topk_prob": True, "vocab_size": 151936,
-}  # fmt: skip
-MIXTRAL: dict[str, Any] = {
-    "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096,
-    "num_attention_heads": 32, "intermediate_size": 14336, "vocab_size": 32000,
-}  # fmt: skip
-
-QWEN15: dict[str, Any] = {  # Qwen1.5-MoE-A2.7B
-    "model_type": "qwen2_moe",
-    "num_hidden_layers": 24,
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
-    "intermediate_size": 5632,
-    "vocab_size": 151936,
-}
+MODELS = Path(__file__).parents[3] / "configs" / "models"
+QWEN3_30B, MIXTRAL, QWEN15 = (
+    json.loads((MODELS / f"{name}.json").read_text())
+    for name in ("qwen3-30b-a3b", "mixtral-8x7b", "qwen1.5-moe-a2.7b")
+)
 
 
 def read(tmp_path: Path, base: dict[str, Any], **fields: Any) -> ModelSpec:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 from tests.helpers.tiny_models import tiny_config
+from tests.unit.model.test_model import assert_same_sizes
 from tlora_megatron.cli.main import main
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.model.backbone import over_base
@@ -66,16 +67,7 @@ def test_a_file_means_what_transformers_reads(tmp_path: Path, fields: dict[str, 
     windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
     assert attention.windows == tuple(windows)
     assert spec.sliding_window is None  # sequences may be longer
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-    )
-    assert (spec.norm_eps, spec.max_positions) == (
-        config.rms_norm_eps,
-        config.max_position_embeddings,
-    )
-    assert spec.tied_embeddings == config.tie_word_embeddings
+    assert_same_sizes(spec, config)
     assert (experts.num_experts, experts.top_k, experts.ffn_size) == (
         config.num_local_experts,
         config.num_experts_per_tok,

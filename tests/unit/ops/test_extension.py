@@ -181,7 +181,7 @@ def test_an_early_build_is_the_only_one_and_progress_is_told(
         kernel_build.build(kernel_build.built_library())
     units = len(list(kernel_build.SOURCES.glob("*.cu")))
     assert len(calls(tmp_path)) == units + 1
-    assert f"once for this machine: 0 of {units} units after 0 s" in caplog.text
+    assert re.search(rf"once for this machine: \d+ of {units} units after \d+ s", caplog.text)
 
 
 @pytest.mark.usefixtures("patient_compiler")

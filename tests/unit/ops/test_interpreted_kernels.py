@@ -23,7 +23,6 @@ SUMS, CODES = OPS / "routing/test_segments.py", OPS / "quantised/test_quant_kern
 EXPERTS = OPS / "experts/test_expert_kernels.py"
 FP8 = OPS / "frozen/test_fp8_kernels.py"
 SCALE = OPS / "quantised/test_tensor_scale_kernels.py"
-PARTS = OPS.parent / "layers/test_lora_sharding.py"
 
 
 @pytest.mark.slow
@@ -31,11 +30,11 @@ PARTS = OPS.parent / "layers/test_lora_sharding.py"
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_the_kernels_in_the_interpreter() -> None:
     # Those of the frozen parts run as they are where there is a GPU.
-    files = [ADAMW, PARTS]
+    files = [ADAMW]
     if not torch.cuda.is_available():
         files += [FROZEN, SUMS, CODES, FP8, SCALE, EXPERTS]
     # In some files words select the tests of kernels, in those named after kernels all.
-    words = ("-k", "kernel or make_the_whole_s")
+    words = ("-k", "kernel")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
     result = subprocess.run(
         [*command, *map(str, files)],
@@ -46,4 +45,4 @@ def test_the_kernels_in_the_interpreter() -> None:
     )
     assert result.returncode == 0, result.stdout
     assert " passed" in result.stdout
-    assert not any(f.name in result.stdout for f in (ADAMW, PARTS)), "one was skipped"
+    assert ADAMW.name not in result.stdout, "it was skipped"

@@ -39,7 +39,6 @@ class Kernel:
 
 
 def made(compiled: type[Any] = Compiled) -> tuple[Kernel, Any]:
-    """A kernel, and what launches it."""
     kernel = Kernel(compiled)
     return kernel, warm_kernel.WarmKernel(kernel)
 

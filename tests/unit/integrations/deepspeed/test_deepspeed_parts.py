@@ -191,6 +191,7 @@ def test_attention_across_documents_is_refused(
         prepared(model, groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", [*MIXED, *DELTA_NETS])
 def test_layers_that_run_on_across_documents_are_refused(
@@ -275,6 +276,7 @@ def test_what_a_run_cannot_keep_is_refused() -> None:
             check_run_over_experts(experts, asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", TINY_EXPERT_TYPES)
 def test_packing_is_exact(

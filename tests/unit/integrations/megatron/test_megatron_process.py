@@ -59,6 +59,7 @@ def test_what_is_decorated_is_compiled_at_its_first_call(monkeypatch: pytest.Mon
     assert compiled == [("one", {}), ("two", {"dynamic": True})]
 
 
+@pytest.mark.slow
 def test_a_run_starts_without_the_compiler() -> None:
     base = Path(__file__).parents[4] / "configs" / "quickstart" / "base"
     done = subprocess.run(
@@ -157,18 +158,13 @@ def test_places_are_those_of_the_deployment() -> None:
             assert places == list(range(len(ranks)))
 
 
-def test_one_grid_stays_what_it_is() -> None:
-    before = parallel_state.RankGenerator
-    generator(DEPLOYMENT)
-    assert parallel_state.RankGenerator is before
-
-
 def test_a_core_without_rank_generators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(parallel_state, "RankGenerator")
     with pytest.raises(NotImplementedError, match=r"parallel.replicas must have a Megatron-core"):
         lay_out_replicas(DEPLOYMENT)
 
 
+@pytest.mark.slow
 def test_building_a_backbone_prints_nothing(repo: Path) -> None:
     code = """
 from tlora_megatron.integrations.megatron import imports

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.unit.integrations.megatron.layer.test_frozen_sublayer import ALL, SPEC
 from tlora_megatron.config.schema import Recompute
@@ -67,14 +66,6 @@ LOADS = [
     JobLoad(name=f"job{r}", rank=r, batch_size=4, lengths=LENGTHS, targets=ALL, dropout=0.2)
     for r in (2, 4)
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def process_group() -> Iterator[None]:
-    """Leaves none behind."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def train(recomputes: tuple[Recompute, ...]) -> tuple[list[Any], Counter[Recompute | None]]:

@@ -43,7 +43,6 @@ class Exchange:
         self._rank.number = rank
 
     def gather(self, x: torch.Tensor, group: Sequence[int]) -> list[torch.Tensor]:
-        """Everyone's tensor in the order of ranks."""
         rank = self._rank.number
         with self._changed:
             call = self._calls[rank, group]
@@ -67,7 +66,6 @@ class Exchange:
 
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
-    """The collectives of `slab.cells`."""
     made = Exchange()
     monkeypatch.setattr(slab_cells.dist, "all_reduce", made.all_reduce)
     monkeypatch.setattr(slab_cells, "reduce_scatter_rows", made.reduce_scatter_rows)

@@ -21,7 +21,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=["kernel" if INTERPRETED else "torch"])
 def step(request: pytest.FixtureRequest) -> Step:
-    """The way to apply updates in this process."""
     if request.param == "torch":
         return fused_adamw
     from tlora_megatron.ops.adamw_triton import launch_adamw

@@ -16,7 +16,6 @@ RATES = (1e-3, 0.05, 0.1, 0.5, 0.9)
 
 
 def row_keys(seed: int = 1, rows: int = ROWS) -> torch.Tensor:
-    """Keys as `RowGroups.row_keys` makes them."""
     return mix32(mix_ints(seed) ^ mix32(torch.arange(rows, dtype=torch.int32)))
 
 
@@ -99,7 +98,6 @@ def test_the_mask_does_not_depend_on_values_or_dtype(dtype: torch.dtype) -> None
 
 
 def standardized(p: float, rows: int) -> torch.Tensor:
-    """The mask with mean 0 and variance 1."""
     rate = stated(p)
     return (dropped(p, rows=rows).float() - rate) / math.sqrt(rate * (1 - rate))
 

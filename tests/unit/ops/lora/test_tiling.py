@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tlora_megatron.ops.lora.tiling import (
     RANK_CHUNK,
     ROW_TILE,
-    Pair,
     RankLayout,
     max_chunks,
     portion_borders,
@@ -41,17 +40,6 @@ def cases(draw: st.DrawFn) -> Case:
 def segments(ends: tuple[int, ...]) -> list[range]:
     """Rows of every slot, the null slot left out."""
     return [range(b, e) for b, e in itertools.pairwise((0, *ends[:-1]))]
-
-
-def chunks_of(pair: Pair, layout: RankLayout) -> list[tuple[int, int]]:
-    """(target, chunk) of everything a pair writes."""
-    return [
-        (target, first + i)
-        for target, (first, rank) in enumerate(
-            zip(pair.chunks, layout.ranks[pair.slot], strict=True)
-        )
-        for i in range(rank_chunks(rank))
-    ]
 
 
 @given(cases())
@@ -87,43 +75,6 @@ def test_a_row_with_an_adapter_lies_in_one_pair(case: Case) -> None:
     for pair in plan.pairs:
         assert pair.begin // ROW_TILE == (pair.end - 1) // ROW_TILE == pair.tile
     assert list(plan.pairs) == sorted(plan.pairs)
-
-
-@given(cases())
-@fast
-def test_every_chunk_belongs_to_one_pair_and_stands_with_its_tile_and_target(case: Case) -> None:
-    ends, layout = case
-    plan = tile_plan(ends, layout)
-    owned = [
-        (pair.tile, target, chunk)
-        for pair in plan.pairs
-        for target, chunk in chunks_of(pair, layout)
-    ]
-    listed = [
-        (tile, target, chunk)
-        for tile, bounds in enumerate(plan.tile_chunks)
-        for target, (begin, end) in enumerate(itertools.pairwise(bounds))
-        for chunk in range(begin, end)
-    ]
-    assert sorted(owned) == listed
-    assert [chunk for _, _, chunk in listed] == list(range(plan.num_chunks))
-    assert len(plan.tile_chunks) == -(-ends[-1] // ROW_TILE)
-    for pair in plan.pairs:
-        ranks = layout.ranks[pair.slot]
-        assert [chunk == -1 for chunk in pair.chunks] == [rank == 0 for rank in ranks]
-
-
-@given(cases())
-@fast
-def test_chunks_name_their_factors_rows(case: Case) -> None:
-    ends, layout = case
-    plan = tile_plan(ends, layout)
-    assert len(plan.chunk_a) == len(plan.chunk_b) == plan.num_chunks
-    for pair in plan.pairs:
-        for target, chunk in chunks_of(pair, layout):
-            step = RANK_CHUNK * (chunk - pair.chunks[target])
-            assert plan.chunk_a[chunk] == layout.a_begin[pair.slot][target] + step
-            assert plan.chunk_b[chunk] == layout.b_begin[pair.slot][target] + step
 
 
 @given(cases(), st.sampled_from([16, 64, 300, 512]), st.integers(1, 4))

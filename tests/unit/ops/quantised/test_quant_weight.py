@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -159,34 +158,6 @@ def test_codes_pass_to_a_view_of_all_rows() -> None:
     view = pass_rows(x, x.unsqueeze(1))
     x.add_(1)
     assert handed_rows(view, None) is None, "what a view shares has changed"
-
-
-class _Passing(torch.autograd.Function):
-    """Notes what lies on its gradient, and leaves codes on the one that it returns."""
-
-    found: ClassVar[list[object]] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        _Passing.found.append(handed_rows(dy, None))
-        dx = dy * 2
-        hand_rows(dx, encode_rows(dx))
-        return dx
-
-
-def test_codes_go_from_node_to_node_of_the_graph() -> None:
-    x = torch.randn(3, 40, requires_grad=True)
-    _Passing.found.clear()
-    _Passing.apply(_Passing.apply(x)).sum().backward()
-    assert [rows is None for rows in _Passing.found] == [True, False]
-    split = _Passing.apply(x)
-    _Passing.found.clear()
-    (_Passing.apply(split) + _Passing.apply(split)).sum().backward()
-    assert _Passing.found == [None] * 3, "a sum of gradients has no codes"
 
 
 def test_a_weight_takes_handed_codes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 
 import pytest
 import torch
@@ -95,18 +94,6 @@ def test_attention_spans_by_brute_force(documents: list[Document], cp_size: int)
         for row, keys in zip(view.local_rows().tolist(), seen, strict=True):
             document_begin = whole[row][0]
             assert keys == list(range(document_begin, row + 1))
-
-
-@given(DOCUMENTS, CP_SIZES)
-@fast
-def test_there_is_one_group_a_slot_on_every_rank(documents: list[Document], cp_size: int) -> None:
-    for view in views_of(documents, cp_size):
-        groups = view.rows
-        assert groups.num_slots == NUM_SLOTS
-        present = [slot for slot in range(NUM_SLOTS) if groups.lengths[slot]]
-        assert groups.present_slots == tuple(present)
-        assert tuple(itertools.accumulate(groups.lengths)) == groups.ends
-        assert groups.ends[-1] == view.num_tokens
 
 
 @given(DOCUMENTS)

@@ -185,14 +185,3 @@ def test_steps_are_made_once_for_a_lane(library: Library, monkeypatch: pytest.Mo
     made.all_reduce(torch.zeros(8, 16, dtype=torch.bfloat16), 1)
     assert asked == [*sizes, ("all_reduce", 256)]
     assert [c["dtype"] for c in library.calls] == [0, 0, 0, 2, 2, 2, 0, 0, 0, 0]
-
-
-def test_descriptions_name_every_place(library: Library) -> None:
-    made = collectives()
-    steps = made.steps("all_reduce", 256)
-    found = made.describe(0, steps, torch.float16)
-    kinds = {Copy: 0, Exchange: 1, Sum: 2}
-    assert [s.kind for s in found.steps[: found.num_steps]] == [kinds[type(s)] for s in steps]
-    assert tuple(found.flags[:SIZE]) == ADDRESSES
-    assert [a - f for a, f in zip(found.areas[:SIZE], ADDRESSES, strict=True)] == [512] * SIZE
-    assert (found.dtype, found.device) == (1, 2)

@@ -210,14 +210,9 @@ class _Made(TorchDispatchMode):
 
 
 def test_a_linear_that_loses_more_is_an_outlier() -> None:
-    rounding = Rounding()
+    rounding, of_another = Rounding(), Rounding()
     rounding.add("good", torch.tensor([0.0265**2 * 4, 4.0]))
     rounding.add("bad", torch.tensor([0.02**2, 1.0]))
-    rounding.join([rounding_of("bad", torch.tensor([0.05**2, 1.0]))])
+    of_another.add("bad", torch.tensor([0.05**2, 1.0]))
+    rounding.join([of_another])
     assert outliers(rounding.relative()) == ["bad"]
-
-
-def rounding_of(name: str, squares: Tensor) -> Rounding:
-    rounding = Rounding()
-    rounding.add(name, squares)
-    return rounding

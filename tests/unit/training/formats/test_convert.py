@@ -25,8 +25,6 @@ from tlora_megatron.training.formats.megatron_checkpoint import (
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments, megatron_flags
 from tlora_megatron.training.run.fingerprint import relative_error
 
-REPO = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def content_of(*lengths: int) -> Round:
-    """One micro-batch."""
     sequences = [
         TokenSequence(np.zeros(n + 1, dtype=np.int32), np.ones(n + 1, dtype=bool)) for n in lengths
     ]
@@ -81,11 +80,6 @@ class Run:
 
 def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / TRACE_FILE).read_text().splitlines()]
-
-
-def test_rounds_know_their_size() -> None:
-    assert content_of(3, 4, 5).num_tokens == 12
-    assert content_of(3, 4, 5).most_documents == 3
 
 
 def test_chooses_sets_and_writes_down(tmp_path: Path) -> None:
@@ -252,13 +246,6 @@ def test_a_new_run_begins_a_new_trace(tmp_path: Path) -> None:
     Run(tmp_path).train(60)
     assert Run(tmp_path).count == 1
     assert records(tmp_path) == []
-
-
-def test_another_mix_is_explored_by_the_resumed_run(tmp_path: Path) -> None:
-    Run(tmp_path).train(60)
-    again = Run(tmp_path, resuming=True)
-    again.train(30, names=("a",))
-    assert {r["nano_batches"] for r in records(tmp_path)[59:]} > {1, 2}
 
 
 def test_a_failed_job_makes_another_mix() -> None:

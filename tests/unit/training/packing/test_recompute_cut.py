@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.training.packing.test_nano_batch import groups
 from tests.unit.training.packing.test_packing import sequence
 from tlora_megatron.model.cp_dispatch import CpRates, CpTeam
 from tlora_megatron.model.deployment import ReplicaRate
-from tlora_megatron.model.layout import ParallelLayout, RecomputeTable
-from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.parallel.nano_cuts import cut_by_length
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import (
@@ -169,14 +169,9 @@ def test_replicas_without_sequences_have_no_micro_batch_but_in_a_pipeline() -> N
 
 
 def packer(pp_size: int = 1, **changes: Any) -> RoundPacker:
-    layout = ParallelLayout(dp_size=2, pp_size=pp_size)
-    nobody: Any = None
-    groups = ParallelGroups(
-        layout=layout, tp_rank=0, pp_rank=0, cp_rank=0, dp_rank=1, tp_group=nobody,
-        dp_cp_group=nobody, model_group=nobody, device=torch.device("cpu"),
-    )  # fmt: skip
     made = RoundPacker(
-        groups=groups, micro_batch_tokens=40, shape=RoundShape(), active=(True,), dropout_keys=(1,),
+        groups=groups(dp_rank=1, dp_size=2, pp_size=pp_size), micro_batch_tokens=40,
+        shape=RoundShape(), active=(True,), dropout_keys=(1,),
         num_nano_batches=1, cut=cut_by_length, rule=rule_of(2, 2, pp_size),
     )  # fmt: skip
     return replace(made, **changes)
@@ -223,14 +218,10 @@ ITEMS = [
 
 
 def packed_on(cp_rank: int, table: RecomputeTable | None = None) -> PackedRound:
-    nobody: Any = None
-    groups = ParallelGroups(
-        layout=ParallelLayout(cp_size=2), tp_rank=0, pp_rank=0, cp_rank=cp_rank, dp_rank=0,
-        tp_group=nobody, dp_cp_group=nobody, model_group=nobody, device=torch.device("cpu"),
-    )  # fmt: skip
     packer = RoundPacker(
-        groups=groups, micro_batch_tokens=BUDGET, shape=RoundShape(recompute=table), active=(True,),
-        dropout_keys=(1,), num_nano_batches=1, cut=cut_by_length, cp_rates=RATES,
+        groups=groups(cp_rank=cp_rank, cp_size=2), micro_batch_tokens=BUDGET,
+        shape=RoundShape(recompute=table), active=(True,), dropout_keys=(1,), num_nano_batches=1,
+        cut=cut_by_length, cp_rates=RATES,
     )  # fmt: skip
     return packer.pack_round([ITEMS], first_slot=0)
 

@@ -157,30 +157,25 @@ def test_run_without_a_line_has_a_report(tmp_path: Path, jobs: list[str]) -> Non
     assert text.count('class="card"') == len(jobs)
 
 
-def test_rejected_job_shows_its_reason(tmp_path: Path) -> None:
-    write_job(tmp_path, "a", 5)
-    reason = "job 'b': rank must be at most 64, got 128"
-    done, left = {"status": "finished"}, {"status": "rejected", "reason": reason}
-    write_summary(tmp_path, {"run": {"rounds": 1}, "jobs": {"a": done, "b": left}})
-    text, page = page_of(tmp_path)
-    assert reason in "".join(page.words)
-    assert 'class="chip rejected"' in text
-    assert "ended: 1 finished, 1 rejected · written" in text
-
-
 @pytest.mark.parametrize(
     ("states", "said"),
     [
         (("finished", "finished"), "finished · "),
         (("finished", "failed"), "ended: 1 finished, 1 failed · "),
         (("running", "failed"), "stopped: 1 running, 1 failed · "),
+        (("finished", "rejected"), "ended: 1 finished, 1 rejected · "),
     ],
 )
-def test_the_title_names_failed_jobs(tmp_path: Path, states: tuple[str, str], said: str) -> None:
-    jobs = {f"job{i}": {"status": state} for i, state in enumerate(states)}
+def test_failed_jobs_are_in_the_title_and_their_reasons_on_the_page(
+    tmp_path: Path, states: tuple[str, str], said: str
+) -> None:
+    jobs = {f"job{i}": {"status": s, "reason": f"job {i} is {s}"} for i, s in enumerate(states)}
     write_summary(tmp_path, {"run": {"rounds": 3}, "jobs": jobs})
-    text, _ = page_of(tmp_path)
+    text, page = page_of(tmp_path)
     assert f"<p>{said}written" in text
+    if states[1] != "finished":
+        assert f"job 1 is {states[1]}" in "".join(page.words)
+        assert f'class="chip {states[1]}"' in text
 
 
 def test_axes_are_titled_and_evaluations_are_dots_at_both_widths(tmp_path: Path) -> None:
@@ -226,15 +221,6 @@ def test_incidents_are_marked_in_their_job_only(tmp_path: Path) -> None:
     assert [path.count("M") for path in ticks] == [2, 2]  # in loss and gradient norm
     assert "--bad" not in card_of(text, 1)
     assert "2" in page.words
-
-
-def test_all_values_nonfinite(tmp_path: Path) -> None:
-    with JobMetrics(tmp_path, "a", tensorboard=False, wandb_project=None) as job:
-        job.log_eval(0, math.nan, 0.0)
-        for step in (1, 2):
-            job.log_step(step, math.nan, math.inf, 1e-3, 4, 8, 0.1, skipped=True)
-    text, _ = page_of(tmp_path)
-    assert card_of(text, 0).count("no values") == 2
 
 
 @pytest.mark.filterwarnings("error")

@@ -188,23 +188,6 @@ def test_a_block_equals_peft_job_by_job(block: Block, bank: AdapterBank, routing
             assert_equal(got, grad, f"{name} {factor}")
 
 
-@pytest.mark.parametrize("name", ["own", "outer"])
-def test_gradients_of_two_micro_batches_add_up(name: str, block: Block, bank: AdapterBank) -> None:
-    experts, slot = ours(block, bank), list(LORAS).index(name)
-    slab = bank.adapters[slot].slab
-    rows = torch.randn(7, 1, HIDDEN)
-    seen = []
-    for _ in range(2):
-        document = Document(slot=slot, length=7)
-        view = pack_micro_batch([document], num_slots=len(LORAS), num_tokens=7)
-        with use_micro_batch(view):
-            y, _ = experts(rows.clone().requires_grad_())
-        y.sum().backward()
-        seen.append(slab.grad.clone())
-    assert seen[0].any()
-    torch.testing.assert_close(seen[1], 2 * seen[0])
-
-
 class MultiplyAdds(TorchDispatchMode):
     """Counts those of matrix products."""
 

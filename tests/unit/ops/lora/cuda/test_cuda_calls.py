@@ -90,16 +90,6 @@ def test_gemm(launched: list[dict[str, Any]], dropout: Dropout | None) -> None:
     )  # fmt: skip
 
 
-def test_gemm_without_adapters(launched: list[dict[str, Any]]) -> None:
-    cuda_calls.gemm(X, W, OUT, GemmTile(256), transposed=False)
-    (fields,) = launched
-    assert not any(bytes(fields["factors"]))
-    expect(
-        fields, kernel="gemm", x=X, weight=W, out=OUT, rows=6, columns_out=16, depth=8,
-        tile_columns=256, group=8, blocks=132,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["", "dropout"])
 def test_rows(launched: list[dict[str, Any]], dropout: Dropout | None, masked: bool) -> None:
