@@ -54,6 +54,10 @@ class Quantised(nn.Parameter):
     pass
 
 
+CODES = {"weight": Quantised(torch.zeros(4, 4))}
+FP8 = {"primary_weights_in_fp8": True, "config": SimpleNamespace(fp8="hybrid")}
+
+
 @pytest.mark.parametrize(
     ("linear", "changes", "reason"),
     [
@@ -64,20 +68,8 @@ class Quantised(nn.Parameter):
         (TERowParallelLinear(bias=True), {}, "a row-parallel linear has a bias"),
         (TERowParallelLinear(), {"te_return_bias": True}, "a bias is left to the caller"),
         (TERowParallelLinear(), {"te_quant_params": 1}, "quantisation settings of its own"),
-        (
-            TERowParallelLinear(),
-            {
-                "weight": Quantised(torch.zeros(4, 4)),
-                "primary_weights_in_fp8": True,
-                "config": SimpleNamespace(fp8="hybrid"),
-            },
-            None,
-        ),
-        (
-            TERowParallelLinear(),
-            {"weight": Quantised(torch.zeros(4, 4))},
-            "weights are held as Quantised",
-        ),
+        (TERowParallelLinear(), CODES, "weights are held as Quantised"),
+        (TERowParallelLinear(), CODES | FP8, None),
     ],
 )
 def test_what_keeps_the_product(linear: Any, changes: dict[str, Any], reason: str | None) -> None:

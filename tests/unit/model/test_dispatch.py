@@ -10,11 +10,11 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.training.packing.test_packing import queues_of
 from tlora_megatron.model.cp_dispatch import (
     CpRates,
     CpTeam,
@@ -24,8 +24,7 @@ from tlora_megatron.model.cp_dispatch import (
 )
 from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.model.dispatch import admit, assign, cut, cut_evenly, turns
-from tlora_megatron.training.data.tokenize import TokenSequence
-from tlora_megatron.training.packing.packing import Item, fill_bins
+from tlora_megatron.training.packing.packing import fill_bins
 
 KINDS = (
     ReplicaRate(token_ps=110_000_000, square_ps=6000, longest=6144),
@@ -37,10 +36,6 @@ KINDS = (
 fast = settings(max_examples=60, deadline=None)
 QUEUES = st.lists(st.lists(st.integers(1, 40), max_size=8), min_size=1, max_size=5)
 FEW = st.lists(st.integers(1, 6000), max_size=40)
-
-
-def sequence(rows: int) -> TokenSequence:
-    return TokenSequence(np.zeros(rows + 1, np.int32), np.ones(rows + 1, bool))
 
 
 def lengths_of(draw: random.Random, count: int, longest: int) -> list[int]:
@@ -56,8 +51,9 @@ def test_a_round_admits_what_packing_by_tokens_would_hold(
 ) -> None:
     left = [sorted(queue, reverse=True) for queue in queues]
     taken = admit(left, first_slot=first_slot, rooms=[40] * count)
-    items = [[Item(sequence(n), i, 0, 1.0) for i, n in enumerate(queue)] for queue in left]
-    _, rest = fill_bins(items, capacity=40, dp_size=count, pp_size=1, first_slot=first_slot)
+    _, rest = fill_bins(
+        queues_of(left), capacity=40, dp_size=count, pp_size=1, first_slot=first_slot
+    )
     assert [len(queue) for queue in rest] == [
         len(queue) - n for queue, n in zip(left, taken, strict=True)
     ]

@@ -158,6 +158,7 @@ def patient_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_compiler(tmp_path, WRITES_ITS_OUTPUT, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("patient_compiler")
 def test_processes_that_build_at_once_compile_once(tmp_path: Path) -> None:
     code = (

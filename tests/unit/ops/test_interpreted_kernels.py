@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.launch import HANG_S
+from tests.helpers.launch import python
 
 OPS = Path(__file__).parent
 ADAMW, FROZEN = OPS / "adamw/test_adamw.py", OPS / "frozen/test_frozen_kernels.py"
@@ -28,21 +26,14 @@ SCALE = OPS / "quantised/test_tensor_scale_kernels.py"
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_the_kernels_in_the_interpreter() -> None:
+def test_the_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     # Those of the frozen parts run as they are where there is a GPU.
     files = [ADAMW]
     if not torch.cuda.is_available():
         files += [FROZEN, SUMS, CODES, FP8, SCALE, EXPERTS]
     # In some files words select the tests of kernels, in those named after kernels all.
     words = ("-k", "kernel")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
-    result = subprocess.run(
-        [*command, *map(str, files)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert result.returncode == 0, result.stdout
-    assert " passed" in result.stdout
-    assert ADAMW.name not in result.stdout, "it was skipped"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    said = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *words, *files)
+    assert " passed" in said
+    assert ADAMW.name not in said, "it was skipped"

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.helpers.launch import imported
 from tlora_megatron.training import metrics
 from tlora_megatron.training.metrics import JobMetrics, read_metrics, write_summary
 
@@ -247,9 +248,7 @@ def test_summary_is_strict_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_reading_metrics_needs_no_torch() -> None:
-    code = "import sys, tlora_megatron.training.run.report; assert not {'torch'} & set(sys.modules)"
-    root = Path(metrics.__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+    assert not imported("import tlora_megatron.training.run.report", "torch")
 
 
 def test_nothing_is_written_once_somebody_else_owns_the_file(tmp_path: Path) -> None:

@@ -182,6 +182,7 @@ def test_a_base_that_is_scored_before_it_has_adapters(
     assert (compute.layers.own, num_run, compute.late.found, told(caplog)) == (4, [], [], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modules", [["layernorm"], ["layernorm", "mlp"]], ids="+".join)
 def test_norms_that_run_again(
     modules: list[str], groups: ParallelGroups, num_run: list[int], monkeypatch: pytest.MonkeyPatch
@@ -227,6 +228,7 @@ class NarrowNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype))
 
 
+@pytest.mark.slow
 def test_an_fp32_residual_stream(
     groups: ParallelGroups, num_run: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +298,7 @@ def test_settings_for_modules(options: dict[str, Any], reason: str, groups: Para
     assert reason in case.compute.line
 
 
+@pytest.mark.slow
 def test_a_hook_that_comes_later_is_called_and_told_once(
     groups: ParallelGroups, num_run: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:

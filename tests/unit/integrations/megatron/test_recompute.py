@@ -86,6 +86,7 @@ def train(recomputes: tuple[Recompute, ...]) -> tuple[list[Any], Counter[Recompu
     return found, seen
 
 
+@pytest.mark.slow
 def test_a_run_by_micro_batch_has_the_bits_of_each_fixed_recompute() -> None:
     found, seen = train(RECOMPUTES)
     assert seen.keys() == set(RECOMPUTES)
@@ -114,6 +115,7 @@ def train_in_portions(loads: list[JobLoad]) -> tuple[list[float], list[Recompute
     return job.adapter.slab.whole("master").tolist(), seen
 
 
+@pytest.mark.slow
 def test_cuts_by_recompute_keep_a_job_s_bits_beside_others() -> None:
     alone, few = train_in_portions(LOADS[:1])
     together, many = train_in_portions(LOADS)

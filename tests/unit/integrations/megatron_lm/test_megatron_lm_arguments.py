@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.tiny_models import TINY_MODEL_TYPES, tiny_config
+from tests.unit.integrations.megatron_lm.test_megatron_lm_parts import parsed, write_checkpoint
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.integrations.megatron_lm import hooks
 from tlora_megatron.integrations.megatron_lm.arguments import (
@@ -311,19 +312,12 @@ def test_what_is_not_used_is_switched_off_where_the_version_has_it() -> None:
 
 
 def test_one_line_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    base = tmp_path / "release"
-    base.mkdir()
-    (base / "metadata.json").write_text("{}")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    base = write_checkpoint(tmp_path / "base", "release", "release", is_distributed=True)
 
     def settled(words: str) -> list[str]:
         caplog.clear()
-        args = argparse.Namespace(
-            save="out", save_interval=1, hidden_size=32, seq_length=8, max_position_embeddings=8,
-            lr=0.1,
-            transformer_impl="local", load=str(tmp_path), pretrained_checkpoint=None,
-            ckpt_format="torch" if "torch" in words else "torch_dist",
-        )  # fmt: skip
+        ckpt_format = "torch" if "torch" in words else "torch_dist"
+        args = parsed(lr=0.1, load=base, pretrained_checkpoint=None, ckpt_format=ckpt_format)
         hooks.settle(args, words.split())
         return [record.getMessage() for record in caplog.records]
 

@@ -63,32 +63,55 @@ BAD: dict[str, Any] = {
 """Values that are refused; of all other arguments True is."""
 
 
-def test_usual_settings_pass() -> None:
-    guard.check_arguments(argparse.Namespace(**FINE))
+def check(**fields: Any) -> None:
+    guard.check_arguments(argparse.Namespace(**(FINE | fields)))
+
+
+TP: dict[str, Any] = {"tensor_model_parallel_size": 2}
+BALANCING = "moe_router_load_balancing_type"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        TP,
+        TP | {"num_experts": 4, "sequence_parallel": True},
+        {"train_iters": None, "train_samples": 8},
+        {BALANCING: ["seq_aux_loss", "aux_loss"]},
+    ],
+    ids=str,
+)
+def test_settings_that_pass(fields: dict[str, Any]) -> None:
+    check(**fields)
 
 
 @pytest.mark.parametrize("rule", guard.RULES, ids=lambda rule: rule.argument)
 def test_each_setting_is_refused_by_its_flag(rule: Any) -> None:
-    args = argparse.Namespace(**(FINE | {rule.argument: BAD.get(rule.argument, True)}))
     message = rf"^{rule.flag} must be .* with --tlora-config, got .*; \S"
     with pytest.raises(ValueError, match=message):
-        guard.check_arguments(args)
+        check(**{rule.argument: BAD.get(rule.argument, True)})
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        # As it is typed: the flag negates its argument.
         ({"add_bias_linear": True}, "--disable-bias-linear must be on with .*, got off; "),
         ({"save": None}, "--save must be given"),
         ({"train_iters": None}, "--train-iters must be given .*, got absent"),
+        (TP | {"num_experts": 4}, "--sequence-parallel must be on with .*, got off"),
+        # They mix jobs.
+        ({BALANCING: "sinkhorn"}, "--moe-router-load-balancing-type must be none"),
+        (
+            {BALANCING: ["seq_aux_loss", "quantile_balancing"]},
+            "--moe-router-load-balancing-type must be none",
+        ),
     ],
 )
-def test_how_an_argument_is_named(fields: dict[str, Any], message: str) -> None:
-    """As it is typed, also where its flag negates it."""
+def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
-        guard.check_arguments(argparse.Namespace(**(FINE | fields)))
-    samples = {"train_iters": None, "train_samples": 8}
-    guard.check_arguments(argparse.Namespace(**(FINE | samples)))
+        check(**fields)
 
 
 @pytest.mark.parametrize(
@@ -101,29 +124,9 @@ def test_how_an_argument_is_named(fields: dict[str, Any], message: str) -> None:
     ],
 )  # fmt: skip
 def test_rows_are_cut_evenly_over_ranks(parallel: dict[str, Any], multiple: int) -> None:
-    guard.check_arguments(argparse.Namespace(**(FINE | parallel)))
-    args = argparse.Namespace(**(FINE | parallel | {"seq_length": 64 + multiple // 2}))
+    check(**parallel)
     with pytest.raises(ValueError, match=rf"--seq-length must be a multiple of {multiple} with"):
-        guard.check_arguments(args)
-
-
-def test_experts_under_tensor_parallelism_want_sequence_parallelism() -> None:
-    tp = {"tensor_model_parallel_size": 2}
-    guard.check_arguments(argparse.Namespace(**(FINE | tp)))
-    guard.check_arguments(
-        argparse.Namespace(**(FINE | tp | {"num_experts": 4, "sequence_parallel": True}))
-    )
-    with pytest.raises(ValueError, match=r"--sequence-parallel must be on with .*, got off"):
-        guard.check_arguments(argparse.Namespace(**(FINE | tp | {"num_experts": 4})))
-
-
-@pytest.mark.parametrize("kinds", ["sinkhorn", ["seq_aux_loss", "quantile_balancing"]])
-def test_routers_that_mix_jobs_are_refused(kinds: str | list[str]) -> None:
-    fine = FINE | {"moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"]}
-    guard.check_arguments(argparse.Namespace(**fine))
-    args = argparse.Namespace(**(FINE | {"moe_router_load_balancing_type": kinds}))
-    with pytest.raises(ValueError, match="--moe-router-load-balancing-type must be none"):
-        guard.check_arguments(args)
+        check(**parallel, seq_length=64 + multiple // 2)
 
 
 def test_the_launcher_sets_hardware_queues_with_the_flag_alone(

@@ -102,6 +102,7 @@ def standardized(p: float, rows: int) -> torch.Tensor:
     return (dropped(p, rows=rows).float() - rate) / math.sqrt(rate * (1 - rate))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_all_pairs_of_columns_and_of_rows_are_independent(p: float) -> None:
     """Two million pairs: as standard normal variables, they stay below 6.5 and have variance 1."""

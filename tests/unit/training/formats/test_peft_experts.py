@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.oracle_experts import expert_factor
 from tests.helpers.tiny_models import make_tiny_model
+from tests.unit.training.formats.test_peft_format import change_config
 from tlora_megatron.cli.main import main
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.layers.slab import factor_names, factor_shape
@@ -65,11 +66,6 @@ def write(folder: Path, base: Path, model: ModelSpec, lora: LoraSpec) -> dict[st
     factors = drawn(model, lora)
     export_adapter(folder, lora=lora, factors=factors, model=model, base_model=str(base))
     return factors
-
-
-def change_config(folder: Path, **fields: object) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def merged(base: Path, folder: Path | None = None) -> dict[str, Tensor]:

@@ -179,7 +179,7 @@ def test_a_resumed_choice_is_kept_without_exploring() -> None:
     assert other.kept == 2
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     costs=st.lists(st.floats(0.7, 1.3), min_size=MOST_COUNT, max_size=MOST_COUNT),
     seed=st.integers(0, 2**20),
@@ -205,7 +205,7 @@ def test_under_the_hysteresis_every_change_is_to_a_truly_faster_count(
     assert times == sorted(times, reverse=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     costs=st.lists(st.floats(0.7, 1.3), min_size=MOST_COUNT, max_size=MOST_COUNT),
     width=st.floats(0.0, 0.1),

@@ -8,18 +8,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.helpers.layout_sites import SPEC
+from tests.unit.training.packing.test_packing import queues_of
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.ops.routing import Document
 from tlora_megatron.parallel.overlap import NO_LIMIT, LaneRoom
-from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.nano.rounds import NanoRounds, mix_key, rank_aware_cut
 from tlora_megatron.training.nano.trace import TRACE_FILE, NanoTrace, TraceLine, read_trace
-from tlora_megatron.training.packing.packing import Item, Placed, Round
+from tlora_megatron.training.packing.packing import Placed, Round
 
 COSTS = (1.0, 0.9, 0.95, 1.0)
 
@@ -28,10 +27,7 @@ pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def content_of(*lengths: int) -> Round:
-    sequences = [
-        TokenSequence(np.zeros(n + 1, dtype=np.int32), np.ones(n + 1, dtype=bool)) for n in lengths
-    ]
-    placed = tuple(Placed(0, Item(s, i, 0, 1.0)) for i, s in enumerate(sequences))
+    placed = tuple(Placed(0, item) for item in queues_of([list(lengths)])[0])
     return Round(replicas=((placed,),))
 
 
@@ -216,14 +212,6 @@ def test_a_trace_of_an_earlier_version_stays_and_mixes_are_explored_anew(tmp_pat
     assert records(tmp_path)[:59] == old
 
 
-def test_a_trace_that_cannot_be_read_stops_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / TRACE_FILE).mkdir()
-    assert Run(tmp_path, resuming=True).count == 1
-    assert "could not be read" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("rounds", "names"), [((20, 0), ("a", "b")), ((60, 5), ("a",))], ids=["exploring", "too soon"]
 )
@@ -255,12 +243,18 @@ def test_a_failed_job_makes_another_mix() -> None:
     assert mix_key(mix) != before != mix_key(jobs("a", "bb"))
 
 
-def test_a_full_disk_costs_no_round(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trace_that_cannot_be_written_read_or_begun_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(tmp_path)
     (tmp_path / TRACE_FILE).unlink()
     (tmp_path / TRACE_FILE).mkdir()
     run.train(3)
     assert caplog.text.count("could not be written") == 1
+    assert Run(tmp_path, resuming=True).count == 1
+    assert "could not be read" in caplog.text
+    NanoTrace(tmp_path).begin()  # the other processes wait for what the writer has to tell
+    assert "could not be emptied" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["best", "aimd"])
@@ -323,10 +317,3 @@ def test_a_disk_that_fills_up_in_a_line(tmp_path: Path, caplog: pytest.LogCaptur
     assert [record.message.partition(": ")[0] for record in caplog.records] == [
         f"{trace.path} could not be written"
     ]
-
-
-def test_a_trace_that_cannot_be_begun(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The other processes wait for what the writer has to tell."""
-    (tmp_path / TRACE_FILE).mkdir()
-    NanoTrace(tmp_path).begin()
-    assert "could not be emptied" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -110,7 +111,7 @@ QUEUES = st.lists(st.lists(st.integers(1, 40), max_size=9), min_size=1, max_size
 SHAPES = st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(1, 3))
 
 
-def items(lengths: list[int]) -> list[Item]:
+def items(lengths: Sequence[int]) -> list[Item]:
     sequences = [TokenSequence(np.zeros(n + 1, np.int32), np.ones(n + 1, bool)) for n in lengths]
     return [Item(sequence, i, 0, 1.0) for i, sequence in enumerate(sequences)]
 
@@ -211,10 +212,7 @@ RATES = CpRates(
     )
 )
 LENGTHS = (150, 20, 20, 20, 20)
-ITEMS = [
-    Item(TokenSequence(np.zeros(rows + 1, np.int32), np.ones(rows + 1, bool)), index, 0, 1.0)
-    for index, rows in enumerate(LENGTHS)
-]
+ITEMS = items(LENGTHS)
 
 
 def packed_on(cp_rank: int, table: RecomputeTable | None = None) -> PackedRound:

@@ -19,7 +19,7 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron import cpu
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
-from tlora_megatron.layers.sites import Site, stage_sites
+from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import ParallelLayout
@@ -110,12 +110,9 @@ def ours(block: Block, bank: AdapterBank) -> FrozenExperts:
     experts.experts.linear_fc2.stacked.copy_(block.mlp.experts.down_proj)
     for site in bank.sites:
         if site.experts is not None:
-            linear_of(experts, site).bind_adapters(bank, site)
+            linear: Any = getattr(experts.experts, site.linear.replace("experts_", "linear_"))
+            linear.bind_adapters(bank, site)
     return experts
-
-
-def linear_of(experts: FrozenExperts, site: Site) -> Any:
-    return getattr(experts.experts, site.linear.replace("experts_", "linear_"))
 
 
 def spans() -> Iterator[tuple[str, slice]]:

@@ -160,6 +160,7 @@ def test_halves_compute_what_modules_do(
     assert equal(actual, case.results(view))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["plain", "fp8"])
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_a_micro_batch_chooses_what_is_computed_again(num_parts: int, is_fp8: bool) -> None:

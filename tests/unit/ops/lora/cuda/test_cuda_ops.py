@@ -147,6 +147,7 @@ def test_any_tile_and_any_gpu_give_the_same(tile: int, multiprocessors: int, run
     check(bench(x, dy, rows), definition(case, x, dy, rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_s_and_ds_are_written_in_both_forms(name: str, run: type) -> None:
     case, rows, x, dy = make(name)
@@ -158,10 +159,9 @@ def test_s_and_ds_are_written_in_both_forms(name: str, run: type) -> None:
         torch.testing.assert_close(written, row_form, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", [(350,), (130,), (1, 2, 699), (130, 260, 390)], ids=str)
-@pytest.mark.parametrize(
-    "name", ["ragged segments", "one adapter among rows without", "64 adapters"]
-)
+@pytest.mark.parametrize("name", ["ragged segments", "one adapter among rows without"])
 def test_windows_of_x_add_up(name: str, cuts: tuple[int, ...], run: type) -> None:
     case, rows, x, dy = make(name)
     num_rows = rows.ends[-1]
@@ -180,6 +180,7 @@ def s_of_windows(
     return torch.stack(parts).sum(dim=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ragged segments", "one adapter", "ranks 1 to 256"])
 def test_order_of_arrival_does_not_show(name: str, run: type) -> None:
     case, rows, x, dy = make(name)
@@ -254,6 +255,7 @@ PORTIONS = make_rows((900, 40, 0, 300), 21, budget=4000, cuts=(150, 500, 520, 10
 """The first slot's second portion has two runs, the others one; the last slot's come later."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [(), (0.3, 0.1, 0.5, 0.0)], ids=["", "dropout"])
 def test_portions_add_up_as_micro_batches_one_after_another(
     dropout: tuple[float, ...], run: type, cuda_ops: ModuleType, monkeypatch: pytest.MonkeyPatch

@@ -7,10 +7,6 @@ own: `TRITON_INTERPRET=1 pytest` on this file runs them here.
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,7 +31,7 @@ from tests.helpers.kernel_case import (
     run,
     run_shared,
 )
-from tests.helpers.launch import HANG_S
+from tests.helpers.launch import python
 from tests.helpers.linear_case import error
 from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.exactness import Exactness
@@ -117,16 +113,9 @@ def compare(
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreting process")
-def test_the_kernels_in_the_interpreter() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), "-p", "no:cacheprovider"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "passed" in result.stdout, result.stdout
+def test_the_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert " passed" in python("-m", "pytest", "-q", __file__, "-p", "no:cacheprovider")
 
 
 @interpreted
