@@ -301,7 +301,7 @@ def test_nan_in_one_slots_rows_stays_there(poisoned: int, run: type) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [(0, 0, 452), (452, 0, 0), (150, 150, 152), (1, 257, 194), (0, 0, 0)],
+    [(0, 0, 452), (1, 257, 194), (0, 0, 0)],
     ids=lambda lengths: str(lengths),
 )
 def test_an_update_in_place_is_another_micro_batch(other: tuple[int, ...], run: type) -> None:
