@@ -12,7 +12,6 @@ from tests.helpers.linear_case import TOLERANCE, error
 from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
     SPEC,
     Case,
-    process_group,
     use_modules,
     whole,
 )
@@ -22,7 +21,6 @@ from tlora_megatron.ops.lora.kernel_choice import forced_kernels
 from tlora_megatron.ops.routing import MicroBatchView, use_micro_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ops")]
-__all__ = ["process_group"]  # a fixture
 
 WIDE = replace(SPEC, hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_size=768)
 DTYPE = torch.bfloat16

@@ -11,25 +11,25 @@ from typing import Any
 
 import pytest
 import torch
-from peft import BdLoraConfig, LoraConfig, PeftModel, get_peft_model
+from peft import BdLoraConfig, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.block_case import against_dense, blocks
+from tests.helpers.block_case import against_dense, blocks, dense_factors
 from tests.helpers.layout_sites import SPEC as SMALL
 from tests.helpers.layout_sites import sites_of_ranks
 from tests.helpers.linear_case import Case
 from tests.helpers.planner_case import HARDWARE
 from tests.helpers.tiny_models import make_tiny_model, random_factors
+from tests.unit.training.formats.test_peft_format import merged_logits, peft_logits
 from tlora_megatron.config.job import HF_TARGETS, ROW_PARALLEL_TARGETS, DataSpec, JobSpec, LoraSpec
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.rules import check_job
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach, check_blocks_fit
-from tlora_megatron.layers.sites import make_site, rank_sites
+from tlora_megatron.layers.sites import make_site
 from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor, whole_tensors
 from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec, check_block_sizes
-from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan, job_misfit
 from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
@@ -161,35 +161,6 @@ class TestSlab:
         reason = job_misfit([load], Plan(tp_size=8))
         assert reason == "num_blocks 4 of job a is no multiple of TP 8"
 
-    def test_plain_linears_are_cut_as_fused_ones(self) -> None:
-        """DeepSpeed's models hold the same parts of an adapter as Megatron's."""
-        lora = blocks(8, 4)
-        spec = LinearsSpec(
-            num_layers=4,
-            vocab_size=8,
-            max_positions=8,
-            linears=tuple(
-                LinearShape(
-                    target=target,
-                    path=f"layers.{{}}.{target}",
-                    out_size=out_size,
-                    in_size=in_size,
-                    kind="row" if target in ROW_PARALLEL_TARGETS else "column",
-                )
-                for target in HF_TARGETS
-                for out_size, in_size in [SPEC.target_shape(target)]
-            ),
-        )
-        factors = random_factors(SPEC, lora)
-        for tp_rank, sites in enumerate(sites_of_ranks(SPEC, 2)):
-            layout = ParallelLayout(tp_size=2)
-            plain = rank_sites(spec, layout, tp_rank=tp_rank, pp_rank=0)
-            ours, theirs = slab_layout(sites, lora), slab_layout(plain, lora)
-            parts = {f.name: f.shard_of(factors[f.name]) for f in ours.factors}
-            assert parts.keys() == {f.name for f in theirs.factors}
-            for factor in theirs.factors:
-                assert torch.equal(factor.shard_of(factors[factor.name]), parts[factor.name])
-
 
 LORAS = (
     blocks(8, 4, alpha=5, dropout=0.2),
@@ -261,29 +232,13 @@ class TestPeft:
     ) -> None:
         factors = random_factors(model, lora, seed=1)
         export_adapter(tmp_path / "a", lora=lora, factors=factors, model=model, base_model="tiny")
+        named = {name.replace("linear_fc2", "down_proj"): f for name, f in factors.items()}
+        dense_lora, dense = dense_factors(lora, named)
         tokens = torch.arange(3, 27).reshape(2, 12)
-        names = {"linear_fc2": "down_proj"}
-        base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
-        with torch.no_grad():
-            plain = base(tokens).logits
-            for name in factors:
-                _, layer, target, side = name.split(".")
-                if side == "lora_b":
-                    continue
-                target = names.get(target, target)
-                part = "mlp" if target in ("gate_proj", "up_proj", "down_proj") else "self_attn"
-                row = target in ("o_proj", "down_proj")
-                a, b = factors[name], factors[name[:-1] + "b"]
-                a = torch.block_diag(*a.chunk(lora.num_blocks)) if row else a
-                b = b if row else torch.block_diag(*b.chunk(lora.num_blocks))
-                weight = base.get_submodule(f"model.layers.{layer}.{part}.{target}").weight
-                weight += lora.scaling * b @ a
-            ours = base(tokens).logits
-        base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
-        with torch.no_grad():
-            theirs = PeftModel.from_pretrained(base, str(tmp_path / "a"))(tokens).logits
-        torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
-        assert (plain - ours).abs().max() > 0.1
+        ours = merged_logits(base_dir, dense_lora, dense, tokens)
+        theirs = peft_logits(base_dir, tmp_path / "a", tokens)
+        torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=1e-6)
+        assert (merged_logits(base_dir, lora, {}, tokens) - ours).abs().max() > 0.1
 
     def test_peft_s_files_are_read(self, base_dir: Path, model: ModelSpec, tmp_path: Path) -> None:
         base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)

@@ -40,7 +40,6 @@ class Case:
         self.logits = (self.hidden[:, 0].detach().double() @ weight.double().t())[:, :VOCABULARY]
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """Losses and the gradient of the hidden states, fp64."""
         weight = self.head.weight_VH.double()[:VOCABULARY]
         hidden = self.hidden.detach().double().requires_grad_()
         logits = hidden[:, 0] @ weight.t()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,34 +11,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.interpreter import INTERPRETED
-from tests.helpers.kernel_case import CASES, make_case, make_rows, own_factors
+from tests.helpers.kernel_case import CASES, make_case, make_rows, reference, run_shared
+from tests.helpers.linear_case import error
 from tests.helpers.planner_case import FREE_LORA, HARDWARE, job
 from tests.helpers.planner_case import SPEC as PLANNED
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC
-from tests.unit.integrations.megatron_lm.test_megatron_lm_arguments import (
-    arguments,
-    spec_of,
-    write_config,
-)
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
 from tlora_megatron.config.load import ignored_settings, load_config
 from tlora_megatron.config.reader import ConfigError, read_spec
 from tlora_megatron.config.schema import ParallelSpec
-from tlora_megatron.integrations.megatron_lm.arguments import launch_settings
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import make_site, stage_sites
 from tlora_megatron.layers.slab import AdapterSlab, whole_tensors
 from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
-from tlora_megatron.ops.lora.linear_ops import LinearOps
 from tlora_megatron.ops.lora.torch_ops import TorchOps
 from tlora_megatron.planner.candidate import SHARDINGS, Plan, misfit
 from tlora_megatron.planner.choices import (
     choose_lora_sharding,
-    preferred,
     sharding_options,
     sharding_times,
 )
@@ -48,7 +39,6 @@ from tlora_megatron.planner.cost.cost_model import step_cost
 from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.hardware import Link
 from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of
-from tlora_megatron.runtime.planning.plan_inputs import profile_of_gpu
 
 CPU = torch.device("cpu")
 TIMES: dict[LoraSharding, float] = {"fold": 1.0, "rank_exchange": 1.2, "s_lora": 0.9}
@@ -113,14 +103,6 @@ def test_the_key_is_read_strictly() -> None:
         read_spec(ParallelSpec, {"lora_sharding": "slora"}, "parallel")
 
 
-def test_the_key_stands_in_the_file_of_the_megatron_flag_too(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path / "base")
-    path = write_config(tmp_path, parallel={"lora_sharding": "s_lora"})
-    found = launch_settings(arguments(spec, tlora_config=path), tokenizer_size=100)
-    assert found.config.parallel.lora_sharding == "s_lora"
-    assert found.config.parallel.tp_size == 2
-
-
 def test_it_has_no_effect_without_tensor_parallelism(tmp_path: Path) -> None:
     repo, key = Path(__file__).parents[3], "parallel.lora_sharding=s_lora"
     quickstart = repo / "configs" / "quickstart.yaml"
@@ -136,7 +118,6 @@ def test_a_foreign_linear_cannot_be_entered() -> None:
 
 
 def slabs_of(lora: LoraSpec, sharding: LoraSharding, tp_size: int) -> list[AdapterSlab]:
-    """Every TP rank's slab, with nothing in it."""
     layout = ParallelLayout(tp_size=tp_size, lora_sharding=sharding)
     sites = [stage_sites(SPEC, layout, tp_rank=r, pp_rank=0) for r in range(tp_size)]
     return [AdapterSlab(slab_layout(held, lora), CPU) for held in sites]
@@ -172,56 +153,27 @@ def test_block_diagonal_jobs_lie_the_same_under_each_sharding() -> None:
     assert layouts[0] == layouts[1] == layouts[2]
 
 
-LENGTHS = {"ragged": (5, 130, 70, 33), "absent": (0, 61, 0, 257), "none": (0, 0, 0, 0)}
+LENGTHS = {"ragged": (5, 130, 70, 33), "absent": (0, 61, 0, 257)}
 
 
-def all_ops() -> LinearOps:
-    if not INTERPRETED:
-        return TorchOps()
-    from tests.unit.ops.lora.triton.test_triton_kernels import SMALL
-    from tlora_megatron.ops.lora.triton_ops import TritonOps
-
-    return TritonOps(config=SMALL)
-
-
-@pytest.mark.parametrize(
-    ("linear", "workload", "parts"),
-    [("q k v", "ragged", 2), ("gate up", "absent", 4)]  # interpreted kernels take seconds each
-    if INTERPRETED
-    else list(itertools.product(CASES, LENGTHS, (1, 2, 4))),
-)
-def test_parts_that_ranks_compute_make_the_whole_s(linear: str, workload: str, parts: int) -> None:
-    """Parts that ranks compute with their rows of A, put in place, are s; dS comes apart again.
-
-    `test_interpreted_kernels` runs it with Triton's layout.
-    """
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("workload", LENGTHS)
+@pytest.mark.parametrize("linear", CASES)
+def test_ranks_that_share_make_the_definition(linear: str, workload: str, parts: int) -> None:
+    """The kernels' layouts: in test_triton_kernels.py and test_cuda_sharding.py."""
     columns, ranks = CASES[linear]
-    ops, rows = all_ops(), make_rows(LENGTHS[workload], padding=7)
-    case = make_case(ranks, columns, 80, dtype=torch.float32)
-    x = torch.randn(rows.ends[-1], 80, generator=torch.Generator().manual_seed(0))
-    bound = ops.bind(case.factors, rows)
-    owns = [ops.bind(own_factors(case.factors, part, parts), rows) for part in range(parts)]
-    whole = bound.down(x)
-    joined = torch.cat([own.rank_places().take(own.down(x)) for own in owns])
-    places = bound.rank_places(parts)
-    assert places.num_values == joined.numel()
-    s = places.put(joined)
-    torch.testing.assert_close(places.take(whole), joined)
-    window, base = (0, len(x)), torch.zeros(len(x), case.out_size)
-    y, expected = (bound.up(t, base, window) for t in (s, whole))
-    torch.testing.assert_close(y, expected)
-    dy = torch.randn(rows.ends[-1], case.out_size, generator=torch.Generator().manual_seed(1))
-    ds = bound.backward_up(dy, s)
-    apart = places.take(ds).chunk(parts) if joined.numel() else []
-    dx = torch.zeros_like(x)
-    for own, values in zip(owns, apart, strict=False):
-        own_ds = own.rank_places().put(values.contiguous())
-        dx += own.branch_dgrad(own_ds, window)
-    torch.testing.assert_close(dx, bound.branch_dgrad(ds, window))
+    lengths = LENGTHS[workload]
+    rows = make_rows(lengths, padding=7)
+    case = make_case(ranks, columns, 80, dtype=torch.float64)
+    x, dy = (torch.randn(rows.ends[-1], n, dtype=torch.float64) for n in (80, case.out_size))
+    found = run_shared(TorchOps(), case, x, dy, rows, parts)
+    for name, value in reference(case, x.clone(), dy, rows).items():
+        assert error(found[name], value) < 1e-6, name
     counted = sum(
         n * sum(-(-r // parts) * parts for r in slot)
-        for n, slot in zip(LENGTHS[workload], ranks, strict=True)
+        for n, slot in zip(lengths, ranks, strict=True)
     )
+    places = TorchOps().bind(case.factors, rows).rank_places(parts)
     assert places.num_values == counted, "one value a row and rank row, nothing filled up beyond"
 
 
@@ -275,14 +227,6 @@ def test_rank_exchange_is_never_faster_nor_smaller_than_fold(
     around = replace(plan, lora_sharding="rank_exchange")
     sizes = [memory_use(spec, jobs, p, hardware).total_bytes for p in (plan, around)]
     assert sizes[0] == sizes[1]
-
-
-def test_slow_collectives_favour_fold_and_many_replicas_s_lora() -> None:
-    assert preferred({"fold": 1.0, "rank_exchange": 1.0, "s_lora": 1.0}) == "fold"
-    plan = Plan(tp_size=2, micro_batch_tokens=512)
-    slow = replace(HARDWARE, intra_node=Link(bytes_per_s=1e9, latency_s=1.0))
-    times = sharding_times(PLANNED, [job()], plan, slow)
-    assert times["s_lora"] > times["fold"]
 
 
 LAYERS, ROWS = PLANNED.num_layers, 128
@@ -348,10 +292,3 @@ def test_plans_say_it_to_the_run(tmp_path: Path) -> None:
     assert "parallel.lora_sharding=s_lora" in overrides_of(config, plan)
     assert apply_plan(config, Plan()).parallel.lora_sharding == "auto"
     assert misfit(PLANNED, Plan(lora_sharding="s_lora")) == "s_lora needs tensor parallelism"
-
-
-def test_a_gpu_finds_its_measured_profile() -> None:
-    found = profile_of_gpu("NVIDIA H100 80GB HBM3")
-    assert found is not None
-    assert found.source == "measured"
-    assert profile_of_gpu("abacus") is None

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from tests.helpers.linear_case import JOBS, TOLERANCE, WORKLOADS, Case, error
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.linear import LinearLayout, computes_base, multi_lora_linear
-from tlora_megatron.ops.dropout import dropout
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.lora.torch_ops import TorchLinear
-from tlora_megatron.ops.routing import Document, pack_micro_batch
+from tlora_megatron.ops.routing import pack_micro_batch
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -76,27 +75,6 @@ def test_gradients_of_a_batch_under_way_survive_a_neighbour_leaving() -> None:
         assert torch.equal(grad, alone[name]), name
 
 
-def test_dropout_is_the_same_for_a_token_wherever_it_is_packed() -> None:
-    case = Case("linear_fc2", torch.float32, loras=(JOBS[1], JOBS[3]))
-    first = case.view((6, 4), num_tokens=16, training=True)
-    document = Document(slot=0, length=6, first_token=3)
-    second = pack_micro_batch(
-        [Document(slot=0, length=2, first_token=90), document],
-        num_slots=2,
-        num_tokens=32,
-        dropout_keys=first.dropout_keys,
-    )
-    x = torch.randn(6, case.site.in_size)
-    keys_first = first.rows.row_keys(x.device)[:6]
-    keys_second = second.rows.row_keys(x.device)[2:8]
-    assert torch.equal(keys_first, keys_second)
-    p = torch.full((6,), 0.5)
-    whole = dropout(x, keys_first, p, 7, 0)
-    shard = dropout(x[:, 10:], keys_second, p, 7, 10)
-    assert torch.equal(whole[:, 10:], shard)
-    assert 0.3 < (whole == 0).float().mean() < 0.7
-
-
 def test_only_the_input_and_the_rank_sized_intermediate_are_saved() -> None:
     case = Case("linear_qkv", torch.float32)
     view = case.view(WORKLOADS["distinct"], num_tokens=40, training=True)
@@ -137,29 +115,6 @@ def test_kernels_get_whole_rows_whatever_the_caller_s_strides() -> None:
     # A sum's gradient is one element, expanded.
     multi_lora_linear(x, case.weight, case.bias, case.strategy, view).sum().backward()
     assert [tensor.is_contiguous() for tensor in seen] == [True] * 3
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["dropout", "no dropout"])
-def test_windows_of_the_rows_sum_to_the_whole_gradient_of_a(training: bool) -> None:
-    """A sequence-parallel rank has x for its window alone, and dS for all rows."""
-    case = Case("linear_qkv", torch.float32)
-    view = case.view(WORKLOADS["distinct"], num_tokens=40, training=training)
-    x, dy = case.draw(40, case.site.in_size), case.draw(40, case.site.out_size)
-    assert case.strategy.factors is not None
-    bound = case.bank.ops.bind(case.strategy.factors, view.rows)
-    _, s = bound.forward(x, case.weight, None)
-    ds = bound.backward_up(dy, s)
-    case.gradients()
-    bound.backward_down(x, dy, s, ds, (0, 40))
-    whole = case.gradients()
-    windows = ((0, 10), (10, 20), (20, 20), (20, 40))
-    parts = [bound.down(x[begin:end].clone(), (begin, end)) for begin, end in windows]
-    torch.testing.assert_close(torch.stack(parts).sum(dim=0), s)
-    for window in windows:
-        bound.backward_down(x[slice(*window)].clone(), dy, s, ds, window)
-    for name, grad in case.gradients().items():
-        assert grad.any() == name.endswith("lora_a"), name
-        assert error(grad, whole[name]) < 1e-6, name
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

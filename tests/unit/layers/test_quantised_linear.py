@@ -28,7 +28,6 @@ def _groups() -> Iterator[None]:
 
 @pytest.fixture(params=[ColumnParallelLinear, RowParallelLinear])
 def linear(request: pytest.FixtureRequest) -> torch.nn.Module:
-    """A quantised linear, and its codes' source in `weight_before`."""
     config = transformer_config(SPEC, ParallelLayout(), dtype=torch.float32, recompute="none")
     options = {"input_is_parallel": True} if request.param is RowParallelLinear else {}
     made = request.param(

@@ -18,7 +18,6 @@ from tlora_megatron.layers.multi_adapter import check_blocks_fit, make_multi_ada
 from tlora_megatron.layers.transformer_engine import (
     Fp8Base,
     TEProductMixin,
-    is_te_linear,
     te_base,
     why_not_fp8,
     why_not_te_product,
@@ -55,6 +54,10 @@ class Quantised(nn.Parameter):
     pass
 
 
+CODES = {"weight": Quantised(torch.zeros(4, 4))}
+FP8 = {"primary_weights_in_fp8": True, "config": SimpleNamespace(fp8="hybrid")}
+
+
 @pytest.mark.parametrize(
     ("linear", "changes", "reason"),
     [
@@ -65,20 +68,8 @@ class Quantised(nn.Parameter):
         (TERowParallelLinear(bias=True), {}, "a row-parallel linear has a bias"),
         (TERowParallelLinear(), {"te_return_bias": True}, "a bias is left to the caller"),
         (TERowParallelLinear(), {"te_quant_params": 1}, "quantisation settings of its own"),
-        (
-            TERowParallelLinear(),
-            {
-                "weight": Quantised(torch.zeros(4, 4)),
-                "primary_weights_in_fp8": True,
-                "config": SimpleNamespace(fp8="hybrid"),
-            },
-            None,
-        ),
-        (
-            TERowParallelLinear(),
-            {"weight": Quantised(torch.zeros(4, 4))},
-            "weights are held as Quantised",
-        ),
+        (TERowParallelLinear(), CODES, "weights are held as Quantised"),
+        (TERowParallelLinear(), CODES | FP8, None),
     ],
 )
 def test_what_keeps_the_product(linear: Any, changes: dict[str, Any], reason: str | None) -> None:
@@ -89,12 +80,6 @@ def test_what_keeps_the_product(linear: Any, changes: dict[str, Any], reason: st
         assert (found is None) == (reason is None), found
         assert (reason or "") in (found or "")
         make_multi_adapter(linear, TEProductMixin)
-
-
-def test_linears_by_their_wrapper() -> None:
-    assert is_te_linear(TERowParallelLinear())
-    assert not is_te_linear(TELMHeadColumnParallelLinear())
-    assert not is_te_linear(nn.Linear(2, 2))
 
 
 def test_blocks_around_them_are_refused_by_the_name_of_the_job() -> None:

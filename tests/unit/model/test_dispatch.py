@@ -10,11 +10,11 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.training.packing.test_packing import queues_of
 from tlora_megatron.model.cp_dispatch import (
     CpRates,
     CpTeam,
@@ -24,8 +24,7 @@ from tlora_megatron.model.cp_dispatch import (
 )
 from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.model.dispatch import admit, assign, cut, cut_evenly, turns
-from tlora_megatron.training.data.tokenize import TokenSequence
-from tlora_megatron.training.packing.packing import Item, fill_bins
+from tlora_megatron.training.packing.packing import fill_bins
 
 KINDS = (
     ReplicaRate(token_ps=110_000_000, square_ps=6000, longest=6144),
@@ -37,10 +36,6 @@ KINDS = (
 fast = settings(max_examples=60, deadline=None)
 QUEUES = st.lists(st.lists(st.integers(1, 40), max_size=8), min_size=1, max_size=5)
 FEW = st.lists(st.integers(1, 6000), max_size=40)
-
-
-def sequence(rows: int) -> TokenSequence:
-    return TokenSequence(np.zeros(rows + 1, np.int32), np.ones(rows + 1, bool))
 
 
 def lengths_of(draw: random.Random, count: int, longest: int) -> list[int]:
@@ -56,8 +51,9 @@ def test_a_round_admits_what_packing_by_tokens_would_hold(
 ) -> None:
     left = [sorted(queue, reverse=True) for queue in queues]
     taken = admit(left, first_slot=first_slot, rooms=[40] * count)
-    items = [[Item(sequence(n), i, 0, 1.0) for i, n in enumerate(queue)] for queue in left]
-    _, rest = fill_bins(items, capacity=40, dp_size=count, pp_size=1, first_slot=first_slot)
+    _, rest = fill_bins(
+        queues_of(left), capacity=40, dp_size=count, pp_size=1, first_slot=first_slot
+    )
     assert [len(queue) for queue in rest] == [
         len(queue) - n for queue, n in zip(left, taken, strict=True)
     ]
@@ -88,16 +84,7 @@ def test_among_alike_replicas_the_longest_goes_to_the_first(lengths: list[int], 
     assert found.makespan_ps <= 2 * found.bound_ps
 
 
-def test_a_faster_clock_for_all_changes_no_assignment() -> None:
-    lengths = lengths_of(random.Random(0), 300, 16384)
-    twice = [
-        ReplicaRate(token_ps=2 * k.token_ps, square_ps=2 * k.square_ps, longest=k.longest)
-        for k in KINDS
-    ]
-    assert assign(lengths, KINDS).replicas == assign(lengths, twice).replicas
-
-
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(40))
 def test_unlike_replicas_end_within_2_per_cent_of_the_bound(seed: int) -> None:
     draw = random.Random(seed)
     kinds = draw.sample(KINDS, draw.randint(2, 4))
@@ -221,6 +208,9 @@ def test_short_ones_run_apart_and_the_long_one_together() -> None:
     found = shared([100, 10, 10, 10, 10], rates(2))
     assert found.teams == (CpTeam(0, 2), CpTeam(0, 1), CpTeam(1, 1))
     assert found.places == ((0,), (1, 3), (2, 4))
+    assert shared([50], rates(4)).teams == (CpTeam(0, 4),)
+    assert shared([], rates(2)) == TeamShares((), (), (0, 0))
+    assert rates(4).line == "teams of 1 rank hold 64 rows, of 2 128, of 4 256"
 
 
 def test_nothing_is_predicted_to_end_later_than_by_all_ranks() -> None:
@@ -229,15 +219,3 @@ def test_nothing_is_predicted_to_end_later_than_by_all_ranks() -> None:
         lengths = [draw.randrange(1, 256) for _ in range(draw.randrange(1, 12))]
         together = [[(CpTeam(0, 4), [lengths[i] for i in part]) for part in cut(lengths, 256)]]
         assert max(shared(lengths, speeds).ends_ps) <= max(team_ends_ps(together[0], speeds))
-
-
-def test_teams_are_told() -> None:
-    assert rates(4).line == "teams of 1 rank hold 64 rows, of 2 128, of 4 256"
-
-
-def test_a_sequence_alone_is_shared() -> None:
-    assert shared([50], rates(4)).teams == (CpTeam(0, 4),)
-
-
-def test_no_sequences_make_no_micro_batches() -> None:
-    assert shared([], rates(2)) == TeamShares((), (), (0, 0))

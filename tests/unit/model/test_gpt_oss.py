@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ from transformers import AutoConfig, GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 from tests.helpers.tiny_models import tiny_config
+from tests.unit.model.test_model import assert_same_sizes
+from tests.unit.model.test_model import read as read_any
 from tlora_megatron.cli.main import main
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.model.backbone import over_base
@@ -22,10 +23,6 @@ from tlora_megatron.model.spec import ModelSpec, count_parameters, read_model_sp
 from tlora_megatron.ops.frozen.rotary import inverse_frequencies, rotary_factor
 from tlora_megatron.planner.cost.experts import check_predictable
 
-SIZES = {
-    "model_type": MODEL_TYPE, "num_hidden_layers": 3, "hidden_size": 320, "num_attention_heads": 32,
-    "intermediate_size": 64, "vocab_size": 96,
-}  # fmt: skip
 PUBLISHED = {
     "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
     "rope_type": "yarn", "truncate": False,
@@ -34,10 +31,8 @@ PUBLISHED = {
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read(tmp_path: Path, **fields: Any) -> ModelSpec:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(SIZES | fields))
-    return read_model_spec(path)
+def read(tmp_path: Path, *, model_type: str = MODEL_TYPE, **fields: Any) -> ModelSpec:
+    return read_any(tmp_path, model_type, **fields)
 
 
 @pytest.mark.parametrize(
@@ -66,16 +61,7 @@ def test_a_file_means_what_transformers_reads(tmp_path: Path, fields: dict[str, 
     windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
     assert attention.windows == tuple(windows)
     assert spec.sliding_window is None  # sequences may be longer
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-    )
-    assert (spec.norm_eps, spec.max_positions) == (
-        config.rms_norm_eps,
-        config.max_position_embeddings,
-    )
-    assert spec.tied_embeddings == config.tie_word_embeddings
+    assert_same_sizes(spec, config)
     assert (experts.num_experts, experts.top_k, experts.ffn_size) == (
         config.num_local_experts,
         config.num_experts_per_tok,

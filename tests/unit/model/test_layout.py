@@ -10,7 +10,7 @@ import pytest
 
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.model.deployment import Deployment, ReplicaLayout, ReplicaRate
-from tlora_megatron.model.layout import ParallelLayout, stage_sizes
+from tlora_megatron.model.layout import stage_sizes
 
 
 @pytest.mark.parametrize(
@@ -34,15 +34,6 @@ def test_other_stages_share_the_rest(sizes: tuple[int, ...], expected: tuple[int
 def test_stages_without_an_equal_share_are_refused(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=f"must leave equally many of {sizes[0]} layers"):
         stage_sizes(*sizes)
-
-
-def test_a_stage_knows_its_layers() -> None:
-    layout = ParallelLayout(pp_size=3, first_stage_layers=1, last_stage_layers=2)
-    assert [layout.stage_layers(6, stage) for stage in range(3)] == [
-        range(1),
-        range(1, 4),
-        range(4, 6),
-    ]
 
 
 MIXED = "1xCP8@65536 + 2xTP2+SP@12288/selective + 4xTP1@6144"

@@ -39,7 +39,6 @@ class Kernel:
 
 
 def made(compiled: type[Any] = Compiled) -> tuple[Kernel, Any]:
-    """A kernel, and what launches it."""
     kernel = Kernel(compiled)
     return kernel, warm_kernel.WarmKernel(kernel)
 
@@ -61,6 +60,7 @@ def test_the_second_launch_goes_to_the_compiled_kernel_with_its_own_addresses() 
     assert only.launches == [(*grid, stream, 99, (4, 1, 0), *no_hooks, *own)]
 
 
+@pytest.mark.slow
 def test_what_is_launched_by_its_address_stays_loaded() -> None:
     """Triton 3.9 unloads what its own caches have dropped."""
     kernel, warm = made()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tlora_megatron.training import commands
 from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.job_saves import SavePolicy, StagedJob
 from tlora_megatron.training.resident.staging import Failed
@@ -105,8 +106,6 @@ def staged(name: str) -> StagedJob:
 
 
 class Script:
-    """A source with the commands of each look."""
-
     def __init__(self, *looks: Sequence[Mapping[str, Any]]) -> None:
         self.looks = [list(look) for look in looks]
         self.waits: list[float] = []
@@ -118,12 +117,16 @@ class Script:
         return self.looks.pop(0) if self.looks else [{"kind": "stop"}]
 
 
+@pytest.fixture(autouse=True)
+def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all that other tests have imported it takes long."""
+    monkeypatch.setattr(commands, "gc", SimpleNamespace(freeze=lambda: None))
+    monkeypatch.setattr(commands, "frozen_gc", nullcontext)
+
+
 def serve(counted: CountedLoop, stager: Stager, script: Script) -> list[Event]:
     loop, prepares = counted, stager  # type: Any, Any
-    try:
-        JobCommands(loop, prepares, None).serve(script)
-    finally:
-        gc.enable()
+    JobCommands(loop, prepares, None).serve(script)
     return counted.events
 
 
@@ -186,19 +189,15 @@ def test_a_job_whose_files_are_another_s_leaves_unsaved() -> None:
     assert loop.jobs == ["b"]
 
 
-def test_a_round_out_of_memory_names_the_joining_jobs() -> None:
-    loop = CountedLoop()
-    loop.jobs, loop.fails = ["a", "new"], torch.OutOfMemoryError("no room")
-    with pytest.raises(torch.OutOfMemoryError):
-        serve(loop, Stager(), Script([]))
-    assert loop.events == [("out_of_memory", None, {"joining": ["new"]})]
-
-
-def test_a_join_out_of_memory_names_the_joining_job() -> None:
+@pytest.mark.parametrize("fails_in", ["round", "join"])
+def test_out_of_memory_names_the_joining_jobs(fails_in: str) -> None:
     loop, stager = CountedLoop(), Stager(new=staged("new"))
     loop.jobs, loop.fails = ["a"], torch.OutOfMemoryError("no room")
-    loop.step = lambda: None  # type: ignore[method-assign]
     order = [{"kind": "prepare", "job": "new"}, {"kind": "join", "job": "new"}]
+    if fails_in == "round":
+        loop.jobs, order = ["a", "new"], []
+    else:
+        loop.step = lambda: None  # type: ignore[method-assign]
     with pytest.raises(torch.OutOfMemoryError):
         serve(loop, stager, Script(order, []))
     assert loop.events[-1] == ("out_of_memory", None, {"joining": ["new"]})
@@ -214,12 +213,9 @@ def test_a_job_that_leaves_is_saved_once_there_is_room() -> None:
 def test_commands_behind_a_round_of_the_run_need_no_serving() -> None:
     loop, stager = CountedLoop(), Stager(a=staged("a"))
     running, prepares = loop, stager  # type: Any, Any
-    commands = JobCommands(running, prepares, None)
+    served = JobCommands(running, prepares, None)
     orders: Any = Script([{"kind": "prepare", "job": "a"}, {"kind": "join", "job": "a"}])
-    try:
-        for has_commands in (False, True, False):
-            commands.behind_round(orders, has_commands=has_commands)
-    finally:
-        gc.enable()
+    for has_commands in (False, True, False):
+        served.behind_round(orders, has_commands=has_commands)
     assert [kind for kind, *_ in loop.events] == ["prepared", "joined"]
     assert (loop.jobs, loop.rounds, orders.looks) == (["a"], 0, [])

@@ -128,7 +128,6 @@ class World:
                     clock[0] += time_s
 
     def settle(self) -> None:
-        """All processes agree."""
         sums: list[torch.Tensor] = []
         self._patch.setattr(round_timing.dist, "all_reduce", sums.append)
         for rank in self.ranks:
@@ -150,28 +149,30 @@ def test_a_kind_that_is_slower_than_predicted_gets_less(monkeypatch: pytest.Monk
         assert rank.over_predicted == pytest.approx(7 / 3)
 
 
-def test_alike_replicas_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, FAST, FAST)
-    world.run(1.7, 3.1)
+@pytest.mark.parametrize(
+    ("rates", "times_s", "rounds", "frozen"),
+    [
+        ((FAST, FAST), (1.7, 3.1), 8, False),
+        ((FAST, SLOW), (1.0, 2.0), 8, True),
+        ((FAST, SLOW), (1.0, 9.0), 3, False),
+    ],
+    ids=["alike", "frozen", "before every kind has run"],
+)
+def test_speeds_that_stay_are_measured(
+    rates: tuple[ReplicaRate, ...],
+    times_s: tuple[float, ...],
+    rounds: int,
+    frozen: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, *rates, frozen=frozen)
+    world.run(*times_s, rounds=rounds)
     world.settle()
-    assert world.ranks[0].rates == (FAST, FAST)
-    assert world.ranks[0].state() is None
-    assert world.ranks[0].over_predicted == pytest.approx(2.4)
-
-
-def test_nothing_is_corrected_before_every_kind_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, FAST, SLOW)
-    world.run(1.0, 9.0, rounds=3)  # the first ones load kernels
-    world.settle()
-    assert world.ranks[0].rates == (FAST, SLOW)
-
-
-def test_frozen_speeds_are_measured_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, FAST, SLOW, frozen=True)
-    world.run(1.0, 2.0)
-    world.settle()
-    assert world.ranks[1].rates == (FAST, SLOW)
-    assert world.ranks[1].over_predicted == pytest.approx(1.5)
+    for rank in world.ranks:
+        assert rank.rates == rates
+        assert rank.state() is None or len(set(rates)) > 1
+        if rounds == 8:  # the first ones load kernels
+            assert rank.over_predicted == pytest.approx(sum(times_s) / 2)
 
 
 def test_a_run_that_goes_on_has_the_saved_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +194,6 @@ RATE_OF_8B = ReplicaRate(token_ps=53_000_000, square_ps=2700, fixed_ps=0, longes
 
 
 def heavy_tail(mean: float, seed: int, batch_size: int = 64) -> Callable[[int], list[int]]:
-    """Batches of lognormal lengths."""
-
     def batch(number: int) -> list[int]:
         draw = random.Random(1000 * seed + number)
         drawn = (draw.lognormvariate(math.log(mean) - 0.5, 1.0) for _ in range(batch_size))
@@ -216,10 +215,13 @@ def test_depth_grows_until_replicas_are_busy() -> None:
         assert gain >= WORTH or before.smallest_speed / after.smallest_speed <= WORTH
 
 
-def test_short_sequences_need_no_depth() -> None:
+def test_short_sequences_need_no_depth_and_of_what_fits_none_is_looked_at() -> None:
     (only,) = choose_depth([lambda _: [100] * 999], [RATE_OF_8B] * 4)
     assert only.depth == 1
     assert only.busy_share > ENOUGH
+    (only,) = choose_depth([lambda _: [16000, 20, 20, 20]], [RATE_OF_8B] * 2)
+    assert only.depth == 1
+    assert only.busy_share < 0.6
 
 
 def test_the_smallest_job_is_not_slowed_for_little() -> None:
@@ -230,9 +232,3 @@ def test_the_smallest_job_is_not_slowed_for_little() -> None:
     deeper = outlook(jobs, [rate] * 2, 2)
     assert only.busy_share < deeper.busy_share < WORTH * only.busy_share
     assert only.smallest_speed > 1.5 * deeper.smallest_speed
-
-
-def test_batches_that_fit_are_not_looked_at_deeper() -> None:
-    (only,) = choose_depth([lambda _: [16000, 20, 20, 20]], [RATE_OF_8B] * 2)
-    assert only.depth == 1
-    assert only.busy_share < 0.6

@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.linear_case import SPEC, Case
+from tests.unit.training.run.test_output_dir import config_for
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
-from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.layers.arenas import ArenaRoom
 from tlora_megatron.layers.linear import multi_lora_linear
 from tlora_megatron.layers.slab import initial_factor
@@ -77,6 +77,7 @@ def test_torch_ops_take_a_few_operations_a_present_job(linear: str) -> None:
     assert four - two <= 2 * 12
 
 
+@pytest.mark.slow
 def test_a_leaving_job_s_arenas_are_freed_before_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("linear_fc1", torch.float32)
     (factors,) = case.bank.fused_factors.values()
@@ -131,7 +132,7 @@ def test_nodes_share_an_output_directory(tmp_path: Path, monkeypatch: pytest.Mon
             path.unlink()
 
     monkeypatch.setattr(Path, "touch", touch_then_lose)
-    config = _run_config(tmp_path)
+    config = config_for(tmp_path)
     assert claim_output_dir(tmp_path, config) is False
     assert not list(tmp_path.iterdir())
 
@@ -146,15 +147,6 @@ def test_many_jobs_may_keep_their_metrics_open() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def _run_config(output_dir: Path, **run: Any) -> RunConfig:
-    return RunConfig(
-        base_model=BaseModelSpec(path="base"),
-        parallel=ParallelSpec(),
-        run=RunSpec(output_dir=str(output_dir), **run),
-        jobs=(),
-    )
-
-
 def _prepared(path: str, last_token: int) -> PreparedJob:
     job = JobSpec(name="first", data=DataSpec(train=path), max_steps=3)
     tokens = np.array([1, 2, last_token], dtype=np.int32)
@@ -166,10 +158,10 @@ def _prepared(path: str, last_token: int) -> PreparedJob:
 
 def test_processes_must_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes with copies of their own, at paths of their own; the second one is made up."""
-    mine = reading.content_digest(_run_config(tmp_path), [_prepared("a.jsonl", 3)])
-    copied = reading.content_digest(_run_config(tmp_path / "b"), [_prepared("b.jsonl", 3)])
-    other_data = reading.content_digest(_run_config(tmp_path), [_prepared("a.jsonl", 4)])
-    other_run = _run_config(tmp_path, micro_batch_tokens=64)
+    mine = reading.content_digest(config_for(tmp_path), [_prepared("a.jsonl", 3)])
+    copied = reading.content_digest(config_for(tmp_path / "b"), [_prepared("b.jsonl", 3)])
+    other_data = reading.content_digest(config_for(tmp_path), [_prepared("a.jsonl", 4)])
+    other_run = config_for(tmp_path, micro_batch_tokens=64)
     other_config = reading.content_digest(other_run, [_prepared("a.jsonl", 3)])
     assert mine == copied
     assert len({mine, other_data, other_config}) == 3
@@ -180,4 +172,4 @@ def test_processes_must_read_the_same(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(reading, "_gather", gather)
     rule = r"must read the same configuration and data, got others on rank 1 than"
     with pytest.raises(ValueError, match=rule):
-        reading.check_agreement(_run_config(tmp_path), [_prepared("a.jsonl", 3)])
+        reading.check_agreement(config_for(tmp_path), [_prepared("a.jsonl", 3)])

@@ -71,7 +71,6 @@ def test_arguments_that_nobody_has_set_count_where_auto_asks(folder: Path) -> No
 
 
 def _open(**sections: Any) -> dict[str, Any]:
-    """A section whose job has no end."""
     found = section()
     del found["jobs"][0]["max_steps"]
     sections["run"] = found["run"] | sections.get("run", {})

@@ -24,7 +24,6 @@ class _Foreign(BlackBoxMixin, nn.Linear):
 
 
 def _nano_batches(linear_class: Any, sharding: str, **config: Any) -> NanoBatches:
-    """Nano-batches of a model whose decoder is one layer, of one linear."""
     linear = linear_class(2, 2)
     adapters = SimpleNamespace(site=SimpleNamespace(lora_sharding=sharding))
     object.__setattr__(linear, "tlora_adapters", adapters)

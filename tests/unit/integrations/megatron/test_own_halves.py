@@ -16,14 +16,16 @@ from tests.unit.integrations.megatron.test_own_compute import (
     Case,
     Results,
     assert_same,
-    groups,
     num_run,
 )
 from tlora_megatron.parallel.groups import ParallelGroups
 
-__all__ = ["groups", "num_run"]  # fixtures
+__all__ = ["num_run"]  # a fixture
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU"),
+    pytest.mark.slow,
+]
 
 
 @pytest.mark.parametrize(

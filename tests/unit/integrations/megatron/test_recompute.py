@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.unit.integrations.megatron.layer.test_frozen_sublayer import ALL, SPEC
 from tlora_megatron.config.schema import Recompute
@@ -69,14 +68,6 @@ LOADS = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def process_group() -> Iterator[None]:
-    """Leaves none behind."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def train(recomputes: tuple[Recompute, ...]) -> tuple[list[Any], Counter[Recompute | None]]:
     """Losses, norms and weights of a run whose rounds are cut alike, whatever the recomputes."""
     run = SyntheticRun(SPEC, ParallelLayout(), dtype=torch.float32)
@@ -95,6 +86,7 @@ def train(recomputes: tuple[Recompute, ...]) -> tuple[list[Any], Counter[Recompu
     return found, seen
 
 
+@pytest.mark.slow
 def test_a_run_by_micro_batch_has_the_bits_of_each_fixed_recompute() -> None:
     found, seen = train(RECOMPUTES)
     assert seen.keys() == set(RECOMPUTES)
@@ -123,6 +115,7 @@ def train_in_portions(loads: list[JobLoad]) -> tuple[list[float], list[Recompute
     return job.adapter.slab.whole("master").tolist(), seen
 
 
+@pytest.mark.slow
 def test_cuts_by_recompute_keep_a_job_s_bits_beside_others() -> None:
     alone, few = train_in_portions(LOADS[:1])
     together, many = train_in_portions(LOADS)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.tiny_models import TINY_MODEL_TYPES, tiny_config
+from tests.unit.integrations.megatron_lm.test_megatron_lm_parts import parsed, write_checkpoint
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.integrations.megatron_lm import hooks
 from tlora_megatron.integrations.megatron_lm.arguments import (
@@ -21,7 +22,7 @@ from tlora_megatron.integrations.megatron_lm.arguments import (
     resolve_arguments,
     spec_from_arguments,
 )
-from tlora_megatron.integrations.megatron_lm.refusals import UNUSED, describe_unused, switch_off
+from tlora_megatron.integrations.megatron_lm.refusals import describe_unused, switch_off
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments
 
@@ -34,14 +35,12 @@ TRAINER = {
 
 
 def spec_of(folder: Path, kind: str = "llama", **fields: Any) -> ModelSpec:
-    """Writes a config.json and reads it."""
     folder.mkdir(exist_ok=True)
     tiny_config(kind, **fields).save_pretrained(folder)  # type: ignore[arg-type]
     return read_model_spec(folder / "config.json")
 
 
 def arguments(spec: ModelSpec, **fields: Any) -> argparse.Namespace:
-    """Megatron's arguments after validation."""
     return argparse.Namespace(**(megatron_arguments(spec) | TRAINER | fields))
 
 
@@ -51,7 +50,6 @@ def spec(tmp_path: Path) -> ModelSpec:
 
 
 def write_config(folder: Path, **sections: Any) -> str:
-    """A file for the flag, with one job."""
     (folder / "data.jsonl").write_text('{"text": "a b c"}\n')
     job = {"name": "a", "data": {"train": "data.jsonl"}, "max_steps": 3}
     document = {"base_model": {"path": "base"}, "jobs": [job], **sections}
@@ -68,25 +66,20 @@ def test_arguments_of_a_model_describe_it(tmp_path: Path, kind: str, tied: bool)
     assert replace(found, model_type=spec.model_type) == spec
 
 
-def test_llama3_rope_scaling(spec: ModelSpec) -> None:
-    args = arguments(spec, use_rope_scaling=True, rope_scaling_factor=8.0)
-    assert spec_from_arguments(args, vocab_size=8).rope_scaling == {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-
-
-def test_without_groups_every_head_has_its_own_keys(spec: ModelSpec) -> None:
-    args = arguments(spec, group_query_attention=False, num_query_groups=1)
-    assert spec_from_arguments(args, vocab_size=8).num_kv_heads == spec.num_heads
-
-
-def test_a_shared_expert_has_a_size_of_its_own(spec: ModelSpec) -> None:
-    args = arguments(spec, moe_shared_expert_intermediate_size=48)
-    assert spec_from_arguments(args, vocab_size=8).shared_ffn_size == 48
-    assert spec_from_arguments(arguments(spec), vocab_size=8).shared_ffn_size is None
+@pytest.mark.parametrize(
+    ("fields", "name", "expected"),
+    [
+        ({"group_query_attention": False, "num_query_groups": 1}, "num_kv_heads", 8),
+        ({"num_layers": 6, "hybrid_layer_pattern": "*-*-*-"}, "num_layers", 3),
+        # Older versions name it so.
+        ({"layernorm_epsilon": None, "norm_epsilon": 1e-3}, "norm_eps", 1e-3),
+    ],
+)
+def test_what_arguments_mean(
+    spec: ModelSpec, fields: dict[str, Any], name: str, expected: object
+) -> None:
+    found = spec_from_arguments(arguments(spec, **fields), vocab_size=8)
+    assert getattr(found, name) == expected
 
 
 @pytest.mark.parametrize(("given", "expected"), [(120, 120), (None, 100), (200, 128)])
@@ -98,17 +91,6 @@ def test_the_vocabulary_is_that_of_the_arguments_before_the_tokenizer_s(
     path = write_config(tmp_path, base_model=None)
     settings = launch_settings(arguments(spec, tlora_config=path, **fields), tokenizer_size=100)
     assert settings.spec.vocab_size == expected
-
-
-def test_a_hybrid_s_attention_and_mlp_are_one_layer(spec: ModelSpec) -> None:
-    args = arguments(spec, num_layers=6, hybrid_layer_pattern="*-*-*-")
-    assert spec_from_arguments(args, vocab_size=8).num_layers == 3
-
-
-def test_older_versions_name_the_norm_s_epsilon_otherwise(spec: ModelSpec) -> None:
-    args = arguments(spec, norm_epsilon=1e-3)
-    del args.layernorm_epsilon
-    assert spec_from_arguments(args, vocab_size=8).norm_eps == 1e-3
 
 
 def test_settings_join_file_and_arguments(tmp_path: Path, spec: ModelSpec) -> None:
@@ -315,21 +297,11 @@ def test_given_flags_are_named_once_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["", "--bf16 --save out --seq-length 64", "--eval-iters 0", "--eval-iters=0", "lr 1"]
+    "words", ["", "--bf16 --save out --seq-length 64", "--eval-iters=5 --eval-iters=0", "lr 1"]
 )
 def test_nothing_is_said_of_flags_that_work_or_were_not_given(words: str) -> None:
     assert describe_unused(words.split()) is None
-
-
-def test_the_last_value_counts() -> None:
-    assert describe_unused(["--eval-iters", "0", "--eval-iters", "5"]) is not None
-    assert describe_unused(["--eval-iters=5", "--eval-iters=0"]) is None
-
-
-def test_no_flag_stands_twice() -> None:
-    flags = [flag for group in UNUSED for flag in group.flags]
-    assert len(flags) == len(set(flags))
-    assert all(flag.startswith("--") for flag in flags)
+    assert describe_unused([*words.split(), "--eval-iters", "5"]) is not None, "the last counts"
 
 
 def test_what_is_not_used_is_switched_off_where_the_version_has_it() -> None:
@@ -340,19 +312,12 @@ def test_what_is_not_used_is_switched_off_where_the_version_has_it() -> None:
 
 
 def test_one_line_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    base = tmp_path / "release"
-    base.mkdir()
-    (base / "metadata.json").write_text("{}")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    base = write_checkpoint(tmp_path / "base", "release", "release", is_distributed=True)
 
     def settled(words: str) -> list[str]:
         caplog.clear()
-        args = argparse.Namespace(
-            save="out", save_interval=1, hidden_size=32, seq_length=8, max_position_embeddings=8,
-            lr=0.1,
-            transformer_impl="local", load=str(tmp_path), pretrained_checkpoint=None,
-            ckpt_format="torch" if "torch" in words else "torch_dist",
-        )  # fmt: skip
+        ckpt_format = "torch" if "torch" in words else "torch_dist"
+        args = parsed(lr=0.1, load=base, pretrained_checkpoint=None, ckpt_format=ckpt_format)
         hooks.settle(args, words.split())
         return [record.getMessage() for record in caplog.records]
 

@@ -13,11 +13,14 @@ import megatron.core
 import pytest
 import torch
 
-from tests.helpers.tiny_models import TINY_EXPERT_TYPES, TinyModelType, tiny_config
+from tests.helpers.tiny_models import TINY_EXPERT_TYPES, TinyModelType
+from tests.unit.integrations.megatron_lm.test_megatron_lm_arguments import (
+    arguments as dense_arguments,
+)
+from tests.unit.integrations.megatron_lm.test_megatron_lm_arguments import spec_of
 from tlora_megatron.integrations.megatron_lm import experts
 from tlora_megatron.integrations.megatron_lm.arguments import launch_settings, spec_from_arguments
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.training.formats.megatron_flags import megatron_arguments
+from tlora_megatron.model.spec import ModelSpec
 
 ON_EXPERTS, ON_ATTENTION = ["gate_proj", "up_proj", "down_proj"], ["q_proj"]
 WRONG: dict[str, Any] = {
@@ -30,25 +33,15 @@ WRONG: dict[str, Any] = {
 """Values of arguments that are refused; of all others True is."""
 
 
-def base(folder: Path, kind: TinyModelType = "qwen3_moe", **fields: Any) -> ModelSpec:
-    """Writes a base's config.json and reads it."""
-    folder.mkdir(exist_ok=True)
-    tiny_config(kind, **fields).save_pretrained(folder)
-    return read_model_spec(folder / "config.json")
-
-
 def arguments(spec: ModelSpec, folder: Path, **fields: Any) -> argparse.Namespace:
     """Megatron's arguments after validation, for two processes that share experts."""
     trainer = {
         "tensor_model_parallel_size": 1, "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1, "pipeline_model_parallel_size": 1,
-        "context_parallel_size": 1, "data_parallel_size": 2, "sequence_parallel": False,
-        "use_distributed_optimizer": False, "params_dtype": torch.float32, "save": "out",
-        "seq_length": 512, "recompute_granularity": None, "seed": 7,
-        "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": None,
-        "tlora_config": str(folder / "jobs.json"), "moe_shared_expert_gate": False,
+        "expert_tensor_parallel_size": 1, "data_parallel_size": 2, "sequence_parallel": False,
+        "params_dtype": torch.float32, "tlora_config": str(folder / "jobs.json"),
+        "moe_shared_expert_gate": spec.shared_ffn_size is not None,
     }  # fmt: skip
-    return argparse.Namespace(**(trainer | megatron_arguments(spec) | fields))
+    return dense_arguments(spec, **(trainer | fields))
 
 
 def write_jobs(
@@ -69,7 +62,7 @@ def write_jobs(
 @pytest.mark.parametrize("normalizes", [False, True])
 def test_arguments_describe_a_base(tmp_path: Path, kind: TinyModelType, normalizes: bool) -> None:
     fields = {} if kind == "mixtral" else {"norm_topk_prob": normalizes}
-    spec = base(tmp_path / "base", kind, **fields)
+    spec = spec_of(tmp_path / "base", kind, **fields)
     found = spec_from_arguments(arguments(spec, tmp_path), vocab_size=spec.vocab_size)
     assert spec.experts is not None
     assert found.experts == replace(spec.experts, block="mlp", keeps_fp32=False)
@@ -77,7 +70,7 @@ def test_arguments_describe_a_base(tmp_path: Path, kind: TinyModelType, normaliz
 
 
 def test_experts_in_some_layers_are_no_part_of_the_shape(tmp_path: Path) -> None:
-    spec = base(tmp_path / "base")
+    spec = spec_of(tmp_path / "base", "qwen3_moe")
     for frequency in (2, [0, 1]):
         args = arguments(spec, tmp_path, moe_layer_freq=frequency, ffn_hidden_size=96)
         found = spec_from_arguments(args, vocab_size=8)
@@ -90,7 +83,7 @@ def test_experts_in_some_layers_are_no_part_of_the_shape(tmp_path: Path) -> None
 
 
 def test_jobs_may_adapt_experts_of_a_known_base(tmp_path: Path) -> None:
-    spec = base(tmp_path / "base", "mixtral")
+    spec = spec_of(tmp_path / "base", "mixtral")
     write_jobs(tmp_path, ON_EXPERTS, ON_ATTENTION)
     settings = launch_settings(arguments(spec, tmp_path), tokenizer_size=8)
     assert settings.spec == spec
@@ -122,7 +115,7 @@ def test_jobs_may_adapt_experts_of_a_known_base(tmp_path: Path) -> None:
 def test_another_router_than_that_of_the_file_is_refused(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
-    spec = base(tmp_path / "base")
+    spec = spec_of(tmp_path / "base", "qwen3_moe")
     write_jobs(tmp_path, ON_ATTENTION)
     args = arguments(spec, tmp_path, **({"moe_router_dtype": "fp32"} | fields))
     with pytest.raises(ValueError, match=message):
@@ -132,7 +125,7 @@ def test_another_router_than_that_of_the_file_is_refused(
 def test_scores_that_megatron_rounds_are_refused_in_bf16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = base(tmp_path / "base", norm_topk_prob=False)
+    spec = spec_of(tmp_path / "base", "qwen3_moe", norm_topk_prob=False)
     write_jobs(tmp_path, ON_ATTENTION)
     monkeypatch.setattr(megatron.core, "__version__", "0.17.1")
     launch_settings(arguments(spec, tmp_path), tokenizer_size=8)
@@ -144,17 +137,20 @@ def test_scores_that_megatron_rounds_are_refused_in_bf16(
 
 
 def test_a_shared_expert_is_gated_as_in_the_file(tmp_path: Path) -> None:
-    spec = base(tmp_path / "base", "qwen2_moe")
+    spec = spec_of(tmp_path / "base", "qwen2_moe")
     write_jobs(tmp_path, ON_ATTENTION)
     launch_settings(arguments(spec, tmp_path), tokenizer_size=8)
     with pytest.raises(ValueError, match=r"--moe-shared-expert-gate must be on as in"):
         launch_settings(arguments(spec, tmp_path, moe_shared_expert_gate=False), tokenizer_size=8)
+    write_jobs(tmp_path, ON_EXPERTS)  # as in `tlora train`
+    with pytest.raises(ValueError, match=r"of job 'a' must not name routed experts over a base w"):
+        launch_settings(arguments(spec, tmp_path), tokenizer_size=8)
 
 
 @pytest.mark.parametrize("rule", experts.ROUTER, ids=lambda rule: rule.argument)
 @pytest.mark.parametrize("known", [False, True])
 def test_each_other_router_is_refused_by_its_flag(tmp_path: Path, rule: Any, known: bool) -> None:
-    spec = base(tmp_path / "base")
+    spec = spec_of(tmp_path / "base", "qwen3_moe")
     write_jobs(tmp_path, ON_ATTENTION if known else ON_EXPERTS)
     args = arguments(spec, tmp_path, **{rule.argument: WRONG.get(rule.argument, True)})
     where = "as in"
@@ -173,7 +169,7 @@ def test_each_other_router_is_refused_by_its_flag(tmp_path: Path, rule: Any, kno
 
 @pytest.mark.parametrize("rule", experts.ADAPTERS, ids=lambda rule: rule.argument)
 def test_what_excludes_adapters_on_experts_is_refused_by_job(tmp_path: Path, rule: Any) -> None:
-    spec = base(tmp_path / "base")
+    spec = spec_of(tmp_path / "base", "qwen3_moe")
     args = arguments(spec, tmp_path, **{rule.argument: WRONG.get(rule.argument, True)})
     write_jobs(tmp_path, ON_ATTENTION, ON_EXPERTS)
     with pytest.raises(ValueError, match=r"^--\S+ must be \w+ for job 'b', which adapts .*; \w"):
@@ -203,14 +199,7 @@ def test_what_excludes_adapters_on_experts_is_refused_by_job(tmp_path: Path, rul
 def test_settings_of_runs_over_experts(
     tmp_path: Path, fields: dict[str, Any], job: Any, sections: Any, message: str
 ) -> None:
-    spec = base(tmp_path / "base")
+    spec = spec_of(tmp_path / "base", "qwen3_moe")
     write_jobs(tmp_path, ON_EXPERTS, job=job, **sections)
     with pytest.raises(ValueError, match=message):
         launch_settings(arguments(spec, tmp_path, **fields), tokenizer_size=8)
-
-
-def test_routed_experts_beside_a_shared_one_are_refused_as_in_tlora_train(tmp_path: Path) -> None:
-    spec = base(tmp_path / "base", "qwen2_moe")
-    write_jobs(tmp_path, ON_EXPERTS)
-    with pytest.raises(ValueError, match=r"of job 'a' must not name routed experts over a base w"):
-        launch_settings(arguments(spec, tmp_path), tokenizer_size=8)

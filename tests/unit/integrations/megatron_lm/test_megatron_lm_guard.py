@@ -29,82 +29,89 @@ FINE: dict[str, Any] = {
 }  # fmt: skip
 BAD: dict[str, Any] = {
     "micro_batch_size": 2,
-    "fp16": True,
     "cuda_graph_impl": "local",
-    "enable_cuda_graph": True,
-    "external_cuda_graph": True,
-    "overlap_moe_expert_parallel_comm": True,
     "moe_token_dispatcher_type": "flex",
-    "moe_enable_deepep": True,
-    "use_megatron_fsdp": True,
-    "use_custom_fsdp": True,
-    "use_torch_fsdp2": True,
     "attention_dropout": 0.1,
     "hidden_dropout": 0.1,
     "moe_aux_loss_coeff": 1e-2,
     "moe_z_loss_coeff": 1e-3,
     "moe_expert_capacity_factor": 1.0,
     "moe_expert_rank_capacity_factor": 1.0,
-    "moe_router_force_load_balancing": True,
     "moe_input_jitter_eps": 0.1,
     "optimizer": "muon",
     "position_embedding_type": "learned_absolute",
-    "multi_latent_attention": True,
     "experimental_attention_variant": "gated_delta_net",
     "window_size": (128, 0),
     "normalization": "LayerNorm",
     "swiglu": False,
-    "add_bias_linear": True,
     "rotary_percent": 0.5,
-    "rotary_interleaved": True,
     "rotary_seq_len_interpolation_factor": 4,
     "no_rope_freq": 4,
     "mtp_num_layers": 1,
     "heterogeneous_layers_config_path": "layers.json",
     "mlp_chunks_for_training": 2,
     "iterations_to_skip": [3],
-    "hybrid_context_parallel": True,
-    "dynamic_context_parallel": True,
     "phase_transition_iterations": [100],
-    "perform_rl_step": True,
-    "vision_pretraining": True,
     "logits_load_dir": "teacher",
     "logits_save_dir": "teacher",
     "export_kd_teacher_load": "teacher",
     "rerun_mode": "report_stats",
-    "skip_train": True,
-    "freeze_all_layers": True,
-    "init_model_with_meta_device": True,
-    "inprocess_restart": True,
     "gtp_weight_remat_size": 2,
     "num_distributed_optimizer_instances": 2,
-    "moe_use_upcycling": True,
     "ckpt_convert_format": "torch_dist",
-    "use_legacy_models": True,
 }
+"""Values that are refused; of all other arguments True is."""
 
 
-def test_usual_settings_pass() -> None:
-    guard.check_arguments(argparse.Namespace(**FINE))
+def check(**fields: Any) -> None:
+    guard.check_arguments(argparse.Namespace(**(FINE | fields)))
+
+
+TP: dict[str, Any] = {"tensor_model_parallel_size": 2}
+BALANCING = "moe_router_load_balancing_type"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        TP,
+        TP | {"num_experts": 4, "sequence_parallel": True},
+        {"train_iters": None, "train_samples": 8},
+        {BALANCING: ["seq_aux_loss", "aux_loss"]},
+    ],
+    ids=str,
+)
+def test_settings_that_pass(fields: dict[str, Any]) -> None:
+    check(**fields)
 
 
 @pytest.mark.parametrize("rule", guard.RULES, ids=lambda rule: rule.argument)
 def test_each_setting_is_refused_by_its_flag(rule: Any) -> None:
-    args = argparse.Namespace(**(FINE | {rule.argument: BAD[rule.argument]}))
     message = rf"^{rule.flag} must be .* with --tlora-config, got .*; \S"
     with pytest.raises(ValueError, match=message):
-        guard.check_arguments(args)
+        check(**{rule.argument: BAD.get(rule.argument, True)})
 
 
-def test_a_flag_that_negates_its_argument_is_named_as_it_is_typed() -> None:
-    args = argparse.Namespace(**(FINE | {"add_bias_linear": True}))
-    with pytest.raises(ValueError, match=r"^--disable-bias-linear must be on with .*, got off; "):
-        guard.check_arguments(args)
-
-
-def test_the_output_folder_must_be_given() -> None:
-    with pytest.raises(ValueError, match="--save must be given"):
-        guard.check_arguments(argparse.Namespace(**(FINE | {"save": None})))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        # As it is typed: the flag negates its argument.
+        ({"add_bias_linear": True}, "--disable-bias-linear must be on with .*, got off; "),
+        ({"save": None}, "--save must be given"),
+        ({"train_iters": None}, "--train-iters must be given .*, got absent"),
+        (TP | {"num_experts": 4}, "--sequence-parallel must be on with .*, got off"),
+        # They mix jobs.
+        ({BALANCING: "sinkhorn"}, "--moe-router-load-balancing-type must be none"),
+        (
+            {BALANCING: ["seq_aux_loss", "quantile_balancing"]},
+            "--moe-router-load-balancing-type must be none",
+        ),
+    ],
+)
+def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check(**fields)
 
 
 @pytest.mark.parametrize(
@@ -117,36 +124,9 @@ def test_the_output_folder_must_be_given() -> None:
     ],
 )  # fmt: skip
 def test_rows_are_cut_evenly_over_ranks(parallel: dict[str, Any], multiple: int) -> None:
-    guard.check_arguments(argparse.Namespace(**(FINE | parallel)))
-    args = argparse.Namespace(**(FINE | parallel | {"seq_length": 64 + multiple // 2}))
+    check(**parallel)
     with pytest.raises(ValueError, match=rf"--seq-length must be a multiple of {multiple} with"):
-        guard.check_arguments(args)
-
-
-def test_experts_under_tensor_parallelism_want_sequence_parallelism() -> None:
-    tp = {"tensor_model_parallel_size": 2}
-    guard.check_arguments(argparse.Namespace(**(FINE | tp)))
-    guard.check_arguments(
-        argparse.Namespace(**(FINE | tp | {"num_experts": 4, "sequence_parallel": True}))
-    )
-    with pytest.raises(ValueError, match=r"--sequence-parallel must be on with .*, got off"):
-        guard.check_arguments(argparse.Namespace(**(FINE | tp | {"num_experts": 4})))
-
-
-def test_an_end_must_be_given() -> None:
-    with pytest.raises(ValueError, match=r"--train-iters must be given .*, got absent"):
-        guard.check_arguments(argparse.Namespace(**(FINE | {"train_iters": None})))
-    samples = {"train_iters": None, "train_samples": 8}
-    guard.check_arguments(argparse.Namespace(**(FINE | samples)))
-
-
-@pytest.mark.parametrize("kinds", ["sinkhorn", ["seq_aux_loss", "quantile_balancing"]])
-def test_routers_that_mix_jobs_are_refused(kinds: str | list[str]) -> None:
-    fine = FINE | {"moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"]}
-    guard.check_arguments(argparse.Namespace(**fine))
-    args = argparse.Namespace(**(FINE | {"moe_router_load_balancing_type": kinds}))
-    with pytest.raises(ValueError, match="--moe-router-load-balancing-type must be none"):
-        guard.check_arguments(args)
+        check(**parallel, seq_length=64 + multiple // 2)
 
 
 def test_the_launcher_sets_hardware_queues_with_the_flag_alone(
@@ -299,6 +279,9 @@ def test_without_the_flag_every_hook_calls_what_it_wraps(
         assert getattr(training, name)(*values) == tuple(values), name
     namespace = argparse.Namespace(tlora_config=None)
     assert trainer["megatron.training.arguments"].validate_args(namespace) == (namespace,)
+    first = dict(vars(training))
+    hooks.install(RecordingHost())
+    assert dict(vars(training)) == first, "installed once"
 
 
 @pytest.mark.parametrize(("nano_batches", "seen"), [("1", "32"), ("2", "1"), ("auto", "1")])
@@ -322,13 +305,6 @@ def test_validation_is_shown_one_queue_where_nano_batches_need_more(
     more = {"tlora_config": str(jobs), "lr": 0.1}
     assert arguments.validate_args(argparse.Namespace(**FINE, **more)) == seen
     assert os.environ[name] == "32"
-
-
-def test_hooks_are_installed_once(trainer: dict[str, ModuleType]) -> None:
-    hooks.install(RecordingHost())
-    first = dict(vars(trainer[TRAINING]))
-    hooks.install(RecordingHost())
-    assert dict(vars(trainer[TRAINING])) == first
 
 
 def test_a_trainer_that_does_not_fit_is_left_alone_without_the_flag(

@@ -23,9 +23,6 @@ def test_the_launcher_wants_a_script(words: list[str], capsys: pytest.CaptureFix
     with pytest.raises(SystemExit, match=r"^2$"):
         launch.main(words)
     assert "usage: python -m tlora_megatron.launch [--cpu] SCRIPT" in capsys.readouterr().err
-
-
-def test_the_launcher_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         launch.main(["--help"])
     assert "torchrun" in capsys.readouterr().out

@@ -166,7 +166,6 @@ PARSED: dict[str, Any] = {
 
 
 def parsed(**fields: Any) -> argparse.Namespace:
-    """Megatron's arguments before its validation."""
     return argparse.Namespace(**(PARSED | fields))
 
 
@@ -224,7 +223,6 @@ def test_transformer_engine_that_cannot_be_imported(monkeypatch: pytest.MonkeyPa
 
 
 def write_checkpoint(folder: Path, tracker: str, name: str, *, is_distributed: bool) -> str:
-    """A checkpoint's folder, without weights."""
     (folder / name).mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text(tracker)
     if is_distributed:

@@ -56,7 +56,6 @@ def spec(tmp_path: Path) -> ModelSpec:
 
 
 def config_of(spec: ModelSpec, **fields: Any) -> TransformerConfig:
-    """The configuration of a built model."""
     shape: dict[str, Any] = {
         "num_layers": spec.num_layers, "hidden_size": spec.hidden_size,
         "num_attention_heads": spec.num_heads, "activation_func": F.silu, "gated_linear_unit": True,
@@ -135,7 +134,6 @@ SCALING = {
 
 
 def built(frequencies: torch.Tensor) -> Any:
-    """A model with a rotary embedding."""
     rotary = SimpleNamespace(inv_freq=frequencies)
     return SimpleNamespace(rotary_pos_emb=rotary, position_embedding_type="rope")
 
@@ -177,14 +175,12 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def folder(root: Path, name: str, tracker: str) -> str:
-    """A folder of checkpoints."""
     (root / name).mkdir()
     (root / name / "latest_checkpointed_iteration.txt").write_text(tracker)
     return str(root / name)
 
 
 def arguments(load: str | None, pretrained: str | None, **fields: Any) -> argparse.Namespace:
-    """Megatron's arguments."""
     return argparse.Namespace(load=load, pretrained_checkpoint=pretrained, **fields)
 
 

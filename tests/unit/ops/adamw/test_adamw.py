@@ -14,14 +14,12 @@ import torch
 from tests.helpers.adam_case import BUFFERS, HYPERS, SIZES, AdamCase, Step, take_steps
 from tests.helpers.interpreter import INTERPRETED
 from tlora_megatron.ops.adamw import fused_adamw
-from tlora_megatron.ops.adamw_update import AdamUpdate
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=["kernel" if INTERPRETED else "torch"])
 def step(request: pytest.FixtureRequest) -> Step:
-    """The way to apply updates in this process."""
     if request.param == "torch":
         return fused_adamw
     from tlora_megatron.ops.adamw_triton import launch_adamw
@@ -117,10 +115,6 @@ def test_no_updates_are_none() -> None:
     fused_adamw([])
 
 
-def _good() -> AdamUpdate:
-    return AdamCase(0, 8, CPU).update(1.0)
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -135,4 +129,4 @@ def _good() -> AdamUpdate:
 )
 def test_refusals(change: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        fused_adamw([_good()._replace(**change)])
+        fused_adamw([AdamCase(0, 8, CPU).update(1.0)._replace(**change)])

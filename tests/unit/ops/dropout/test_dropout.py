@@ -16,7 +16,6 @@ RATES = (1e-3, 0.05, 0.1, 0.5, 0.9)
 
 
 def row_keys(seed: int = 1, rows: int = ROWS) -> torch.Tensor:
-    """Keys as `RowGroups.row_keys` makes them."""
     return mix32(mix_ints(seed) ^ mix32(torch.arange(rows, dtype=torch.int32)))
 
 
@@ -53,30 +52,9 @@ def test_tiny_probabilities_round_to_65536ths() -> None:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
-def test_columns_rows_layers_and_seeds_are_independent(p: float) -> None:
-    mask, rate = dropped(p), stated(p)
-    pairs = {
-        "halves of a word": (mask[:, ::2], mask[:, 1::2]),
-        "neighbouring seeds": (mask[:, :-2], mask[:, 2:]),
-        "words of a seed": (mask[:, :-8], mask[:, 8:]),
-        "blocks of seeds": (mask[:, :-32], mask[:, 32:]),
-        "neighbouring rows": (mask[:-1], mask[1:]),
-        "far rows": (mask[: ROWS // 2], mask[ROWS // 2 :]),
-        "layers": (mask, dropped(p, layer=mix_ints(4))),
-        "seeds": (mask, dropped(p, seed=2)),
-    }
-    for name, (left, right) in pairs.items():
-        both = (left & right).float().mean().item()
-        deviation = math.sqrt(rate**2 * (1 - rate**2) / left.numel())
-        assert abs(both - rate**2) <= 5 * deviation, name
-
-
-def test_rows_and_columns_vary_no_more_than_chance() -> None:
-    p = 0.5
-    mask = dropped(p).float()
-    for dim, n in ((0, ROWS), (1, COLUMNS)):
-        spread = mask.mean(dim).std().item() / math.sqrt(p * (1 - p) / n)
-        assert 0.85 < spread < 1.15
+def test_layers_and_seeds_are_independent(p: float) -> None:
+    for other in (dropped(p, layer=mix_ints(4)), dropped(p, seed=2)):
+        assert_rate(dropped(p) & other, stated(p) ** 2)
 
 
 @pytest.mark.parametrize("p", RATES)
@@ -120,11 +98,11 @@ def test_the_mask_does_not_depend_on_values_or_dtype(dtype: torch.dtype) -> None
 
 
 def standardized(p: float, rows: int) -> torch.Tensor:
-    """The mask with mean 0 and variance 1."""
     rate = stated(p)
     return (dropped(p, rows=rows).float() - rate) / math.sqrt(rate * (1 - rate))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_all_pairs_of_columns_and_of_rows_are_independent(p: float) -> None:
     """Two million pairs: as standard normal variables, they stay below 6.5 and have variance 1."""

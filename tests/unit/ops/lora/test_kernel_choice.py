@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.launch import imported
 from tlora_megatron.ops.lora import kernel_choice as choice
 from tlora_megatron.ops.lora.kernel_choice import KernelChoice
 
@@ -85,48 +85,30 @@ def test_cpu_takes_torch(machine: Machine) -> None:
         assert choice.kernel_choice(CPU, dtype) == KernelChoice("torch", "no GPU")
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "expected"),
-    [
-        ((9, 0), torch.bfloat16, "cuda"),
-        ((9, 0), torch.float16, "triton"),
-        ((9, 0), torch.float32, "torch"),
-        ((8, 0), torch.bfloat16, "triton"),
-        ((8, 9), torch.float16, "triton"),
-        ((10, 0), torch.bfloat16, "triton"),
-        ((12, 0), torch.bfloat16, "triton"),
-        ((7, 5), torch.float16, "torch"),
-    ],
-)
-def test_automatic(
-    machine: Machine, capability: tuple[int, int], dtype: torch.dtype, expected: str
-) -> None:
-    machine.set(capability)
-    assert choice.kernel_choice(GPU, dtype).name == expected
+TOO_OLD = "compute capability must be at least 8.0, got 7.5"
+NO_TRITON = "triton cannot be imported (broken); pip install triton"
+NO_COMPILER = "triton needs a C compiler; install gcc, or name one with CC"
 
 
 @pytest.mark.parametrize(
-    ("state", "dtype", "expected"),
+    ("state", "dtype", "name", "reason"),
     [
-        ({"capability": (7, 5)}, HALF[0], "compute capability must be at least 8.0, got 7.5"),
-        ({}, torch.float32, "dtype must be bfloat16 or float16, got float32"),
-        ({"triton": "broken"}, HALF[0], "triton cannot be imported (broken); pip install triton"),
-        (
-            {"compiler": False},
-            HALF[0],
-            "triton needs a C compiler; install gcc, or name one with CC",
-        ),
-        ({"capability": (8, 6)}, HALF[0], "compute capability 8.6"),
-        ({}, HALF[1], "dtype must be bfloat16, got float16"),
-        ({}, HALF[0], "compute capability 9.0, extension loaded"),
-        ({"extension": "no nvcc"}, HALF[0], "no CUDA extension: no nvcc"),
+        ({}, HALF[0], "cuda", "compute capability 9.0, extension loaded"),
+        ({}, HALF[1], "triton", "dtype must be bfloat16, got float16"),
+        ({}, torch.float32, "torch", "dtype must be bfloat16 or float16, got float32"),
+        ({"capability": (8, 6)}, HALF[0], "triton", "compute capability 8.6"),
+        ({"capability": (10, 0)}, HALF[0], "triton", "compute capability 10.0"),
+        ({"capability": (7, 5)}, HALF[0], "torch", TOO_OLD),
+        ({"triton": "broken"}, HALF[0], "torch", NO_TRITON),
+        ({"compiler": False}, HALF[0], "torch", NO_COMPILER),
+        ({"extension": "no nvcc"}, HALF[0], "triton", "no CUDA extension: no nvcc"),
     ],
 )
-def test_reasons(
-    machine: Machine, state: dict[str, Any], dtype: torch.dtype, expected: str
+def test_the_choice_and_its_reason(
+    machine: Machine, state: dict[str, Any], dtype: torch.dtype, name: str, reason: str
 ) -> None:
     machine.set(**{"capability": (9, 0), **state})
-    assert choice.kernel_choice(GPU, dtype).reason == expected
+    assert choice.kernel_choice(GPU, dtype) == KernelChoice(name, reason)  # type: ignore[arg-type]
 
 
 def test_a_failed_build_warns_once_and_is_not_tried_again(
@@ -244,8 +226,7 @@ def test_one_object_of_the_chosen_class(machine: Machine, monkeypatch: pytest.Mo
     assert ops.fallback is choice.choose_ops(GPU, torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_importing_loads_no_kernels() -> None:
-    heavy = "{'triton', 'tlora_megatron.ops.kernel_build', 'tlora_megatron.ops.lora.torch_ops'}"
-    code = f"import sys, tlora_megatron.ops.lora.kernel_choice; print({heavy} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    heavy = ("triton", "tlora_megatron.ops.kernel_build", "tlora_megatron.ops.lora.torch_ops")
+    assert not imported("import tlora_megatron.ops.lora.kernel_choice", *heavy)

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from tlora_megatron.ops.lora.tiling import (
     RANK_CHUNK,
     ROW_TILE,
-    Pair,
     RankLayout,
-    TilePlan,
     max_chunks,
     portion_borders,
     rank_chunks,
@@ -42,24 +40,6 @@ def cases(draw: st.DrawFn) -> Case:
 def segments(ends: tuple[int, ...]) -> list[range]:
     """Rows of every slot, the null slot left out."""
     return [range(b, e) for b, e in itertools.pairwise((0, *ends[:-1]))]
-
-
-def chunks_of(pair: Pair, layout: RankLayout) -> list[tuple[int, int]]:
-    """(target, chunk) of everything a pair writes."""
-    return [
-        (target, first + i)
-        for target, (first, rank) in enumerate(
-            zip(pair.chunks, layout.ranks[pair.slot], strict=True)
-        )
-        for i in range(rank_chunks(rank))
-    ]
-
-
-@pytest.mark.parametrize(
-    ("rank", "chunks"), [(0, 0), (1, 1), (4, 1), (16, 1), (17, 2), (64, 4), (256, 16)]
-)
-def test_rank_chunks(rank: int, chunks: int) -> None:
-    assert rank_chunks(rank) == chunks
 
 
 @given(cases())
@@ -95,69 +75,6 @@ def test_a_row_with_an_adapter_lies_in_one_pair(case: Case) -> None:
     for pair in plan.pairs:
         assert pair.begin // ROW_TILE == (pair.end - 1) // ROW_TILE == pair.tile
     assert list(plan.pairs) == sorted(plan.pairs)
-
-
-@given(cases())
-@fast
-def test_every_chunk_belongs_to_one_pair_and_stands_with_its_tile_and_target(case: Case) -> None:
-    ends, layout = case
-    plan = tile_plan(ends, layout)
-    owned = [
-        (pair.tile, target, chunk)
-        for pair in plan.pairs
-        for target, chunk in chunks_of(pair, layout)
-    ]
-    listed = [
-        (tile, target, chunk)
-        for tile, bounds in enumerate(plan.tile_chunks)
-        for target, (begin, end) in enumerate(itertools.pairwise(bounds))
-        for chunk in range(begin, end)
-    ]
-    assert sorted(owned) == listed
-    assert [chunk for _, _, chunk in listed] == list(range(plan.num_chunks))
-    assert len(plan.tile_chunks) == -(-ends[-1] // ROW_TILE)
-    for pair in plan.pairs:
-        ranks = layout.ranks[pair.slot]
-        assert [chunk == -1 for chunk in pair.chunks] == [rank == 0 for rank in ranks]
-
-
-@given(cases())
-@fast
-def test_chunks_name_their_factors_rows(case: Case) -> None:
-    ends, layout = case
-    plan = tile_plan(ends, layout)
-    assert len(plan.chunk_a) == len(plan.chunk_b) == plan.num_chunks
-    for pair in plan.pairs:
-        for target, chunk in chunks_of(pair, layout):
-            step = RANK_CHUNK * (chunk - pair.chunks[target])
-            assert plan.chunk_a[chunk] == layout.a_begin[pair.slot][target] + step
-            assert plan.chunk_b[chunk] == layout.b_begin[pair.slot][target] + step
-
-
-@given(cases(), st.integers(0, 10**6))
-@fast
-def test_a_rank_4_job_adds_one_chunk_a_tile_and_changes_nothing_else(case: Case, at: int) -> None:
-    ends, layout = case
-    slot = at % (len(layout.ranks) + 1)
-    begin = (0, *ends)[slot]
-    length = 1 + at % 700
-    more = (*ends[:slot], begin + length, *(e + length for e in ends[slot:]))
-    with_null = tile_plan(
-        more, RankLayout(ranks=_inserted(layout.ranks, slot, (0,) * layout.num_targets))
-    )
-    target = (4, *(0,) * (layout.num_targets - 1)) if layout.ranks else (4,)
-    with_job = tile_plan(more, RankLayout(ranks=_inserted(layout.ranks, slot, target)))
-    tiles = (begin + length - 1) // ROW_TILE - begin // ROW_TILE + 1
-    assert with_job.num_chunks == with_null.num_chunks + tiles
-    assert len(with_job.pairs) == len(with_null.pairs) + tiles
-    others = [pair[:4] for pair in with_job.pairs if pair.slot != slot]
-    assert others == [pair[:4] for pair in with_null.pairs]
-
-
-def _inserted(
-    ranks: tuple[tuple[int, ...], ...], slot: int, new: tuple[int, ...]
-) -> tuple[tuple[int, ...], ...]:
-    return (*ranks[:slot], new or (0,), *ranks[slot:])
 
 
 @given(cases(), st.sampled_from([16, 64, 300, 512]), st.integers(1, 4))
@@ -241,15 +158,6 @@ def test_runs_and_borders_of_portions_are_those_of_each_alone(
         assert found.parts[place : place + count].tolist() == changes
 
 
-def test_without_portions_there_are_no_borders() -> None:
-    runs = row_runs((900, 1000), RankLayout(((8,),)), 256, (0, 1000))
-    assert {run.portion for run in runs} == {0}
-    found = portion_borders(run_table(runs))
-    assert len(found.parts) == 0
-    assert not found.counts.any()
-    assert not found.places.any()
-
-
 @given(cases())
 @fast
 def test_max_chunks_is_never_exceeded(case: Case) -> None:
@@ -264,29 +172,3 @@ def test_max_chunks_is_not_far_off(num_slots: int) -> None:
     ends = (*(1 + 513 * (i + 1) for i in range(num_slots)),)
     plan = tile_plan((*ends, ends[-1]), layout)
     assert max_chunks(ends[-1], layout) <= 2 * plan.num_chunks
-
-
-def test_by_hand() -> None:
-    """Three slots over two tiles and a row; the second has nothing to do."""
-    layout = RankLayout(ranks=((4, 0), (0, 0), (17, 16)))
-    plan = tile_plan((300, 310, 513, 520), layout)
-    assert plan == TilePlan(
-        pairs=(
-            Pair(0, 0, 0, 256, (0, -1)),
-            Pair(0, 1, 256, 300, (1, -1)),
-            Pair(2, 1, 310, 512, (2, 4)),
-            Pair(2, 2, 512, 513, (5, 7)),
-        ),
-        tile_chunks=((0, 1, 1), (1, 4, 5), (5, 7, 8)),
-        chunk_a=(0, 0, 16, 32, 48, 16, 32, 48),
-        chunk_b=(0, 0, 16, 32, 0, 16, 32, 0),
-    )
-
-
-def test_no_adapters_at_all() -> None:
-    layout = RankLayout(ranks=())
-    plan = tile_plan((300,), layout)
-    assert (plan.pairs, plan.num_chunks) == ((), 0)
-    assert row_runs((300,), layout, 512, (0, 300)) == ()
-    assert max_chunks(300, layout) == 0
-    assert (layout.a_rows, layout.b_rows) == (0, ())

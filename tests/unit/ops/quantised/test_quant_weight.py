@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from tests.helpers.linear_case import JOBS, SPEC, Case, error
+from tests.unit.ops.quantised.test_quant_kernels import draw_weight
 from tlora_megatron.layers.linear import multi_lora_linear_vjp
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.parts import frozen_dgrad, frozen_product
@@ -23,15 +23,6 @@ from tlora_megatron.ops.quantised.rows import (
 from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
 
 
-def _weight(kind: str, num_rows: int, num_columns: int) -> QuantWeight:
-    torch.manual_seed(num_rows + num_columns)
-    channels = encode_weight(torch.randn(num_rows, num_columns))
-    if kind == "channel":
-        return channels
-    scales = torch.rand(-(-num_rows // GROUP), -(-num_columns // GROUP)) + 0.5
-    return QuantWeight(channels.codes_NK, scales * 1e-2)
-
-
 def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm())
 
@@ -42,7 +33,7 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_products_equal_the_formulas(
     kind: str, shape: tuple[int, int], dtype: torch.dtype, limit: float
 ) -> None:
-    weight = _weight(kind, *shape)
+    weight = draw_weight(kind, *shape)
     x, dy = torch.randn(7, shape[1], dtype=dtype), torch.randn(7, shape[0], dtype=dtype)
     whole = weight.dequantise(torch.float64)
     x_read = decode_rows(encode_rows(x, group=weight.group), torch.float64)
@@ -57,7 +48,7 @@ def test_products_equal_the_formulas(
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_products_are_close_to_those_of_the_values(kind: str) -> None:
-    weight = _weight(kind, 264, 392)
+    weight = draw_weight(kind, 264, 392)
     x, dy = torch.randn(9, 392).bfloat16(), torch.randn(9, 264).bfloat16()
     whole = weight.dequantise(torch.float64)
     assert weight.forward(x).dtype == weight.dgrad(dy).dtype == torch.bfloat16
@@ -68,13 +59,13 @@ def test_products_are_close_to_those_of_the_values(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_gradients_of_any_size_are_as_exact(kind: str) -> None:
     """Losses are means over a batch's tokens, so gradients are far below activations."""
-    weight, smaller = _weight(kind, 264, 392), 2.0**-60
+    weight, smaller = draw_weight(kind, 264, 392), 2.0**-60
     dy = torch.randn(9, 264)
     assert torch.equal(weight.dgrad(dy * smaller), weight.dgrad(dy) * smaller)
 
 
 def test_products_are_added_in_place_and_rounded_once() -> None:
-    weight = _weight("channel", 24, 40)
+    weight = draw_weight("channel", 24, 40)
     x, dy = torch.randn(3, 40).bfloat16(), torch.randn(3, 24).bfloat16()
     for product, rows in ((weight.forward, x), (weight.dgrad, dy)):
         wide = product(rows.float())
@@ -86,7 +77,7 @@ def test_products_are_added_in_place_and_rounded_once() -> None:
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_a_row_depends_on_itself_alone_and_keeps_its_nan(kind: str) -> None:
-    weight = _weight(kind, 200, 300)
+    weight = draw_weight(kind, 200, 300)
     x, dy = torch.randn(33, 300), torch.randn(33, 200)
     expected = weight.forward(x), weight.dgrad(dy)
     for rows, product, whole in zip((x, dy), (weight.forward, weight.dgrad), expected, strict=True):
@@ -104,7 +95,7 @@ def test_scales_must_fit_the_codes() -> None:
 
 
 def test_exactness_takes_a_quantised_base_as_it_is() -> None:
-    weight, bias = _weight("channel", 24, 40), torch.randn(24)
+    weight, bias = draw_weight("channel", 24, 40), torch.randn(24)
     x, dy = torch.randn(3, 40), torch.randn(3, 24)
     assert torch.equal(frozen_product(x, weight, bias, Exactness()), weight.forward(x) + bias)
     assert torch.equal(frozen_dgrad(dy, weight, Exactness()), weight.dgrad(dy))
@@ -161,36 +152,8 @@ def test_codes_pass_to_a_view_of_all_rows() -> None:
     assert handed_rows(view, None) is None, "what a view shares has changed"
 
 
-class _Passing(torch.autograd.Function):
-    """Notes what lies on its gradient, and leaves codes on the one that it returns."""
-
-    found: ClassVar[list[object]] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        _Passing.found.append(handed_rows(dy, None))
-        dx = dy * 2
-        hand_rows(dx, encode_rows(dx))
-        return dx
-
-
-def test_codes_go_from_node_to_node_of_the_graph() -> None:
-    x = torch.randn(3, 40, requires_grad=True)
-    _Passing.found.clear()
-    _Passing.apply(_Passing.apply(x)).sum().backward()
-    assert [rows is None for rows in _Passing.found] == [True, False]
-    split = _Passing.apply(x)
-    _Passing.found.clear()
-    (_Passing.apply(split) + _Passing.apply(split)).sum().backward()
-    assert _Passing.found == [None] * 3, "a sum of gradients has no codes"
-
-
 def test_a_weight_takes_handed_codes() -> None:
-    weight = _weight("channel", 24, 40)
+    weight = draw_weight("channel", 24, 40)
     x, dy = torch.randn(3, 40), torch.randn(3, 24)
     other_x, other_dy = torch.randn(3, 40), torch.randn(3, 24)
     hand_rows(x, encode_rows(other_x))

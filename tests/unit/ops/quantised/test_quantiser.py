@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.ops.quantised.test_quant_kernels import odd_rows
 from tlora_megatron.ops.quantised.rows import (
     GROUP,
     NAN_CODE,
@@ -60,24 +61,6 @@ def _expected_rows(values: np.ndarray) -> tuple[list[list[int]], np.ndarray]:
     return codes, np.array(scales, dtype=np.float32)
 
 
-def _odd_rows(width: int) -> torch.Tensor:
-    """Rows of bf16 values that a quantiser may get wrong, in fp32."""
-    generator = torch.Generator().manual_seed(width)
-    x = torch.randn(12, width, generator=generator)
-    x[1] = 0
-    x[2] *= 1e-30
-    x[3] *= 1e30
-    x[4, width // 2] = math.nan
-    x[5, 0] = math.inf
-    x[6, -1] = -math.inf
-    x[7] *= 1e-39  # subnormal
-    x[8, 1:] *= 2**-17  # beside one large value, at the codes' own subnormals
-    x[9] = -0.0
-    x[10] = 448.0 / 512 * 2**-10
-    x[11, 0] = 3e38
-    return x.bfloat16().float()
-
-
 def test_all_codes_decode_to_their_values() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
@@ -97,7 +80,7 @@ def test_values_between_codes_are_rounded_to_nearest_even() -> None:
 
 @pytest.mark.parametrize("width", [8, 24, 128, 1000, 28672])
 def test_codes_and_scales_of_rows_to_the_bit(width: int) -> None:
-    x = _odd_rows(width)
+    x = odd_rows(width).bfloat16().float()
     rows = encode_rows(x.bfloat16())
     with np.errstate(all="ignore"):
         codes, scales = _expected_rows(x.numpy())
@@ -114,7 +97,7 @@ def _bits_of(scales: np.ndarray, rows: QuantRows) -> list[int]:
 
 @pytest.mark.parametrize("width", [8, 128, 200, 1000])
 def test_a_group_is_quantised_as_a_row_of_its_own(width: int) -> None:
-    x = _odd_rows(width)
+    x = odd_rows(width)
     rows = encode_rows(x, group=GROUP)
     assert rows.codes_TK.is_contiguous()
     assert rows.scales.shape == (len(x), -(-width // GROUP))
@@ -136,18 +119,3 @@ def test_factors_of_columns_are_multiplied_in_fp32(group: int | None) -> None:
         assert torch.equal(folded.scales, by_hand.scales)
     values = decode_rows(folded, torch.float64)
     assert float((values - x.double() * fold).norm() / values.norm()) < 0.04
-
-
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    x = _odd_rows(64)
-    together = encode_rows(x)
-    for row in range(len(x)):
-        alone = encode_rows(x[row : row + 1])
-        assert torch.equal(together.codes_TK[row : row + 1], alone.codes_TK)
-
-
-def test_decoded_rows_are_within_half_a_step() -> None:
-    x = torch.randn(6, 256, dtype=torch.float64)
-    for group in (None, GROUP):
-        rows = encode_rows(x, group=group)
-        assert float((decode_rows(rows, torch.float64) / x - 1).abs().median()) < 2**-4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 
 import pytest
 import torch
@@ -97,18 +96,6 @@ def test_attention_spans_by_brute_force(documents: list[Document], cp_size: int)
             assert keys == list(range(document_begin, row + 1))
 
 
-@given(DOCUMENTS, CP_SIZES)
-@fast
-def test_there_is_one_group_a_slot_on_every_rank(documents: list[Document], cp_size: int) -> None:
-    for view in views_of(documents, cp_size):
-        groups = view.rows
-        assert groups.num_slots == NUM_SLOTS
-        present = [slot for slot in range(NUM_SLOTS) if groups.lengths[slot]]
-        assert groups.present_slots == tuple(present)
-        assert tuple(itertools.accumulate(groups.lengths)) == groups.ends
-        assert groups.ends[-1] == view.num_tokens
-
-
 @given(DOCUMENTS)
 @fast
 def test_a_row_s_key_follows_from_job_and_token_alone(documents: list[Document]) -> None:
@@ -131,14 +118,6 @@ def test_context_parallel_ranks_share_causal_attention_evenly() -> None:
     ]
     assert sum(pairs) == 64 * 65 // 2
     assert len(set(pairs)) == 1
-
-
-def test_two_chunks_of_a_rank_are_grouped_together() -> None:
-    documents = [Document(slot=slot, length=8) for slot in (0, 1, 2, 3)]
-    views = views_of(documents, 2, unit=32)
-    assert [view.rows.lengths for view in views] == [(8, 0, 0, 8, 0), (0, 8, 8, 0, 0)]
-    views = views_of([Document(slot=1, length=20), Document(slot=2, length=7)], 2, unit=32)
-    assert [view.rows.lengths for view in views] == [(0, 8, 3, 0, 5), (0, 12, 4, 0, 0)]
 
 
 @pytest.mark.parametrize(

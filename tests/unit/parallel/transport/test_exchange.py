@@ -68,17 +68,6 @@ def test_any_order_of_collectives_in_any_order_of_steps(size: int, seed: int) ->
     check(Machine(size, SLOT), draw_calls(size, 12, seed), seed)
 
 
-@pytest.mark.parametrize("operations", [(a, b) for a in OPERATIONS for b in OPERATIONS])
-def test_each_collective_may_follow_each(operations: tuple[Operation, Operation]) -> None:
-    values = np.random.default_rng(0)
-    for seed in range(8):
-        calls = [
-            (operation, [values.standard_normal(12, np.float32) for _ in range(3)])
-            for operation in operations * 3
-        ]
-        check(Machine(3, SLOT), calls, seed)
-
-
 class _Without(Machine):
     """Leaves steps out."""
 

@@ -16,8 +16,8 @@ from tlora_megatron.ops.lora.cuda_arguments import ExchangeArguments
 from tlora_megatron.parallel import collectives as tensor_collectives
 from tlora_megatron.parallel import copy_engine
 from tlora_megatron.parallel.collectives import SkippedCollectives, make_tensor_collectives
-from tlora_megatron.parallel.copy_engine import CopyEngineCollectives, encoded
-from tlora_megatron.parallel.peer_memory import Copy, Exchange, Lane, Place, Sum
+from tlora_megatron.parallel.copy_engine import CopyEngineCollectives
+from tlora_megatron.parallel.peer_memory import Lane
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -70,23 +70,6 @@ def test_auto_takes_copy_engines(group: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert found.name == "copy_engine"
     with pytest.raises(RuntimeError, match="lane must be prepared, got 0 of 0"):
         found.all_reduce(torch.zeros(2, 2), 0)
-
-
-def test_steps_are_encoded_as_the_kernels_read_them() -> None:
-    steps = encoded(
-        [
-            Copy(Place("x", 32), Place(1, 64), 16),
-            Exchange(1),
-            Sum(Place("x", 1), Place(0, 2), Place("out", 3), 4),
-            Sum(Place("x", 1), Place("out", 2), None, 4, alone=True),
-        ],
-        3,
-    )
-    assert [step.kind for step in steps] == [0, 1, 2, 2]
-    assert (steps[0].from_base, steps[0].to_base, steps[0].num_bytes) == (-2, 1, 16)
-    assert steps[1].phase == 1
-    assert (steps[2].also_base, steps[2].also_offset, steps[2].sources) == (-1, 3, 3)
-    assert (steps[3].also_base, steps[3].sources) == (-3, 1)
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -185,14 +168,3 @@ def test_steps_are_made_once_for_a_lane(library: Library, monkeypatch: pytest.Mo
     made.all_reduce(torch.zeros(8, 16, dtype=torch.bfloat16), 1)
     assert asked == [*sizes, ("all_reduce", 256)]
     assert [c["dtype"] for c in library.calls] == [0, 0, 0, 2, 2, 2, 0, 0, 0, 0]
-
-
-def test_descriptions_name_every_place(library: Library) -> None:
-    made = collectives()
-    steps = made.steps("all_reduce", 256)
-    found = made.describe(0, steps, torch.float16)
-    kinds = {Copy: 0, Exchange: 1, Sum: 2}
-    assert [s.kind for s in found.steps[: found.num_steps]] == [kinds[type(s)] for s in steps]
-    assert tuple(found.flags[:SIZE]) == ADDRESSES
-    assert [a - f for a, f in zip(found.areas[:SIZE], ADDRESSES, strict=True)] == [512] * SIZE
-    assert (found.dtype, found.device) == (1, 2)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +31,6 @@ from tlora_megatron.config.job import DataSpec, JobSpec
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
 from tlora_megatron.training.data.tokenize import load_tokenizer
 
-SHARED_TEXT = (
-    Path(os.environ.get("TLORA_SHARED_DATA", Path(__file__).parents[5] / "shared" / "data"))
-    / "text"
-)
 TOKENIZER = tiny_tokenizer()
 
 
@@ -55,7 +49,6 @@ def load(
     eval_rows: Any = None,
     **job: Any,
 ) -> JobData:
-    """Loads rows as the training file of a job."""
     train = write(tmp_path / "train.jsonl", rows)
     evaluation = write(tmp_path / "eval.jsonl", eval_rows) if eval_rows is not None else None
     data = DataSpec(
@@ -68,7 +61,6 @@ def load(
 
 
 def only(data: JobData) -> tuple[list[int], list[int]]:
-    """Tokens and target positions of the only training sequence."""
     (sequence,) = data.train
     assert sequence.tokens.dtype == np.int32
     assert sequence.is_target.dtype == bool
@@ -77,45 +69,31 @@ def only(data: JobData) -> tuple[list[int], list[int]]:
 
 
 def chat(*turns: tuple[str, str]) -> dict[str, Any]:
-    """A messages row."""
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-class TestCompletion:
-    def test_prompt_with_bos_then_completion_then_eos(self, tmp_path):
-        tokens, targets = only(load(tmp_path, [{"prompt": "ab", "completion": "c\u00e9"}]))
-        assert tokens == [BOS_ID, *byte_ids("ab"), *byte_ids("c\u00e9"), EOS_ID]
-        assert targets == [3, 4, 5, 6]
+WITH_EOS_INSIDE = [BOS_ID, *byte_ids("a"), EOS_ID, *byte_ids("c"), EOS_ID]
 
-    def test_without_the_habit_of_bos_none_is_added(self, tmp_path):
-        tokenizer = tiny_tokenizer(add_bos=False)
-        tokens, targets = only(load(tmp_path, [{"prompt": "ab", "completion": "c"}], tokenizer))
-        assert tokens == [*byte_ids("abc"), EOS_ID]
-        assert targets == [2, 3]
 
-    def test_an_appended_eos_does_not_end_the_prompt(self, tmp_path):
-        tokenizer = tiny_tokenizer(add_eos=True)
-        tokens, targets = only(load(tmp_path, [{"prompt": "ab", "completion": "c"}], tokenizer))
-        assert tokens == [BOS_ID, *byte_ids("abc"), EOS_ID]
-        assert targets == [3, 4]
-
-    @pytest.mark.parametrize("add_eos", [False, True])
-    def test_an_eos_written_in_the_prompt_stays(self, tmp_path, add_eos):
-        tokenizer = tiny_tokenizer(add_eos=add_eos)
-        tokens, targets = only(load(tmp_path, [{"prompt": "a</s>", "completion": "c"}], tokenizer))
-        assert tokens == [BOS_ID, *byte_ids("a"), EOS_ID, *byte_ids("c"), EOS_ID]
-        assert targets == [3, 4]
-
-    def test_empty_completion_is_learned_as_eos(self, tmp_path):
-        assert only(load(tmp_path, [{"prompt": "a", "completion": ""}])) == (
-            [BOS_ID, *byte_ids("a"), EOS_ID],
-            [2],
-        )
-
-    def test_first_token_is_no_target_without_any_prompt(self, tmp_path):
-        tokenizer = tiny_tokenizer(add_bos=False)
-        tokens, targets = only(load(tmp_path, [{"prompt": "", "completion": "c"}], tokenizer))
-        assert (tokens, targets) == ([*byte_ids("c"), EOS_ID], [1])
+@pytest.mark.parametrize(
+    ("options", "row", "tokens", "targets"),
+    [
+        ({}, ("ab", "c\u00e9"), [BOS_ID, *byte_ids("abc\u00e9"), EOS_ID], [3, 4, 5, 6]),
+        ({"add_bos": False}, ("ab", "c"), [*byte_ids("abc"), EOS_ID], [2, 3]),
+        # An appended EOS does not end the prompt, one that is written there stays.
+        ({"add_eos": True}, ("ab", "c"), [BOS_ID, *byte_ids("abc"), EOS_ID], [3, 4]),
+        ({"add_eos": True}, ("a</s>", "c"), WITH_EOS_INSIDE, [3, 4]),
+        ({}, ("a</s>", "c"), WITH_EOS_INSIDE, [3, 4]),
+        ({}, ("a", ""), [BOS_ID, *byte_ids("a"), EOS_ID], [2]),
+        # The first token is predicted from nothing.
+        ({"add_bos": False}, ("", "c"), [*byte_ids("c"), EOS_ID], [1]),
+        ({}, "abc", [BOS_ID, *byte_ids("abc")], [1, 2, 3]),
+        ({"add_bos": False, "add_eos": True}, "ab", [*byte_ids("ab"), EOS_ID], [1, 2]),
+    ],
+)
+def test_tokens_and_targets_of_completions_and_texts(tmp_path, options, row, tokens, targets):
+    row = {"text": row} if isinstance(row, str) else {"prompt": row[0], "completion": row[1]}
+    assert only(load(tmp_path, [row], tiny_tokenizer(**options))) == (tokens, targets)
 
 
 class TestMessages:
@@ -137,15 +115,6 @@ class TestMessages:
         assert tokens == list(self.TOKENS)
         assert tokens == tokenizer.apply_chat_template(self.ROW["messages"], return_dict=False)
         assert targets == [8, 9, 10, 15, 16]
-
-    def test_generation_blocks_agree_with_transformers(self, tmp_path):
-        tokenizer = tiny_tokenizer(chat_template=GENERATION_CHAT_TEMPLATE)
-        encoded = tokenizer.apply_chat_template(
-            self.ROW["messages"], return_dict=True, return_assistant_tokens_mask=True
-        )
-        tokens, targets = only(load(tmp_path, [self.ROW], tokenizer))
-        assert tokens == encoded["input_ids"]
-        assert targets == np.flatnonzero(encoded["assistant_masks"]).tolist()
 
     @pytest.mark.parametrize(
         "template",
@@ -191,18 +160,6 @@ class TestMessages:
         row["messages"][1]["note"] = None
         tokens, _ = only(load(tmp_path, [row], tiny_tokenizer(chat_template=template)))
         assert tokens[-3:] == [ASSISTANT_ID, *byte_ids("b"), END_ID]
-
-
-class TestText:
-    def test_every_token_but_the_first(self, tmp_path):
-        assert only(load(tmp_path, [{"text": "abc"}])) == ([BOS_ID, *byte_ids("abc")], [1, 2, 3])
-
-    def test_the_tokenizers_own_eos_is_kept(self, tmp_path):
-        tokenizer = tiny_tokenizer(add_bos=False, add_eos=True)
-        assert only(load(tmp_path, [{"text": "ab"}], tokenizer)) == (
-            [*byte_ids("ab"), EOS_ID],
-            [1, 2],
-        )
 
 
 class TestFile:
@@ -402,34 +359,7 @@ class TestLoadTokenizer:
             load_tokenizer(tmp_path)
 
 
-@pytest.mark.shared
-@pytest.mark.skipif(
-    not (SHARED_TEXT / "gsm8k.jsonl").exists(), reason=f"no gsm8k.jsonl in {SHARED_TEXT}"
-)
-def test_real_data_loads_whole(tmp_path):
-    lines = (SHARED_TEXT / "gsm8k.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [{key: json.loads(line)[key] for key in ("prompt", "completion")} for line in lines]
-    data = load(tmp_path, rows, overlong="error", max_seq_len=8192)
-    assert len(data.train) == len(rows)
-    for row, sequence in zip(rows, data.train, strict=True):
-        whole = [BOS_ID, *byte_ids(row["prompt"] + row["completion"]), EOS_ID]
-        assert sequence.tokens.tolist() == whole
-        assert sequence.is_target.sum() == len(byte_ids(row["completion"])) + 1
-
-
 class TestBatchPlan:
-    def test_batches_are_cuts_of_the_stream_of_permutations(self):
-        plan = BatchPlan(num_sequences=5, batch_size=3, seed=7, max_steps=4)
-        epochs = [
-            np.random.Generator(np.random.PCG64(np.random.SeedSequence([7, e]))).permutation(5)
-            for e in range(3)
-        ]
-        stream = np.concatenate(epochs).tolist()
-        assert plan.num_steps == 4
-        assert [list(plan.indices(s)) for s in range(4)] == [
-            stream[3 * s : 3 * s + 3] for s in range(4)
-        ]
-
     def test_order_of_a_seed_is_pinned(self):
         # A change here breaks the resumption of runs that were started before it.
         plan = BatchPlan(num_sequences=6, batch_size=4, seed=0, max_steps=3)
@@ -438,18 +368,6 @@ class TestBatchPlan:
             (0, 1, 1, 4),
             (3, 0, 2, 5),
         ]
-
-    def test_epochs_end_with_a_smaller_batch(self):
-        plan = BatchPlan(num_sequences=5, batch_size=4, seed=0, epochs=3)
-        assert plan.num_steps == 4
-        assert [len(plan.indices(step)) for step in range(4)] == [4, 4, 4, 3]
-
-    def test_a_batch_may_exceed_the_data(self):
-        full = BatchPlan(num_sequences=2, batch_size=7, seed=0, max_steps=2)
-        assert [len(full.indices(step)) for step in range(2)] == [7, 7]
-        assert Counter(full.indices(0) + full.indices(1)) == {0: 7, 1: 7}
-        once = BatchPlan(num_sequences=2, batch_size=7, seed=0, epochs=1)
-        assert (once.num_steps, sorted(once.indices(0))) == (1, [0, 1])
 
     @pytest.mark.parametrize(("seed", "other"), [(0, 1), (1, 2**40)])
     def test_epochs_and_seeds_give_other_orders(self, seed, other):
@@ -472,17 +390,20 @@ class TestBatchPlan:
         with pytest.raises(IndexError, match=rf"step must be in \[0, 4\), got {step}"):
             BatchPlan(num_sequences=5, batch_size=3, seed=0, max_steps=4).indices(step)
 
-    @pytest.mark.parametrize("ends", [{}, {"max_steps": 1, "epochs": 1}])
-    def test_refuses_none_or_two_ends(self, ends):
-        rule = "exactly one of max_steps and epochs must be set, got"
-        with pytest.raises(ValueError, match=rule):
-            BatchPlan(num_sequences=5, batch_size=3, seed=0, **ends)
-
-    @pytest.mark.parametrize("name", ["num_sequences", "batch_size", "max_steps"])
-    def test_refuses_nothing_to_take(self, name):
-        options = {"num_sequences": 5, "batch_size": 3, "seed": 0, "max_steps": 4, name: 0}
-        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-            BatchPlan(**options)
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"max_steps": None}, "exactly one of max_steps and epochs must be set, got"),
+            ({"epochs": 1}, "exactly one of max_steps and epochs must be set, got"),
+            ({"num_sequences": 0}, "num_sequences must be at least 1, got 0"),
+            ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+            ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
+        ],
+    )
+    def test_refuses_none_or_two_ends_and_nothing_to_take(self, options, message):
+        given = {"num_sequences": 5, "batch_size": 3, "seed": 0, "max_steps": 4}
+        with pytest.raises(ValueError, match=message):
+            BatchPlan(**(given | options))
 
 
 @given(

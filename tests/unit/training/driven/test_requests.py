@@ -36,7 +36,6 @@ def request(loss: str = "cross_entropy", config: Any = None, **arrays: np.ndarra
 
 
 def asked(op: str, **params: Any) -> Request:
-    """A request without sequences."""
     return Request(op=op, params=params)  # type: ignore[arg-type]
 
 

@@ -41,18 +41,19 @@ class CountingSource(HFCheckpoint):
 
 
 def take(folder: Path, **options: Any) -> Fingerprint:
-    """The fingerprint of a model in a folder."""
     spec = read_model_spec(folder / "config.json")
     options = {"dtype": torch.float32, "device": CPU} | options
     source = weight_source(spec, options.pop("source", HFCheckpoint(folder)), CPU)
     return fingerprint_reference.make_fingerprint(spec, source, **options)
 
 
-def by_transformers(folder: Path, tokens: tuple[int, ...]) -> list[float]:
-    """Log-probabilities of all tokens but the first by the whole model of transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def by_transformers(
+    folder: Path, tokens: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> list[float]:
+    """Log-probabilities of all tokens but the first."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.no_grad():
-        log_probs = model(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
+        log_probs = model(torch.tensor([tokens[:-1]])).logits[0].float().log_softmax(-1)
     return log_probs.gather(1, torch.tensor(tokens[1:])[:, None]).flatten().tolist()
 
 
@@ -72,11 +73,7 @@ def test_the_reference_is_transformers(
 def test_the_error_of_bfloat16_is_that_of_a_model_in_bfloat16(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "llama")
     fingerprint = take(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    tokens = torch.tensor([fingerprint.tokens])
-    with torch.no_grad():
-        log_probs = model(tokens[:, :-1]).logits[0].float().log_softmax(-1)
-    found = log_probs.gather(1, tokens[0, 1:, None]).flatten().tolist()
+    found = by_transformers(tmp_path, fingerprint.tokens, torch.bfloat16)
     error = relative_error(fingerprint, found)
     assert fingerprint.bf16_error / 2 < error < fingerprint.bf16_error * 2
     assert error < allowed_error(fingerprint, "bfloat16", CPU)

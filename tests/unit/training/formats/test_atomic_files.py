@@ -63,6 +63,12 @@ def test_writes_and_replaces(tmp_path: Path, swap: str) -> None:
     assert [path.name for path in directory.parent.iterdir()] == ["adapter"]
 
 
+def _write_half(directory: Path) -> None:
+    with replace_directory(directory) as incoming:
+        (incoming / "first").write_text("half")
+        raise OSError("disk full")
+
+
 def test_exception_leaves_the_old_one(tmp_path: Path, swap: str) -> None:
     write(tmp_path / "adapter", "old")
     with pytest.raises(OSError, match="disk full"):
@@ -71,12 +77,7 @@ def test_exception_leaves_the_old_one(tmp_path: Path, swap: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
-def _write_half(directory: Path) -> None:
-    with replace_directory(directory) as incoming:
-        (incoming / "first").write_text("half")
-        raise OSError("disk full")
-
-
+@pytest.mark.slow
 def test_killed_at_any_system_call(tmp_path: Path, swap: str) -> None:
     """Kills a child before its n-th system call, for every n, until one child reaches the end."""
     directory = tmp_path / "adapter"
@@ -166,6 +167,7 @@ def test_a_users_files_are_not_touched(shared: Path, swap: str) -> None:
     assert [path.name for path in shared.parent.iterdir()] == ["adapter"]
 
 
+@pytest.mark.slow
 def test_killed_beside_a_users_files(shared: Path, swap: str) -> None:
     """At any system call the mark is missing or goes with its file, and the others stay."""
     last = "start"

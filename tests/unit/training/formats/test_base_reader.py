@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.base_case import FILE, UP, assert_base_is_read
 from tests.helpers.one_process import one_process_groups
 from tests.helpers.tiny_models import TINY_MODEL_TYPES, TinyModelType, make_tiny_model
+from tests.unit.training.formats.test_hf_convert import rank_tensors as converted
 from tlora_megatron.integrations.megatron import model as backbone
 from tlora_megatron.layers.quantised_linear import quantised_linears
 from tlora_megatron.model.layout import ParallelLayout
@@ -33,14 +34,13 @@ from tlora_megatron.training.formats.hf_convert import (
     Rounding,
     draw_base,
     hf_shapes,
-    megatron_tensors,
 )
 from tlora_megatron.training.formats.rank_tensors import rank_tensors
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("tp_size", [1, 4])
 @pytest.mark.parametrize("model_type", TINY_MODEL_TYPES)
 def test_parameters_are_those_of_megatron_tensors(
     tmp_path: Path, model_type: TinyModelType, tp_size: int, monkeypatch: pytest.MonkeyPatch
@@ -123,6 +123,7 @@ def read(source: WeightSource, spec: ModelSpec, tp_rank: int, tp_size: int) -> d
     return parameters | {f"{name}.scale": value for name, value in scales.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("drawn", [False, True])
 def test_codes_are_those_of_whole_rows(
@@ -130,17 +131,7 @@ def test_codes_are_those_of_whole_rows(
 ) -> None:
     monkeypatch.setattr(base_reader, "_BLOCK_BYTES", 1800)  # a few rows: all runs are cut
     spec, source = read_model_spec(directory / "config.json"), source_of(directory, drawn)
-    whole = dict(
-        megatron_tensors(
-            spec,
-            source,
-            tp_rank=0,
-            tp_size=1,
-            layers=range(spec.num_layers),
-            with_embedding=True,
-            with_output=True,
-        )
-    )
+    whole = converted(spec, source, 0, 1)
     ranks = [read(source, spec, rank, tp_size) for rank in range(tp_size)]
     for name in ("linear_proj", "linear_fc2"):
         for layer in range(spec.num_layers):
@@ -150,9 +141,7 @@ def test_codes_are_those_of_whole_rows(
             assert torch.equal(torch.cat([r[key] for r in ranks], dim=1), expected.codes_NK), key
             assert all(torch.equal(r[f"{key}.scale"], expected.scales) for r in ranks), key
     for rank, found in enumerate(ranks):
-        part = {"tp_rank": rank, "tp_size": tp_size, "layers": range(spec.num_layers)}
-        own = dict(megatron_tensors(spec, source, with_embedding=True, with_output=True, **part))
-        for key, value in own.items():
+        for key, value in converted(spec, source, rank, tp_size).items():
             if "linear_qkv.weight" in key or "linear_fc1" in key:
                 expected = encode_weight(value)
                 assert torch.equal(found[key], expected.codes_NK), key
@@ -210,14 +199,9 @@ class _Made(TorchDispatchMode):
 
 
 def test_a_linear_that_loses_more_is_an_outlier() -> None:
-    rounding = Rounding()
+    rounding, of_another = Rounding(), Rounding()
     rounding.add("good", torch.tensor([0.0265**2 * 4, 4.0]))
     rounding.add("bad", torch.tensor([0.02**2, 1.0]))
-    rounding.join([rounding_of("bad", torch.tensor([0.05**2, 1.0]))])
+    of_another.add("bad", torch.tensor([0.05**2, 1.0]))
+    rounding.join([of_another])
     assert outliers(rounding.relative()) == ["bad"]
-
-
-def rounding_of(name: str, squares: Tensor) -> Rounding:
-    rounding = Rounding()
-    rounding.add(name, squares)
-    return rounding

@@ -25,32 +25,19 @@ from tlora_megatron.training.formats.megatron_checkpoint import (
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments, megatron_flags
 from tlora_megatron.training.run.fingerprint import relative_error
 
-REPO = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "qwen2", "qwen2", tied=True)
 
 
+LLAMA = Path(__file__).parents[4] / "configs" / "models" / "llama-3.1-8b.json"
+
+
 def read_spec(tmp_path: Path, **fields: Any) -> ModelSpec:
     """Llama-3.1-8B's shape with some fields replaced."""
-    values = {
-        "model_type": "llama",
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
-    }  # fmt: skip
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(values | fields))
+    path.write_text(json.dumps(json.loads(LLAMA.read_text()) | fields))
     return read_model_spec(path)
 
 
@@ -151,22 +138,16 @@ class TestFiles:
         # Of the weights as they were written: in bfloat16.
         assert 1e-4 < relative_error(exact, written.log_probs) < 0.1
 
-    def test_a_fingerprint_alone_needs_its_folder(
+    def test_a_fingerprint_alone_needs_its_folder_and_a_dry_run_writes_nothing(
         self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         arguments = ["convert", str(tiny), str(tmp_path / "none"), "--fingerprint-only"]
         assert main(arguments) == 2
         assert "OUT must be an existing directory with --fingerprint" in capsys.readouterr().err
-        assert main(["convert", str(tiny), str(tmp_path), *arguments[3:], "--dry-run"]) == 0
-        assert "would write" in capsys.readouterr().out
-        assert list(tmp_path.iterdir()) == []
-
-    def test_a_dry_run_writes_nothing(
-        self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert main(["convert", str(tiny), str(tmp_path / "out"), "--dry-run"]) == 0
-        assert "would write" in capsys.readouterr().out
-        assert list(tmp_path.iterdir()) == []
+        for more in (arguments[3:], ["--no-fingerprint"], []):
+            assert main(["convert", str(tiny), str(tmp_path), *more, "--dry-run"]) == 0
+            assert "would write" in capsys.readouterr().out
+            assert list(tmp_path.iterdir()) == []
 
 
 class Failing(NamedTuple):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.oracle_experts import expert_factor
 from tests.helpers.tiny_models import make_tiny_model
+from tests.unit.training.formats.test_peft_format import change_config
 from tlora_megatron.cli.main import main
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.layers.slab import factor_names, factor_shape
@@ -67,11 +68,6 @@ def write(folder: Path, base: Path, model: ModelSpec, lora: LoraSpec) -> dict[st
     return factors
 
 
-def change_config(folder: Path, **fields: object) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 def merged(base: Path, folder: Path | None = None) -> dict[str, Tensor]:
     """The weights of the base, with the adapter of a folder in them."""
     found: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -93,7 +89,9 @@ def part_of(weights: dict[str, Tensor], name: str, ffn_size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", LORAS)
-def test_peft_computes_the_same(kind: str, base: Path, model: ModelSpec, tmp_path: Path) -> None:
+def test_peft_computes_the_same_and_we_read_it(
+    kind: str, base: Path, model: ModelSpec, tmp_path: Path
+) -> None:
     lora = LORAS[kind]
     factors = write(tmp_path / "a", base, model, lora)
     before, after = merged(base), merged(base, tmp_path / "a")
@@ -101,18 +99,13 @@ def test_peft_computes_the_same(kind: str, base: Path, model: ModelSpec, tmp_pat
         delta = part_of(after, name, model.ffn_size) - part_of(before, name, model.ffn_size)
         expected = lora.scaling * factors[f"{name}.lora_b"] @ factors[f"{name}.lora_a"]
         torch.testing.assert_close(delta, expected, rtol=1e-5, atol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize("kind", LORAS)
-def test_what_we_write_we_read(kind: str, base: Path, model: ModelSpec, tmp_path: Path) -> None:
-    lora = LORAS[kind]
-    factors = write(tmp_path / "a", base, model, lora)
-    read = fit_to_job(load_adapter(tmp_path / "a", model=model), job_of(lora))
+    adapter = load_adapter(tmp_path / "a", model=model)
+    read = fit_to_job(adapter, job_of(lora))
     assert read.keys() == factors.keys()
     assert all(torch.equal(read[name], factors[name]) for name in factors)
     other = dataclasses.replace(lora, expert_rank=7)
     with pytest.raises(ValueError, match="init_from adapter's expert_rank must be the job's 7"):
-        fit_to_job(load_adapter(tmp_path / "a", model=model), job_of(other))
+        fit_to_job(adapter, job_of(other))
 
 
 def test_experts_share_what_is_the_same(base: Path, model: ModelSpec, tmp_path: Path) -> None:

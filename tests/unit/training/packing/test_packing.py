@@ -126,15 +126,6 @@ def test_the_first_slot_always_gets_room(
     assert not lengths[first] or first in {slot for slot, _ in ids(bins)}
 
 
-def test_slots_take_turns_where_one_sequence_fills_a_micro_batch() -> None:
-    left = queues_of([[20] * 4, [20] * 2, [20]])
-    order = []
-    for rounds in range(7):
-        bins, left = fill_bins(left, capacity=20, dp_size=1, pp_size=1, first_slot=rounds)
-        order += [slot for slot, _ in ids(bins)]
-    assert order == [0, 1, 2, 0, 1, 0, 0]
-
-
 def test_the_longest_goes_while_a_micro_batch_is_empty() -> None:
     bins, left = fill_bins(queues_of([[3, 20, 5]]), capacity=20, dp_size=1, pp_size=1)
     assert ids(bins) == [(0, 1)]
@@ -165,15 +156,6 @@ def test_the_order_of_a_queue_does_not_matter(
     shuffled = [draw.sample(queue, len(queue)) for queue in queues]  # type: ignore[attr-defined]
     kwargs = {"capacity": 40, "dp_size": layout[0], "pp_size": layout[1]}
     assert ids(fill_bins(queues, **kwargs)[0]) == ids(fill_bins(shuffled, **kwargs)[0])
-
-
-def test_data_parallel_ranks_share_the_bins() -> None:
-    queues = queues_of([[10] * 6, [5] * 6])
-    bins, left = fill_bins(queues, capacity=20, dp_size=2, pp_size=2)
-    assert not any(left)
-    assert [len(replica) for replica in bins.replicas] == [3, 3]
-    tokens = [sum(p.item.length for items in replica for p in items) for replica in bins.replicas]
-    assert max(tokens) - min(tokens) <= 10
 
 
 RECORDED = {
@@ -274,14 +256,6 @@ def test_tensors_of_a_micro_batch_by_the_definition(cp_size: int) -> None:
             assert actual == expected[packed]
             seen.add(packed)
     assert seen == set(range(32))
-
-
-def test_an_empty_micro_batch_is_all_padding() -> None:
-    batch = pack(
-        [], num_tokens=16, num_slots=2, dropout_keys=(1, 2), cp_rank=0, cp_size=1, device=CPU
-    )
-    assert not batch.weights.any()
-    assert set(batch.view.rows.row_slots(CPU).tolist()) == {2}
 
 
 @pytest.mark.parametrize(

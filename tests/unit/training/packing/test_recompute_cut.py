@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.training.packing.test_nano_batch import groups
 from tests.unit.training.packing.test_packing import sequence
 from tlora_megatron.model.cp_dispatch import CpRates, CpTeam
 from tlora_megatron.model.deployment import ReplicaRate
-from tlora_megatron.model.layout import ParallelLayout, RecomputeTable
-from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.parallel.nano_cuts import cut_by_length
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import (
@@ -110,7 +111,7 @@ QUEUES = st.lists(st.lists(st.integers(1, 40), max_size=9), min_size=1, max_size
 SHAPES = st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(1, 3))
 
 
-def items(lengths: list[int]) -> list[Item]:
+def items(lengths: Sequence[int]) -> list[Item]:
     sequences = [TokenSequence(np.zeros(n + 1, np.int32), np.ones(n + 1, bool)) for n in lengths]
     return [Item(sequence, i, 0, 1.0) for i, sequence in enumerate(sequences)]
 
@@ -169,14 +170,9 @@ def test_replicas_without_sequences_have_no_micro_batch_but_in_a_pipeline() -> N
 
 
 def packer(pp_size: int = 1, **changes: Any) -> RoundPacker:
-    layout = ParallelLayout(dp_size=2, pp_size=pp_size)
-    nobody: Any = None
-    groups = ParallelGroups(
-        layout=layout, tp_rank=0, pp_rank=0, cp_rank=0, dp_rank=1, tp_group=nobody,
-        dp_cp_group=nobody, model_group=nobody, device=torch.device("cpu"),
-    )  # fmt: skip
     made = RoundPacker(
-        groups=groups, micro_batch_tokens=40, shape=RoundShape(), active=(True,), dropout_keys=(1,),
+        groups=groups(dp_rank=1, dp_size=2, pp_size=pp_size), micro_batch_tokens=40,
+        shape=RoundShape(), active=(True,), dropout_keys=(1,),
         num_nano_batches=1, cut=cut_by_length, rule=rule_of(2, 2, pp_size),
     )  # fmt: skip
     return replace(made, **changes)
@@ -216,21 +212,14 @@ RATES = CpRates(
     )
 )
 LENGTHS = (150, 20, 20, 20, 20)
-ITEMS = [
-    Item(TokenSequence(np.zeros(rows + 1, np.int32), np.ones(rows + 1, bool)), index, 0, 1.0)
-    for index, rows in enumerate(LENGTHS)
-]
+ITEMS = items(LENGTHS)
 
 
 def packed_on(cp_rank: int, table: RecomputeTable | None = None) -> PackedRound:
-    nobody: Any = None
-    groups = ParallelGroups(
-        layout=ParallelLayout(cp_size=2), tp_rank=0, pp_rank=0, cp_rank=cp_rank, dp_rank=0,
-        tp_group=nobody, dp_cp_group=nobody, model_group=nobody, device=torch.device("cpu"),
-    )  # fmt: skip
     packer = RoundPacker(
-        groups=groups, micro_batch_tokens=BUDGET, shape=RoundShape(recompute=table), active=(True,),
-        dropout_keys=(1,), num_nano_batches=1, cut=cut_by_length, cp_rates=RATES,
+        groups=groups(cp_rank=cp_rank, cp_size=2), micro_batch_tokens=BUDGET,
+        shape=RoundShape(recompute=table), active=(True,), dropout_keys=(1,), num_nano_batches=1,
+        cut=cut_by_length, cp_rates=RATES,
     )  # fmt: skip
     return packer.pack_round([ITEMS], first_slot=0)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,10 +78,6 @@ class LateTarget(torch.Tensor):
         return self
 
 
-def _fill(value: torch.Tensor, room: torch.Tensor) -> None:
-    room.copy_(value)
-
-
 @pytest.mark.parametrize("parts", [(3, 9), (16, 16, 1, 2, 7), (160,), (17, 16, 54)])
 def test_buffers_are_not_filled_again_before_they_are_copied(
     monkeypatch: pytest.MonkeyPatch, parts: tuple[int, ...]
@@ -107,7 +102,7 @@ def test_buffers_are_not_filled_again_before_they_are_copied(
     values = [torch.rand(part) for part in parts]
     targets = [torch.full_like(value, torch.nan) for value in values]
     for target, value in zip(targets, values, strict=True):
-        ring.copy(target.as_subclass(LateTarget), partial(_fill, value))
+        ring.copy(target.as_subclass(LateTarget), lambda room, value=value: room.copy_(value))
     stream.finish()
     for target, value in zip(targets, values, strict=True):
         assert torch.equal(target, value)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +16,9 @@ import torch
 from torch import nn
 
 from scripts.bench.determinism.cases import SIZES
-from tests.helpers.launch import HANG_S
+from tests.helpers.launch import python
+from tests.unit.training.run.test_output_dir import config_for
 from tlora_megatron.config.job import DataSpec, JobSpec
-from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.training.formats.quantised import QuantisationCard
@@ -98,6 +96,7 @@ def test_on_cpus_libraries_that_look_at_rows_are_refused(monkeypatch: pytest.Mon
         check_deterministic(CPU, torch.float32, [(site, nn.Linear(4, 2))])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="another library multiplies")
 def test_rows_of_wide_products_do_not_depend_on_their_number() -> None:
     """In a process of its own: MKL reads its environment once."""
@@ -106,7 +105,7 @@ def test_rows_of_wide_products_do_not_depend_on_their_number() -> None:
         "determinism.set_environment(True)",
         "determinism._check_rows([(256, 700), (1024, 64), (2048, 256)], determinism.torch.float32)",
     )
-    subprocess.run([sys.executable, "-c", "; ".join(lines)], check=True, timeout=HANG_S)
+    python("-c", "; ".join(lines))
 
 
 def test_on_gpus_only_our_cuda_kernels_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,12 +149,7 @@ class Theirs(Ours):
 
 
 def test_a_fingerprint_names_trainer_and_codes() -> None:
-    config = RunConfig(
-        base_model=BaseModelSpec(path="base"),
-        parallel=ParallelSpec(),
-        run=RunSpec(output_dir="out"),
-        jobs=(),
-    )
+    config = config_for(Path("out"))
     groups: Any = SimpleNamespace(layout=ParallelLayout(), device=CPU, deployment=None)
     engines: tuple[Any, ...] = (Ours(), Theirs())
     ours, theirs = (run_fingerprint(config, groups, torch.bfloat16, x) for x in engines)

@@ -8,6 +8,7 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,11 +35,11 @@ def test_a_directory_in_use_is_refused_and_free_again_afterwards(tmp_path: Path)
         pass
 
 
-def config_for(output_dir: Path) -> RunConfig:
+def config_for(output_dir: Path, **run: Any) -> RunConfig:
     return RunConfig(
         base_model=BaseModelSpec(path="base"),
         parallel=ParallelSpec(),
-        run=RunSpec(output_dir=str(output_dir)),
+        run=RunSpec(output_dir=str(output_dir), **run),
         jobs=(),
     )
 

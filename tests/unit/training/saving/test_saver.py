@@ -29,7 +29,7 @@ from tlora_megatron.training.formats.peft import load_adapter
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.saving import saver as targets
 from tlora_megatron.training.saving.saver import Saver
-from tlora_megatron.training.saving.snapshot import Arena, HostMemory, save_memory_numel
+from tlora_megatron.training.saving.snapshot import Arena, save_memory_numel
 from tlora_megatron.training.saving.writer import WriterDied
 
 
@@ -64,7 +64,6 @@ def saved(folder: Path, job: JobState, step: int) -> dict[str, torch.Tensor]:
 
 
 def state(job: JobState) -> dict[str, torch.Tensor]:
-    """Returns the tensors that a checkpoint of the job as it is now must hold."""
     moments = {f"{b}.{n}": t for b in BUFFERS[1:] for n, t in whole_values(job, b).items()}
     return whole_values(job, "master") | moments
 
@@ -75,7 +74,6 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def change(job: JobState) -> None:
-    """Changes a job's weights and moments, as an optimizer step does."""
     for buffer in job.adapter.slab.buffers().values():
         buffer.add_(1)
     job.step += 1
@@ -207,17 +205,6 @@ def test_a_full_disk_costs_the_save_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert (saver.times.writes, saver.times.written_bytes > 0) == (2, True)
 
 
-def test_what_is_not_finite_is_not_saved(tmp_path: Path) -> None:
-    job, errors = make_job("a"), list[Exception]()
-    saver = make_saver(job)
-    job.adapter.slab.exp_avg[5] = torch.inf
-    saver.save(job, [checkpoint(tmp_path, job, errors)])
-    saver.drain()
-    assert str(errors[0]).startswith("exp_avg.layers.0.")
-    assert "must be finite" in str(errors[0])
-    saver.close()
-
-
 def test_a_dead_writer_ends_the_next_save(tmp_path: Path) -> None:
     job = make_job("a")
     saver = make_saver(job)
@@ -331,15 +318,6 @@ def test_more_than_all_is_an_error() -> None:
     ("memory_gb", "numel"), [(1.0, 640 + 6400), (1e-5, 6400), (26e-6, 6500), (1e-12, 6400)]
 )
 def test_all_jobs_once_but_no_more_than_allowed(memory_gb: float, numel: int) -> None:
-    """The largest always finds room."""
+    """The largest always finds room; an idle host has room for all."""
     assert save_memory_numel([640, 6337], memory_gb) == numel
-
-
-def test_by_default_all_jobs_find_room_on_an_idle_host() -> None:
     assert save_memory_numel([64, 64], None) == 128
-
-
-def test_memory_beside_no_gpu_is_plain() -> None:
-    memory = HostMemory(10, torch.device("cpu"))
-    assert memory.flat().shape == (10,)
-    memory.close()

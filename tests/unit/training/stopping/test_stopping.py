@@ -169,6 +169,7 @@ def test_a_rank_that_has_stopped_is_named(run: Run) -> None:
     assert run.reason == f"{found}: rank 1 on host far does not answer"
 
 
+@pytest.mark.slow
 def test_a_signal_does_not_wait_for_a_dead_rank(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.setattr(run_watch, "_FIRST_ROUNDS", 1)  # there is patience for 600 s
     with run.watch.watching():
@@ -179,6 +180,7 @@ def test_a_signal_does_not_wait_for_a_dead_rank(monkeypatch: pytest.MonkeyPatch,
     assert run.reason.startswith("the run cannot stop behind its round, in round 4: rank 1 on")
 
 
+@pytest.mark.slow
 def test_who_gets_on_or_is_outside_of_the_loop_is_left_alone(run: Run) -> None:
     end_s = time.monotonic() + 3 * LIMIT_S
     with run.watch.watching():

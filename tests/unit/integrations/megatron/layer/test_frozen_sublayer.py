@@ -12,7 +12,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tlora_megatron.config.schema import Recompute
 from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
@@ -90,7 +89,6 @@ class Case:
 
     @property
     def slabs(self) -> list[torch.Tensor]:
-        """The gradients of each job."""
         return [grad for job in self.model.jobs for grad in job.adapter.slab.grad_views().values()]
 
     def results(self, view: MicroBatchView) -> list[torch.Tensor]:
@@ -127,14 +125,6 @@ def part(slots: range, lengths: tuple[int, ...], num_parts: int = 1) -> MicroBat
     )  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def process_group() -> Iterator[None]:
-    """Leaves none behind; one for all tests, as it takes NCCL nine seconds to end."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def use_modules(decoder: Any) -> None:
     """Has layers run by their modules, as something hangs on one of them."""
     for layer in decoder.layers:
@@ -145,47 +135,32 @@ def equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
-@pytest.mark.parametrize("targets", [ALL, ("q_proj", "down_proj"), ("up_proj",)], ids=len)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_halves_compute_what_modules_do(recompute: Recompute, targets: tuple[str, ...]) -> None:
-    case = Case(recompute, targets)
-    assert all(layer.direct_sublayers for layer in case.decoder.layers)
-    actual = case.results(whole())
-    assert all(grad.abs().max() > 0 for grad in case.slabs)
-    use_modules(case.decoder)
-    assert not any(layer.direct_sublayers for layer in case.decoder.layers)
-    assert equal(actual, case.results(whole()))
-
-
-@pytest.mark.parametrize("num_parts", [1, 2])
-def test_halves_of_an_fp8_base_compute_what_modules_do(num_parts: int) -> None:
-    case = Case("selective", is_fp8=True)
+@pytest.mark.parametrize(
+    ("options", "num_parts"),
+    [
+        *(({"targets": targets}, 1) for targets in (ALL, ("q_proj", "down_proj"), ("up_proj",))),
+        *(({"sharding": sharding}, 1) for sharding in get_args(LoraSharding)[1:]),
+        ({"is_fp8": True}, 1),
+        ({"is_fp8": True}, 2),
+        ({}, 2),
+    ],
+    ids=str,
+)
+def test_halves_compute_what_modules_do(
+    options: dict[str, Any], num_parts: int, recompute: Recompute
+) -> None:
+    case = Case(recompute, **options)
     view = whole() if num_parts == 1 else case.split()
     assert all(layer.direct_sublayers for layer in case.decoder.layers)
     actual = case.results(view)
+    assert all(grad.abs().max() > 0 for grad in case.slabs)
     use_modules(case.decoder)
+    assert not any(layer.direct_sublayers for layer in case.decoder.layers)
     assert equal(actual, case.results(view))
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize("sharding", get_args(LoraSharding)[1:])
-def test_halves_share_ranks_as_modules_do(sharding: LoraSharding, recompute: Recompute) -> None:
-    case = Case(recompute, sharding=sharding)
-    assert all(layer.direct_sublayers for layer in case.decoder.layers)
-    actual = case.results(whole())
-    assert all(grad.abs().max() > 0 for grad in case.slabs)
-    use_modules(case.decoder)
-    assert equal(actual, case.results(whole()))
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_halves_compute_what_modules_do_in_lanes(recompute: Recompute) -> None:
-    case = Case(recompute)
-    actual = case.results(case.split())
-    use_modules(case.decoder)
-    assert equal(actual, case.results(case.split()))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["plain", "fp8"])
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_a_micro_batch_chooses_what_is_computed_again(num_parts: int, is_fp8: bool) -> None:

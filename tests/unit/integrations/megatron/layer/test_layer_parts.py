@@ -92,22 +92,14 @@ def test_attention_stays_inside_documents(config: TransformerConfig) -> None:
 
 
 @ON_CPU
-def test_attention_without_a_micro_batch_is_refused(config: TransformerConfig) -> None:
-    x = torch.zeros(4, 1, 4, 8)
-    with pytest.raises(RuntimeError, match=r"must be bound by use_micro_batch, got none"):
-        make_attention(config)(x, x, x)
-
-
-@ON_CPU
-def test_attention_refuses_masks(config: TransformerConfig) -> None:
+def test_what_attention_refuses(config: TransformerConfig) -> None:
     x, mask = torch.zeros(4, 1, 4, 8), torch.zeros(4, 4, dtype=torch.bool)
+    attention = make_attention(config)
+    with pytest.raises(RuntimeError, match=r"must be bound by use_micro_batch, got none"):
+        attention(x, x, x)
     view = pack_micro_batch([Document(slot=0, length=4)], num_slots=1, num_tokens=4)
     with use_micro_batch(view), pytest.raises(ValueError, match=r"attention_mask, .* must be None"):
-        make_attention(config)(x, x, x, mask)
-
-
-@ON_CPU
-def test_attention_refuses_dropout(config: TransformerConfig) -> None:
+        attention(x, x, x, mask)
     with pytest.raises(ValueError, match=r"attention_dropout must be 0 .*, got 0.1"):
         make_attention(config, attention_dropout=0.1)
 

@@ -17,13 +17,11 @@ from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
     SPEC,
     Case,
     equal,
-    process_group,
     whole,
 )
 from tlora_megatron.ops.routing import MicroBatchView, use_micro_batch
 
-__all__ = ["process_group"]
-
+pytestmark = pytest.mark.slow
 NUM_LAYERS = SPEC.num_layers
 CALLS = Counter(
     {
@@ -72,8 +70,6 @@ def run(
 
 @contextmanager
 def counted(kind: str, calls: Counter[str]) -> Iterator[None]:
-    """With a hook on all modules."""
-
     def count(module: Any, *_: Any) -> None:
         is_linear = hasattr(module, "tlora_adapters")
         calls[module.tlora_adapters.site.kind if is_linear else type(module).__name__] += 1

@@ -31,6 +31,7 @@ WORK = SimpleNamespace(
 )  # fmt: skip
 SCALING = torch.empty(2)
 DROPOUT = Dropout(SCALING, torch.empty(6), torch.empty(6), key=77, first_column=8)
+MASK = {"row_keys": DROPOUT.row_keys, "dropout": SCALING, "dropout_key": 77, "first_column": 8}
 COLUMNS = OutputColumns(groups=2, stride=8, begin=0, width=4)
 ARENAS = Arenas((torch.empty(5, 8), torch.empty(7, 8)), (COLUMNS, COLUMNS))
 
@@ -78,25 +79,12 @@ def test_gemm(launched: list[dict[str, Any]], dropout: Dropout | None) -> None:
     cuda_calls.gemm(
         X, W, OUT, tile, transposed=True, overlaps_previous_kernel=True, bias_N=bias, rank=rank
     )
-    mask: dict[str, Any] = {}
-    if dropout is not None:
-        mask = {"row_keys": dropout.row_keys, "row_slots": dropout.row_slots}
-        mask |= {"dropout": SCALING, "dropout_key": 77, "first_column": 8}
+    mask = MASK | {"row_slots": DROPOUT.row_slots} if dropout else {}
     expect(
         launched[0], kernel="gemm", x=X, weight=W, bias=bias, ext=FLAT, out=OUT, tile_chunks=TILES,
         chunk_rows=CHUNKS, rows=6, columns_out=16, depth=8, ext_rows=2, factors=ARENAS,
         num_targets=2, transposed=1, tile_columns=192, group=4, blocks=132,
         overlaps_previous_kernel=1, **mask,
-    )  # fmt: skip
-
-
-def test_gemm_without_adapters(launched: list[dict[str, Any]]) -> None:
-    cuda_calls.gemm(X, W, OUT, GemmTile(256), transposed=False)
-    (fields,) = launched
-    assert not any(bytes(fields["factors"]))
-    expect(
-        fields, kernel="gemm", x=X, weight=W, out=OUT, rows=6, columns_out=16, depth=8,
-        tile_columns=256, group=8, blocks=132,
     )  # fmt: skip
 
 
@@ -107,9 +95,7 @@ def test_rows(launched: list[dict[str, Any]], dropout: Dropout | None, masked: b
         X, ARENAS, FLAT, FORM, WORK, chunks=CHUNKS, scaling=SCALING, parts=4, dropout=dropout,
         masked=masked,
     )  # fmt: skip
-    mask: dict[str, Any] = {} if dropout is None else {"dropout": SCALING}
-    if dropout is not None and masked:
-        mask |= {"row_keys": dropout.row_keys, "dropout_key": 77, "first_column": 8}
+    mask = {} if dropout is None else MASK if masked else {"dropout": SCALING}
     expect(
         launched[0], kernel="rows", input=X, ext=FLAT, rows=FORM.rows_address(FLAT), items=ITEMS,
         chunks=CHUNKS, scaling=SCALING, num_rows=6, in_columns=8, factors=ARENAS, num_targets=2,
@@ -124,10 +110,7 @@ def test_sums(launched: list[dict[str, Any]], dropout: Dropout | None) -> None:
         SumOperands(X[2:], 2, FLAT, OUT, OTHER_FLAT), FORM, WORK, tables, blocks=9,
         overlaps_previous_kernel=True, dropout=dropout,
     )  # fmt: skip
-    mask: dict[str, Any] = {}
-    if dropout is not None:
-        mask = {"dropout": SCALING, "row_keys": dropout.row_keys}
-        mask |= {"dropout_key": 77, "first_column": 8}
+    mask = MASK if dropout else {}
     expect(
         launched[0], kernel="sums", x=X[2:], ds=FORM.rows_address(FLAT), dy=OUT,
         s=FORM.rows_address(OTHER_FLAT), items=ITEMS, borders=WORK.borders, grad_a=tables.grad_a,

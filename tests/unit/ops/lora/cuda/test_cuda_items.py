@@ -14,7 +14,6 @@ from tests.helpers.cuda_cases import FUSED_AND_Q, GATE_UP, QKV, WHOLE
 from tests.helpers.item_machine import BLOCK_ROWS, kernel_width
 from tests.helpers.kernel_case import make_rows
 from tlora_megatron.ops.lora import cuda_operands
-from tlora_megatron.ops.lora.cuda_calls import rank_form
 from tlora_megatron.ops.lora.cuda_work_items import (
     DOWN,
     UP,
@@ -30,7 +29,7 @@ from tlora_megatron.ops.lora.cuda_work_items import (
 )
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.lora.plan_tensors import PlanTensors, plan_tensors
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE, RankLayout, rank_chunks
+from tlora_megatron.ops.lora.tiling import RANK_CHUNK, RankLayout, rank_chunks
 
 CPU = torch.device("cpu")
 IN_SIZE = 136
@@ -205,20 +204,6 @@ def test_sums_that_move_most_come_first_and_of_equal_ones_those_of_dy(
     assert keys == sorted(keys)
 
 
-def test_bytes_that_sums_move() -> None:
-    """One whole run of 100 rows and rank 40, and a run of 256 rows of two, rank 16."""
-    layout = RankLayout(((40,), (16,)))
-    plan = PlanTensors((100, 500, 500), layout, CPU, graph_safe=False)
-    inputs = sum_inputs(plan, WHOLE, (0, 500))[:1]
-    items = sum_items(plan, inputs).items
-    by_begin = {
-        int(item[0]): int(size) for item, size in zip(items, moved_bytes(items), strict=True)
-    }
-    one_run = 2 * 64 * (2 + 1) * 128 + 2 * 48 * 512
-    first_of_two = 4 * 64 * (2 + 1) * 128 + 2 * 16 * 512
-    assert (by_begin[0], by_begin[100]) == (one_run, first_of_two)
-
-
 @given(plans(), st.data())
 @fast
 def test_bounds_hold_for_any_micro_batch_of_as_many_rows(
@@ -263,19 +248,6 @@ def test_a_run_is_whole_steps_of_rows(num_rows: int, features: int) -> None:
     assert size % 64 == 0
     assert 128 <= size <= 4096
     assert size <= rows_per_run(2 * num_rows, features, 264)
-
-
-def test_addresses_of_a_form_are_those_of_its_views() -> None:
-    """Also within a longer tensor: s may be a part of one."""
-    plan = PlanTensors((100, 300, 310), RankLayout(((8, 16), (0, 70))), CPU, graph_safe=False)
-    form = rank_form(plan)
-    assert form is rank_form(plan)
-    flat = torch.empty(form.numel + 8, dtype=torch.bfloat16)[8:]
-    chunks, rows = form.chunks(flat), form.rows(flat)
-    assert chunks.shape == (plan.num_chunks * RANK_CHUNK, ROW_TILE)
-    assert rows.shape == (plan.num_rows, rank_columns(plan.layout))
-    assert chunks.data_ptr() == flat.data_ptr()
-    assert rows.data_ptr() == form.rows_address(flat)
 
 
 def test_sites_with_equal_layouts_share_a_plan() -> None:

@@ -88,10 +88,14 @@ def run(
     return Bench
 
 
-def make(name: str, **changes: object) -> tuple[KernelCase, RowGroups]:
+def make(
+    name: str, dropout: tuple[float, ...] = ()
+) -> tuple[KernelCase, RowGroups, torch.Tensor, torch.Tensor]:
+    """A case, its rows, and their x and dy."""
     columns, ranks, lengths, padding = CASES[name]
-    case = make_case(ranks, columns, IN_SIZE, dtype=torch.float64)
-    return replace(case, **changes), make_rows(lengths, padding)
+    case = make_case(ranks, columns, IN_SIZE, dtype=torch.float64, dropout=dropout)
+    rows = make_rows(lengths, padding)
+    return case, rows, *operands(case, rows.ends[-1])
 
 
 def operands(case: KernelCase, num_rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,8 +122,7 @@ def check(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
 
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_the_definitions(name: str, run: type) -> None:
-    case, rows = make(name)
-    x, dy = operands(case, rows.ends[-1])
+    case, rows, x, dy = make(name)
     bench = run(case)
     check(bench(x, dy, rows), definition(case, x, dy, rows))
     assert bench.machine.launches == ["rows", "gemm", "rows", "gemm", "sums"]
@@ -127,11 +130,7 @@ def test_outputs_and_gradients_are_the_definitions(name: str, run: type) -> None
 
 @pytest.mark.parametrize("name", ["ragged segments", "one adapter among rows without"])
 def test_dropout_scales_once_and_masks_three_times(name: str, run: type) -> None:
-    columns, ranks, lengths, padding = CASES[name]
-    dropout = (0.3, 0.1, 0.9)
-    case = make_case(ranks, columns, IN_SIZE, dtype=torch.float64, dropout=dropout)
-    rows = make_rows(lengths, padding)
-    x, dy = operands(case, rows.ends[-1])
+    case, rows, x, dy = make(name, dropout=(0.3, 0.1, 0.9))
     check(run(case)(x, dy, rows), definition(case, x, dy, rows))
     shards = [(0, 130), (130, rows.ends[-1])]
     bench = run(case)
@@ -143,16 +142,15 @@ def test_dropout_scales_once_and_masks_three_times(name: str, run: type) -> None
 @pytest.mark.parametrize("tile", [128, 192])
 @pytest.mark.parametrize("multiprocessors", [1, 200])
 def test_any_tile_and_any_gpu_give_the_same(tile: int, multiprocessors: int, run: type) -> None:
-    case, rows = make("whole fused beside q")
-    x, dy = operands(case, rows.ends[-1])
+    case, rows, x, dy = make("whole fused beside q")
     bench = run(case, tile=tile, multiprocessors=multiprocessors)
     check(bench(x, dy, rows), definition(case, x, dy, rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_s_and_ds_are_written_in_both_forms(name: str, run: type) -> None:
-    case, rows = make(name)
-    x, dy = operands(case, rows.ends[-1])
+    case, rows, x, dy = make(name)
     actual = run(case)(x, dy, rows)
     for flat, values, per_target in ((actual["s"], x, False), (actual["ds"], dy, True)):
         ext, row_form = rank_rows_by_definition(case, values, rows, per_target=per_target)
@@ -161,14 +159,12 @@ def test_s_and_ds_are_written_in_both_forms(name: str, run: type) -> None:
         torch.testing.assert_close(written, row_form, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "cuts", [(350,), (256,), (1, 2, 699), (130, 260, 390)], ids=lambda cuts: str(cuts)
-)
-@pytest.mark.parametrize("name", ["ragged segments", "one adapter", "64 adapters"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cuts", [(350,), (130,), (1, 2, 699), (130, 260, 390)], ids=str)
+@pytest.mark.parametrize("name", ["ragged segments", "one adapter among rows without"])
 def test_windows_of_x_add_up(name: str, cuts: tuple[int, ...], run: type) -> None:
-    case, rows = make(name)
+    case, rows, x, dy = make(name)
     num_rows = rows.ends[-1]
-    x, dy = operands(case, num_rows)
     shards = list(itertools.pairwise((0, *(c for c in cuts if c < num_rows), num_rows)))
     bench = run(case)
     found = bench(x, dy, rows, shards)
@@ -184,20 +180,10 @@ def s_of_windows(
     return torch.stack(parts).sum(dim=0)
 
 
-def test_a_window_without_adapters_adds_nothing(run: type) -> None:
-    case = make_case([(16,)], WHOLE, IN_SIZE, dtype=torch.float64)
-    rows = make_rows((100,), 100)
-    x, dy = operands(case, 200)
-    bench, shards = run(case), [(0, 100), (100, 200)]
-    found = bench(x, dy, rows, shards)
-    check(found, definition(case, x, dy, rows))
-    assert torch.equal(s_of_windows(bench, x, rows, shards), found["s"].nan_to_num(nan=0.0))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ragged segments", "one adapter", "ranks 1 to 256"])
 def test_order_of_arrival_does_not_show(name: str, run: type) -> None:
-    case, rows = make(name)
-    x, dy = operands(case, rows.ends[-1])
+    case, rows, x, dy = make(name)
     first, second = (run(case, seed=seed)(x, dy, rows) for seed in (0, 1))
     for key in first.keys() - {"s", "ds"}:
         assert torch.equal(first[key], second[key]), key
@@ -269,6 +255,7 @@ PORTIONS = make_rows((900, 40, 0, 300), 21, budget=4000, cuts=(150, 500, 520, 10
 """The first slot's second portion has two runs, the others one; the last slot's come later."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [(), (0.3, 0.1, 0.5, 0.0)], ids=["", "dropout"])
 def test_portions_add_up_as_micro_batches_one_after_another(
     dropout: tuple[float, ...], run: type, cuda_ops: ModuleType, monkeypatch: pytest.MonkeyPatch
@@ -286,7 +273,7 @@ def test_portions_add_up_as_micro_batches_one_after_another(
 
 def test_rows_without_adapters_go_through_the_same_gemm(run: type) -> None:
     """A job that adapts nothing here must not notice whether another does."""
-    case, rows = make("missing all targets")
+    case, *_ = make("missing all targets")
     rows = make_rows((0, 300, 0), 5)
     x, dy = operands(case, rows.ends[-1])
     bench = run(case)
@@ -297,8 +284,7 @@ def test_rows_without_adapters_go_through_the_same_gemm(run: type) -> None:
 @pytest.mark.parametrize("poisoned", [0, 1, 2, 3])
 def test_nan_in_one_slots_rows_stays_there(poisoned: int, run: type) -> None:
     """Slot 3 stands for rows without an adapter."""
-    case, rows = make("ragged segments")
-    x, dy = operands(case, rows.ends[-1])
+    case, rows, x, dy = make("ragged segments")
     clean = run(case)(x, dy, rows)
     begin = (0, *rows.ends)[poisoned]
     mine = slice(begin, rows.ends[poisoned])
@@ -315,13 +301,12 @@ def test_nan_in_one_slots_rows_stays_there(poisoned: int, run: type) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [(0, 0, 452), (452, 0, 0), (150, 150, 152), (1, 257, 194), (0, 0, 0)],
+    [(0, 0, 452), (1, 257, 194), (0, 0, 0)],
     ids=lambda lengths: str(lengths),
 )
 def test_an_update_in_place_is_another_micro_batch(other: tuple[int, ...], run: type) -> None:
-    case, rows = make("ragged segments")
+    case, rows, x, dy = make("ragged segments")
     num_rows = rows.ends[-1]
-    x, dy = operands(case, num_rows)
     bench = run(case, graph_safe=True)
     shards = [(0, 200), (200, num_rows)]
     check(bench(x, dy, rows, shards), definition(case, x, dy, rows))
@@ -333,8 +318,7 @@ def test_an_update_in_place_is_another_micro_batch(other: tuple[int, ...], run: 
 
 
 def test_a_plan_keeps_no_activations(run: type) -> None:
-    case, rows = make("ragged segments")
-    x, dy = operands(case, rows.ends[-1])
+    case, rows, x, dy = make("ragged segments")
     bench = run(case)
     bench(x, dy, rows)
     kept = weakref.ref(x), weakref.ref(dy)
@@ -344,8 +328,7 @@ def test_a_plan_keeps_no_activations(run: type) -> None:
 
 def test_a_plan_goes_with_its_micro_batch(run: type) -> None:
     """Without help of the collector of cycles, which would leave tables and workspaces for long."""
-    case, rows = make("ragged segments")
-    x, dy = operands(case, rows.ends[-1])
+    case, rows, x, dy = make("ragged segments")
     bench = run(case)
     gc.disable()
     try:
@@ -359,7 +342,7 @@ def test_a_plan_goes_with_its_micro_batch(run: type) -> None:
 
 def test_gradients_off_16_bytes_go_to_the_fallback(cuda_ops: ModuleType) -> None:
     """They lie so where another linear of the model has an odd size: a slab holds all in a row."""
-    case, rows = make("one adapter")
+    case, rows, *_ = make("one adapter")
     shifted = torch.zeros(1 + 16 * IN_SIZE)[1:].view(16, IN_SIZE)
     factors = replace(case.factors, grad_a=((shifted,),), is_aligned=are_aligned(((shifted,),)))
     ops = cuda_ops.CudaOps(TorchOps())

@@ -10,9 +10,9 @@ import torch
 
 from tests.helpers.cuda_cases import CASES
 from tests.helpers.item_machine import ItemMachine
-from tests.helpers.kernel_case import make_case, make_rows, poisoned_memory, reference, run_shared
+from tests.helpers.kernel_case import poisoned_memory, run_shared
 from tests.helpers.layout_sites import SPEC
-from tests.helpers.linear_case import error
+from tests.unit.ops.lora.cuda.test_cuda_ops import check, definition, make
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
@@ -20,8 +20,6 @@ from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.ops.lora.cuda_operands import CudaSite
 from tlora_megatron.ops.lora.rank_places import gather_or_zero
 from tlora_megatron.ops.lora.torch_ops import TorchOps
-
-IN_SIZE = 136
 
 
 @pytest.fixture
@@ -32,6 +30,7 @@ def cuda_ops() -> ModuleType:
     return cuda_ops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize(
     ("name", "parts"),
@@ -40,26 +39,16 @@ def cuda_ops() -> ModuleType:
 def test_ranks_that_share_make_the_definition(
     name: str, parts: int, dropout: bool, cuda_ops: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    columns, ranks, lengths, padding = CASES[name]
-    p = tuple(0.1 + 0.2 * (i % 3) for i in range(len(ranks))) if dropout else ()
-    case = make_case(ranks, columns, IN_SIZE, dtype=torch.float64, dropout=p)
-    rows = make_rows(lengths, padding)
-    generator = torch.Generator().manual_seed(1)
-    x, dy = (
-        torch.randn(rows.ends[-1], size, generator=generator, dtype=torch.float64)
-        for size in (IN_SIZE, case.out_size)
-    )
+    num_slots = len(CASES[name][1])
+    p = tuple(0.1 + 0.2 * (i % 3) for i in range(num_slots)) if dropout else ()
+    case, rows, x, dy = make(name, p)
     machine = ItemMachine(case.factors)
     for kernel in ("rank_rows", "rank_sums", "gemm", "multiprocessors", "gemm_tile"):
         monkeypatch.setattr(cuda_ops, kernel, getattr(machine, kernel))
     monkeypatch.setattr(cuda_ops, "gather", gather_or_zero)
     with poisoned_memory():
         found = run_shared(cuda_ops.CudaOps(TorchOps()), case, x, dy, rows, parts)
-    expected = reference(case, x.clone(), dy, rows)
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.isfinite(found[key]).all(), key
-        assert error(found[key], value) < 1e-6, key
+    check(found, definition(case, x, dy, rows))
     each = ["gemm", "sums", "sums"]
     assert machine.launches == [*["rows"] * parts, "gemm", "rows", *each * parts]
 

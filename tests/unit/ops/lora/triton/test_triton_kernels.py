@@ -7,10 +7,6 @@ own: `TRITON_INTERPRET=1 pytest` on this file runs them here.
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,7 +31,7 @@ from tests.helpers.kernel_case import (
     run,
     run_shared,
 )
-from tests.helpers.launch import HANG_S
+from tests.helpers.launch import python
 from tests.helpers.linear_case import error
 from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.exactness import Exactness
@@ -52,6 +48,7 @@ from tlora_megatron.ops.lora.tiling import (
     UpConfig,
 )
 from tlora_megatron.ops.lora.triton_ops import TritonOps
+from tlora_megatron.ops.row_groups import RowGroups
 
 K = 80
 SMALL = KernelConfig(
@@ -82,6 +79,22 @@ WORKLOADS = {
 }
 
 
+Made = tuple[KernelCase, RowGroups, torch.Tensor, torch.Tensor]
+
+
+def made(
+    name: str,
+    rows: RowGroups,
+    *,
+    dtype: torch.dtype = torch.float32,
+    dropout: tuple[float, ...] = (0.3, 0.1, 0.5, 0.0),
+) -> Made:
+    """A case, its rows, and their x and dy."""
+    columns, ranks = CASES[name]
+    case = make_case(ranks, columns, K, dtype=dtype, dropout=dropout)
+    return case, rows, *draw(case, rows.ends[-1])
+
+
 def draw(case: KernelCase, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     dtype = case.weight_NK.dtype
@@ -100,16 +113,9 @@ def compare(
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreting process")
-def test_the_kernels_in_the_interpreter() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), "-p", "no:cacheprovider"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "passed" in result.stdout, result.stdout
+def test_the_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert " passed" in python("-m", "pytest", "-q", __file__, "-p", "no:cacheprovider")
 
 
 @interpreted
@@ -121,11 +127,8 @@ def test_the_kernels_in_the_interpreter() -> None:
     ],
 )
 def test_every_output_and_gradient_equals_the_definition(linear: str, workload: str) -> None:
-    columns, ranks = CASES[linear]
     dropout = (0.3, 0.1, 0.5, 0.0) if linear in ("whole", "q k v") else ()
-    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=dropout)
-    rows = make_rows(WORKLOADS[workload], padding=6)
-    x, dy = draw(case, rows.ends[-1])
+    case, rows, x, dy = made(linear, make_rows(WORKLOADS[workload], padding=6), dropout=dropout)
     with poisoned_memory():
         actual = run(TritonOps(config=SMALL), case, x, dy, rows)
     compare(actual, reference(case, x, dy, rows), 5e-7)
@@ -133,10 +136,8 @@ def test_every_output_and_gradient_equals_the_definition(linear: str, workload: 
 
 @interpreted
 def test_half_precision_and_the_default_blocks() -> None:
-    columns, ranks = CASES["q k v"]
-    case = make_case(ranks, columns, K, dtype=torch.float16, dropout=(0.3, 0.1, 0.5, 0.0))
     rows = make_rows(WORKLOADS["ragged"], padding=6)
-    x, dy = draw(case, rows.ends[-1])
+    case, rows, x, dy = made("q k v", rows, dtype=torch.float16)
     with poisoned_memory():
         actual = run(TritonOps(config=KernelConfig()), case, x, dy, rows)
     compare(actual, reference(case, x, dy, rows), 2e-3)
@@ -144,10 +145,8 @@ def test_half_precision_and_the_default_blocks() -> None:
 
 @interpreted
 def test_portions_add_up_as_micro_batches_one_after_another() -> None:
-    columns, ranks = CASES["q k v"]
-    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
     rows = make_rows((90, 7, 0, 31), 3, budget=200, cuts=(20, 71, 94, 110))
-    x, dy = draw(case, rows.ends[-1])
+    case, rows, x, dy = made("q k v", rows)
     ops = TritonOps(config=SMALL)
     with poisoned_memory():
         compare(run(ops, case, x, dy, rows), reference(case, x, dy, rows), 5e-7)
@@ -157,11 +156,8 @@ def test_portions_add_up_as_micro_batches_one_after_another() -> None:
 @interpreted
 @pytest.mark.parametrize("lengths", [(5, 20, 7, 9), (0, 0, 0, 0)])
 def test_the_branch_alone_is_what_the_linear_adds_to_its_base(lengths: tuple[int, ...]) -> None:
-    columns, ranks = CASES["q k v"]
-    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
-    rows = make_rows(lengths, padding=6)
+    case, rows, x, dy = made("q k v", make_rows(lengths, padding=6))
     bound = TritonOps(config=SMALL).bind(case.factors, rows)
-    x, dy = draw(case, rows.ends[-1])
     y_base, dx_base = x @ case.weight_NK.t(), dy @ case.weight_NK
     with poisoned_memory():
         y, s = bound.forward(x, case.weight_NK, None)
@@ -188,11 +184,9 @@ def test_with_exactness_the_base_is_added_to_the_rank_part_whoever_is_there(
     def never(*args: object) -> torch.Tensor:
         raise AssertionError("the GEMM must add onto the rank part")
 
-    columns, ranks = CASES["q k v"]
-    case = make_case(ranks, columns, K, dtype=torch.float32)
     rows = dataclasses.replace(make_rows((0, 0, 0, 0), padding=6), exactness=Exactness())
+    case, rows, x, dy = made("q k v", rows, dropout=())
     bound = TritonOps().bind(case.factors, rows)
-    x, dy = draw(case, rows.ends[-1])
     bias_N = case.bias_N if bias else None
     expected = torch.nn.functional.linear(x, case.weight_NK, bias_N)
     monkeypatch.setattr(triton_ops.F, "linear", never)
@@ -267,27 +261,9 @@ def test_a_gather_gives_zero_where_there_is_no_place(count: int) -> None:
 
 
 @interpreted
-def test_gradients_add_to_what_is_there() -> None:
-    columns, ranks = CASES["gate up"]
-    case = make_case(ranks, columns, K, dtype=torch.float32)
-    rows = make_rows(WORKLOADS["ragged"])
-    x, dy = draw(case, rows.ends[-1])
-    ops = TritonOps(config=SMALL)
-    once = run(ops, case, x, dy, rows)
-    for grads in (case.factors.grad_a, case.factors.grad_b):
-        for grad in (g for slot in grads for g in slot if g is not None):
-            grad.fill_(1.0)
-    twice = run(ops, case, x, dy, rows)
-    for name in once.keys() - {"y", "dx"}:
-        torch.testing.assert_close(twice[name], once[name] + 1.0, msg=name)
-
-
-@interpreted
 def test_evaluation_has_no_dropout() -> None:
-    columns, ranks = CASES["whole"]
-    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.9))
     rows = dataclasses.replace(make_rows(WORKLOADS["ragged"]), dropout_keys=())
-    x, dy = draw(case, rows.ends[-1])
+    case, rows, x, dy = made("whole", rows)
     compare(run(TritonOps(config=SMALL), case, x, dy, rows), reference(case, x, dy, rows), 5e-7)
 
 
@@ -315,10 +291,7 @@ def test_the_mask_is_that_of_the_definition(column: int) -> None:
 
 @interpreted
 def test_nan_of_one_adapter_stays_there() -> None:
-    columns, ranks = CASES["q k v"]
-    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
-    rows = make_rows(WORKLOADS["ragged"], padding=6)
-    x, dy = draw(case, rows.ends[-1])
+    case, rows, x, dy = made("q k v", make_rows(WORKLOADS["ragged"], padding=6))
     ops = TritonOps(config=SMALL)
     clean = run(ops, case, x, dy, rows)
     begin, end = rows.ends[0], rows.ends[1]
@@ -347,19 +320,15 @@ def _sum_of_products(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarra
 def test_gradients_are_bitwise_those_of_the_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     # BLAS rounds a row by its place in a block; a tensor core does not.
     monkeypatch.setattr(np, "matmul", _sum_of_products)
-    columns, ranks = CASES["q k v"]
-    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
+    case, *_, own_x, own_dy = made("q k v", make_rows((0, 70, 0, 0)))
     ops = TritonOps(config=SMALL)
-    generator = torch.Generator().manual_seed(3)
-    own_x = torch.randn(70, K, generator=generator)
-    own_dy = torch.randn(70, case.out_size, generator=generator)
     found = []
     for segments in ((0, 70, 0, 0), (5, 70, 3, 9), (130, 70, 33, 1)):
         rows = make_rows(segments)
         x, dy = draw(case, rows.ends[-1])
         x[rows.ends[0] : rows.ends[1]], dy[rows.ends[0] : rows.ends[1]] = own_x, own_dy
         found.append(run(ops, case, x, dy, rows))
-    for p in range(len(columns)):
+    for p in range(3):
         for name in (f"dA[1][{p}]", f"dB[1][{p}]"):
             assert torch.equal(found[0][name], found[1][name]), name
             assert torch.equal(found[0][name], found[2][name]), name
@@ -378,10 +347,7 @@ def test_blocks_follow_the_budget_of_rows() -> None:
 @interpreted
 def test_windows_of_rows_add_up() -> None:
     """Sequence parallelism: each rank holds some rows of x, and dS of all of them."""
-    columns, ranks = CASES["gate up"]
-    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
-    rows = make_rows(WORKLOADS["ragged"], padding=2)
-    x, dy = draw(case, rows.ends[-1])
+    case, rows, x, dy = made("gate up", make_rows(WORKLOADS["ragged"], padding=2))
     ops = TritonOps(config=SMALL)
     whole = run(ops, case, x, dy, rows)
     bound = ops.bind(case.factors, rows)
@@ -403,16 +369,12 @@ def test_windows_of_rows_add_up() -> None:
 
 @interpreted
 def test_tables_take_other_segments_in_place() -> None:
-    columns, ranks = CASES["q k v"]
-    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
-    segments = [(5, 70, 40, 9), (40, 0, 1, 83), (0, 0, 0, 0)]
-    rows = make_rows(segments[0], padding=124 - sum(segments[0]))
-    x, dy = draw(case, 124)
+    case, rows, x, dy = made("q k v", make_rows((5, 70, 40, 9)))
     ops = TritonOps(config=SMALL, graph_safe=True)
     compare(run(ops, case, x, dy, rows), reference(case, x, dy, rows), 5e-7)
     tables = ops.bind(case.factors, rows).plan
     address = tables["chunks"].data_ptr()
-    for lengths in segments[1:]:
+    for lengths in ((40, 0, 1, 83), (0, 0, 0, 0)):
         other = make_rows(lengths, padding=124 - sum(lengths))
         update_plans(rows, other, x.device)
         with poisoned_memory():
