@@ -7,14 +7,12 @@ jobs, checked by the files it leaves.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.block_jobs import BLOCK_JOBS as JOBS
-from tests.helpers.interrupted_worker import starts
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     assert_run_equals_oracle,
@@ -26,6 +24,7 @@ from tests.helpers.scenario import (
 )
 from tests.helpers.scenario_worlds import Case, Life, World, layout_params, live, worlds
 from tests.helpers.standing_world import world
+from tests.helpers.train_worker import starts
 
 COUNTER = Path(__file__).parents[1] / "helpers" / "block_collectives_worker.py"
 
@@ -49,12 +48,6 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "TP2xPP2": ("parallel.tp_size=2", "parallel.pp_size=2"),
     },
 }
-if os.environ.get("TLORA_ALL_TESTS"):
-    # Other shardings have a block-diagonal job in test_lora_sharding.
-    LAYOUTS[2] |= {
-        "TP2+SP s_lora": (*TP2_SP, "parallel.lora_sharding=s_lora"),
-        "TP2 rank_exchange": ("parallel.tp_size=2", "parallel.lora_sharding=rank_exchange"),
-    }
 ALONE = ("four", "eight")
 INCIDENTS = ("standard", "eight")
 

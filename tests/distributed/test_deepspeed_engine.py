@@ -17,6 +17,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 from tests.helpers.deepspeed_cases import WORKER, may_abort_behind, run_cases, write_config, zero
 from tests.helpers.launch import torchrun
 from tests.helpers.scenario import adapter_tensors, have_same_adapters, losses, make_scenario
+from tests.helpers.scenario_worlds import entry
 from tests.helpers.standing_world import world
 from tlora_megatron.integrations.deepspeed.known_keys import OLDEST
 
@@ -26,7 +27,6 @@ NUM_STEPS = 5
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds what the program left, and every job's run alone."""
     root = tmp_path_factory.mktemp("deepspeed_engine")
     section = json.loads(make_scenario(root).read_text())
     section["base_model"]["path"] = str(root / "base")
@@ -41,7 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alone = []
     for job in section["jobs"]:
         path = write_config(root / f"{job['name']}.json", deepspeed, section | {"jobs": [job]})
-        alone.append({"config": str(path), "output_dir": str(root / job["name"]), "set": ()})
+        alone.append(entry(path, root / job["name"]))
     run_cases(2, alone, root / "cases.json")
     return root
 
@@ -103,7 +103,7 @@ def test_the_oldest_release_s_losses(tmp_path: Path, monkeypatch: pytest.MonkeyP
     cases = []
     for stage in (0, 1, 2, 3):
         config = write_config(tmp_path / f"{stage}.json", zero(stage), section)
-        cases.append({"config": str(config), "output_dir": str(tmp_path / f"{stage}"), "set": ()})
+        cases.append(entry(config, tmp_path / f"{stage}"))
     run_cases(2, cases, tmp_path / "cases.json")
     newest = {job["name"]: losses(tmp_path / "0", job["name"]) for job in section["jobs"]}
     for case in cases:
@@ -117,7 +117,6 @@ def test_the_oldest_release_s_losses(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for name, expected in newest.items():
             assert losses(Path(str(case["output_dir"])), name) == pytest.approx(expected, rel=1e-5)
     refused = write_config(tmp_path / "tp.json", {"tensor_parallel": {"autotp_size": 2}}, section)
-    entry = {"config": str(refused), "output_dir": str(tmp_path / "tp"), "set": ()}
-    (tmp_path / "cases.json").write_text(json.dumps([entry]))
+    (tmp_path / "cases.json").write_text(json.dumps([entry(refused, tmp_path / "tp")]))
     with pytest.raises(AssertionError, match=f"under AutoTP must be .* got {_VERSION}"):
         torchrun(WORKER, 2, tmp_path / "cases.json")

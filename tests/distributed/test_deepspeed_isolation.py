@@ -7,7 +7,6 @@ updates overflow.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
 from tests.helpers.scenario import make_scenario, records
+from tests.helpers.scenario_worlds import entry
 
 BF16 = {"bf16": {"enabled": True}}
 STAGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -32,13 +32,11 @@ STAGES: dict[str, tuple[dict[str, Any], str]] = {
 HEALTHY = ("attention", "everything", "outputs")
 ALONE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(STAGES, HEALTHY), "fp32 ZeRO-1": HEALTHY[:1], "fp32 ZeRO-2": HEALTHY[1:2],
-    "bf16 ZeRO-2": HEALTHY[2:], "bf16 base ZeRO-1": HEALTHY[1:2],
+    "bf16 ZeRO-1": HEALTHY[:2], "bf16 ZeRO-2": HEALTHY[2:], "bf16 ZeRO-3": HEALTHY[1:],
+    "bf16 base ZeRO-1": HEALTHY[1:2], "bf16 base ZeRO-3": HEALTHY[:1],
 }  # fmt: skip
-"""Jobs that also train alone: one at stages whose runs together have the bits of another stage."""
-if not os.environ.get("TLORA_ALL_TESTS"):
-    # Stages slice every dtype alike: all three jobs are alone in fp32, each of them in bf16.
-    ALONE |= {"bf16 ZeRO-1": HEALTHY[:2], "bf16 ZeRO-3": HEALTHY[1:]}
-    ALONE |= {"bf16 base ZeRO-3": HEALTHY[:1]}
+"""Jobs that also train alone: one at stages whose runs together have the bits of another stage.
+Stages slice every dtype alike: all three jobs are alone in fp32, each of them in bf16."""
 ILL = "mlp"
 NUM_STEPS = 4
 PORTION = 48
@@ -71,8 +69,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 "jobs": [jobs[name] for name in names],
             }
             config = write_config(root / f"{stage} {run}.json", deepspeed, tlora)
-            output_dir = root / stage / run
-            entries.append({"config": str(config), "output_dir": str(output_dir), "set": ()})
+            entries.append(entry(config, root / stage / run))
 
     def folder(stage: str) -> Path:
         if not (root / stage).exists():
@@ -83,7 +80,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def tensors(output_dir: Path, name: str) -> dict[str, torch.Tensor]:
-    """Weights and moments of a job's last checkpoint."""
     folder = output_dir / "jobs" / name / "checkpoints" / f"step_{NUM_STEPS:08d}"
     return load_file(folder / "adapter.safetensors") | load_file(folder / "optimizer.safetensors")
 

@@ -20,6 +20,7 @@ from tests.helpers.scenario import (
     oracle_of,
     take_fingerprint,
 )
+from tests.helpers.scenario_worlds import entry
 
 NAMES = tuple(job["name"] for job in JOBS)
 OVER_EXPERTS = {"attention": ["q_proj", "v_proj"], "outputs": ["k_proj", "o_proj"]}
@@ -103,7 +104,7 @@ def _entries(scenario: Path, cases: dict[str, Case], root: Path) -> list[dict[st
     for name, (deepspeed, overrides) in cases.items():
         # Beside the scenario: its paths are relative.
         config = write_config(scenario.parent / f"{root.name} {name}.json", deepspeed, section)
-        entries.append({"config": str(config), "output_dir": str(root / name), "set": overrides})
+        entries.append(entry(config, root / name, overrides))
     return entries
 
 

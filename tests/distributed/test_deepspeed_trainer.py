@@ -18,6 +18,7 @@ pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 from tests.helpers.deepspeed_cases import may_abort_behind, run_cases, write_config, zero
 from tests.helpers.deepspeed_files import FILES
 from tests.helpers.scenario import losses, make_scenario
+from tests.helpers.scenario_worlds import entry
 from tests.helpers.standing_world import world
 from tlora_megatron.training.metrics import read_metrics
 
@@ -33,7 +34,6 @@ AUTO = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds a run without Trainer, one stopped by a callback, and the one that goes on from it."""
     root = tmp_path_factory.mktemp("deepspeed_trainer")
     section = json.loads(make_scenario(root).read_text())
     section["base_model"]["path"] = str(root / "base")
@@ -41,8 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for job in section["jobs"]:
         job["max_steps"] = NUM_STEPS
     config = write_config(root / "config.json", zero(3) | AUTO, section)
-    entry = {"config": str(config), "output_dir": str(root / "plain"), "set": ()}
-    run_cases(2, [entry], root / "cases.json")
+    run_cases(2, [entry(config, root / "plain")], root / "cases.json")
     for stop in (["3"], []):
         with may_abort_behind(root / "trainer" / "heard.json"):
             world(WORKER, 2, config, root / "trainer", *stop)
@@ -80,7 +79,6 @@ OWN_RATE = 1e-3
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds both runs and what was seen of them."""
     runs = tmp_path_factory.mktemp("trainer_files")
     section = json.loads(make_scenario(runs, num_layers=1).read_text())
     jobs = [job for job in section["jobs"] if job["name"] in NAMES]

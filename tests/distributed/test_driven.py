@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tests.helpers.driven_client import batch
 from tests.helpers.driven_worker import ADAM, BETA, CLIP, LOSSES, sampled
 from tests.helpers.gang_driver import quickstart_base
 from tests.helpers.sampling_case import Reference
-from tests.helpers.standing_world import forked
+from tests.helpers.standing_world import forked_result
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import save_tiny_tokenizer
 
@@ -25,19 +24,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2": (2, {"tp_size": 2}),
     "DP2 sharded optimizer": (2, {"shard_optimizer": True}),
 }
-if os.environ.get("TLORA_ALL_TESTS") == "1":
-    LAYOUTS["PP2"] = (2, {"pp_size": 2})
-    LAYOUTS["TP2 SP"] = (2, {"tp_size": 2, "sequence_parallel": True})
 
 
 def drive(case: str, root: Path, *args: object) -> dict[str, Any]:
     try:
-        output = forked("-m", "tests.helpers.driven_worker", case, root, *args)
+        return forked_result("-m", "tests.helpers.driven_worker", case, root, *args)
     except AssertionError as error:
         logs = [path.read_text()[-3000:] for path in root.glob("gangs/*/rank_*.log")]
         raise AssertionError("\n".join([str(error), *logs])) from None
-    (line,) = (line for line in output.splitlines() if line.startswith("RESULT "))
-    return dict(json.loads(line.removeprefix("RESULT ")))
 
 
 def peft_rows(
@@ -67,7 +61,6 @@ def peft_rows(
 
 
 def _row(model: Any, arrays: dict[str, np.ndarray], loss: str) -> list[float]:
-    """Loss and log-probabilities of a batch, whose gradient is added to the model's."""
     found = []
     for begin, length in zip(_begins(arrays["lengths"]), arrays["lengths"].tolist(), strict=True):
         rows = slice(begin, begin + length)

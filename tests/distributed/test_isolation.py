@@ -29,7 +29,6 @@ from tests.helpers.isolation import (
 from tests.helpers.scenario import exported, have_same_adapters, losses, oracle_of, records
 from tests.helpers.scenario_worlds import Case, World, worlds
 
-WORKER = Path(__file__).parents[1] / "helpers" / "recording_worker.py"
 INCIDENT_RUNS = [
     *(pytest.param(1, "", name, id=f"one process, {name}") for name in INCIDENTS),
     *(pytest.param(2, f"{layout} ", name,
@@ -48,12 +47,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_world(root: Path) -> World:
-    """Trains all cases of a world size, once; returns the folder of their outputs and the log."""
-    return worlds(
-        root,
-        lambda size: {name: Case(root / f"{name}.json") for name in CASES[size]},
-        worker=WORKER,
-    )
+    return worlds(root, lambda size: {n: Case(root / f"{n}.json") for n in CASES[size]})
 
 
 def job_summary(output_dir: Path, name: str) -> dict[str, Any]:
@@ -61,7 +55,6 @@ def job_summary(output_dir: Path, name: str) -> dict[str, Any]:
 
 
 def told(output_dir: Path, name: str, key: str) -> list[dict[str, Any]]:
-    """The `step`s or `event`s of a job among the events."""
     entries = json.loads((output_dir / "events.json").read_text())
     return [entry for entry in entries if entry["name"] == name and key in entry]
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import assert_run_equals_oracle, make_scenario, oracle_results
+from tests.helpers.scenario_worlds import entry
 from tests.helpers.standing_world import world
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.sections import job_to_dict
@@ -59,7 +60,6 @@ def _without_late(config: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expert_oracle(folder: Path) -> dict[str, OracleResult]:
-    """All jobs alone, over the base with experts."""
     root = folder / "experts"
     scenario = make_scenario(root, EXPERT_JOBS, num_steps=STEPS, model_type="qwen3_moe")
     return oracle_results(load_config(scenario))
@@ -72,7 +72,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, expert_oracle: dict[str, OracleResult]) -> Path:
-    """All runs of this module, in one world; returns the folder of their outputs."""
     config = make_scenario(folder / "dense", JOBS, num_steps=STEPS)
     late = _without_late(config)
     wide = {**late, "name": "wide", "lora": {**late["lora"], "target_modules": ["up_proj"]}}
@@ -84,17 +83,16 @@ def runs(folder: Path, expert_oracle: dict[str, OracleResult]) -> Path:
         (2, {"kind": "cancel", "job": "b"}),
         (2, {"kind": "cancel", "job": "b"}),
     ]
-    dense = {"config": str(config), "set": list(TRAIN)}
     experts = folder / "experts/config.json"
+    divided = ("run.micro_batch_tokens=512", "parallel.ep_size=2")
+    over_experts = _requests_over_experts(_without_late(experts))
     cases = [
-        {**dense, "output_dir": str(folder / "changed"), "requests": requests},
-        {**dense, "output_dir": str(folder / "alone"), "requests": []},
+        entry(config, folder / "changed", TRAIN, requests=requests),
+        entry(config, folder / "alone", TRAIN, requests=[]),
         # Resumed: all has ended or is out.
-        {**dense, "output_dir": str(folder / "changed"), "requests": []},
-        {"config": str(experts), "set": ["run.micro_batch_tokens=512", "parallel.ep_size=2"],
-         "output_dir": str(folder / "over experts"),
-         "requests": _requests_over_experts(_without_late(experts))},
-    ]  # fmt: skip
+        entry(config, folder / "changed", TRAIN, requests=[]),
+        entry(experts, folder / "over experts", divided, requests=over_experts),
+    ]
     (folder / "cases.json").write_text(json.dumps(cases))
     world("tests/helpers/live_run_worker.py", 2, folder / "cases.json")
     return folder

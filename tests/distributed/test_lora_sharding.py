@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.interrupted_worker import starts
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import JOBS as STANDARD
 from tests.helpers.scenario import (
@@ -24,6 +23,7 @@ from tests.helpers.scenario import (
 )
 from tests.helpers.scenario_worlds import Case, Life, World, cases_of, layout_params, live, worlds
 from tests.helpers.standing_world import world
+from tests.helpers.train_worker import starts
 
 LINEARS = Path(__file__).with_name("lora_sharding_worker.py")
 JOBS: tuple[dict[str, Any], ...] = (

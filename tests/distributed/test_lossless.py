@@ -7,7 +7,6 @@ files it leaves.
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -57,21 +56,6 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
          "parallel.sequence_parallel=true"),
     },
 }  # fmt: skip
-if os.environ.get("TLORA_ALL_TESTS"):
-    # What each of them combines is below or in test_block_diagonal, pair by pair.
-    LAYOUTS[2] |= {
-        "TP2+SP full recompute": (
-            "parallel.tp_size=2",
-            "parallel.sequence_parallel=true",
-            "run.recompute=full",
-        ),
-        "PP2 selective recompute": ("parallel.pp_size=2", "run.recompute=selective"),
-        "CP2 by micro-batch": (
-            "parallel.cp_size=2",
-            "parallel.cp_by_micro_batch=true",
-            "run.micro_batch_tokens=104",
-        ),
-    }
 CASES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
 TEAMS_AMONG_FOUR: dict[str, tuple[str, ...]] = {
     "CP4 by micro-batch": ("parallel.cp_size=4", "parallel.cp_by_micro_batch=true",
@@ -119,7 +103,6 @@ def test_ranks_run_micro_batches_together_and_alone(output_dir: Path) -> None:
 
 
 def sizes_of_teams(output_dir: Path) -> set[str]:
-    """The sizes of teams of context-parallel ranks that ran any micro-batch."""
     summary = json.loads((output_dir / "summary.json").read_text())
     ran = summary["run"]["balance"]["micro_batches_by_cp_size"]
     return {size for size, count in ran.items() if count > 0}

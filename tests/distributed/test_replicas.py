@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.interrupted_worker import starts
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     JOBS,
@@ -28,16 +27,17 @@ from tests.helpers.scenario import (
     take_fingerprint,
 )
 from tests.helpers.scenario_worlds import (
-    RESUMER,
     Case,
     Life,
     World,
     cases_of,
+    entry,
     layout_params,
     live,
     run_cases,
     worlds,
 )
+from tests.helpers.train_worker import starts
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.run.job_admission import JobAdmission
 
@@ -65,7 +65,6 @@ ILL, WATCHED = "mlp", "everything"
 
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config file of the scenario; every replica is held to its base's fingerprint."""
     path = make_scenario(tmp_path_factory.mktemp("replicas"), num_layers=4)
     take_fingerprint(path.parent / "base")
     return path
@@ -132,13 +131,12 @@ RESUMED = ("1xTP2 + 1xTP1", "3xTP1", "1xPP2 + 1xTP1", "1xTP2 + 1xTP1")
 def test_resumes_in_other_deployments(
     scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
 ) -> None:
-    case = {"config": str(scenario), "output_dir": str(tmp_path / "out")}
-    every = "run.checkpoint_every_steps=1"
-    lives = [
-        case | {"set": [every, f"parallel.replicas={form}"], "stop": stop and ["everything", stop]}
-        for form, stop in zip(RESUMED, (2, 4, 5, None), strict=True)
-    ]
-    run_cases(3, lives, tmp_path / "lives.json", worker=RESUMER)
+    lives = []
+    for form, stop in zip(RESUMED, (2, 4, 5, None), strict=True):
+        overrides = ("run.checkpoint_every_steps=1", f"parallel.replicas={form}")
+        until = stop and ("everything", stop)
+        lives.append(entry(scenario, tmp_path / "out", overrides, stop=until))
+    run_cases(3, lives, tmp_path / "lives.json")
     assert [steps["everything"] for steps in starts(tmp_path / "out")] == [0, 1, 3, 4]
     assert_run_equals_oracle(tmp_path / "out", NAMES, oracle, scenario.parent / "base")
 

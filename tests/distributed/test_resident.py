@@ -21,6 +21,7 @@ from tlora_megatron.training.metrics import read_metrics
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"tp_size": 2},
     "TP2 SP": {"tp_size": 2, "sequence_parallel": True},
+    "TP2 rank exchange": {"tp_size": 2, "lora_sharding": "rank_exchange"},
     "PP2": {"pp_size": 2},
     "DP2 sharded optimizer": {"shard_optimizer": True},
 }
@@ -52,7 +53,6 @@ SCHEDULES = st.lists(PARTS, min_size=2, max_size=5)
 def gang(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Gang]:
-    """A super-model on two processes, in each layout."""
     with resident(tmp_path_factory.mktemp("resident"), 2, LAYOUTS[request.param]) as opened:
         yield Gang(opened)
 

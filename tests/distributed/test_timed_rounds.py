@@ -18,7 +18,7 @@ from tests.helpers.scenario import (
     losses,
     make_scenario,
 )
-from tests.helpers.scenario_worlds import RESUMER, run_cases
+from tests.helpers.scenario_worlds import entry, run_cases
 
 TWO = ("run.round_depth=2", "run.micro_batch_tokens=104")
 AUTO = ("run.round_depth=auto", "run.micro_batch_tokens=104")
@@ -50,11 +50,10 @@ def runs(scenario: Path) -> Path:
         ("exact, alone, depth 1", f"{SOME}.json", EXACT, None),
     ]
     entries = [
-        {"config": str(scenario.with_name(config)), "output_dir": str(out / name), "set": sets,
-         "stop": stop}
+        entry(scenario.with_name(config), out / name, sets, stop=stop)
         for name, config, sets, stop in cases
-    ]  # fmt: skip
-    run_cases(2, entries, out / "cases.json", worker=RESUMER)
+    ]
+    run_cases(2, entries, out / "cases.json")
     return out
 
 

@@ -24,6 +24,7 @@ from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.lora.cuda_calls import GemmTile
 from tlora_megatron.ops.lora.kernel_choice import problem_of
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
+from tlora_megatron.ops.row_groups import RowGroups
 
 pytestmark = pytest.mark.gpu
 
@@ -227,8 +228,8 @@ def test_nan_of_one_adapter_stays_there(what: str, make_ops: MakeOps) -> None:
             assert torch.equal(ill[name], value), name
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_the_mask_is_that_of_the_definition(dtype: torch.dtype, make_ops: MakeOps) -> None:
+def mask_case(dtype: torch.dtype) -> tuple[KernelCase, RowGroups, torch.Tensor, torch.Tensor]:
+    """A linear whose A is one, its rows, ones in the place of x, and what of them is kept."""
     p = (0.25, 0.1, 0.7, 1e-5)
     columns = (OutputColumns(groups=1, stride=256, begin=0, width=256),)
     case = make_case([[256]] * 4, columns, 256, dtype=dtype, device="cuda", dropout=p)
@@ -240,6 +241,12 @@ def test_the_mask_is_that_of_the_definition(dtype: torch.dtype, make_ops: MakeOp
     p_T = torch.tensor((*p, 0.0), device="cuda")[rows.row_slots(ones.device)]
     key, column = case.factors.dropout_key, case.factors.first_column
     keep = dropout_reference(ones, rows.row_keys(ones.device), p_T, key, column) != 0
+    return case, rows, ones, keep
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_mask_is_that_of_the_definition(dtype: torch.dtype, make_ops: MakeOps) -> None:
+    case, rows, ones, keep = mask_case(dtype)
     ops = make_ops()
     nothing = torch.zeros(256, 256, device="cuda", dtype=dtype)
     bound = ops.bind(case.factors, rows)
@@ -253,12 +260,16 @@ def test_the_mask_is_that_of_the_definition(dtype: torch.dtype, make_ops: MakeOp
     assert torch.equal(dx[tile] != 0, keep[tile])
 
 
-def test_1024_adapters(make_ops: MakeOps) -> None:
+def case_of_1024_adapters() -> tuple[KernelCase, RowGroups]:
     lengths = [3 + i % 11 for i in range(1024)]
     lengths[17] = 0
     ranks = [[1 + i % 24] for i in range(1024)]
     case = make_case(ranks, WHOLE, K, dtype=torch.bfloat16, device="cuda")
-    rows = make_rows(lengths, padding=9)
+    return case, make_rows(lengths, padding=9)
+
+
+def test_1024_adapters(make_ops: MakeOps) -> None:
+    case, rows = case_of_1024_adapters()
     x, dy = draw(case, rows.ends[-1])
     with poisoned_memory():
         actual = run(make_ops(), case, x, dy, rows)

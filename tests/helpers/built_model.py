@@ -112,7 +112,6 @@ def whole_rows(index: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fill_bank(bank: AdapterBank, spec: ModelSpec = SPEC, loras: Sequence[LoraSpec] = LORAS) -> None:
-    """Installs one adapter a LoraSpec, random in both factors."""
     adapters = []
     for seed, lora in enumerate(loras):
         slab = bank.new_slab(lora)
@@ -225,7 +224,7 @@ def whole_gradients(
         slab, lora = adapter.slab, adapter.lora
         _sum_gradient(slab, groups)
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, slab.grad)
+        dist.all_gather_object(everyone, slab.grad.cpu())
         of_stage = len(everyone) // layout.pp_size
         holders = layout.expert_holders if lora.expert_targets else layout.tp_size
         held, layouts = [], []

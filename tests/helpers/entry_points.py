@@ -92,7 +92,6 @@ ENDS_IN_NAN = {"beside"}
 
 
 def write_base(root: Path) -> None:
-    """Writes the base model and all jobs' texts, of skewed lengths."""
     base = make_tiny_model(
         root / "base", "llama", vocab_size=VOCAB_SIZE, dtype=torch.bfloat16, **SHAPE
     )
@@ -100,12 +99,9 @@ def write_base(root: Path) -> None:
     draw = random.Random(0)
     for name in sorted({job["name"] for jobs in COMPANIES.values() for job in jobs}):
         lengths = (min(LONGEST, round(LONGEST * draw.lognormvariate(-1.3, 0.8))) for _ in range(24))
-        records = ({"prompt": "?", "completion": _text(draw, n)} for n in lengths)
+        texts = ("".join(draw.choices("abcdefgh ", k=max(4, length))) for length in lengths)
+        records = ({"prompt": "?", "completion": text} for text in texts)
         (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
-
-
-def _text(draw: random.Random, length: int) -> str:
-    return "".join(draw.choices("abcdefgh ", k=max(4, length)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +116,6 @@ class Run:
 
     @property
     def exit_code(self) -> int:
-        """1 where a job fails."""
         return int(self.company in ENDS_IN_NAN) if self.code is None else self.code
 
 
@@ -178,7 +173,6 @@ class EntryPoint:
         }
 
     def words(self, run: Run) -> list[str]:
-        """The command line behind the command."""
         config = self.root / f"{self.name} {run.company}.json"
         section = self._section(run.company)
         common = ["--output-dir", str(self.folder / run.out), "--set", "run.deterministic=true"]
@@ -190,8 +184,9 @@ class EntryPoint:
         return ["--deepspeed_config", str(config), *common]
 
     def _section(self, company: str) -> dict[str, Any]:
+        quantised = {"quantization": "fp8"} if "FP8" in self.name else {}
         return {
-            "base_model": {"path": "base", "dtype": "bfloat16", **self._quantised()},
+            "base_model": {"path": "base", "dtype": "bfloat16", **quantised},
             "run": {
                 "output_dir": "out",
                 "micro_batch_tokens": MICRO_BATCH,
@@ -201,11 +196,7 @@ class EntryPoint:
             "jobs": self.jobs(company),
         }
 
-    def _quantised(self) -> dict[str, str]:
-        return {"quantization": "fp8"} if "FP8" in self.name else {}
-
     def jobs(self, company: str) -> list[dict[str, Any]]:
-        """The jobs of a company; beside others the watched one comes from the killed run."""
         jobs = list(COMPANIES[company])
         if company == "others":
             place, killed = jobs.index(WATCHED), self.folder / KILLED
@@ -215,7 +206,6 @@ class EntryPoint:
         return jobs
 
     def sha256(self, out: str) -> str:
-        """Hash of the watched job's losses at every step and of its adapter's file."""
         found = losses(self.folder / out, OWN)
         if out == "moved":
             found = losses(self.folder / KILLED, OWN)[: STEPS - len(found)] + found
@@ -232,8 +222,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class Passed(NamedTuple):
-    """An entry point behind all its runs."""
-
     entry_point: EntryPoint
     said: str
     """The output of all commands."""
@@ -252,16 +240,11 @@ class MegatronLm(EntryPoint):
         variables = place | {"MASTER_PORT": str(free_port())} | dict(run.environment)
         if run.killed:
             variables["TLORA_KILL_AT"] = str(KILLED_AT + 1)
-        expected = -signal.SIGKILL if run.killed else self._exit_code(run)
+        # The trainer ends with 0 whatever its jobs did; what is refused ends as everywhere.
+        expected = -signal.SIGKILL if run.killed else run.code or 0
         return ended([worker, *self.words(run)], expected, variables)
 
-    @staticmethod
-    def _exit_code(run: Run) -> int:
-        """The trainer ends with 0 whatever its jobs did; what is refused ends as everywhere."""
-        return run.exit_code if run.code is not None else 0
-
     def words(self, run: Run) -> list[str]:
-        """The script and its arguments; weights are drawn by the trainer's seed."""
         jobs = self.root / f"{self.name} {run.company}.json"
         sections = {
             "base_model": {"path": "base", "random_init": True},

@@ -37,8 +37,6 @@ TILE = 128 if torch.cuda.is_available() else 16
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """Another job's rows."""
-
     documents: tuple[int, ...]
     rank: int = 8
     dropout: float = 0.0
@@ -51,8 +49,6 @@ class Neighbour:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """The rows around the own ones."""
-
     name: str
     kind: str
     before: tuple[Neighbour, ...] = ()
@@ -62,16 +58,13 @@ class Context:
 
     @property
     def first_row(self) -> int:
-        """Where the own rows begin."""
         return sum(n.rows for n in self.before)
 
     @property
     def slot(self) -> int:
-        """The own job's slot."""
         return len(self.before)
 
     def view(self, documents: tuple[int, ...], exactness: Exactness | None) -> MicroBatchView:
-        """Packs the micro-batch."""
         jobs = [n.documents for n in self.before] + [documents] + [n.documents for n in self.after]
         placed = []
         for slot, lengths in enumerate(jobs):
@@ -148,7 +141,6 @@ def search(run: Run, exactness: Exactness | None, unit: int, repeats: int) -> di
 
 
 def unequal(one: Tensor, other: Tensor) -> float:
-    """Share of elements whose bytes differ."""
     size = one.element_size()
     a, b = (x.contiguous().flatten().view(torch.uint8).view(-1, size) for x in (one, other))
     return float((a != b).any(dim=1).double().mean())
@@ -171,7 +163,6 @@ class Shapes:
 
     @classmethod
     def here(cls) -> Shapes:
-        """Those of this machine."""
         if torch.cuda.is_available():
             sizes = (1024, 4096, 14336, 32, 8, 128, 128256)
             return cls(torch.device("cuda", 0), torch.bfloat16, *sizes)

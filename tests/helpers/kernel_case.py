@@ -46,8 +46,6 @@ def poisoned_memory() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """Random operands of one linear."""
-
     columns: tuple[OutputColumns, ...]
     layout: RankLayout
     factors: SiteFactors
@@ -57,7 +55,6 @@ class KernelCase:
 
     @property
     def out_size(self) -> int:
-        """Columns N of the fused output."""
         return self.columns[0].groups * self.columns[0].stride
 
 
@@ -71,7 +68,6 @@ def make_case(
     dropout: Sequence[float] = (),
     seed: int = 0,
 ) -> KernelCase:
-    """Random factors; rows that fill a chunk are zero, gradients begin at zero."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -221,7 +217,6 @@ def _fill_gradients(factors: SiteFactors) -> None:
 def run(
     ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
 ) -> dict[str, torch.Tensor]:
-    """Output and every gradient by name, as `ops` computes them."""
     y, dx = forward_backward(ops, case, x_TK, dy_TN, rows)
     return {"y": y, "dx": dx, **gradients(case.factors)}
 
@@ -229,7 +224,6 @@ def run(
 def forward_backward(
     ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and its input's gradient; adds to the factors' gradients."""
     bound = ops.bind(case.factors, rows)
     y, s = bound.forward(x_TK, case.weight_NK, case.bias_N)
     ds = bound.backward_up(dy_TN, s)
@@ -270,7 +264,6 @@ def run_shared(
 
 
 def gradients(factors: SiteFactors) -> dict[str, torch.Tensor]:
-    """Takes every factor's gradient, by name, and clears it."""
     found = {}
     for name, grads in (("dA", factors.grad_a), ("dB", factors.grad_b)):
         for slot, row in enumerate(grads):

@@ -20,8 +20,6 @@ Event = tuple[str, str | None, dict[str, Any]]
 
 
 class Resident(NamedTuple):
-    """A super-model that waits for schedules."""
-
     folder: Path
     documents: dict[str, dict[str, Any]]
     """The jobs of the scenario by name, with absolute paths."""

@@ -16,10 +16,11 @@ from tests.helpers.fake_quant_peft import FakeQuant
 from tests.helpers.oracle import OracleResult, assert_equals_alone, cached_train_alone
 from tests.helpers.tiny_models import TinyModelType, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
+from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.slab import initial_factors
-from tlora_megatron.model.backbone import over_base
+from tlora_megatron.model.backbone import LinearsSpec, over_base
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.data.job_data import BatchPlan, load_job_data
 from tlora_megatron.training.data.tokenize import load_tokenizer
@@ -88,7 +89,6 @@ def make_scenario(
 
 
 def take_fingerprint(base: Path) -> None:
-    """Writes a base's fingerprint beside it, as `tlora convert --fingerprint-only` does."""
     spec, cpu = read_model_spec(base / "config.json"), torch.device("cpu")
     source = weight_source(spec, HFCheckpoint(base), cpu)
     fingerprint = make_fingerprint(spec, source, dtype=torch.float32, device=cpu)
@@ -113,25 +113,25 @@ def oracle_results(
     """Each job alone under transformers and PEFT, with the same data order and initial adapter."""
     base = Path(str(config.base_model.path))
     spec = read_model_spec(base / "config.json")
-    tokenizer = load_tokenizer(base)
-    results = {}
-    for job in (over_base(job, spec) for job in config.jobs):
-        data = load_job_data(job, tokenizer, spec.vocab_size)
-        plan = BatchPlan.for_job(job, len(data.train))
-        batches = [[data.train[i] for i in plan.indices(step)] for step in range(plan.num_steps)]
-        factors = initial_factors(spec, job.lora, job.seed)
-        results[job.name] = cached_train_alone(base, job, factors, batches, quantised)
-    return results
+    return {job.name: job_alone(base, over_base(job, spec), spec, quantised) for job in config.jobs}
+
+
+def job_alone(
+    base: Path, job: JobSpec, spec: LinearsSpec, quantised: FakeQuant | None = None
+) -> OracleResult:
+    data = load_job_data(job, load_tokenizer(base), spec.vocab_size)
+    plan = BatchPlan.for_job(job, len(data.train))
+    batches = [[data.train[i] for i in plan.indices(step)] for step in range(plan.num_steps)]
+    factors = initial_factors(spec, job.lora, job.seed)
+    return cached_train_alone(base, job, factors, batches, quantised)
 
 
 @functools.cache
 def oracle_of(scenario: Path) -> dict[str, OracleResult]:
-    """Each job of a configuration's file alone, once a process."""
     return oracle_results(load_config(scenario))
 
 
 def only_job(scenario: Path, name: str) -> Path:
-    """Writes the configuration with one of its jobs; returns its file."""
     document = json.loads(scenario.read_text())
     document["jobs"] = [job for job in document["jobs"] if job["name"] == name]
     path = scenario.parent / f"{name} alone.json"
@@ -160,19 +160,21 @@ def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
 
 
 def adapter_tensors(output_dir: Path, name: str) -> dict[str, torch.Tensor]:
-    """The exported adapter of a job as it is stored."""
     return load_file(output_dir / "jobs" / name / "adapter" / "adapter_model.safetensors")
 
 
 def have_same_adapters(run: Path, other: Path, name: str) -> bool:
-    """True if a job has the same bits in two runs."""
     mine, theirs = adapter_tensors(run, name), adapter_tensors(other, name)
     assert mine.keys() == theirs.keys()
     return all(torch.equal(mine[key], value) for key, value in theirs.items())
 
 
+def assert_same_bits(run: Path, other: Path, name: str) -> None:
+    assert records(run, name) == records(other, name), name
+    assert have_same_adapters(run, other, name), name
+
+
 def assert_equals_oracle(output_dir: Path, name: str, expected: OracleResult, base: Path) -> None:
-    """A job's losses and exported adapter are those it gets alone."""
     assert len(expected.losses) >= NUM_STEPS
     factors = exported(output_dir, name, base)
     assert_equals_alone(losses(output_dir, name), factors, expected, f"{output_dir.name}: {name}")

@@ -5,14 +5,15 @@ adapters, data, dropout masks and core attention, so that what differs is roundi
 
 from __future__ import annotations
 
+import importlib.util
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -21,6 +22,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from tests.helpers.built_model import whole_gradients
+from tests.helpers.user_models import local_name
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron.built.head import Targets, use_targets
 from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
@@ -29,14 +32,15 @@ from tlora_megatron.integrations.megatron.built.packed_attention import install_
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
-from tlora_megatron.layers.sites import stage_sites
-from tlora_megatron.layers.slab import initial_factor, whole_tensors
-from tlora_megatron.layers.slab_layout import slab_layout
+from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.dropout import mix_ints
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
+NEEDS_TE = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="needs transformer_engine"
+)
 LORAS = (
     LoraSpec(rank=16, alpha=16),
     LoraSpec(rank=8, alpha=16, target_modules=("linear_qkv", "linear_fc1", "linear_fc2")),
@@ -45,8 +49,6 @@ LORAS = (
 
 
 class Mode(NamedTuple):
-    """How the frozen base is computed."""
-
     te: bool = False
     black_box: bool = False
     """Adapters go around Megatron's own linears as they go around Transformer Engine's."""
@@ -87,8 +89,6 @@ MODES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """A model of one mode with its adapters."""
-
     model: Any
     groups: ParallelGroups
     bank: AdapterBank
@@ -196,22 +196,13 @@ def te_layer(qk_norm: bool) -> tuple[Any, Any]:
     return layer, transformer_engine.TENorm
 
 
-_NORMS = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-
-
 def _set_weights(model: Any, source: Any) -> None:
     """Takes the weights of `source`, or makes its own norms other than ones."""
     given = {} if source is None else dict(source.named_parameters())
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            local_name = name
-            for inside, outside in _NORMS.items():
-                local_name = local_name.replace(inside, outside)
             if given:
-                weight.copy_(given[local_name])
+                weight.copy_(given[local_name(name)])
             elif weight.dim() == 1:
                 noise = torch.randn(weight.shape, generator=_generator(name)) * 0.1
                 weight.copy_((1 + noise).to(weight.dtype))
@@ -327,20 +318,7 @@ def take_gradients(subject: Subject) -> list[dict[str, Tensor]]:
 
     Collective over the ranks, which are one tensor-parallel replica.
     """
-    groups, wholes = subject.groups, []
+    found = whole_gradients(subject.bank, subject.groups, subject.spec)
     for adapter in subject.bank.adapters:
-        slab = adapter.slab
-        replicated = slab.grad[: slab.layout.replicated_numel]
-        if replicated.numel():
-            dist.all_reduce(replicated, group=groups.tp_group)
-        held = [torch.empty_like(slab.grad) for _ in range(groups.layout.tp_size)]
-        dist.all_gather(held, slab.grad, group=groups.tp_group)
-        slab.grad.zero_()
-        layouts = [
-            slab_layout(
-                stage_sites(subject.spec, groups.layout, tp_rank=tp_rank, pp_rank=0), adapter.lora
-            )
-            for tp_rank in range(groups.layout.tp_size)
-        ]
-        wholes.append(whole_tensors(layouts, held, subject.spec))
-    return wholes
+        adapter.slab.zero_grad()
+    return found

@@ -107,8 +107,6 @@ class _Linear(torch.autograd.Function):
 
 
 class _TELinear(nn.Module):
-    """The common part of the wrappers."""
-
     def __init__(
         self,
         input_size: int,
@@ -320,8 +318,6 @@ class Engine:
 
 
 class Quantised:
-    """A tensor in FP8."""
-
     def __init__(self, values: Tensor) -> None:
         self.values = values
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launch import python
+from tests.helpers.megatron_lm import SP, assert_equals_oracle
 from tests.helpers.scenario import losses
-from tests.integration.test_megatron_lm import Launch, assert_equals_oracle, launch, root, summary
+from tests.integration.test_megatron_lm import Launch, launch, root, summary
 
 __all__ = ["launch", "root"]  # fixtures
 
@@ -25,8 +26,7 @@ def test_a_job_alone_has_the_bytes_of_the_job_in_company(launch: Launch, root: P
     for name, jobs in (("alone", [job]), ("beside", [*document["jobs"][:-1], job])):
         config = root / f"deterministic {name}.json"
         config.write_text(json.dumps({**document, "run": run, "jobs": jobs}))
-        flags = "--tensor-model-parallel-size 2 --sequence-parallel"
-        out, _ = launch(f"deterministic {name}", flags, config=config.name)
+        out, _ = launch(f"deterministic {name}", SP, config=config.name)
         said = summary(out)["run"]["deterministic"]
         assert said["layout"]["lora_sharding"] == "s_lora"
         adapter = out / "jobs" / job["name"] / "adapter" / "adapter_model.safetensors"
@@ -39,8 +39,7 @@ def test_losses_and_weights_equal_the_oracle(sharding: str, launch: Launch, root
     document = json.loads((root / "jobs.json").read_text())
     config = root / f"{sharding}.json"
     config.write_text(json.dumps({**document, "parallel": {"lora_sharding": sharding}}))
-    flags = "--tensor-model-parallel-size 2 --sequence-parallel"
-    out, _ = launch(sharding, flags, config=config.name)
+    out, _ = launch(sharding, SP, config=config.name)
     assert summary(out)["run"]["layout"]["lora_sharding"] == sharding
     assert_equals_oracle(out, root)
 
