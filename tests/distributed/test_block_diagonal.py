@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.helpers.block_jobs import BLOCK_JOBS as JOBS
-from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     assert_run_equals_oracle,
     assert_unharmed,
@@ -89,10 +88,8 @@ def _cases(scenario: Path, world_size: int) -> dict[str, Case]:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
-def test_losses_and_weights_equal_peft_s_own(
-    layout: str, output_dir: Path, oracle: dict[str, OracleResult], scenario: Path
-) -> None:
-    assert_run_equals_oracle(output_dir, jobs_of(layout), oracle, scenario.parent / "base")
+def test_losses_and_weights_equal_peft_s_own(layout: str, output_dir: Path, scenario: Path) -> None:
+    assert_run_equals_oracle(output_dir, jobs_of(layout), scenario)
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -111,13 +108,13 @@ def test_a_job_alone_equals_the_job_in_company(
 @pytest.mark.parametrize("ill", INCIDENTS)
 @pytest.mark.parametrize(("world_size", "layout"), [(1, "one process"), (2, "TP2+SP")])
 def test_jobs_beside_one_gone_wrong_get_the_same_bits(
-    world_size: int, layout: str, ill: str, run_world: World, scenario: Path
+    world_size: int, layout: str, ill: str, run_world: World
 ) -> None:
-    root, base = run_world(world_size), scenario.parent / "base"
-    assert_unharmed(root / f"{ill} ill", root / layout, ill, NAMES, base)
+    root = run_world(world_size)
+    assert_unharmed(root / f"{ill} ill", root / layout, ill, NAMES)
 
 
-def test_between_layouts(scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path) -> None:
+def test_between_layouts(scenario: Path, tmp_path: Path) -> None:
     lives = (
         Life(2, ("parallel.tp_size=2",), ("four", 3)),
         Life(1, (), ("four", 5)),
@@ -125,7 +122,7 @@ def test_between_layouts(scenario: Path, oracle: dict[str, OracleResult], tmp_pa
     )
     out = live(scenario, tmp_path, lives)
     assert [steps["four"] for steps in starts(out)] == [0, 2, 4]
-    assert_run_equals_oracle(out, NAMES, oracle, scenario.parent / "base")
+    assert_run_equals_oracle(out, NAMES, scenario)
 
 
 def test_nothing_is_exchanged_for_block_diagonal_jobs(tmp_path: Path) -> None:

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from tests.helpers.expert_jobs import ATTENTION, LORA, SHARED, expert_jobs
-from tests.helpers.oracle import CLEAR_CHOICE, OracleResult
+from tests.helpers.oracle import CLEAR_CHOICE
 from tests.helpers.scenario import (
     assert_run_equals_oracle,
     make_scenario,
     only_job,
     oracle_of,
+    records,
     take_fingerprint,
 )
 from tests.helpers.scenario_worlds import Case, Life, World, cases_of, layout_params, live, worlds
-from tlora_megatron.training.metrics import METRICS_FILE, read_metrics
 
 _TP = ("parallel.tp_size=2",)
 _SP = (*_TP, "parallel.sequence_parallel=true")
@@ -122,12 +122,11 @@ def run_world(scenario: Path, shared: Path, gpt_oss: Path) -> World:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
-def test_equals_oracle(output_dir: Path, oracle: dict[str, OracleResult], scenario: Path) -> None:
-    assert_run_equals_oracle(output_dir, LORA, oracle, scenario.parent / "base")
-    for name, expected in oracle.items():
+def test_equals_oracle(output_dir: Path, scenario: Path) -> None:
+    assert_run_equals_oracle(output_dir, LORA, scenario)
+    for name, expected in oracle_of(scenario).items():
         # A sum over the wrong ranks, or a part that is counted twice, shows here at once.
-        records = read_metrics(output_dir / "jobs" / name / METRICS_FILE)
-        norms = [record["grad_norm"] for record in records if "loss" in record]
+        norms = [r["grad_norm"] for r in records(output_dir, name) if "loss" in r]
         assert norms == pytest.approx(expected.grad_norms, rel=1e-5), name
 
 
@@ -143,27 +142,27 @@ def test_recompute_by_rows(
     case: str, jobs: tuple[str, ...], table: str, run_world: World, scenario: Path, shared: Path
 ) -> None:
     out, own = run_world(1) / case, shared if "shared" in case else scenario
-    assert_run_equals_oracle(out, jobs, oracle_of(own), own.parent / "base")
+    assert_run_equals_oracle(out, jobs, own)
     summary = json.loads((out / "summary.json").read_text())
     assert re.fullmatch(table, summary["run"]["recompute"])
 
 
-def test_no_choice_of_an_expert_hangs_on_rounding(oracle: dict[str, OracleResult]) -> None:
-    for name, result in oracle.items():
+def test_no_choice_of_an_expert_hangs_on_rounding(scenario: Path) -> None:
+    for name, result in oracle_of(scenario).items():
         assert CLEAR_CHOICE < result.router_gap < math.inf, name  # every comparison asks for it too
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(SHARED_LAYOUTS))
 def test_beside_a_shared_expert_too(output_dir: Path, shared: Path) -> None:
-    assert_run_equals_oracle(output_dir, BESIDE_SHARED, oracle_of(shared), shared.parent / "base")
+    assert_run_equals_oracle(output_dir, BESIDE_SHARED, shared)
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(GPT_OSS_LAYOUTS))
 def test_over_gpt_oss_too(output_dir: Path, gpt_oss: Path) -> None:
-    assert_run_equals_oracle(output_dir, OF_GPT_OSS, oracle_of(gpt_oss), gpt_oss.parent / "base")
+    assert_run_equals_oracle(output_dir, OF_GPT_OSS, gpt_oss)
 
 
-def test_in_other_layouts(scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path) -> None:
+def test_in_other_layouts(scenario: Path, tmp_path: Path) -> None:
     """Experts divided over two processes, then cut by them, then all in one."""
     lives = (
         Life(2, _EP, ("everything", 3)),
@@ -171,7 +170,7 @@ def test_in_other_layouts(scenario: Path, oracle: dict[str, OracleResult], tmp_p
         Life(1, (), None),
     )
     out = live(scenario, tmp_path, lives)
-    assert_run_equals_oracle(out, LORA, oracle, scenario.parent / "base")
+    assert_run_equals_oracle(out, LORA, scenario)
 
 
 def test_mixtral_and_scores_that_are_not_normalised(tmp_path: Path) -> None:
@@ -183,5 +182,4 @@ def test_mixtral_and_scores_that_are_not_normalised(tmp_path: Path) -> None:
     configs = {name: make_scenario(tmp_path / name, jobs, **base) for name, base in bases.items()}
     out = worlds(tmp_path, lambda _: {name: Case(path) for name, path in configs.items()})(1)
     for name, path in configs.items():
-        base = path.parent / "base"
-        assert_run_equals_oracle(out / name, ["everything"], oracle_of(path), base)
+        assert_run_equals_oracle(out / name, ["everything"], path)

@@ -140,6 +140,6 @@ def test_over_experts_as_if_alone(runs: Path, expert_oracle: dict[str, OracleRes
     assert targets["error"].startswith("lora.target_modules of job 'c' must name")
     assert (joined["from_step"], joined["num_steps"]) == (0, STEPS)
     assert 0 < left["step"] < STEPS
-    assert_run_equals_oracle(out, "ac", expert_oracle, runs / "experts/base")
+    assert_run_equals_oracle(out, "ac", runs / "experts/config.json", expert_oracle)
     lost = [loss for _, loss in _losses(out, "b")]
     assert lost == pytest.approx(expert_oracle["b"].losses[: left["step"]], rel=1e-5)

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     JOBS,
     NUM_STEPS,
     assert_run_equals_oracle,
     make_scenario,
+    oracle_of,
+    records,
     take_fingerprint,
 )
 from tests.helpers.scenario_worlds import World, cases_of, worlds
@@ -79,8 +80,8 @@ def run_world(scenario: Path) -> World:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), CASES, ids=[name for _, name in CASES])
-def test_equals_oracle(output_dir: Path, oracle: dict[str, OracleResult], scenario: Path) -> None:
-    assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
+def test_equals_oracle(output_dir: Path, scenario: Path) -> None:
+    assert_run_equals_oracle(output_dir, NAMES, scenario)
 
 
 @pytest.mark.parametrize("layout", ["TP2", "PP2"])
@@ -109,15 +110,16 @@ def sizes_of_teams(output_dir: Path) -> set[str]:
 
 
 @pytest.mark.four_processes
-def test_teams_among_four_ranks(scenario: Path, oracle: dict[str, OracleResult]) -> None:
+def test_teams_among_four_ranks(scenario: Path) -> None:
     out = worlds(scenario.parent / "teams", lambda _: cases_of(scenario, TEAMS_AMONG_FOUR))(4)
     for layout in TEAMS_AMONG_FOUR:
-        assert_run_equals_oracle(out / layout, NAMES, oracle, scenario.parent / "base")
+        assert_run_equals_oracle(out / layout, NAMES, scenario)
         teams = {"1", "2", "4"} if layout.startswith("CP4") else {"1", "2"}
         assert sizes_of_teams(out / layout) == teams
 
 
-def test_the_scenario_clips_and_moves(oracle: dict[str, OracleResult]) -> None:
+def test_the_scenario_clips_and_moves(scenario: Path) -> None:
+    oracle = oracle_of(scenario)
     clipped = {
         job["name"]: job["optimizer"]["max_grad_norm"] for job in JOBS if job["name"] != "outputs"
     }
@@ -131,13 +133,11 @@ def test_the_scenario_clips_and_moves(oracle: dict[str, OracleResult]) -> None:
 
 
 def test_metrics_hold_every_step_with_the_oracle_s_norms_and_rates(
-    run_world: World, oracle: dict[str, OracleResult]
+    run_world: World, scenario: Path
 ) -> None:
-    from tlora_megatron.training.metrics import read_metrics
-
+    oracle = oracle_of(scenario)
     for name in NAMES:
-        path = run_world(1) / "one process" / "jobs" / name / "metrics.jsonl"
-        steps = [r for r in read_metrics(path) if "loss" in r]
+        steps = [r for r in records(run_world(1) / "one process", name) if "loss" in r]
         assert [r["step"] for r in steps] == list(range(1, NUM_STEPS + 1))
         assert [r["grad_norm"] for r in steps] == pytest.approx(oracle[name].grad_norms, rel=1e-5)
         assert [r["lr"] for r in steps] == pytest.approx(oracle[name].lrs, rel=1e-9, abs=1e-12)

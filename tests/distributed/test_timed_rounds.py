@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     JOBS,
-    assert_equals_oracle,
     assert_run_equals_oracle,
     assert_unharmed,
     gone_wrong,
@@ -58,25 +56,21 @@ def runs(scenario: Path) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_and_weights_equal_the_oracle(
-    layout: str, runs: Path, oracle: dict[str, OracleResult], scenario: Path
-) -> None:
+def test_losses_and_weights_equal_the_oracle(layout: str, runs: Path, scenario: Path) -> None:
     names = [job["name"] for job in JOBS]
-    assert_run_equals_oracle(runs / layout, names, oracle, scenario.parent / "base")
+    assert_run_equals_oracle(runs / layout, names, scenario)
 
 
-def test_a_replica_without_sequences_waits_for_the_others(
-    runs: Path, oracle: dict[str, OracleResult], scenario: Path
-) -> None:
+def test_a_replica_without_sequences_waits_for_the_others(runs: Path, scenario: Path) -> None:
     run = runs / "one sequence a round"
-    assert_equals_oracle(run, SMALLEST, oracle[SMALLEST], scenario.parent / "base")
+    assert_run_equals_oracle(run, [SMALLEST], scenario)
     assert balance(run)["predicted_busy_share"] == 0.5
 
 
-def test_a_job_gone_wrong_harms_nobody(runs: Path, scenario: Path) -> None:
+def test_a_job_gone_wrong_harms_nobody(runs: Path) -> None:
     names = [job["name"] for job in JOBS]
     ill, healthy = runs / "beside one gone wrong", runs / "depth 2"
-    assert_unharmed(ill, healthy, ILL, names, scenario.parent / "base")
+    assert_unharmed(ill, healthy, ILL, names)
 
 
 def test_the_summary_says_how_busy_the_replicas_were(runs: Path) -> None:

@@ -12,6 +12,7 @@ from tests.helpers.kernel_case import (
     ODD,
     KernelCase,
     assert_portions_add_up,
+    columns_of,
     gradients,
     make_case,
     make_rows,
@@ -23,7 +24,6 @@ from tests.helpers.linear_case import error
 from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.lora.cuda_calls import GemmTile
 from tlora_megatron.ops.lora.kernel_choice import problem_of
-from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.row_groups import RowGroups
 
 pytestmark = pytest.mark.gpu
@@ -31,12 +31,7 @@ pytestmark = pytest.mark.gpu
 K = 512
 DROPOUT = (0.3, 0.1, 0.5, 0.0)
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
-WHOLE = (OutputColumns(groups=1, stride=768, begin=0, width=768),)
-QKV = tuple(
-    OutputColumns(groups=2, stride=768, begin=begin, width=width)
-    for begin, width in ((0, 512), (512, 128), (640, 128))
-)
-GATE_UP = tuple(OutputColumns(groups=1, stride=1280, begin=b, width=640) for b in (0, 640))
+WHOLE, QKV, GATE_UP = columns_of(1, 768), columns_of(2, 512, 128, 128), columns_of(1, 640, 640)
 CASES = {
     "whole": (WHOLE, [[4], [64], [0], [40]]),
     "q k v": (QKV, [[4, 0, 17], [16, 64, 16], [0, 0, 0], [1, 40, 3]]),
@@ -231,8 +226,7 @@ def test_nan_of_one_adapter_stays_there(what: str, make_ops: MakeOps) -> None:
 def mask_case(dtype: torch.dtype) -> tuple[KernelCase, RowGroups, torch.Tensor, torch.Tensor]:
     """A linear whose A is one, its rows, ones in the place of x, and what of them is kept."""
     p = (0.25, 0.1, 0.7, 1e-5)
-    columns = (OutputColumns(groups=1, stride=256, begin=0, width=256),)
-    case = make_case([[256]] * 4, columns, 256, dtype=dtype, device="cuda", dropout=p)
+    case = make_case([[256]] * 4, columns_of(1, 256), 256, dtype=dtype, device="cuda", dropout=p)
     rows = make_rows((400, 3, 1000, 200))
     for slot in range(4):
         begin = case.layout.a_begin[slot][0]

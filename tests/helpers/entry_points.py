@@ -12,8 +12,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ import torch
 
 from tests.helpers import megatron_lm
 from tests.helpers.deepspeed_cases import zero
-from tests.helpers.launch import HANG_S, REPO, environment
+from tests.helpers.launch import REPO, environment, outcome
 from tests.helpers.scenario import losses
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
@@ -284,17 +282,9 @@ def ended(args: Sequence[object], code: int, variables: Mapping[str, str] = {}) 
     """
     inherited = {k: v for k, v in environment().items() if k not in ENVIRONMENT}
     paths = os.pathsep.join([str(REPO), inherited.get("PYTHONPATH", "")])
-    process = subprocess.run(
-        [sys.executable, *map(str, args)],
-        env=inherited | {"PYTHONPATH": paths} | variables,
-        cwd=REPO,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HANG_S,
-    )
-    said = process.stdout
-    assert process.returncode == code, f"exit {process.returncode}: {args}\n{said[-8000:]}"
+    env = inherited | {"PYTHONPATH": paths} | variables
+    found, said = outcome(*args, env=env)
+    assert found == code, f"exit {found}: {args}\n{said[-8000:]}"
     return said
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.helpers.kernel_case import KernelCase, gradients, make_case
+from tests.helpers.kernel_case import KernelCase, columns_of, gradients, make_case
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.dropout import mix_ints
@@ -25,7 +25,6 @@ from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.packed_attention import attend_documents_vjp
 from tlora_megatron.ops.frozen.parts import frozen_dgrad, frozen_product
 from tlora_megatron.ops.lora.kernel_choice import choose_ops
-from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
 from tlora_megatron.ops.row_groups import segment_sums
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -238,7 +237,7 @@ def _linear(rank: int | None, shapes: Shapes) -> Run:
 def _case(
     shapes: Shapes, ranks: tuple[tuple[int, ...], ...], dropout: tuple[float, ...], seed: int
 ) -> KernelCase:
-    columns = (OutputColumns(groups=1, stride=shapes.hidden, begin=0, width=shapes.hidden),)
+    columns = columns_of(1, shapes.hidden)
     kind = {"dtype": shapes.dtype, "device": str(shapes.device)}
     return make_case(ranks, columns, shapes.ffn, dropout=dropout, seed=seed, **kind)
 

@@ -17,12 +17,17 @@ from tlora_megatron.ops.lora.linear_ops import LinearOps, OutputColumns, SiteFac
 from tlora_megatron.ops.lora.tiling import RankLayout
 from tlora_megatron.ops.row_groups import RowGroups
 
-WHOLE = (OutputColumns(groups=1, stride=48, begin=0, width=48),)
-QKV = tuple(
-    OutputColumns(groups=2, stride=32, begin=begin, width=width)
-    for begin, width in ((0, 16), (16, 8), (24, 8))
-)
-GATE_UP = tuple(OutputColumns(groups=1, stride=96, begin=b, width=48) for b in (0, 48))
+
+def columns_of(groups: int, *widths: int) -> tuple[OutputColumns, ...]:
+    """Targets of so many columns, one beside the other in each group."""
+    stride, begins = sum(widths), itertools.accumulate((0, *widths))
+    return tuple(
+        OutputColumns(groups=groups, stride=stride, begin=begin, width=width)
+        for begin, width in zip(begins, widths, strict=False)
+    )
+
+
+WHOLE, QKV, GATE_UP = columns_of(1, 48), columns_of(2, 16, 8, 8), columns_of(1, 48, 48)
 CASES = {
     "whole": (WHOLE, [[4], [16], [0], [40]]),
     "q k v": (QKV, [[4, 0, 17], [16, 16, 16], [0, 0, 0], [1, 40, 3]]),

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import launch
 from tests.helpers.launch import HANG_S, REPO
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
@@ -108,7 +109,7 @@ def train(
 
 
 def assert_equals_oracle(out: Path, root: Path) -> None:
-    assert_run_equals_oracle(out, oracle(root), oracle(root), root / "base")
+    assert_run_equals_oracle(out, oracle(root), root / "config.json", oracle(root))
 
 
 def outcome(
@@ -120,33 +121,15 @@ def outcome(
     environment: Mapping[str, str] = {},
 ) -> tuple[int, str]:
     """Exit code and output of a script under torchrun; `plain` leaves the launcher out."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    command = [sys.executable, *launcher, str(RUNNER), str(script), *map(str, args)]
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc]
+    # The repository first: a checkout has a package `tests` of its own.
     paths = [str(REPO), str(RUNNER.parent), os.environ.get("PYTHONPATH")]
-    process = subprocess.Popen(
-        command,
-        env=inherited
-        | {
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-            "TOKENIZERS_PARALLELISM": "false",
-            "TLORA_PLAIN": "1" if plain else "",
-            **environment,
-        },
-        cwd=REPO,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=HANG_S)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        output, _ = process.communicate(timeout=60)
-        raise AssertionError(f"took over {HANG_S} s\n{output[-8000:]}") from None
-    return process.returncode, output
+    own = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "TLORA_PLAIN": "1" if plain else "",
+    }
+    env = launch.environment() | own | environment
+    return launch.outcome(*launcher, RUNNER, script, *args, env=env)
 
 
 def run(script: Path, args: Sequence[object], **options: Any) -> str:

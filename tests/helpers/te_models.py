@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,10 +21,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from tests.helpers.built_model import whole_gradients
+from tests.helpers.built_model import output_of, whole_gradients
 from tests.helpers.user_models import local_name
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.integrations.megatron.built.head import Targets, use_targets
 from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
@@ -35,7 +33,7 @@ from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.dropout import mix_ints
-from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
+from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
 NEEDS_TE = pytest.mark.skipif(
@@ -291,10 +289,7 @@ def run(subject: Subject, batches: Sequence[Batch], *, targets_alone: bool = Fal
 
     def step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
         batch = next(iterator)
-        targets = Targets(batch.weights.nonzero().flatten(), batch.labels, scores=False)
-        bound = use_targets(targets) if targets_alone else nullcontext()
-        with use_micro_batch(batch.view), bound:
-            output = model(batch.tokens[None], None, None, labels=batch.labels[None])
+        output = output_of(model, batch, targets_alone=targets_alone)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             weighted = output.flatten().float() * batch.weights
