@@ -44,12 +44,10 @@ MOVES = (
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds the scenario, the runs from the start, and those that go on from their middle."""
     root = tmp_path_factory.mktemp("deepspeed_checkpoints")
-    section = json.loads(make_scenario(root).read_text())
-    section["run"]["checkpoint_every_steps"] = HALF
-    section["run"]["portion_tokens"] = 64
-    for job in section["jobs"]:
-        job["max_steps"] = NUM_STEPS
-        job["lora"]["dropout"] = 0.1  # its masks, too, are the same in every layout
+    run = {"checkpoint_every_steps": HALF, "portion_tokens": 64}
+    dropout = dict.fromkeys(NAMES, 0.1)  # its masks, too, are the same in every layout
+    config = make_scenario(root, num_steps=NUM_STEPS, dropout=dropout, run=run)
+    section = json.loads(config.read_text())
     _train(root, [(f"from {name}", name, section) for name in SOURCES])
     _train(root, [(f"{a} to {b}", b, _resumed(root, section, a)) for a, b in MOVES])
     return root

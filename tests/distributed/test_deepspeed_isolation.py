@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
-from tests.helpers.scenario import make_scenario, records
+from tests.helpers.scenario import make_scenario, records, summary_of
 from tests.helpers.scenario_worlds import entry
 
 BF16 = {"bf16": {"enabled": True}}
@@ -52,11 +52,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("deepspeed_isolation")
-    section = json.loads(make_scenario(root).read_text())
-    jobs = {job["name"]: job | {"max_steps": NUM_STEPS} for job in section["jobs"]}
-    for name, change in CHANGES.items():
-        jobs[name] |= change
-        jobs[name]["lora"] |= {"dropout": 0.1}
+    dropout = dict.fromkeys(CHANGES, 0.1)
+    section = json.loads(make_scenario(root, num_steps=NUM_STEPS, dropout=dropout).read_text())
+    jobs = {job["name"]: job | CHANGES[job["name"]] for job in section["jobs"]}
     entries = []
     for stage, (deepspeed, dtype) in STAGES.items():
         runs = {"together": list(jobs), **{f"{name} alone": [name] for name in ALONE[stage]}}
@@ -101,10 +99,7 @@ def test_together_equals_alone_to_the_bit(stage: str, out: Callable[[str], Path]
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_scenario_mixes_paces_and_an_overflow(stage: str, out: Callable[[str], Path]) -> None:
     folder = out(stage)
-    rounds = {
-        name: json.loads((folder / f"{name} alone" / "summary.json").read_text())["run"]["rounds"]
-        for name in ALONE[stage]
-    }
+    rounds = {name: summary_of(folder / f"{name} alone")["run"]["rounds"] for name in ALONE[stage]}
     expected = {"attention": NUM_STEPS, "everything": 2 * NUM_STEPS}  # three portions in two rounds
     assert all(rounds[name] == expected[name] for name in rounds.keys() & expected.keys())
     skipped = [r for r in records(folder / "together", ILL) if r.get("skipped")]

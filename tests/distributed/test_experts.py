@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.helpers.scenario import (
     only_job,
     oracle_of,
     records,
+    summary_of,
     take_fingerprint,
 )
 from tests.helpers.scenario_worlds import Case, Life, World, cases_of, layout_params, live, worlds
@@ -143,7 +143,7 @@ def test_recompute_by_rows(
 ) -> None:
     out, own = run_world(1) / case, shared if "shared" in case else scenario
     assert_run_equals_oracle(out, jobs, own)
-    summary = json.loads((out / "summary.json").read_text())
+    summary = summary_of(out)
     assert re.fullmatch(table, summary["run"]["recompute"])
 
 

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import assert_run_equals_oracle, make_scenario, oracle_results
+from tests.helpers.scenario import (
+    assert_run_equals_oracle,
+    make_scenario,
+    oracle_results,
+    summary_of,
+)
 from tests.helpers.scenario_worlds import entry
 from tests.helpers.standing_world import world
 from tlora_megatron.config.load import load_config
@@ -125,7 +130,7 @@ def test_a_job_joins_and_one_leaves_and_the_rest_keep_their_bits(runs: Path) -> 
         "a",
         "c",
     ]
-    summary = json.loads((changed / "summary.json").read_text())["jobs"]
+    summary = summary_of(changed)["jobs"]
     assert {name: job["status"] for name, job in summary.items()} == {
         "a": "finished",
         "c": "finished",

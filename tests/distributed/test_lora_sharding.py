@@ -7,7 +7,6 @@ a block-diagonal one beside them, checked by the files it leaves.
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.helpers.scenario import (
     assert_unharmed,
     gone_wrong,
     make_scenario,
+    summary_of,
 )
 from tests.helpers.scenario_worlds import Case, Life, World, cases_of, layout_params, live, worlds
 from tests.helpers.standing_world import world
@@ -92,7 +92,7 @@ def _cases(scenario: Path, world_size: int) -> dict[str, Case]:
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
 def test_losses_and_weights_equal_peft_s(layout: str, output_dir: Path, scenario: Path) -> None:
     assert_run_equals_oracle(output_dir, NAMES, scenario)
-    summary = json.loads((output_dir / "summary.json").read_text())
+    summary = summary_of(output_dir)
     asked = next((part for part in ("rank_exchange", "s_lora") if part in layout), "fold")
     assert summary["run"]["layout"]["lora_sharding"] == asked
 

@@ -6,7 +6,6 @@ files it leaves.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tests.helpers.scenario import (
     make_scenario,
     oracle_of,
     records,
+    summary_of,
     take_fingerprint,
 )
 from tests.helpers.scenario_worlds import World, cases_of, worlds
@@ -86,13 +86,13 @@ def test_equals_oracle(output_dir: Path, scenario: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["TP2", "PP2"])
 def test_adapters_are_folded_unless_asked_otherwise(layout: str, run_world: World) -> None:
-    summary = json.loads((run_world(2) / layout / "summary.json").read_text())
+    summary = summary_of(run_world(2) / layout)
     assert summary["run"]["layout"]["lora_sharding"] == "fold"
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [c for c in CASES if "by rows" in c[1]])
 def test_recompute_by_rows_is_told(output_dir: Path) -> None:
-    summary = json.loads((output_dir / "summary.json").read_text())
+    summary = summary_of(output_dir)
     assert re.fullmatch(
         r"none to \d\d rows, selective to \d\d, full beyond", summary["run"]["recompute"]
     )
@@ -104,7 +104,7 @@ def test_ranks_run_micro_batches_together_and_alone(output_dir: Path) -> None:
 
 
 def sizes_of_teams(output_dir: Path) -> set[str]:
-    summary = json.loads((output_dir / "summary.json").read_text())
+    summary = summary_of(output_dir)
     ran = summary["run"]["balance"]["micro_batches_by_cp_size"]
     return {size for size, count in ran.items() if count > 0}
 

@@ -6,7 +6,6 @@ files it leaves.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from tests.helpers.scenario import (
     JOBS,
     assert_run_equals_oracle,
+    assert_same_bits,
     assert_unharmed,
     gone_wrong,
     have_same_adapters,
@@ -22,6 +22,7 @@ from tests.helpers.scenario import (
     losses,
     make_scenario,
     only_job,
+    summary_of,
     take_fingerprint,
 )
 from tests.helpers.scenario_worlds import (
@@ -91,8 +92,7 @@ def test_equals_oracle(output_dir: Path, scenario: Path) -> None:
 def test_a_deployment_repeats_to_the_bit(run_world: World) -> None:
     first, again = (run_world(3) / name for name in ("TP2+TP1", "again"))
     for name in NAMES:
-        assert losses(first, name) == losses(again, name)
-        assert have_same_adapters(first, again, name), name
+        assert_same_bits(first, again, name)
 
 
 def test_a_job_gone_wrong_harms_nobody(run_world: World) -> None:
@@ -108,13 +108,13 @@ def test_a_deterministic_job_alone_has_the_bits_of_the_job_in_company(
     alone, together = out / "watched alone", out / "watched"
     assert losses(alone, WATCHED) == losses(together, WATCHED)
     assert have_same_adapters(alone, together, WATCHED)
-    summary = json.loads((together / "summary.json").read_text())
+    summary = summary_of(together)
     layout = summary["run"]["deterministic"]["layout"]
     assert layout["replicas"] == summary["run"]["replicas"]
 
 
 def test_the_run_says_which_replica_is_what(run_world: World) -> None:
-    summary = json.loads((run_world(3) / "TP2+TP1" / "summary.json").read_text())
+    summary = summary_of(run_world(3) / "TP2+TP1")
     assert summary["run"]["replicas"] == "1xTP2@256/none + 1xTP1@128/none"
 
 

@@ -40,18 +40,17 @@ def gang(
 
 def test_all_get_what_they_get_alone(gang: Gang) -> None:
     opened, oracle = gang
-    ill = opened.documents["outputs"] | {"on_nonfinite": "fail"}
-    ill["optimizer"] = ill["optimizer"] | {"lr": 1e38}
+    too_fast = opened.documents["outputs"]["optimizer"] | {"lr": 1e38}
     commands = [
-        *coming(1, "attention", opened.documents["attention"]),
-        *coming(2, "everything", opened.documents["everything"]),
-        *coming(3, "ill", ill),
-        *coming(4, "mlp", opened.documents["mlp"]),
+        *opened.coming(1, "attention", "attention"),
+        *opened.coming(2, "everything", "everything"),
+        *opened.coming(3, "ill", "outputs", on_nonfinite="fail", optimizer=too_fast),
+        *opened.coming(4, "mlp", "mlp"),
         leaving(2, "everything", behind_step=2, save=True),
-        *coming(4, "everything", opened.documents["everything"]),
-        *coming(5, "cancelled", opened.documents["everything"]),
+        *opened.coming(4, "everything", "everything"),
+        *opened.coming(5, "cancelled", "everything"),
         leaving(5, "cancelled", behind_step=1, save=False),
-        *coming(6, "outputs", opened.documents["outputs"]),
+        *opened.coming(6, "outputs", "outputs"),
     ]
     events = opened.run(commands)
     last = {job: (kind, body) for kind, job, body in events if job is not None}
@@ -72,19 +71,13 @@ def test_all_get_what_they_get_alone(gang: Gang) -> None:
 
 def test_what_cannot_be_promised_is_refused(gang: Gang) -> None:
     opened = gang.opened
-    attention = opened.documents["attention"]
-    portions = attention | {"portion_tokens": 100}
-    fused = attention | {"lora": attention["lora"] | {"target_modules": ["linear_fc2"]}}
-    commands = [*coming(1, "portions", portions), *coming(1, "fused", fused)]
+    lora = opened.documents["attention"]["lora"] | {"target_modules": ["linear_fc2"]}
+    commands = opened.coming(1, "portions", "attention", portion_tokens=100)
+    commands += opened.coming(1, "fused", "attention", lora=lora)
     told = {job: body["error"] for kind, job, body in opened.run(commands) if kind == "refused"}
     assert told["portions"].startswith("portion_tokens of job portions must be absent over a base")
     assert "job 'fused' must" in told["fused"]
     assert "experts.linear_fc2" in told["fused"]
-
-
-def coming(look: int, name: str, document: dict[str, Any]) -> list[Command]:
-    order = {"kind": "prepare", "job": name, "body": {"document": document}}
-    return [(look, order), (look, {"kind": "join", "job": name})]
 
 
 def leaving(look: int, name: str, *, behind_step: int, save: bool) -> Command:

@@ -10,11 +10,11 @@ import pytest
 from tests.helpers.scenario import (
     JOBS,
     assert_run_equals_oracle,
+    assert_same_bits,
     assert_unharmed,
     gone_wrong,
-    have_same_adapters,
-    losses,
     make_scenario,
+    summary_of,
 )
 from tests.helpers.scenario_worlds import entry, run_cases
 
@@ -88,9 +88,8 @@ def test_the_summary_says_how_busy_the_replicas_were(runs: Path) -> None:
 )
 def test_bits_are_the_same(one: str, other: str, runs: Path) -> None:
     """After a stop; and of portions, whatever the depth of the rounds and whoever is beside."""
-    assert losses(runs / one, SOME) == losses(runs / other, SOME)
-    assert have_same_adapters(runs / one, runs / other, SOME)
+    assert_same_bits(runs / one, runs / other, SOME)
 
 
 def balance(run: Path) -> dict[str, object]:
-    return json.loads((run / "summary.json").read_text())["run"]["balance"]
+    return summary_of(run)["run"]["balance"]

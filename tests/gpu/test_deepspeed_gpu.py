@@ -18,7 +18,6 @@ from tests.helpers.tiny_models import GPU_SHAPE, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 
 NAMES = ("attention", "mlp", "everything", "outputs")
-NUM_STEPS = 6
 TP2 = {"tensor_parallel": {"autotp_size": 2}}
 
 
@@ -29,8 +28,6 @@ def make_section(root: Path) -> dict[str, Any]:
     save_tiny_tokenizer(make_tiny_model(root / "wide", "llama", **shape))
     section["base_model"] = {"path": "wide", "dtype": "bfloat16"}
     section["run"] |= {"micro_batch_tokens": 1024, "portion_tokens": 256}
-    for job in section["jobs"]:
-        job["max_steps"] = NUM_STEPS
     return section
 
 

@@ -104,11 +104,13 @@ def compare(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 def test_every_output_and_gradient_equals_the_definition(
     linear: str, workload: str, dropout: tuple[float, ...], dtype: torch.dtype, make_ops: MakeOps
 ) -> None:
-    case = gpu_case(linear, dtype, dropout)
-    rows = make_rows(WORKLOADS[workload], padding=6)
+    check(make_ops(), gpu_case(linear, dtype, dropout), make_rows(WORKLOADS[workload], padding=6))
+
+
+def check(ops: LinearOps, case: KernelCase, rows: RowGroups) -> None:
     x, dy = draw(case, rows.ends[-1])
     with poisoned_memory():
-        actual = run(make_ops(), case, x, dy, rows)
+        actual = run(ops, case, x, dy, rows)
     compare(actual, reference(case, x, dy, rows))
 
 
@@ -263,11 +265,7 @@ def case_of_1024_adapters() -> tuple[KernelCase, RowGroups]:
 
 
 def test_1024_adapters(make_ops: MakeOps) -> None:
-    case, rows = case_of_1024_adapters()
-    x, dy = draw(case, rows.ends[-1])
-    with poisoned_memory():
-        actual = run(make_ops(), case, x, dy, rows)
-    compare(actual, reference(case, x, dy, rows))
+    check(make_ops(), *case_of_1024_adapters())
 
 
 def test_a_captured_graph_follows_other_segments(make_ops: MakeOps) -> None:

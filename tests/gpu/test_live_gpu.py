@@ -19,9 +19,7 @@ pytestmark = pytest.mark.gpu
 
 
 def commands(opened: Resident, name: str, job: str, at: int) -> list[Command]:
-    document = {**opened.documents[job], "portion_tokens": 128, "max_steps": 8}
-    order = {"kind": "prepare", "job": name, "body": {"document": document}}
-    return [(at, order), (at, {"kind": "join", "job": name})]
+    return opened.coming(at, name, job, portion_tokens=128, max_steps=8)
 
 
 def adapter(opened: Resident, name: str) -> bytes:

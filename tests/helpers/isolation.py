@@ -132,10 +132,8 @@ CASES: dict[int, dict[str, Case]] = {
 
 def make_cases(root: Path) -> None:
     """Writes the scenario with dropout, the poisoned adapters, and `CASE.json` of each case."""
-    document = json.loads(make_scenario(root).read_text())
+    document = json.loads(make_scenario(root, num_steps=NUM_STEPS, dropout=DROPOUT).read_text())
     for job in document["jobs"]:
-        job["lora"]["dropout"] = DROPOUT[job["name"]]
-        job["max_steps"] = NUM_STEPS
         _write_poison(root, job)
     for cases in CASES.values():
         for name, case in cases.items():

@@ -33,6 +33,14 @@ class Resident(NamedTuple):
         assert answer, "the resident's first process must answer, it has ended"
         return [tuple(event) for event in json.loads(answer)]
 
+    def coming(
+        self, look: int, name: str, job: str, *, body: Mapping[str, Any] = {}, **changes: Any
+    ) -> list[Command]:
+        """A job of the scenario, changed, is prepared under a name and joins."""
+        document = {**self.documents[job], **changes}
+        order = {"kind": "prepare", "job": name, "body": {"document": document, **body}}
+        return [(look, order), (look, {"kind": "join", "job": name})]
+
     def job_dir(self, name: str) -> Path:
         return self.folder / "out" / "jobs" / name
 

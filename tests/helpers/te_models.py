@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -22,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from tests.helpers.built_model import output_of, whole_gradients
-from tests.helpers.user_models import local_name
+from tests.helpers.user_models import local_name, user_config
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
@@ -142,19 +141,12 @@ def _config(mode: Mode, spec: ModelSpec, groups: ParallelGroups) -> TransformerC
     if mode.fp8_recipe is not None:
         kind = "e4m3" if mode.fp8_recipe == "blockwise" else "hybrid"
         fp8 = {"fp8": kind, "fp8_recipe": mode.fp8_recipe, "fp8_param": mode.holds_fp8}
-    return TransformerConfig(
-        num_layers=spec.num_layers, hidden_size=spec.hidden_size,
-        num_attention_heads=spec.num_heads, num_query_groups=spec.num_kv_heads,
-        kv_channels=spec.head_dim, ffn_hidden_size=spec.ffn_size, normalization="RMSNorm",
-        layernorm_epsilon=spec.norm_eps, gated_linear_unit=True, activation_func=F.silu,
-        add_bias_linear=False, qk_layernorm=spec.qk_norm, hidden_dropout=0.0, attention_dropout=0.0,
+    return user_config(
+        spec, layernorm_epsilon=spec.norm_eps, qk_layernorm=spec.qk_norm,
         tensor_model_parallel_size=groups.layout.tp_size,
         sequence_parallel=groups.layout.sequence_parallel, params_dtype=mode.dtype,
         pipeline_dtype=mode.dtype, bf16=mode.dtype == torch.bfloat16,
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False,
-        bias_activation_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=mode.fused_rope,
-        calculate_per_token_loss=True, deallocate_pipeline_outputs=False,
-        fp32_residual_connection=mode.fp32_stream,
+        apply_rope_fusion=mode.fused_rope, fp32_residual_connection=mode.fp32_stream,
         recompute_granularity="selective" if mode.recompute_modules else None,
         recompute_modules=list(mode.recompute_modules) or None, **fp8,
     )  # fmt: skip

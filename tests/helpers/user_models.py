@@ -62,11 +62,11 @@ _YARN = {
 }  # fmt: skip
 
 
-def user_config(**options: Any) -> TransformerConfig:
+def user_config(spec: ModelSpec = SPEC, **options: Any) -> TransformerConfig:
     fields: dict[str, Any] = {
-        "num_layers": SPEC.num_layers, "hidden_size": SPEC.hidden_size,
-        "num_attention_heads": SPEC.num_heads, "num_query_groups": SPEC.num_kv_heads,
-        "kv_channels": SPEC.head_dim, "ffn_hidden_size": SPEC.ffn_size, "normalization": "RMSNorm",
+        "num_layers": spec.num_layers, "hidden_size": spec.hidden_size,
+        "num_attention_heads": spec.num_heads, "num_query_groups": spec.num_kv_heads,
+        "kv_channels": spec.head_dim, "ffn_hidden_size": spec.ffn_size, "normalization": "RMSNorm",
         "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False,
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": torch.float32,
         "pipeline_dtype": torch.float32, "gradient_accumulation_fusion": False,

@@ -17,7 +17,7 @@ from peft import PeftModel
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.scenario import losses
+from tests.helpers.scenario import losses, summary_of
 from tests.helpers.scenario_worlds import entry, run_cases
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
@@ -171,15 +171,11 @@ def score(model: PeftModel, sequences: Sequence[TokenSequence]) -> Score:
     return Score(total / count, exact / len(sequences))
 
 
-def job_summary(output_dir: Path, name: str) -> dict[str, Any]:
-    return json.loads((output_dir / "summary.json").read_text())["jobs"][name]
-
-
 @pytest.mark.parametrize(("name", "layout"), JOBS_AND_LAYOUTS)
 def test_peft_scores_as_the_run_did(
     name: str, layout: str, outputs: Path, config: Path, load: Load
 ) -> None:
-    reported = job_summary(outputs / layout, name)
+    reported = summary_of(outputs / layout)["jobs"][name]
     found = score(load(Path(reported["adapter"])), data_of(config, name).eval)
     assert found.loss == pytest.approx(reported["eval_loss_after"], rel=1e-5)
     assert found.exact_match == reported["exact_match_after"]
@@ -247,6 +243,6 @@ def test_init_from_goes_on_from_the_adapter(
     data = data_of(continued, name)
     first = [data.train[i] for i in BatchPlan.for_job(job, len(data.train)).indices(0)]
     assert losses(outputs / output, name)[0] == pytest.approx(score(model, first).loss, rel=1e-5)
-    before = job_summary(outputs / output, name)["eval_loss_before"]
-    after = job_summary(outputs / "one process", origin)["eval_loss_after"]
+    before = summary_of(outputs / output)["jobs"][name]["eval_loss_before"]
+    after = summary_of(outputs / "one process")["jobs"][origin]["eval_loss_after"]
     assert before == pytest.approx(after, rel=1e-5)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.scenario import take_fingerprint
+from tests.helpers.scenario import summary_of, take_fingerprint
 from tests.helpers.tiny_models import make_tiny_model, random_factors
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.cli.main import main
@@ -38,12 +38,8 @@ class Outcome(NamedTuple):
     """The output folder was there before."""
 
     @property
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.output_dir / "summary.json").read_text())
-
-    @property
     def jobs(self) -> dict[str, Any]:
-        return self.summary["jobs"]
+        return summary_of(self.output_dir)["jobs"]
 
 
 Train = Callable[..., Outcome]
@@ -301,17 +297,6 @@ def test_a_spoilt_base(
     spoil(base)
     outcome = train(overrides=[f"base_model.path={base}"])
     assert_refused(outcome, *(sentence.format(base=base) for sentence in sentences))
-
-
-def test_folder_of_another_run(train: Train, inputs: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(inputs / "base", tmp_path / "other"))
-    assert train().code == 0
-    before = (tmp_path / "out" / "config.json").read_text()
-    outcome = train(overrides=[f"base_model.path={other}"])
-    assert outcome.code == 2
-    assert f"run.output_dir must be new or hold this run, got {tmp_path / 'out'}" in outcome.err
-    assert str(inputs / "base") in outcome.err
-    assert (tmp_path / "out" / "config.json").read_text() == before
 
 
 BAD = [

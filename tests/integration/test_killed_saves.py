@@ -27,15 +27,8 @@ PORTIONS = ["run.micro_batch_tokens=512", "run.portion_tokens=256"]
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The scenario's four jobs with checkpoints every two steps."""
-    path = make_scenario(tmp_path_factory.mktemp("killed saves"))
-    document = json.loads(path.read_text())
-    document["run"]["checkpoint_every_steps"] = 2
-    for job in document["jobs"]:
-        job["max_steps"] = 8
-        if job["name"] == "everything":
-            job["lora"]["dropout"] = 0.2
-    path.write_text(json.dumps(document))
-    return path
+    root, every = tmp_path_factory.mktemp("killed saves"), {"checkpoint_every_steps": 2}
+    return make_scenario(root, num_steps=8, dropout={"everything": 0.2}, run=every)
 
 
 def life_of(config: Path, name: str, *overrides: str, seed: int | None = 0) -> dict[str, Any]:

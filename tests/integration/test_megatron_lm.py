@@ -47,6 +47,7 @@ from tests.helpers.scenario import (
     exported,
     losses,
     records,
+    summary_of,
 )
 from tests.helpers.tiny_models import TinyModelType, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
@@ -105,10 +106,6 @@ def launch(root: Path) -> Launch:
     return launch
 
 
-def summary(out: Path) -> dict[str, Any]:
-    return json.loads((out / "summary.json").read_text())
-
-
 def all_ours(num_layers: int) -> dict[str, Any]:
     """Who computed the base where our kernels computed all of it, from the first step on."""
     layers = {"own": num_layers, "halves": 0, "modules": 0}
@@ -129,9 +126,9 @@ def test_the_flag_is_in_the_help() -> None:
 def test_losses_and_weights_equal_the_oracle(layout: str, launch: Launch, root: Path) -> None:
     out, _ = launch(layout, LAYOUTS[layout])
     assert_equals_oracle(out, root)
-    assert {job["status"] for job in summary(out)["jobs"].values()} == {"finished"}
+    assert {job["status"] for job in summary_of(out)["jobs"].values()} == {"finished"}
     assert (out / "report.html").is_file()
-    assert summary(out)["run"]["compute"] == all_ours(4)
+    assert summary_of(out)["run"]["compute"] == all_ours(4)
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP full recompute", "VPP2"])
@@ -142,13 +139,13 @@ def test_modules_train_as_our_kernels_do(layout: str, launch: Launch) -> None:
     for name in NAMES:
         assert losses(other, name) == pytest.approx(losses(out, name), rel=3e-6), name
     assert "base: 0 of 4 layers by our kernels, head by Megatron's; layers 0-3 by" in log
-    assert summary(other)["run"]["compute"]["layers"] == {"own": 0, "halves": 0, "modules": 4}
+    assert summary_of(other)["run"]["compute"]["layers"] == {"own": 0, "halves": 0, "modules": 4}
 
 
 def test_the_line_at_the_end_says_where_the_time_went(launch: Launch) -> None:
     out, log = launch("one process")
-    times = summary(out)["run"]["time_s"]
-    assert f"time: {time_line(summary(out)['run'])}" in log
+    times = summary_of(out)["run"]["time_s"]
+    assert f"time: {time_line(summary_of(out)['run'])}" in log
     assert all(times[name] > 0 for name in ("imports", "base", "data", "rounds", "evaluation"))
 
 
@@ -182,7 +179,7 @@ def test_tied_embeddings(layout: str, tmp_path: Path) -> None:
     train(tmp_path, tmp_path / "out", flags)
     assert_equals_oracle(tmp_path / "out", tmp_path)
     num_layers = read_model_spec(tmp_path / "base" / "config.json").num_layers
-    assert summary(tmp_path / "out")["run"]["compute"] == all_ours(num_layers)
+    assert summary_of(tmp_path / "out")["run"]["compute"] == all_ours(num_layers)
 
 
 def test_the_trainer_s_log_line_holds_the_jobs_losses(launch: Launch) -> None:
@@ -191,7 +188,7 @@ def test_the_trainer_s_log_line_holds_the_jobs_losses(launch: Launch) -> None:
     for name in NAMES:
         shown = [line[f"loss/{name}"] for line in lines if f"loss/{name}" in line]
         assert shown == pytest.approx(losses(out, name), rel=1e-5), name
-    assert len(lines) == summary(out)["run"]["rounds"] < 400
+    assert len(lines) == summary_of(out)["run"]["rounds"] < 400
     weighted = [
         (record["loss"] * record["target_tokens"], record["target_tokens"])
         for name in NAMES
@@ -259,7 +256,7 @@ def test_a_killed_run_goes_on_from_the_jobs_checkpoints(
 def test_a_run_that_reached_train_iters_goes_on_with_more(root: Path) -> None:
     out = root / "capped"
     output = train(root, out, "--single --train-iters 6")
-    assert {job["status"] for job in summary(out)["jobs"].values()} == {"running"}
+    assert {job["status"] for job in summary_of(out)["jobs"].values()} == {"running"}
     assert "4 jobs have steps left" in output
     train(root, out, "--pipeline-model-parallel-size 2")
     assert_equals_oracle(out, root)
@@ -297,7 +294,7 @@ def test_micro_batches_run_in_nano_batches(
     out, log = launch(f"nano {count}", f"--tensor-model-parallel-size 2 {flags}", config=config)
     assert "nano-batches run staggered" in log
     assert "base: 4 of 4 layers by our kernels, head by ours" in log
-    assert not summary(out)["run"]["compute"]["reasons"]
+    assert not summary_of(out)["run"]["compute"]["reasons"]
     assert_equals_oracle(out, root)
 
 
@@ -316,7 +313,7 @@ def test_a_job_gone_wrong_leaves_its_neighbours_their_bits(launch: Launch, root:
     wrong = {"optimizer": {"lr": 1e38}, "on_nonfinite": "fail"}
     config = variant(root, "ill", changes={"outputs": wrong})
     ill, log = launch("ill", flags, config=config)
-    assert summary(ill)["jobs"]["outputs"]["status"] == "failed"
+    assert summary_of(ill)["jobs"]["outputs"]["status"] == "failed"
     assert "job outputs: failed: not finite at step" in log
     assert not (ill / "jobs" / "outputs" / "adapter").exists()
     for name in NAMES[:-1]:
@@ -343,7 +340,7 @@ def test_flags_without_effect_have_none_and_are_named_in_one_line(launch: Launch
 def test_one_process_needs_no_torchrun(root: Path) -> None:
     out = root / "runs" / "no_torchrun"
     python(RUNNER, pretrain_gpt(), *arguments(root, out, "--train-iters 2"))
-    assert summary(out)["run"]["rounds"] == 2
+    assert summary_of(out)["run"]["rounds"] == 2
 
 
 def test_a_job_whose_file_is_missing_is_left_out(launch: Launch, root: Path) -> None:
@@ -351,7 +348,7 @@ def test_a_job_whose_file_is_missing_is_left_out(launch: Launch, root: Path) -> 
     config = variant(root, "missing", changes=missing, run={"on_job_error": "skip"})
     out, _ = launch("missing", WIDE, config=config)
     together, _ = launch("together", WIDE)
-    jobs = summary(out)["jobs"]
+    jobs = summary_of(out)["jobs"]
     assert jobs["mlp"]["status"] == "rejected"
     assert "nowhere.jsonl" in jobs["mlp"]["reason"]
     for name in ("attention", "everything", "outputs"):
@@ -474,7 +471,7 @@ def test_attention_and_shared_experts_train_and_routed_experts_are_left_out(
     sources = ["--save", out, "--tlora-config", root / experts]
     args = [*model, *common, *SIZES, *sources, *layout.split()]
     run(pretrain_gpt(), args, nproc=2 if layout else 1)
-    jobs = summary(out)["jobs"]
+    jobs = summary_of(out)["jobs"]
     for name in ("mlp", "everything"):
         assert jobs[name]["status"] == "rejected"
         assert "must not name routed experts over a base" in jobs[name]["reason"]
@@ -482,7 +479,7 @@ def test_attention_and_shared_experts_train_and_routed_experts_are_left_out(
         assert jobs[name]["status"] == "finished"
         assert jobs[name]["eval_loss_after"] < jobs[name]["eval_loss_before"]
     assert any("shared_expert.gate_proj" in key for key in adapter_tensors(out, "outputs"))
-    compute = summary(out)["run"]["compute"]
+    compute = summary_of(out)["run"]["compute"]
     assert compute["layers"] == {"own": 0, "halves": 4, "modules": 0}
     assert compute["head"] == "own"
     (reason,) = compute["reasons"]
@@ -565,12 +562,12 @@ def test_hybrid_model(root: Path, tmp_path: Path) -> None:
         args = [*model, *spec, *COMMON, *SIZES, *sources, *words_of_layout.split()]
         nproc = 2 if words_of_layout else 1
         run(hybrid, args, nproc=nproc, environment={"TLORA_WEIGHTS": "1"})
-        assert summary(tmp_path / layout)["run"]["compute"] == all_ours(8)
+        assert summary_of(tmp_path / layout)["run"]["compute"] == all_ours(8)
     for name in NAMES:
         # Weights drawn by name are another model's under TP.
         expected = losses(tmp_path / "one", name)
         assert losses(tmp_path / "CP2", name) == pytest.approx(expected, rel=1e-5), name
-        job = summary(tmp_path / "TP2+SP")["jobs"][name]
+        job = summary_of(tmp_path / "TP2+SP")["jobs"][name]
         assert job["eval_loss_after"] < job["eval_loss_before"]
         factors = exported(tmp_path / "TP2+SP", name, root / "base")
         assert len(factors) == len(oracle(root)[name].factors)

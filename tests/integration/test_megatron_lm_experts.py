@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.expert_jobs import ALL_EXPERTS, LORA, SHARED, expert_jobs
+from tests.helpers.expert_jobs import ALL_EXPERTS, SHARED, expert_jobs
+from tests.helpers.expert_jobs import LORA as OF_SCENARIO
 from tests.helpers.megatron_lm import (
     FULL,
     SEED,
@@ -23,11 +24,14 @@ from tests.helpers.megatron_lm import (
     train,
     write_jobs,
 )
-from tests.helpers.scenario import losses, make_scenario
+from tests.helpers.scenario import losses, make_scenario, summary_of
 from tests.helpers.scenario_worlds import Life, live
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow]
 
+LORA = OF_SCENARIO | {
+    "outputs": {"target_modules": ["k_proj", "linear_fc1", "linear_fc2"], "expert_rank": 4}
+}
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
 EP = "--expert-model-parallel-size 2"
 SELECTIVE = "--recompute-granularity selective"
@@ -99,7 +103,7 @@ def test_over_other_bases_too(layout: str, other_root: Path, tmp_path: Path) -> 
     train(other_root, tmp_path, LAYOUTS[layout])
     assert_equals_oracle(tmp_path, other_root)
     if other_root.name.startswith("qwen2_moe"):
-        told = json.loads((tmp_path / "summary.json").read_text())["jobs"]["routed"]
+        told = summary_of(tmp_path)["jobs"]["routed"]
         assert told["status"] == "rejected"
         rule = "must not name routed experts over a base with shared experts, where PEFT does"
         assert rule in told["reason"]

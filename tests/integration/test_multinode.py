@@ -45,17 +45,12 @@ def network() -> Iterator[Network]:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two uneven jobs, one with dropout."""
-    path = make_scenario(tmp_path_factory.mktemp("nodes"), num_layers=4)
-    document = json.loads(path.read_text())
+    jobs = [job for job in JOBS if job["name"] in NAMES]
     # Room for all batches: a resumed run then packs the same micro-batches.
-    document["run"] |= {"micro_batch_tokens": 2048, "checkpoint_every_steps": CHECKPOINT_EVERY}
-    document["jobs"] = [job for job in document["jobs"] if job["name"] in NAMES]
-    for job in document["jobs"]:
-        job["max_steps"] = NUM_STEPS
-    document["jobs"][-1]["lora"]["dropout"] = 0.1
-    path.write_text(json.dumps(document))
-    assert {job["name"] for job in JOBS} > set(NAMES)
-    return path
+    run = {"micro_batch_tokens": 2048, "checkpoint_every_steps": CHECKPOINT_EVERY}
+    sizes: dict[str, Any] = {"num_layers": 4, "num_steps": NUM_STEPS}
+    root = tmp_path_factory.mktemp("nodes")
+    return make_scenario(root, jobs, dropout={"everything": 0.1}, run=run, **sizes)
 
 
 class Training:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.scenario import JOBS, losses, make_scenario
+from tests.helpers.scenario import JOBS, losses, make_scenario, summary_of
 from tests.helpers.scenario_worlds import entry, run_cases
 
 NUM_STEPS = 22
@@ -41,7 +41,7 @@ def test_losses_trace_and_going_on(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS))
     assert {1, 2, 3} <= {line["nano_batches"] for line in lines}
     assert len({line["mix"] for line in lines}) == 1
-    summary = json.loads((output_dir / "summary.json").read_text())
+    summary = summary_of(output_dir)
     told = summary["run"]["nano_batches"]
     assert (told["asked"], told["controller"]) == ("auto", "best")
     assert {"1", "2", "3"} <= told["ran"].keys()

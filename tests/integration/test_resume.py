@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.commands import Tlora
-from tests.helpers.scenario import JOBS, losses, make_scenario, records, write_rows
+from tests.helpers.scenario import JOBS, losses, make_scenario, records, summary_of, write_rows
 from tests.helpers.scenario_worlds import entry, run_cases
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
@@ -49,16 +49,11 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The scenario's four jobs, two of them with dropout, and checkpoints every three steps."""
-    path = make_scenario(tmp_path_factory.mktemp("resume"))
-    document = json.loads(path.read_text())
-    document["run"]["checkpoint_every_steps"] = 3
-    for job in document["jobs"]:
-        job["max_steps"] = NUM_STEPS
-        if job["name"] in ("mlp", "everything"):
-            job["lora"]["dropout"] = 0.2
-            job["eval_every_steps"] = 4
-    path.write_text(json.dumps(document))
-    return path
+    dropout = {"mlp": 0.2, "everything": 0.2}
+    jobs = [{**job, "eval_every_steps": 4} if job["name"] in dropout else job for job in JOBS]
+    every = {"checkpoint_every_steps": 3}
+    root = tmp_path_factory.mktemp("resume")
+    return make_scenario(root, jobs, num_steps=NUM_STEPS, dropout=dropout, run=every)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +130,7 @@ class TestSignalled:
         # Only one of the processes gets it.
         lives = [{**case, "signal": (number, rank, 7)} for number in (15, 10)]
         run_cases(nproc, lives, out / "cases.json")
-        summary = json.loads((out / "run" / "summary.json").read_text())
+        summary = summary_of(out / "run")
         assert summary["run"]["stopped"] == "SIGUSR1"
         said = f"stopped by SIGUSR1 after round {summary['run']['rounds']}; all 4 jobs are saved"
         assert summary["run"]["stop_sentence"] == f"{said}; the same command continues"
@@ -147,7 +142,7 @@ class TestSignalled:
         run_cases(nproc, [case], out / "cases.json")
         for name in NAMES:
             assert_same_job(out / "run", whole, name, rel=1e-5)
-        summary = json.loads((out / "run" / "summary.json").read_text())
+        summary = summary_of(out / "run")
         assert summary["run"]["stopped"] is None
 
 
@@ -190,7 +185,7 @@ class TestKilled:
             assert all(step % 3 == 0 for step in begins)
 
     def test_nothing_half_written_is_left(self, killed: Path) -> None:
-        summary = json.loads((killed / "summary.json").read_text())
+        summary = summary_of(killed)
         assert {job["status"] for job in summary["jobs"].values()} == {"finished"}
         for name in NAMES:
             folders = sorted(path.name for path in checkpoints(killed, name).iterdir())
@@ -562,7 +557,7 @@ class TestFullDisk:
         assert job["reason"].startswith("its adapter could not be written: ")
         assert "File too large" in job["reason"]
         assert job["adapter"] is None
-        assert json.loads((tmp_path / "summary.json").read_text())["jobs"]["everything"] == job
+        assert summary_of(tmp_path)["jobs"]["everything"] == job
         assert f"failed: {job['reason']}" in disk.told("everything")
         assert disk.saved_at_event["everything"] == 9
         limit_files(None)
