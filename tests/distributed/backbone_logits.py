@@ -35,8 +35,6 @@ RANDOM_SEED = 7
 
 
 class MicroBatch(NamedTuple):
-    """One rank's part of a stored micro-batch."""
-
     view: MicroBatchView
     ids: Tensor
     weights: Tensor
@@ -73,7 +71,6 @@ def check_model(directory: Path, layout: ParallelLayout, recompute: Recompute) -
 
 
 def assert_close(name: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Compares relative to the largest expected magnitude."""
     assert got.shape == expected.shape, f"{name}: {got.shape} != {expected.shape}"
     error = ((got - expected).abs().max() / expected.abs().max()).item()
     assert error < tolerance, f"{name}: relative error {error}"

@@ -6,8 +6,9 @@ the same whole tensors; what comes back is joined and compared by name.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import fc1_row_order, make_site, qkv_row_order
-from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.ops.dropout import dropout_reference, mix_ints
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -73,8 +74,6 @@ MAKINGS = (
 
 
 class Case(NamedTuple):
-    """Whole tensors, the same on every rank."""
-
     x: Tensor
     dy: Tensor
     weight: Tensor
@@ -106,7 +105,6 @@ def view_of() -> MicroBatchView:
 
 
 def definition(making: Making, case: Case, view: MicroBatchView) -> dict[str, Tensor]:
-    """Output and every gradient in fp64 by autograd, nothing cut."""
     x = case.x.double().requires_grad_()
     inputs = x
     if making.norm == "RMSNorm":
@@ -150,8 +148,6 @@ def _in_place(linear: str, target: str, delta: Tensor) -> Tensor:
 
 
 class Cut(NamedTuple):
-    """The parts of the whole tensors that this rank holds."""
-
     x: tuple[Any, Any]
     y: tuple[Any, Any]
     weight: tuple[Any, Any]
@@ -207,38 +203,52 @@ def make_module(making: Making, case: Case, cut: Cut, layout: ParallelLayout) ->
     return module.requires_grad_(False)
 
 
-def run(making: Making, groups: ParallelGroups) -> dict[str, float]:
-    """Relative error of the output and of every gradient, by name."""
-    case, view = draw(making.linear), view_of()
-    cut = cut_of(making.linear, groups)
-    site = make_site(SPEC, 0, making.linear, groups.tp_rank, groups.layout.tp_size)
-    module = make_module(making, case, cut, groups.layout)
-    bank = AdapterBank([site], LORAS, dtype=torch.float32, device=groups.device)
-    attach([(site, module)], bank, black_box=making.kind == "around")
-    fill_bank(bank, loras=LORAS)
-    x = case.x[cut.x[0]][:, cut.x[1]][:, None].clone().requires_grad_()
-    with use_micro_batch(view):
-        y, bias = module(x)
-    # dy as an expanded or strided tensor is what autograd may hand over.
-    dy = case.dy[cut.y[0]][:, cut.y[1]]
-    y.backward(dy.t().contiguous().t()[:, None])
-    y = y.detach()[:, 0] if bias is None else y.detach()[:, 0] + bias
-    expected = definition(making, case, view)
-    stages = (((0, making.linear),),)
-    joined = replace(groups, layout=replace(groups.layout, stage_linears=stages))
-    got = {
-        f"{slot}:{name}": grad
-        for slot, whole in enumerate(whole_gradients(bank, joined))
-        for name, grad in whole.items()
-    }
-    assert x.grad is not None
-    pairs = {
-        "y": (y, expected["y"][cut.y[0]][:, cut.y[1]]),
-        "dx": (x.grad[:, 0], expected["dx"][cut.x[0]][:, cut.x[1]]),
-        **{name: (got[name], expected[name]) for name in got},
-    }
-    assert pairs.keys() == expected.keys()
-    return {name: relative(*pair) for name, pair in pairs.items()}
+class Linear:
+    """A linear on this rank, what runs through it, and the parts of its definition held here."""
+
+    def __init__(
+        self, making: Making, groups: ParallelGroups, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.making, self.groups, self.dtype = making, groups, dtype
+        self.case, self.view = draw(making.linear), view_of()
+        self.cut = cut_of(making.linear, groups)
+        self.module: Any = make_module(making, self.case, self.cut, groups.layout).to(dtype)
+        # Several comparisons need the same run.
+        self.well = functools.cache(self.run)
+        self.definition = functools.cache(self._definition)
+
+    def _definition(self) -> dict[str, Tensor]:
+        expected = definition(self.making, self.case, self.view)
+        expected["y"] = expected["y"][self.cut.y[0]][:, self.cut.y[1]]
+        expected["dx"] = expected["dx"][self.cut.x[0]][:, self.cut.x[1]]
+        return expected
+
+    def run(
+        self,
+        loras: Sequence[LoraSpec] = LORAS,
+        sharding: LoraSharding = "fold",
+        case: Case | None = None,
+    ) -> dict[str, Tensor]:
+        """Output and every gradient by name; of the factors the whole ones, on every rank."""
+        groups, cut, case = self.groups, self.cut, case or self.case
+        name, layout = self.making.linear, groups.layout
+        site = make_site(SPEC, 0, name, groups.tp_rank, layout.tp_size, sharding)
+        bank = AdapterBank([site], loras, dtype=self.dtype, device=groups.device)
+        # The same module time and again: a branch of another kind takes the last one's place.
+        attach([(site, self.module)], bank, black_box=self.making.kind == "around")
+        fill_bank(bank, loras=loras)
+        x = case.x[cut.x[0]][:, cut.x[1]][:, None].to(self.dtype, copy=True).requires_grad_()
+        with use_micro_batch(self.view):
+            y, bias = self.module(x)
+        # dy as an expanded or strided tensor is what autograd may hand over.
+        dy = case.dy[cut.y[0]][:, cut.y[1]].to(self.dtype)
+        y.backward(dy.t().contiguous().t()[:, None])
+        y = y.detach()[:, 0] if bias is None else y.detach()[:, 0] + bias
+        assert x.grad is not None
+        joined = replace(layout, stage_linears=(((0, name),),), lora_sharding=sharding)
+        wholes = whole_gradients(bank, replace(groups, layout=joined))
+        grads = {f"{s}:{name}": g for s, whole in enumerate(wholes) for name, g in whole.items()}
+        return {"y": y, "dx": x.grad[:, 0], **grads}
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -287,7 +297,10 @@ def in_each_layout(check: Callable[[str, ParallelGroups], None]) -> None:
 
 def check(variant: str, groups: ParallelGroups) -> None:
     for making in MAKINGS:
-        errors = run(making, groups)
+        linear = Linear(making, groups)
+        found, expected = linear.run(), linear.definition()
+        assert found.keys() == expected.keys()
+        errors = {name: relative(found[name], expected[name]) for name in found}
         worst = max(errors, key=errors.__getitem__)
         if dist.get_rank() == 0:
             print(f"{variant} {making}: {worst} is off by {errors[worst]:.1e}")

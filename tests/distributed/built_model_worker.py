@@ -113,23 +113,30 @@ class Built(NamedTuple):
     compute: OwnCompute | None
 
 
-def build(options: dict[str, str], layout: ParallelLayout) -> Built:
-    """The chunks with adapters; with `own=` computed by our kernels."""
+def build_frozen(
+    options: dict[str, str], layout: ParallelLayout, **more: Any
+) -> tuple[list[Any], ParallelGroups, Any]:
+    """The chunks, their groups and the linears found in them; `more` are fields of the config."""
     initialize_parallel(layout)
     if "vp" in options:
         parallel_state.set_virtual_pipeline_model_parallel_world_size(int(options["vp"]))
     engine.install()
-    kind, linear_kind = options.get("rope", "plain"), options.get("linears", "local")
-    fields = config_options(options, layout)
+    kind = options.get("rope", "plain")
+    fields = config_options(options, layout) | more
     if kind == "hybrid":
         chunks = build_user_hybrid(**fields)
     else:
-        chunks = build_user_gpt(kind, te=linear_kind == "te", **fields)
+        chunks = build_user_gpt(kind, te=options.get("linears") == "te", **fields)
     groups = current_groups(layout, with_experts=kind == "moe")
     freeze(chunks)
-    spec, loras = adapted(kind)
-    linears = discover(chunks, spec, groups)
-    groups = record_stages(groups, linears)
+    linears = discover(chunks, adapted(kind)[0], groups)
+    return chunks, record_stages(groups, linears), linears
+
+
+def build(options: dict[str, str], layout: ParallelLayout) -> Built:
+    """The chunks with adapters; with `own=` computed by our kernels."""
+    chunks, groups, linears = build_frozen(options, layout)
+    spec, loras = adapted(options.get("rope", "plain"))
     for lora in loras:
         check_targets(spec, groups.layout, "a job", lora.target_modules)
     if "share" in options:
@@ -141,7 +148,7 @@ def build(options: dict[str, str], layout: ParallelLayout) -> Built:
         install_packed_attention(chunks)
         compute = use_own_compute(chunks, linears, groups, SPEC.vocab_size)
     bank = AdapterBank([s for s, _ in linears], loras, dtype=torch.float32, device=groups.device)
-    attach(linears, bank, black_box=linear_kind == "around")
+    attach(linears, bank, black_box=options.get("linears") == "around")
     fill_bank(bank, spec, loras)
     if "ddp" in options:
         chunks = [_wrapped(chunk) for chunk in chunks]
@@ -149,7 +156,6 @@ def build(options: dict[str, str], layout: ParallelLayout) -> Built:
 
 
 def _wrapped(chunk: Any) -> DistributedDataParallel:
-    """A frozen chunk as the trainer wraps it, with hooks on all of its modules."""
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
     )
@@ -161,7 +167,6 @@ def adapted(kind: str) -> tuple[ModelSpec, Sequence[LoraSpec]]:
 
 
 def reference(ropes: list[str]) -> dict[str, Any]:
-    """Losses and gradients of the untouched model by kind of rotary embedding."""
     found = {}
     for rope in ropes:
         chunks, groups, bank, _ = build({"rope": rope}, ParallelLayout())

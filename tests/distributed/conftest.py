@@ -1,25 +1,12 @@
-"""References of several tests of whole runs."""
+"""The outputs of tests of whole runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.helpers.scenario_worlds import World
-
-if TYPE_CHECKING:
-    from tests.helpers.oracle import OracleResult
-
-
-@pytest.fixture(scope="module")
-def oracle(scenario: Path) -> dict[str, OracleResult]:
-    """Each job of the module's `scenario` alone under transformers and PEFT."""
-    # Here: the process that shares out the tests reads this file, too, and needs no PEFT.
-    from tests.helpers.scenario import oracle_of
-
-    return oracle_of(scenario)
 
 
 @pytest.fixture

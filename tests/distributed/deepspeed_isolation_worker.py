@@ -25,7 +25,6 @@ def main() -> None:
 
 
 def refusal(config: dict[str, Any]) -> str:
-    """Why a base is refused; empty if it is taken."""
     try:
         engine = tlora_megatron.deepspeed.initialize(config=config)
     except ValueError as error:

@@ -87,7 +87,6 @@ def error_of(
 
 
 def _has_fp8_state(module: Any) -> bool:
-    """True if a linear of Transformer Engine has scales already."""
     return "scaling_fwd" in getattr(module, "fp8_meta", {})
 
 

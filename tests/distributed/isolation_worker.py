@@ -24,20 +24,14 @@ from torch import Tensor
 from tests.distributed import built_model_worker as built
 from tests.helpers import user_models
 from tests.helpers.variants import end_world, layout_of, options_of
-from tlora_megatron.integrations.megatron import engine as recompute
-from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
-from tlora_megatron.integrations.megatron.engine import current_groups
-from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.integrations.megatron_lm.engine import MegatronLmEngine, check_engine_isolation
 
 SEQ_LENGTH = 96
 
 
 class ConvolvedAttention(SelfAttention):
-    """Self-attention behind a short convolution over all rows."""
-
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         before = torch.cat([hidden_states[:1], hidden_states[:-1]])
         return super().forward(hidden_states + 1e-4 * before, *args, **kwargs)
@@ -57,8 +51,6 @@ class _LeaksBack(torch.autograd.Function):
 
 
 class BackwardsAttention(SelfAttention):
-    """Self-attention that leaks in backward alone."""
-
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(_LeaksBack.apply(hidden_states), *args, **kwargs)
 
@@ -76,27 +68,12 @@ def main() -> None:
 
 
 def refusal(options: dict[str, str]) -> str:
-    """Why a model is refused; empty if it is taken."""
-    layout = layout_of(options)
-    initialize_parallel(layout)
-    if "vp" in options:
-        parallel_state.set_virtual_pipeline_model_parallel_world_size(int(options["vp"]))
-    recompute.install()
     dtype = getattr(torch, options.get("dtype", "float32"))
-    fields = built.config_options(options, layout) | {"params_dtype": dtype}
-    fields |= {"pipeline_dtype": dtype, "bf16": dtype is torch.bfloat16}
-    kind = options.get("rope", "plain")
+    more = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype is torch.bfloat16}
     with leaking(options.get("leak")):
-        if kind == "hybrid":
-            chunks = user_models.build_user_hybrid(**fields)
-        else:
-            chunks = user_models.build_user_gpt(kind, **fields)
-    freeze(chunks)
+        chunks, groups, linears = built.build_frozen(options, layout_of(options), **more)
     install_packed_attention(chunks)
-    spec, _ = built.adapted(kind)
-    groups = current_groups(layout, with_experts=kind == "moe")
-    linears = discover(chunks, spec, groups)
-    groups = record_stages(groups, linears)
+    spec, _ = built.adapted(options.get("rope", "plain"))
     compute = use_own_compute(chunks, linears, groups, spec.vocab_size)
     engine = MegatronLmEngine(
         chunks, groups, vocab_size=spec.vocab_size, seq_length=SEQ_LENGTH, head=compute.head,

@@ -6,10 +6,8 @@ same whole tensors; what comes back is joined and compared by name.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -18,24 +16,13 @@ from torch import Tensor
 from tests.distributed.black_box_worker import (
     LENGTHS,
     LORAS,
-    Case,
+    Linear,
     Making,
-    cut_of,
-    definition,
-    draw,
     in_each_layout,
-    make_module,
     relative,
-    view_of,
 )
-from tests.helpers.built_model import fill_bank, whole_gradients
-from tests.helpers.user_models import SPEC
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.multi_adapter import attach
-from tlora_megatron.layers.sites import make_site
 from tlora_megatron.model.layout import LoraSharding
-from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -52,53 +39,6 @@ ONLY_BLOCKS = tuple(replace(lora, parametrization="block_diagonal", num_blocks=2
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.5e-2}
 
 
-class Linear:
-    """One of Megatron's linears on this rank, and what runs through it."""
-
-    def __init__(self, linear: str, groups: ParallelGroups, dtype: torch.dtype) -> None:
-        self.name, self.groups, self.dtype = linear, groups, dtype
-        self.making = Making("own", linear, bias=linear in ("linear_proj", "linear_fc1"))
-        self.case = draw(linear)
-        self.view = view_of()
-        self.cut = cut_of(linear, groups)
-        self.module: Any = make_module(self.making, self.case, self.cut, groups.layout).to(dtype)
-        # Several comparisons need the same run.
-        self.well = functools.cache(self._well)
-        self.definition = functools.cache(self._definition)
-
-    def _well(self, loras: tuple[LoraSpec, ...], sharding: LoraSharding) -> dict[str, Tensor]:
-        return self.run(loras, sharding, self.case)
-
-    def _definition(self) -> dict[str, Tensor]:
-        expected = definition(self.making, self.case, self.view)
-        expected["y"] = expected["y"][self.cut.y[0]][:, self.cut.y[1]]
-        expected["dx"] = expected["dx"][self.cut.x[0]][:, self.cut.x[1]]
-        return expected
-
-    def run(
-        self, loras: Sequence[LoraSpec], sharding: LoraSharding, case: Case
-    ) -> dict[str, Tensor]:
-        """Output and every gradient by name; of the factors the whole ones, on every rank."""
-        groups = self.groups
-        site = make_site(SPEC, 0, self.name, groups.tp_rank, groups.layout.tp_size, sharding)
-        bank = AdapterBank([site], loras, dtype=self.dtype, device=groups.device)
-        # The same module time and again: a branch of another kind takes the last one's place.
-        attach([(site, self.module)], bank)
-        fill_bank(bank, loras=loras)
-        x = case.x[self.cut.x[0]][:, self.cut.x[1]][:, None].to(self.dtype).requires_grad_()
-        with use_micro_batch(self.view):
-            y, bias = self.module(x)
-        dy = case.dy[self.cut.y[0]][:, self.cut.y[1]].to(self.dtype)
-        y.backward(dy.t().contiguous().t()[:, None])
-        y = y.detach()[:, 0] if bias is None else y.detach()[:, 0] + bias
-        assert x.grad is not None
-        stages = (((0, self.name),),)
-        layout = replace(groups.layout, stage_linears=stages, lora_sharding=sharding)
-        wholes = whole_gradients(bank, replace(groups, layout=layout))
-        grads = {f"{s}:{name}": g for s, whole in enumerate(wholes) for name, g in whole.items()}
-        return {"y": y, "dx": x.grad[:, 0], **grads}
-
-
 def check(linear: Linear, sharding: LoraSharding) -> None:
     """Against the fp64 definition, then against fold with block-diagonal jobs beside."""
     found, expected = linear.well(LORAS, sharding), linear.definition()
@@ -112,12 +52,11 @@ def check(linear: Linear, sharding: LoraSharding) -> None:
 def compare(
     linear: Linear, what: str, found: dict[str, Tensor], expected: dict[str, Tensor]
 ) -> None:
-    """Fails where something is off by more than rounding."""
     errors = {name: relative(found[name], expected[name].double()) for name in found}
     worst = max(errors, key=errors.__getitem__)
     if dist.get_rank() == 0:
-        print(f"{linear.name} {linear.dtype}: {what}: {worst} is off by {errors[worst]:.1e}")
-    assert errors[worst] < TOLERANCE[linear.dtype], f"{linear.name} {what}: {errors}"
+        print(f"{linear.making} {linear.dtype}: {what}: {worst} is off by {errors[worst]:.1e}")
+    assert errors[worst] < TOLERANCE[linear.dtype], f"{linear.making} {what}: {errors}"
 
 
 def check_isolation(linear: Linear, sharding: LoraSharding) -> None:
@@ -132,7 +71,7 @@ def check_isolation(linear: Linear, sharding: LoraSharding) -> None:
         own = [name for name in well if name.startswith("1:")]
         assert all(ill[name].isnan().any() for name in own)
         for name in well.keys() - {*own, "y", "dx"}:
-            assert torch.equal(well[name], ill[name]), f"{linear.name} {sharding} {name}"
+            assert torch.equal(well[name], ill[name]), f"{linear.making.linear} {sharding} {name}"
         for name, taken in (("y", linear.cut.y), ("dx", linear.cut.x)):
             others = torch.ones(len(case.x), dtype=torch.bool)
             others[rows] = False
@@ -142,11 +81,12 @@ def check_isolation(linear: Linear, sharding: LoraSharding) -> None:
 
 def check_all(variant: str, groups: ParallelGroups) -> None:
     for name in LINEARS:
-        linear = Linear(name, groups, torch.float32)
+        making = Making("own", name, bias=name in ("linear_proj", "linear_fc1"))
+        linear = Linear(making, groups)
         for sharding in SHARDINGS:
             check(linear, sharding)
             check_isolation(linear, sharding)
-        linear = Linear(name, groups, torch.bfloat16)
+        linear = Linear(making, groups, torch.bfloat16)
         for sharding in SHARDINGS[1:]:
             pair = linear.well(MIXED, sharding), linear.well(MIXED, "fold")
             compare(linear, f"{variant}: {sharding} and fold", *pair)

@@ -1,19 +1,16 @@
 """Adapters around bases that are not ours equal the fused linear and the fp64 definition.
 
-Layer by layer (every gradient by name) and through whole models; Transformer Engine is a stand-in
-of its forward contract (`tests.helpers.te_stand_in`).
+Layer by layer, every gradient by name; whole models are in `test_built_model.py`. Transformer
+Engine is a stand-in of its forward contract (`tests.helpers.te_stand_in`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.standing_world import forked, world
 
 LINEARS = Path(__file__).with_name("black_box_worker.py")
-MODELS = Path(__file__).with_name("built_model_worker.py")
 GRADIENTS = Path(__file__).parents[1] / "helpers" / "te_gradients.py"
 
 
@@ -24,26 +21,6 @@ def test_linears_in_one_process() -> None:
 def test_linears_under_tensor_and_sequence_parallelism() -> None:
     """Among them the case of two ranks in which adapters' gradients are easily wrong."""
     assert "all equal" in world(LINEARS, 2, "tp=2", "tp=2,sp=1")
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Losses and gradients of the local spec's model, untouched."""
-    file = tmp_path_factory.mktemp("black") / "reference.pt"
-    forked(MODELS, file, "reference=scaled")
-    return file
-
-
-def test_models_in_one_process(reference: Path) -> None:
-    variants = [f"rope=scaled,linears={kind}" for kind in ("te", "around")]
-    assert "all equal" in forked(MODELS, reference, *variants)
-
-
-def test_models_in_two_processes(reference: Path) -> None:
-    layouts = ("tp=2", "tp=2,sp=1,recompute=full", "pp=2,vp=2", "cp=2")
-    variants = [f"rope=scaled,linears=te,{layout}" for layout in layouts]
-    around = "rope=scaled,linears=around,tp=2,sp=1"
-    assert "all equal" in world(MODELS, 2, reference, *variants, around)
 
 
 def test_the_gpu_check_runs_with_the_stand_in() -> None:

@@ -7,15 +7,12 @@ jobs, checked by the files it leaves.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.block_jobs import BLOCK_JOBS as JOBS
-from tests.helpers.interrupted_worker import starts
-from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     assert_run_equals_oracle,
     assert_unharmed,
@@ -26,6 +23,7 @@ from tests.helpers.scenario import (
 )
 from tests.helpers.scenario_worlds import Case, Life, World, layout_params, live, worlds
 from tests.helpers.standing_world import world
+from tests.helpers.train_worker import starts
 
 COUNTER = Path(__file__).parents[1] / "helpers" / "block_collectives_worker.py"
 
@@ -49,12 +47,6 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "TP2xPP2": ("parallel.tp_size=2", "parallel.pp_size=2"),
     },
 }
-if os.environ.get("TLORA_ALL_TESTS"):
-    # Other shardings have a block-diagonal job in test_lora_sharding.
-    LAYOUTS[2] |= {
-        "TP2+SP s_lora": (*TP2_SP, "parallel.lora_sharding=s_lora"),
-        "TP2 rank_exchange": ("parallel.tp_size=2", "parallel.lora_sharding=rank_exchange"),
-    }
 ALONE = ("four", "eight")
 INCIDENTS = ("standard", "eight")
 
@@ -96,10 +88,8 @@ def _cases(scenario: Path, world_size: int) -> dict[str, Case]:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
-def test_losses_and_weights_equal_peft_s_own(
-    layout: str, output_dir: Path, oracle: dict[str, OracleResult], scenario: Path
-) -> None:
-    assert_run_equals_oracle(output_dir, jobs_of(layout), oracle, scenario.parent / "base")
+def test_losses_and_weights_equal_peft_s_own(layout: str, output_dir: Path, scenario: Path) -> None:
+    assert_run_equals_oracle(output_dir, jobs_of(layout), scenario)
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -118,13 +108,13 @@ def test_a_job_alone_equals_the_job_in_company(
 @pytest.mark.parametrize("ill", INCIDENTS)
 @pytest.mark.parametrize(("world_size", "layout"), [(1, "one process"), (2, "TP2+SP")])
 def test_jobs_beside_one_gone_wrong_get_the_same_bits(
-    world_size: int, layout: str, ill: str, run_world: World, scenario: Path
+    world_size: int, layout: str, ill: str, run_world: World
 ) -> None:
-    root, base = run_world(world_size), scenario.parent / "base"
-    assert_unharmed(root / f"{ill} ill", root / layout, ill, NAMES, base)
+    root = run_world(world_size)
+    assert_unharmed(root / f"{ill} ill", root / layout, ill, NAMES)
 
 
-def test_between_layouts(scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path) -> None:
+def test_between_layouts(scenario: Path, tmp_path: Path) -> None:
     lives = (
         Life(2, ("parallel.tp_size=2",), ("four", 3)),
         Life(1, (), ("four", 5)),
@@ -132,7 +122,7 @@ def test_between_layouts(scenario: Path, oracle: dict[str, OracleResult], tmp_pa
     )
     out = live(scenario, tmp_path, lives)
     assert [steps["four"] for steps in starts(out)] == [0, 2, 4]
-    assert_run_equals_oracle(out, NAMES, oracle, scenario.parent / "base")
+    assert_run_equals_oracle(out, NAMES, scenario)
 
 
 def test_nothing_is_exchanged_for_block_diagonal_jobs(tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of models, each with its conversion and Hugging Face's logits of one sequence."""
     root = tmp_path_factory.mktemp("models")
     for name, options in MODELS.items():
         directory = make_tiny_model(root / name, **options)

@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
+from tests.helpers import scenario_worlds
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
 from tests.helpers.scenario import JOBS, adapter_tensors, losses, make_scenario
-from tests.helpers.standing_world import forked
+from tests.helpers.scenario_worlds import entry
 
-MEGATRON_WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
 NAMES = tuple(job["name"] for job in JOBS)
 NUM_STEPS, HALF = 4, 2
 TP2 = {"tensor_parallel": {"autotp_size": 2}}
@@ -44,12 +44,10 @@ MOVES = (
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds the scenario, the runs from the start, and those that go on from their middle."""
     root = tmp_path_factory.mktemp("deepspeed_checkpoints")
-    section = json.loads(make_scenario(root).read_text())
-    section["run"]["checkpoint_every_steps"] = HALF
-    section["run"]["portion_tokens"] = 64
-    for job in section["jobs"]:
-        job["max_steps"] = NUM_STEPS
-        job["lora"]["dropout"] = 0.1  # its masks, too, are the same in every layout
+    run = {"checkpoint_every_steps": HALF, "portion_tokens": 64}
+    dropout = dict.fromkeys(NAMES, 0.1)  # its masks, too, are the same in every layout
+    config = make_scenario(root, num_steps=NUM_STEPS, dropout=dropout, run=run)
+    section = json.loads(config.read_text())
     _train(root, [(f"from {name}", name, section) for name in SOURCES])
     _train(root, [(f"{a} to {b}", b, _resumed(root, section, a)) for a, b in MOVES])
     return root
@@ -74,15 +72,12 @@ def _train(root: Path, runs: list[tuple[str, str, dict[str, Any]]]) -> None:
             config.write_text(json.dumps(section))
         else:
             write_config(config, deepspeed, section)
-        case = {"config": str(config), "output_dir": str(root / name), "set": ()}
-        by_world.setdefault(world, []).append(case)
+        by_world.setdefault(world, []).append(entry(config, root / name))
     for world, cases in by_world.items():
-        path = root / "cases.json"
         if world == "one":
-            path.write_text(json.dumps(cases))
-            forked(MEGATRON_WORKER, path)
+            scenario_worlds.run_cases(1, cases, root / "cases.json")
         else:
-            run_cases(2, cases, path)
+            run_cases(2, cases, root / "cases.json")
 
 
 @pytest.mark.parametrize(("source", "target"), MOVES)

@@ -16,7 +16,8 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_cases import WORKER, may_abort_behind, run_cases, write_config, zero
 from tests.helpers.launch import torchrun
-from tests.helpers.scenario import adapter_tensors, have_same_adapters, losses, make_scenario
+from tests.helpers.scenario import JOBS, adapter_tensors, assert_same_bits, losses, make_scenario
+from tests.helpers.scenario_worlds import entry
 from tests.helpers.standing_world import world
 from tlora_megatron.integrations.deepspeed.known_keys import OLDEST
 
@@ -26,13 +27,10 @@ NUM_STEPS = 5
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds what the program left, and every job's run alone."""
     root = tmp_path_factory.mktemp("deepspeed_engine")
-    section = json.loads(make_scenario(root).read_text())
+    section = json.loads(make_scenario(root, JOBS[:3], num_steps=NUM_STEPS).read_text())
     section["base_model"]["path"] = str(root / "base")
-    section["jobs"] = section["jobs"][:3]
     for job in section["jobs"]:
-        job["max_steps"] = NUM_STEPS
         job["data"] = {key: str(root / value) for key, value in job["data"].items()}
     deepspeed = zero(3)
     config = write_config(root / "config.json", deepspeed, section)
@@ -41,7 +39,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alone = []
     for job in section["jobs"]:
         path = write_config(root / f"{job['name']}.json", deepspeed, section | {"jobs": [job]})
-        alone.append({"config": str(path), "output_dir": str(root / job["name"]), "set": ()})
+        alone.append(entry(path, root / job["name"]))
     run_cases(2, alone, root / "cases.json")
     return root
 
@@ -60,8 +58,7 @@ def test_installed_jobs_train_as_if_alone_and_go_on_where_they_were(root: Path) 
     seen = json.loads((root / "api" / "seen.json").read_text())
     assert seen["resumed_at"] == [0, 3]
     for name in ("everything", "attention"):
-        assert losses(root / "api" / "second", name) == losses(root / name, name)
-        assert have_same_adapters(root / "api" / "second", root / name, name), name
+        assert_same_bits(root / "api" / "second", root / name, name)
 
 
 def test_wrong_jobs_are_refused_and_the_present_ones_stay(root: Path) -> None:
@@ -98,12 +95,10 @@ _VERSION = ".".join(map(str, OLDEST))
 )
 def test_the_oldest_release_s_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = json.loads(make_scenario(tmp_path).read_text())
-    for job in section["jobs"]:
-        job["max_steps"] = 6
     cases = []
     for stage in (0, 1, 2, 3):
         config = write_config(tmp_path / f"{stage}.json", zero(stage), section)
-        cases.append({"config": str(config), "output_dir": str(tmp_path / f"{stage}"), "set": ()})
+        cases.append(entry(config, tmp_path / f"{stage}"))
     run_cases(2, cases, tmp_path / "cases.json")
     newest = {job["name"]: losses(tmp_path / "0", job["name"]) for job in section["jobs"]}
     for case in cases:
@@ -117,7 +112,6 @@ def test_the_oldest_release_s_losses(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for name, expected in newest.items():
             assert losses(Path(str(case["output_dir"])), name) == pytest.approx(expected, rel=1e-5)
     refused = write_config(tmp_path / "tp.json", {"tensor_parallel": {"autotp_size": 2}}, section)
-    entry = {"config": str(refused), "output_dir": str(tmp_path / "tp"), "set": ()}
-    (tmp_path / "cases.json").write_text(json.dumps([entry]))
+    (tmp_path / "cases.json").write_text(json.dumps([entry(refused, tmp_path / "tp")]))
     with pytest.raises(AssertionError, match=f"under AutoTP must be .* got {_VERSION}"):
         torchrun(WORKER, 2, tmp_path / "cases.json")

@@ -7,7 +7,6 @@ updates overflow.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from safetensors.torch import load_file
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
-from tests.helpers.scenario import make_scenario, records
+from tests.helpers.scenario import make_scenario, records, summary_of
+from tests.helpers.scenario_worlds import entry
 
 BF16 = {"bf16": {"enabled": True}}
 STAGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -32,13 +32,11 @@ STAGES: dict[str, tuple[dict[str, Any], str]] = {
 HEALTHY = ("attention", "everything", "outputs")
 ALONE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(STAGES, HEALTHY), "fp32 ZeRO-1": HEALTHY[:1], "fp32 ZeRO-2": HEALTHY[1:2],
-    "bf16 ZeRO-2": HEALTHY[2:], "bf16 base ZeRO-1": HEALTHY[1:2],
+    "bf16 ZeRO-1": HEALTHY[:2], "bf16 ZeRO-2": HEALTHY[2:], "bf16 ZeRO-3": HEALTHY[1:],
+    "bf16 base ZeRO-1": HEALTHY[1:2], "bf16 base ZeRO-3": HEALTHY[:1],
 }  # fmt: skip
-"""Jobs that also train alone: one at stages whose runs together have the bits of another stage."""
-if not os.environ.get("TLORA_ALL_TESTS"):
-    # Stages slice every dtype alike: all three jobs are alone in fp32, each of them in bf16.
-    ALONE |= {"bf16 ZeRO-1": HEALTHY[:2], "bf16 ZeRO-3": HEALTHY[1:]}
-    ALONE |= {"bf16 base ZeRO-3": HEALTHY[:1]}
+"""Jobs that also train alone: one at stages whose runs together have the bits of another stage.
+Stages slice every dtype alike: all three jobs are alone in fp32, each of them in bf16."""
 ILL = "mlp"
 NUM_STEPS = 4
 PORTION = 48
@@ -54,11 +52,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("deepspeed_isolation")
-    section = json.loads(make_scenario(root).read_text())
-    jobs = {job["name"]: job | {"max_steps": NUM_STEPS} for job in section["jobs"]}
-    for name, change in CHANGES.items():
-        jobs[name] |= change
-        jobs[name]["lora"] |= {"dropout": 0.1}
+    dropout = dict.fromkeys(CHANGES, 0.1)
+    section = json.loads(make_scenario(root, num_steps=NUM_STEPS, dropout=dropout).read_text())
+    jobs = {job["name"]: job | CHANGES[job["name"]] for job in section["jobs"]}
     entries = []
     for stage, (deepspeed, dtype) in STAGES.items():
         runs = {"together": list(jobs), **{f"{name} alone": [name] for name in ALONE[stage]}}
@@ -71,8 +67,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 "jobs": [jobs[name] for name in names],
             }
             config = write_config(root / f"{stage} {run}.json", deepspeed, tlora)
-            output_dir = root / stage / run
-            entries.append({"config": str(config), "output_dir": str(output_dir), "set": ()})
+            entries.append(entry(config, root / stage / run))
 
     def folder(stage: str) -> Path:
         if not (root / stage).exists():
@@ -83,7 +78,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def tensors(output_dir: Path, name: str) -> dict[str, torch.Tensor]:
-    """Weights and moments of a job's last checkpoint."""
     folder = output_dir / "jobs" / name / "checkpoints" / f"step_{NUM_STEPS:08d}"
     return load_file(folder / "adapter.safetensors") | load_file(folder / "optimizer.safetensors")
 
@@ -105,10 +99,7 @@ def test_together_equals_alone_to_the_bit(stage: str, out: Callable[[str], Path]
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_scenario_mixes_paces_and_an_overflow(stage: str, out: Callable[[str], Path]) -> None:
     folder = out(stage)
-    rounds = {
-        name: json.loads((folder / f"{name} alone" / "summary.json").read_text())["run"]["rounds"]
-        for name in ALONE[stage]
-    }
+    rounds = {name: summary_of(folder / f"{name} alone")["run"]["rounds"] for name in ALONE[stage]}
     expected = {"attention": NUM_STEPS, "everything": 2 * NUM_STEPS}  # three portions in two rounds
     assert all(rounds[name] == expected[name] for name in rounds.keys() & expected.keys())
     skipped = [r for r in records(folder / "together", ILL) if r.get("skipped")]

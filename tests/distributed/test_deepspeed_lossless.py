@@ -17,9 +17,9 @@ from tests.helpers.scenario import (
     JOBS,
     assert_run_equals_oracle,
     make_scenario,
-    oracle_of,
     take_fingerprint,
 )
+from tests.helpers.scenario_worlds import entry
 
 NAMES = tuple(job["name"] for job in JOBS)
 OVER_EXPERTS = {"attention": ["q_proj", "v_proj"], "outputs": ["k_proj", "o_proj"]}
@@ -103,7 +103,7 @@ def _entries(scenario: Path, cases: dict[str, Case], root: Path) -> list[dict[st
     for name, (deepspeed, overrides) in cases.items():
         # Beside the scenario: its paths are relative.
         config = write_config(scenario.parent / f"{root.name} {name}.json", deepspeed, section)
-        entries.append({"config": str(config), "output_dir": str(root / name), "set": overrides})
+        entries.append(entry(config, root / name, overrides))
     return entries
 
 
@@ -111,14 +111,12 @@ def _entries(scenario: Path, cases: dict[str, Case], root: Path) -> list[dict[st
 def test_losses_and_weights_equal_the_oracle(
     world: str, case: str, run_world: Callable[[str], Path], scenario: Path
 ) -> None:
-    out, base = run_world(world) / case, scenario.parent / "base"
-    assert_run_equals_oracle(out, NAMES, oracle_of(scenario), base)
+    assert_run_equals_oracle(run_world(world) / case, NAMES, scenario)
 
 
 @pytest.mark.parametrize("case", EXPERTS)
 def test_over_experts_too(case: str, run_world: Callable[[str], Path], experts: Path) -> None:
-    out, base = run_world("DP2") / case, experts.parent / "base"
-    assert_run_equals_oracle(out, OVER_EXPERTS, oracle_of(experts), base)
+    assert_run_equals_oracle(run_world("DP2") / case, OVER_EXPERTS, experts)
 
 
 BLOCK_WORLDS: dict[str, tuple[int, dict[str, Case]]] = {
@@ -135,4 +133,4 @@ def test_block_diagonal_jobs_get_what_peft_gives_them(world: str, tmp_path: Path
     run_cases(size, _entries(scenario, cases, root), root / "cases.json")
     for case in cases:
         names = [job["name"] for job in BLOCK_JOBS]
-        assert_run_equals_oracle(root / case, names, oracle_of(scenario), tmp_path / "base")
+        assert_run_equals_oracle(root / case, names, scenario)

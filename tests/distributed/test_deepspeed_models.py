@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
-from tests.helpers.deepspeed_cases import may_abort_behind, run_cases, zero
+from tests.helpers.deepspeed_cases import may_abort_behind, run_cases, write_config, zero
 from tests.helpers.deepspeed_models import (
     APART,
     DENSE_FAMILIES,
@@ -24,11 +24,11 @@ from tests.helpers.deepspeed_models import (
     MIXED,
     family_oracle,
     make_family,
-    write_family_config,
     write_untrained,
 )
 from tests.helpers.oracle import assert_equals_alone
 from tests.helpers.scenario import losses
+from tests.helpers.scenario_worlds import entry
 from tests.helpers.standing_world import forked, world
 from tlora_megatron.integrations.deepspeed.discover import model_spec
 from tlora_megatron.training.formats.peft import load_adapter
@@ -43,7 +43,6 @@ Results = dict[str, tuple[Any, Any]]
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The folder, section, description and oracle of every family."""
     found = {}
     for family in FAMILIES:
         root = tmp_path_factory.mktemp(family)
@@ -66,8 +65,8 @@ def run_world(
             entries = []
             for family in _families_of(world):
                 root, section, *_ = families[family]
-                config = write_family_config(root, world, deepspeed, section)
-                entries.append({"config": str(config), "output_dir": str(out / family), "set": ()})
+                config = write_config(root / f"{world}.json", deepspeed, section)
+                entries.append(entry(config, out / family))
             run_cases(size, entries, out / "cases.json")
         return done[world]
 

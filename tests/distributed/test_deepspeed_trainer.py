@@ -17,13 +17,13 @@ pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
 from tests.helpers.deepspeed_cases import may_abort_behind, run_cases, write_config, zero
 from tests.helpers.deepspeed_files import FILES
-from tests.helpers.scenario import losses, make_scenario
+from tests.helpers.scenario import JOBS, NUM_STEPS, losses, make_scenario
+from tests.helpers.scenario_worlds import entry
 from tests.helpers.standing_world import world
 from tlora_megatron.training.metrics import read_metrics
 
 WORKER = Path(__file__).parents[1] / "helpers" / "deepspeed_trainer_worker.py"
 NAMES = ("attention", "mlp")
-NUM_STEPS = 6
 AUTO = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -33,16 +33,11 @@ AUTO = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds a run without Trainer, one stopped by a callback, and the one that goes on from it."""
     root = tmp_path_factory.mktemp("deepspeed_trainer")
-    section = json.loads(make_scenario(root).read_text())
+    section = json.loads(make_scenario(root, JOBS[:2]).read_text())
     section["base_model"]["path"] = str(root / "base")
-    section["jobs"] = [job for job in section["jobs"] if job["name"] in NAMES]
-    for job in section["jobs"]:
-        job["max_steps"] = NUM_STEPS
     config = write_config(root / "config.json", zero(3) | AUTO, section)
-    entry = {"config": str(config), "output_dir": str(root / "plain"), "set": ()}
-    run_cases(2, [entry], root / "cases.json")
+    run_cases(2, [entry(config, root / "plain")], root / "cases.json")
     for stop in (["3"], []):
         with may_abort_behind(root / "trainer" / "heard.json"):
             world(WORKER, 2, config, root / "trainer", *stop)
@@ -80,10 +75,8 @@ OWN_RATE = 1e-3
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds both runs and what was seen of them."""
     runs = tmp_path_factory.mktemp("trainer_files")
-    section = json.loads(make_scenario(runs, num_layers=1).read_text())
-    jobs = [job for job in section["jobs"] if job["name"] in NAMES]
+    jobs = json.loads(make_scenario(runs, JOBS[:2], num_layers=1).read_text())["jobs"]
     for job, size in zip(jobs, (3, 6), strict=True):
         del job["optimizer"], job["schedule"], job["max_steps"]
         job["batch_size"] = size

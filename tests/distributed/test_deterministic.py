@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.scenario import losses, make_scenario
-from tests.helpers.scenario_worlds import RESUMER, run_cases
+from tests.helpers.scenario_worlds import entry, run_cases
 
 JOB = "everything"
 STEPS = 4
@@ -66,7 +66,7 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     path.write_text(json.dumps(document | {"jobs": [job]}))
     out = path.parent / "alone"
     out.mkdir()
-    run_cases(2, cases(path, out, 256), out / "cases.json", worker=RESUMER)
+    run_cases(2, cases(path, out, 256), out / "cases.json")
     return path, {name: digest(out / name) for name in LAYOUTS}
 
 
@@ -74,14 +74,10 @@ def cases(
     config: Path, out: Path, micro_batch_tokens: int, stop: tuple[str, int] | None = None
 ) -> list[dict[str, Any]]:
     size = f"run.micro_batch_tokens={micro_batch_tokens}"
-    return [
-        {"config": str(config), "output_dir": str(out / name), "set": [*own, size], "stop": stop}
-        for name, own in LAYOUTS.items()
-    ]
+    return [entry(config, out / name, [*own, size], stop=stop) for name, own in LAYOUTS.items()]
 
 
 def digest(run: Path) -> str:
-    """Hash of the job's losses at all steps and of its adapter."""
     adapter = (run / "jobs" / JOB / "adapter" / "adapter_model.safetensors").read_bytes()
     found = losses(run, JOB)
     assert len(found) == STEPS
@@ -114,5 +110,5 @@ def test_company_room_and_stops_do_not_change_a_bit(
         config = path.with_name(f"{out.name}.{number}.json")
         config.write_text(json.dumps(mixed))
         work += cases(config, out, tokens, stop if number == 0 else None)
-    run_cases(2, work, out / "cases.json", worker=RESUMER)
+    run_cases(2, work, out / "cases.json")
     assert {name: digest(out / name) for name in LAYOUTS} == alone

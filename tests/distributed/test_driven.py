@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tests.helpers.driven_client import batch
 from tests.helpers.driven_worker import ADAM, BETA, CLIP, LOSSES, sampled
 from tests.helpers.gang_driver import quickstart_base
 from tests.helpers.sampling_case import Reference
-from tests.helpers.standing_world import forked
+from tests.helpers.standing_world import forked_result
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import save_tiny_tokenizer
 
@@ -25,24 +24,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2": (2, {"tp_size": 2}),
     "DP2 sharded optimizer": (2, {"shard_optimizer": True}),
 }
-if os.environ.get("TLORA_ALL_TESTS") == "1":
-    LAYOUTS["PP2"] = (2, {"pp_size": 2})
-    LAYOUTS["TP2 SP"] = (2, {"tp_size": 2, "sequence_parallel": True})
 
 
 def drive(case: str, root: Path, *args: object) -> dict[str, Any]:
     try:
-        output = forked("-m", "tests.helpers.driven_worker", case, root, *args)
+        return forked_result("-m", "tests.helpers.driven_worker", case, root, *args)
     except AssertionError as error:
         logs = [path.read_text()[-3000:] for path in root.glob("gangs/*/rank_*.log")]
         raise AssertionError("\n".join([str(error), *logs])) from None
-    (line,) = (line for line in output.splitlines() if line.startswith("RESULT "))
-    return dict(json.loads(line.removeprefix("RESULT ")))
 
 
-def peft_rows(
-    adapter: Path, steps: int, base: str = quickstart_base()["path"]
-) -> list[list[float]]:
+def peft_rows(adapter: Path, steps: int, base: str) -> list[list[float]]:
     """The same loop with PEFT and torch's AdamW alone."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -67,7 +59,6 @@ def peft_rows(
 
 
 def _row(model: Any, arrays: dict[str, np.ndarray], loss: str) -> list[float]:
-    """Loss and log-probabilities of a batch, whose gradient is added to the model's."""
     found = []
     for begin, length in zip(_begins(arrays["lengths"]), arrays["lengths"].tolist(), strict=True):
         rows = slice(begin, begin + length)
@@ -100,13 +91,17 @@ def _documented(loss: str, p: torch.Tensor, given: dict[str, torch.Tensor]) -> t
     return -(p * a - 0.5 * BETA * away**2).sum()
 
 
-def test_loop_has_the_losses_of_peft(tmp_path: Path) -> None:
-    steps = 4
-    found = drive("oracle", tmp_path / "service", steps)
-    expected = peft_rows(tmp_path / "service" / "jobs" / "j1" / "sampler" / "first", steps)
+def check_loop(found: dict[str, Any], root: Path, steps: int, base: str) -> None:
+    """A loop that has ended by itself had PEFT's losses."""
+    expected = peft_rows(root / "jobs" / "j1" / "sampler" / "first", steps, base)
     for row, own in zip(found["rows"], expected, strict=True):
         np.testing.assert_allclose(row, own, rtol=1e-5, atol=1e-5)
     assert found["ended"] == {"status": "finished", "reason": None, "step": steps}
+
+
+def test_loop_has_the_losses_of_peft(tmp_path: Path) -> None:
+    found = drive("oracle", tmp_path, 4)
+    check_loop(found, tmp_path, 4, quickstart_base()["path"])
     check_scores(found["scores"])
 
 
@@ -120,15 +115,11 @@ def check_scores(scores: dict[str, Any]) -> None:
 
 def test_loop_over_shared_experts_has_the_losses_of_peft(tmp_path: Path) -> None:
     """Beside another loop, with errors in between, and moved in the middle of a batch."""
-    steps, ranks, parallel = 4, 2, {"ep_size": 2}
     base = make_tiny_model(tmp_path / "base", "qwen3_moe", num_hidden_layers=2)
     save_tiny_tokenizer(base)
     root = tmp_path / "service"
-    found = drive("over experts", root, steps, base, ranks, json.dumps(parallel))
-    expected = peft_rows(root / "jobs" / "j1" / "sampler" / "first", steps, str(base))
-    for row, own in zip(found["rows"], expected, strict=True):
-        np.testing.assert_allclose(row, own, rtol=1e-5, atol=1e-5)
-    assert found["ended"] == {"status": "finished", "reason": None, "step": steps}
+    found = drive("over experts", root, 4, base, 2, json.dumps({"ep_size": 2}))
+    check_loop(found, root, 4, str(base))
 
 
 Runs = Callable[[str], dict[str, Any]]
@@ -145,17 +136,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_jobs_and_errors_change_no_bit(layout: str, run: Runs) -> None:
-    found = run(layout)
+def check_undisturbed(found: dict[str, Any]) -> None:
     assert found["beside"] == found["alone"]
     assert found["reloaded"] == found["later"]
     # The next step's first request, without gradients.
     assert found["forward"] == found["later"][1 : 1 + len(found["forward"])]
-    assert "rank must be 4" in found["load_refused"]
     huge, *good = found["overflows"][1:]
     assert "gradient must be finite" in huge
     assert good == [None, None]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_jobs_and_errors_change_no_bit(layout: str, run: Runs) -> None:
+    found = run(layout)
+    check_undisturbed(found)
+    assert "rank must be 4" in found["load_refused"]
     assert found["ordinary_beside"] == found["ordinary_alone"]
     assert found["digests"]["j2"] == found["digests"]["j5"]
     check_scores(found["scores"])

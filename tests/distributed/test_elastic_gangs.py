@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from tests.helpers.elastic_worker import STEPS, documents, expert_documents
 from tests.helpers.gang_driver import digest, quickstart_base
 from tests.helpers.oracle import OracleResult, assert_equals_alone
 from tests.helpers.scenario import exported, losses, oracle_results
-from tests.helpers.scenario_worlds import run_cases
-from tests.helpers.standing_world import forked
+from tests.helpers.scenario_worlds import entry, run_cases
+from tests.helpers.standing_world import forked_result
 from tests.helpers.tiny_models import make_tiny_model
 from tlora_megatron.config.load import read_config
 from tlora_megatron.model.spec import read_model_spec
@@ -28,9 +27,7 @@ BASE = Path(quickstart_base()["path"])
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     root = tmp_path_factory.mktemp("elastic") / "service"
-    output = forked("-m", "tests.helpers.elastic_worker", root)
-    (line,) = (line for line in output.splitlines() if line.startswith("RESULT "))
-    return root, json.loads(line.removeprefix("RESULT "))
+    return root, forked_result("-m", "tests.helpers.elastic_worker", root)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +40,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         document = {"base_model": quickstart_base(), "run": run, "jobs": [job]}
         config = out / f"{name}.yaml"
         config.write_text(yaml.safe_dump(document))
-        cases.append({"config": str(config), "output_dir": str(out), "set": []})
+        cases.append(entry(config, out))
     run_cases(1, cases, out / "cases.json")
     return out
 
@@ -81,9 +78,7 @@ def over_experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, 
     for file in BASE.glob("*token*"):
         shutil.copy(file, base)
     root = folder / "service"
-    output = forked("-m", "tests.helpers.elastic_worker", root, base)
-    (line,) = (line for line in output.splitlines() if line.startswith("RESULT "))
-    return base, root, json.loads(line.removeprefix("RESULT "))
+    return base, root, forked_result("-m", "tests.helpers.elastic_worker", root, base)
 
 
 def test_over_routed_experts_jobs_get_what_peft_gives_them(

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.oracle import CLEAR_CHOICE, OracleResult
+from tests.helpers.expert_jobs import ATTENTION, LORA, SHARED, expert_jobs
+from tests.helpers.oracle import CLEAR_CHOICE
 from tests.helpers.scenario import (
-    JOBS,
     assert_run_equals_oracle,
     make_scenario,
     only_job,
     oracle_of,
+    records,
+    summary_of,
     take_fingerprint,
 )
 from tests.helpers.scenario_worlds import Case, Life, World, cases_of, layout_params, live, worlds
-from tlora_megatron.training.metrics import METRICS_FILE, read_metrics
 
-_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-_EXPERTS = ["gate_proj", "up_proj", "down_proj"]
-LORA: dict[str, dict[str, Any]] = {
-    "attention": {"target_modules": ["q_proj", "v_proj"]},
-    "mlp": {"target_modules": _EXPERTS, "expert_sharing": "outer"},
-    "everything": {"target_modules": [*_ATTENTION, *_EXPERTS], "expert_rank": 3},
-    "outputs": {"target_modules": ["linear_fc1", "linear_fc2"], "expert_rank": 4},
-}
-"""Jobs without adapters on routed experts, with outer factors that all experts share, with an A for
-each of gate and up and with one for both of an expert."""
 _TP = ("parallel.tp_size=2",)
 _SP = (*_TP, "parallel.sequence_parallel=true")
 _EP = ("parallel.ep_size=2",)
@@ -63,12 +52,7 @@ ALL_BY_ROWS = ("run.recompute=auto", "run.gpu_memory_gb=0.0024")
 _ALL_RECOMPUTES = r"none to \d\d rows, selective to \d\d, full beyond"
 SHARED_BY_ROWS = ("run.recompute=auto", "run.gpu_memory_gb=0.0018")
 
-_ALL_SHARED = [f"shared_expert.{part}" for part in _EXPERTS]
-BESIDE_SHARED: dict[str, dict[str, Any]] = {
-    "attention": {"target_modules": ["q_proj", "v_proj"]},
-    "everything": {"target_modules": [*_ATTENTION, *_ALL_SHARED]},
-    "outputs": {"target_modules": ["o_proj", "shared_expert.down_proj"]},
-}
+BESIDE_SHARED = {name: SHARED[name] for name in ("attention", "everything", "outputs")}
 SHARED_LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     1: {"shared, one process": (), "shared, full recompute": ("run.recompute=full",)},
     2: {"shared, EP2": (*_EP, "run.recompute=selective"), "shared, TP2": _TP,
@@ -78,7 +62,7 @@ SHARED_LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
 
 OF_GPT_OSS: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ["q_proj", "v_proj"]},
-    "everything": {"target_modules": _ATTENTION},
+    "everything": {"target_modules": ATTENTION},
     "outputs": {"target_modules": ["k_proj", "o_proj"]},
 }
 GPT_OSS_LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
@@ -99,14 +83,9 @@ GPT_OSS_LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
 }
 
 
-def _jobs(loras: Mapping[str, dict[str, Any]] = LORA) -> list[dict[str, Any]]:
-    chosen = [dict(job) for job in JOBS if job["name"] in loras]
-    return [job | {"lora": {**job["lora"], **loras[job["name"]]}} for job in chosen]
-
-
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_scenario(tmp_path_factory.mktemp("experts"), _jobs(), model_type="qwen3_moe")
+    path = make_scenario(tmp_path_factory.mktemp("experts"), expert_jobs(), model_type="qwen3_moe")
     take_fingerprint(path.parent / "base")  # every layout is held to it
     return path
 
@@ -115,14 +94,14 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared(scenario: Path) -> Path:
     """The config file of a scenario over Qwen2-MoE, with adapters on its shared experts."""
     root = scenario.parent / "shared"
-    path = make_scenario(root, _jobs(BESIDE_SHARED), model_type="qwen2_moe")
+    path = make_scenario(root, expert_jobs(BESIDE_SHARED), model_type="qwen2_moe")
     take_fingerprint(path.parent / "base")
     return path
 
 
 @pytest.fixture(scope="module")
 def gpt_oss(scenario: Path) -> Path:
-    path = make_scenario(scenario.parent / "gpt_oss", _jobs(OF_GPT_OSS), model_type="gpt_oss")
+    path = make_scenario(scenario.parent / "gpt_oss", expert_jobs(OF_GPT_OSS), model_type="gpt_oss")
     take_fingerprint(path.parent / "base")
     return path
 
@@ -143,12 +122,11 @@ def run_world(scenario: Path, shared: Path, gpt_oss: Path) -> World:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
-def test_equals_oracle(output_dir: Path, oracle: dict[str, OracleResult], scenario: Path) -> None:
-    assert_run_equals_oracle(output_dir, LORA, oracle, scenario.parent / "base")
-    for name, expected in oracle.items():
+def test_equals_oracle(output_dir: Path, scenario: Path) -> None:
+    assert_run_equals_oracle(output_dir, LORA, scenario)
+    for name, expected in oracle_of(scenario).items():
         # A sum over the wrong ranks, or a part that is counted twice, shows here at once.
-        records = read_metrics(output_dir / "jobs" / name / METRICS_FILE)
-        norms = [record["grad_norm"] for record in records if "loss" in record]
+        norms = [r["grad_norm"] for r in records(output_dir, name) if "loss" in r]
         assert norms == pytest.approx(expected.grad_norms, rel=1e-5), name
 
 
@@ -164,27 +142,27 @@ def test_recompute_by_rows(
     case: str, jobs: tuple[str, ...], table: str, run_world: World, scenario: Path, shared: Path
 ) -> None:
     out, own = run_world(1) / case, shared if "shared" in case else scenario
-    assert_run_equals_oracle(out, jobs, oracle_of(own), own.parent / "base")
-    summary = json.loads((out / "summary.json").read_text())
+    assert_run_equals_oracle(out, jobs, own)
+    summary = summary_of(out)
     assert re.fullmatch(table, summary["run"]["recompute"])
 
 
-def test_no_choice_of_an_expert_hangs_on_rounding(oracle: dict[str, OracleResult]) -> None:
-    for name, result in oracle.items():
+def test_no_choice_of_an_expert_hangs_on_rounding(scenario: Path) -> None:
+    for name, result in oracle_of(scenario).items():
         assert CLEAR_CHOICE < result.router_gap < math.inf, name  # every comparison asks for it too
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(SHARED_LAYOUTS))
 def test_beside_a_shared_expert_too(output_dir: Path, shared: Path) -> None:
-    assert_run_equals_oracle(output_dir, BESIDE_SHARED, oracle_of(shared), shared.parent / "base")
+    assert_run_equals_oracle(output_dir, BESIDE_SHARED, shared)
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(GPT_OSS_LAYOUTS))
 def test_over_gpt_oss_too(output_dir: Path, gpt_oss: Path) -> None:
-    assert_run_equals_oracle(output_dir, OF_GPT_OSS, oracle_of(gpt_oss), gpt_oss.parent / "base")
+    assert_run_equals_oracle(output_dir, OF_GPT_OSS, gpt_oss)
 
 
-def test_in_other_layouts(scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path) -> None:
+def test_in_other_layouts(scenario: Path, tmp_path: Path) -> None:
     """Experts divided over two processes, then cut by them, then all in one."""
     lives = (
         Life(2, _EP, ("everything", 3)),
@@ -192,11 +170,11 @@ def test_in_other_layouts(scenario: Path, oracle: dict[str, OracleResult], tmp_p
         Life(1, (), None),
     )
     out = live(scenario, tmp_path, lives)
-    assert_run_equals_oracle(out, LORA, oracle, scenario.parent / "base")
+    assert_run_equals_oracle(out, LORA, scenario)
 
 
 def test_mixtral_and_scores_that_are_not_normalised(tmp_path: Path) -> None:
-    jobs = [job for job in _jobs() if job["name"] == "everything"]
+    jobs = [job for job in expert_jobs() if job["name"] == "everything"]
     bases: dict[str, dict[str, Any]] = {
         "mixtral": {"model_type": "mixtral"},
         "qwen": {"model_type": "qwen3_moe", "norm_topk_prob": False},
@@ -204,5 +182,4 @@ def test_mixtral_and_scores_that_are_not_normalised(tmp_path: Path) -> None:
     configs = {name: make_scenario(tmp_path / name, jobs, **base) for name, base in bases.items()}
     out = worlds(tmp_path, lambda _: {name: Case(path) for name, path in configs.items()})(1)
     for name, path in configs.items():
-        base = path.parent / "base"
-        assert_run_equals_oracle(out / name, ["everything"], oracle_of(path), base)
+        assert_run_equals_oracle(out / name, ["everything"], path)

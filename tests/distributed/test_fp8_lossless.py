@@ -15,7 +15,7 @@ from tests.helpers.fake_quant_peft import FakeQuant
 from tests.helpers.fp8_folders import put_codes
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import exported, load_scenario, losses, make_scenario, oracle_results
-from tests.helpers.scenario_worlds import Case, World, layout_params, run_cases, worlds
+from tests.helpers.scenario_worlds import Case, World, entry, layout_params, run_cases, worlds
 from tests.helpers.wide_floats import wide_floats
 
 WORKER = Path(__file__).parents[1] / "helpers" / "wide_floats.py"
@@ -119,12 +119,8 @@ def test_a_published_base_in_blocks_equals_the_oracle(tmp_path: Path) -> None:
     loaded = load_scenario(config, output_dir=tmp_path / "unused")
     with wide_floats():
         oracle = oracle_results(loaded, base)
-    case = {
-        "config": str(config),
-        "output_dir": str(tmp_path / "out"),
-        "set": [f"base_model.path={published}"],
-    }
-    run_cases(1, [case], tmp_path / "cases.json", worker=WORKER)
+    life = entry(config, tmp_path / "out", [f"base_model.path={published}"])
+    run_cases(1, [life], tmp_path / "cases.json", worker=WORKER)
     for name, expected in oracle.items():
         assert losses(tmp_path / "out", name) == pytest.approx(expected.losses, rel=1e-12), name
 
@@ -145,26 +141,22 @@ def test_bases_and_jobs_move(oracles: dict[str, dict[str, OracleResult]], scenar
 FP8 = "base_model.quantization=fp8"
 
 
-def case(config: Path, steps: int, *sets: str) -> dict[str, Any]:
-    """The scenario's job, trained to so many steps in one folder."""
-    output_dir = str(config.parent / "out")
-    values = [f"jobs.mlp.max_steps={steps}", "jobs.mlp.schedule.name=constant", *sets]
-    return {"config": str(config), "output_dir": output_dir, "set": values}
-
-
 def test_a_job_keeps_to_its_codes(tmp_path: Path) -> None:
     config = make_scenario(tmp_path, [JOBS[1]], num_steps=4)
+
+    def train(ranks: int, steps: int, *sets: str, out: str = "out") -> str:
+        values = [f"jobs.mlp.max_steps={steps}", "jobs.mlp.schedule.name=constant", *sets]
+        return run_cases(ranks, [entry(config, tmp_path / out, values)], tmp_path / "cases.json")
+
     adapter, checkpoints = (tmp_path / "out/jobs/mlp" / n for n in ("adapter", "checkpoints"))
-    run_cases(1, [case(config, 4, FP8)], tmp_path / "first.json")
+    train(1, 4, FP8)
     assert "one scale an output channel" in (adapter / "README.md").read_text()
     state = json.loads((checkpoints / "step_00000004/state.json").read_text())
-    run_cases(2, [case(config, 6, FP8, "parallel.tp_size=2")], tmp_path / "tp.json")
+    train(2, 6, FP8, "parallel.tp_size=2")
     later = json.loads((checkpoints / "step_00000006/state.json").read_text())
     assert state["quantisation"] == later["quantisation"]
-    elsewhere = case(config, 8, f"jobs.mlp.resume_from={checkpoints}")
-    elsewhere["output_dir"] = str(tmp_path / "other")
     with pytest.raises(AssertionError, match=r"quantization must be fp8 .* got null .bf16 or fp32"):
-        run_cases(1, [elsewhere], tmp_path / "refused.json")
-    log = run_cases(1, [case(config, 8, "base_model.allow_change=true")], tmp_path / "wide.json")
+        train(1, 8, f"jobs.mlp.resume_from={checkpoints}", out="other")
+    log = train(1, 8, "base_model.allow_change=true")
     assert len(losses(tmp_path / "out", "mlp")) == 8, log
     assert not (adapter / "README.md").exists()

@@ -26,10 +26,16 @@ from tests.helpers.isolation import (
     Incident,
     make_cases,
 )
-from tests.helpers.scenario import exported, have_same_adapters, losses, oracle_of, records
+from tests.helpers.scenario import (
+    assert_same_bits,
+    exported,
+    losses,
+    oracle_of,
+    records,
+    summary_of,
+)
 from tests.helpers.scenario_worlds import Case, World, worlds
 
-WORKER = Path(__file__).parents[1] / "helpers" / "recording_worker.py"
 INCIDENT_RUNS = [
     *(pytest.param(1, "", name, id=f"one process, {name}") for name in INCIDENTS),
     *(pytest.param(2, f"{layout} ", name,
@@ -48,20 +54,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_world(root: Path) -> World:
-    """Trains all cases of a world size, once; returns the folder of their outputs and the log."""
-    return worlds(
-        root,
-        lambda size: {name: Case(root / f"{name}.json") for name in CASES[size]},
-        worker=WORKER,
-    )
-
-
-def job_summary(output_dir: Path, name: str) -> dict[str, Any]:
-    return json.loads((output_dir / "summary.json").read_text())["jobs"][name]
+    return worlds(root, lambda size: {n: Case(root / f"{n}.json") for n in CASES[size]})
 
 
 def told(output_dir: Path, name: str, key: str) -> list[dict[str, Any]]:
-    """The `step`s or `event`s of a job among the events."""
     entries = json.loads((output_dir / "events.json").read_text())
     return [entry for entry in entries if entry["name"] == name and key in entry]
 
@@ -100,9 +96,8 @@ def test_others_keep_their_bits(world_size: int, layout: str, name: str, run_wor
         if other == INCIDENTS[name].job:
             continue
         assert len(losses(ill, other)) == NUM_STEPS
-        assert records(ill, other) == records(healthy, other), other
-        assert job_summary(ill, other)["status"] == "finished"
-        assert have_same_adapters(ill, healthy, other), other
+        assert summary_of(ill)["jobs"][other]["status"] == "finished"
+        assert_same_bits(ill, healthy, other)
 
 
 def test_an_evaluation_hangs_on_no_other_job_where_sequences_are_divided(run_world: World) -> None:
@@ -126,7 +121,7 @@ def test_bad_steps_are_marked(world_size: int, layout: str, name: str, run_world
         assert record["skipped"] is True
         assert record["nonfinite"] is True
         assert record["loss"] is None or record["grad_norm"] is None
-    summary = job_summary(output_dir, incident.job)
+    summary = summary_of(output_dir)["jobs"][incident.job]
     assert (summary["steps"], summary["skipped_steps"]) == (incident.steps, incident.bad_steps)
 
 
@@ -136,7 +131,7 @@ def test_an_incident_ends_by_the_job_s_own_policy_and_with_its_name(
 ) -> None:
     out, incident = run_world(world_size), INCIDENTS[name]
     output_dir = out / f"{layout}{name}"
-    summary = job_summary(output_dir, incident.job)
+    summary = summary_of(output_dir)["jobs"][incident.job]
     events = [entry["event"] for entry in told(output_dir, incident.job, "event")]
     assert len(events) == incident.bad_steps + incident.never_moves
     skips, reason = events, None
@@ -182,7 +177,7 @@ def test_jobs_go_at_their_own_pace_and_leave_when_done(run_world: World) -> None
     }
     last = {name: steps[-1] for name, steps in rounds.items()}
     assert last["mlp"] < last["attention"] < last["everything"] < last["outputs"]
-    assert last["outputs"] == json.loads((output_dir / "summary.json").read_text())["run"]["rounds"]
+    assert last["outputs"] == summary_of(output_dir)["run"]["rounds"]
     # Jobs take turns: none waits until another is done.
     assert max(steps[0] for steps in rounds.values()) < last["attention"]
     # Those that left have made room: the last three steps take fewer rounds than the first three.
@@ -199,7 +194,7 @@ def test_epochs_end_with_what_is_left(root: Path, run_world: World) -> None:
     # 18 rows twice in batches of 5: seven whole batches and one of a single row.
     assert len(steps) == 8
     assert steps[-1]["tokens"] < min(r["tokens"] for r in steps[:-1])
-    summary = job_summary(output_dir, "everything")
+    summary = summary_of(output_dir)["jobs"]["everything"]
     assert summary["tokens"] == sum(r["tokens"] for r in steps)
     assert (summary["max_steps"], summary["status"]) == (8, "finished")
 
@@ -216,7 +211,7 @@ def test_bf16_follows_the_oracle_with_fp32_masters(root: Path, run_world: World)
 
 
 def in_nano_batches(run: Path) -> dict[str, Any]:
-    told = json.loads((run / "summary.json").read_text())["run"]
+    told = summary_of(run)["run"]
     return told["nano_batches"] | {"rounds": told["rounds"]}
 
 
@@ -243,7 +238,6 @@ def test_nano_batches_give_the_same_adapters(layout: str, root: Path, run_world:
 def test_others_keep_their_bits_in_nano_batches(layout: str, run_world: World) -> None:
     healthy, ill = (run_world(2) / f"{layout} {name} in 3" for name in ("together", NANO_INCIDENT))
     job = INCIDENTS[NANO_INCIDENT].job
-    assert job_summary(ill, job)["status"] == "failed"
+    assert summary_of(ill)["jobs"][job]["status"] == "failed"
     for other in set(NAMES) - {job}:
-        assert losses(ill, other) == losses(healthy, other), other
-        assert have_same_adapters(ill, healthy, other), other
+        assert_same_bits(ill, healthy, other)

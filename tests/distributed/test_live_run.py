@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import assert_run_equals_oracle, make_scenario, oracle_results
+from tests.helpers.scenario import (
+    assert_run_equals_oracle,
+    make_scenario,
+    oracle_results,
+    summary_of,
+)
+from tests.helpers.scenario_worlds import entry
 from tests.helpers.standing_world import world
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.sections import job_to_dict
@@ -59,7 +65,6 @@ def _without_late(config: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expert_oracle(folder: Path) -> dict[str, OracleResult]:
-    """All jobs alone, over the base with experts."""
     root = folder / "experts"
     scenario = make_scenario(root, EXPERT_JOBS, num_steps=STEPS, model_type="qwen3_moe")
     return oracle_results(load_config(scenario))
@@ -72,7 +77,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, expert_oracle: dict[str, OracleResult]) -> Path:
-    """All runs of this module, in one world; returns the folder of their outputs."""
     config = make_scenario(folder / "dense", JOBS, num_steps=STEPS)
     late = _without_late(config)
     wide = {**late, "name": "wide", "lora": {**late["lora"], "target_modules": ["up_proj"]}}
@@ -84,17 +88,16 @@ def runs(folder: Path, expert_oracle: dict[str, OracleResult]) -> Path:
         (2, {"kind": "cancel", "job": "b"}),
         (2, {"kind": "cancel", "job": "b"}),
     ]
-    dense = {"config": str(config), "set": list(TRAIN)}
     experts = folder / "experts/config.json"
+    divided = ("run.micro_batch_tokens=512", "parallel.ep_size=2")
+    over_experts = _requests_over_experts(_without_late(experts))
     cases = [
-        {**dense, "output_dir": str(folder / "changed"), "requests": requests},
-        {**dense, "output_dir": str(folder / "alone"), "requests": []},
+        entry(config, folder / "changed", TRAIN, requests=requests),
+        entry(config, folder / "alone", TRAIN, requests=[]),
         # Resumed: all has ended or is out.
-        {**dense, "output_dir": str(folder / "changed"), "requests": []},
-        {"config": str(experts), "set": ["run.micro_batch_tokens=512", "parallel.ep_size=2"],
-         "output_dir": str(folder / "over experts"),
-         "requests": _requests_over_experts(_without_late(experts))},
-    ]  # fmt: skip
+        entry(config, folder / "changed", TRAIN, requests=[]),
+        entry(experts, folder / "over experts", divided, requests=over_experts),
+    ]
     (folder / "cases.json").write_text(json.dumps(cases))
     world("tests/helpers/live_run_worker.py", 2, folder / "cases.json")
     return folder
@@ -127,7 +130,7 @@ def test_a_job_joins_and_one_leaves_and_the_rest_keep_their_bits(runs: Path) -> 
         "a",
         "c",
     ]
-    summary = json.loads((changed / "summary.json").read_text())["jobs"]
+    summary = summary_of(changed)["jobs"]
     assert {name: job["status"] for name, job in summary.items()} == {
         "a": "finished",
         "c": "finished",
@@ -142,6 +145,6 @@ def test_over_experts_as_if_alone(runs: Path, expert_oracle: dict[str, OracleRes
     assert targets["error"].startswith("lora.target_modules of job 'c' must name")
     assert (joined["from_step"], joined["num_steps"]) == (0, STEPS)
     assert 0 < left["step"] < STEPS
-    assert_run_equals_oracle(out, "ac", expert_oracle, runs / "experts/base")
+    assert_run_equals_oracle(out, "ac", runs / "experts/config.json", expert_oracle)
     lost = [loss for _, loss in _losses(out, "b")]
     assert lost == pytest.approx(expert_oracle["b"].losses[: left["step"]], rel=1e-5)

@@ -7,23 +7,22 @@ a block-diagonal one beside them, checked by the files it leaves.
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.interrupted_worker import starts
-from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import JOBS as STANDARD
 from tests.helpers.scenario import (
     assert_run_equals_oracle,
     assert_unharmed,
     gone_wrong,
     make_scenario,
+    summary_of,
 )
 from tests.helpers.scenario_worlds import Case, Life, World, cases_of, layout_params, live, worlds
 from tests.helpers.standing_world import world
+from tests.helpers.train_worker import starts
 
 LINEARS = Path(__file__).with_name("lora_sharding_worker.py")
 JOBS: tuple[dict[str, Any], ...] = (
@@ -91,26 +90,20 @@ def _cases(scenario: Path, world_size: int) -> dict[str, Case]:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
-def test_losses_and_weights_equal_peft_s(
-    layout: str, output_dir: Path, oracle: dict[str, OracleResult], scenario: Path
-) -> None:
-    assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
-    summary = json.loads((output_dir / "summary.json").read_text())
+def test_losses_and_weights_equal_peft_s(layout: str, output_dir: Path, scenario: Path) -> None:
+    assert_run_equals_oracle(output_dir, NAMES, scenario)
+    summary = summary_of(output_dir)
     asked = next((part for part in ("rank_exchange", "s_lora") if part in layout), "fold")
     assert summary["run"]["layout"]["lora_sharding"] == asked
 
 
 @pytest.mark.parametrize("layout", EXCHANGED)
-def test_jobs_beside_one_gone_wrong_get_the_same_bits(
-    layout: str, run_world: World, scenario: Path
-) -> None:
-    root, base = run_world(2), scenario.parent / "base"
-    assert_unharmed(root / f"{layout} ill", root / layout, ILL, NAMES, base)
+def test_jobs_beside_one_gone_wrong_get_the_same_bits(layout: str, run_world: World) -> None:
+    root = run_world(2)
+    assert_unharmed(root / f"{layout} ill", root / layout, ILL, NAMES)
 
 
-def test_resumes_under_another_sharding(
-    scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
-) -> None:
+def test_resumes_under_another_sharding(scenario: Path, tmp_path: Path) -> None:
     """Fold, then S-LoRA, then rank exchange with sequence parallelism."""
     lives = (
         Life(2, TP2 + _by("fold"), (ILL, 3)),
@@ -119,7 +112,7 @@ def test_resumes_under_another_sharding(
     )
     out = live(scenario, tmp_path, lives)
     assert [steps[ILL] for steps in starts(out)] == [0, 2, 4]
-    assert_run_equals_oracle(out, NAMES, oracle, scenario.parent / "base")
+    assert_run_equals_oracle(out, NAMES, scenario)
 
 
 def test_the_bench_counts_what_each_sharding_exchanges(tmp_path: Path) -> None:

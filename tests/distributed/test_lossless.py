@@ -6,19 +6,19 @@ files it leaves.
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     JOBS,
     NUM_STEPS,
     assert_run_equals_oracle,
     make_scenario,
+    oracle_of,
+    records,
+    summary_of,
     take_fingerprint,
 )
 from tests.helpers.scenario_worlds import World, cases_of, worlds
@@ -57,21 +57,6 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
          "parallel.sequence_parallel=true"),
     },
 }  # fmt: skip
-if os.environ.get("TLORA_ALL_TESTS"):
-    # What each of them combines is below or in test_block_diagonal, pair by pair.
-    LAYOUTS[2] |= {
-        "TP2+SP full recompute": (
-            "parallel.tp_size=2",
-            "parallel.sequence_parallel=true",
-            "run.recompute=full",
-        ),
-        "PP2 selective recompute": ("parallel.pp_size=2", "run.recompute=selective"),
-        "CP2 by micro-batch": (
-            "parallel.cp_size=2",
-            "parallel.cp_by_micro_batch=true",
-            "run.micro_batch_tokens=104",
-        ),
-    }
 CASES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
 TEAMS_AMONG_FOUR: dict[str, tuple[str, ...]] = {
     "CP4 by micro-batch": ("parallel.cp_size=4", "parallel.cp_by_micro_batch=true",
@@ -95,19 +80,19 @@ def run_world(scenario: Path) -> World:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), CASES, ids=[name for _, name in CASES])
-def test_equals_oracle(output_dir: Path, oracle: dict[str, OracleResult], scenario: Path) -> None:
-    assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
+def test_equals_oracle(output_dir: Path, scenario: Path) -> None:
+    assert_run_equals_oracle(output_dir, NAMES, scenario)
 
 
 @pytest.mark.parametrize("layout", ["TP2", "PP2"])
 def test_adapters_are_folded_unless_asked_otherwise(layout: str, run_world: World) -> None:
-    summary = json.loads((run_world(2) / layout / "summary.json").read_text())
+    summary = summary_of(run_world(2) / layout)
     assert summary["run"]["layout"]["lora_sharding"] == "fold"
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [c for c in CASES if "by rows" in c[1]])
 def test_recompute_by_rows_is_told(output_dir: Path) -> None:
-    summary = json.loads((output_dir / "summary.json").read_text())
+    summary = summary_of(output_dir)
     assert re.fullmatch(
         r"none to \d\d rows, selective to \d\d, full beyond", summary["run"]["recompute"]
     )
@@ -119,22 +104,22 @@ def test_ranks_run_micro_batches_together_and_alone(output_dir: Path) -> None:
 
 
 def sizes_of_teams(output_dir: Path) -> set[str]:
-    """The sizes of teams of context-parallel ranks that ran any micro-batch."""
-    summary = json.loads((output_dir / "summary.json").read_text())
+    summary = summary_of(output_dir)
     ran = summary["run"]["balance"]["micro_batches_by_cp_size"]
     return {size for size, count in ran.items() if count > 0}
 
 
 @pytest.mark.four_processes
-def test_teams_among_four_ranks(scenario: Path, oracle: dict[str, OracleResult]) -> None:
+def test_teams_among_four_ranks(scenario: Path) -> None:
     out = worlds(scenario.parent / "teams", lambda _: cases_of(scenario, TEAMS_AMONG_FOUR))(4)
     for layout in TEAMS_AMONG_FOUR:
-        assert_run_equals_oracle(out / layout, NAMES, oracle, scenario.parent / "base")
+        assert_run_equals_oracle(out / layout, NAMES, scenario)
         teams = {"1", "2", "4"} if layout.startswith("CP4") else {"1", "2"}
         assert sizes_of_teams(out / layout) == teams
 
 
-def test_the_scenario_clips_and_moves(oracle: dict[str, OracleResult]) -> None:
+def test_the_scenario_clips_and_moves(scenario: Path) -> None:
+    oracle = oracle_of(scenario)
     clipped = {
         job["name"]: job["optimizer"]["max_grad_norm"] for job in JOBS if job["name"] != "outputs"
     }
@@ -148,13 +133,11 @@ def test_the_scenario_clips_and_moves(oracle: dict[str, OracleResult]) -> None:
 
 
 def test_metrics_hold_every_step_with_the_oracle_s_norms_and_rates(
-    run_world: World, oracle: dict[str, OracleResult]
+    run_world: World, scenario: Path
 ) -> None:
-    from tlora_megatron.training.metrics import read_metrics
-
+    oracle = oracle_of(scenario)
     for name in NAMES:
-        path = run_world(1) / "one process" / "jobs" / name / "metrics.jsonl"
-        steps = [r for r in read_metrics(path) if "loss" in r]
+        steps = [r for r in records(run_world(1) / "one process", name) if "loss" in r]
         assert [r["step"] for r in steps] == list(range(1, NUM_STEPS + 1))
         assert [r["grad_norm"] for r in steps] == pytest.approx(oracle[name].grad_norms, rel=1e-5)
         assert [r["lr"] for r in steps] == pytest.approx(oracle[name].lrs, rel=1e-9, abs=1e-12)

@@ -5,7 +5,6 @@ Whole runs in nano-batches: test_isolation.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,6 @@ TWO_PROCESSES = (
 """`jobs=mlp` leaves attention without any adapter."""
 SLOW_TWO_PROCESSES = ("tp=2,sp=1,blocks=1", "pp=2", "pp=2,recompute=selective")
 FOUR_PROCESSES = ("tp=2,pp=2,sp=1,recompute=full,dropout=1",)
-if os.environ.get("TLORA_ALL_TESTS"):
-    SLOW_TWO_PROCESSES += ("tp=2,recompute=full", "tp=2,sp=1,recompute=selective")
-    FOUR_PROCESSES += ("tp=2,pp=2",)
 ONE_STAGE_CANNOT = "pp=2,foreign=1"
 
 

@@ -6,38 +6,37 @@ files it leaves.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.helpers.interrupted_worker import starts
-from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     JOBS,
     assert_run_equals_oracle,
+    assert_same_bits,
     assert_unharmed,
-    exported,
     gone_wrong,
+    have_same_adapters,
     load_scenario,
     losses,
     make_scenario,
     only_job,
+    summary_of,
     take_fingerprint,
 )
 from tests.helpers.scenario_worlds import (
-    RESUMER,
     Case,
     Life,
     World,
     cases_of,
+    entry,
     layout_params,
     live,
     run_cases,
     worlds,
 )
+from tests.helpers.train_worker import starts
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.run.job_admission import JobAdmission
 
@@ -65,7 +64,6 @@ ILL, WATCHED = "mlp", "everything"
 
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config file of the scenario; every replica is held to its base's fingerprint."""
     path = make_scenario(tmp_path_factory.mktemp("replicas"), num_layers=4)
     take_fingerprint(path.parent / "base")
     return path
@@ -87,60 +85,51 @@ def _cases(scenario: Path, size: int) -> dict[str, Case]:
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(OVERRIDES))
-def test_equals_oracle(output_dir: Path, oracle: dict[str, OracleResult], scenario: Path) -> None:
-    assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
+def test_equals_oracle(output_dir: Path, scenario: Path) -> None:
+    assert_run_equals_oracle(output_dir, NAMES, scenario)
 
 
-def test_a_deployment_repeats_to_the_bit(run_world: World, scenario: Path) -> None:
+def test_a_deployment_repeats_to_the_bit(run_world: World) -> None:
     first, again = (run_world(3) / name for name in ("TP2+TP1", "again"))
     for name in NAMES:
-        assert losses(first, name) == losses(again, name)
-        expected, factors = (
-            exported(out, name, scenario.parent / "base") for out in (first, again)
-        )
-        assert all(torch.equal(factors[key], value) for key, value in expected.items()), name
+        assert_same_bits(first, again, name)
 
 
-def test_a_job_gone_wrong_harms_nobody(run_world: World, scenario: Path) -> None:
+def test_a_job_gone_wrong_harms_nobody(run_world: World) -> None:
     out = run_world(3)
-    assert_unharmed(out / "ill", out / "TP2+TP1", ILL, NAMES, scenario.parent / "base")
+    assert_unharmed(out / "ill", out / "TP2+TP1", ILL, NAMES)
 
 
 def test_a_deterministic_job_alone_has_the_bits_of_the_job_in_company(
-    run_world: World, scenario: Path, oracle: dict[str, OracleResult]
+    run_world: World, scenario: Path
 ) -> None:
-    out, base = run_world(3), scenario.parent / "base"
-    assert_run_equals_oracle(out / "watched", NAMES, oracle, base)
+    out = run_world(3)
+    assert_run_equals_oracle(out / "watched", NAMES, scenario)
     alone, together = out / "watched alone", out / "watched"
     assert losses(alone, WATCHED) == losses(together, WATCHED)
-    expected = exported(alone, WATCHED, base)
-    for key, value in exported(together, WATCHED, base).items():
-        assert torch.equal(value, expected[key]), key
-    summary = json.loads((together / "summary.json").read_text())
+    assert have_same_adapters(alone, together, WATCHED)
+    summary = summary_of(together)
     layout = summary["run"]["deterministic"]["layout"]
     assert layout["replicas"] == summary["run"]["replicas"]
 
 
 def test_the_run_says_which_replica_is_what(run_world: World) -> None:
-    summary = json.loads((run_world(3) / "TP2+TP1" / "summary.json").read_text())
+    summary = summary_of(run_world(3) / "TP2+TP1")
     assert summary["run"]["replicas"] == "1xTP2@256/none + 1xTP1@128/none"
 
 
 RESUMED = ("1xTP2 + 1xTP1", "3xTP1", "1xPP2 + 1xTP1", "1xTP2 + 1xTP1")
 
 
-def test_resumes_in_other_deployments(
-    scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
-) -> None:
-    case = {"config": str(scenario), "output_dir": str(tmp_path / "out")}
-    every = "run.checkpoint_every_steps=1"
-    lives = [
-        case | {"set": [every, f"parallel.replicas={form}"], "stop": stop and ["everything", stop]}
-        for form, stop in zip(RESUMED, (2, 4, 5, None), strict=True)
-    ]
-    run_cases(3, lives, tmp_path / "lives.json", worker=RESUMER)
+def test_resumes_in_other_deployments(scenario: Path, tmp_path: Path) -> None:
+    lives = []
+    for form, stop in zip(RESUMED, (2, 4, 5, None), strict=True):
+        overrides = ("run.checkpoint_every_steps=1", f"parallel.replicas={form}")
+        until = stop and ("everything", stop)
+        lives.append(entry(scenario, tmp_path / "out", overrides, stop=until))
+    run_cases(3, lives, tmp_path / "lives.json")
     assert [steps["everything"] for steps in starts(tmp_path / "out")] == [0, 1, 3, 4]
-    assert_run_equals_oracle(tmp_path / "out", NAMES, oracle, scenario.parent / "base")
+    assert_run_equals_oracle(tmp_path / "out", NAMES, scenario)
 
 
 def test_a_sequence_that_no_replica_holds_is_refused(
@@ -159,9 +148,7 @@ def test_a_sequence_that_no_replica_holds_is_refused(
 
 
 @pytest.mark.four_processes
-def test_resumes_on_fewer_processes_and_back(
-    scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
-) -> None:
+def test_resumes_on_fewer_processes_and_back(scenario: Path, tmp_path: Path) -> None:
     lives = (
         Life(3, TP2_TP1, ("everything", 2)),
         Life(2, (), ("everything", 4)),
@@ -170,4 +157,4 @@ def test_resumes_on_fewer_processes_and_back(
     )
     out = live(scenario, tmp_path, lives, every=1)
     assert [steps["everything"] for steps in starts(out)] == [0, 1, 3, 4]
-    assert_run_equals_oracle(out, NAMES, oracle, scenario.parent / "base")
+    assert_run_equals_oracle(out, NAMES, scenario)

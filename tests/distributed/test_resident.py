@@ -21,6 +21,7 @@ from tlora_megatron.training.metrics import read_metrics
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"tp_size": 2},
     "TP2 SP": {"tp_size": 2, "sequence_parallel": True},
+    "TP2 rank exchange": {"tp_size": 2, "lora_sharding": "rank_exchange"},
     "PP2": {"pp_size": 2},
     "DP2 sharded optimizer": {"shard_optimizer": True},
 }
@@ -52,7 +53,6 @@ SCHEDULES = st.lists(PARTS, min_size=2, max_size=5)
 def gang(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Gang]:
-    """A super-model on two processes, in each layout."""
     with resident(tmp_path_factory.mktemp("resident"), 2, LAYOUTS[request.param]) as opened:
         yield Gang(opened)
 
@@ -64,12 +64,12 @@ class Gang:
         self.opened = opened
         self.alone = cache(self._alone)
 
-    def order(self, job: str, name: str, fate: str = "stays") -> dict[str, Any]:
-        document = {**self.opened.documents[job], "portion_tokens": 100, "max_steps": NUM_STEPS}
+    def coming(self, look: int, name: str, job: str, fate: str = "stays") -> list[Command]:
+        changes: dict[str, Any] = {"portion_tokens": 100, "max_steps": NUM_STEPS}
         if fate == "fails":
-            optimizer = {**document["optimizer"], "lr": 1e38}
-            document |= {"optimizer": optimizer, "on_nonfinite": "fail"}
-        return {"kind": "prepare", "job": name, "body": {"document": document}}
+            optimizer = {**self.opened.documents[job]["optimizer"], "lr": 1e38}
+            changes |= {"optimizer": optimizer, "on_nonfinite": "fail"}
+        return self.opened.coming(look, name, job, **changes)
 
     def result(self, name: str) -> tuple[list[float], bytes]:
         folder = self.opened.job_dir(name)
@@ -78,19 +78,17 @@ class Gang:
 
     def _alone(self, job: str) -> tuple[list[float], bytes]:
         name = f"alone-{job}"
-        self.opened.run([(1, self.order(job, name)), (1, {"kind": "join", "job": name})])
+        self.opened.run(self.coming(1, name, job))
         return self.result(name)
 
     def commands(self, part: Part, name: str) -> list[Command]:
-        order = self.order(part.job, name, part.fate)
-        join = {"kind": "join", "job": name}
-        found: list[Command] = [(part.joins_at, order), (part.joins_at, join)]
+        found = self.coming(part.joins_at, name, part.job, part.fate)
         leaves_at = part.joins_at + part.leaves_after
         if part.fate in ("cancelled", "moves"):
             body = {"save": part.fate == "moves"}
             found.append((leaves_at, {"kind": "leave", "job": name, "body": body}))
         if part.fate == "moves":
-            found += [(leaves_at, order), (leaves_at, join)]
+            found += self.coming(leaves_at, name, part.job)
         return found
 
 
@@ -121,7 +119,7 @@ def test_others_keep_their_bits(gang: Gang, parts: Sequence[Part]) -> None:
 
 def test_unlike_data_are_refused_and_long_mail_arrives(gang: Gang) -> None:
     name = f"unlike-{next(_numbers)}"
-    events = gang.opened.run([(1, gang.order("mlp", name)), (1, {"kind": "z" * 9000})])
+    events = gang.opened.run([*gang.coming(1, name, "mlp")[:1], (1, {"kind": "z" * 9000})])
     told = {kind: (job, body) for kind, job, body in events}
     assert told["refused"][0] == name
     assert "must read the same data for job" in told["refused"][1]["error"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.resident_case import Event, Resident, resident
+from tests.helpers.resident_case import Command, Event, Resident, resident
+from tests.helpers.scenario import summary_of
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.metrics import read_metrics
 
@@ -21,10 +21,10 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resident]:
         yield opened
 
 
-def prepare(gang: Resident, name: str, job: str = "attention", **asked: Any) -> dict[str, Any]:
+def coming(gang: Resident, name: str, look: int = 1, **asked: Any) -> list[Command]:
     own = {key: asked.pop(key) for key in list(asked) if key.startswith("checkpoint")}
-    document = {**gang.documents[job], "portion_tokens": 100, "max_steps": 3, **asked}
-    return {"kind": "prepare", "job": name, "body": {"document": document, **own}}
+    asked = {"portion_tokens": 100, "max_steps": 3, **asked}
+    return gang.coming(look, name, "attention", body=own, **asked)
 
 
 def told(events: list[Event], name: str | None) -> list[str]:
@@ -32,21 +32,18 @@ def told(events: list[Event], name: str | None) -> list[str]:
 
 
 def test_a_job_s_life_and_its_summary(gang: Resident) -> None:
-    join = {"kind": "join", "job": "life"}
-    order = prepare(gang, "life", checkpoint_every_steps=2)
-    events = gang.run([(1, order), (1, join)])
+    events = gang.run(coming(gang, "life", checkpoint_every_steps=2))
     assert sorted(told(events, "life")) == sorted(
         ["prepared", "joined", *["evaluated"] * 2, *["stepped"] * 3, *["saved"] * 2, "ended"]
     )
-    summary = json.loads((gang.job_dir("life") / "summary.json").read_text())
+    summary = summary_of(gang.job_dir("life"))
     assert (summary["status"], summary["steps"]) == ("finished", 3)
     assert summary["eval_loss_before"] > 0
     assert Path(summary["adapter"]).is_dir()
 
 
 def test_jobs_are_saved_by_time(gang: Resident) -> None:
-    order = prepare(gang, "timed", checkpoint_every_s=1e-6)
-    events = gang.run([(1, order), (1, {"kind": "join", "job": "timed"})])
+    events = gang.run(coming(gang, "timed", checkpoint_every_s=1e-6))
     steps = [body["step"] for kind, job, body in events if (kind, job) == ("saved", "timed")]
     assert steps[-1] == 3
     assert len(steps) > 1
@@ -54,9 +51,8 @@ def test_jobs_are_saved_by_time(gang: Resident) -> None:
 
 def test_steps_are_reported_and_written_before_their_checkpoint(gang: Resident) -> None:
     """Two jobs train on, each saved behind steps of its own."""
-    orders = [prepare(gang, name, checkpoint_every_steps=2) for name in ("first", "second")]
-    joins = [{"kind": "join", "job": name} for name in ("first", "second")]
-    events = gang.run([(1, order) for order in orders] + [(1, join) for join in joins])
+    first, second = (coming(gang, n, checkpoint_every_steps=2) for n in ("first", "second"))
+    events = gang.run(first + second)
     for name in ("first", "second"):
         steps = [
             (kind, body["step"]) for kind, job, body in events if job == name and "step" in body
@@ -69,8 +65,8 @@ def test_steps_are_reported_and_written_before_their_checkpoint(gang: Resident) 
 
 
 def test_a_checkpoint_that_is_not_finite_is_refused(gang: Resident) -> None:
-    order = prepare(gang, "damaged")
-    gang.run([(1, order), (1, {"kind": "join", "job": "damaged"})])
+    commands = coming(gang, "damaged")
+    gang.run(commands)
     saved = find_checkpoint(gang.job_dir("damaged") / "checkpoints")
     assert saved is not None
     file = saved.path / "optimizer.safetensors"
@@ -78,34 +74,28 @@ def test_a_checkpoint_that_is_not_finite_is_refused(gang: Resident) -> None:
     name = sorted(tensors)[-1]
     tensors[name].view(-1)[0] = float("nan")
     save_file(tensors, file)
-    events = gang.run([(1, order)])
+    events = gang.run(commands[:1])
     assert told(events, "damaged") == ["refused"]
     assert f"job 'damaged': {name} must be finite in its checkpoint" in events[-1][2]["error"]
 
 
 def test_a_job_outside_the_gang_s_targets_is_refused(gang: Resident) -> None:
     lora = {"rank": 4, "alpha": 8, "target_modules": ["linear_fc1"]}
-    events = gang.run([(1, prepare(gang, "outside", lora=lora))])
+    events = gang.run(coming(gang, "outside", lora=lora)[:1])
     assert told(events, "outside") == ["refused"]
     assert "got linear_fc1; it holds adapters on down_proj, gate_proj" in events[-1][2]["error"]
 
 
 def test_a_broken_job_is_refused_and_the_others_train_on(gang: Resident) -> None:
     (gang.job_dir("broken") / "metrics.jsonl").mkdir(parents=True)
-    events = gang.run(
-        [
-            (1, prepare(gang, "whole")), (1, {"kind": "join", "job": "whole"}),
-            (2, prepare(gang, "broken")), (2, {"kind": "join", "job": "broken"}),
-        ]
-    )  # fmt: skip
+    events = gang.run(coming(gang, "whole") + coming(gang, "broken", 2))
     assert told(events, "broken") == ["refused"]
     assert told(events, "whole")[-1] == "ended"
 
 
 def test_nothing_more_is_written_of_a_job_that_another_owns(gang: Resident) -> None:
-    order = prepare(gang, "lost", max_steps=500, checkpoint_every_steps=5)
-    taken = {"kind": "take away", "job": "lost"}
-    events = gang.run([(1, order), (1, {"kind": "join", "job": "lost"}), (40, taken)])
+    commands = coming(gang, "lost", max_steps=500, checkpoint_every_steps=5)
+    events = gang.run([*commands, (40, {"kind": "take away", "job": "lost"})])
     *_, (kind, _, body) = [event for event in events if event[1] == "lost"]
     assert (kind, body["lost"]) == ("left", True)
     steps = [line["step"] for line in read_metrics(gang.job_dir("lost") / "metrics.jsonl")]
@@ -115,11 +105,10 @@ def test_nothing_more_is_written_of_a_job_that_another_owns(gang: Resident) -> N
 
 
 def test_a_job_that_is_done_is_exported_at_once(gang: Resident) -> None:
-    join = {"kind": "join", "job": "twice"}
-    gang.run([(1, prepare(gang, "twice")), (1, join)])
+    gang.run(coming(gang, "twice"))
     adapter = gang.job_dir("twice") / "adapter" / "adapter_model.safetensors"
     before = adapter.read_bytes()
     adapter.unlink()
-    events = gang.run([(1, prepare(gang, "twice")), (1, join)])
+    events = gang.run(coming(gang, "twice"))
     assert told(events, "twice") == ["prepared", "joined", "evaluated", "ended"]
     assert adapter.read_bytes() == before

@@ -7,38 +7,21 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.helpers.expert_jobs import LORA, SHARED, expert_jobs
 from tests.helpers.oracle import OracleResult
 from tests.helpers.resident_case import Command, Resident, resident
-from tests.helpers.scenario import JOBS, NUM_STEPS, assert_equals_oracle, losses, oracle_of
+from tests.helpers.scenario import NUM_STEPS, assert_equals_oracle, losses, oracle_of
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-EXPERTS = ["gate_proj", "up_proj", "down_proj"]
-LORA: dict[str, dict[str, Any]] = {
-    "attention": {"target_modules": ["q_proj", "v_proj"]},
-    "mlp": {"target_modules": EXPERTS, "expert_sharing": "outer"},
-    "everything": {"target_modules": [*ATTENTION, *EXPERTS], "expert_rank": 3},
-    "outputs": {"target_modules": ["o_proj", "down_proj"], "expert_rank": 4},
-}
-"""Jobs without adapters on routed experts, with outer factors that all experts share, and with
-factors of each expert."""
+UNFUSED = LORA | {"outputs": {"target_modules": ["o_proj", "down_proj"], "expert_rank": 4}}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one process": ("qwen3_moe", 1, {}),
     "EP2": ("qwen3_moe", 2, {"ep_size": 2}),
     "TP2 SP": ("qwen3_moe", 2, {"tp_size": 2, "sequence_parallel": True, "expert_tp_size": 1}),
     "shared, EP2": ("qwen2_moe", 2, {"ep_size": 2}),
 }
-SHARED: dict[str, dict[str, Any]] = {
-    "attention": {"target_modules": ["q_proj", "v_proj"]},
-    "mlp": {"target_modules": ["shared_expert.up_proj", "shared_expert.down_proj"]},
-    "everything": {"target_modules": [*ATTENTION, *(f"shared_expert.{part}" for part in EXPERTS)]},
-    "outputs": {"target_modules": ["o_proj", "shared_expert.down_proj"]},
-}
-"""Beside a shared expert jobs adapt no routed one."""
 
 
 class Gang(NamedTuple):
-    """A super-model, and what PEFT gives each of its jobs alone."""
-
     opened: Resident
     oracle: dict[str, OracleResult]
 
@@ -48,32 +31,26 @@ def gang(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Gang]:
     model_type, num_ranks, parallel = LAYOUTS[request.param]
-    root, shape = tmp_path_factory.mktemp("resident"), shape_of(model_type)
+    root = tmp_path_factory.mktemp("resident")
+    specs = expert_jobs(SHARED if model_type == "qwen2_moe" else UNFUSED)
+    shape: dict[str, Any] = {"specs": specs, "model_type": model_type}
     with resident(root, num_ranks, parallel, **shape) as opened:
         yield Gang(opened, oracle_of(root / "config.json"))
 
 
-def shape_of(model_type: str) -> dict[str, Any]:
-    """What `make_scenario` takes to write a base and the jobs over it."""
-    loras = SHARED if model_type == "qwen2_moe" else LORA
-    specs = [dict(job) | {"lora": {**job["lora"], **loras[job["name"]]}} for job in JOBS]
-    return {"specs": specs, "model_type": model_type}
-
-
 def test_all_get_what_they_get_alone(gang: Gang) -> None:
     opened, oracle = gang
-    ill = opened.documents["outputs"] | {"on_nonfinite": "fail"}
-    ill["optimizer"] = ill["optimizer"] | {"lr": 1e38}
+    too_fast = opened.documents["outputs"]["optimizer"] | {"lr": 1e38}
     commands = [
-        *coming(1, "attention", opened.documents["attention"]),
-        *coming(2, "everything", opened.documents["everything"]),
-        *coming(3, "ill", ill),
-        *coming(4, "mlp", opened.documents["mlp"]),
+        *opened.coming(1, "attention", "attention"),
+        *opened.coming(2, "everything", "everything"),
+        *opened.coming(3, "ill", "outputs", on_nonfinite="fail", optimizer=too_fast),
+        *opened.coming(4, "mlp", "mlp"),
         leaving(2, "everything", behind_step=2, save=True),
-        *coming(4, "everything", opened.documents["everything"]),
-        *coming(5, "cancelled", opened.documents["everything"]),
+        *opened.coming(4, "everything", "everything"),
+        *opened.coming(5, "cancelled", "everything"),
         leaving(5, "cancelled", behind_step=1, save=False),
-        *coming(6, "outputs", opened.documents["outputs"]),
+        *opened.coming(6, "outputs", "outputs"),
     ]
     events = opened.run(commands)
     last = {job: (kind, body) for kind, job, body in events if job is not None}
@@ -94,23 +71,15 @@ def test_all_get_what_they_get_alone(gang: Gang) -> None:
 
 def test_what_cannot_be_promised_is_refused(gang: Gang) -> None:
     opened = gang.opened
-    attention = opened.documents["attention"]
-    portions = attention | {"portion_tokens": 100}
-    fused = attention | {"lora": attention["lora"] | {"target_modules": ["linear_fc2"]}}
-    commands = [*coming(1, "portions", portions), *coming(1, "fused", fused)]
+    lora = opened.documents["attention"]["lora"] | {"target_modules": ["linear_fc2"]}
+    commands = opened.coming(1, "portions", "attention", portion_tokens=100)
+    commands += opened.coming(1, "fused", "attention", lora=lora)
     told = {job: body["error"] for kind, job, body in opened.run(commands) if kind == "refused"}
     assert told["portions"].startswith("portion_tokens of job portions must be absent over a base")
     assert "job 'fused' must" in told["fused"]
     assert "experts.linear_fc2" in told["fused"]
 
 
-def coming(look: int, name: str, document: dict[str, Any]) -> list[Command]:
-    """Prepares a job and lets it join at a look of the first rank for commands."""
-    order = {"kind": "prepare", "job": name, "body": {"document": document}}
-    return [(look, order), (look, {"kind": "join", "job": name})]
-
-
 def leaving(look: int, name: str, *, behind_step: int, save: bool) -> Command:
-    """Takes a job out in the middle of its training."""
     body = {"save": save}
     return look, {"kind": "leave", "job": name, "body": body, "behind_step": behind_step}

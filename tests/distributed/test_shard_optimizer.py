@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.scenario import JOBS, make_scenario, records
-from tests.helpers.scenario_worlds import RESUMER, run_cases
+from tests.helpers.scenario_worlds import entry, run_cases
 from tests.helpers.shard_optimizer_worker import LAYOUTS
 from tests.helpers.standing_world import world
 
@@ -26,7 +25,6 @@ def test_steps_have_the_bits_of_whole_states() -> None:
 
 
 def saved(output_dir: Path, name: str) -> dict[str, bytes]:
-    """The tensors of a job's last checkpoint and adapter."""
     last = output_dir / "jobs" / name / "checkpoints" / f"step_{STEPS:08d}"
     adapter = output_dir / "jobs" / name / "adapter" / "adapter_model.safetensors"
     return {path.name: path.read_bytes() for path in (*last.glob("*.safetensors"), adapter)}
@@ -42,17 +40,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = config.parent
 
     def life(name: str, shards: str, stop: int | None = None) -> dict[str, Any]:
-        return {
-            "config": str(config),
-            "output_dir": str(root / name),
-            "set": ["run.deterministic=true", "run.checkpoint_every_steps=1", shards],
-            "stop": stop and ("everything", stop),
-        }
+        overrides = ("run.deterministic=true", "run.checkpoint_every_steps=1", shards)
+        return entry(config, root / name, overrides, stop=stop and ("everything", stop))
 
     lives = [life("whole", WHOLE), life("sharded", SHARDED)]
     lives += [life("turns", SHARDED, 2), life("turns", WHOLE, 4), life("turns", SHARDED)]
-    run_cases(2, [*lives, life("elsewhere", SHARDED, 3)], root / "two.json", worker=RESUMER)
-    log = run_cases(1, [life("elsewhere", SHARDED)], root / "one.json", worker=RESUMER)
+    run_cases(2, [*lives, life("elsewhere", SHARDED, 3)], root / "two.json")
+    log = run_cases(1, [life("elsewhere", SHARDED)], root / "one.json")
     assert "parallel.shard_optimizer has no effect with one replica" in log
     return root
 
@@ -71,8 +65,3 @@ def test_a_checkpoint_of_slices_is_taken_up_by_another_number_of_replicas(runs: 
         pairs = zip(records(runs / "elsewhere", name), records(runs / "whole", name), strict=True)
         for ours, theirs in pairs:
             assert ours == pytest.approx(theirs, rel=1e-5), name
-
-
-def test_the_configuration_of_a_run_says_it(runs: Path) -> None:
-    document = json.loads((runs / "sharded" / "config.json").read_text())
-    assert document["parallel"]["shard_optimizer"] is True

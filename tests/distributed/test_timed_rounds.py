@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     JOBS,
-    assert_equals_oracle,
     assert_run_equals_oracle,
+    assert_same_bits,
     assert_unharmed,
     gone_wrong,
-    have_same_adapters,
-    losses,
     make_scenario,
+    summary_of,
 )
-from tests.helpers.scenario_worlds import RESUMER, run_cases
+from tests.helpers.scenario_worlds import entry, run_cases
 
 TWO = ("run.round_depth=2", "run.micro_batch_tokens=104")
 AUTO = ("run.round_depth=auto", "run.micro_batch_tokens=104")
@@ -50,34 +48,29 @@ def runs(scenario: Path) -> Path:
         ("exact, alone, depth 1", f"{SOME}.json", EXACT, None),
     ]
     entries = [
-        {"config": str(scenario.with_name(config)), "output_dir": str(out / name), "set": sets,
-         "stop": stop}
+        entry(scenario.with_name(config), out / name, sets, stop=stop)
         for name, config, sets, stop in cases
-    ]  # fmt: skip
-    run_cases(2, entries, out / "cases.json", worker=RESUMER)
+    ]
+    run_cases(2, entries, out / "cases.json")
     return out
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_and_weights_equal_the_oracle(
-    layout: str, runs: Path, oracle: dict[str, OracleResult], scenario: Path
-) -> None:
+def test_losses_and_weights_equal_the_oracle(layout: str, runs: Path, scenario: Path) -> None:
     names = [job["name"] for job in JOBS]
-    assert_run_equals_oracle(runs / layout, names, oracle, scenario.parent / "base")
+    assert_run_equals_oracle(runs / layout, names, scenario)
 
 
-def test_a_replica_without_sequences_waits_for_the_others(
-    runs: Path, oracle: dict[str, OracleResult], scenario: Path
-) -> None:
+def test_a_replica_without_sequences_waits_for_the_others(runs: Path, scenario: Path) -> None:
     run = runs / "one sequence a round"
-    assert_equals_oracle(run, SMALLEST, oracle[SMALLEST], scenario.parent / "base")
+    assert_run_equals_oracle(run, [SMALLEST], scenario)
     assert balance(run)["predicted_busy_share"] == 0.5
 
 
-def test_a_job_gone_wrong_harms_nobody(runs: Path, scenario: Path) -> None:
+def test_a_job_gone_wrong_harms_nobody(runs: Path) -> None:
     names = [job["name"] for job in JOBS]
     ill, healthy = runs / "beside one gone wrong", runs / "depth 2"
-    assert_unharmed(ill, healthy, ILL, names, scenario.parent / "base")
+    assert_unharmed(ill, healthy, ILL, names)
 
 
 def test_the_summary_says_how_busy_the_replicas_were(runs: Path) -> None:
@@ -95,9 +88,8 @@ def test_the_summary_says_how_busy_the_replicas_were(runs: Path) -> None:
 )
 def test_bits_are_the_same(one: str, other: str, runs: Path) -> None:
     """After a stop; and of portions, whatever the depth of the rounds and whoever is beside."""
-    assert losses(runs / one, SOME) == losses(runs / other, SOME)
-    assert have_same_adapters(runs / one, runs / other, SOME)
+    assert_same_bits(runs / one, runs / other, SOME)
 
 
 def balance(run: Path) -> dict[str, object]:
-    return json.loads((run / "summary.json").read_text())["run"]["balance"]
+    return summary_of(run)["run"]["balance"]

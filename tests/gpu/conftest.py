@@ -16,7 +16,6 @@ from tlora_megatron.parallel.groups import ParallelGroups
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[ParallelGroups]:
-    """The groups of a world of one process."""
     with one_process_groups() as groups:
         yield groups
 
@@ -34,6 +33,5 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Line
 
 @pytest.fixture
 def hopper() -> None:
-    """Skips where the CUDA kernels do not run."""
     if problem := problem_of("cuda", torch.device("cuda"), torch.bfloat16):
         pytest.skip(problem)

@@ -18,7 +18,6 @@ SIZES = (1, 5_000, 2_048, 777, 1_000_003, 4_194_304)
 
 @pytest.fixture(params=["torch", "triton"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The implementation that is forced."""
     if request.param == "triton" and (problem := triton_problem(GPU)):
         pytest.skip(problem)
     monkeypatch.setenv("TLORA_KERNELS", request.param)

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from scripts.bench.determinism.__main__ import Training, companies, start
 from scripts.bench.determinism.cases import CASES, SIZES, Mix, cases_of
 from tests.helpers.exact_operations import KINDS, OPERATIONS, Shapes, search
-from tests.helpers.one_process import one_process_groups
 from tests.helpers.standing_world import world
 from tlora_megatron.ops.exactness import Exactness
+from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.packing.packing import RoundShape
 
 pytestmark = pytest.mark.gpu
@@ -60,13 +60,7 @@ def drawn(count: int, *, by: str) -> Callable[[Any], Any]:
 
 
 @pytest.fixture(scope="module")
-def groups() -> Iterator[None]:
-    with one_process_groups():
-        yield
-
-
-@pytest.fixture(scope="module")
-def training(request: pytest.FixtureRequest, groups: None) -> Iterator[Training]:
+def training(request: pytest.FixtureRequest, groups: ParallelGroups) -> Iterator[Training]:
     """The base model of a size and case, with exactness."""
     name, case = request.param
     training = start(SIZES[name], CASES[case], EXACTNESS, default=False)

@@ -8,39 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
-from tests.helpers.scenario import losses, make_scenario
-from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.scenario import have_same_adapters, losses, make_scenario
+from tests.helpers.scenario_worlds import entry
+from tests.helpers.tiny_models import GPU_SHAPE, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 
 NAMES = ("attention", "mlp", "everything", "outputs")
-NUM_STEPS = 6
 TP2 = {"tensor_parallel": {"autotp_size": 2}}
 
 
 def make_section(root: Path) -> dict[str, Any]:
     """The losslessness scenario in bf16 on a base that all kernels take."""
     section = json.loads(make_scenario(root).read_text())
-    base = make_tiny_model(
-        root / "wide",
-        "llama",
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=512,
-        dtype=torch.bfloat16,
-    )
-    save_tiny_tokenizer(base)
+    shape = {"vocab_size": VOCAB_SIZE, "dtype": torch.bfloat16, **GPU_SHAPE}
+    save_tiny_tokenizer(make_tiny_model(root / "wide", "llama", **shape))
     section["base_model"] = {"path": "wide", "dtype": "bfloat16"}
     section["run"] |= {"micro_batch_tokens": 1024, "portion_tokens": 256}
-    for job in section["jobs"]:
-        job["max_steps"] = NUM_STEPS
     return section
 
 
@@ -49,19 +36,16 @@ def train(root: Path, world: int, cases: dict[str, tuple[dict[str, Any], dict[st
     entries = []
     for name, (deepspeed, section) in cases.items():
         config = write_config(root / f"{name}.json", deepspeed, section)
-        entries.append({"config": str(config), "output_dir": str(root / name), "set": ()})
+        entries.append(entry(config, root / name))
     run_cases(world, entries, root / f"cases{world}.json")
 
 
 def check_together_is_alone(root: Path, stage: str) -> None:
     """Weights and losses of a job in both runs, bit for bit."""
     for name in ("attention", "everything"):
-        assert losses(root / f"{stage} together", name) == losses(root / f"{stage} {name}", name)
-        file = f"jobs/{name}/adapter/adapter_model.safetensors"
-        together = load_file(root / f"{stage} together" / file)
-        alone = load_file(root / f"{stage} {name}" / file)
-        for key, value in alone.items():
-            assert torch.equal(together[key], value), f"{stage} {name} {key}"
+        together, alone = root / f"{stage} together", root / f"{stage} {name}"
+        assert losses(together, name) == losses(alone, name)
+        assert have_same_adapters(together, alone, name), f"{stage} {name}"
 
 
 def with_alone(

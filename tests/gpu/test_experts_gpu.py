@@ -55,23 +55,28 @@ def _large() -> BranchShape:
 SHAPES = {**CASES, "large": _large()}
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_kernels_are_the_definition(name: str) -> None:
+def triton_results(case: BranchCase) -> dict[str, Tensor]:
     from tlora_megatron.ops.experts.triton_products import TritonExpertOps
 
+    return results(TritonExpertOps(), case)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_are_the_definition(name: str) -> None:
     poison = torch.full((1 << 24,), torch.nan, device="cuda")
     del poison
     expected = results(TorchExpertOps(), branch_case(SHAPES[name], torch.float64))
-    found = results(TritonExpertOps(), branch_case(SHAPES[name], torch.bfloat16, "cuda"))
+    found = triton_results(branch_case(SHAPES[name], torch.bfloat16, "cuda"))
     # What bf16 rounds: the values drawn are bf16 already, s and the results are rounded once.
     check_close(found, expected, 1e-2)
 
 
 TAKEN = [name for name, shape in SHAPES.items() if not (shape.in_size | shape.out_size) % 8]
 CUDA = cuda_problem(torch.device("cuda")) if torch.cuda.is_available() else "no GPU"
+NEEDS_CUDA = pytest.mark.skipif(CUDA is not None, reason=str(CUDA))
 
 
-@pytest.mark.skipif(CUDA is not None, reason=str(CUDA))
+@NEEDS_CUDA
 @pytest.mark.parametrize("name", TAKEN)
 @pytest.mark.parametrize("adapted", [True, False], ids=["adapters", "base alone"])
 def test_one_gemm_computes_base_and_adapters(name: str, adapted: bool) -> None:
@@ -104,39 +109,20 @@ def run_linear(case: BranchCase, weight: Tensor, *, adapted: bool = True) -> dic
     return {"y": y.cpu(), "dx": dx.cpu()} | (gradients(case) if adapted else {})
 
 
-@pytest.mark.skipif(CUDA is not None, reason=str(CUDA))
-def test_gradients_have_the_same_bits_alone_and_again() -> None:
+@pytest.mark.parametrize("kernels", ["triton", pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_a_job_has_the_same_bits_alone_and_again(kernels: str) -> None:
     shape = SHAPES["large"]
     weight = (torch.randn(len(shape.counts), shape.out_size, shape.in_size) / 16).bfloat16().cuda()
-    alone, beside, again = (
-        run_linear(branch_case(shape, torch.bfloat16, "cuda", only=only), weight)
-        for only in (2, None, None)
-    )
+
+    def run(only: int | None) -> dict[str, Tensor]:
+        case = branch_case(shape, torch.bfloat16, "cuda", only=only)
+        return run_linear(case, weight) if kernels == "cuda" else triton_results(case)
+
+    alone, beside, again = map(run, (2, None, None))
     for name, value in beside.items():
         assert torch.equal(again[name], value), name
         if name.startswith("slot 2"):
             assert torch.equal(alone[name], value), name
-
-
-def test_kernels_repeat_their_bits() -> None:
-    from tlora_megatron.ops.experts.triton_products import TritonExpertOps
-
-    first, second = (
-        results(TritonExpertOps(), branch_case(SHAPES["large"], torch.bfloat16, "cuda"))
-        for _ in range(2)
-    )
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-
-
-def test_a_job_has_the_same_bits_alone() -> None:
-    from tlora_megatron.ops.experts.triton_products import TritonExpertOps
-
-    alone = results(TritonExpertOps(), branch_case(SHAPES["large"], torch.bfloat16, "cuda", only=2))
-    beside = results(TritonExpertOps(), branch_case(SHAPES["large"], torch.bfloat16, "cuda"))
-    for name in alone:
-        if name.startswith("slot 2"):
-            assert torch.equal(alone[name], beside[name]), name
 
 
 def test_a_layer_s_kernels_never_wait() -> None:

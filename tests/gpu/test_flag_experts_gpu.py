@@ -6,20 +6,14 @@ permutation, against our own layer in fp32, which is held to PEFT on CPUs.
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
 from tests.helpers.built_experts import SPEC, errors, frozen, make_bank, megatrons, run_packed
+from tests.helpers.te_models import NEEDS_TE
 from tlora_megatron.parallel.groups import ParallelGroups
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None, reason="needs transformer_engine"
-    ),
-]
+pytestmark = [pytest.mark.gpu, NEEDS_TE]
 ROWS = (34, 17, 10, 21, 26, 16)
 """Of each job: the gradient of a job with one row has few numbers, so its rounding is a matter of
 chance. CPUs hold such a job to fp32."""

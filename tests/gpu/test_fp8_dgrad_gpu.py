@@ -11,12 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.test_kernels_gpu import CASES, DROPOUT, WHOLE, WORKLOADS, K, draw
+from tests.gpu.test_kernels_gpu import (
+    CASES,
+    DROPOUT,
+    WORKLOADS,
+    K,
+    case_of_1024_adapters,
+    draw,
+    mask_case,
+)
 from tests.helpers.kernel_case import KernelCase, make_case, make_rows, poisoned_memory, reference
 from tests.helpers.linear_case import error
-from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.lora.cuda_calls import RankPart
-from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.quantised.cuda import dgrad_with_ranks, fp8_dgrad
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, decode, encode, encode_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight, input_gradient
@@ -210,17 +216,7 @@ def test_with_adapters(linear: str, workload: str, dropout: tuple[float, ...], k
 
 
 def test_the_mask_is_that_of_the_definition() -> None:
-    p = (0.25, 0.1, 0.7, 1e-5)
-    columns = (OutputColumns(groups=1, stride=256, begin=0, width=256),)
-    case = make_case([[256]] * 4, columns, 256, dtype=torch.bfloat16, device="cuda", dropout=p)
-    rows = make_rows((400, 3, 1000, 200))
-    for slot in range(4):
-        begin = case.layout.a_begin[slot][0]
-        case.factors.lora_a[begin : begin + 256] = torch.eye(256)
-    ones = torch.ones(rows.ends[-1], 256, device="cuda", dtype=torch.bfloat16)
-    p_T = torch.tensor((*p, 0.0), device="cuda")[rows.row_slots(ones.device)]
-    key, column = case.factors.dropout_key, case.factors.first_column
-    keep = dropout_reference(ones, rows.row_keys(ones.device), p_T, key, column) != 0
+    case, rows, ones, keep = mask_case(torch.bfloat16)
     zeros = torch.zeros(256, 256, device="cuda", dtype=torch.uint8)
     nothing = QuantWeight(zeros, torch.ones(256, device="cuda"))
     bound = bind(case, rows)
@@ -232,11 +228,7 @@ def test_the_mask_is_that_of_the_definition() -> None:
 
 
 def test_1024_adapters() -> None:
-    lengths = [3 + i % 11 for i in range(1024)]
-    lengths[17] = 0
-    ranks = [[1 + i % 24] for i in range(1024)]
-    case = make_case(ranks, WHOLE, K, dtype=torch.bfloat16, device="cuda")
-    rows = make_rows(lengths, padding=9)
+    case, rows = case_of_1024_adapters()
     x, dy = draw(case, rows.ends[-1])
     weight = quantised(case, "channel")
     dx_TK = linear_dgrad(case, weight, x, dy, rows)

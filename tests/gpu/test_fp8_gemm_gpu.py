@@ -126,7 +126,11 @@ def expected_of(
     return found
 
 
-def compare(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def check(case: KernelCase, weight: QuantWeight, rows: RowGroups) -> None:
+    x, dy = operands(case, rows.ends[-1])
+    with poisoned_memory():
+        actual = run(cuda_ops().bind(case.factors, rows), case, weight, x, dy)
+    expected = expected_of(case, weight, x, dy, rows)
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.isfinite(actual[name]).all(), name
@@ -160,11 +164,7 @@ def test_every_output_and_gradient_equals_the_definition(
     linear: str, workload: str, dropout: tuple[float, ...], kind: Kind
 ) -> None:
     case, weight = fp8_case(linear, dropout, kind=kind)
-    rows = make_rows(WORKLOADS[workload], padding=6)
-    x, dy = operands(case, rows.ends[-1])
-    with poisoned_memory():
-        actual = run(cuda_ops().bind(case.factors, rows), case, weight, x, dy)
-    compare(actual, expected_of(case, weight, x, dy, rows))
+    check(case, weight, make_rows(WORKLOADS[workload], padding=6))
 
 
 @pytest.mark.parametrize("num_adapters", [1, 64, 1024])
@@ -172,12 +172,7 @@ def test_any_number_of_adapters(num_adapters: int) -> None:
     lengths = [3 + i % 11 for i in range(num_adapters)]
     ranks = [[1 + i * 37 % 128] for i in range(num_adapters)]
     case = make_case(ranks, WHOLE, 528, dtype=BF16, device="cuda")
-    weight = encode_weight(case.weight_NK)
-    rows = make_rows(lengths, padding=9)
-    x, dy = operands(case, rows.ends[-1])
-    with poisoned_memory():
-        actual = run(cuda_ops().bind(case.factors, rows), case, weight, x, dy)
-    compare(actual, expected_of(case, weight, x, dy, rows))
+    check(case, encode_weight(case.weight_NK), make_rows(lengths, padding=9))
 
 
 @pytest.mark.parametrize("dropout", [(), DROPOUT], ids=["no dropout", "dropout"])

@@ -5,7 +5,6 @@ Gradients against fp32 are in `test_transformer_engine_gpu.py` (`te-fp8-own` and
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 from tests.helpers.te_models import (
     MODES,
+    NEEDS_TE,
     build,
     install_adapters,
     make_batch,
@@ -23,12 +23,7 @@ from tests.helpers.te_models import (
 from tlora_megatron.layers.transformer_engine import RECIPES, why_not_fp8
 from tlora_megatron.parallel.groups import ParallelGroups
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None, reason="needs transformer_engine"
-    ),
-]
+pytestmark = [pytest.mark.gpu, NEEDS_TE]
 SPEC = small_spec(num_layers=2, hidden_size=1024)
 TOKENS = 2048
 

@@ -45,10 +45,13 @@ def in_flight(case: Case, view: MicroBatchView) -> list[torch.Tensor]:
     return [x.detach().clone() for x in found if x is not None]
 
 
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_batches_in_flight_give_what_modules_give(recompute: Recompute, num_parts: int) -> None:
-    case = Case(recompute, spec=WIDE, dtype=DTYPE)
+def test_batches_in_flight_give_what_modules_give(
+    recompute: Recompute, num_parts: int, is_fp8: bool
+) -> None:
+    case = Case(recompute, spec=WIDE, dtype=DTYPE, is_fp8=is_fp8)
     check(case, whole() if num_parts == 1 else case.split())
 
 
@@ -73,13 +76,6 @@ def test_ranks_are_shared_as_modules_do(sharding: LoraSharding, recompute: Recom
 def test_heads_are_normed_as_modules_do(num_parts: int) -> None:
     spec = replace(WIDE, model_type="qwen3", qkv_bias=False, qk_norm=True)
     case = Case(spec=spec, dtype=DTYPE)
-    check(case, whole() if num_parts == 1 else case.split())
-
-
-@pytest.mark.parametrize("num_parts", [1, 2])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_an_fp8_base_computes_as_its_modules_do(recompute: Recompute, num_parts: int) -> None:
-    case = Case(recompute, spec=WIDE, dtype=DTYPE, is_fp8=True)
     check(case, whole() if num_parts == 1 else case.split())
 
 

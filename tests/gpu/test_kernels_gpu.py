@@ -12,6 +12,7 @@ from tests.helpers.kernel_case import (
     ODD,
     KernelCase,
     assert_portions_add_up,
+    columns_of,
     gradients,
     make_case,
     make_rows,
@@ -23,19 +24,14 @@ from tests.helpers.linear_case import error
 from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.lora.cuda_calls import GemmTile
 from tlora_megatron.ops.lora.kernel_choice import problem_of
-from tlora_megatron.ops.lora.linear_ops import OutputColumns
+from tlora_megatron.ops.row_groups import RowGroups
 
 pytestmark = pytest.mark.gpu
 
 K = 512
 DROPOUT = (0.3, 0.1, 0.5, 0.0)
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
-WHOLE = (OutputColumns(groups=1, stride=768, begin=0, width=768),)
-QKV = tuple(
-    OutputColumns(groups=2, stride=768, begin=begin, width=width)
-    for begin, width in ((0, 512), (512, 128), (640, 128))
-)
-GATE_UP = tuple(OutputColumns(groups=1, stride=1280, begin=b, width=640) for b in (0, 640))
+WHOLE, QKV, GATE_UP = columns_of(1, 768), columns_of(2, 512, 128, 128), columns_of(1, 640, 640)
 CASES = {
     "whole": (WHOLE, [[4], [64], [0], [40]]),
     "q k v": (QKV, [[4, 0, 17], [16, 64, 16], [0, 0, 0], [1, 40, 3]]),
@@ -108,11 +104,13 @@ def compare(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 def test_every_output_and_gradient_equals_the_definition(
     linear: str, workload: str, dropout: tuple[float, ...], dtype: torch.dtype, make_ops: MakeOps
 ) -> None:
-    case = gpu_case(linear, dtype, dropout)
-    rows = make_rows(WORKLOADS[workload], padding=6)
+    check(make_ops(), gpu_case(linear, dtype, dropout), make_rows(WORKLOADS[workload], padding=6))
+
+
+def check(ops: LinearOps, case: KernelCase, rows: RowGroups) -> None:
     x, dy = draw(case, rows.ends[-1])
     with poisoned_memory():
-        actual = run(make_ops(), case, x, dy, rows)
+        actual = run(ops, case, x, dy, rows)
     compare(actual, reference(case, x, dy, rows))
 
 
@@ -227,11 +225,10 @@ def test_nan_of_one_adapter_stays_there(what: str, make_ops: MakeOps) -> None:
             assert torch.equal(ill[name], value), name
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_the_mask_is_that_of_the_definition(dtype: torch.dtype, make_ops: MakeOps) -> None:
+def mask_case(dtype: torch.dtype) -> tuple[KernelCase, RowGroups, torch.Tensor, torch.Tensor]:
+    """A linear whose A is one, its rows, ones in the place of x, and what of them is kept."""
     p = (0.25, 0.1, 0.7, 1e-5)
-    columns = (OutputColumns(groups=1, stride=256, begin=0, width=256),)
-    case = make_case([[256]] * 4, columns, 256, dtype=dtype, device="cuda", dropout=p)
+    case = make_case([[256]] * 4, columns_of(1, 256), 256, dtype=dtype, device="cuda", dropout=p)
     rows = make_rows((400, 3, 1000, 200))
     for slot in range(4):
         begin = case.layout.a_begin[slot][0]
@@ -240,6 +237,12 @@ def test_the_mask_is_that_of_the_definition(dtype: torch.dtype, make_ops: MakeOp
     p_T = torch.tensor((*p, 0.0), device="cuda")[rows.row_slots(ones.device)]
     key, column = case.factors.dropout_key, case.factors.first_column
     keep = dropout_reference(ones, rows.row_keys(ones.device), p_T, key, column) != 0
+    return case, rows, ones, keep
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_mask_is_that_of_the_definition(dtype: torch.dtype, make_ops: MakeOps) -> None:
+    case, rows, ones, keep = mask_case(dtype)
     ops = make_ops()
     nothing = torch.zeros(256, 256, device="cuda", dtype=dtype)
     bound = ops.bind(case.factors, rows)
@@ -253,16 +256,16 @@ def test_the_mask_is_that_of_the_definition(dtype: torch.dtype, make_ops: MakeOp
     assert torch.equal(dx[tile] != 0, keep[tile])
 
 
-def test_1024_adapters(make_ops: MakeOps) -> None:
+def case_of_1024_adapters() -> tuple[KernelCase, RowGroups]:
     lengths = [3 + i % 11 for i in range(1024)]
     lengths[17] = 0
     ranks = [[1 + i % 24] for i in range(1024)]
     case = make_case(ranks, WHOLE, K, dtype=torch.bfloat16, device="cuda")
-    rows = make_rows(lengths, padding=9)
-    x, dy = draw(case, rows.ends[-1])
-    with poisoned_memory():
-        actual = run(make_ops(), case, x, dy, rows)
-    compare(actual, reference(case, x, dy, rows))
+    return case, make_rows(lengths, padding=9)
+
+
+def test_1024_adapters(make_ops: MakeOps) -> None:
+    check(make_ops(), *case_of_1024_adapters())
 
 
 def test_a_captured_graph_follows_other_segments(make_ops: MakeOps) -> None:

@@ -15,6 +15,7 @@ from tlora_megatron.layers.shardings import FoldStrategy
 from tlora_megatron.ops.lora.linear_ops import LinearOps
 from tlora_megatron.ops.quantised.rows import GROUP
 from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
+from tlora_megatron.ops.routing import MicroBatchView
 
 pytestmark = pytest.mark.gpu
 
@@ -32,19 +33,24 @@ def test_every_output_and_gradient_equals_the_reference(
 ) -> None:
     case = Case(linear, dtype, spec=WIDE, device="cuda", ops=ops)
     lengths = WORKLOADS[workload]
-    num_tokens = sum(lengths) + 6
-    view = case.view(lengths, num_tokens=num_tokens, training=training)
-    x, dy = (
-        case.draw(num_tokens, 1, case.site.in_size),
-        case.draw(num_tokens, 1, case.site.out_size),
-    )
+    check(case, case.view(lengths, num_tokens=sum(lengths) + 6, training=training))
+
+
+def check(case: Case, view: MicroBatchView, *names: str) -> None:
+    """Output and gradients, or those named, are the reference's."""
+    x, dy = inputs(case, view.num_tokens)
     # What an unwritten row would show: freed blocks are handed out again.
-    torch.full((num_tokens, 4096), float("nan"), dtype=dtype, device="cuda")
+    torch.full((view.num_tokens, 4096), float("nan"), dtype=case.dtype, device="cuda")
     actual, expected = case.run(x, dy, view), case.reference(x, dy, view)
-    for name, value in expected.items():
-        got = actual[name].reshape(value.shape)
+    for name in names or expected:
+        got = actual[name].reshape(expected[name].shape)
         assert torch.isfinite(got).all(), name
-        assert error(got, value) < TOLERANCE[dtype], name
+        assert error(got, expected[name]) < TOLERANCE[case.dtype], name
+
+
+def inputs(case: Case, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws x and the gradient of y."""
+    return case.draw(num_tokens, 1, case.site.in_size), case.draw(num_tokens, 1, case.site.out_size)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -72,12 +78,7 @@ def test_columns_that_begin_between_16_bytes(ops: LinearOps) -> None:
     """TMA and wide loads refuse them: up_proj's begin at the twelfth."""
     spec = dataclasses.replace(WIDE, ffn_size=12)
     case = Case("linear_fc1", torch.bfloat16, spec=spec, loras=JOBS[3:], device="cuda", ops=ops)
-    view = case.view((9,), num_tokens=16, training=False)
-    x, dy = case.draw(16, 1, case.site.in_size), case.draw(16, 1, case.site.out_size)
-    actual, expected = case.run(x, dy, view), case.reference(x, dy, view)
-    for name, value in expected.items():
-        got = actual[name].reshape(value.shape)
-        assert error(got, value) < TOLERANCE[torch.bfloat16], name
+    check(case, case.view((9,), num_tokens=16, training=False))
 
 
 def test_a_thousand_adapters_of_which_two_have_rows(ops: LinearOps) -> None:
@@ -85,18 +86,14 @@ def test_a_thousand_adapters_of_which_two_have_rows(ops: LinearOps) -> None:
     case = Case("linear_proj", torch.bfloat16, spec=WIDE, loras=loras, device="cuda", ops=ops)
     lengths = [0] * 1023
     lengths[5], lengths[1022] = 7, 9
-    view = case.view(lengths, num_tokens=24, training=False)
-    x, dy = case.draw(24, 1, case.site.in_size), case.draw(24, 1, case.site.out_size)
-    actual, expected = case.run(x, dy, view), case.reference(x, dy, view)
-    for name in ("y", "dx", "job5.layers.1.o_proj.lora_a", "job1022.layers.1.o_proj.lora_b"):
-        got = actual[name].reshape(expected[name].shape)
-        assert error(got, expected[name]) < TOLERANCE[torch.bfloat16], name
+    names = ("y", "dx", "job5.layers.1.o_proj.lora_a", "job1022.layers.1.o_proj.lora_b")
+    check(case, case.view(lengths, num_tokens=24, training=False), *names)
 
 
 def test_gradients_are_the_same_bits_from_run_to_run(ops: LinearOps) -> None:
     case = Case("linear_qkv", torch.bfloat16, spec=WIDE, loras=JOBS, device="cuda", ops=ops)
     view = case.view(WORKLOADS["skewed"], num_tokens=384, training=True)
-    x, dy = case.draw(384, 1, case.site.in_size), case.draw(384, 1, case.site.out_size)
+    x, dy = inputs(case, 384)
     first, second = case.run(x, dy, view), case.run(x, dy, view)
     for name, value in first.items():
         assert torch.equal(second[name], value), name

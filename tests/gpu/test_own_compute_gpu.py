@@ -6,7 +6,6 @@ Gradients against fp32 are in `test_transformer_engine_gpu.py` (`local-own`, `te
 from __future__ import annotations
 
 import gc
-import importlib.util
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 
 from tests.helpers.te_models import (
     MODES,
+    NEEDS_TE,
     Batch,
     Subject,
     build,
@@ -28,8 +28,6 @@ from tlora_megatron.parallel.groups import ParallelGroups
 pytestmark = pytest.mark.gpu
 SPEC = small_spec(num_layers=4, hidden_size=1024)
 TOKENS = 2048
-HAS_TE = importlib.util.find_spec("transformer_engine") is not None
-NEEDS_TE = pytest.mark.skipif(not HAS_TE, reason="needs transformer_engine")
 
 
 class Found(NamedTuple):

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.scenario import JOBS, losses, make_scenario
+from tests.helpers.scenario import JOBS, losses, make_scenario, records
 from tests.helpers.scenario_worlds import Case, World, worlds
-from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_models import GPU_SHAPE, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
-from tlora_megatron.training.metrics import read_metrics
 
 pytestmark = pytest.mark.multigpu
 NAMES = tuple(job["name"] for job in JOBS)
@@ -59,19 +58,8 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The losslessness scenario in bf16 on a base that all kernels take."""
     root = tmp_path_factory.mktemp("replicas")
     path = make_scenario(root, num_steps=NUM_STEPS)
-    base = make_tiny_model(
-        root / "wide",
-        "llama",
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        dtype=torch.bfloat16,
-    )
-    save_tiny_tokenizer(base)
+    shape = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 4, "dtype": torch.bfloat16}
+    save_tiny_tokenizer(make_tiny_model(root / "wide", "llama", **shape, **GPU_SHAPE))
     document = json.loads(path.read_text())
     document["base_model"] = {"path": "wide", "dtype": "bfloat16"}
     document["run"]["micro_batch_tokens"] = 1024
@@ -104,9 +92,7 @@ def overrides(size: int, name: str) -> tuple[str, ...]:
 
 
 def norms(output_dir: Path, name: str) -> list[float]:
-    """A job's gradient norms, one a step."""
-    records = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
-    return [record["grad_norm"] for record in records if "loss" in record]
+    return [record["grad_norm"] for record in records(output_dir, name) if "loss" in record]
 
 
 @pytest.mark.parametrize(("size", "name"), CASES)

@@ -6,19 +6,17 @@ Tolerances stand in `tests/helpers/te_gradients.py`, which prints what it measur
 from __future__ import annotations
 
 import importlib
-import importlib.util
 
 import pytest
 import torch
 
 from tests.helpers.launch import REPO, python, torchrun
+from tests.helpers.te_models import NEEDS_TE
 from tlora_megatron.layers.transformer_engine import _rows
 from tlora_megatron.ops.quantised.tensor_scale import Largest
 
 SCRIPT = REPO / "tests" / "helpers" / "te_gradients.py"
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None, reason="needs transformer_engine"
-)
+pytestmark = NEEDS_TE
 
 
 @pytest.mark.gpu

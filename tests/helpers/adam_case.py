@@ -11,8 +11,6 @@ from tlora_megatron.ops.adamw_update import AdamUpdate
 
 
 class Hyper(NamedTuple):
-    """Settings of one job."""
-
     lr: float
     beta1: float
     beta2: float
@@ -56,7 +54,6 @@ class AdamCase:
         return torch.randn(self.size, generator=self.generator).to(self.device)
 
     def start_at(self, steps: int) -> None:
-        """Pretends that updates were made, with random moments."""
         self.steps = steps
         self.exp_avg.copy_(self._draw() * 0.1)
         self.exp_avg_sq.copy_(self._draw().square())
@@ -81,7 +78,6 @@ class AdamCase:
         )
 
     def step_reference(self, clip: float) -> None:
-        """Takes the step of the last `update` with torch."""
         self.param.grad = self.grad.double() * clip
         self.optimizer.step()
 
@@ -101,11 +97,9 @@ class AdamCase:
                 getattr(self, name).copy_(buffer[own])
 
     def state(self) -> list[torch.Tensor]:
-        """Weights and moments."""
         return [self.master, self.exp_avg, self.exp_avg_sq]
 
     def state_equals(self, other: Sequence[torch.Tensor]) -> bool:
-        """True if weights and moments have the same bits."""
         return all(torch.equal(a, b) for a, b in zip(self.state(), other, strict=True))
 
     def compare(self) -> None:

@@ -16,7 +16,6 @@ from tlora_megatron.model.spec import ModelSpec
 
 
 def blocks(rank: int, num_blocks: int, **changes: Any) -> LoraSpec:
-    """A block-diagonal adapter."""
     return LoraSpec(rank=rank, parametrization="block_diagonal", num_blocks=num_blocks, **changes)
 
 

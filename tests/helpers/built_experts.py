@@ -15,15 +15,14 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
 from tests.helpers import te_stand_in
-from tests.helpers.built_model import MOE_LORAS
-from tests.helpers.tiny_models import random_factors
+from tests.helpers.built_model import MOE_LORAS, fill_bank
 from tests.helpers.user_models import EXPERTS_SPEC, user_config
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron import cpu
 from tlora_megatron.integrations.megatron.built.expert_layers import adapt_experts
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.integrations.megatron.layer.modules import built_class
-from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
@@ -44,12 +43,7 @@ def make_bank(dtype: torch.dtype, device: torch.device) -> AdapterBank:
     """Adapters on experts, with factors of their own and with shared ones, and one on attention."""
     sites = stage_sites(SPEC, ParallelLayout(), tp_rank=0, pp_rank=0)
     bank = AdapterBank(sites, LORAS, dtype=dtype, device=device)
-    adapters = []
-    for seed, lora in enumerate(LORAS):
-        slab = bank.new_slab(lora)
-        slab.load(random_factors(SPEC, lora, seed=seed).__getitem__)
-        adapters.append(Adapter(name=f"job{seed}", lora=lora, slab=slab))
-    bank.install(adapters)
+    fill_bank(bank, SPEC, LORAS)
     return bank
 
 
@@ -61,7 +55,6 @@ def layer_config(**options: Any) -> Any:
 
 
 def frozen(bank: AdapterBank, like: FrozenExperts | None = None) -> FrozenExperts:
-    """Our layer, with drawn weights or those of another."""
     assert SPEC.experts is not None
     config = layer_config(params_dtype=bank.dtype)
     layer = FrozenExperts(config, spec=SPEC.experts, ep_size=1, expert_tp=1)

@@ -112,7 +112,6 @@ def whole_rows(index: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fill_bank(bank: AdapterBank, spec: ModelSpec = SPEC, loras: Sequence[LoraSpec] = LORAS) -> None:
-    """Installs one adapter a LoraSpec, random in both factors."""
     adapters = []
     for seed, lora in enumerate(loras):
         slab = bank.new_slab(lora)
@@ -140,13 +139,11 @@ def run_packed(
         shards = layout.tp_size if layout.sequence_parallel else 1
         batches = [nano_batch(i, num_nano, shards) for i in own]
 
+    head = compute and compute.head
+
     def step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
         batch = next(iterator)
-        targets = Targets(batch.weights.nonzero().flatten(), batch.labels, scores=False)
-        head = compute and compute.head
-        bound = use_targets(targets) if head and head.runs else nullcontext()
-        with use_micro_batch(batch.view), bound:
-            output = model(batch.tokens[None], None, None, labels=batch.labels[None])
+        output = output_of(model, batch, targets_alone=bool(head and head.runs))
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             losses = output.flatten()
@@ -165,6 +162,14 @@ def run_packed(
     )  # fmt: skip
     found = [_all_rows(o["losses"], b.rows, groups) for o, b in zip(outs, batches, strict=False)]
     return _of_all_replicas(found, groups)
+
+
+def output_of(model: Any, batch: Any, *, targets_alone: bool) -> Tensor:
+    """Losses of a micro-batch's rows, by the model as it trains."""
+    targets = Targets(batch.weights.nonzero().flatten(), batch.labels, scores=False)
+    bound = use_targets(targets) if targets_alone else nullcontext()
+    with use_micro_batch(batch.view), bound:
+        return model(batch.tokens[None], None, None, labels=batch.labels[None])
 
 
 def _of_all_replicas(found: list[Tensor], groups: ParallelGroups) -> list[Tensor]:
@@ -225,7 +230,7 @@ def whole_gradients(
         slab, lora = adapter.slab, adapter.lora
         _sum_gradient(slab, groups)
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, slab.grad)
+        dist.all_gather_object(everyone, slab.grad.cpu())
         of_stage = len(everyone) // layout.pp_size
         holders = layout.expert_holders if lora.expert_targets else layout.tp_size
         held, layouts = [], []

@@ -35,13 +35,13 @@ class Call(NamedTuple):
     lane: int
     operands: list[torch.Tensor]
 
-    def expected(self, rank: int) -> torch.Tensor:
-        """This process's result: sums in rank order in fp32, rounded once."""
+    def expected(self, rank: int, sums: torch.dtype = torch.float32) -> torch.Tensor:
+        """This process's result: summed up in rank order, rounded once."""
         if self.operation == "all_gather":
             return torch.cat(self.operands)
-        total = self.operands[0].float()
+        total = self.operands[0].to(sums)
         for operand in self.operands[1:]:
-            total = total + operand.float()
+            total = total + operand.to(sums)
         total = total.to(self.operands[0].dtype)
         if self.operation == "all_reduce":
             return total
@@ -49,13 +49,8 @@ class Call(NamedTuple):
         return total[rank * rows : (rank + 1) * rows]
 
     def exact(self, rank: int) -> torch.Tensor:
-        """The same in fp64."""
         wide = self._replace(operands=[o.double() for o in self.operands])
-        if self.operation == "all_gather":
-            return torch.cat(wide.operands)
-        total = torch.stack(wide.operands).sum(0)
-        rows = len(total) // len(self.operands)
-        return total if self.operation == "all_reduce" else total[rank * rows : (rank + 1) * rows]
+        return wide.expected(rank, torch.float64)
 
 
 def draw_call(number: int, size: int, device: torch.device) -> Call:
@@ -122,7 +117,6 @@ def check(
 
 @contextlib.contextmanager
 def _poisoned():  # type: ignore[no-untyped-def]
-    """Torch hands out memory full of NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -173,7 +167,6 @@ def check_graph(collectives: TensorCollectives, group: dist.ProcessGroup) -> Non
 
 
 def halves() -> dist.ProcessGroup:
-    """The group of this process's half of the world."""
     everyone = list(range(dist.get_world_size()))
     middle = len(everyone) // 2
     groups = [dist.new_group(half) for half in (everyone[:middle], everyone[middle:])]

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from tests.helpers.kernel_case import KernelCase
+from tests.helpers.kernel_case import KernelCase, columns_of
 from tlora_megatron.ops.lora.cuda_work_items import rank_columns
-from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.lora.plan_tensors import PlanTensors
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE, rank_chunks
 from tlora_megatron.ops.row_groups import RowGroups
 
-WHOLE = (OutputColumns(groups=1, stride=200, begin=0, width=200),)
-QKV = tuple(
-    OutputColumns(groups=2, stride=256, begin=begin, width=width)
-    for begin, width in ((0, 128), (128, 64), (192, 64))
-)
-GATE_UP = tuple(OutputColumns(groups=1, stride=384, begin=begin, width=192) for begin in (0, 192))
-FUSED_AND_Q = (OutputColumns(groups=2, stride=256, begin=0, width=256), QKV[0])
+WHOLE, QKV, GATE_UP = columns_of(1, 200), columns_of(2, 128, 64, 64), columns_of(1, 192, 192)
+FUSED_AND_Q = (*columns_of(2, 256), QKV[0])
 CASES = {
     "ragged segments": (QKV, [(4, 16, 8), (24, 1, 40), (16, 16, 16)], (3, 300, 129), 20),
     "a slot without rows": (GATE_UP, [(4, 8), (16, 2), (64, 64)], (100, 0, 57), 0),

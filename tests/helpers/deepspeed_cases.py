@@ -26,7 +26,6 @@ def write_config(path: Path, deepspeed: Mapping[str, Any], tlora: Mapping[str, A
 
 
 def run_cases(world_size: int, cases: Sequence[Mapping[str, Any]], path: Path) -> str:
-    """Trains all cases in one set of processes; returns what they wrote."""
     summaries = [Path(case["output_dir"]) / "summary.json" for case in cases]
     with may_abort_behind(*summaries):
         return scenario_worlds.run_cases(world_size, cases, path, worker=WORKER)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig
 
-from tests.helpers.oracle import OracleResult, cached_train_alone
-from tests.helpers.scenario import write_rows
+from tests.helpers.oracle import OracleResult
+from tests.helpers.scenario import job_alone, write_rows
 from tests.helpers.tiny_models import make_tiny_model, randomize
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.config.load import read_config
-from tlora_megatron.layers.slab import initial_factors
 from tlora_megatron.model.backbone import LinearsSpec
-from tlora_megatron.training.data.job_data import BatchPlan, load_job_data
-from tlora_megatron.training.data.tokenize import load_tokenizer
 
 DENSE_FAMILIES = ("qwen3", "mistral", "gpt_neox")
 EXPERT_FAMILIES = ("mixtral", "qwen2_moe")
@@ -78,22 +74,8 @@ def family_oracle(
     root: Path, section: dict[str, Any], spec: LinearsSpec
 ) -> dict[str, OracleResult]:
     """Each job alone under transformers and PEFT."""
-    config = read_config(section, root, targets=None)
-    tokenizer = load_tokenizer(root / "base")
-    results = {}
-    for job in config.jobs:
-        data = load_job_data(job, tokenizer, spec.vocab_size)
-        plan = BatchPlan.for_job(job, len(data.train))
-        batches = [[data.train[i] for i in plan.indices(step)] for step in range(plan.num_steps)]
-        factors = initial_factors(spec, job.lora, job.seed)
-        results[job.name] = cached_train_alone(root / "base", job, factors, batches)
-    return results
-
-
-def write_family_config(root: Path, name: str, deepspeed: dict[str, Any], section: Any) -> Path:
-    path = root / f"{name}.json"
-    path.write_text(json.dumps({**deepspeed, "tlora": section}))
-    return path
+    jobs = read_config(section, root, targets=None).jobs
+    return {job.name: job_alone(root / "base", job, spec) for job in jobs}
 
 
 _MOE: dict[str, Any] = {

@@ -27,8 +27,6 @@ from tlora_megatron.deepspeed.trainer import MultiLoRATrainer
 
 
 class Recorder(TrainerCallback):
-    """Keeps what callbacks hear, and stops the training after so many rounds."""
-
     def __init__(self, stop: int | None) -> None:
         self.stop = stop
         self.logs: list[dict[str, float]] = []
@@ -43,7 +41,6 @@ class Recorder(TrainerCallback):
 
 
 def train_config(config: Path, out: Path, stop: str | None = None) -> None:
-    """Trains a configuration, and stops it after so many rounds."""
     recorder = Recorder(int(stop) if stop else None)
     base = json.loads(config.read_text())["tlora"]["base_model"]["path"]
     args = TrainingArguments(output_dir=str(out), deepspeed=str(config), use_cpu=True, report_to=[])
@@ -85,7 +82,6 @@ class Events(TrainerCallback):
 
 
 def train_files(root: Path) -> None:
-    """Trains both files of a folder as their users do."""
     seen = {"stage3": _whole(root), "stage2": _stopped(root)}
     if dist.get_rank() == 0:
         (root / "seen.json").write_text(json.dumps(seen))

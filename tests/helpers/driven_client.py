@@ -15,8 +15,6 @@ VOCABULARY = 100
 
 
 class Client:
-    """Asks for one job; `driver` keeps its gang alive meanwhile."""
-
     def __init__(self, driver: GangDriver, job: str) -> None:
         self.driver, self.job = driver, job
         self.log = RequestLog(driver.home.job(job))

@@ -9,18 +9,15 @@ import hashlib
 import json
 import os
 import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.helpers import forked_children
 from tests.helpers.driven_client import Client, batch
 from tests.helpers.gang_driver import GangDriver, quickstart_base, quickstart_jobs
-from tests.helpers.gang_worker import pids
+from tests.helpers.gang_worker import pids, run_case
 from tlora_megatron.service.engines.local import LocalEngine
 
 RUN = {"micro_batch_tokens": 512}
@@ -92,7 +89,6 @@ def step(
 
 
 def move(driver: GangDriver, job: str) -> None:
-    """Lets a job leave its gang, and join it again from what it has saved."""
     before = len(driver.events)
     driver.post("leave", job, {"save": True})
     driver.run_until(lambda: any((e.kind, e.job) == ("left", job) for e in driver.events[before:]))
@@ -119,7 +115,6 @@ def values(client: Client, number: int) -> list[float]:
 
 
 def oracle(root: Path, steps: str) -> dict[str, Any]:
-    """A loop alone, and the adapter that it begins with."""
     driver = make_driver(root, 1, {})
     driver.submit("j1", document())
     driver.start()
@@ -216,7 +211,6 @@ def ordinary_job(driver: GangDriver, job: str) -> Any:
 
 
 def ordinary(driver: GangDriver, job: str) -> list[tuple[int, float]]:
-    """The losses of a job of the quickstart, trained to its end."""
     own = ordinary_job(driver, job)
     driver.run_until(lambda: own.ended is not None)
     assert own.ended is not None
@@ -266,7 +260,6 @@ def killed(root: Path, kills: str) -> dict[str, Any]:
 
 
 def published(root: Path) -> dict[str, str]:
-    """Digests of all versions, and where names lead."""
     found = {}
     for file in sorted(root.glob("jobs/*/sampler/.versions/*/adapter_model.safetensors")):
         place = str(file.parent.relative_to(root))
@@ -276,7 +269,7 @@ def published(root: Path) -> dict[str, str]:
     }
 
 
-CASES: dict[str, Callable[..., dict[str, Any]]] = {
+CASES = {
     "oracle": oracle,
     "over experts": over_experts,
     "layout": layout,
@@ -284,16 +277,5 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def main(case: str, root: Path, *args: str) -> None:
-    if not torch.cuda.is_available():
-        forked_children.install()
-    try:
-        print("RESULT " + json.dumps(CASES[case](root, *args)))
-    finally:
-        engine = LocalEngine(root, 0, slots=4, preforked=0)
-        for info in engine.gangs():
-            engine.kill(info.gang, info.epoch)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    run_case(CASES, forks=not torch.cuda.is_available())

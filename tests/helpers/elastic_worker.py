@@ -46,7 +46,6 @@ OVER_EXPERTS: dict[str, dict[str, Any]] = {
 
 
 def expert_documents() -> dict[str, dict[str, Any]]:
-    """The same jobs over a base with routed experts."""
     return {
         name: job | {"lora": {"rank": 4, **OVER_EXPERTS[name]}, "portion_tokens": None}
         for name, job in documents().items()
@@ -76,7 +75,6 @@ class SharingCost(FloorCost):
     """Every gang shares the experts among all its processes."""
 
     def plan(self, loads: Sequence[JobLoad], num_gpus: int) -> Plan:
-        """As many parts of the experts as GPUs."""
         return Plan(dp_size=num_gpus, ep_size=num_gpus, micro_batch_tokens=4096)
 
 
@@ -86,7 +84,6 @@ def slow_prices(cost: type[FloorCost]) -> Pricing:
 
 
 def serve(root: Path, experts: str | None = None) -> dict[str, Any]:
-    """Has the jobs trained, and says what became of them."""
     jobs, base, cost = documents(), quickstart_base(), FloorCost
     if experts is not None:
         base = {"path": experts, "dtype": "float32"}

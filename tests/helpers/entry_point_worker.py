@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.interrupted_worker import wait_for_saves
 from tests.helpers.lean import draw_no_reports, keep_imports_from_collector
+from tests.helpers.train_worker import wait_for_saves
 from tlora_megatron.cli import main as tlora
 from tlora_megatron.cli.train import RichProgress
 from tlora_megatron.runtime.ranks import leave

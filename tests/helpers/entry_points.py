@@ -12,8 +12,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ import torch
 
 from tests.helpers import megatron_lm
 from tests.helpers.deepspeed_cases import zero
-from tests.helpers.launch import HANG_S, REPO, environment
+from tests.helpers.launch import REPO, environment, outcome
 from tests.helpers.scenario import losses
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
@@ -92,7 +90,6 @@ ENDS_IN_NAN = {"beside"}
 
 
 def write_base(root: Path) -> None:
-    """Writes the base model and all jobs' texts, of skewed lengths."""
     base = make_tiny_model(
         root / "base", "llama", vocab_size=VOCAB_SIZE, dtype=torch.bfloat16, **SHAPE
     )
@@ -100,12 +97,9 @@ def write_base(root: Path) -> None:
     draw = random.Random(0)
     for name in sorted({job["name"] for jobs in COMPANIES.values() for job in jobs}):
         lengths = (min(LONGEST, round(LONGEST * draw.lognormvariate(-1.3, 0.8))) for _ in range(24))
-        records = ({"prompt": "?", "completion": _text(draw, n)} for n in lengths)
+        texts = ("".join(draw.choices("abcdefgh ", k=max(4, length))) for length in lengths)
+        records = ({"prompt": "?", "completion": text} for text in texts)
         (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
-
-
-def _text(draw: random.Random, length: int) -> str:
-    return "".join(draw.choices("abcdefgh ", k=max(4, length)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +114,6 @@ class Run:
 
     @property
     def exit_code(self) -> int:
-        """1 where a job fails."""
         return int(self.company in ENDS_IN_NAN) if self.code is None else self.code
 
 
@@ -178,7 +171,6 @@ class EntryPoint:
         }
 
     def words(self, run: Run) -> list[str]:
-        """The command line behind the command."""
         config = self.root / f"{self.name} {run.company}.json"
         section = self._section(run.company)
         common = ["--output-dir", str(self.folder / run.out), "--set", "run.deterministic=true"]
@@ -190,8 +182,9 @@ class EntryPoint:
         return ["--deepspeed_config", str(config), *common]
 
     def _section(self, company: str) -> dict[str, Any]:
+        quantised = {"quantization": "fp8"} if "FP8" in self.name else {}
         return {
-            "base_model": {"path": "base", "dtype": "bfloat16", **self._quantised()},
+            "base_model": {"path": "base", "dtype": "bfloat16", **quantised},
             "run": {
                 "output_dir": "out",
                 "micro_batch_tokens": MICRO_BATCH,
@@ -201,11 +194,7 @@ class EntryPoint:
             "jobs": self.jobs(company),
         }
 
-    def _quantised(self) -> dict[str, str]:
-        return {"quantization": "fp8"} if "FP8" in self.name else {}
-
     def jobs(self, company: str) -> list[dict[str, Any]]:
-        """The jobs of a company; beside others the watched one comes from the killed run."""
         jobs = list(COMPANIES[company])
         if company == "others":
             place, killed = jobs.index(WATCHED), self.folder / KILLED
@@ -215,7 +204,6 @@ class EntryPoint:
         return jobs
 
     def sha256(self, out: str) -> str:
-        """Hash of the watched job's losses at every step and of its adapter's file."""
         found = losses(self.folder / out, OWN)
         if out == "moved":
             found = losses(self.folder / KILLED, OWN)[: STEPS - len(found)] + found
@@ -232,8 +220,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class Passed(NamedTuple):
-    """An entry point behind all its runs."""
-
     entry_point: EntryPoint
     said: str
     """The output of all commands."""
@@ -252,16 +238,11 @@ class MegatronLm(EntryPoint):
         variables = place | {"MASTER_PORT": str(free_port())} | dict(run.environment)
         if run.killed:
             variables["TLORA_KILL_AT"] = str(KILLED_AT + 1)
-        expected = -signal.SIGKILL if run.killed else self._exit_code(run)
+        # The trainer ends with 0 whatever its jobs did; what is refused ends as everywhere.
+        expected = -signal.SIGKILL if run.killed else run.code or 0
         return ended([worker, *self.words(run)], expected, variables)
 
-    @staticmethod
-    def _exit_code(run: Run) -> int:
-        """The trainer ends with 0 whatever its jobs did; what is refused ends as everywhere."""
-        return run.exit_code if run.code is not None else 0
-
     def words(self, run: Run) -> list[str]:
-        """The script and its arguments; weights are drawn by the trainer's seed."""
         jobs = self.root / f"{self.name} {run.company}.json"
         sections = {
             "base_model": {"path": "base", "random_init": True},
@@ -301,17 +282,9 @@ def ended(args: Sequence[object], code: int, variables: Mapping[str, str] = {}) 
     """
     inherited = {k: v for k, v in environment().items() if k not in ENVIRONMENT}
     paths = os.pathsep.join([str(REPO), inherited.get("PYTHONPATH", "")])
-    process = subprocess.run(
-        [sys.executable, *map(str, args)],
-        env=inherited | {"PYTHONPATH": paths} | variables,
-        cwd=REPO,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HANG_S,
-    )
-    said = process.stdout
-    assert process.returncode == code, f"exit {process.returncode}: {args}\n{said[-8000:]}"
+    env = inherited | {"PYTHONPATH": paths} | variables
+    found, said = outcome(*args, env=env)
+    assert found == code, f"exit {found}: {args}\n{said[-8000:]}"
     return said
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.helpers.kernel_case import KernelCase, gradients, make_case
+from tests.helpers.kernel_case import KernelCase, columns_of, gradients, make_case
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.dropout import mix_ints
@@ -25,7 +25,6 @@ from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.packed_attention import attend_documents_vjp
 from tlora_megatron.ops.frozen.parts import frozen_dgrad, frozen_product
 from tlora_megatron.ops.lora.kernel_choice import choose_ops
-from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
 from tlora_megatron.ops.row_groups import segment_sums
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -37,8 +36,6 @@ TILE = 128 if torch.cuda.is_available() else 16
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """Another job's rows."""
-
     documents: tuple[int, ...]
     rank: int = 8
     dropout: float = 0.0
@@ -51,8 +48,6 @@ class Neighbour:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """The rows around the own ones."""
-
     name: str
     kind: str
     before: tuple[Neighbour, ...] = ()
@@ -62,16 +57,13 @@ class Context:
 
     @property
     def first_row(self) -> int:
-        """Where the own rows begin."""
         return sum(n.rows for n in self.before)
 
     @property
     def slot(self) -> int:
-        """The own job's slot."""
         return len(self.before)
 
     def view(self, documents: tuple[int, ...], exactness: Exactness | None) -> MicroBatchView:
-        """Packs the micro-batch."""
         jobs = [n.documents for n in self.before] + [documents] + [n.documents for n in self.after]
         placed = []
         for slot, lengths in enumerate(jobs):
@@ -148,7 +140,6 @@ def search(run: Run, exactness: Exactness | None, unit: int, repeats: int) -> di
 
 
 def unequal(one: Tensor, other: Tensor) -> float:
-    """Share of elements whose bytes differ."""
     size = one.element_size()
     a, b = (x.contiguous().flatten().view(torch.uint8).view(-1, size) for x in (one, other))
     return float((a != b).any(dim=1).double().mean())
@@ -171,7 +162,6 @@ class Shapes:
 
     @classmethod
     def here(cls) -> Shapes:
-        """Those of this machine."""
         if torch.cuda.is_available():
             sizes = (1024, 4096, 14336, 32, 8, 128, 128256)
             return cls(torch.device("cuda", 0), torch.bfloat16, *sizes)
@@ -247,7 +237,7 @@ def _linear(rank: int | None, shapes: Shapes) -> Run:
 def _case(
     shapes: Shapes, ranks: tuple[tuple[int, ...], ...], dropout: tuple[float, ...], seed: int
 ) -> KernelCase:
-    columns = (OutputColumns(groups=1, stride=shapes.hidden, begin=0, width=shapes.hidden),)
+    columns = columns_of(1, shapes.hidden)
     kind = {"dtype": shapes.dtype, "device": str(shapes.device)}
     return make_case(ranks, columns, shapes.ffn, dropout=dropout, seed=seed, **kind)
 

@@ -17,8 +17,6 @@ from tlora_megatron.ops.experts.branch import (
 
 
 class BranchShape(NamedTuple):
-    """Sizes of a case."""
-
     counts: tuple[tuple[int, ...], ...]
     """Rows of each adapter at each expert, the null slot last."""
     ranks: tuple[tuple[tuple[int, int, int], ...], ...]
@@ -28,8 +26,6 @@ class BranchShape(NamedTuple):
 
 
 class BranchCase(NamedTuple):
-    """What the ops of a linear are given."""
-
     x: Tensor
     y: Tensor
     """What the base has computed."""
@@ -143,7 +139,6 @@ def results(ops: Any, case: BranchCase) -> dict[str, Tensor]:
 
 
 def gradients(case: BranchCase) -> dict[str, Tensor]:
-    """The factors' gradients by name, on the CPU."""
     found = {}
     for slot, targets in enumerate(case.factors.targets):
         for number, target in enumerate(targets):
@@ -194,7 +189,6 @@ def units_reference(
 
 
 def slots_of_rows(case: BranchCase) -> Tensor:
-    """The slot of each row, on the CPU."""
     counts = case.runs.counts_LS.cpu()
     slots = torch.arange(counts.shape[1]).repeat(counts.shape[0])
     return slots.repeat_interleave(counts.flatten())

@@ -113,7 +113,6 @@ class Weight(NamedTuple):
 
 
 def by_channels(linear: nn.Linear) -> Weight:
-    """Rounds a weight with a scale for each output channel."""
     rounded = round_over(linear.weight.detach(), (1,), linear.weight.dtype)
     return Weight(rounded.read(), rounded.scales[:, 0], rounded.values)
 

@@ -115,7 +115,6 @@ def _coded(
 
 
 def decoded(directory: Path) -> dict[str, Tensor]:
-    """All weights of a folder by their names, codes multiplied with their scales in fp32."""
     tensors = dict(load_file(directory / FILE))
     return {
         name: value.values * value.scales if isinstance(value, Dequantized) else value
@@ -131,7 +130,6 @@ class Dequantized(NamedTuple):
 
 
 def dequantized(directory: Path) -> dict[str, Dequantized]:
-    """The weights of a folder that have codes, by their names."""
     found = _read(dict(load_file(directory / FILE)))
     return {name: value for name, value in found.items() if isinstance(value, Dequantized)}
 

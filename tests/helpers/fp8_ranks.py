@@ -28,16 +28,13 @@ class Ranks:
         self.x_TK, self._view, self._case = x_TK, view, case
 
     def window(self, rank: int) -> tuple[int, int]:
-        """The rows of a rank."""
         num_rows = len(self.x_TK)
         return rank * num_rows // RANKS, (rank + 1) * num_rows // RANKS
 
     def own(self, rows: Tensor) -> Tensor:
-        """Those of the present rank."""
         return rows[slice(*self.window(self.rank))]
 
     def gather_together(self, tensors: Sequence[Tensor], group: object) -> list[Pending]:
-        """Codes and scales of all rows."""
         return [self._gathered(x) for x in tensors]
 
     def _gathered(self, x: Tensor) -> Pending:
@@ -47,26 +44,22 @@ class Ranks:
         return Pending(whole.clone(), None)
 
     def all_gather_rows(self, x: Tensor, group: object) -> Tensor:
-        """All rows of x."""
         self.bytes, self.gathers = self.bytes + x.nbytes, self.gathers + 1
         assert torch.equal(x, self.own(self.x_TK))
         return self.x_TK.clone()
 
     def all_reduce(self, s: Tensor, group: object) -> Pending:
-        """s of all rows."""
         for rank in set(range(RANKS)) - {self.rank}:
             window = self.window(rank)
             s += self.bound().down(self.x_TK[slice(*window)], window)
         return Pending(s, None)
 
     def bound(self) -> BoundLinear:
-        """The linear over all rows."""
         factors = self._case.strategy.factors
         assert factors is not None
         return self._case.bank.ops.bind(factors, self._view.rows)
 
     def products(self, base: Base, strategy: GemmStrategy) -> list[Tensor]:
-        """y on every rank."""
         found = []
         for self.rank in range(RANKS):
             x_WK, bias_N = self.own(self.x_TK).clone(), self._case.bias
@@ -74,7 +67,6 @@ class Ranks:
         return found
 
     def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Takes the place of the collectives."""
         module = "tlora_megatron.layers.linear."
         for name in ("gather_together", "all_gather_rows", "all_reduce"):
             monkeypatch.setattr(module + name, getattr(self, name))

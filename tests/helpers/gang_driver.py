@@ -22,8 +22,6 @@ _LOOK_S = 0.01
 
 @dataclass(kw_only=True)
 class DrivenJob:
-    """A job and what was heard of it."""
-
     order: JobOrder
     state: str = "waiting"
     losses: dict[int, float] = field(default_factory=dict)
@@ -108,7 +106,6 @@ class GangDriver:
         self._left = left
 
     def submit(self, job: str, document: Mapping[str, Any], **more: Any) -> DrivenJob:
-        """Adds a job; it is prepared as soon as the gang has started."""
         order = JobOrder(job=job, name=job, document=document, lease=0, **more)
         self.jobs[job] = DrivenJob(order=order)
         make_folder(self.home.job(job))
@@ -118,7 +115,6 @@ class GangDriver:
 
     @property
     def _has_started(self) -> bool:
-        """True once the present epoch has."""
         return any(e.kind == "started" and e.epoch == self.epoch for e in self.events)
 
     def post(
@@ -137,7 +133,6 @@ class GangDriver:
         )
 
     def poll(self) -> list[GangEvent]:
-        """Reads new events of the gang's present epoch and answers them."""
         if self._left is not None:
             self._poll_left(self._left)
         key = ("g", self.epoch)
@@ -185,12 +180,10 @@ class GangDriver:
         self.run_until(lambda: all(job.ended is not None for job in self.jobs.values()))
 
     def stop(self) -> None:
-        """Has the gang stop and waits until its processes are gone."""
         self.post("stop", body={"save": True})
         self.run_until(lambda: not self.engine.gangs())
 
     def adapter_digests(self) -> dict[str, str]:
-        """sha256 of every job's adapter weights."""
         return {
             job: digest(self.home.job(job) / "adapter" / "adapter_model.safetensors")
             for job in self.jobs

@@ -11,7 +11,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,6 @@ def hung(root: Path) -> dict[str, Any]:
 
 
 def finish(driver: GangDriver) -> dict[str, Any]:
-    """Runs to the end and stops; returns what came of it."""
     driver.run_to_end()
     driver.stop()
     return result(driver)
@@ -213,21 +212,21 @@ def contents(driver: GangDriver) -> dict[str, str]:
     return {str(path): digest(path) for path in read}
 
 
-CASES: dict[str, Callable[..., dict[str, Any]]] = {
-    "plain": plain, "killed": killed, "adopted": adopted, "zombie": zombie, "hung": hung,
-    "young": young,
-}  # fmt: skip
+CASES = {case.__name__: case for case in (plain, killed, adopted, zombie, hung, young)}
 
 
-def main(case: str, root: Path, *args: str) -> None:
-    forked_children.install()
+def run_case(cases: Mapping[str, Callable[..., dict[str, Any]]], *, forks: bool = True) -> None:
+    """Runs the case of the command line, prints its result, and ends the gangs that it left."""
+    case, root, args = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    if forks:
+        forked_children.install()
     try:
-        print("RESULT " + json.dumps(CASES[case](root, *args)))
+        print("RESULT " + json.dumps(cases[case](root, *args)))
     finally:
-        engine = LocalEngine(root, 0, slots=2, preforked=0)
+        engine = LocalEngine(root, 0, slots=4, preforked=0)
         for info in engine.gangs():
             engine.kill(info.gang, info.epoch)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    run_case(CASES)

@@ -11,7 +11,6 @@ from tlora_megatron.parallel.collectives import gather_rows, gather_together
 
 
 def main() -> None:
-    """Compares both ways on this rank's GPU."""
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +24,6 @@ Case = Mapping[str, Any]
 
 
 class Incident(NamedTuple):
-    """A job that goes wrong by its own settings."""
-
     job: str
     change: dict[str, Any]
     steps: int
@@ -84,11 +81,7 @@ INCIDENTS_OF: dict[str, tuple[str, ...]] = {
     "DP2": ("bad lr, fail", "first poisoned, fail"),
 }
 """Incidents in two processes, by layout; with tensor parallelism there is one of `NANO_RUNS`, too.
-With TLORA_ALL_TESTS=1 every layout has them all."""
-if os.environ.get("TLORA_ALL_TESTS"):
-    INCIDENTS_OF |= dict.fromkeys(
-        LAYOUTS, ("bad lr, fail", "poisoned, skip", "first poisoned, fail")
-    )
+"""
 
 NANO_INCIDENT = "first poisoned, fail"
 """Its job leaves in the first step; its sequences are placeholders from then on."""
@@ -139,10 +132,8 @@ CASES: dict[int, dict[str, Case]] = {
 
 def make_cases(root: Path) -> None:
     """Writes the scenario with dropout, the poisoned adapters, and `CASE.json` of each case."""
-    document = json.loads(make_scenario(root).read_text())
+    document = json.loads(make_scenario(root, num_steps=NUM_STEPS, dropout=DROPOUT).read_text())
     for job in document["jobs"]:
-        job["lora"]["dropout"] = DROPOUT[job["name"]]
-        job["max_steps"] = NUM_STEPS
         _write_poison(root, job)
     for cases in CASES.values():
         for name, case in cases.items():

@@ -60,19 +60,16 @@ def keep_mask(dropout: Dropout, first_row: int, num_rows: int, columns: int) -> 
 
 
 def drop(values: Array, dropout: Dropout | None, first_row: int = 0) -> Array:
-    """`values`, zero where dropped."""
     if dropout is None:
         return values
     return np.where(keep_mask(dropout, first_row, *values.shape), values, 0.0)
 
 
 def output_column(c: OutputColumns, place: int) -> int:
-    """The same function as in lora.cuh."""
     return place // c.width * c.stride + c.begin + place % c.width
 
 
 def compact_column(c: OutputColumns, column: int) -> int:
-    """The same function as in lora.cuh."""
     inside = column % c.stride - c.begin
     owned = 0 <= inside < c.width
     return column // c.stride * c.width + inside if owned else c.groups * c.width
@@ -144,7 +141,6 @@ class ItemMachine:
         return self._multiprocessors
 
     def gemm_tile(self, row_budget: int, columns: int, clusters: int) -> GemmTile:
-        """Stands in for `cuda.operands.gemm_tile`: one tile for all sizes."""
         self.tile_sizes.append((row_budget, columns))
         return self.tile
 

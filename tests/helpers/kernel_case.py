@@ -17,12 +17,17 @@ from tlora_megatron.ops.lora.linear_ops import LinearOps, OutputColumns, SiteFac
 from tlora_megatron.ops.lora.tiling import RankLayout
 from tlora_megatron.ops.row_groups import RowGroups
 
-WHOLE = (OutputColumns(groups=1, stride=48, begin=0, width=48),)
-QKV = tuple(
-    OutputColumns(groups=2, stride=32, begin=begin, width=width)
-    for begin, width in ((0, 16), (16, 8), (24, 8))
-)
-GATE_UP = tuple(OutputColumns(groups=1, stride=96, begin=b, width=48) for b in (0, 48))
+
+def columns_of(groups: int, *widths: int) -> tuple[OutputColumns, ...]:
+    """Targets of so many columns, one beside the other in each group."""
+    stride, begins = sum(widths), itertools.accumulate((0, *widths))
+    return tuple(
+        OutputColumns(groups=groups, stride=stride, begin=begin, width=width)
+        for begin, width in zip(begins, widths, strict=False)
+    )
+
+
+WHOLE, QKV, GATE_UP = columns_of(1, 48), columns_of(2, 16, 8, 8), columns_of(1, 48, 48)
 CASES = {
     "whole": (WHOLE, [[4], [16], [0], [40]]),
     "q k v": (QKV, [[4, 0, 17], [16, 16, 16], [0, 0, 0], [1, 40, 3]]),
@@ -46,8 +51,6 @@ def poisoned_memory() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """Random operands of one linear."""
-
     columns: tuple[OutputColumns, ...]
     layout: RankLayout
     factors: SiteFactors
@@ -57,7 +60,6 @@ class KernelCase:
 
     @property
     def out_size(self) -> int:
-        """Columns N of the fused output."""
         return self.columns[0].groups * self.columns[0].stride
 
 
@@ -71,7 +73,6 @@ def make_case(
     dropout: Sequence[float] = (),
     seed: int = 0,
 ) -> KernelCase:
-    """Random factors; rows that fill a chunk are zero, gradients begin at zero."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -221,7 +222,6 @@ def _fill_gradients(factors: SiteFactors) -> None:
 def run(
     ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
 ) -> dict[str, torch.Tensor]:
-    """Output and every gradient by name, as `ops` computes them."""
     y, dx = forward_backward(ops, case, x_TK, dy_TN, rows)
     return {"y": y, "dx": dx, **gradients(case.factors)}
 
@@ -229,7 +229,6 @@ def run(
 def forward_backward(
     ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and its input's gradient; adds to the factors' gradients."""
     bound = ops.bind(case.factors, rows)
     y, s = bound.forward(x_TK, case.weight_NK, case.bias_N)
     ds = bound.backward_up(dy_TN, s)
@@ -270,7 +269,6 @@ def run_shared(
 
 
 def gradients(factors: SiteFactors) -> dict[str, torch.Tensor]:
-    """Takes every factor's gradient, by name, and clears it."""
     found = {}
     for name, grads in (("dA", factors.grad_a), ("dB", factors.grad_b)):
         for slot, row in enumerate(grads):

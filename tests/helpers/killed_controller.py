@@ -50,7 +50,6 @@ class Controllers:
         os.close(pid)
 
     def start(self) -> None:
-        """Starts the next one, once the one before is gone."""
         os.write(self._requests, b"s")
         self.pid = int.from_bytes(os.read(self._pids, 4), "big")
 
@@ -58,7 +57,6 @@ class Controllers:
         os.kill(self.pid, signal.SIGKILL)
 
     def check(self) -> None:
-        """Fails if it has ended by itself."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -101,7 +99,6 @@ def _control(root: Path) -> None:
 
 
 def submit(store: Store, steps: int) -> None:
-    """Submits three jobs, of which one takes so many steps and the others a few more."""
     jobs = [
         {
             "name": f"job{i}",

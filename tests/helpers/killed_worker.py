@@ -11,6 +11,7 @@ The disk is slow, so that saves are under way while the jobs train.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.helpers.lean import draw_no_reports
+from tests.helpers.train_worker import before, in_fork
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.formats import atomic_directory
@@ -86,7 +88,6 @@ def check_saved(output_dir: Path) -> None:
 
 
 def main() -> None:
-    """Runs one life, or drives them."""
     draw_no_reports()
     if sys.argv[1] == "drive":
         outlive(_fork, json.loads(Path(sys.argv[2]).read_text()), int(sys.argv[3]))
@@ -97,7 +98,6 @@ def main() -> None:
 
 
 def live(life: dict[str, Any]) -> None:
-    """Trains until the end or the kill."""
     _slow_disk()
     _note_saves(Path(life["output_dir"]))
     if life["seed"] is not None:
@@ -107,17 +107,7 @@ def live(life: dict[str, Any]) -> None:
 
 
 def _fork(life: dict[str, Any]) -> None:
-    import tlora_megatron.integrations.megatron.engine  # noqa: F401 - once for all forks
-
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            live(life)
-            code = 0
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = in_fork(functools.partial(live, life))
     assert code in (0, -signal.SIGKILL), f"{life}: exit code {code}"
     if code:
         raise Killed
@@ -153,7 +143,7 @@ def _arm(chance: random.Random) -> None:
     if int(os.environ.get("RANK", "0")) != (victim if moment in ("snapshot", "any") else 0):
         return
 
-    def tick() -> None:
+    def tick(*_: Any) -> None:
         nonlocal left
         left -= 1
         if left == 0:
@@ -170,15 +160,7 @@ def _arm(chance: random.Random) -> None:
         "delete": [(os, "unlink"), (os, "rmdir")],
     }
     for owner, name in places[moment]:
-        setattr(owner, name, _before(tick, getattr(owner, name)))
-
-
-def _before(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
-    def both(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return then(*args, **kwargs)
-
-    return both
+        setattr(owner, name, before(tick, getattr(owner, name)))
 
 
 if __name__ == "__main__":

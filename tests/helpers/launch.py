@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -43,10 +43,21 @@ def python(*args: object) -> str:
     Raises:
         AssertionError: as `torchrun`.
     """
+    code, output = outcome(*args)
+    assert code == 0, f"exit {code}: {args}\n{output[-_TOLD:]}"
+    return output
+
+
+def outcome(*args: object, env: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Exit code and output of this Python with arguments, by default in `environment()`.
+
+    Raises:
+        AssertionError: if it hangs.
+    """
     command = [sys.executable, *map(str, args)]
     process = subprocess.Popen(
         command,
-        env=environment(),
+        env=environment() if env is None else env,
         cwd=REPO,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -59,8 +70,7 @@ def python(*args: object) -> str:
         process.terminate()
         output, _ = process.communicate(timeout=60)
         raise AssertionError(f"took over {HANG_S} s: {command}\n{output[-_TOLD:]}") from None
-    assert process.returncode == 0, f"exit {process.returncode}: {command}\n{output[-_TOLD:]}"
-    return output
+    return process.returncode, output
 
 
 def environment() -> dict[str, str]:

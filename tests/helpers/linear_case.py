@@ -37,7 +37,6 @@ WORKLOADS = {
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative error in the Frobenius norm."""
     expected = expected.double()
     scale = expected.norm().clamp(min=1e-30)
     return float((actual.double() - expected).norm() / scale)
@@ -76,11 +75,9 @@ class Case:
         self.bias = self.draw(shape[0])
 
     def draw(self, *shape: int) -> torch.Tensor:
-        """Fresh normal values in the case's dtype, on its device."""
         return torch.randn(shape, generator=self.generator, device=self.device).to(self.dtype)
 
     def view(self, lengths: Sequence[int], *, num_tokens: int, training: bool) -> MicroBatchView:
-        """A packed micro-batch with so many tokens of each slot."""
         documents = [Document(slot=s, length=n, first_token=3) for s, n in enumerate(lengths) if n]
         keys = [mix_ints(s, 5) for s in range(len(lengths))] if training else []
         return pack_micro_batch(
@@ -90,7 +87,6 @@ class Case:
     def run(
         self, x: torch.Tensor, dy: torch.Tensor, view: MicroBatchView
     ) -> dict[str, torch.Tensor]:
-        """Output and gradients of the package's linear, by name."""
         x = x.clone().requires_grad_()
         y = multi_lora_linear(x, self.weight, self.bias, self.strategy, view)
         y.backward(dy)

@@ -27,8 +27,6 @@ from tlora_megatron.training.signals import StopSignals
 
 
 class Script(LiveFolder):
-    """Requests that come in by the number of rounds."""
-
     requests: tuple[tuple[int, Mapping[str, Any]], ...] = ()
     """Requests of the next run."""
 

@@ -14,9 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import launch
 from tests.helpers.launch import HANG_S, REPO
 from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import load_scenario, make_scenario, oracle_results
+from tests.helpers.scenario import (
+    assert_run_equals_oracle,
+    load_scenario,
+    make_scenario,
+    oracle_results,
+)
 
 RUNNER = Path(__file__).with_name("megatron_lm_cpu.py")
 NUM_STEPS = 22
@@ -34,10 +40,11 @@ COMMON = words(
     f"--num-workers 0 --seed {SEED} --mock-data --no-create-attention-mask-in-dataloader"
 )
 SIZES = words("--seq-length 256 --global-batch-size 2 --train-iters 400 --save-interval 10")
+SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
 def checkout() -> Path:
-    """The Megatron-LM checkout under test."""
     return Path(os.environ["MEGATRON_LM_PATH"])
 
 
@@ -53,9 +60,9 @@ def write_jobs(
     *,
     base_model: Mapping[str, Any] = {},
     run: Mapping[str, Any] = {},
+    **sections: Any,
 ) -> Path:
-    """Writes what of a configuration goes with the flag."""
-    sections = {
+    sections |= {
         "base_model": {"path": "base", **base_model},
         "run": {"tensorboard": False, **run},
         "jobs": document["jobs"],
@@ -81,35 +88,48 @@ def model_flags(checkpoint: Path) -> list[str]:
     return (checkpoint / "model_flags.txt").read_text().split("\n")[:-1]
 
 
-def start(
+def pretrain_gpt() -> Path:
+    return checkout() / "pretrain_gpt.py"
+
+
+def arguments(root: Path, out: Path, flags: str = "", *, config: str = "jobs.json") -> list[Any]:
+    """A whole command line of pretrain_gpt.py, behind the script."""
+    checkpoint = root / "megatron"
+    sources = ["--load", checkpoint, "--save", out, "--tlora-config", root / config]
+    more = [word for word in flags.format(out=out).split() if word != "--single"]
+    return [*model_flags(checkpoint), *COMMON, *SIZES, *sources, *more]
+
+
+def train(
+    root: Path, out: Path, flags: str = "", *, config: str = "jobs.json", **given: Any
+) -> str:
+    """Runs pretrain_gpt.py in two processes, or in one without flags or with `--single`."""
+    nproc = 1 if not flags or "--single" in flags else 2
+    return run(pretrain_gpt(), arguments(root, out, flags, config=config), nproc=nproc, **given)
+
+
+def assert_equals_oracle(out: Path, root: Path) -> None:
+    assert_run_equals_oracle(out, oracle(root), root / "config.json", oracle(root))
+
+
+def outcome(
     script: Path,
     args: Sequence[object],
     *,
     nproc: int = 1,
     plain: bool = False,
     environment: Mapping[str, str] = {},
-) -> subprocess.Popen[str]:
-    """Starts a script under torchrun through the launcher; `plain` leaves the launcher out."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    command = [sys.executable, *launcher, str(RUNNER), str(script), *map(str, args)]
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+) -> tuple[int, str]:
+    """Exit code and output of a script under torchrun; `plain` leaves the launcher out."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc]
+    # The repository first: a checkout has a package `tests` of its own.
     paths = [str(REPO), str(RUNNER.parent), os.environ.get("PYTHONPATH")]
-    return subprocess.Popen(
-        command,
-        env=inherited
-        | {
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-            "TOKENIZERS_PARALLELISM": "false",
-            "TLORA_PLAIN": "1" if plain else "",
-            **environment,
-        },
-        cwd=REPO,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    own = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "TLORA_PLAIN": "1" if plain else "",
+    }
+    env = launch.environment() | own | environment
+    return launch.outcome(*launcher, RUNNER, script, *args, env=env)
 
 
 def run(script: Path, args: Sequence[object], **options: Any) -> str:
@@ -118,20 +138,16 @@ def run(script: Path, args: Sequence[object], **options: Any) -> str:
     Raises:
         AssertionError: if it fails or hangs.
     """
-    code, output = finish(start(script, args, **options))
+    code, output = outcome(script, args, **options)
     assert code == 0, f"exit {code}: {script}\n{output[-8000:]}"
     return output
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and output of a started script."""
-    try:
-        output, _ = process.communicate(timeout=HANG_S)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        output, _ = process.communicate(timeout=60)
-        raise AssertionError(f"took over {HANG_S} s\n{output[-8000:]}") from None
-    return process.returncode, output
+def refusal(script: Path, args: Sequence[object], **options: Any) -> tuple[list[str], str]:
+    """The lines that begin with `error: ` of a script that must fail, and all that it wrote."""
+    code, output = outcome(script, args, **options)
+    assert code != 0, output[-2000:]
+    return [line for line in output.splitlines() if line.startswith("error: ")], output
 
 
 def logged(output: str) -> list[dict[str, float]]:

@@ -8,7 +8,6 @@ from megatron.training import arguments
 
 
 def main() -> None:
-    """Parses and validates the command line as `pretrain_gpt.py` does."""
     args = arguments.parse_args()
     arguments.validate_args(args)
     names = ("num_layers", "tensor_model_parallel_size", "data_parallel_size", "load", "save")

@@ -79,8 +79,6 @@ def _ip(*args: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agent:
-    """torchrun of one node."""
-
     process: subprocess.Popen[bytes]
     log: Path
     begin_s: float = field(default_factory=time.monotonic)
@@ -100,11 +98,9 @@ class Agent:
             raise AssertionError(f"took over {HANG_S} s\n{self.output()[-8000:]}") from None
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes that the agent has started."""
         return psutil.Process(self.process.pid).children()
 
     def kill(self) -> None:
-        """Ends the agent alone, in the hardest way."""
         self.process.send_signal(signal.SIGKILL)
 
 

@@ -70,8 +70,6 @@ def train_alone(
     job: JobSpec,
     factors: Mapping[str, Tensor],
     batches: Sequence[Sequence[Sequenced]],
-    *,
-    num_steps: int | None = None,
     quantised: FakeQuant | None = None,
 ) -> OracleResult:
     """Trains `job` on the base model in `base_dir`, one optimizer step for each batch.
@@ -81,7 +79,6 @@ def train_alone(
         job: lora, optimizer and schedule are used; dropout 0 and Hugging Face targets only.
         factors: initial adapter, canonical whole fp32.
         batches: the sequences of each step, in order.
-        num_steps: length of the schedule; None = `job.max_steps`, else the number of batches.
         quantised: how the base is rounded; None = not at all.
     """
     assert job.lora.dropout == 0.0, f"the oracle has no dropout, got {job.lora.dropout}"
@@ -97,7 +94,7 @@ def train_alone(
     optimizer = torch.optim.AdamW(
         params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay
     )
-    scheduler = _scheduler(optimizer, job, num_steps or job.max_steps or len(batches))
+    scheduler = _scheduler(optimizer, job, job.max_steps or len(batches))
     router_gap = _watch_routers(model)
     losses, grad_norms, lrs = [], [], []
     for batch in batches:
@@ -265,30 +262,19 @@ def cached_train_alone(
     step, this source and the libraries' versions. Where pytest has no cache, every call trains.
     """
     folder = os.environ.get(ORACLE_CACHE)
-    if not folder:
-        return train_alone(base_dir, job, factors, batches, quantised=quantised)
-    path = Path(folder) / f"{_digest(base_dir, job, factors, batches, quantised)}.pt"
-    if path.is_file():
-        return OracleResult(**torch.load(path, weights_only=True))
-    result = train_alone(base_dir, job, factors, batches, quantised=quantised)
-    partial = path.with_suffix(f".{os.getpid()}")
-    torch.save(asdict(result), partial)
-    partial.rename(path)  # another process may be at the same job
-    return result
-
-
-def _digest(
-    base_dir: Path,
-    job: JobSpec,
-    factors: Mapping[str, Tensor],
-    batches: Sequence[Sequence[Sequenced]],
-    quantised: FakeQuant | None,
-) -> str:
     digest = hashlib.sha256()
     for part in _parts(base_dir, job, factors, batches, quantised):
         digest.update(len(part).to_bytes(8, "big"))
         digest.update(part)
-    return digest.hexdigest()
+    path = Path(folder or "nowhere") / f"{digest.hexdigest()}.pt"
+    if path.is_file():
+        return OracleResult(**torch.load(path, weights_only=True))
+    result = train_alone(base_dir, job, factors, batches, quantised)
+    if folder:
+        partial = path.with_suffix(f".{os.getpid()}")
+        torch.save(asdict(result), partial)
+        partial.rename(path)  # another process may be at the same job
+    return result
 
 
 def _parts(

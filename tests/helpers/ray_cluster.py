@@ -25,8 +25,6 @@ TOKEN = {"RAY_AUTH_MODE": "token"}
 
 @dataclass(frozen=True)
 class RayCluster:
-    """A cluster, whose processes all belong to one session."""
-
     address: str
     environment: Mapping[str, str]
     """Variables of a program that is to connect."""
@@ -84,7 +82,6 @@ def start_ray(
 
 @contextmanager
 def ray_cluster(*, cpus: int, auth: Mapping[str, str] = TOKEN) -> Iterator[RayCluster]:
-    """A cluster for the block."""
     folder = Path(tempfile.mkdtemp(prefix="tlora-"))
     cluster = start_ray(folder, cpus=cpus, auth=auth)
     try:

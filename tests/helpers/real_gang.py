@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Sequence
@@ -11,16 +10,14 @@ from typing import Any
 
 from tests.helpers.gang_driver import GangDriver, quickstart_base
 from tests.helpers.gang_worker import LAYOUT, RUN, documents
-from tests.helpers.standing_world import forked
+from tests.helpers.standing_world import forked_result
 from tlora_megatron.service.engines.protocol import GangEngine
 from tlora_megatron.service.messages import GangFolder
 
 
 def drive(case: str, root: Path, *args: object) -> dict[str, Any]:
     """Runs a case of `gang_worker` on the local engine, with forks as ranks; returns its result."""
-    output = forked("-m", "tests.helpers.gang_worker", case, root, *args)
-    (line,) = (line for line in output.splitlines() if line.startswith("RESULT "))
-    return dict(json.loads(line.removeprefix("RESULT ")))
+    return forked_result("-m", "tests.helpers.gang_worker", case, root, *args)
 
 
 def digests(

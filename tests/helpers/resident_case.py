@@ -20,8 +20,6 @@ Event = tuple[str, str | None, dict[str, Any]]
 
 
 class Resident(NamedTuple):
-    """A super-model that waits for schedules."""
-
     folder: Path
     documents: dict[str, dict[str, Any]]
     """The jobs of the scenario by name, with absolute paths."""
@@ -34,6 +32,14 @@ class Resident(NamedTuple):
             answer = file.read()
         assert answer, "the resident's first process must answer, it has ended"
         return [tuple(event) for event in json.loads(answer)]
+
+    def coming(
+        self, look: int, name: str, job: str, *, body: Mapping[str, Any] = {}, **changes: Any
+    ) -> list[Command]:
+        """A job of the scenario, changed, is prepared under a name and joins."""
+        document = {**self.documents[job], **changes}
+        order = {"kind": "prepare", "job": name, "body": {"document": document, **body}}
+        return [(look, order), (look, {"kind": "join", "job": name})]
 
     def job_dir(self, name: str) -> Path:
         return self.folder / "out" / "jobs" / name

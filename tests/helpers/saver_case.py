@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.helpers.layout_sites import SPEC, sites_of_ranks
 from tests.helpers.tiny_models import random_factors
-from tests.helpers.variants import end_world
+from tests.helpers.variants import begin_world, end_world
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
@@ -42,7 +42,6 @@ def lone_groups(device: torch.device = CPU) -> Any:
 
 
 def make_job(name: str, *, rank: int = 4, device: torch.device = CPU) -> JobState:
-    """A job with an adapter of random weights and moments."""
     lora = LoraSpec(rank=rank, alpha=rank)
     slab = AdapterSlab(slab_layout(sites_of_ranks(SPEC, 1)[0], lora), device)
     for seed, buffer in enumerate(BUFFERS):
@@ -70,7 +69,6 @@ def adapter(folder: Path, job: JobState, errors: list[Exception] | None = None) 
 
 
 def whole_values(job: JobState, buffer: str) -> dict[str, torch.Tensor]:
-    """Whole canonical tensors of an adapter as it is now."""
     slab = job.adapter.slab
     views = slab.layout.views(slab.buffers()[buffer].cpu())
     return {
@@ -80,14 +78,9 @@ def whole_values(job: JobState, buffer: str) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
+    device = begin_world()
     for case in ("tensor parallel", "slices"):
-        _save(Path(sys.argv[1]) / case, case, rank, device)
+        _save(Path(sys.argv[1]) / case, case, dist.get_rank(), device)
     end_world()
 
 

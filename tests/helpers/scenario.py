@@ -16,10 +16,11 @@ from tests.helpers.fake_quant_peft import FakeQuant
 from tests.helpers.oracle import OracleResult, assert_equals_alone, cached_train_alone
 from tests.helpers.tiny_models import TinyModelType, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
+from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.slab import initial_factors
-from tlora_megatron.model.backbone import over_base
+from tlora_megatron.model.backbone import LinearsSpec, over_base
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.data.job_data import BatchPlan, load_job_data
 from tlora_megatron.training.data.tokenize import load_tokenizer
@@ -60,11 +61,15 @@ def make_scenario(
     num_steps: int = NUM_STEPS,
     num_layers: int = 2,
     model_type: TinyModelType = "llama",
+    dropout: Mapping[str, float] = {},
+    run: Mapping[str, Any] = {},
     **base: Any,
 ) -> Path:
     """Writes the base model, the jobs' data and `config.json`; returns the config's path.
 
     Args:
+        dropout: of the jobs with these names.
+        run: more of that section.
         **base: as `make_tiny_model` takes it.
     """
     make_tiny_model(
@@ -76,10 +81,13 @@ def make_scenario(
         write_rows(root / f"{job['name']}.jsonl", 18, seed=index)
         write_rows(root / f"{job['name']}.eval.jsonl", 3, seed=100 + index)
         data = {"train": f"{job['name']}.jsonl", "eval": f"{job['name']}.eval.jsonl"}
-        jobs.append({**job, "data": data, "max_steps": num_steps, "max_seq_len": 100})
+        own = {"data": data, "max_steps": num_steps, "max_seq_len": 100}
+        if job["name"] in dropout:
+            own["lora"] = {**job["lora"], "dropout": dropout[job["name"]]}
+        jobs.append({**job, **own})
     config = {
         "base_model": {"path": "base", "dtype": "float32"},
-        "run": {"output_dir": "out", "micro_batch_tokens": 256, "tensorboard": False},
+        "run": {"output_dir": "out", "micro_batch_tokens": 256, "tensorboard": False, **run},
         "jobs": jobs,
     }
     path = root / "config.json"
@@ -88,7 +96,6 @@ def make_scenario(
 
 
 def take_fingerprint(base: Path) -> None:
-    """Writes a base's fingerprint beside it, as `tlora convert --fingerprint-only` does."""
     spec, cpu = read_model_spec(base / "config.json"), torch.device("cpu")
     source = weight_source(spec, HFCheckpoint(base), cpu)
     fingerprint = make_fingerprint(spec, source, dtype=torch.float32, device=cpu)
@@ -113,25 +120,25 @@ def oracle_results(
     """Each job alone under transformers and PEFT, with the same data order and initial adapter."""
     base = Path(str(config.base_model.path))
     spec = read_model_spec(base / "config.json")
-    tokenizer = load_tokenizer(base)
-    results = {}
-    for job in (over_base(job, spec) for job in config.jobs):
-        data = load_job_data(job, tokenizer, spec.vocab_size)
-        plan = BatchPlan.for_job(job, len(data.train))
-        batches = [[data.train[i] for i in plan.indices(step)] for step in range(plan.num_steps)]
-        factors = initial_factors(spec, job.lora, job.seed)
-        results[job.name] = cached_train_alone(base, job, factors, batches, quantised)
-    return results
+    return {job.name: job_alone(base, over_base(job, spec), spec, quantised) for job in config.jobs}
+
+
+def job_alone(
+    base: Path, job: JobSpec, spec: LinearsSpec, quantised: FakeQuant | None = None
+) -> OracleResult:
+    data = load_job_data(job, load_tokenizer(base), spec.vocab_size)
+    plan = BatchPlan.for_job(job, len(data.train))
+    batches = [[data.train[i] for i in plan.indices(step)] for step in range(plan.num_steps)]
+    factors = initial_factors(spec, job.lora, job.seed)
+    return cached_train_alone(base, job, factors, batches, quantised)
 
 
 @functools.cache
 def oracle_of(scenario: Path) -> dict[str, OracleResult]:
-    """Each job of a configuration's file alone, once a process."""
     return oracle_results(load_config(scenario))
 
 
 def only_job(scenario: Path, name: str) -> Path:
-    """Writes the configuration with one of its jobs; returns its file."""
     document = json.loads(scenario.read_text())
     document["jobs"] = [job for job in document["jobs"] if job["name"] == name]
     path = scenario.parent / f"{name} alone.json"
@@ -159,31 +166,45 @@ def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key != "time_s"} for line in lines]
 
 
+def summary_of(output_dir: Path) -> dict[str, Any]:
+    return json.loads((output_dir / "summary.json").read_text())
+
+
 def adapter_tensors(output_dir: Path, name: str) -> dict[str, torch.Tensor]:
-    """The exported adapter of a job as it is stored."""
     return load_file(output_dir / "jobs" / name / "adapter" / "adapter_model.safetensors")
 
 
 def have_same_adapters(run: Path, other: Path, name: str) -> bool:
-    """True if a job has the same bits in two runs."""
     mine, theirs = adapter_tensors(run, name), adapter_tensors(other, name)
     assert mine.keys() == theirs.keys()
     return all(torch.equal(mine[key], value) for key, value in theirs.items())
 
 
+def assert_same_bits(run: Path, other: Path, name: str) -> None:
+    assert records(run, name) == records(other, name), name
+    assert have_same_adapters(run, other, name), name
+
+
 def assert_equals_oracle(output_dir: Path, name: str, expected: OracleResult, base: Path) -> None:
-    """A job's losses and exported adapter are those it gets alone."""
     assert len(expected.losses) >= NUM_STEPS
     factors = exported(output_dir, name, base)
     assert_equals_alone(losses(output_dir, name), factors, expected, f"{output_dir.name}: {name}")
 
 
 def assert_run_equals_oracle(
-    output_dir: Path, names: Iterable[str], expected: Mapping[str, OracleResult], base: Path
+    output_dir: Path,
+    names: Iterable[str],
+    scenario: Path,
+    expected: Mapping[str, OracleResult] | None = None,
 ) -> None:
-    """All of a run's jobs have the losses and exported adapters that they get alone."""
+    """A run's jobs have the losses and exported adapters that they get alone.
+
+    Args:
+        expected: by name; None = those of the jobs in the scenario's file.
+    """
     for name in names:
-        assert_equals_oracle(output_dir, name, expected[name], base)
+        alone = (expected or oracle_of(scenario))[name]
+        assert_equals_oracle(output_dir, name, alone, scenario.parent / "base")
 
 
 def gone_wrong(name: str) -> tuple[str, ...]:
@@ -191,13 +212,8 @@ def gone_wrong(name: str) -> tuple[str, ...]:
     return (f"jobs.{name}.optimizer.lr=1e30", "run.max_nonfinite_steps=100")
 
 
-def assert_unharmed(
-    output_dir: Path, healthy: Path, ill: str, names: Iterable[str], base: Path
-) -> None:
-    """Beside a job gone wrong, all others have the losses and factors of a healthy run, bitwise."""
-    summary = json.loads((output_dir / "summary.json").read_text())["jobs"]
-    assert summary[ill]["skipped_steps"] > 0
+def assert_unharmed(output_dir: Path, healthy: Path, ill: str, names: Iterable[str]) -> None:
+    """Beside a job gone wrong, all others have the records and factors of a healthy run."""
+    assert summary_of(output_dir)["jobs"][ill]["skipped_steps"] > 0
     for name in set(names) - {ill}:
-        assert losses(output_dir, name) == losses(healthy, name), name
-        expected, factors = (exported(out, name, base) for out in (healthy, output_dir))
-        assert all(torch.equal(factors[key], value) for key, value in expected.items()), name
+        assert_same_bits(output_dir, healthy, name)

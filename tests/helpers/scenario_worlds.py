@@ -16,7 +16,6 @@ import pytest
 from tests.helpers.standing_world import forked, world
 
 TRAINER = Path(__file__).with_name("train_worker.py")
-RESUMER = Path(__file__).with_name("interrupted_worker.py")
 World = Callable[[int], Path]
 """A function from a number of processes to the folder of its runs' outputs."""
 Layouts = Mapping[int, Mapping[str, tuple[str, ...]]]
@@ -29,8 +28,14 @@ class Case(NamedTuple):
 
 
 def cases_of(config: Path, layouts: Mapping[str, Sequence[str]]) -> dict[str, Case]:
-    """A run of a configuration in each of the layouts, by name."""
     return {name: Case(config, overrides) for name, overrides in layouts.items()}
+
+
+def entry(
+    config: Path, output_dir: Path, overrides: Sequence[str] = (), **more: Any
+) -> dict[str, Any]:
+    """A case as workers read it."""
+    return {"config": str(config), "output_dir": str(output_dir), "set": [*overrides], **more}
 
 
 def run_cases(
@@ -64,7 +69,7 @@ def worlds(
         out = root / f"world{world_size}"
         out.mkdir(parents=True)
         entries = [
-            {"config": str(case.config), "output_dir": str(out / name), "set": case.overrides}
+            entry(case.config, out / name, case.overrides)
             for name, case in cases_of(world_size).items()
         ]
         try:
@@ -79,8 +84,6 @@ def worlds(
 
 
 class Life(NamedTuple):
-    """A part of a run that is stopped and goes on elsewhere."""
-
     world_size: int
     overrides: Sequence[str]
     stop: tuple[str, int] | None
@@ -95,13 +98,9 @@ def live(config: Path, root: Path, lives: Sequence[Life], *, every: int = 2) -> 
     """
     out = root / "out"
     for index, life in enumerate(lives):
-        case = {
-            "config": str(config),
-            "output_dir": str(out),
-            "set": [f"run.checkpoint_every_steps={every}", *life.overrides],
-            "stop": life.stop,
-        }
-        run_cases(life.world_size, [case], root / f"{index}.json", worker=RESUMER)
+        overrides = [f"run.checkpoint_every_steps={every}", *life.overrides]
+        case = entry(config, out, overrides, stop=life.stop)
+        run_cases(life.world_size, [case], root / f"{index}.json")
     return out
 
 

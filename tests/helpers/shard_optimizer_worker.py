@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from tests.helpers.built_model import fill_bank
 from tests.helpers.layout_sites import SPEC, sites_of_ranks
-from tests.helpers.optimizer_case import CPU, LORAS, SPECS
-from tests.helpers.tiny_models import random_factors
-from tests.helpers.variants import end_world
-from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from tests.helpers.optimizer_case import LORAS, SPECS
+from tests.helpers.variants import begin_world, end_world
+from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -54,16 +54,11 @@ def groups_of(layout: ParallelLayout, device: torch.device) -> ParallelGroups:
 
 
 def stepped(groups: ParallelGroups, placement: StatePlacement) -> Steps:
-    """Trains three jobs by gradients that each process draws for itself."""
     tp_size, device = groups.layout.tp_size, groups.device
     sites = sites_of_ranks(SPEC, tp_size)[groups.tp_rank]
     bank = AdapterBank(sites, LORAS, dtype=torch.bfloat16, device=device, placement=placement)
-    slabs = [bank.new_slab(lora) for lora in LORAS]
-    for slot, (slab, lora) in enumerate(zip(slabs, LORAS, strict=True)):
-        slab.load(random_factors(SPEC, lora, seed=slot).__getitem__)
-    bank.install(
-        [Adapter(name=f"job{i}", lora=LORAS[i], slab=slab) for i, slab in enumerate(slabs)]
-    )
+    fill_bank(bank, SPEC, LORAS)
+    slabs = [adapter.slab for adapter in bank.adapters]
     draw = torch.Generator().manual_seed(dist.get_rank())
     updates, outcomes = [0] * len(slabs), list[StepOutcome]()
     for number in range(ROUNDS):
@@ -114,11 +109,7 @@ def snapshot(groups: ParallelGroups, slab: AdapterSlab) -> dict[str, torch.Tenso
 
 
 def main() -> None:
-    on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    device = torch.device("cuda", dist.get_rank()) if on_gpu else CPU
-    if on_gpu:
-        torch.cuda.set_device(device)
+    device = begin_world()
     for name, layout in LAYOUTS[dist.get_world_size()].items():
         compare(groups_of(layout, device))
         if dist.get_rank() == 0:

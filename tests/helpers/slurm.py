@@ -55,7 +55,6 @@ _NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs
 
 
 def why_no_slurm() -> str | None:
-    """The reason why none can be started here, or None."""
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
     return f"needs SLURM (Debian: slurm-wlm, munge); no {', '.join(missing)}" if missing else None
 

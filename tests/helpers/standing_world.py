@@ -38,7 +38,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tests.helpers.launch import HANG_S, IDLE_S, REPO, environment, python, torchrun
 from tests.helpers.session import WORLD_SERVER
@@ -56,8 +56,6 @@ _PRELOADED_WITH_DEEPSPEED = ("deepspeed", "tlora_megatron.deepspeed")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A command for a world."""
-
     command: list[str]
     """Words as behind `python`: a script, `-m MODULE` or `-c CODE`, and arguments."""
     nproc: int | None
@@ -91,6 +89,12 @@ def forked(*args: object) -> str:
     return python(*args) if _has_gpu() else _run([], args, None)
 
 
+def forked_result(*args: object) -> dict[str, Any]:
+    """The JSON that a program run by `forked` prints behind the word RESULT."""
+    (line,) = (line for line in forked(*args).splitlines() if line.startswith("RESULT "))
+    return dict(json.loads(line.removeprefix("RESULT ")))
+
+
 def session_address() -> str:
     """Fixes the address of this session's server, for this process and those it starts."""
     return os.environ.setdefault(WORLD_SERVER, f"tlora-worlds-{os.getpid()}-{os.urandom(4).hex()}")
@@ -116,7 +120,6 @@ def _run(prefix: Sequence[str], args: Sequence[object], nproc: int | None) -> st
 
 
 def _connect() -> socket.socket:
-    """A connection to the server, which is started by whoever needs it first."""
     address = "\0" + session_address()
     channel = socket.socket(socket.AF_UNIX)
     if channel.connect_ex(address) == 0:
@@ -142,7 +145,6 @@ def _connect() -> socket.socket:
 
 
 def serve(owner: int) -> None:
-    """Takes requests until the process `owner` has ended."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind("\0" + os.environ[WORLD_SERVER])
@@ -336,7 +338,6 @@ def _seed_as_new() -> None:
 
 
 def _run_command(command: Sequence[str]) -> int:
-    """Runs a command line as Python would; returns the exit code."""
     first, *rest = command
     try:
         if first == "-c":

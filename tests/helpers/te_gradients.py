@@ -96,7 +96,6 @@ def stand_in_layer(qk_norm: bool) -> tuple[Any, Any]:
 
 
 def start() -> ParallelGroups:
-    """Joins the world, all of it tensor-parallel."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     layout = ParallelLayout(tp_size=world, sequence_parallel=world > 1)
     initialize_parallel(layout)

@@ -5,15 +5,14 @@ adapters, data, dropout masks and core attention, so that what differs is roundi
 
 from __future__ import annotations
 
+import importlib.util
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -21,22 +20,24 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from tests.helpers.built_model import output_of, whole_gradients
+from tests.helpers.user_models import local_name, user_config
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.integrations.megatron.built.head import Targets, use_targets
 from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
-from tlora_megatron.layers.sites import stage_sites
-from tlora_megatron.layers.slab import initial_factor, whole_tensors
-from tlora_megatron.layers.slab_layout import slab_layout
+from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.dropout import mix_ints
-from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
+from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
+NEEDS_TE = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="needs transformer_engine"
+)
 LORAS = (
     LoraSpec(rank=16, alpha=16),
     LoraSpec(rank=8, alpha=16, target_modules=("linear_qkv", "linear_fc1", "linear_fc2")),
@@ -45,8 +46,6 @@ LORAS = (
 
 
 class Mode(NamedTuple):
-    """How the frozen base is computed."""
-
     te: bool = False
     black_box: bool = False
     """Adapters go around Megatron's own linears as they go around Transformer Engine's."""
@@ -87,8 +86,6 @@ MODES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """A model of one mode with its adapters."""
-
     model: Any
     groups: ParallelGroups
     bank: AdapterBank
@@ -144,19 +141,12 @@ def _config(mode: Mode, spec: ModelSpec, groups: ParallelGroups) -> TransformerC
     if mode.fp8_recipe is not None:
         kind = "e4m3" if mode.fp8_recipe == "blockwise" else "hybrid"
         fp8 = {"fp8": kind, "fp8_recipe": mode.fp8_recipe, "fp8_param": mode.holds_fp8}
-    return TransformerConfig(
-        num_layers=spec.num_layers, hidden_size=spec.hidden_size,
-        num_attention_heads=spec.num_heads, num_query_groups=spec.num_kv_heads,
-        kv_channels=spec.head_dim, ffn_hidden_size=spec.ffn_size, normalization="RMSNorm",
-        layernorm_epsilon=spec.norm_eps, gated_linear_unit=True, activation_func=F.silu,
-        add_bias_linear=False, qk_layernorm=spec.qk_norm, hidden_dropout=0.0, attention_dropout=0.0,
+    return user_config(
+        spec, layernorm_epsilon=spec.norm_eps, qk_layernorm=spec.qk_norm,
         tensor_model_parallel_size=groups.layout.tp_size,
         sequence_parallel=groups.layout.sequence_parallel, params_dtype=mode.dtype,
         pipeline_dtype=mode.dtype, bf16=mode.dtype == torch.bfloat16,
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False,
-        bias_activation_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=mode.fused_rope,
-        calculate_per_token_loss=True, deallocate_pipeline_outputs=False,
-        fp32_residual_connection=mode.fp32_stream,
+        apply_rope_fusion=mode.fused_rope, fp32_residual_connection=mode.fp32_stream,
         recompute_granularity="selective" if mode.recompute_modules else None,
         recompute_modules=list(mode.recompute_modules) or None, **fp8,
     )  # fmt: skip
@@ -196,22 +186,13 @@ def te_layer(qk_norm: bool) -> tuple[Any, Any]:
     return layer, transformer_engine.TENorm
 
 
-_NORMS = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-
-
 def _set_weights(model: Any, source: Any) -> None:
     """Takes the weights of `source`, or makes its own norms other than ones."""
     given = {} if source is None else dict(source.named_parameters())
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            local_name = name
-            for inside, outside in _NORMS.items():
-                local_name = local_name.replace(inside, outside)
             if given:
-                weight.copy_(given[local_name])
+                weight.copy_(given[local_name(name)])
             elif weight.dim() == 1:
                 noise = torch.randn(weight.shape, generator=_generator(name)) * 0.1
                 weight.copy_((1 + noise).to(weight.dtype))
@@ -300,10 +281,7 @@ def run(subject: Subject, batches: Sequence[Batch], *, targets_alone: bool = Fal
 
     def step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
         batch = next(iterator)
-        targets = Targets(batch.weights.nonzero().flatten(), batch.labels, scores=False)
-        bound = use_targets(targets) if targets_alone else nullcontext()
-        with use_micro_batch(batch.view), bound:
-            output = model(batch.tokens[None], None, None, labels=batch.labels[None])
+        output = output_of(model, batch, targets_alone=targets_alone)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             weighted = output.flatten().float() * batch.weights
@@ -327,20 +305,7 @@ def take_gradients(subject: Subject) -> list[dict[str, Tensor]]:
 
     Collective over the ranks, which are one tensor-parallel replica.
     """
-    groups, wholes = subject.groups, []
+    found = whole_gradients(subject.bank, subject.groups, subject.spec)
     for adapter in subject.bank.adapters:
-        slab = adapter.slab
-        replicated = slab.grad[: slab.layout.replicated_numel]
-        if replicated.numel():
-            dist.all_reduce(replicated, group=groups.tp_group)
-        held = [torch.empty_like(slab.grad) for _ in range(groups.layout.tp_size)]
-        dist.all_gather(held, slab.grad, group=groups.tp_group)
-        slab.grad.zero_()
-        layouts = [
-            slab_layout(
-                stage_sites(subject.spec, groups.layout, tp_rank=tp_rank, pp_rank=0), adapter.lora
-            )
-            for tp_rank in range(groups.layout.tp_size)
-        ]
-        wholes.append(whole_tensors(layouts, held, subject.spec))
-    return wholes
+        adapter.slab.zero_grad()
+    return found

@@ -107,14 +107,13 @@ class _Linear(torch.autograd.Function):
 
 
 class _TELinear(nn.Module):
-    """The common part of the wrappers."""
+    parallel_mode: str
 
     def __init__(
         self,
         input_size: int,
         output_size: int,
         *,
-        parallel_mode: str,
         config: Any,
         bias: bool,
         skip_bias_add: bool,
@@ -127,7 +126,6 @@ class _TELinear(nn.Module):
             tp_group or parallel_state.get_tensor_model_parallel_group()
         )
         self.tp_size = dist.get_world_size(self._tp_group)
-        self.parallel_mode = parallel_mode
         self.sequence_parallel = config.sequence_parallel and self.tp_size > 1
         self.te_return_bias = skip_bias_add and bias
         self.is_first_microbatch = True
@@ -135,13 +133,13 @@ class _TELinear(nn.Module):
         self.activation_dtype = config.params_dtype
         self._fp8_workspaces: dict[str, Any] = {}
         self.num_quantisations = 0
-        if parallel_mode == "column":
+        if self.parallel_mode == "column":
             output_size //= self.tp_size
         else:
             input_size //= self.tp_size
         dtype = config.params_dtype
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=dtype))
-        self.weight.partition_dim = 0 if parallel_mode == "column" else 1
+        self.weight.partition_dim = 0 if self.parallel_mode == "column" else 1
         self.use_bias = bias
         self.bias = nn.Parameter(torch.zeros(output_size, dtype=dtype)) if bias else torch.Tensor()
 
@@ -184,22 +182,22 @@ class _TELinear(nn.Module):
 class TEColumnParallelLinear(_TELinear):
     """Output features are cut; under sequence parallelism the input is gathered."""
 
-    def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
-        super().__init__(input_size, output_size, parallel_mode="column", **options)
+    parallel_mode = "column"
 
 
 class TERowParallelLinear(_TELinear):
     """Input features are cut; the output is summed, or summed and scattered over rows."""
 
-    def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
-        super().__init__(input_size, output_size, parallel_mode="row", **options)
+    parallel_mode = "row"
 
 
 class TELayerNormColumnParallelLinear(_TELinear):
     """`TEColumnParallelLinear` behind a norm of the rows that this rank holds."""
 
+    parallel_mode = "column"
+
     def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
-        super().__init__(input_size, output_size, parallel_mode="column", **options)
+        super().__init__(input_size, output_size, **options)
         config = self.config
         self.eps = config.layernorm_epsilon
         self.normalization = config.normalization
@@ -225,16 +223,18 @@ class _GroupedLinear(nn.Module):
     The output is a view made inside an autograd function, as there.
     """
 
+    cut: int
+
     def __init__(
-        self, num_gemms: int, input_size: int, output_size: int, *, cut: int, config: Any, **_: Any
+        self, num_gemms: int, input_size: int, output_size: int, *, config: Any, **_: Any
     ) -> None:
         super().__init__()
         shape = [output_size, input_size]
-        shape[cut] //= parallel_state.get_expert_tensor_parallel_world_size()
+        shape[self.cut] //= parallel_state.get_expert_tensor_parallel_world_size()
         self.num_gemms = num_gemms
         for number in range(num_gemms):
             weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
-            weight.partition_dim = cut
+            weight.partition_dim = self.cut
             self.register_parameter(f"weight{number}", weight)
 
     def forward(self, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, None]:
@@ -264,15 +264,13 @@ class _Grouped(torch.autograd.Function):
 class TEColumnParallelGroupedLinear(_GroupedLinear):
     """Output features of every expert are cut by expert tensor parallelism."""
 
-    def __init__(self, num_gemms: int, input_size: int, output_size: int, **options: Any) -> None:
-        super().__init__(num_gemms, input_size, output_size, cut=0, **options)
+    cut = 0
 
 
 class TERowParallelGroupedLinear(_GroupedLinear):
     """Input features of every expert are cut; nobody sums inside it."""
 
-    def __init__(self, num_gemms: int, input_size: int, output_size: int, **options: Any) -> None:
-        super().__init__(num_gemms, input_size, output_size, cut=1, **options)
+    cut = 1
 
 
 class Engine:
@@ -320,8 +318,6 @@ class Engine:
 
 
 class Quantised:
-    """A tensor in FP8."""
-
     def __init__(self, values: Tensor) -> None:
         self.values = values
 

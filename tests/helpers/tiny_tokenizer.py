@@ -33,7 +33,6 @@ THINKING_CHAT_TEMPLATE = (
 
 
 def byte_ids(text: str) -> list[int]:
-    """The tokens of a text without special tokens."""
     return [FIRST_BYTE_ID + byte for byte in text.encode("utf-8")]
 
 

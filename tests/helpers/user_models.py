@@ -54,11 +54,6 @@ ROPE: dict[str, dict[str, Any]] = {
 }
 KINDS = ROPE | {"qwen": {"share_embeddings_and_output_weights": True, "add_qkv_bias": True}}
 """All that `build_user_gpt` builds of dense layers."""
-_NORMS = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-"""Name of a norm's weight in Transformer Engine's spec -> in the local spec."""
 _CONFIG_FIELDS = ("rotary_interleaved", "add_qkv_bias")
 _YARN = {
     "yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8,
@@ -67,12 +62,11 @@ _YARN = {
 }  # fmt: skip
 
 
-def user_config(**options: Any) -> TransformerConfig:
-    """A dense Llama-like configuration for the CPU; `options` replace fields."""
+def user_config(spec: ModelSpec = SPEC, **options: Any) -> TransformerConfig:
     fields: dict[str, Any] = {
-        "num_layers": SPEC.num_layers, "hidden_size": SPEC.hidden_size,
-        "num_attention_heads": SPEC.num_heads, "num_query_groups": SPEC.num_kv_heads,
-        "kv_channels": SPEC.head_dim, "ffn_hidden_size": SPEC.ffn_size, "normalization": "RMSNorm",
+        "num_layers": spec.num_layers, "hidden_size": spec.hidden_size,
+        "num_attention_heads": spec.num_heads, "num_query_groups": spec.num_kv_heads,
+        "kv_channels": spec.head_dim, "ffn_hidden_size": spec.ffn_size, "normalization": "RMSNorm",
         "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False,
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": torch.float32,
         "pipeline_dtype": torch.float32, "gradient_accumulation_fusion": False,
@@ -192,6 +186,12 @@ def build_user_hybrid(**options: Any) -> list[Any]:
     return [model]
 
 
+def local_name(name: str) -> str:
+    """The name in the local spec of a weight of Transformer Engine's spec."""
+    name = name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+    return name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+
+
 def set_weights(model: Any) -> None:
     """Draws every parameter by its name with global layer numbers, the same in every layout."""
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -226,9 +226,7 @@ def _shard(model: Any, name: str, weight: Tensor, tp_rank: int, tp_size: int) ->
     if "layers" in parts:
         place = parts.index("layers") + 1
         parts[place] = str(model.decoder.layers[int(parts[place])].layer_number)
-    whole_name = ".".join(parts)
-    for inside, outside in _NORMS.items():
-        whole_name = whole_name.replace(inside, outside)
+    whole_name = local_name(".".join(parts))
     shape = list(weight.shape)
     is_split = weight.dim() == 2 or name.endswith(".bias")
     dim = getattr(weight, "partition_dim", -1) if is_split else -1

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import os
 
+import torch
 import torch.distributed as dist
 
 from tlora_megatron.model.layout import ParallelLayout
 
 
 def options_of(variant: str) -> dict[str, str]:
-    """The words of a variant by name."""
     return dict(item.split("=", 1) for item in variant.split(",") if item)
 
 
 def layout_of(options: dict[str, str]) -> ParallelLayout:
-    """The layout that a variant names, over all processes."""
     return ParallelLayout.for_world(
         int(os.environ.get("WORLD_SIZE", "1")), tp_size=int(options.get("tp", 1)),
         pp_size=int(options.get("pp", 1)), cp_size=int(options.get("cp", 1)),
         sequence_parallel="sp" in options, ep_size=int(options.get("ep", 1)),
         expert_tp_size=int(options["etp"]) if "etp" in options else None,
     )  # fmt: skip
+
+
+def begin_world() -> torch.device:
+    """Joins the world, over NCCL where there are GPUs; returns this rank's device."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    dist.init_process_group("nccl")
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    return device
 
 
 def end_world(*said: str) -> None:

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 
+from tests.helpers.user_models import local_name
 from tlora_megatron.integrations.megatron.built.model import freeze
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
@@ -28,8 +29,6 @@ from tlora_megatron.model.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Wrong:
-    """One difference from the model of config.json."""
-
     config: Mapping[str, Any] = field(default_factory=dict)
     """Fields of TransformerConfig."""
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -39,22 +38,15 @@ class Wrong:
     qk_l2_norm: bool = False
 
 
-def _scale(part: str, by: float) -> Callable[[dict[str, torch.Tensor]], None]:
-    def change(weights: dict[str, torch.Tensor]) -> None:
+def _each(
+    part: str, change: Callable[[torch.Tensor], object]
+) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change_all(weights: dict[str, torch.Tensor]) -> None:
         for name, weight in weights.items():
             if part in name:
-                weight.mul_(by)
+                change(weight)
 
-    return change
-
-
-def _add(part: str, what: float) -> Callable[[dict[str, torch.Tensor]], None]:
-    def change(weights: dict[str, torch.Tensor]) -> None:
-        for name, weight in weights.items():
-            if part in name:
-                weight.add_(what)
-
-    return change
+    return change_all
 
 
 def _noise(weights: dict[str, torch.Tensor]) -> None:
@@ -72,17 +64,13 @@ def _swap_layers(weights: dict[str, torch.Tensor]) -> None:
             other.copy_(kept)
 
 
-def _swap_gate_and_up(weights: dict[str, torch.Tensor]) -> None:
-    for name, weight in weights.items():
-        if "linear_fc1" in name:
-            weight.copy_(torch.cat(weight.chunk(2)[::-1]))
+def _swap_halves(weight: torch.Tensor) -> None:
+    weight.copy_(torch.cat(weight.chunk(2)[::-1]))
 
 
-def _plain_qkv(weights: dict[str, torch.Tensor]) -> None:
-    """Reads queries, keys and values as if all queries came first."""
-    for name, weight in weights.items():
-        if "linear_qkv.weight" in name:
-            weight.copy_(weight.roll(weight.shape[0] // 8, 0))
+def _turn(weight: torch.Tensor) -> None:
+    """As if all queries came before keys and values."""
+    weight.copy_(weight.roll(weight.shape[0] // 8, 0))
 
 
 LLAMA3 = {"rope_scaling": True, "rope_scaling_factor": 8.0}
@@ -92,10 +80,10 @@ WRONG: dict[str, Wrong] = {
     "--use-rope-scaling": Wrong(model=LLAMA3),
     "--norm-epsilon 1e-6": Wrong(config={"layernorm_epsilon": 1e-6}),
     "--norm-epsilon 1e-4": Wrong(config={"layernorm_epsilon": 1e-4}),
-    "--apply-layernorm-1p": Wrong(weights=_add("norm.weight", 1.0)),
+    "--apply-layernorm-1p": Wrong(weights=_each("norm.weight", lambda w: w.add_(1.0))),
     "--glu-linear-offset 1.0": Wrong(config={"glu_linear_offset": 1.0}),
-    "--use-mup: embeddings x 2": Wrong(weights=_scale("word_embeddings", 2.0)),
-    "--use-mup: logits x 0.5": Wrong(weights=_scale("output_layer", 0.5)),
+    "--use-mup: embeddings x 2": Wrong(weights=_each("word_embeddings", lambda w: w.mul_(2.0))),
+    "--use-mup: logits x 0.5": Wrong(weights=_each("output_layer", lambda w: w.mul_(0.5))),
     "--softmax-scale 0.125": Wrong(config={"softmax_scale": 0.125}),
     "--activation-func-clamp-value 1": Wrong(config={"activation_func_clamp_value": 1.0}),
     "GELU in the place of SiLU": Wrong(config={"activation_func": F.gelu}),
@@ -106,8 +94,8 @@ WRONG: dict[str, Wrong] = {
     "--no-rope-freq 4": Wrong(config={"no_rope_freq": 4}),
     "another fine-tuning (weights off by 5 %)": Wrong(weights=_noise),
     "two layers swapped": Wrong(weights=_swap_layers),
-    "gate and up swapped": Wrong(weights=_swap_gate_and_up),
-    "rows of q, k, v in another order": Wrong(weights=_plain_qkv),
+    "gate and up swapped": Wrong(weights=_each("linear_fc1", _swap_halves)),
+    "rows of q, k, v in another order": Wrong(weights=_each("linear_qkv.weight", _turn)),
 }
 """Effect of a wrong flag or checkpoint on a model -> how it is made here."""
 
@@ -189,11 +177,6 @@ def _te_block(config: Any, spec: ModelSpec, wrong: Wrong) -> TransformerBlockSub
 class _LocalNames:
     """A model of Transformer Engine's specification under the names of the local one."""
 
-    _NORMS: Mapping[str, str] = {
-        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-        "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-    }
-
     def __init__(self, model: GPTModel) -> None:
         self._model = model
 
@@ -202,6 +185,4 @@ class _LocalNames:
 
     def named_parameters(self, **_: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in self._model.named_parameters(remove_duplicate=False):
-            for inside, outside in self._NORMS.items():
-                name = name.replace(inside, outside)
-            yield name, weight
+            yield local_name(name), weight

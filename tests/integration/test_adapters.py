@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.interrupted_worker import train_until
-from tests.helpers.scenario import losses
-from tests.helpers.standing_world import world
+from tests.helpers.scenario import losses, summary_of
+from tests.helpers.scenario_worlds import entry, run_cases
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
+from tests.helpers.train_worker import train_until
 from tlora_megatron.config.load import load_config
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.ops.routing import use_micro_batch
@@ -34,23 +33,11 @@ from tlora_megatron.training.data.tokenize import TokenSequence, load_tokenizer
 from tlora_megatron.training.packing.packing import Item, Placed, pack
 from tlora_megatron.training.run.training_run import TrainingRun
 
-WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
-NUM_LAYERS = 4
-
 TARGETS: dict[str, list[str]] = {
     "separate": ["q_proj", "v_proj", "up_proj", "down_proj"],
     "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "fused_in": ["linear_qkv", "linear_fc1"],
     "fused_out": ["linear_proj", "linear_fc2", "linear_qkv"],
-}
-EXPORTED = {
-    "separate": {"self_attn": {"q_proj", "v_proj"}, "mlp": {"up_proj", "down_proj"}},
-    "all": {
-        "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
-        "mlp": {"gate_proj", "up_proj", "down_proj"},
-    },
-    "fused_in": {"self_attn": {"q_proj", "k_proj", "v_proj"}, "mlp": {"gate_proj", "up_proj"}},
-    "fused_out": {"self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"}, "mlp": {"down_proj"}},
 }
 LORA: dict[str, dict[str, Any]] = {
     "separate": {"rank": 5, "alpha": 7.5, "dropout": 0.1},
@@ -138,19 +125,9 @@ def outputs(config: Path, continued: Path) -> Path:
     root = config.parent
     train_until(config, root / "one process")
     train_until(continued, root / "continued in one process")
-    cases = [
-        {"config": str(config), "output_dir": str(root / name), "set": LAYOUTS[name]}
-        for name in ("TP2+SP", "PP2")
-    ]
-    cases.append(
-        {
-            "config": str(continued),
-            "output_dir": str(root / "continued in two"),
-            "set": LAYOUTS["TP2+SP"],
-        }
-    )
-    (root / "cases.json").write_text(json.dumps(cases))
-    world(WORKER, 2, root / "cases.json")
+    cases = [entry(config, root / name, LAYOUTS[name]) for name in ("TP2+SP", "PP2")]
+    cases.append(entry(continued, root / "continued in two", LAYOUTS["TP2+SP"]))
+    run_cases(2, cases, root / "cases.json")
     return root
 
 
@@ -194,15 +171,11 @@ def score(model: PeftModel, sequences: Sequence[TokenSequence]) -> Score:
     return Score(total / count, exact / len(sequences))
 
 
-def job_summary(output_dir: Path, name: str) -> dict[str, Any]:
-    return json.loads((output_dir / "summary.json").read_text())["jobs"][name]
-
-
 @pytest.mark.parametrize(("name", "layout"), JOBS_AND_LAYOUTS)
 def test_peft_scores_as_the_run_did(
     name: str, layout: str, outputs: Path, config: Path, load: Load
 ) -> None:
-    reported = job_summary(outputs / layout, name)
+    reported = summary_of(outputs / layout)["jobs"][name]
     found = score(load(Path(reported["adapter"])), data_of(config, name).eval)
     assert found.loss == pytest.approx(reported["eval_loss_after"], rel=1e-5)
     assert found.exact_match == reported["exact_match_after"]
@@ -270,34 +243,6 @@ def test_init_from_goes_on_from_the_adapter(
     data = data_of(continued, name)
     first = [data.train[i] for i in BatchPlan.for_job(job, len(data.train)).indices(0)]
     assert losses(outputs / output, name)[0] == pytest.approx(score(model, first).loss, rel=1e-5)
-    before = job_summary(outputs / output, name)["eval_loss_before"]
-    after = job_summary(outputs / "one process", origin)["eval_loss_after"]
+    before = summary_of(outputs / output)["jobs"][name]["eval_loss_before"]
+    after = summary_of(outputs / "one process")["jobs"][origin]["eval_loss_after"]
     assert before == pytest.approx(after, rel=1e-5)
-
-
-@pytest.mark.parametrize(("name", "layout"), JOBS_AND_LAYOUTS)
-def test_files_are_those_that_vllm_expects(name: str, layout: str, outputs: Path) -> None:
-    folder = outputs / layout / "jobs" / name / "adapter"
-    assert {path.name for path in folder.iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
-    assert load_file(folder / "adapter_model.safetensors").keys() == {
-        f"base_model.model.model.layers.{layer}.{block}.{target}.lora_{side}.weight"
-        for layer in range(NUM_LAYERS)
-        for block, targets in EXPORTED[name].items()
-        for target in targets
-        for side in "AB"
-    }
-    written = json.loads((folder / "adapter_config.json").read_text())
-    expected = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(outputs / "base"),
-        "r": LORA[name]["rank"],
-        "lora_alpha": LORA[name]["alpha"],
-        "use_rslora": LORA[name].get("use_rslora", False),
-        "bias": "none",
-        "target_modules": sorted(set().union(*EXPORTED[name].values())),
-    }
-    assert {key: written[key] for key in expected} == expected

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.killed_worker import Killed, outlive
-from tests.helpers.scenario import JOBS, make_scenario
+from tests.helpers.scenario import JOBS, make_scenario, records
+from tests.helpers.scenario_worlds import entry
 from tests.helpers.standing_world import forked, world
-from tlora_megatron.training.metrics import read_metrics
 
 WORKER = Path(__file__).parents[1] / "helpers" / "killed_worker.py"
 NAMES = tuple(job["name"] for job in JOBS)
@@ -27,23 +27,13 @@ PORTIONS = ["run.micro_batch_tokens=512", "run.portion_tokens=256"]
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The scenario's four jobs with checkpoints every two steps."""
-    path = make_scenario(tmp_path_factory.mktemp("killed saves"))
-    document = json.loads(path.read_text())
-    document["run"]["checkpoint_every_steps"] = 2
-    for job in document["jobs"]:
-        job["max_steps"] = 8
-        if job["name"] == "everything":
-            job["lora"]["dropout"] = 0.2
-    path.write_text(json.dumps(document))
-    return path
+    root, every = tmp_path_factory.mktemp("killed saves"), {"checkpoint_every_steps": 2}
+    return make_scenario(root, num_steps=8, dropout={"everything": 0.2}, run=every)
 
 
 def life_of(config: Path, name: str, *overrides: str, seed: int | None = 0) -> dict[str, Any]:
     """A life in `config`'s folder, see the worker."""
-    return {
-        "config": str(config), "set": [*PORTIONS, *overrides], "seed": seed,
-        "output_dir": str(config.parent / name),
-    }  # fmt: skip
+    return entry(config, config.parent / name, [*PORTIONS, *overrides], seed=seed)
 
 
 def written(path: Path, life: dict[str, Any]) -> Path:
@@ -54,14 +44,7 @@ def written(path: Path, life: dict[str, Any]) -> Path:
 def assert_same_bits(output_dir: Path, whole: Path) -> None:
     """Metrics but times, checkpoints and adapters, byte by byte."""
     for name in NAMES:
-        ours, theirs = (
-            [
-                {key: value for key, value in line.items() if key != "time_s"}
-                for line in read_metrics(folder / "jobs" / name / "metrics.jsonl")
-            ]
-            for folder in (output_dir, whole)
-        )
-        assert ours == theirs, f"{output_dir}: {name}"
+        assert records(output_dir, name) == records(whole, name), f"{output_dir}: {name}"
         files = sorted((whole / "jobs" / name).rglob("*.safetensors"))
         assert len(files) == 5
         for file in files:

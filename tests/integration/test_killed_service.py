@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.gang_driver import digest
-from tests.helpers.standing_world import forked
+from tests.helpers.standing_world import forked_result
 from tests.helpers.store_chaos import check
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.store import open_store
@@ -37,9 +37,7 @@ def homes(tmp_path: Path) -> Iterator[list[Home]]:
 
 def _trained(home: Home, kills: int) -> dict[str, str]:
     """Trains all jobs; the controller is killed so many times, if they last so long."""
-    output = forked("-m", "tests.helpers.killed_controller", home.root, kills, STEPS)
-    (line,) = (line for line in output.splitlines() if line.startswith("RESULT "))
-    found = json.loads(line.removeprefix("RESULT "))
+    found = forked_result("-m", "tests.helpers.killed_controller", home.root, kills, STEPS)
     assert found["rows"] == {f"job{i}": ["finished", None] for i in range(3)}
     return {
         name: digest(home.job(job) / "adapter/adapter_model.safetensors")

@@ -13,35 +13,27 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.expert_jobs import ALL_EXPERTS, SHARED, expert_jobs
+from tests.helpers.expert_jobs import LORA as OF_SCENARIO
 from tests.helpers.megatron_lm import (
-    COMMON,
+    FULL,
     SEED,
-    SIZES,
-    checkout,
+    SP,
+    assert_equals_oracle,
     convert,
-    model_flags,
-    oracle,
-    run,
+    train,
     write_jobs,
 )
-from tests.helpers.oracle import assert_equals_alone
-from tests.helpers.scenario import JOBS, exported, losses, make_scenario
+from tests.helpers.scenario import losses, make_scenario, summary_of
 from tests.helpers.scenario_worlds import Life, live
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow]
 
-_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-_EXPERTS = ["gate_proj", "up_proj", "down_proj"]
-LORA: dict[str, dict[str, Any]] = {
-    "attention": {"target_modules": ["q_proj", "v_proj"]},
-    "mlp": {"target_modules": _EXPERTS, "expert_sharing": "outer"},
-    "everything": {"target_modules": [*_ATTENTION, *_EXPERTS], "expert_rank": 3},
-    "outputs": {"target_modules": ["k_proj", "linear_fc1", "linear_fc2"], "expert_rank": 4},
+LORA = OF_SCENARIO | {
+    "outputs": {"target_modules": ["k_proj", "linear_fc1", "linear_fc2"], "expert_rank": 4}
 }
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
 EP = "--expert-model-parallel-size 2"
-SP = "--tensor-model-parallel-size 2 --sequence-parallel"
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 LAYOUTS = {
     "one process": "",
@@ -60,13 +52,9 @@ LAYOUTS = {
     "CP2xEP2": f"--context-parallel-size 2 {EP} {ALLTOALL}",
     "PP2": f"--pipeline-model-parallel-size 2 {FULL}",
 }
-_ALL_SHARED = [f"shared_expert.{part}" for part in _EXPERTS]
 OTHER_BASES: dict[str, dict[str, dict[str, Any]]] = {
     "mixtral": {name: LORA[name] for name in ("mlp", "everything")},
-    "qwen2_moe": {
-        "everything": {"target_modules": [*_ATTENTION, *_ALL_SHARED]},
-        "outputs": {"target_modules": ["o_proj", "shared_expert.down_proj"]},
-    },
+    "qwen2_moe": {name: SHARED[name] for name in ("everything", "outputs")},
 }
 """The jobs over other kinds of base: on routed experts, or where these have a shared expert beside
 them on that."""
@@ -84,9 +72,7 @@ def make(
         loras: those of the scenario that are trained, by name.
         refused: jobs beside them that cannot be.
     """
-    jobs = [dict(job) for job in JOBS if job["name"] in loras]
-    specs = [job | {"lora": {**job["lora"], **loras[job["name"]]}} for job in jobs]
-    document = json.loads(make_scenario(root, specs, **base).read_text())
+    document = json.loads(make_scenario(root, expert_jobs(loras), **base).read_text())
     like = document["jobs"][0]
     document["jobs"] += [like | {"name": name, "lora": refused[name]} for name in refused]
     write_jobs(root / "jobs.json", document, run={"on_job_error": "skip"} if refused else {})
@@ -96,28 +82,7 @@ def make(
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the scenario over Qwen3-MoE, its base and the base converted."""
     return make(tmp_path_factory.mktemp("experts"), model_type="qwen3_moe")
-
-
-def arguments(root: Path, out: Path, flags: str, *, config: str = "jobs.json") -> list[Any]:
-    """A whole command line of pretrain_gpt.py, behind the script."""
-    checkpoint = root / "megatron"
-    sources = ["--load", checkpoint, "--save", out, "--tlora-config", root / config]
-    words = [word for word in flags.split() if word != "--single"]
-    return [*model_flags(checkpoint), *COMMON, *SIZES, *sources, *words]
-
-
-def train(root: Path, out: Path, flags: str, **options: Any) -> str:
-    """Runs pretrain_gpt.py in two processes, or in one without flags or with `--single`."""
-    nproc = 1 if not flags or "--single" in flags else 2
-    return run(checkout() / "pretrain_gpt.py", arguments(root, out, flags), nproc=nproc, **options)
-
-
-def assert_equals_oracle(out: Path, root: Path) -> None:
-    for name, expected in oracle(root).items():
-        factors = exported(out, name, root / "base")
-        assert_equals_alone(losses(out, name), factors, expected, name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -128,9 +93,8 @@ def test_losses_and_weights_equal_the_oracle(layout: str, root: Path, tmp_path: 
 
 @pytest.fixture(scope="module", params=OTHER_BASES)
 def other_root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `root`, over another kind of base."""
     kind = request.param
-    refused = {"routed": {"target_modules": _EXPERTS}} if kind == "qwen2_moe" else {}
+    refused = {"routed": {"target_modules": ALL_EXPERTS}} if kind == "qwen2_moe" else {}
     return make(tmp_path_factory.mktemp(kind), OTHER_BASES[kind], refused, model_type=kind)
 
 
@@ -139,7 +103,7 @@ def test_over_other_bases_too(layout: str, other_root: Path, tmp_path: Path) -> 
     train(other_root, tmp_path, LAYOUTS[layout])
     assert_equals_oracle(tmp_path, other_root)
     if other_root.name.startswith("qwen2_moe"):
-        told = json.loads((tmp_path / "summary.json").read_text())["jobs"]["routed"]
+        told = summary_of(tmp_path)["jobs"]["routed"]
         assert told["status"] == "rejected"
         rule = "must not name routed experts over a base with shared experts, where PEFT does"
         assert rule in told["reason"]

@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.helpers.launch import torchrun, wait_until
 from tests.helpers.megatron_lm import COMMON, RUNNER, checkout, convert, model_flags, write_jobs
 from tests.helpers.nodes import Agent, Network, agents, two_nodes
-from tests.helpers.scenario import JOBS, make_scenario
+from tests.helpers.scenario import JOBS, assert_same_bits, make_scenario, records
 from tests.helpers.standing_world import world
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
-from tlora_megatron.training.metrics import read_metrics
 
 NAMES = ("attention", "everything")
 NUM_STEPS = 80
@@ -39,7 +36,6 @@ DRIVERS = ["train", pytest.param("launch", marks=[pytest.mark.megatron_lm, pytes
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    """The nodes."""
     with two_nodes() as network:
         if network.reason is not None:
             warnings.warn(f"both nodes are localhost: {network.reason}", stacklevel=1)
@@ -49,17 +45,12 @@ def network() -> Iterator[Network]:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two uneven jobs, one with dropout."""
-    path = make_scenario(tmp_path_factory.mktemp("nodes"), num_layers=4)
-    document = json.loads(path.read_text())
+    jobs = [job for job in JOBS if job["name"] in NAMES]
     # Room for all batches: a resumed run then packs the same micro-batches.
-    document["run"] |= {"micro_batch_tokens": 2048, "checkpoint_every_steps": CHECKPOINT_EVERY}
-    document["jobs"] = [job for job in document["jobs"] if job["name"] in NAMES]
-    for job in document["jobs"]:
-        job["max_steps"] = NUM_STEPS
-    document["jobs"][-1]["lora"]["dropout"] = 0.1
-    path.write_text(json.dumps(document))
-    assert {job["name"] for job in JOBS} > set(NAMES)
-    return path
+    run = {"micro_batch_tokens": 2048, "checkpoint_every_steps": CHECKPOINT_EVERY}
+    sizes: dict[str, Any] = {"num_layers": 4, "num_steps": NUM_STEPS}
+    root = tmp_path_factory.mktemp("nodes")
+    return make_scenario(root, jobs, dropout={"everything": 0.1}, run=run, **sizes)
 
 
 class Training:
@@ -83,26 +74,18 @@ class Training:
             self.target += tuple(_trainer_words(config, output_dir, tp, pp))
 
     def on_one_node(self, nproc: int) -> None:
-        """Trains with all ranks under one agent."""
         if self.target[0] == "-m":
             world(str(self.target[1]), nproc, *self.target[2:])
         else:  # another Megatron than the one that worlds have imported
             torchrun(RUNNER, nproc, *self.target[1:])
 
     def job(self, name: str) -> Path:
-        """A job's folder."""
         return self.output_dir / "jobs" / name
 
-    def records(self, name: str) -> list[dict[str, Any]]:
-        """A job's metrics without times; empty before the first."""
-        path = self.job(name) / "metrics.jsonl"
-        if not path.exists():
-            return []
-        return [{k: v for k, v in line.items() if k != "time_s"} for line in read_metrics(path)]
-
     def steps(self, name: str) -> list[int]:
-        """The optimizer steps a job has reported, in order."""
-        return [line["step"] for line in self.records(name) if "loss" in line]
+        if not (self.job(name) / "metrics.jsonl").exists():
+            return []
+        return [line["step"] for line in records(self.output_dir, name) if "loss" in line]
 
     def has_saved(self, count: int) -> bool:
         """True once all jobs have stepped behind so many checkpoints; the last is on the disk."""
@@ -114,7 +97,6 @@ class Training:
         )
 
     def saved_steps(self) -> dict[str, int]:
-        """The step of every job's newest checkpoint."""
         found = {name: find_checkpoint(self.job(name) / "checkpoints") for name in NAMES}
         return {name: checkpoint.step for name, checkpoint in found.items() if checkpoint}
 
@@ -136,32 +118,23 @@ def _trainer_words(config: Path, output_dir: Path, tp: int, pp: int) -> list[obj
 
 @pytest.fixture(scope="module", params=DRIVERS)
 def driver(request: pytest.FixtureRequest) -> str:
-    """The program that trains."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def whole(driver: str, config: Path) -> Training:
-    """The run of two data-parallel ranks on one node, never interrupted."""
     training = Training(driver, config, config.parent / f"whole-{driver}")
     training.on_one_node(2)
     return training
 
 
 def assert_same(found: Training, expected: Training) -> None:
-    """Every step once, the same metrics, and the same adapters to the last bit."""
     for name in NAMES:
         assert found.steps(name) == list(range(1, NUM_STEPS + 1)), name
-        assert found.records(name) == expected.records(name), name
-        file = "adapter/adapter_model.safetensors"
-        mine, other = load_file(found.job(name) / file), load_file(expected.job(name) / file)
-        assert mine.keys() == other.keys()
-        for key, tensor in mine.items():
-            assert torch.equal(tensor, other[key]), f"{name}: {key}"
+        assert_same_bits(found.output_dir, expected.output_dir, name)
 
 
 def finish(nodes: tuple[Agent, Agent]) -> None:
-    """Waits for both agents to end well."""
     for node in nodes:
         assert node.wait() == 0, node.output()[-8000:]
 

@@ -8,29 +8,20 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.scenario import JOBS, losses, make_scenario
-from tests.helpers.standing_world import world
+from tests.helpers.scenario import JOBS, losses, make_scenario, summary_of
+from tests.helpers.scenario_worlds import entry, run_cases
 
-WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
 NUM_STEPS = 22
 """Enough to try every number of nano-batches and to keep one."""
 LAYOUT = ["parallel.tp_size=2", "parallel.sequence_parallel=true", "run.micro_batch_tokens=2048"]
 
 
 def train(root: Path, *cases: tuple[Path, str, str]) -> None:
-    """Runs of two processes: configuration, output folder, nano-batches."""
-    document = [
-        {
-            "config": str(config),
-            "output_dir": str(root / out),
-            "set": [*LAYOUT, f"run.{nano}"],
-            "report": True,
-        }
+    entries = [
+        entry(config, root / out, [*LAYOUT, f"run.{nano}"], report=True)
         for config, out, nano in cases
     ]
-    path = root / "cases.json"
-    path.write_text(json.dumps(document))
-    world(WORKER, 2, path)
+    run_cases(2, entries, root / "cases.json")
 
 
 def trace(output_dir: Path) -> list[dict[str, Any]]:
@@ -50,7 +41,7 @@ def test_losses_trace_and_going_on(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS))
     assert {1, 2, 3} <= {line["nano_batches"] for line in lines}
     assert len({line["mix"] for line in lines}) == 1
-    summary = json.loads((output_dir / "summary.json").read_text())
+    summary = summary_of(output_dir)
     told = summary["run"]["nano_batches"]
     assert (told["asked"], told["controller"]) == ("auto", "best")
     assert {"1", "2", "3"} <= told["ran"].keys()

@@ -50,7 +50,6 @@ def client(served: ServedHttp) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Rows of the quickstart as chats, for training and validation."""
     folder = tmp_path_factory.mktemp("chats")
     found = {}
     for part in ("train", "eval"):

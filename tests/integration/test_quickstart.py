@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launch import HANG_S, REPO, environment, python
-from tests.helpers.scenario import JOBS, load_scenario, losses, make_scenario
+from tests.helpers.scenario import JOBS, load_scenario, losses, make_scenario, summary_of
 from tests.helpers.standing_world import forked, world
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.timeline import PHASES, time_line
@@ -49,7 +49,7 @@ def test_two_processes_train_on_it_and_peft_confirms(
     settings = [word for override in overrides for word in ("--set", override)]
     config = repo / "configs/quickstart_experts.yaml"
     world("tlora_megatron.cli", 2, "train", config, "--output-dir", out, *settings)
-    summary = json.loads((out / "summary.json").read_text())["jobs"]
+    summary = summary_of(out)["jobs"]
     assert {name: job["steps"] for name, job in summary.items()} == STEPS
     told = forked(repo / "scripts/verify_adapters.py", out, "--rows", 8, "--device", "cpu")
     assert told.count("yes") == len(STEPS)
@@ -103,7 +103,7 @@ def test_the_phases_of_a_process_add_up_to_what_its_user_waits(tmp_path: Path) -
     begin_s = time.monotonic()
     output = python("-m", "tlora_megatron.cli", "train", config, f"--output-dir={tmp_path / 'out'}")
     waited_s = time.monotonic() - begin_s
-    run = json.loads((tmp_path / "out" / "summary.json").read_text())["run"]
+    run = summary_of(tmp_path / "out")["run"]
     times = run["time_s"]
     assert tuple(times) == PHASES
     assert sum(times.values()) == pytest.approx(run["wall_time_s"], rel=0.02)

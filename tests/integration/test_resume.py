@@ -19,12 +19,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.commands import Tlora
-from tests.helpers.interrupted_worker import Recorder, starts, train_until, wait_for_saves
-from tests.helpers.scenario import JOBS, exported, losses, make_scenario, write_rows
-from tests.helpers.scenario_worlds import run_cases
-from tests.helpers.standing_world import forked, world
+from tests.helpers.scenario import JOBS, losses, make_scenario, records, summary_of, write_rows
+from tests.helpers.scenario_worlds import entry, run_cases
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
+from tests.helpers.train_worker import Recorder, starts, train_until, wait_for_saves
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training import metrics
@@ -32,14 +31,11 @@ from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.metrics import read_metrics
 from tlora_megatron.training.saving.saver import Saver
 
-WORKER = Path(__file__).parents[1] / "helpers" / "interrupted_worker.py"
 NAMES = tuple(job["name"] for job in JOBS)
 NUM_STEPS = 12
 
 SPLIT = "run.micro_batch_tokens=512"
 """Large batches take several rounds: a resumed one is cut elsewhere, so sums round differently."""
-ROOMY = "run.micro_batch_tokens=2048"
-"""Every batch fits into one micro-batch."""
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "TP2": ("parallel.tp_size=2",),
@@ -53,21 +49,15 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The scenario's four jobs, two of them with dropout, and checkpoints every three steps."""
-    path = make_scenario(tmp_path_factory.mktemp("resume"))
-    document = json.loads(path.read_text())
-    document["run"]["checkpoint_every_steps"] = 3
-    for job in document["jobs"]:
-        job["max_steps"] = NUM_STEPS
-        if job["name"] in ("mlp", "everything"):
-            job["lora"]["dropout"] = 0.2
-            job["eval_every_steps"] = 4
-    path.write_text(json.dumps(document))
-    return path
+    dropout = {"mlp": 0.2, "everything": 0.2}
+    jobs = [{**job, "eval_every_steps": 4} if job["name"] in dropout else job for job in JOBS]
+    every = {"checkpoint_every_steps": 3}
+    root = tmp_path_factory.mktemp("resume")
+    return make_scenario(root, jobs, num_steps=NUM_STEPS, dropout=dropout, run=every)
 
 
 @pytest.fixture(scope="module")
 def whole(config: Path) -> Path:
-    """Output of the run without interruption."""
     output_dir = config.parent / "whole"
     train_until(config, output_dir, SPLIT)
     return output_dir
@@ -89,7 +79,6 @@ def half(config: Path) -> Path:
 
 @pytest.fixture
 def copy_of_half(half: Path, tmp_path: Path) -> Path:
-    """The stopped run, to go on with."""
     return Path(shutil.copytree(half, tmp_path / "out"))
 
 
@@ -98,19 +87,11 @@ def checkpoints(output_dir: Path, name: str) -> Path:
 
 
 def saved_steps(output_dir: Path) -> dict[str, int]:
-    """The step of each job's newest checkpoint."""
     found = {name: find_checkpoint(checkpoints(output_dir, name)) for name in NAMES}
     return {name: checkpoint.step for name, checkpoint in found.items() if checkpoint}
 
 
-def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
-    """A job's metrics without times."""
-    lines = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if k != "time_s"} for line in lines]
-
-
 def with_jobs(config: Path, name: str, *jobs: dict[str, Any] | str) -> Path:
-    """Another config over the same base; a text takes that job of the scenario."""
     document = json.loads(config.read_text())
     known = {job["name"]: job for job in document["jobs"]}
     document["jobs"] = [known[job] if isinstance(job, str) else job for job in jobs]
@@ -145,11 +126,11 @@ class TestSignalled:
     ) -> None:
         out = config.parent / f"signalled {nproc}"
         out.mkdir()
-        case = {"config": str(config), "output_dir": str(out / "run"), "set": [SPLIT]}
+        case = entry(config, out / "run", [SPLIT])
         # Only one of the processes gets it.
         lives = [{**case, "signal": (number, rank, 7)} for number in (15, 10)]
-        run_cases(nproc, lives, out / "cases.json", worker=WORKER)
-        summary = json.loads((out / "run" / "summary.json").read_text())
+        run_cases(nproc, lives, out / "cases.json")
+        summary = summary_of(out / "run")
         assert summary["run"]["stopped"] == "SIGUSR1"
         said = f"stopped by SIGUSR1 after round {summary['run']['rounds']}; all 4 jobs are saved"
         assert summary["run"]["stop_sentence"] == f"{said}; the same command continues"
@@ -158,15 +139,15 @@ class TestSignalled:
         assert saved_steps(out / "run") == steps == {
             name: max(line["step"] for line in records(out / "run", name)) for name in NAMES
         }  # fmt: skip
-        run_cases(nproc, [case], out / "cases.json", worker=WORKER)
+        run_cases(nproc, [case], out / "cases.json")
         for name in NAMES:
             assert_same_job(out / "run", whole, name, rel=1e-5)
-        summary = json.loads((out / "run" / "summary.json").read_text())
+        summary = summary_of(out / "run")
         assert summary["run"]["stopped"] is None
 
 
 class TestKilled:
-    """SIGKILL of the process that writes."""
+    """SIGKILL of the process that writes; that bits stay is in test_killed_saves."""
 
     LIVES = (
         ("step", 5),  # before any checkpoint
@@ -179,43 +160,23 @@ class TestKilled:
         ("step", 5),
         ("export", 2),  # an adapter is written and not yet flushed
     )
-    LIVES_ROOMY = (("step", 17), ("flush", 3), ("remove", 2))
 
     @pytest.fixture(scope="class")
     @classmethod
     def killed(cls, config: Path) -> Path:
-        """Folder with the outputs `split` and `roomy`, each killed and restarted to its end."""
-        root = config.parent / "killed"
-        root.mkdir()
-        cases = []
-        for name, tokens, lives in (("split", SPLIT, cls.LIVES), ("roomy", ROOMY, cls.LIVES_ROOMY)):
-            case = {"config": str(config), "output_dir": str(root / name), "set": [tokens]}
-            cases += [{**case, "kill": kill} for kill in (*lives, None)]
-        (root / "cases.json").write_text(json.dumps(cases))
-        forked(WORKER, root / "cases.json")
-        return root
+        """Output of a run that was killed and restarted to its end."""
+        out = config.parent / "killed"
+        cases = [entry(config, out, [SPLIT], kill=kill) for kill in (*cls.LIVES, None)]
+        run_cases(1, cases, config.with_name("killed.json"))
+        return out
 
     def test_losses_are_those_of_the_run_without_kills(self, killed: Path, whole: Path) -> None:
         for name in NAMES:
-            assert_same_job(killed / "split", whole, name, rel=1e-6)
+            assert_same_job(killed, whole, name, rel=1e-6)
 
-    def test_everything_is_bitwise_where_batches_are_not_split(
-        self, killed: Path, config: Path
-    ) -> None:
-        whole = config.parent / "whole roomy"
-        train_until(config, whole, ROOMY)
-        for name in NAMES:
-            assert records(killed / "roomy", name) == records(whole, name)
-            ours, theirs = (exported(out, name, config.parent / "base") for out in
-                            (killed / "roomy", whole))  # fmt: skip
-            assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-
-    @pytest.mark.parametrize(("run", "lives"), [("split", LIVES), ("roomy", LIVES_ROOMY)])
-    def test_each_life_goes_on_where_the_last_one_saved(
-        self, killed: Path, run: str, lives: tuple[Any, ...]
-    ) -> None:
-        told = starts(killed / run)
-        assert len(told) == len(lives) + 1
+    def test_each_life_goes_on_where_the_last_one_saved(self, killed: Path) -> None:
+        told = starts(killed)
+        assert len(told) == len(self.LIVES) + 1
         for name in NAMES:
             begins = [life[name] for life in told]
             assert begins == sorted(begins)
@@ -224,12 +185,12 @@ class TestKilled:
             assert all(step % 3 == 0 for step in begins)
 
     def test_nothing_half_written_is_left(self, killed: Path) -> None:
-        summary = json.loads((killed / "split" / "summary.json").read_text())
+        summary = summary_of(killed)
         assert {job["status"] for job in summary["jobs"].values()} == {"finished"}
         for name in NAMES:
-            folders = sorted(path.name for path in checkpoints(killed / "split", name).iterdir())
+            folders = sorted(path.name for path in checkpoints(killed, name).iterdir())
             assert folders == ["step_00000009", "step_00000012"]
-            files = {path.name for path in (killed / "split" / "jobs" / name).iterdir()}
+            files = {path.name for path in (killed / "jobs" / name).iterdir()}
             assert files == {"adapter", "checkpoints", "metrics.jsonl"}
 
 
@@ -297,20 +258,15 @@ class TestOtherLayouts:
             shutil.copytree(half, root / name)
 
         def case(output: str, layout: str, **more: Any) -> dict[str, Any]:
-            overrides = [SPLIT, *LAYOUTS[layout]]
-            return {
-                "config": str(config), "output_dir": str(root / output), "set": overrides, **more
-            }  # fmt: skip
+            return entry(config, root / output, [SPLIT, *LAYOUTS[layout]], **more)
 
         first = [case(name, name, stop=["everything", 10]) for name in LAYOUTS]
         first.append(case("TP2+SP, PP2", "TP2+SP", stop=["everything", 10]))
         first.append(case("killed", "TP2", kill=["flush", 8]))
-        (root / "first.json").write_text(json.dumps(first))
         with pytest.raises(AssertionError, match="SIGKILL"):
-            world(WORKER, 2, root / "first.json")
+            run_cases(2, first, root / "first.json")
         second = [case("killed", "TP2"), case("TP2+SP, PP2", "PP2")]
-        (root / "second.json").write_text(json.dumps(second))
-        world(WORKER, 2, root / "second.json")
+        run_cases(2, second, root / "second.json")
         return root
 
     @pytest.mark.parametrize("layout", LAYOUTS)
@@ -336,8 +292,6 @@ class TestOtherLayouts:
 
 
 class TestUnreadable:
-    """Checkpoints that a disk has spoilt."""
-
     @pytest.mark.parametrize("file", ["adapter.safetensors", "optimizer.safetensors", "state.json"])
     def test_the_one_before_is_taken(
         self,
@@ -533,11 +487,10 @@ class LimitedDisk(Recorder):
     ) -> None:
         super().__init__(output_dir)
         self._size_bytes, self._begin, self._until = size_bytes, begin, until
-        self.events: list[tuple[str, str]] = []
         self.saved_at_event: dict[str, int] = {}
 
     def emit(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
-        """Sets and lifts the limit; keeps notes, and which checkpoint can be read at their time."""
+        """Sets and lifts the limit; keeps which checkpoint can be read at a note's time."""
         super().emit(kind, job, body)
         if kind == "stepped":
             if (job, body["step"]) == self._begin:
@@ -546,9 +499,11 @@ class LimitedDisk(Recorder):
                 limit_files(None)
         elif kind == "note":
             assert job is not None
-            self.events.append((job, body["message"]))
             newest = find_checkpoint(checkpoints(self._output_dir, job))
             self.saved_at_event[job] = newest.step if newest else 0
+
+    def told(self, name: str) -> list[str]:
+        return [e["event"] for e in self.events if e["name"] == name and "event" in e]
 
 
 def limit_files(size_bytes: int | None) -> None:
@@ -557,8 +512,6 @@ def limit_files(size_bytes: int | None) -> None:
 
 
 class TestFullDisk:
-    """Writes that fail cost those writes."""
-
     @pytest.fixture(autouse=True)
     def unlimited(self) -> Iterator[None]:
         yield
@@ -585,10 +538,9 @@ class TestFullDisk:
     ) -> None:
         # 500 bytes: not even the lines of the metrics fit.
         summary, disk = run(size_bytes=500, begin=("everything", 4), until=("everything", 7))
-        events = [message for name, message in disk.events if name == "everything"]
-        assert len(events) == 1
-        assert events[0].startswith("could not be saved at step 6: ")
-        assert "File too large" in events[0]
+        (event,) = disk.told("everything")
+        assert event.startswith("could not be saved at step 6: ")
+        assert "File too large" in event
         assert disk.saved_at_event["everything"] == 3
         assert {job["status"] for job in summary["jobs"].values()} == {"finished"}
         for name in NAMES:
@@ -605,8 +557,8 @@ class TestFullDisk:
         assert job["reason"].startswith("its adapter could not be written: ")
         assert "File too large" in job["reason"]
         assert job["adapter"] is None
-        assert json.loads((tmp_path / "summary.json").read_text())["jobs"]["everything"] == job
-        assert ("everything", f"failed: {job['reason']}") in disk.events
+        assert summary_of(tmp_path)["jobs"]["everything"] == job
+        assert f"failed: {job['reason']}" in disk.told("everything")
         assert disk.saved_at_event["everything"] == 9
         limit_files(None)
         summary = train_until(config, tmp_path, SPLIT)

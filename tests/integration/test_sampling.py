@@ -13,16 +13,14 @@ import openai
 import pytest
 
 from tests.helpers.http_service import BASE, Api, listening
-from tests.helpers.interrupted_worker import train_until
 from tests.helpers.sampling_api import add_job, open_sampling_api
 from tests.helpers.sampling_case import write_adapters
+from tests.helpers.train_worker import train_until
 
 QUESTION = 'What is "planet" from back to front?'
 
 
 class Served(NamedTuple):
-    """A service with two tenants."""
-
     api: Api
     address: str
     mirror: str

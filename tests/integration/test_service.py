@@ -60,7 +60,6 @@ def run_of(jobs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def listed(tlora: Tlora) -> dict[str, dict[str, Any]]:
-    """All jobs by name, as `tlora jobs --json` lists them."""
     return {job["name"]: job for job in tlora.json("jobs", "--all")["jobs"]}
 
 

@@ -83,7 +83,6 @@ def program(folder: Path, text: str) -> None:
 
 
 def submit(cluster: Slurm, script: Path, settings: dict[str, str], log: Path) -> str:
-    """The number of the job."""
     words = ("sbatch", "--parsable", f"--chdir={REPO}", f"--output={log}", script, "--seed", "3")
     return cluster.call(*words, env=settings).strip()
 

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprec
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first rows of the quickstart's words that are read backwards."""
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     lines = (QUICKSTART / "data" / "mirror_train.jsonl").read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:32]))
@@ -41,7 +40,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHttp]:
-    """A service that offers the quickstart's base in float32, and samples."""
     with (
         pytest.MonkeyPatch.context() as patch,
         serving_quickstart(tmp_path_factory.mktemp("tinker")) as found,

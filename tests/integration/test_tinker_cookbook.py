@@ -35,7 +35,6 @@ pytestmark = pytest.mark.cookbook
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHttp]:
-    """A service that offers the quickstart's base in float32, and samples."""
     with serving_quickstart(tmp_path_factory.mktemp("cookbook")) as found:
         yield found
 
@@ -53,7 +52,6 @@ def run(served: ServedHttp, script: str, *words: object) -> None:
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
-    """The values that the cookbook logged, one a step."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -38,8 +38,6 @@ class Run:
 
 
 class Outcome(NamedTuple):
-    """Exit status and standard output of the script."""
-
     returncode: int
     stdout: str
 
@@ -49,7 +47,6 @@ Verify = Callable[..., Outcome]
 
 @pytest.fixture
 def verify(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verify:
-    """The script on the made-up run, with further arguments."""
     script = Path(__file__).parents[2] / "scripts" / "verify_adapters.py"
     spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec is not None

@@ -22,8 +22,6 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 
 class LetterE(ProblemEnv):
-    """Asks for anything with an e in it."""
-
     def get_question(self) -> str:
         return "Say something:"
 
@@ -38,8 +36,6 @@ class LetterE(ProblemEnv):
 
 
 class Letters(RLDataset):
-    """Groups of attempts at the same question."""
-
     def __init__(self, renderer: renderers.Renderer, steps: int) -> None:
         self.renderer = renderer
         self.steps = steps
@@ -54,8 +50,6 @@ class Letters(RLDataset):
 
 @chz.chz
 class LettersBuilder(RLDatasetBuilder):
-    """Makes the data set."""
-
     steps: int
 
     async def __call__(self) -> tuple[Letters, None]:

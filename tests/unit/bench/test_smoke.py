@@ -92,7 +92,6 @@ wait_for_turn()
 
 
 def script(folder: Path, name: str, more: str, *, ahead: bool = False) -> Part:
-    """A part that is a script of its own."""
     module = folder / f"part_{name}.py"
     module.write_text(WRITES.format(folder=str(folder), name=name, more=more))
     return Part(name=name, words=(module.stem,), starts_ahead=ahead)
@@ -100,7 +99,6 @@ def script(folder: Path, name: str, more: str, *, ahead: bool = False) -> Part:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose modules the parts can run."""
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     return tmp_path

@@ -83,7 +83,6 @@ def test_lengths_from_a_file(name: str, share: float, targets: int, tmp_path: Pa
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """A model's file."""
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(TINY))
     return path

@@ -104,7 +104,6 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def _entries(nav: str | list[Any] | dict[str, Any]) -> Iterator[str]:
-    """The pages of mkdocs.yml's tree of titles."""
     if isinstance(nav, str):
         yield nav
         return

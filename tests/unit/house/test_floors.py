@@ -77,7 +77,6 @@ def below(part: str) -> frozenset[str]:
 
 
 def modules_of(root: Path) -> dict[str, Path]:
-    """Dotted name -> file of every module of the package under `root`."""
     names = {}
     for path in sorted((root / PACKAGE).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -136,7 +135,6 @@ def _targets(
 
 
 def is_within(name: str, folder: str) -> bool:
-    """True if a dotted name is the folder or lies in it."""
     return name == folder or name.startswith(folder + ".")
 
 
@@ -148,7 +146,6 @@ def part_of(name: str) -> str | None:
 
 
 def upward(imports: list[Import]) -> list[str]:
-    """Imports between parts of the package that go up or sideways."""
     wrong = []
     for entry in imports:
         source = part_of(entry.source)
@@ -161,7 +158,6 @@ def upward(imports: list[Import]) -> list[str]:
 
 
 def misplaced(imports: list[Import]) -> list[str]:
-    """Imports of a module that only one folder may import, made elsewhere."""
     return [
         str(entry)
         for entry in imports

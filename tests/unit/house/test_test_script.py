@@ -27,7 +27,6 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path: Path, repo: Path) -> Path:
-    """The script alone, and what it calls."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(repo / "scripts/test.sh", tmp_path / "scripts")
     for path, text in (
