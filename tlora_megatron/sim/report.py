@@ -207,7 +207,7 @@ def summary_rows(
         "cluster": study.cluster.name,
         "profile": study.profile.name,
         "mix": study.mix.name,
-        "jobs": len(study.workload.jobs),
+        "jobs": len(study.jobs),
         "load": round(study.load, 4),
         "offered_load": round(study.offered_load, 4),
         "seed": study.options.seed,
@@ -273,7 +273,7 @@ def _page(study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None
     colors = {run.policy: css_color(place) for place, run in enumerate(runs)}
     return document(
         f"{study.trace.name} on {study.cluster.name}",
-        f"{len(study.workload.jobs):,} jobs; policies are compared with {runs[0].policy}",
+        f"{len(study.jobs):,} jobs; policies are compared with {runs[0].policy}",
         f"{facts(_facts(study))}<h2>Policies</h2>{_table(runs, yardsticks)}"
         f"<h2>Pictures</h2>{legend(colors)}{panels(pictures, columns=2, least_px=480)}"
         f"<h2>What the GPUs do</h2>{panels(lines, columns=1, least_px=480)}",
@@ -286,7 +286,7 @@ def _facts(study: Study) -> dict[str, str]:
     return {
         "offered load": f"{study.offered_load:.2f}",
         "attributes": study.mix.name,
-        "bound on slowdown": f"{study.workload.jobs[0].max_slowdown:g}",
+        "bound on slowdown": f"{study.jobs[0].max_slowdown:g}",
         "GPU profile": f"{study.profile.name} ({study.profile.source})",
         "seed": str(options.seed),
         **({"left out": left_out} if left_out else {}),
