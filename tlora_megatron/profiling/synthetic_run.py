@@ -6,7 +6,7 @@ import gc
 import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -197,24 +197,14 @@ class _Times(NamedTuple):
     """Time of a round of all jobs outside forward and backward."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerMeasurement:
-    """Times of layers and rounds of the super-model."""
-
-    layer_s: float
-    """Forward and backward of one layer with adapters at `layer_tokens`."""
-    stream_bytes_per_s: float
-    host: HostCost
-
-
 def measure_layers(
     timer: DeviceTimer,
     profile: HardwareProfile,
     sizes: ProfileSizes,
     dtype: torch.dtype,
     world_size: int,
-) -> LayerMeasurement:
-    """Measures host cost, and the rate of elementwise passes from the rest of a layer's time."""
+) -> HardwareProfile:
+    """Adds host cost, and the rate of elementwise passes from the rest of a layer's time."""
     few, many = (_measure(timer, sizes, n, dtype, world_size) for n in (_FEW, _MANY))
     layer_s = (many.full_s - few.full_s) / (_MANY - _FEW)
     job_step_s = max(0.0, (few.all_overhead_s - few.one_overhead_s) / (_JOBS - 1))
@@ -224,7 +214,7 @@ def measure_layers(
         job_step_s=job_step_s,
     )
     stream = _stream_bytes_per_s(profile, sizes, layer_s)
-    return LayerMeasurement(layer_s=layer_s, stream_bytes_per_s=stream, host=host)
+    return replace(profile, stream_bytes_per_s=stream, host=host)
 
 
 def measure_stretch(

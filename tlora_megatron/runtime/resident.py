@@ -18,8 +18,6 @@ from tlora_megatron.config.job import EXPERT_TARGETS, FUSED_EXPERT_TARGETS, Lora
 from tlora_megatron.config.load import fit_job
 from tlora_megatron.config.parallel_rules import (
     check_job_over_experts,
-    check_run_over_experts,
-    check_run_without_experts,
     exact_shardings,
 )
 from tlora_megatron.config.schema import RunConfig
@@ -27,20 +25,10 @@ from tlora_megatron.config.sections import read_job
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.slab import StatePlacement
-from tlora_megatron.model.gpt_oss import refuse_gpt_oss
-from tlora_megatron.model.quantisation import base_quantisation
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.runtime.backbone import (
-    Rendezvous,
-    base_name,
-    model_config,
-    model_dir,
-    open_backbone,
-    ready_process,
-)
-from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica
+from tlora_megatron.runtime.backbone import Rendezvous, know_base, open_backbone
 from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
 from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.data.tokenize import load_tokenizer
@@ -108,7 +96,13 @@ def open_resident(
     watch = RunWatch.open(None, config.run.hang_timeout_s)
     read_order = read_order or _order_reader(opened)
     loop = _make_loop(opened, shape, events, watch, may_write)
-    commands = _make_commands(opened, loop, read_order, clients)
+    bank = loop.super_model.bank
+    check = partial(_check, opened, bank.shape)
+    stager = Stager(bank, opened.spec, read_order, check, loop.files.open_metrics)
+    group = None
+    if dist.get_world_size() > 1:
+        group = dist.new_group(backend="gloo", timeout=_AGREE_TIMEOUT)
+    commands = JobCommands(loop, stager, group, clients=clients)
     try:
         yield commands
     finally:
@@ -130,27 +124,24 @@ class _Opened(NamedTuple):
 
 def _open_base(config: RunConfig, rendezvous: Rendezvous | None) -> _Opened:
     timeline.begin_run()
-    spec = read_model_spec(model_config(config))
-    refuse_gpt_oss(spec.model_type, "the base of a service")
-    if spec.experts is None:
-        check_run_without_experts(config.parallel)
-    else:
-        check_run_over_experts(config)
-    if rendezvous is None:
-        own = own_replica(config)
-    else:
-        own = own_replica(config, rank=rendezvous.rank, world_size=rendezvous.world_size)
-    quantisation = base_quantisation(config.base_model, spec)
-    check_replicas_fit(spec, quantisation, own)
-    ready_process(config, own.layout)
-    base = open_backbone(config, spec, own, quantisation, rendezvous=rendezvous)
+    rank, world_size = (None, None) if rendezvous is None else rendezvous[1:]
+    known = know_base(
+        config, rank=rank, world_size=world_size, refuses_gpt_oss="the base of a service"
+    )
+    base = open_backbone(config, known, rendezvous=rendezvous)
+    parallel = config.parallel
+    if parallel.lora_sharding == "auto":
+        # One that keeps co-trained jobs' bits.
+        parallel = replace(
+            parallel, lora_sharding=exact_shardings(parallel.any_sequence_parallel)[0]
+        )
     groups, linears = resolve_lora_sharding(
-        _with_exact_sharding(config), spec, base.groups, base.linears, ()
+        replace(config, parallel=parallel), known.spec, base.groups, base.linears, ()
     )
     if config.run.deterministic:
         check_deterministic(groups.device, DTYPES[config.base_model.dtype], linears)
-    card = quantisation_card(config.base_model, spec, quantisation)
-    return _Opened(config, spec, card, groups, linears, base.engine)
+    card = quantisation_card(config.base_model, known.spec, known.quantisation)
+    return _Opened(config, known.spec, card, groups, linears, base.engine)
 
 
 def _make_loop(
@@ -165,7 +156,7 @@ def _make_loop(
     allow_open_files(_MANY_JOBS)
     files = JobFiles(
         run,
-        base_model=base_name(opened.config),
+        base_model=opened.config.base_model.name,
         quantisation=opened.card,
         has_metrics=opened.groups.is_writer,
         may_write=may_write,
@@ -185,27 +176,6 @@ def _make_loop(
     usual = LoraSpec(rank=_USUAL_RANK, target_modules=_off_experts(shape.targets))
     loop.saver.expect(*[usual] * _SAVED_AT_ONCE)
     return loop
-
-
-def _make_commands(
-    opened: _Opened, loop: Loop, read_order: ReadOrder, clients: Clients | None
-) -> JobCommands:
-    bank = loop.super_model.bank
-    check = partial(_check, opened, bank.shape)
-    stager = Stager(bank, opened.spec, read_order, check, loop.files.open_metrics)
-    group = None
-    if dist.get_world_size() > 1:
-        group = dist.new_group(backend="gloo", timeout=_AGREE_TIMEOUT)
-    return JobCommands(loop, stager, group, clients=clients)
-
-
-def _with_exact_sharding(config: RunConfig) -> RunConfig:
-    """Chooses, where the sharding is left open, one that keeps co-trained jobs' bits."""
-    parallel = config.parallel
-    if parallel.lora_sharding != "auto":
-        return config
-    sharding = exact_shardings(parallel.any_sequence_parallel)[0]
-    return replace(config, parallel=replace(parallel, lora_sharding=sharding))
 
 
 def _kept_ranks(opened: _Opened, targets: frozenset[str]) -> int:
@@ -245,7 +215,7 @@ def _order_reader(opened: _Opened) -> ReadOrder:
     """Reads the files that an order's document names."""
     config = opened.config
     # Here: threads that import at once can meet half a module.
-    tokenizer = load_tokenizer(model_dir(config))
+    tokenizer = load_tokenizer(config.base_model.folder)
 
     def read(order: Order) -> PreparedJob:
         document = {**order["document"], "name": order["job"]}
@@ -255,7 +225,7 @@ def _order_reader(opened: _Opened) -> ReadOrder:
             opened.spec,
             job,
             tokenizer,
-            base_model=base_name(config),
+            base_model=config.base_model.name,
             quantisation=opened.card,
             resuming=True,
         )

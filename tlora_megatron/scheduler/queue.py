@@ -140,7 +140,6 @@ class Group:
 
     @property
     def base(self) -> str:
-        """Base model of all members."""
         return self.members[0].job.base
 
     @property
@@ -150,7 +149,6 @@ class Group:
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed of all members together."""
         return sum([member.tokens_per_s for member in self.members])
 
     def tokens_left(self, member: Member, now_s: float) -> float:
@@ -202,7 +200,6 @@ class WaitingQueue:
         return self._entries[index]
 
     def copy(self) -> WaitingQueue:
-        """An independent copy."""
         queue = WaitingQueue()
         queue._entries = dict(self._entries)
         queue._orders = {name: list(order) for name, order in self._orders.items()}
@@ -210,7 +207,6 @@ class WaitingQueue:
         return queue
 
     def add(self, waiting: Waiting) -> None:
-        """Adds a job."""
         index = waiting.job.index
         assert index not in self._entries, f"job {index} must not wait twice"
         self._entries[index] = waiting
@@ -220,7 +216,6 @@ class WaitingQueue:
             insort(self._orders[name], key(waiting))
 
     def remove(self, index: int) -> Waiting:
-        """Removes a job and returns it."""
         waiting = self._entries.pop(index)
         self._paused.discard(index)
         for name, key in _KEYS.items():

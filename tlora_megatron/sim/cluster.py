@@ -135,8 +135,6 @@ class RegroupSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuotaSpec:
-    """The quota of a tenant."""
-
     tenant: str = rule("name of the tenant in the trace", nonempty=True)
     gpus: int = rule("most GPUs that its running jobs may ask for together", ge=1)
 
@@ -165,7 +163,6 @@ class ClusterSpec:
 
     @property
     def shape(self) -> ClusterShape:
-        """The shape of the cluster for the scheduler."""
         return ClusterShape(
             num_nodes=self.nodes,
             gpus_per_node=self.gpus_per_node,

@@ -120,10 +120,7 @@ class Study:
         return self.offered_load if asked is None else asked
 
     def yardsticks(self) -> Yardsticks | None:
-        """Bounds that no policy beats, and an estimate of what is within reach;
-
-        None with faults.
-        """
+        """A bound, and an estimate of what is within reach; None with faults."""
         if self.options.faults != FaultRates():
             return None
         num_gpus = self.cluster.shape.num_gpus

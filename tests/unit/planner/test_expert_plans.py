@@ -9,14 +9,21 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.planner_case import EXPERTS, HARDWARE, SPEC, job, on_attention, published
+from tests.helpers.planner_case import (
+    EXPERTS,
+    HARDWARE,
+    SPEC,
+    job,
+    memory_use,
+    on_attention,
+    published,
+    step_cost,
+)
 from tlora_megatron.config.job import EXPERT_TARGETS, HF_TARGETS, SHARED_EXPERT_TARGETS
 from tlora_megatron.config.parallel_rules import check_expert_sizes
 from tlora_megatron.config.schema import ParallelSpec
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.planner.candidate import Plan, job_misfit, misfit, runners
-from tlora_megatron.planner.cost.cost_model import step_cost
-from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.deploy import deploy
 from tlora_megatron.planner.deploy_sampled import saved_by_rows
 from tlora_megatron.planner.group import GroupModel

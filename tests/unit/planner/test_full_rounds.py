@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from scripts.bench.planner.cases import ATTENTION, RANKS
 from tests.helpers.pipeline_schedule import makespan
-from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tests.helpers.planner_case import HARDWARE, SPEC, job, step_cost
 from tests.unit.planner.test_workload import sequence_of
 from tlora_megatron.config.job import MEGATRON_TARGETS
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.candidate import Plan, misfit
-from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
+from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryModel
-from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.step_terms import StepCost, full_capacity
 from tlora_megatron.planner.fit import budgets
 from tlora_megatron.planner.hardware import load_profile
@@ -232,7 +231,7 @@ def test_the_first_choice_for_70b_on_8_h200_is_the_best_as_megatron_lm_runs_it(r
     jobs = [JobLoad(name=f"job{i}", rank=16, batch_size=8, lengths=MIXED) for i in range(4)]
     best, *others = search(spec, jobs, h200, 8, MEGATRON).plans
     assert all(p.cost.tokens_per_s < 1.03 * best.cost.tokens_per_s for p in others)
-    model = CostModel(spec, jobs, Rates(h200))
+    model = CostModel(spec, jobs, h200)
     cut = Plan(pp_size=2, vpp_size=20, cp_size=2, dp_size=2, micro_batch_tokens=4096)
     loads = model.round_load(cut)
     written = replace(cut, num_micro_batches=2 * math.ceil(loads.micro_batches / 2))
@@ -265,7 +264,7 @@ def test_measured_iterations_of_megatron_lm_take_what_is_predicted(
         )
         for i, rank in enumerate(RANKS)
     ]
-    model = CostModel(read_model_spec(repo / "configs/models/llama-3.1-8b.json"), jobs, Rates(h200))
+    model = CostModel(read_model_spec(repo / "configs/models/llama-3.1-8b.json"), jobs, h200)
     with (repo / "scripts/bench/results/flag_speed.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["mode"] == "flag"]
     rows = [row for row in rows if (row["impl"], row["precision"]) == ("local", "bf16")]

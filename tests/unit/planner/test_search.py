@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.planner_case import HARDWARE, LARGE, SPEC, job
+from tests.helpers.planner_case import HARDWARE, LARGE, SPEC, job, memory_use, step_cost
 from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
@@ -19,9 +19,8 @@ from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.advice import advise
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.choices import handicap
-from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
-from tlora_megatron.planner.cost.memory import MemoryModel, memory_use
-from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.cost_model import CostModel
+from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, Link, load_profile
 from tlora_megatron.planner.layouts import SearchSpace
@@ -373,7 +372,7 @@ def test_deeper_rounds_are_proposed_where_replicas_wait(repo: Path) -> None:
     assert first.plan.round_depth > 1
     assert first.plan.runs_in == ("train",)
     assert "rounds of" in first.plan.label
-    shallow = CostModel(spec, mix, Rates(hardware)).step_cost(replace(first.plan, round_depth=1))
+    shallow = CostModel(spec, mix, hardware).step_cost(replace(first.plan, round_depth=1))
     assert first.cost.busy_share > 0.95 > shallow.busy_share
     assert first.cost.tokens_per_s > 1.05 * shallow.tokens_per_s
     assert first.cost.replica_wait_s < shallow.replica_wait_s

@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from tests.helpers.planner_case import FREE_LORA, HARDWARE, SPEC, job
+from tests.helpers.planner_case import FREE_LORA, HARDWARE, SPEC, job, step_cost
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.cost_model import OPTIMIZER_BYTES, CostModel, step_cost
+from tlora_megatron.planner.cost.cost_model import OPTIMIZER_BYTES, CostModel
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.step_terms import TERMS, StepCost
 from tlora_megatron.planner.hardware import (
@@ -252,7 +252,7 @@ def test_replicas_sum_gradients_over_the_link_between_them() -> None:
 def test_sharded_states_gather_compute_copies_and_update_less_on_each_replica() -> None:
     hardware = replace(HARDWARE, copy_bytes_per_s=1e9)
     plan, elements = Plan(dp_size=2, micro_batch_tokens=128), LAYERS * 16 * 200
-    model = CostModel(SPEC, [job(batch_size=2)], Rates(hardware))
+    model = CostModel(SPEC, [job(batch_size=2)], hardware)
     whole, sharded = (
         model.step_cost(replace(plan, shard_optimizer=shards)) for shards in (False, True)
     )
@@ -269,7 +269,7 @@ def test_a_job_that_steps_every_third_round_pays_a_third() -> None:
     slow = RoundLoad(
         micro_batches=1, rows=128, job_tokens=(128,), job_sequences=(1,), steps=(1 / 3,)
     )
-    found = CostModel(SPEC, [job()], Rates(hardware)).step_cost(Plan(micro_batch_tokens=128), slow)
+    found = CostModel(SPEC, [job()], hardware).step_cost(Plan(micro_batch_tokens=128), slow)
     elements = LAYERS * 16 * 200
     assert found.optimizer_s == pytest.approx((elements * OPTIMIZER_BYTES / 1e9 + 3) / 3)
     assert found.round_s == 0.5
@@ -288,7 +288,7 @@ def test_a_gpu_waits_in_small_rounds_even_where_it_does_not_in_the_mean_one() ->
     plan = Plan(micro_batch_tokens=128)
     device_s = cost().step_time_s
     host = HostCost(layer_s=device_s / LAYERS, round_s=0, job_step_s=0)
-    model = CostModel(SPEC, [job()], Rates(replace(HARDWARE, host=host)))
+    model = CostModel(SPEC, [job()], replace(HARDWARE, host=host))
     load = model.round_load(plan)
     assert load.sizes == ((1.0, 1.0),)
     assert model.step_cost(plan, load).host_s == pytest.approx(0, abs=1e-12)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tests.helpers.planner_case import HARDWARE, SPEC, job, memory_use
 from tlora_megatron.config.job import (
     EXPERT_TARGETS,
     FUSED_EXPERT_TARGETS,
@@ -35,7 +35,7 @@ from tlora_megatron.parallel import collectives
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.expert_adapters import expert_elements, kept_inputs, routed_bytes
 from tlora_megatron.planner.cost.experts import expert_split, shared_bytes
-from tlora_megatron.planner.cost.memory import COMMUNICATOR_BYTES, memory_use
+from tlora_megatron.planner.cost.memory import COMMUNICATOR_BYTES
 from tlora_megatron.planner.cost.saved_activations import kept_bytes, saved_inputs, workspace_bytes
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
