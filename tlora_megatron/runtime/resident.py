@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from tlora_megatron.config.parallel_rules import (
     exact_shardings,
 )
 from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.config.sections import read_job
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.slab import StatePlacement
@@ -31,7 +29,6 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.runtime.backbone import Rendezvous, know_base, open_backbone
 from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
 from tlora_megatron.training.commands import JobCommands
-from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.driven_requests import Clients
 from tlora_megatron.training.formats.quantised import QuantisationCard, quantisation_card
 from tlora_megatron.training.job_files import JobFiles
@@ -40,9 +37,9 @@ from tlora_megatron.training.metrics import EventSink
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob
-from tlora_megatron.training.resident.staging import Order, ReadOrder, Stager
+from tlora_megatron.training.resident.staging import ReadOrder, Stager
 from tlora_megatron.training.run.determinism import check_deterministic
-from tlora_megatron.training.run.job_admission import check_fits_linears, prepare_for
+from tlora_megatron.training.run.job_admission import check_fits_linears
 from tlora_megatron.training.run.nano_setup import start_nano_batches
 from tlora_megatron.training.run.training_run import DTYPES, Linears, allow_open_files
 from tlora_megatron.training.run_watch import RunWatch
@@ -66,35 +63,26 @@ def open_resident(
     config: RunConfig,
     *,
     events: EventSink,
+    read_order: ReadOrder,
     rendezvous: Rendezvous | None = None,
-    read_order: ReadOrder | None = None,
     may_write: Callable[[str], bool] = lambda _: True,
     clients: Clients | None = None,
-    targets: Sequence[str] | None = None,
-    allows_blocks: bool = False,
 ) -> Iterator[JobCommands]:
     """Loads the base on this process and opens it for jobs; every process of the world calls it.
 
     Args:
         config: from `config.load.read_gang_config`; it has no jobs.
+        read_order: reads all that a job starts from, on every rank, on a thread.
         rendezvous: where the world meets; None = as torchrun's environment says.
-        read_order: reads all that a job starts from, on every rank, on a thread; None = tokenizes
-            its files, and goes on from the newest checkpoint in its folder.
         may_write: asked by a job's name, on the first rank and on several of its threads, right
             before anything in the job's folder changes.
         clients: who keeps the requests of driven jobs; None = there are no such jobs.
-        targets: that jobs may adapt; None = all that PEFT can name.
-        allows_blocks: jobs may have block-diagonal adapters.
     """
     opened = _open_base(config, rendezvous)
-    held = frozenset(opened.spec.peft_targets if targets is None else targets)
-    shape = BankShape(
-        targets=held,
-        block_targets=held if allows_blocks else frozenset(),
-        kept_ranks=_kept_ranks(opened, held),
-    )
+    held = frozenset(opened.spec.peft_targets)
+    kept = _kept_ranks(opened, held)
+    shape = BankShape(targets=held, block_targets=frozenset(), kept_ranks=kept)
     watch = RunWatch.open(None, config.run.hang_timeout_s)
-    read_order = read_order or _order_reader(opened)
     loop = _make_loop(opened, shape, events, watch, may_write)
     bank = loop.super_model.bank
     check = partial(_check, opened, bank.shape)
@@ -209,28 +197,6 @@ def _make_super_model(opened: _Opened, shape: BankShape) -> SuperModel:
         round_shape=RoundShape(exactness=exactness_of(config.run.deterministic)),
         cut_for=partial(rank_aware_cut, opened.spec),
     )
-
-
-def _order_reader(opened: _Opened) -> ReadOrder:
-    """Reads the files that an order's document names."""
-    config = opened.config
-    # Here: threads that import at once can meet half a module.
-    tokenizer = load_tokenizer(config.base_model.folder)
-
-    def read(order: Order) -> PreparedJob:
-        document = {**order["document"], "name": order["job"]}
-        job = fit_job(read_job(document, Path.cwd(), path=f"job {order['job']}"), config)
-        return prepare_for(
-            config,
-            opened.spec,
-            job,
-            tokenizer,
-            base_model=config.base_model.name,
-            quantisation=opened.card,
-            resuming=True,
-        )
-
-    return read
 
 
 def _check(opened: _Opened, shape: BankShape, prepared: PreparedJob) -> None:

@@ -20,7 +20,6 @@ from tlora_megatron.sim.simulator import Simulator
 from tlora_megatron.sim.trace import Trace, TraceShape, shaped
 from tlora_megatron.sim.workload import (
     JobMix,
-    Patience,
     flops_per_token,
     make_jobs,
     weights_bytes,
@@ -35,14 +34,11 @@ class Options:
     seed: int = 0
     max_slowdown: float | None = None
     """Bound on every job's slowdown; None: the mix's bound."""
-    patience: Patience = field(default_factory=Patience)
     faults: FaultRates = field(default_factory=FaultRates)
     use_residual: bool = True
     keep_bounds: bool = True
     free_moves: bool = False
     """If True, changes of groups cost no time."""
-    lookahead: int = Rules().lookahead
-    max_group_size: int = Rules().max_group_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +95,6 @@ class Study:
             self.speeds,
             options.seed,
             options.max_slowdown,
-            options.patience,
         )
         self._faults = draw_faults(options.faults, self.jobs, shape.num_nodes, options.seed)
         self._flops = {name: flops_per_token(spec) for name, spec in specs.items()}
@@ -135,8 +130,6 @@ class Study:
         """Replays the trace under a policy; raises `ValueError` or `InvariantError`."""
         options = self.options
         rules = Rules(
-            lookahead=options.lookahead,
-            max_group_size=options.max_group_size,
             keep_bounds=options.keep_bounds,
             use_residual=options.use_residual,
             cost=self._cost,

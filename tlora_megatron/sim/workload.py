@@ -159,13 +159,6 @@ class Patience:
     base_s: float = 86400.0
     factor: float = 10.0
 
-    def due_s(self, row: TraceRow) -> float:
-        """The time from which the job of a trace row is overdue."""
-        return row.submit_s + self.base_s + self.factor * row.duration_s
-
-
-_PATIENCE = Patience()
-
 
 def make_jobs(
     trace: Trace,
@@ -174,7 +167,6 @@ def make_jobs(
     speeds: Speeds,
     seed: int,
     max_slowdown: float | None = None,
-    patience: Patience = _PATIENCE,
 ) -> list[Job]:
     """Jobs whose work is what each would train alone in the time that the trace recorded.
 
@@ -186,6 +178,7 @@ def make_jobs(
     """
     draw = MixDraw(mix, seed)
     bound = mix.max_slowdown if max_slowdown is None else max_slowdown
+    patience = Patience()
     jobs = []
     for index, row in enumerate(trace.rows):
         base, load = draw.next(row.num_gpus)
@@ -203,7 +196,7 @@ def make_jobs(
                 max_slowdown=bound,
                 priority=row.priority,
                 tenant=row.tenant,
-                due_s=patience.due_s(row),
+                due_s=row.submit_s + patience.base_s + patience.factor * row.duration_s,
                 state_bytes=state_bytes(specs[base], load),
             )
         )
