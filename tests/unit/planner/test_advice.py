@@ -63,16 +63,6 @@ def test_states_that_replicas_divide() -> None:
     assert not any("shard" in text for text in alone)
 
 
-def test_the_sharded_optimizer_where_replicas_can_share_states() -> None:
-    heavy = [job(rank=1024, batch_size=2)]
-    layout = {"dp_size": 2, "micro_batch_tokens": 1024, "recompute": "full"}
-    plan = Plan(**layout, shard_optimizer=True)  # type: ignore[arg-type]
-    small = replace(HARDWARE, memory_bytes=memory_use(LARGE, heavy, plan, HARDWARE).total_bytes)
-    fixed = SearchSpace(tp_size=1, pp_size=1, cp_size=1)
-    texts = check(advise(LARGE, heavy, small, 2, fixed))
-    assert any(text.startswith("set parallel.shard_optimizer: true: TP1 PP1 DP2") for text in texts)
-
-
 def test_two_changes_where_one_is_not_enough() -> None:
     lengths = LengthHistogram.single(4096)
     heavy = [job(f"job{i}", rank=1024, batch_size=1, lengths=lengths) for i in range(3)]

@@ -109,21 +109,24 @@ def test_attention_is_quadratic_in_each_jobs_own_lengths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("coefficient", "count"),
+    ("coefficient", "count", "rank"),
     [
-        ("forward_fixed_s", 1),
-        ("forward_input_s", ROWS * 100),
-        ("forward_rank_s", ROWS * 100 * 16),
-        ("forward_factor_s", 16 * (100 + 100)),
-        ("backward_fixed_s", 1),
-        ("backward_stream_s", ROWS * (2 * 140 + 100)),
-        ("backward_rank_s", ROWS * 100 * 16),
-        ("backward_factor_s", 16 * (100 + 100)),
+        ("forward_fixed_s", 1, 16),
+        ("forward_input_s", ROWS * 100, 16),
+        ("forward_rank_s", ROWS * 100 * 16, 16),
+        ("forward_rank_s", ROWS * 100 * 16, 4),  # ranks count in 16s
+        ("forward_factor_s", 16 * (100 + 100), 16),
+        ("backward_fixed_s", 1, 16),
+        ("backward_stream_s", ROWS * (2 * 140 + 100), 16),
+        ("backward_rank_s", ROWS * 100 * 16, 16),
+        ("backward_factor_s", 16 * (100 + 100), 16),
+        ("backward_factor_s", 4 * (100 + 100), 4),  # gradients as they are
     ],
 )
-def test_adapters_cost_what_their_counts_say(coefficient: str, count: int) -> None:
+def test_adapters_cost_what_their_counts_say(coefficient: str, count: int, rank: int) -> None:
     hardware = replace(HARDWARE, lora=replace(FREE_LORA, **{coefficient: 1e-9}))
-    assert cost(hardware=hardware).lora_s == pytest.approx(LAYERS * count * 1e-9)
+    found = cost(None, hardware, job(rank=rank)).lora_s
+    assert found == pytest.approx(LAYERS * count * 1e-9)
 
 
 def test_dropout_costs_rows_of_jobs_that_have_it() -> None:
@@ -132,13 +135,6 @@ def test_dropout_costs_rows_of_jobs_that_have_it() -> None:
     plan = Plan(micro_batch_tokens=256)
     found = cost(plan, hardware, job("a", dropout=0.1), job("b")).lora_s
     assert found == pytest.approx(LAYERS * 0.5 * 256 * 100 * 3e-9)
-
-
-def test_ranks_count_in_sixteens_and_gradients_as_they_are() -> None:
-    for name, count in (("forward_rank_s", ROWS * 100 * 16), ("backward_factor_s", 4 * 200)):
-        hardware = replace(HARDWARE, lora=replace(FREE_LORA, **{name: 1e-9}))
-        found = cost(None, hardware, job(rank=4)).lora_s
-        assert found == pytest.approx(LAYERS * count * 1e-9), name
 
 
 def test_tensor_parallelism_halves_compute_and_reduces_four_times_a_layer() -> None:
@@ -229,15 +225,6 @@ def test_other_jobs_micro_batches_make_the_bubble_a_smaller_share() -> None:
     many = cost(plan, HARDWARE, *(job(n, batch_size=4) for n in "abcd"))
     assert one.bubble_s == pytest.approx(many.bubble_s)
     assert many.bubble_s / many.step_time_s < 0.5 * one.bubble_s / one.step_time_s
-
-
-def test_virtual_stages_divide_the_bubble_and_multiply_the_hops() -> None:
-    jobs = [job(batch_size=8)]
-    plain = step_cost(SPEC, jobs, Plan(pp_size=2, micro_batch_tokens=128), HARDWARE)
-    virtual = step_cost(SPEC, jobs, Plan(pp_size=2, vpp_size=2, micro_batch_tokens=128), HARDWARE)
-    assert virtual.pp_comm_s == pytest.approx(2 * plain.pp_comm_s)
-    more = virtual.pp_comm_s / 16  # of one more hop each way in a stage's time
-    assert virtual.bubble_s == pytest.approx((plain.bubble_s + more) / 2)
 
 
 def test_replicas_sum_gradients_over_the_link_between_them() -> None:
