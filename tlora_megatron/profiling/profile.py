@@ -265,7 +265,8 @@ class _Measurement:
         link = fit_link(points) if points else Link(bytes_per_s=copy / 2, latency_s=1e-5)
         if not points:
             self.notes.append("one process: the link is a guess")
-        memory = torch.cuda.mem_get_info(self.device)[1] if on_gpu else _host_memory_bytes()
+        on_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = torch.cuda.mem_get_info(self.device)[1] if on_gpu else on_host
         return HardwareProfile(
             name=self.request.name,
             gpu=torch.cuda.get_device_name(self.device) if on_gpu else platform.machine(),
@@ -297,10 +298,6 @@ class _Measurement:
     def _release(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _versions() -> str:

@@ -34,7 +34,6 @@ from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.nano.rounds import rank_aware_cut
-from tlora_megatron.training.round_timing import RoundTiming
 from tlora_megatron.training.super_model import SuperModel
 
 _BATCHES = 8
@@ -87,14 +86,9 @@ class SyntheticRun:
         loads: Sequence[JobLoad],
         micro_batch_tokens: int,
         *,
-        timing: RoundTiming | None = None,
         shard_optimizer: bool = False,
     ) -> SuperModel:
-        """Puts new jobs on the base model in place of the earlier ones; no jobs: only the base.
-
-        Args:
-            timing: shares rounds out by predicted time; None = balances tokens.
-        """
+        """Puts new jobs on the base model in place of the earlier ones; no jobs: only the base."""
         specs = [_job_spec(load, index) for index, load in enumerate(loads)]
         loras = [spec.lora for spec in specs]
         groups = self.groups
@@ -111,7 +105,6 @@ class SyntheticRun:
             jobs,
             micro_batch_tokens=micro_batch_tokens,
             cut_for=partial(rank_aware_cut, self.spec),
-            timing=timing,
         )
 
     def _job(self, bank: AdapterBank, spec: JobSpec, load: JobLoad) -> JobState:

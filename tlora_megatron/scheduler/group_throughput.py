@@ -14,23 +14,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
 
+from tlora_megatron.planner.group import GroupEstimate
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-
-
-class GroupEstimate(Protocol):
-    """The model's estimate for one group of jobs on some GPUs."""
-
-    @property
-    def tokens_per_s(self) -> Sequence[float]:
-        """Speed of each job, in the order in which the jobs were given."""
-
-    @property
-    def memory_bytes(self) -> float:
-        """Peak memory on the fullest GPU."""
-
-    @property
-    def fits(self) -> bool:
-        """True if the peak is within the GPU's memory."""
 
 
 class GroupThroughput(Protocol):

@@ -152,12 +152,8 @@ _STATE_BYTES = 2 + 4 * 4
 """Bytes per adapter parameter: bf16 copy, fp32 master, gradient and two moments."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Patience:
-    """Waiting time after which a job is overdue: `base_s + factor * time alone`."""
-
-    base_s: float = 86400.0
-    factor: float = 10.0
+PATIENCE_S, PATIENCE_FACTOR = 86400.0, 10.0
+"""A job is overdue once it has waited for the first and so many times its time alone."""
 
 
 def make_jobs(
@@ -178,7 +174,6 @@ def make_jobs(
     """
     draw = MixDraw(mix, seed)
     bound = mix.max_slowdown if max_slowdown is None else max_slowdown
-    patience = Patience()
     jobs = []
     for index, row in enumerate(trace.rows):
         base, load = draw.next(row.num_gpus)
@@ -196,7 +191,7 @@ def make_jobs(
                 max_slowdown=bound,
                 priority=row.priority,
                 tenant=row.tenant,
-                due_s=row.submit_s + patience.base_s + patience.factor * row.duration_s,
+                due_s=row.submit_s + PATIENCE_S + PATIENCE_FACTOR * row.duration_s,
                 state_bytes=state_bytes(specs[base], load),
             )
         )
