@@ -112,11 +112,8 @@ def crowd(study: Study, rules: Rules) -> tuple[WaitingQueue, ClusterState]:
     """The queue, and the cluster on which the first jobs run alone."""
     shape = study.cluster.shape
     state = ClusterState(shape=shape, free=FreeGpus.all_of(shape))
-    jobs = [
-        Waiting(job=job, tokens_left=job.tokens, queued_s=job.submit_s)
-        for job in study.workload.jobs
-    ]
-    for kind in {job.kind for job in study.workload.jobs}:
+    jobs = [Waiting(job=job, tokens_left=job.tokens, queued_s=job.submit_s) for job in study.jobs]
+    for kind in {job.kind for job in study.jobs}:
         study.speeds.prepare(kind, shape.num_gpus)  # as when they were submitted
     for number, entry in enumerate(jobs[:RUNNING]):
         rates = study.speeds.rates((entry.job.kind,), 1)

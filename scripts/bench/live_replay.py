@@ -77,7 +77,7 @@ class Jobs:
 
     def __init__(self, study: Study) -> None:
         self.study = study
-        self.jobs: Sequence[Job] = study.workload.jobs
+        self.jobs: Sequence[Job] = study.jobs
         self._done: list[Accepted] = []
 
     def load(self, job: Job) -> JobLoad:

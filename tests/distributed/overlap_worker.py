@@ -25,7 +25,7 @@ from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import BlackBoxMixin, make_multi_adapter
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.runtime.backbone import model_config, model_dir, open_backbone
+from tlora_megatron.runtime.backbone import KnownBase, open_backbone
 from tlora_megatron.runtime.own_replica import own_replica
 from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
 from tlora_megatron.training.run.training_run import TrainingRun
@@ -82,16 +82,16 @@ def compare(name: str, expected: Result, actual: Result, tolerance: float) -> No
 def run_rounds(path: Path, options: dict[str, str], counts: tuple[int, ...]) -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
         config = read_config(path, options, Path(folder) / f"{dist.is_initialized()}")
-        spec = read_model_spec(model_config(config))
+        spec = read_model_spec(config.base_model.config_file)
         with TrainingRun(
             config,
             spec,
-            tokenizer_dir=model_dir(config),
+            tokenizer_dir=config.base_model.folder,
             base_model="base",
             resolve_sharding=resolve_lora_sharding,
         ) as run:
-            own, settled = own_replica(config), run.check_agreement
-            loop = run.start(*open_backbone(config, spec, own, None, on_loaded=settled))
+            known = KnownBase(spec, None, own_replica(config))
+            loop = run.start(*open_backbone(config, known, on_loaded=run.check_agreement))
             model: Any = loop.super_model
             if "foreign" in options and model.groups.is_last_stage:
                 make_foreign(model.engine.model, model.bank)

@@ -17,12 +17,19 @@ import torch.distributed as dist
 
 from tests.helpers.variants import end_world
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.config.load import read_gang_config
+from tlora_megatron.config.load import fit_job, read_gang_config
+from tlora_megatron.config.schema import RunConfig
+from tlora_megatron.config.sections import read_job
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab
+from tlora_megatron.model.quantisation import base_quantisation
+from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.runtime.resident import open_resident
+from tlora_megatron.training.data.tokenize import load_tokenizer
+from tlora_megatron.training.formats.quantised import quantisation_card
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.resident import staging
+from tlora_megatron.training.run.job_admission import prepare_for
 
 _digest_of = staging.digest_of
 _LEAVES = ("ended", "left", "refused")
@@ -122,6 +129,21 @@ def digest_with_rank(prepared: PreparedJob) -> str:
     return (rank + _digest_of(prepared))[:32]
 
 
+def reads_files(config: RunConfig) -> staging.ReadOrder:
+    """Reads the files that an order's document names."""
+    base = config.base_model
+    spec, tokenizer = read_model_spec(base.config_file), load_tokenizer(base.folder)
+    card = quantisation_card(base, spec, base_quantisation(base, spec))
+
+    def read(order: Mapping[str, Any]) -> PreparedJob:
+        document = {**order["document"], "name": order["job"]}
+        job = fit_job(read_job(document, Path.cwd(), path=f"job {order['job']}"), config)
+        given: dict[str, Any] = {"base_model": base.name, "quantisation": card}
+        return prepare_for(config, spec, job, tokenizer, resuming=True, **given)
+
+    return read
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     sections = json.loads((folder / "sections.json").read_text())
@@ -129,7 +151,9 @@ def main() -> None:
     script = Script(folder)
     slabs = note_slabs()
     staging.digest_of = digest_with_rank  # type: ignore[assignment]
-    with open_resident(config, events=script, may_write=script.may_write) as loop:
+    with open_resident(
+        config, events=script, read_order=reads_files(config), may_write=script.may_write
+    ) as loop:
         loop.serve(script if dist.get_rank() == 0 else None)
         left = [slab for slab in slabs if slab() is not None]
         assert not left, f"{len(left)} of {len(slabs)} adapters are still in memory"

@@ -11,7 +11,8 @@ from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policy import ClusterShape, RegroupCost, Rules
 from tlora_megatron.scheduler.queue import Job
 from tlora_megatron.scheduler.registry import make_policy
-from tlora_megatron.sim.simulator import Outcome, Simulator
+from tlora_megatron.sim.ledger import Ledger
+from tlora_megatron.sim.simulator import Simulator
 
 FREE = RegroupCost(
     admit_s=0.0, replan_s=0.0, state_bytes_per_s=float("inf"), weights_bytes_per_s=float("inf")
@@ -118,7 +119,7 @@ class World:
         cost: RegroupCost = FREE,
         rules: dict[str, Any] | None = None,
         **more: Any,
-    ) -> Outcome:
+    ) -> Ledger:
         made = make_policy(policy, self.speeds, Rules(cost=cost, **(rules or {})))
         return Simulator(
             jobs=self.jobs, shape=self.shape, policy=made, speeds=self.speeds, cost=cost, **more
@@ -126,5 +127,5 @@ class World:
 
     def ends(self, policy: str, **more: Any) -> list[float]:
         """When each job ends, in order of submission."""
-        records = self.run(policy, **more).ledger.records
+        records = self.run(policy, **more).records
         return [record.end_s for record in sorted(records, key=lambda r: r.job.index)]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.cost_model import CostModel
+from tlora_megatron.planner.cost.memory import MemoryModel, MemoryUse
+from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.hardware import (
     AttentionPoint,
     GemmPoint,
@@ -66,6 +71,20 @@ def job(name: str = "a", **changes: object) -> JobLoad:
         name=name, rank=16, targets=("q_proj",), batch_size=1, lengths=LengthHistogram.single(128)
     )
     return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def step_cost(
+    spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, hardware: HardwareProfile
+) -> StepCost:
+    """The predicted time of a round."""
+    return CostModel(spec, jobs, hardware).step_cost(plan)
+
+
+def memory_use(
+    spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, hardware: HardwareProfile, *rows: float
+) -> MemoryUse:
+    """The predicted memory, of micro-batches of so many rows where they are given."""
+    return MemoryModel(spec, jobs, hardware).use(plan, *rows)
 
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

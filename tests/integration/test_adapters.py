@@ -25,7 +25,7 @@ from tests.helpers.train_worker import train_until
 from tlora_megatron.config.load import load_config
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.ops.routing import use_micro_batch
-from tlora_megatron.runtime.backbone import open_backbone
+from tlora_megatron.runtime.backbone import KnownBase, open_backbone
 from tlora_megatron.runtime.own_replica import own_replica
 from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
@@ -198,9 +198,8 @@ def test_logits_of_one_packed_micro_batch_equal_peft_s(
         base_model=str(base),
         resolve_sharding=resolve_lora_sharding,
     ) as run:
-        opened = open_backbone(
-            loaded, spec, own_replica(loaded), None, on_loaded=run.check_agreement
-        )
+        known = KnownBase(spec, None, own_replica(loaded))
+        opened = open_backbone(loaded, known, on_loaded=run.check_agreement)
         super_model = run.start(*opened).super_model
     groups = super_model.groups
     assert {job.step for job in super_model.jobs} == {20}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from tlora_megatron.cli.tables import global_rank, open_console
 from tlora_megatron.config.reader import must
 from tlora_megatron.integrations.megatron import imports
-from tlora_megatron.planner.hardware import HardwareProfile, load_profile, profile_document
+from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 
 _EPILOG = """\
 examples:
@@ -106,9 +107,8 @@ def _measure(args: argparse.Namespace, *, is_main: bool) -> HardwareProfile:
 
 def profile_json(profile: HardwareProfile) -> str:
     """The text of a profile's file: one line per point of a table, four digits per number."""
-    document = profile_document(profile)
     lines = []
-    for key, value in document.items():
+    for key, value in asdict(profile).items():
         if key in _TABLES:
             rows = ",\n".join(f"  {json.dumps(_rounded(row))}" for row in value)
             text = f"[\n{rows}\n ]" if rows else "[]"

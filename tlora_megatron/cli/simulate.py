@@ -218,7 +218,7 @@ def _print_table(
 ) -> None:
     options = study.options
     console.print(
-        f"{study.trace.name} on {study.cluster.name}: {len(study.workload.jobs):,} jobs, "
+        f"{study.trace.name} on {study.cluster.name}: {len(study.jobs):,} jobs, "
         f"offered load {study.offered_load:.2f}, "
         f"mix {study.mix.name}, seed {options.seed}"
     )

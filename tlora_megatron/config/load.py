@@ -84,13 +84,7 @@ def read_config(
         targets: as in `check_job`.
         base_model: replaces the section `base_model`, which may then be absent.
     """
-    for key in document:
-        if key not in SECTIONS:
-            raise unknown("", key, SECTIONS)
-    run = _read_run(document.get("run", {}), output_dir)
-    if base_model is None:
-        base_model = read_base_model(document.get("base_model"), folder)
-    parallel, run = settle_replicas(_read_parallel(document.get("parallel", {})), run)
+    base_model, parallel, run = _read_sections(document, SECTIONS, folder, output_dir, base_model)
     _check_portion(run.portion_tokens, run, "run")
     jobs, errors = read_jobs(
         document,
@@ -115,13 +109,9 @@ def read_gang_config(
         sections: `base_model`, and where they differ from the defaults `parallel` and `run`.
         output_dir: the folder that holds `jobs/NAME`.
     """
-    known = ("base_model", "parallel", "run")
-    for key in sections:
-        if key not in known:
-            raise unknown("", key, known)
-    run = _read_run(sections.get("run", {}), str(output_dir))
-    base_model = read_base_model(sections.get("base_model"), folder)
-    parallel, run = settle_replicas(_read_parallel(sections.get("parallel", {})), run)
+    base_model, parallel, run = _read_sections(
+        sections, ("base_model", "parallel", "run"), folder, str(output_dir)
+    )
     check_jobs_may_change(parallel, run)
     return _settled(RunConfig(base_model=base_model, parallel=parallel, run=run, jobs=()))
 
@@ -199,17 +189,28 @@ def ignored_settings(config: RunConfig) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _read_parallel(raw: Any) -> ParallelSpec:
-    if isinstance(raw, dict) and "replicas" in raw:
-        raw = raw | {"replicas": expand_short_form(raw["replicas"], "parallel.replicas")}
-    return read_spec(ParallelSpec, raw, "parallel")
-
-
-def _read_run(raw: Any, output_dir: str | None) -> RunSpec:
+def _read_sections(
+    document: Mapping[str, Any],
+    known: Sequence[str],
+    folder: Path,
+    output_dir: str | None,
+    base_model: BaseModelSpec | None = None,
+) -> tuple[BaseModelSpec, ParallelSpec, RunSpec]:
+    """Reads the sections of a run, and refuses any that is not known."""
+    for key in document:
+        if key not in known:
+            raise unknown("", key, known)
+    raw = document.get("run", {})
     if output_dir is not None and isinstance(raw, dict):
         raw = {**raw, "output_dir": output_dir}
     run = read_spec(RunSpec, raw, "run")
-    return replace(run, output_dir=resolve(run.output_dir, Path.cwd()))
+    run = replace(run, output_dir=resolve(run.output_dir, Path.cwd()))
+    if base_model is None:
+        base_model = read_base_model(document.get("base_model"), folder)
+    raw = document.get("parallel", {})
+    if isinstance(raw, dict) and "replicas" in raw:
+        raw = raw | {"replicas": expand_short_form(raw["replicas"], "parallel.replicas")}
+    return base_model, *settle_replicas(read_spec(ParallelSpec, raw, "parallel"), run)
 
 
 def _check_portion(portion_tokens: int | None, run: RunSpec, path: str) -> None:

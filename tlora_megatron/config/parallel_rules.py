@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -88,7 +87,11 @@ def check_run_over_experts(config: RunConfig, *, unpredicted: str | None = None)
     if run.nano_batches != 1:
         raise must("run.nano_batches", f"be 1 {where}", run.nano_batches)
     if parallel.ep_size > 1:
-        _check_alike_rounds(run)
+        alike = "with parallel.ep_size above 1: processes that share experts run the same passes"
+        if run.recompute == "auto":
+            raise must("run.recompute", f"be none, selective or full {alike}", run.recompute)
+        if run.round_depth != 1:
+            raise must("run.round_depth", f"be 1 {alike}", run.round_depth)
     if unpredicted is not None and run.recompute == "auto":
         rule = f"be none, selective or full over a base of model_type {unpredicted}"
         raise must("run.recompute", f"{rule}, whose memory is not predicted yet", run.recompute)
@@ -118,15 +121,6 @@ def check_no_portions(job: JobSpec) -> None:
         raise must(name, f"be absent {_OVER_EXPERTS}: {_NO_BITS}", job.portion_tokens)
 
 
-def _check_alike_rounds(run: RunSpec) -> None:
-    """Refuses what gives processes that share experts unlike numbers of exchanges."""
-    where = "with parallel.ep_size above 1: processes that share experts run the same passes"
-    if run.recompute == "auto":
-        raise must("run.recompute", f"be none, selective or full {where}", run.recompute)
-    if run.round_depth != 1:
-        raise must("run.round_depth", f"be 1 {where}", run.round_depth)
-
-
 def check_run_without_experts(parallel: ParallelSpec) -> None:
     """Refuses expert parallelism over a dense base; raises `ConfigError` naming the key."""
     for key, usual in (("ep_size", 1), ("expert_tp_size", None)):
@@ -144,7 +138,17 @@ def settle_replicas(parallel: ParallelSpec, run: RunSpec) -> tuple[ParallelSpec,
     """
     if parallel.replicas is None:
         return parallel, run
-    specs = _merged([_filled(spec, run) for spec in parallel.replicas])
+    counts: dict[ReplicaSpec, int] = {}  # of those that are equal but for it
+    for spec in parallel.replicas:
+        one = replace(
+            spec,
+            count=1,
+            sequence_parallel=spec.sequence_parallel and spec.tp_size > 1,
+            micro_batch_tokens=spec.micro_batch_tokens or run.micro_batch_tokens,
+            recompute=spec.recompute or (None if run.recompute == "auto" else run.recompute),
+        )
+        counts[one] = counts.get(one, 0) + spec.count
+    specs = tuple(replace(one, count=count) for one, count in counts.items())
     first = specs[0]
     plain = type(parallel)()
     for name in _SIZES:
@@ -161,24 +165,6 @@ def settle_replicas(parallel: ParallelSpec, run: RunSpec) -> tuple[ParallelSpec,
         "recompute": first.recompute or run.recompute,
     }
     return replace(parallel, replicas=specs, **sizes), replace(run, **own)
-
-
-def _filled(spec: ReplicaSpec, run: RunSpec) -> ReplicaSpec:
-    return replace(
-        spec,
-        sequence_parallel=spec.sequence_parallel and spec.tp_size > 1,
-        micro_batch_tokens=spec.micro_batch_tokens or run.micro_batch_tokens,
-        recompute=spec.recompute or (None if run.recompute == "auto" else run.recompute),
-    )
-
-
-def _merged(specs: Sequence[ReplicaSpec]) -> tuple[ReplicaSpec, ...]:
-    """Joins replicas that are equal but for their count."""
-    counts: dict[ReplicaSpec, int] = {}
-    for spec in specs:
-        one = replace(spec, count=1)
-        counts[one] = counts.get(one, 0) + spec.count
-    return tuple(replace(spec, count=count) for spec, count in counts.items())
 
 
 def check_replicas(config: RunConfig) -> None:

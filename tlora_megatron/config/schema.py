@@ -64,6 +64,11 @@ class BaseModelSpec:
         """The folder of the tokenizer and, unless they are drawn, the weights."""
         return self.config_file.parent
 
+    @property
+    def name(self) -> str:
+        """The name that exported adapters give their base."""
+        return self.path or str(self.folder)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaSpec:

@@ -179,7 +179,13 @@ def read_jobs(
     entries = document.get("jobs")
     if not isinstance(entries, list) or not entries:
         raise must("jobs", "be a list of at least one job", entries)
-    _refuse_duplicate_names(entries)
+    # Always stops the run: which of the two keeps the name's output folder is not ours to choose.
+    names = Counter(
+        str(entry["name"]) for entry in entries if isinstance(entry, dict) and "name" in entry
+    )
+    for name, count in names.items():
+        if count > 1:
+            raise ConfigError(f"jobs must have unique names, got {name!r} {count} times")
     jobs, errors = [], []
     for index, entry in enumerate(entries):
         path = f"jobs[{index}]"
@@ -224,16 +230,6 @@ def ignored_job_settings(job: JobSpec) -> list[str]:
     if job.schedule.min_lr and job.schedule.name == "constant":
         found.append(f"schedule.min_lr of job {job.name} has no effect with a constant schedule")
     return found
-
-
-def _refuse_duplicate_names(entries: list[Any]) -> None:
-    # Always stops the run: which of the two keeps the name's output folder is not ours to choose.
-    names = Counter(
-        str(entry["name"]) for entry in entries if isinstance(entry, dict) and "name" in entry
-    )
-    for name, count in names.items():
-        if count > 1:
-            raise ConfigError(f"jobs must have unique names, got {name!r} {count} times")
 
 
 def plain(value: Any) -> Any:

@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from tlora_megatron.cli.main import configure_logging, show_error
 from tlora_megatron.cli.tables import global_rank, open_console, print_run
@@ -83,16 +82,11 @@ def _train(args: argparse.Namespace) -> int:
         # Not when it fails: a rank that waits here for the others would keep torchrun from ending
         # them.
         leave_process_group()
-        if is_main:
-            _print_summary(summary, str(engine.loop.output_dir), as_json=args.json)
+        if is_main and args.json:
+            print(json.dumps(summary, indent=2))
+        elif is_main:
+            print_run(open_console(), summary, str(engine.loop.output_dir))
     return run_exit_code(summary, signals)
-
-
-def _print_summary(summary: dict[str, Any], output_dir: str, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(summary, indent=2))
-    else:
-        print_run(open_console(), summary, output_dir)
 
 
 if __name__ == "__main__":

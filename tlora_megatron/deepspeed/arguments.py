@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
@@ -111,19 +112,14 @@ def trainer_values(args: TrainingArguments) -> TrainerValues:
         ConfigError: for an argument that would change results and cannot be honoured.
     """
     _refuse(args)
-    defaults = _own_defaults()
-    return TrainerValues(
-        job=dict(_job_values(args, defaults)),
-        run=dict(_run_values(args, defaults)),
-        bf16=bool(args.bf16),
-    )
+    job, run = dict(_job_values(args)), dict(_run_values(args))
+    return TrainerValues(job=job, run=run, bf16=bool(args.bf16))
 
 
 def without_effect(args: TrainingArguments) -> str:
     """The sentence that names arguments that are set and have no effect; empty without any."""
     silent = _BECOME_DEFAULTS | _TRAINERS_OWN | _REFUSED.keys()
-    defaults = _own_defaults()
-    names = [name for name in defaults if name not in silent and _is_set(args, name, defaults)]
+    names = [name for name in _own_defaults() if name not in silent and _is_set(args, name)]
     if not names:
         return ""
     return f"without effect, as jobs have their own: TrainingArguments' {', '.join(names)}"
@@ -131,9 +127,10 @@ def without_effect(args: TrainingArguments) -> str:
 
 def logs_every_round(args: TrainingArguments) -> bool:
     """True if nobody has said how often to log."""
-    return not _is_set(args, "logging_steps", _own_defaults())
+    return not _is_set(args, "logging_steps")
 
 
+@functools.cache
 def _own_defaults() -> dict[str, Any]:
     """TrainingArguments' defaults by name."""
     found = {}
@@ -149,14 +146,14 @@ def _plain(value: Any) -> Any:
     return None if value in ("", "no", "none", False) or value == [] or value == {} else value
 
 
-def _is_set(args: TrainingArguments, name: str, defaults: Mapping[str, Any]) -> bool:
+def _is_set(args: TrainingArguments, name: str) -> bool:
+    defaults = _own_defaults()
     return name in defaults and _plain(getattr(args, name)) != _plain(defaults[name])
 
 
 def _refuse(args: TrainingArguments) -> None:
-    defaults = _own_defaults()
     for name, reason in _REFUSED.items():
-        if _is_set(args, name, defaults):
+        if _is_set(args, name):
             value = _plain(getattr(args, name))
             raise must(f"TrainingArguments.{name}", "be left out", value, reason)
     if args.optim not in _ADAMW:
@@ -168,11 +165,9 @@ def _refuse(args: TrainingArguments) -> None:
         )
 
 
-def _job_values(
-    args: TrainingArguments, defaults: Mapping[str, Any]
-) -> Iterator[tuple[str, TrainerValue]]:
+def _job_values(args: TrainingArguments) -> Iterator[tuple[str, TrainerValue]]:
     def value(argument: str, as_value: Any = None, *also: str, problem: str = "") -> TrainerValue:
-        is_set = any(_is_set(args, name, defaults) for name in (argument, *also))
+        is_set = any(_is_set(args, name) for name in (argument, *also))
         given = getattr(args, argument) if as_value is None else as_value
         return TrainerValue(argument=argument, value=given, is_set=is_set, problem=problem)
 
@@ -190,7 +185,11 @@ def _job_values(
     if min_lr is not None:
         yield "schedule.min_lr", value("lr_scheduler_kwargs", min_lr)
     if kind != "constant":  # which has no warm-up there, either
-        yield _warmup(args, defaults)
+        # A number below 1 is the share of a job's own steps, as in Trainer.
+        steps = args.warmup_steps or 0
+        is_share = 0 < steps < 1
+        key = f"schedule.warmup_{'ratio' if is_share else 'steps'}"
+        yield key, value("warmup_steps", steps if is_share else int(steps))
     yield _end(args)
     if _plain(args.eval_strategy) == "steps":
         steps = _steps("eval_steps", args.eval_steps, is_set=True)
@@ -207,18 +206,6 @@ def _schedule_problem(args: TrainingArguments, kind: str) -> str:
             rule = "hold min_lr of cosine_with_min_lr alone"
             return f"TrainingArguments.lr_scheduler_kwargs must {rule}, got {key}"
     return ""
-
-
-def _warmup(args: TrainingArguments, defaults: Mapping[str, Any]) -> tuple[str, TrainerValue]:
-    """Steps of warm-up; a number below 1 is the share of a job's own steps, as in Trainer."""
-    steps = args.warmup_steps or 0
-    is_share = 0 < steps < 1
-    value = TrainerValue(
-        argument="warmup_steps",
-        value=steps if is_share else int(steps),
-        is_set=_is_set(args, "warmup_steps", defaults),
-    )
-    return f"schedule.warmup_{'ratio' if is_share else 'steps'}", value
 
 
 def _end(args: TrainingArguments) -> tuple[str, TrainerValue]:
@@ -244,37 +231,22 @@ def _steps(argument: str, steps: Any, *, is_set: bool) -> TrainerValue:
     return TrainerValue(argument=argument, value=steps, is_set=is_set, problem=problem)
 
 
-def _run_values(
-    args: TrainingArguments, defaults: Mapping[str, Any]
-) -> Iterator[tuple[str, TrainerValue]]:
-    saves = _is_set(args, "save_steps", defaults)
+def _run_values(args: TrainingArguments) -> Iterator[tuple[str, TrainerValue]]:
+    def value(argument: str, given: Any, is_set: bool) -> TrainerValue:
+        return TrainerValue(argument=argument, value=given, is_set=is_set)
+
     if _plain(args.save_strategy) == "steps":
+        saves = _is_set(args, "save_steps")
         yield "checkpoint_every_steps", _steps("save_steps", args.save_steps, is_set=saves)
     else:
-        value = TrainerValue(argument="save_strategy", value=0, is_set=True)
-        yield "checkpoint_every_steps", value
-    recompute = bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
-    yield (
-        "recompute",
-        TrainerValue(
-            argument="gradient_checkpointing",
-            value="full" if recompute else "none",
-            is_set=recompute,
-        ),
-    )
+        yield "checkpoint_every_steps", value("save_strategy", 0, True)
+    again = bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
+    yield "recompute", value("gradient_checkpointing", "full" if again else "none", again)
     reports = list(args.report_to or ())
-    yield (
-        "tensorboard",
-        TrainerValue(argument="report_to", value="tensorboard" in reports, is_set=bool(reports)),
-    )
+    yield "tensorboard", value("report_to", "tensorboard" in reports, bool(reports))
     # Trainer's own callback logs all jobs into one W&B run, so this counts where it is asked for.
     project = os.environ.get("WANDB_PROJECT") or getattr(args, "project", "huggingface")
-    yield (
-        "wandb_project",
-        TrainerValue(
-            argument="report_to", value=project if "wandb" in reports else None, is_set=False
-        ),
-    )
+    yield "wandb_project", value("report_to", project if "wandb" in reports else None, False)
 
 
 def deepspeed_source(args: TrainingArguments) -> Any:

@@ -131,12 +131,11 @@ class DeepSpeedRun:
         self._run = self._open_run(config)
 
     def _open_run(self, config: RunConfig) -> TrainingRun:
-        path = config.base_model.path or str(Path(str(config.base_model.config)).parent)
         run = TrainingRun(
             config,
             self.base.spec,
-            tokenizer_dir=Path(path),
-            base_model=path,
+            tokenizer_dir=config.base_model.folder,
+            base_model=config.base_model.name,
             events=self._events,
             resolve_sharding=resolve_lora_sharding,
             resolve_timing=resolve_round_timing,

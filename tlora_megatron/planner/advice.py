@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from math import isclose
 from typing import Any
 
@@ -57,25 +57,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change after which a plan fits."""
+    """A change after which a plan fits, or may fit."""
 
     text: str
     question: Question
     """The question with the change."""
-    plan: Plan
-    """A plan that fits then."""
+    plan: Plan | None = None
+    """A plan that fits then; None: it has not been planned with."""
 
     def __str__(self) -> str:
         return self.text
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A change that has not been planned with."""
-
-    text: str
-    question: Question
-    """The question with the change."""
 
 
 Ask = Callable[[Question], Plan | None]
@@ -122,17 +113,22 @@ def shorter(question: Question, ask: Ask) -> Iterator[Remedy]:
     length = 2 ** (longest.bit_length() - 1)
     while length >= SHORTEST:
         if length < longest:
-            cut = replace(question, jobs=tuple(_cut(job, length) for job in jobs))
+            cut = replace(
+                question,
+                jobs=tuple(
+                    replace(
+                        job,
+                        lengths=job.lengths.clipped(length),
+                        longest_eval=min(job.longest_eval, length),
+                    )
+                    for job in jobs
+                ),
+            )
             plan = ask(cut)
             if plan is not None:
                 yield Remedy(f"cut sequences to {length} tokens (max_seq_len)", cut, plan)
                 return
         length //= 2
-
-
-def _cut(job: JobLoad, length: int) -> JobLoad:
-    longest_eval = min(job.longest_eval, length)
-    return replace(job, lengths=job.lengths.clipped(length), longest_eval=longest_eval)
 
 
 def one_node(
@@ -148,12 +144,15 @@ def one_node(
     if plan is not None:
         yield Remedy(f"use the {node} GPUs of a node", within, plan)
     joined = with_link(question, profiles)
-    plan = None if joined is None else ask(joined.question)
-    if joined is not None and plan is not None:
-        yield Remedy(joined.text, joined.question, plan)
+    yield from _first_that_fits([] if joined is None else [joined], ask)
 
 
-def with_link(question: Question, profiles: Iterable[HardwareProfile]) -> Change | None:
+def _first_that_fits(changes: Iterable[Remedy], ask: Ask) -> Iterator[Remedy]:
+    planned = (replace(change, plan=ask(change.question)) for change in changes)
+    yield from islice((change for change in planned if change.plan is not None), 1)
+
+
+def with_link(question: Question, profiles: Iterable[HardwareProfile]) -> Remedy | None:
     """The change that joins nodes, by a profile of the same GPU if one does; None where joined."""
     hardware = question.hardware
     if hardware.inter_node is not None:
@@ -163,10 +162,10 @@ def with_link(question: Question, profiles: Iterable[HardwareProfile]) -> Change
     known = next((p for p in joining if isclose(p.memory_bytes, room, rel_tol=0.01)), None)
     if known is not None:
         text = f"use profile {known.name}, the same GPUs with a network between nodes"
-        return Change(text, replace(question, hardware=known))
+        return Remedy(text, replace(question, hardware=known))
     # Any link will do here: what fits does not depend on its speed.
     joined = replace(question, hardware=replace(hardware, inter_node=hardware.intra_node))
-    return Change(f"write inter_node, the link between nodes, into profile {hardware.name}", joined)
+    return Remedy(f"write inter_node, the link between nodes, into profile {hardware.name}", joined)
 
 
 def more_gpus(
@@ -205,18 +204,14 @@ def other_machines(
     question: Question, ask: Ask, profiles: tuple[HardwareProfile, ...]
 ) -> Iterator[Remedy]:
     """Proposes the machine with the smallest GPUs that are enough, as many as were asked for."""
-    for change in roomier(question, profiles):
-        plan = ask(change.question)
-        if plan is not None:
-            yield Remedy(change.text, change.question, plan)
-            return
+    return _first_that_fits(roomier(question, profiles), ask)
 
 
-def roomier(question: Question, profiles: tuple[HardwareProfile, ...]) -> list[Change]:
+def roomier(question: Question, profiles: tuple[HardwareProfile, ...]) -> list[Remedy]:
     """Changes to machines with larger GPUs, the smallest of these first."""
     larger = [p for p in profiles if p.memory_bytes > question.hardware.memory_bytes]
     return [
-        Change(
+        Remedy(
             f"use GPUs like profile {profile.name}: {profile.gpu}, "
             f"{profile.memory_bytes / _GIB:.1f} GiB each",
             replace(question, hardware=profile),
@@ -264,24 +259,17 @@ def advise(
         space=space or SearchSpace(),
     )
     hunt, machines = _Hunt(), tuple(profiles)
-    found = tuple(_single(question, hunt.ask, machines)) or tuple(
-        _pairs(question, hunt.ask, machines)
+    # The smallest change of each kind that is enough, the cheapest kind first.
+    single = chain(
+        other_choices(question, hunt.ask),
+        fewer_jobs(question, hunt.ask),
+        shorter(question, hunt.ask),
+        one_node(question, hunt.ask, machines),
+        more_gpus(question, hunt.ask, machines),
+        other_machines(question, hunt.ask, machines),
     )
+    found = tuple(single) or tuple(_pairs(question, hunt.ask, machines))
     return Advice(found, "" if found else _why_none(question, machines, hunt))
-
-
-def _single(
-    question: Question, ask: Ask, profiles: tuple[HardwareProfile, ...]
-) -> Iterator[Remedy]:
-    """The smallest change of each kind that is enough, the cheapest kind first."""
-    return chain(
-        other_choices(question, ask),
-        fewer_jobs(question, ask),
-        shorter(question, ask),
-        one_node(question, ask, profiles),
-        more_gpus(question, ask, profiles),
-        other_machines(question, ask, profiles),
-    )
 
 
 def _pairs(question: Question, ask: Ask, profiles: tuple[HardwareProfile, ...]) -> Iterator[Remedy]:
@@ -316,7 +304,7 @@ def _behind(first: str, *ways: Iterator[Remedy]) -> Iterator[Remedy]:
 class _Hunt:
     """Plans for changed questions, and remembers the one that came nearest."""
 
-    _nearest: tuple[float, Question, Dropped] | None = field(default=None)
+    _nearest: tuple[float, Question, Dropped] | None = None
 
     def ask(self, question: Question) -> Plan | None:
         """The first plan that fits; None if none does."""
@@ -335,17 +323,11 @@ class _Hunt:
             most_budgets=1,
         )
         plan = next((plan for plan, _ in plans), None)
-        if plan is None:
-            self._note(question, drops)
+        if plan is None and (least := drops.least_memory()) is not None:
+            over = least[0] / question.hardware.memory_bytes
+            if self._nearest is None or over < self._nearest[0]:
+                self._nearest = over, question, least[1]
         return plan
-
-    def _note(self, question: Question, drops: Drops) -> None:
-        least = drops.least_memory()
-        if least is None:
-            return
-        over = least[0] / question.hardware.memory_bytes
-        if self._nearest is None or over < self._nearest[0]:
-            self._nearest = over, question, least[1]
 
     def nearest(self) -> str:
         """The plan of any question that missed the memory by least; empty if none was priced."""

@@ -57,7 +57,6 @@ class Plan:
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs that the plan uses."""
         return self.tp_size * self.pp_size * self.cp_size * self.dp_size
 
     @property

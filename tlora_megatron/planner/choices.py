@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tlora_megatron.config.schema import Recompute
 from tlora_megatron.model.layout import RECOMPUTES, LoraSharding, RecomputeTable
@@ -14,7 +14,6 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import SHARDINGS, Plan
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import ROW_TILE, MemoryModel
-from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad
 
@@ -44,8 +43,8 @@ def recompute_for_rows(
     sizes = range(step, plan.micro_batch_tokens + step, step)
     found: list[tuple[Recompute, int]] = []
     for recompute in RECOMPUTES:
-        need = partial(_total_bytes, memory, replace(plan, recompute=recompute))
-        fitting = bisect_right(sizes, budget_bytes, key=need)
+        use_of = partial(memory.use, replace(plan, recompute=recompute))
+        fitting = bisect_right(sizes, budget_bytes, key=lambda rows: use_of(rows).total_bytes)
         rows = sizes[fitting - 1] if fitting else 0
         if rows > (found[-1][1] if found else min(fewest, sizes[-1]) - 1):
             found.append((recompute, rows))
@@ -54,17 +53,12 @@ def recompute_for_rows(
     return RecomputeTable(tuple(found or [(RECOMPUTES[-1], sizes[-1])]))
 
 
-def _total_bytes(memory: MemoryModel, plan: Plan, rows: int) -> float:
-    return memory.use(plan, rows).total_bytes
-
-
 _MARGIN = 0.02
 """Share of fold's time that another sharding must save. Predicted ratios to fold are off by 1 % in
 the median of measured cells and by 6 % at most (docs/lora_sharding.md); fold exchanges least."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardingChoice:
+class ShardingChoice(NamedTuple):
     """The sharding of a run and the reason for it."""
 
     sharding: LoraSharding
@@ -99,7 +93,7 @@ def choose_lora_sharding(
         ValueError: if what is asked for contradicts the linears.
     """
     if set(tp_sizes) == {1}:
-        return ShardingChoice(sharding="fold", reason="TP 1 has nothing to share")
+        return ShardingChoice("fold", "TP 1 has nothing to share")
     if len(set(tp_sizes)) > 1:
         if asked not in ("auto", "fold") or black_box is not None:
             got = asked if black_box is None else f"a {black_box}"
@@ -107,32 +101,30 @@ def choose_lora_sharding(
                 "parallel.lora_sharding must be fold or auto where replicas differ in tp_size, on "
                 f"Megatron's own linears, got {got}"
             )
-        return ShardingChoice(sharding="fold", reason="replicas differ in tp_size")
+        return ShardingChoice("fold", "replicas differ in tp_size")
     if black_box is not None:
         if asked not in ("auto", "rank_exchange"):
             raise ValueError(
                 f"parallel.lora_sharding must be rank_exchange or auto around a {black_box}, whose "
                 f"reduction is its own, got {asked}; or build the model of Megatron's own linears"
             )
-        return ShardingChoice(
-            sharding="rank_exchange", reason=f"all that goes around a {black_box}"
-        )
+        return ShardingChoice("rank_exchange", f"all that goes around a {black_box}")
     if asked != "auto":
-        return ShardingChoice(sharding=asked, reason="asked for")
+        return ShardingChoice(asked, "asked for")
     if overlaps:
-        return ShardingChoice(sharding="fold", reason="auto: nano-batches overlap it alone")
+        return ShardingChoice("fold", "auto: nano-batches overlap it alone")
     if not times_s:
-        return ShardingChoice(sharding="fold", reason=f"auto: {source}")
+        return ShardingChoice("fold", f"auto: {source}")
     best = preferred(times_s)
     told = ", ".join(f"{name} {times_s[name] * 1e3:.4g} ms" for name in SHARDINGS)
-    return ShardingChoice(sharding=best, reason=f"auto: a round is to take {told}, {source}")
+    return ShardingChoice(best, f"auto: a round is to take {told}, {source}")
 
 
 def sharding_times(
     spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, hardware: HardwareProfile
 ) -> dict[LoraSharding, float]:
     """Predicted seconds of a round by sharding."""
-    model = CostModel(spec, jobs, Rates(hardware))
+    model = CostModel(spec, jobs, hardware)
     return {
         name: model.step_cost(replace(plan, lora_sharding=name)).step_time_s for name in SHARDINGS
     }

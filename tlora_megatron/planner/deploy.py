@@ -230,7 +230,6 @@ class RankedDeployment:
 
     @property
     def is_alike(self) -> bool:
-        """True if all replicas are of one kind."""
         return len(self.replicas.kinds) == 1
 
     @property
@@ -266,7 +265,6 @@ class DeploymentResult:
 
     @property
     def best(self) -> RankedDeployment | None:
-        """The deployment to take."""
         return self.ranked[0] if self.ranked else None
 
 

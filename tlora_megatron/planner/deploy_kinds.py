@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from tlora_megatron.model.deployment import ReplicaLayout, ReplicaRate
@@ -19,7 +19,6 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, chunk_multiple, job_misfit, misfit
 from tlora_megatron.planner.choices import recompute_for_rows
 from tlora_megatron.planner.cost.memory import MemoryModel
-from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.replica_rate import CurveModel, ReplicaCurve
 from tlora_megatron.planner.fit import BUDGETS
 from tlora_megatron.planner.hardware import HardwareProfile
@@ -56,21 +55,13 @@ class Kind:
 
     @property
     def gpus(self) -> int:
-        """GPUs of one replica."""
         return self.plan.num_gpus
 
     @property
     def layout(self) -> ReplicaLayout:
         """The layout as a deployment holds it."""
-        plan = self.plan
-        return ReplicaLayout(
-            tp_size=plan.tp_size,
-            pp_size=plan.pp_size,
-            cp_size=plan.cp_size,
-            sequence_parallel=plan.sequence_parallel,
-            micro_batch_tokens=plan.micro_batch_tokens,
-            recompute=plan.recompute,
-        )
+        names = (field.name for field in fields(ReplicaLayout))
+        return ReplicaLayout(**{name: getattr(self.plan, name) for name in names})
 
     @property
     def rate(self) -> ReplicaRate:
@@ -148,21 +139,9 @@ def all_kinds(
 ) -> list[Kind]:
     """The kinds that fit into memory: of each layout and recompute the largest budgets."""
     memory = MemoryModel(spec, jobs, hardware)
-    curves = CurveModel(spec, jobs, Rates(hardware))
-    plans = _plans(spec, jobs, hardware, memory, num_gpus, space)
-    return [Kind(plan, curves.curve(plan)) for plan in plans]
-
-
-def _plans(
-    spec: ModelSpec,
-    jobs: Sequence[JobLoad],
-    hardware: HardwareProfile,
-    memory: MemoryModel,
-    num_gpus: int,
-    space: SearchSpace,
-) -> Iterator[Plan]:
+    curves = CurveModel(spec, jobs, hardware)
     recomputes = RECOMPUTES if space.recompute is None else (space.recompute,)
-    longest = longest_of(jobs)
+    longest, found = longest_of(jobs), []
     for layout in _layouts(hardware, num_gpus):
         if not space.allows(layout) or job_misfit(jobs, layout) is not None:
             continue
@@ -172,9 +151,10 @@ def _plans(
                 if misfit(spec, plan) is not None:
                     continue
                 if memory.use(plan, float(budget)).total_bytes <= hardware.memory_bytes:
-                    yield plan
+                    found.append(Kind(plan, curves.curve(plan)))
                     if budget <= most_rows(longest):
                         break
+    return found
 
 
 def _layouts(hardware: HardwareProfile, num_gpus: int) -> Iterator[Plan]:
@@ -213,7 +193,7 @@ def kinds_by_rows(
 ) -> list[Kind]:
     """Kinds with `run.recompute: auto`, where that leaves a choice; for replicas that are alike."""
     memory = MemoryModel(spec, jobs, hardware)
-    curves = CurveModel(spec, jobs, Rates(hardware))
+    curves = CurveModel(spec, jobs, hardware)
     most = most_rows(longest_of(jobs))
     found = []
     for layout in _layouts(hardware, num_gpus) if space.recompute is None else ():

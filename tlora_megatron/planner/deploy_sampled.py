@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 from tlora_megatron.model.cp_dispatch import CpRates, share_among_teams
 from tlora_megatron.model.deployment import ReplicaRate
-from tlora_megatron.model.dispatch import admit, assign, cut, predicted_ends_ps, share_out, turns
+from tlora_megatron.model.dispatch import assign, cut, predicted_ends_ps, share_out
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import DEPTHS, Plan, RoundDepth
 from tlora_megatron.planner.cost.memory import MemoryModel
-from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.replica_rate import CurveModel, replica_rate
 from tlora_megatron.planner.deploy_kinds import (
     Kind,
@@ -25,6 +24,7 @@ from tlora_megatron.planner.deploy_kinds import (
     length_classes,
 )
 from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.rounds.packer import drawn_rounds
 from tlora_megatron.planner.workload import JobLoad
 
 _ENOUGH = 0.985
@@ -96,9 +96,11 @@ def _sample(jobs: Sequence[JobLoad], replicas: Replicas, depth: int, num_rounds:
     each, drawn = replicas.each, list[int]()
     rates, gpus = [kind.rate for kind in each], [kind.gpus for kind in each]
     time_ps = busy_ps = 0
-    for lengths in itertools.islice(drawn_rounds(jobs, rates, depth), num_rounds):
+    for taken in itertools.islice(drawn_rounds(jobs, rates, depth), num_rounds):
+        lengths = list(itertools.chain.from_iterable(taken))
         drawn += lengths
-        ends = _ends_ps(lengths, each, rates)
+        own = _by_replica(lengths, rates)
+        ends = [kind.round_ps(rows) for kind, rows in zip(each, own, strict=True)]
         time_ps += max(ends)
         busy_ps += sum(end * g for end, g in zip(ends, gpus, strict=True))
     fluid_s = replicas.fluid_s(classes_of([(n, 1.0) for n in drawn]))
@@ -110,30 +112,12 @@ def _sample(jobs: Sequence[JobLoad], replicas: Replicas, depth: int, num_rounds:
     )
 
 
-def _ends_ps(
-    lengths: Sequence[int], each: Sequence[Kind], rates: Sequence[ReplicaRate]
-) -> list[int]:
-    """Predicted time of every replica for its part of a round."""
-    own: list[list[int]] = [[] for _ in each]
+def _by_replica(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> list[list[int]]:
+    """The sequences of a round by the replica that gets them."""
+    own: list[list[int]] = [[] for _ in rates]
     for length, replica in zip(lengths, assign(lengths, rates).replicas, strict=True):
         own[replica].append(length)
-    return [kind.round_ps(rows) for kind, rows in zip(each, own, strict=True)]
-
-
-def drawn_rounds(
-    jobs: Sequence[JobLoad], rates: Sequence[ReplicaRate], depth: int
-) -> Iterator[list[int]]:
-    """Rows of the sequences that the packer admits to one round after the other."""
-    rooms = [rate.longest for rate in rates] * depth
-    streams = [job.lengths.shuffled(slot, job.batch_size) for slot, job in enumerate(jobs)]
-    left: list[list[int]] = [[] for _ in jobs]
-    for first_slot in itertools.count():
-        for slot, job in enumerate(jobs):
-            batch = left[slot] or list(itertools.islice(streams[slot], job.batch_size))
-            left[slot] = [batch[i] for i in turns(batch, rates)]
-        counts = admit(left, first_slot=first_slot, rooms=rooms)
-        yield [n for own, count in zip(left, counts, strict=True) for n in own[:count]]
-        left = [own[count:] for own, count in zip(left, counts, strict=True)]
+    return own
 
 
 def saved_by_rows(
@@ -146,7 +130,7 @@ def saved_by_rows(
     """
     if plan.pp_size > 1 or plan.ep_size > 1 or plan.recompute == "none":
         return None
-    curves = CurveModel(spec, jobs, Rates(hardware))
+    curves = CurveModel(spec, jobs, hardware)
     memory = MemoryModel(spec, jobs, hardware)
     by_rows = kind_by_rows(memory, curves, plan, hardware.memory_bytes)
     if by_rows is None:
@@ -206,11 +190,12 @@ def _time_of_work(
     """Time of drawn rounds over that of their sequences on single ranks."""
     replicas = [rates.of(rates.cp_size)] * plan.dp_size
     time_ps = work_ps = sequences = 0
-    for number, lengths in enumerate(drawn_rounds(jobs, replicas, depth)):
+    for number, taken in enumerate(drawn_rounds(jobs, replicas, depth)):
         if number >= _MOST_TEAM_ROUNDS or (
             number >= _FEWEST_TEAM_ROUNDS and sequences >= _SEQUENCES
         ):
             break
+        lengths = list(itertools.chain.from_iterable(taken))
         sequences += len(lengths)
         work_ps += sum(map(rates.of(1).sequence_ps, lengths))
         if not by_teams:
@@ -220,13 +205,9 @@ def _time_of_work(
             ]
             time_ps += max(predicted_ends_ps(shares, replicas))
             continue
-        own: list[list[int]] = [[] for _ in replicas]
-        for rows, replica in zip(lengths, assign(lengths, replicas).replicas, strict=True):
-            own[replica].append(rows)
-        divided = (share_among_teams(rows, rates, partial(_cut, rates)) for rows in own)
+        divided = (
+            share_among_teams(rows, rates, lambda own, size: cut(own, rates.of(size).longest))
+            for rows in _by_replica(lengths, replicas)
+        )
         time_ps += max(itertools.chain.from_iterable(shares.ends_ps for shares in divided))
     return time_ps / work_ps
-
-
-def _cut(rates: CpRates, lengths: Sequence[int], size: int) -> list[list[int]]:
-    return cut(lengths, rates.of(size).longest)

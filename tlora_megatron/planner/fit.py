@@ -201,10 +201,7 @@ BUDGETS = (1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152
 
 
 class Fit:
-    """Plans of one mix of jobs that fit into the memory of one machine;
-
-    `drops` counts the others.
-    """
+    """Plans of one mix of jobs that fit into the memory of a machine; `drops` counts the others."""
 
     def __init__(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import NamedTuple
 
 from tlora_megatron.config.job import EXPERT_TARGETS
 from tlora_megatron.model.backbone import on_experts
@@ -48,8 +50,7 @@ class GroupEstimate:
     plan: Plan | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
+class _Choice(NamedTuple):
     plan: Plan | None
     cost: StepCost | None
     memory_bytes: float
@@ -64,7 +65,8 @@ class GroupModel:
         self._rates = Rates(hardware)
         self._ids: dict[_JobKey, int] = {}
         self._choices: dict[tuple[int, tuple[int, ...]], _Choice] = {}
-        self._layouts: dict[int, tuple[Plan, ...]] = {}
+        self._layouts: dict[int, dict[Plan, None]] = {}
+        """By number of GPUs those worth trying; they do not depend on earlier questions."""
 
     def estimate(self, jobs: Sequence[JobLoad], num_gpus: int) -> GroupEstimate:
         """Speed and memory of the best plan for the jobs, at least one, of names of their own."""
@@ -75,24 +77,19 @@ class GroupModel:
             raise ValueError(f"num_gpus must be at least 1, got {num_gpus}")
         ids = [self._id(job) for job in jobs]
         order = sorted(range(len(jobs)), key=ids.__getitem__)
-        choice = self._choose([jobs[i] for i in order], [ids[i] for i in order], num_gpus)
-        if choice.cost is None:
-            return GroupEstimate(
-                fits=False,
-                step_time_s=math.inf,
-                tokens_per_s=(0.0,) * len(jobs),
-                memory_bytes=choice.memory_bytes,
-                plan=None,
-            )
+        key = num_gpus, tuple(ids[i] for i in order)
+        if key not in self._choices:
+            self._choices[key] = self._best([jobs[i] for i in order], num_gpus)
+        plan, cost, memory_bytes = self._choices[key]
         rates = [0.0] * len(jobs)
-        for place, rate in zip(order, choice.cost.job_tokens_per_s, strict=True):
+        for place, rate in zip(order, cost.job_tokens_per_s if cost else rates, strict=True):
             rates[place] = rate
         return GroupEstimate(
-            fits=True,
-            step_time_s=choice.cost.step_time_s,
+            fits=cost is not None,
+            step_time_s=math.inf if cost is None else cost.step_time_s,
             tokens_per_s=tuple(rates),
-            memory_bytes=choice.memory_bytes,
-            plan=choice.plan,
+            memory_bytes=memory_bytes,
+            plan=plan,
         )
 
     def holds(self, jobs: Sequence[JobLoad], plan: Plan) -> bool:
@@ -117,20 +114,19 @@ class GroupModel:
         )
         return self._ids.setdefault(key, len(self._ids))
 
-    def _choose(self, jobs: Sequence[JobLoad], ids: Sequence[int], num_gpus: int) -> _Choice:
-        key = (num_gpus, tuple(ids))
-        if key not in self._choices:
-            self._choices[key] = self._best(jobs, num_gpus)
-        return self._choices[key]
-
     def _best(self, jobs: Sequence[JobLoad], num_gpus: int) -> _Choice:
-        model = CostModel(self.spec, jobs, self._rates, looked_at=_LOOKED_AT)
+        model = CostModel(self.spec, jobs, self.hardware, rates=self._rates, looked_at=_LOOKED_AT)
         memory = MemoryModel(self.spec, jobs, self.hardware)
         best, least = _Choice(None, None, math.inf), math.inf
-        for layout in self._layouts_for(num_gpus):
+        if num_gpus not in self._layouts:
+            found = (self._best_layouts(own, num_gpus) for own in _references(self.spec))
+            self._layouts[num_gpus] = dict.fromkeys(chain.from_iterable(found))
+        longest = max(job.lengths.longest for job in jobs)
+        budgets = [budget for budget in BUDGETS if budget >= longest]
+        for layout in self._layouts[num_gpus]:
             if job_misfit(jobs, layout) is not None:
                 continue
-            for budget in _budgets(jobs):
+            for budget in budgets or [2 ** math.ceil(math.log2(longest))]:
                 tried = replace(layout, micro_batch_tokens=budget)
                 plan, use = self._lightest_that_fits(memory, tried)
                 least = min(least, use.total_bytes)
@@ -151,17 +147,8 @@ class GroupModel:
                 return tried, use
         return None, use
 
-    def _layouts_for(self, num_gpus: int) -> tuple[Plan, ...]:
-        """Layouts worth trying; they do not depend on earlier questions."""
-        if num_gpus not in self._layouts:
-            kept: dict[Plan, None] = {}
-            for jobs in _references(self.spec):
-                kept.update(dict.fromkeys(self._best_layouts(jobs, num_gpus)))
-            self._layouts[num_gpus] = tuple(kept)
-        return self._layouts[num_gpus]
-
     def _best_layouts(self, jobs: Sequence[JobLoad], num_gpus: int) -> list[Plan]:
-        model = CostModel(self.spec, jobs, self._rates)
+        model = CostModel(self.spec, jobs, self.hardware, rates=self._rates)
         memory = MemoryModel(self.spec, jobs, self.hardware)
         scored, needs = [], []
         for index, layout in enumerate(self._all_layouts(num_gpus)):
@@ -214,9 +201,3 @@ def _references(spec: ModelSpec) -> Iterator[list[JobLoad]]:
         if adapts_experts:
             adapted = replace(load, targets=spec.peft_targets, expert_rank=_FEW_RANKS)
             yield [replace(adapted, name=str(i)) for i in range(count)]
-
-
-def _budgets(jobs: Sequence[JobLoad]) -> list[int]:
-    longest = max(job.lengths.longest for job in jobs)
-    fitting = [budget for budget in BUDGETS if budget >= longest]
-    return fitting or [2 ** math.ceil(math.log2(longest))]

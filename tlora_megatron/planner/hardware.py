@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tlora_megatron.config.job import rule
 from tlora_megatron.config.reader import ConfigError, must, read_document, read_spec
@@ -168,6 +168,11 @@ class HardwareProfile:
     )
 
     @property
+    def element_bytes(self) -> int:
+        """Bytes of a weight or an activation."""
+        return 2 if self.dtype == "bfloat16" else 4
+
+    @property
     def gpu_network_bytes_per_s(self) -> float:
         """Bandwidth to other nodes that a GPU has while all GPUs of its node send; 0 without."""
         if self.inter_node is None:
@@ -206,11 +211,6 @@ def load_profile(path: str | Path) -> HardwareProfile:
         date.fromisoformat(profile.date)
     except ValueError:
         raise must("hardware.date", "be a day, YYYY-MM-DD", profile.date) from None
-    _check_network(profile)
-    return profile
-
-
-def _check_network(profile: HardwareProfile) -> None:
     if profile.nics_per_node is not None and profile.inter_node is None:
         raise must(
             "hardware.nics_per_node",
@@ -223,14 +223,7 @@ def _check_network(profile: HardwareProfile) -> None:
             f"divide gpus_per_node = {profile.gpus_per_node}",
             profile.gpus_per_host,
         )
-
-
-def profile_document(profile: HardwareProfile) -> dict[str, Any]:
-    """Plain values from which `load_profile` reads the same profile."""
-    document = asdict(profile)
-    for key in ("gemms", "fp8_gemms", "attention", "collectives"):
-        document[key] = list(document[key])
-    return document
+    return profile
 
 
 def shipped_profiles() -> Path:

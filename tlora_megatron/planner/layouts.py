@@ -58,11 +58,6 @@ def plan_spans(plan: Plan, gpus_per_node: int) -> PlanSpans:
     return _spans(plan.tp_size, plan.cp_size, plan.dp_size, plan.pp_size, gpus_per_node)
 
 
-def expert_span(plan: Plan, gpus_per_node: int) -> Span:
-    """Returns how the ranks that share a layer's experts lie over nodes."""
-    return group_span(plan.ep_size, plan.expert_tp, plan.num_gpus, gpus_per_node)
-
-
 @lru_cache(maxsize=4096)
 def _spans(tp: int, cp: int, dp: int, pp: int, gpus_per_node: int) -> PlanSpans:
     num_gpus = tp * cp * dp * pp
@@ -247,16 +242,13 @@ class Layouts:
             wanted.add(-(-self.sequences // each))
         if self.sequences < _FEW_SEQUENCES * most * pp_size:
             wanted |= {most >> halvings for halvings in range(1, most.bit_length())}
-        startable = {self._startable(gpus, n) for n in wanted}
-        return sorted(n for n in startable if n and n * gpus < num_gpus)
-
-    def _startable(self, gpus: int, replicas: int) -> int:
-        """The most replicas, up to a number, whose GPUs fill whole hosts or are part of one."""
+        # The GPUs of all replicas fill whole hosts, or are part of one.
         host = self._hardware.host_gpus
-        if gpus * replicas <= host:
-            return replicas
         step = host // math.gcd(host, gpus)
-        return replicas // step * step or max(0, host // gpus)
+        startable = {
+            n if gpus * n <= host else n // step * step or max(0, host // gpus) for n in wanted
+        }
+        return sorted(n for n in startable if n and n * gpus < num_gpus)
 
 
 def with_experts(spec: ModelSpec, plan: Plan) -> Iterator[Plan]:

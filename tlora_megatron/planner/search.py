@@ -11,7 +11,6 @@ from tlora_megatron.planner.candidate import DEPTHS, Plan, is_ours_alone
 from tlora_megatron.planner.choices import handicap
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryUse
-from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.fit import Dropped, Drops, Fit, SpeedBound
 from tlora_megatron.planner.hardware import HardwareProfile
@@ -111,7 +110,7 @@ class _Hunt:
     ) -> None:
         self.drops = Drops()
         self._space = space
-        self._model = CostModel(spec, jobs, Rates(hardware))
+        self._model = CostModel(spec, jobs, hardware)
         self._fit = Fit(spec, jobs, hardware, space, self.drops, self._model.rounds)
 
     def on_all(self, num_gpus: int) -> list[RankedPlan]:

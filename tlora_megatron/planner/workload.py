@@ -94,12 +94,10 @@ class LengthHistogram:
 
     @property
     def variance(self) -> float:
-        """Variance of the length of one sequence."""
         return self.squares - self.mean**2
 
     @property
     def longest(self) -> int:
-        """The longest length."""
         return self.pairs[-1][0]
 
     def clipped(self, longest: int) -> LengthHistogram:

@@ -159,7 +159,16 @@ class _Measurement:
         fp8_gemms = tuple(self._fp8_gemms())
         self._release()
         on_stage("attention", 0.35)
-        attention = tuple(self._attention())
+        attention = tuple(
+            measure_attention(
+                self.timer,
+                length,
+                self.sizes.attention_tokens,
+                self.sizes.attention_spec,
+                self.dtype,
+            )
+            for length in self.sizes.attention_lengths
+        )
         self._release()
         on_stage("adapters", 0.4)
         lora, error = fit_lora(list(self._lora()))
@@ -170,16 +179,14 @@ class _Measurement:
         overlap = self._overlap()
         on_stage("layers", 0.9)
         profile = self._profile(copy, gemms, attention, lora, points)
-        profile = replace(profile, overlap=overlap, fp8_gemms=fp8_gemms)
-        profile = replace(profile, fp8_speedup=profile.fp8_speedup if fp8_gemms else None)
-        layers = measure_layers(self.timer, profile, self.sizes, self.dtype, self.world_size)
         profile = replace(
             profile,
-            stream_bytes_per_s=layers.stream_bytes_per_s,
-            host=layers.host,
-            reserved_bytes=reserved,
-            notes="; ".join(self.notes),
+            overlap=overlap,
+            fp8_gemms=fp8_gemms,
+            fp8_speedup=profile.fp8_speedup if fp8_gemms else None,
         )
+        profile = measure_layers(self.timer, profile, self.sizes, self.dtype, self.world_size)
+        profile = replace(profile, reserved_bytes=reserved, notes="; ".join(self.notes))
         stretch = measure_stretch(self.timer, profile, self.sizes, self.dtype, self.world_size)
         on_stage("done", 1.0)
         return replace(profile, stretch=stretch)
@@ -200,13 +207,6 @@ class _Measurement:
         if multiplies_fp8(self.device):
             for shape in self.sizes.fp8_shapes:
                 yield from measure_fp8_gemm(self.timer, shape, self.sizes.fp8_rows, self.dtype)
-
-    def _attention(self) -> Iterator[AttentionPoint]:
-        sizes = self.sizes
-        for length in sizes.attention_lengths:
-            yield measure_attention(
-                self.timer, length, sizes.attention_tokens, sizes.attention_spec, self.dtype
-            )
 
     def _lora(self) -> Iterator[LoraSample]:
         adapters = self.sizes.lora_adapters
@@ -265,7 +265,8 @@ class _Measurement:
         link = fit_link(points) if points else Link(bytes_per_s=copy / 2, latency_s=1e-5)
         if not points:
             self.notes.append("one process: the link is a guess")
-        memory = torch.cuda.mem_get_info(self.device)[1] if on_gpu else _host_memory_bytes()
+        on_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = torch.cuda.mem_get_info(self.device)[1] if on_gpu else on_host
         return HardwareProfile(
             name=self.request.name,
             gpu=torch.cuda.get_device_name(self.device) if on_gpu else platform.machine(),
@@ -297,10 +298,6 @@ class _Measurement:
     def _release(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _versions() -> str:

@@ -6,7 +6,7 @@ import gc
 import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -34,7 +34,6 @@ from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.nano.rounds import rank_aware_cut
-from tlora_megatron.training.round_timing import RoundTiming
 from tlora_megatron.training.super_model import SuperModel
 
 _BATCHES = 8
@@ -87,14 +86,9 @@ class SyntheticRun:
         loads: Sequence[JobLoad],
         micro_batch_tokens: int,
         *,
-        timing: RoundTiming | None = None,
         shard_optimizer: bool = False,
     ) -> SuperModel:
-        """Puts new jobs on the base model in place of the earlier ones; no jobs: only the base.
-
-        Args:
-            timing: shares rounds out by predicted time; None = balances tokens.
-        """
+        """Puts new jobs on the base model in place of the earlier ones; no jobs: only the base."""
         specs = [_job_spec(load, index) for index, load in enumerate(loads)]
         loras = [spec.lora for spec in specs]
         groups = self.groups
@@ -111,7 +105,6 @@ class SyntheticRun:
             jobs,
             micro_batch_tokens=micro_batch_tokens,
             cut_for=partial(rank_aware_cut, self.spec),
-            timing=timing,
         )
 
     def _job(self, bank: AdapterBank, spec: JobSpec, load: JobLoad) -> JobState:
@@ -197,24 +190,14 @@ class _Times(NamedTuple):
     """Time of a round of all jobs outside forward and backward."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerMeasurement:
-    """Times of layers and rounds of the super-model."""
-
-    layer_s: float
-    """Forward and backward of one layer with adapters at `layer_tokens`."""
-    stream_bytes_per_s: float
-    host: HostCost
-
-
 def measure_layers(
     timer: DeviceTimer,
     profile: HardwareProfile,
     sizes: ProfileSizes,
     dtype: torch.dtype,
     world_size: int,
-) -> LayerMeasurement:
-    """Measures host cost, and the rate of elementwise passes from the rest of a layer's time."""
+) -> HardwareProfile:
+    """Adds host cost, and the rate of elementwise passes from the rest of a layer's time."""
     few, many = (_measure(timer, sizes, n, dtype, world_size) for n in (_FEW, _MANY))
     layer_s = (many.full_s - few.full_s) / (_MANY - _FEW)
     job_step_s = max(0.0, (few.all_overhead_s - few.one_overhead_s) / (_JOBS - 1))
@@ -224,7 +207,7 @@ def measure_layers(
         job_step_s=job_step_s,
     )
     stream = _stream_bytes_per_s(profile, sizes, layer_s)
-    return LayerMeasurement(layer_s=layer_s, stream_bytes_per_s=stream, host=host)
+    return replace(profile, stream_bytes_per_s=stream, host=host)
 
 
 def measure_stretch(

@@ -83,7 +83,6 @@ class DeviceTimer:
         return statistics.median(times[1:])
 
     def synchronize(self) -> None:
-        """Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -7,21 +7,28 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from tlora_megatron import timeline
+from tlora_megatron.config.parallel_rules import check_run_over_experts, check_run_without_experts
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.sites import stage_sites
+from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.quantisation import BaseQuantisation
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.quantisation import BaseQuantisation, base_quantisation
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.overlap import set_queues
-from tlora_megatron.runtime.own_replica import OwnReplica, log_replicas, warn_of_sharding
+from tlora_megatron.runtime.own_replica import (
+    OwnReplica,
+    check_replicas_fit,
+    log_replicas,
+    own_replica,
+    warn_of_sharding,
+)
 from tlora_megatron.training.formats.hf_convert import Rounding
 from tlora_megatron.training.run.determinism import let_segments_grow, set_environment
 from tlora_megatron.training.run.fingerprint import check_base_of_run
@@ -139,28 +146,46 @@ class OpenBackbone(NamedTuple):
     engine: Engine
 
 
-def model_config(config: RunConfig) -> Path:
-    """The base's `config.json`."""
-    return config.base_model.config_file
+class KnownBase(NamedTuple):
+    """What a process knows of its base before it loads it."""
+
+    spec: ModelSpec
+    quantisation: BaseQuantisation | None
+    own: OwnReplica
 
 
-def model_dir(config: RunConfig) -> Path:
-    """The folder of the tokenizer and, unless they are drawn, the weights."""
-    return config.base_model.folder
+def know_base(
+    config: RunConfig,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    refuses_gpt_oss: str = "",
+) -> KnownBase:
+    """Reads a base's shape, refuses what its layout cannot keep, and starts the device on a thread.
 
+    What libraries read from the environment is set before that.
 
-def base_name(config: RunConfig) -> str:
-    """Returns the name that exported adapters give their base."""
-    return config.base_model.path or str(model_dir(config))
-
-
-def ready_process(config: RunConfig, layout: ParallelLayout) -> None:
-    """Sets what libraries read from the environment, then starts the device on a thread."""
+    Args:
+        rank, world_size: of this process; None = as torchrun's environment says.
+        refuses_gpt_oss: what the base is, where gpt-oss is refused.
+    """
+    spec = read_model_spec(config.base_model.config_file)
+    if refuses_gpt_oss:
+        refuse_gpt_oss(spec.model_type, refuses_gpt_oss)
+    if spec.experts is None:
+        check_run_without_experts(config.parallel)
+    else:
+        unpredicted = None if spec.gpt_oss is None else spec.model_type
+        check_run_over_experts(config, unpredicted=unpredicted)
+    own = own_replica(config, rank=rank, world_size=world_size)
+    quantisation = base_quantisation(config.base_model, spec)
+    check_replicas_fit(spec, quantisation, own)
     set_environment(config.run.deterministic)
     if config.run.recompute == "auto":
         let_segments_grow()
-    set_queues(overlaps=_overlaps(config, layout))
+    set_queues(overlaps=_overlaps(config, own.layout))
     wake_device()
+    return KnownBase(spec, quantisation, own)
 
 
 def import_backbone() -> None:
@@ -178,9 +203,7 @@ def import_backbone() -> None:
 
 def open_backbone(
     config: RunConfig,
-    spec: ModelSpec,
-    own: OwnReplica,
-    quantisation: BaseQuantisation | None,
+    base: KnownBase,
     *,
     rendezvous: Rendezvous | None = None,
     on_loaded: Callable[[], None] = lambda: None,
@@ -201,6 +224,7 @@ def open_backbone(
         pair_linears,
     )
 
+    spec, quantisation, own = base
     layout, deployment = own.layout, own.deployment
     if rendezvous is not None:
         backbone.join_process_group(*rendezvous)
@@ -222,10 +246,10 @@ def open_backbone(
             recompute=own.recompute,
             quantisation=quantisation,
         )
-        weights = None if config.base_model.random_init else model_dir(config)
-        seed = config.base_model.seed
+        source = config.base_model
+        weights = None if source.random_init else source.folder
         rounding = backbone.load_backbone(
-            model, spec, weights, layout, seed=seed, quantisation=quantisation
+            model, spec, weights, layout, seed=source.seed, quantisation=quantisation
         )
     log_base(quantisation, spec, model, rounding)
     on_loaded()

@@ -12,24 +12,13 @@ from typing import Any
 
 from tlora_megatron import timeline
 from tlora_megatron.config.load import check_jobs_may_change, config_to_dict, fit_job
-from tlora_megatron.config.parallel_rules import (
-    check_job_over_experts,
-    check_run_over_experts,
-    check_run_without_experts,
-)
+from tlora_megatron.config.parallel_rules import check_job_over_experts
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.config.sections import read_job
 from tlora_megatron.files import BY_UMASK, write_atomic
-from tlora_megatron.model.quantisation import base_quantisation
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.runtime.backbone import (
-    base_name,
-    model_config,
-    model_dir,
-    open_backbone,
-    ready_process,
-)
-from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica, resolve_round_timing
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.runtime.backbone import know_base, open_backbone
+from tlora_megatron.runtime.own_replica import resolve_round_timing
 from tlora_megatron.runtime.recompute_choice import choose_recompute, resolve_lora_sharding
 from tlora_megatron.training.commands import Command, JobCommands
 from tlora_megatron.training.data.job_data import TokenCache, TokenizerFolder
@@ -272,21 +261,13 @@ def train_run(
         The content of `OUT/summary.json`; empty on every process but the writer.
     """
     timeline.begin_run()
-    spec = read_model_spec(model_config(config))
-    if spec.experts is None:
-        check_run_without_experts(config.parallel)
-    else:
-        unpredicted = None if spec.gpt_oss is None else spec.model_type
-        check_run_over_experts(config, unpredicted=unpredicted)
-    own = own_replica(config)
-    quantisation = base_quantisation(config.base_model, spec)
-    check_replicas_fit(spec, quantisation, own)
-    ready_process(config, own.layout)
+    known = know_base(config)
+    spec, quantisation, _ = known
     with TrainingRun(
         config,
         spec,
-        tokenizer_dir=model_dir(config),
-        base_model=base_name(config),
+        tokenizer_dir=config.base_model.folder,
+        base_model=config.base_model.name,
         quantisation=quantisation_card(config.base_model, spec, quantisation),
         events=events,
         resolve_sharding=resolve_lora_sharding,
@@ -296,7 +277,7 @@ def train_run(
     ) as run:
         if quantisation is not None:
             run.facts["quantization"] = quantisation.describe(spec)
-        base = open_backbone(config, spec, own, quantisation, on_loaded=run.check_agreement)
+        base = open_backbone(config, known, on_loaded=run.check_agreement)
         loop = run.start(base.groups, base.linears, base.engine)
         with open_for_requests(run, base.linears, loop) as on_boundary, frozen_gc():
             loop.run(on_boundary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -211,7 +211,7 @@ def _rates(
                 kind: replica_rate(
                     spec,
                     loads,
-                    replace(_plan(kind), expert_tp_size=whole_experts),
+                    Plan(**asdict(kind), expert_tp_size=whole_experts),
                     profile,
                     None if table is None else table.of_share(kind.cp_size, replicas[0].cp_size),
                 )
@@ -225,19 +225,6 @@ def _rates(
     of_shape = rate_of_team if by_cp else rate_of_shape
     rates = tuple(of_shape(spec, kind) for kind in replicas)
     return rates, f"from the model's shape{why}", False
-
-
-def _plan(replica: ReplicaLayout) -> Plan:
-    assert replica.micro_batch_tokens is not None, "the run's budget is filled in"
-    assert replica.recompute is not None, "the run's recompute is filled in"
-    return Plan(
-        tp_size=replica.tp_size,
-        pp_size=replica.pp_size,
-        cp_size=replica.cp_size,
-        sequence_parallel=replica.sequence_parallel,
-        micro_batch_tokens=replica.micro_batch_tokens,
-        recompute=replica.recompute,
-    )
 
 
 def rate_of_shape(spec: Backbone, replica: ReplicaLayout) -> ReplicaRate:

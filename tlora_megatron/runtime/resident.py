@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,32 +17,18 @@ from tlora_megatron.config.job import EXPERT_TARGETS, FUSED_EXPERT_TARGETS, Lora
 from tlora_megatron.config.load import fit_job
 from tlora_megatron.config.parallel_rules import (
     check_job_over_experts,
-    check_run_over_experts,
-    check_run_without_experts,
     exact_shardings,
 )
 from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.config.sections import read_job
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.slab import StatePlacement
-from tlora_megatron.model.gpt_oss import refuse_gpt_oss
-from tlora_megatron.model.quantisation import base_quantisation
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.runtime.backbone import (
-    Rendezvous,
-    base_name,
-    model_config,
-    model_dir,
-    open_backbone,
-    ready_process,
-)
-from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica
+from tlora_megatron.runtime.backbone import Rendezvous, know_base, open_backbone
 from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
 from tlora_megatron.training.commands import JobCommands
-from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.driven_requests import Clients
 from tlora_megatron.training.formats.quantised import QuantisationCard, quantisation_card
 from tlora_megatron.training.job_files import JobFiles
@@ -52,9 +37,9 @@ from tlora_megatron.training.metrics import EventSink
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob
-from tlora_megatron.training.resident.staging import Order, ReadOrder, Stager
+from tlora_megatron.training.resident.staging import ReadOrder, Stager
 from tlora_megatron.training.run.determinism import check_deterministic
-from tlora_megatron.training.run.job_admission import check_fits_linears, prepare_for
+from tlora_megatron.training.run.job_admission import check_fits_linears
 from tlora_megatron.training.run.nano_setup import start_nano_batches
 from tlora_megatron.training.run.training_run import DTYPES, Linears, allow_open_files
 from tlora_megatron.training.run_watch import RunWatch
@@ -78,37 +63,34 @@ def open_resident(
     config: RunConfig,
     *,
     events: EventSink,
+    read_order: ReadOrder,
     rendezvous: Rendezvous | None = None,
-    read_order: ReadOrder | None = None,
     may_write: Callable[[str], bool] = lambda _: True,
     clients: Clients | None = None,
-    targets: Sequence[str] | None = None,
-    allows_blocks: bool = False,
 ) -> Iterator[JobCommands]:
     """Loads the base on this process and opens it for jobs; every process of the world calls it.
 
     Args:
         config: from `config.load.read_gang_config`; it has no jobs.
+        read_order: reads all that a job starts from, on every rank, on a thread.
         rendezvous: where the world meets; None = as torchrun's environment says.
-        read_order: reads all that a job starts from, on every rank, on a thread; None = tokenizes
-            its files, and goes on from the newest checkpoint in its folder.
         may_write: asked by a job's name, on the first rank and on several of its threads, right
             before anything in the job's folder changes.
         clients: who keeps the requests of driven jobs; None = there are no such jobs.
-        targets: that jobs may adapt; None = all that PEFT can name.
-        allows_blocks: jobs may have block-diagonal adapters.
     """
     opened = _open_base(config, rendezvous)
-    held = frozenset(opened.spec.peft_targets if targets is None else targets)
-    shape = BankShape(
-        targets=held,
-        block_targets=held if allows_blocks else frozenset(),
-        kept_ranks=_kept_ranks(opened, held),
-    )
+    held = frozenset(opened.spec.peft_targets)
+    kept = _kept_ranks(opened, held)
+    shape = BankShape(targets=held, block_targets=frozenset(), kept_ranks=kept)
     watch = RunWatch.open(None, config.run.hang_timeout_s)
-    read_order = read_order or _order_reader(opened)
     loop = _make_loop(opened, shape, events, watch, may_write)
-    commands = _make_commands(opened, loop, read_order, clients)
+    bank = loop.super_model.bank
+    check = partial(_check, opened, bank.shape)
+    stager = Stager(bank, opened.spec, read_order, check, loop.files.open_metrics)
+    group = None
+    if dist.get_world_size() > 1:
+        group = dist.new_group(backend="gloo", timeout=_AGREE_TIMEOUT)
+    commands = JobCommands(loop, stager, group, clients=clients)
     try:
         yield commands
     finally:
@@ -130,27 +112,24 @@ class _Opened(NamedTuple):
 
 def _open_base(config: RunConfig, rendezvous: Rendezvous | None) -> _Opened:
     timeline.begin_run()
-    spec = read_model_spec(model_config(config))
-    refuse_gpt_oss(spec.model_type, "the base of a service")
-    if spec.experts is None:
-        check_run_without_experts(config.parallel)
-    else:
-        check_run_over_experts(config)
-    if rendezvous is None:
-        own = own_replica(config)
-    else:
-        own = own_replica(config, rank=rendezvous.rank, world_size=rendezvous.world_size)
-    quantisation = base_quantisation(config.base_model, spec)
-    check_replicas_fit(spec, quantisation, own)
-    ready_process(config, own.layout)
-    base = open_backbone(config, spec, own, quantisation, rendezvous=rendezvous)
+    rank, world_size = (None, None) if rendezvous is None else rendezvous[1:]
+    known = know_base(
+        config, rank=rank, world_size=world_size, refuses_gpt_oss="the base of a service"
+    )
+    base = open_backbone(config, known, rendezvous=rendezvous)
+    parallel = config.parallel
+    if parallel.lora_sharding == "auto":
+        # One that keeps co-trained jobs' bits.
+        parallel = replace(
+            parallel, lora_sharding=exact_shardings(parallel.any_sequence_parallel)[0]
+        )
     groups, linears = resolve_lora_sharding(
-        _with_exact_sharding(config), spec, base.groups, base.linears, ()
+        replace(config, parallel=parallel), known.spec, base.groups, base.linears, ()
     )
     if config.run.deterministic:
         check_deterministic(groups.device, DTYPES[config.base_model.dtype], linears)
-    card = quantisation_card(config.base_model, spec, quantisation)
-    return _Opened(config, spec, card, groups, linears, base.engine)
+    card = quantisation_card(config.base_model, known.spec, known.quantisation)
+    return _Opened(config, known.spec, card, groups, linears, base.engine)
 
 
 def _make_loop(
@@ -165,7 +144,7 @@ def _make_loop(
     allow_open_files(_MANY_JOBS)
     files = JobFiles(
         run,
-        base_model=base_name(opened.config),
+        base_model=opened.config.base_model.name,
         quantisation=opened.card,
         has_metrics=opened.groups.is_writer,
         may_write=may_write,
@@ -185,27 +164,6 @@ def _make_loop(
     usual = LoraSpec(rank=_USUAL_RANK, target_modules=_off_experts(shape.targets))
     loop.saver.expect(*[usual] * _SAVED_AT_ONCE)
     return loop
-
-
-def _make_commands(
-    opened: _Opened, loop: Loop, read_order: ReadOrder, clients: Clients | None
-) -> JobCommands:
-    bank = loop.super_model.bank
-    check = partial(_check, opened, bank.shape)
-    stager = Stager(bank, opened.spec, read_order, check, loop.files.open_metrics)
-    group = None
-    if dist.get_world_size() > 1:
-        group = dist.new_group(backend="gloo", timeout=_AGREE_TIMEOUT)
-    return JobCommands(loop, stager, group, clients=clients)
-
-
-def _with_exact_sharding(config: RunConfig) -> RunConfig:
-    """Chooses, where the sharding is left open, one that keeps co-trained jobs' bits."""
-    parallel = config.parallel
-    if parallel.lora_sharding != "auto":
-        return config
-    sharding = exact_shardings(parallel.any_sequence_parallel)[0]
-    return replace(config, parallel=replace(parallel, lora_sharding=sharding))
 
 
 def _kept_ranks(opened: _Opened, targets: frozenset[str]) -> int:
@@ -239,28 +197,6 @@ def _make_super_model(opened: _Opened, shape: BankShape) -> SuperModel:
         round_shape=RoundShape(exactness=exactness_of(config.run.deterministic)),
         cut_for=partial(rank_aware_cut, opened.spec),
     )
-
-
-def _order_reader(opened: _Opened) -> ReadOrder:
-    """Reads the files that an order's document names."""
-    config = opened.config
-    # Here: threads that import at once can meet half a module.
-    tokenizer = load_tokenizer(model_dir(config))
-
-    def read(order: Order) -> PreparedJob:
-        document = {**order["document"], "name": order["job"]}
-        job = fit_job(read_job(document, Path.cwd(), path=f"job {order['job']}"), config)
-        return prepare_for(
-            config,
-            opened.spec,
-            job,
-            tokenizer,
-            base_model=base_name(config),
-            quantisation=opened.card,
-            resuming=True,
-        )
-
-    return read
 
 
 def _check(opened: _Opened, shape: BankShape, prepared: PreparedJob) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tlora_megatron.scheduler.group_throughput import GroupRates, Kinds, Speeds
 from tlora_megatron.scheduler.policy import (
@@ -43,7 +43,6 @@ class Parts:
 
     @property
     def jobs(self) -> list[Job]:
-        """The jobs of all members."""
         return [member.job for _, member in self.running] + [w.job for w in self.joining]
 
     @property
@@ -67,12 +66,10 @@ def formed(
     ready_s += _pause_s(parts, gpus, cost)
     by_kind = rates.by_kind
     members = [
-        Member(
-            job=member.job,
+        replace(
+            member,
             tokens_per_s=by_kind[member.job.kind],
             tokens_left=group.tokens_left(member, now_s),
-            started_s=member.started_s,
-            deadline_s=member.deadline_s,
         )
         for group, member in parts.running
     ]
@@ -97,12 +94,10 @@ def carried_on(
 ) -> Group:
     """Forms the group that remains when members leave: same GPUs, no pause."""
     members = tuple(
-        Member(
-            job=member.job,
+        replace(
+            member,
             tokens_per_s=max(member.tokens_per_s, rates.by_kind[member.job.kind]),
             tokens_left=group.tokens_left(member, now_s),
-            started_s=member.started_s,
-            deadline_s=member.deadline_s,
         )
         for _, member in parts.running
     )
@@ -142,9 +137,8 @@ def _pause_s(parts: Parts, gpus: tuple[int, ...], cost: RegroupCost) -> float:
     return cost.pause_s(tuple(sources.values()), gpus, moved)
 
 
-def speeds_in_bounds(jobs: list[Job], rates: GroupRates) -> bool:
-    """True if each job is at least as fast as its bound demands."""
-    by_kind = rates.by_kind
+def speeds_in_bounds(jobs: list[Job], by_kind: Mapping[int, float]) -> bool:
+    """True if each job, by the speed of its kind, is at least as fast as its bound demands."""
     return all(by_kind[job.kind] * (1 + _TOLERANCE) >= job.least_tokens_per_s for job in jobs)
 
 
@@ -198,7 +192,6 @@ class Fleet:
 
     @property
     def busy_gpus(self) -> int:
-        """Number of GPUs that groups hold."""
         down = len(self._down) * self.cluster.shape.gpus_per_node
         return self.cluster.shape.num_gpus - down - self.cluster.free.num
 
@@ -276,8 +269,10 @@ class Fleet:
         for decision in decisions:
             group = self._formed(decision, loose, queue, vacated_s, now_s=now_s, cost=cost)
             if keeps_bounds:
+                by_kind = {member.job.kind: member.tokens_per_s for member in group.members}
+                fast = speeds_in_bounds([member.job for member in group.members], by_kind)
                 require(
-                    ends_in_bounds(group) and _speeds_in_bounds(group),
+                    ends_in_bounds(group) and fast,
                     f"slowdown bounds must hold for jobs {decision.members}",
                 )
             self.open(group)
@@ -355,7 +350,6 @@ class Fleet:
         return rates
 
     def next_number(self) -> int:
-        """A group number that was not used before."""
         self._num_groups += 1
         return self._num_groups
 
@@ -364,9 +358,3 @@ def _present(parts: Parts) -> GroupRates:
     """The speeds that running members have now."""
     by_kind = {member.job.kind: member.tokens_per_s for _, member in parts.running}
     return GroupRates(by_kind, sum(member.tokens_per_s for _, member in parts.running), 0.0)
-
-
-def _speeds_in_bounds(group: Group) -> bool:
-    by_kind = {member.job.kind: member.tokens_per_s for member in group.members}
-    rates = GroupRates(by_kind, group.tokens_per_s, 0.0)
-    return speeds_in_bounds([member.job for member in group.members], rates)

@@ -14,23 +14,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
 
+from tlora_megatron.planner.group import GroupEstimate
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-
-
-class GroupEstimate(Protocol):
-    """The model's estimate for one group of jobs on some GPUs."""
-
-    @property
-    def tokens_per_s(self) -> Sequence[float]:
-        """Speed of each job, in the order in which the jobs were given."""
-
-    @property
-    def memory_bytes(self) -> float:
-        """Peak memory on the fullest GPU."""
-
-    @property
-    def fits(self) -> bool:
-        """True if the peak is within the GPU's memory."""
 
 
 class GroupThroughput(Protocol):
@@ -75,12 +60,10 @@ class Speeds:
 
     @property
     def bases(self) -> tuple[str, ...]:
-        """Names of the base models that have a model of their speed."""
         return tuple(self._models)
 
     @property
     def num_estimates(self) -> int:
-        """Number of different questions answered so far."""
         return len(self._memo)
 
     def answers(self) -> Iterator[tuple[Kinds, int, GroupRates]]:
@@ -100,7 +83,6 @@ class Speeds:
         return number
 
     def base_of(self, kind: int) -> str:
-        """Name of the base model of a kind."""
         return self._loads[kind][0]
 
     def load_of(self, kind: int) -> JobLoad:
@@ -277,16 +259,12 @@ class CalibratedSpeeds(Speeds):
         try:
             return self._scaled[key]
         except KeyError:
-            found = self._scaled[key] = self._correct(kinds, num_gpus)
-            return found
-
-    def _correct(self, kinds: Kinds, num_gpus: int) -> GroupRates | None:
-        rates = super().rates(kinds, num_gpus)
-        factor = self.factor(kinds, num_gpus)
-        if rates is None or factor == 1.0:
+            rates, factor = super().rates(kinds, num_gpus), self.factor(kinds, num_gpus)
+            if rates is not None and factor != 1.0:
+                by_kind = {kind: rate * factor for kind, rate in rates.by_kind.items()}
+                rates = GroupRates(by_kind, rates.total * factor, rates.memory_bytes)
+            self._scaled[key] = rates
             return rates
-        by_kind = {kind: rate * factor for kind, rate in rates.by_kind.items()}
-        return GroupRates(by_kind, rates.total * factor, rates.memory_bytes)
 
     def factor(self, kinds: Kinds, num_gpus: int) -> float:
         """Measured over predicted speed of a group; 1 while nothing is known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,7 +23,6 @@ class ClusterShape:
         return self.num_nodes * self.gpus_per_node
 
     def gpus_of(self, node: int) -> range:
-        """The GPU numbers of a node."""
         return range(node * self.gpus_per_node, (node + 1) * self.gpus_per_node)
 
     def rack_of(self, node: int) -> int:
@@ -55,7 +55,6 @@ class FreeGpus:
         return cls(shape, [shape.gpus_of(node) for node in range(shape.num_nodes)])
 
     def copy(self) -> FreeGpus:
-        """An independent copy."""
         return FreeGpus(self.shape, self._free)
 
     def in_node(self, node: int) -> tuple[int, ...]:
@@ -100,19 +99,65 @@ class FreeGpus:
         return None if best < 0 else tuple(self._free[best][:num])
 
     def take(self, gpus: Iterable[int]) -> None:
-        """Marks GPUs as held."""
         for gpu in gpus:
             self._free[gpu // self.shape.gpus_per_node].remove(gpu)
             self.num -= 1
 
     def give(self, gpus: Iterable[int]) -> None:
-        """Marks GPUs as free."""
         for gpu in gpus:
             node = self._free[gpu // self.shape.gpus_per_node]
             assert gpu not in node, f"GPU {gpu} must not be freed twice"
             node.append(gpu)
             node.sort()
             self.num += 1
+
+
+def soonest_nodes(
+    num_gpus: int, shape: ClusterShape, free: FreeGpus, groups: Iterable[Group], taken: set[int]
+) -> tuple[tuple[int, ...], float]:
+    """The nodes on which `num_gpus` GPUs become free first, and when; none and 0 if none.
+
+    The time holds as long as what starts there ends before it and no group there grows.
+    """
+    size = shape.gpus_per_node
+    needed = min(num_gpus, size)
+    count = -(-num_gpus // size)
+    releases = _releases(shape, groups)
+    ready = []
+    for node in range(shape.num_nodes):
+        if node not in taken:
+            free_s = _free_from(needed, len(free.in_node(node)), sorted(releases[node]))
+            if free_s is not None:
+                ready.append((free_s, node))
+    if len(ready) < count:
+        return (), 0.0
+    chosen = sorted(ready)[:count]
+    return tuple(sorted(node for _, node in chosen)), chosen[-1][0]
+
+
+def _releases(shape: ClusterShape, groups: Iterable[Group]) -> list[list[tuple[float, int]]]:
+    """For each node, pairs of (time, number of GPUs that a group gives back then)."""
+    size = shape.gpus_per_node
+    releases: list[list[tuple[float, int]]] = [[] for _ in range(shape.num_nodes)]
+    for group in groups:
+        gpus = group.gpus
+        if gpus[0] // size == gpus[-1] // size:
+            releases[gpus[0] // size].append((group.last_end_s, len(gpus)))
+            continue
+        for node, num in Counter(gpu // size for gpu in gpus).items():
+            releases[node].append((group.last_end_s, num))
+    return releases
+
+
+def _free_from(needed: int, free: int, releases: list[tuple[float, int]]) -> float | None:
+    """The time at which `needed` GPUs of a node are free; None for a node that is down."""
+    if free >= needed:
+        return 0.0
+    for end_s, num in releases:
+        free += num
+        if free >= needed:
+            return end_s
+    return None
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 
+from tlora_megatron.planner.cost.adapter_sizes import chunked
 from tlora_megatron.planner.cost.expert_adapters import adapts_experts
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Kinds
@@ -139,7 +140,6 @@ class Group:
 
     @property
     def base(self) -> str:
-        """Base model of all members."""
         return self.members[0].job.base
 
     @property
@@ -149,7 +149,6 @@ class Group:
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed of all members together."""
         return sum([member.tokens_per_s for member in self.members])
 
     def tokens_left(self, member: Member, now_s: float) -> float:
@@ -201,7 +200,6 @@ class WaitingQueue:
         return self._entries[index]
 
     def copy(self) -> WaitingQueue:
-        """An independent copy."""
         queue = WaitingQueue()
         queue._entries = dict(self._entries)
         queue._orders = {name: list(order) for name, order in self._orders.items()}
@@ -209,7 +207,6 @@ class WaitingQueue:
         return queue
 
     def add(self, waiting: Waiting) -> None:
-        """Adds a job."""
         index = waiting.job.index
         assert index not in self._entries, f"job {index} must not wait twice"
         self._entries[index] = waiting
@@ -219,7 +216,6 @@ class WaitingQueue:
             insort(self._orders[name], key(waiting))
 
     def remove(self, index: int) -> Waiting:
-        """Removes a job and returns it."""
         waiting = self._entries.pop(index)
         self._paused.discard(index)
         for name, key in _KEYS.items():
@@ -267,12 +263,10 @@ class WaitingQueue:
 _KEYS = {"arrival": _by_arrival, "size": _by_size, "due": _by_due}
 
 
-_RANK_STEP = 16
-"""Kernels round ranks up to multiples of it."""
 _NUM_QUANTILES = 8
 _LENGTHS_PER_OCTAVE = 4
 _BATCHES_PER_OCTAVE = 2
-_ANY_DROPOUT = 0.1
+ANY_DROPOUT = 0.1
 """Every dropout rate costs the same."""
 _SHARE_STEPS = 8
 _ROUNDING = 1e-9
@@ -285,26 +279,20 @@ def coarse_load(load: JobLoad) -> JobLoad:
     of 2: there kernels pad nothing, and memory is large), the batch to a power of sqrt 2, lengths
     to 8 quantiles on a grid of 4 an octave, the share of targets up to eighths.
     """
-    rank = load.rank
-    if load.num_blocks == 1:
-        rank = -(-rank // _RANK_STEP) * _RANK_STEP
+    expert_rank = None
+    if adapts_experts(load):
+        expert_rank = 1 << ((load.expert_rank or load.rank) - 1).bit_length()
     return replace(
         load,
         name="job",
-        rank=rank,
-        expert_rank=_on_experts(load),
+        rank=chunked(load.rank) if load.num_blocks == 1 else load.rank,
+        expert_rank=expert_rank,
         batch_size=_on_grid(load.batch_size, _BATCHES_PER_OCTAVE),
         lengths=coarse_lengths(load.lengths),
-        dropout=_ANY_DROPOUT if load.dropout else 0.0,
+        dropout=ANY_DROPOUT if load.dropout else 0.0,
         target_share=math.ceil(load.target_share * _SHARE_STEPS) / _SHARE_STEPS,
         longest_eval=_length(load.longest_eval, up=True) if load.longest_eval else 0,
     )
-
-
-def _on_experts(load: JobLoad) -> int | None:
-    if not adapts_experts(load):
-        return None
-    return 1 << ((load.expert_rank or load.rank) - 1).bit_length()
 
 
 def coarse_lengths(lengths: LengthHistogram) -> LengthHistogram:

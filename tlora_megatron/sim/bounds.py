@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
@@ -54,7 +54,6 @@ class Limits:
     """By base model: tokens per second of a GPU."""
 
     def demand(self, job: Job) -> Demand:
-        """The least that a job takes."""
         return Demand(
             submit_s=job.submit_s,
             fastest_s=job.tokens / self.fastest[job.kind],
@@ -225,21 +224,18 @@ class _Task:
         return max(now_s, self.ready_s) + self.left / self.rates[self.gpus]
 
 
-def malleable_mean_jct_s(
-    jobs: Sequence[Job], speeds: Speeds, num_gpus: int, pause_s: float = _PAUSE_S
-) -> float:
-    """Mean time from submission to end, in order of submission."""
-    return _Cluster(jobs, speeds, num_gpus, pause_s).mean_jct_s()
+def malleable_mean_jct_s(jobs: Sequence[Job], speeds: Speeds, num_gpus: int) -> float:
+    """Mean time from submission to end of jobs in order of submission."""
+    return _Cluster(jobs, speeds, num_gpus).mean_jct_s()
 
 
 class _Cluster:
     """The state between two events: who trains on how many GPUs, and who waits."""
 
-    def __init__(self, jobs: Sequence[Job], speeds: Speeds, num_gpus: int, pause_s: float) -> None:
+    def __init__(self, jobs: Sequence[Job], speeds: Speeds, num_gpus: int) -> None:
         self._jobs = jobs
         self._speeds = speeds
         self._num_gpus = num_gpus
-        self._pause_s = pause_s
         self._running: list[_Task] = []
         self._waiting: list[tuple[tuple[float, int], _Task]] = []
         """In order; the time left of those who wait does not change."""
@@ -283,15 +279,12 @@ class _Cluster:
         self._running = [task for task in self._running if task.left > _DONE * task.tokens]
         return ended
 
-    def _in_order(self) -> Iterator[_Task]:
-        running = sorted((task.place, task) for task in self._running)
-        return (task for _, task in heapq.merge(running, self._waiting))
-
     def _shares(self) -> dict[_Task, int]:
         """GPUs for each job that is to train now."""
         shares: dict[_Task, int] = {}
         free, behind = self._num_gpus, len(self._running) + len(self._waiting)
-        for task in self._in_order():
+        running = sorted((task.place, task) for task in self._running)
+        for _, task in heapq.merge(running, self._waiting):
             behind -= 1
             if size := self._size(task, free, behind):
                 shares[task] = size
@@ -321,7 +314,7 @@ class _Cluster:
                 if more == 2 * size and more - size <= free
             ]
             saved_s, _, task = max(found, default=(0.0, 0, None))
-            if task is None or saved_s <= _WORTH_A_GPU * self._pause_s:
+            if task is None or saved_s <= _WORTH_A_GPU * _PAUSE_S:
                 return
             free -= shares[task]
             shares[task] *= 2
@@ -334,7 +327,7 @@ class _Cluster:
             if not size or size == task.gpus:
                 continue
             change_s = task.left * abs(1 / task.rates[size] - 1 / task.rates[task.gpus])
-            if change_s < 2 * self._pause_s and held - size + task.gpus <= self._num_gpus:
+            if change_s < 2 * _PAUSE_S and held - size + task.gpus <= self._num_gpus:
                 held += task.gpus - size
                 shares[task] = task.gpus
         paused = [task for task in self._running if task not in shares]
@@ -343,7 +336,7 @@ class _Cluster:
                 del self._waiting[bisect_left(self._waiting, (task.place, task))]
             if size != task.gpus:
                 is_new = task.left == task.tokens
-                task.ready_s = now_s if is_new else now_s + self._pause_s
+                task.ready_s = now_s if is_new else now_s + _PAUSE_S
                 task.gpus = size
         self._running = list(shares)
         for task in paused:

@@ -30,20 +30,6 @@ class Kind(IntEnum):
 
 
 @dataclass(kw_only=True, slots=True)
-class Clock:
-    """Measures the CPU time that decisions take."""
-
-    count: int = 0
-    total_s: float = 0.0
-    longest_s: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        self.total_s += seconds
-        self.longest_s = max(self.longest_s, seconds)
-
-
-@dataclass(kw_only=True, slots=True)
 class Events:
     """A heap of events, totally ordered by (time, kind, sequence)."""
 
@@ -87,18 +73,13 @@ class FaultRates:
 class Faults:
     """The failures and cancellations of a run."""
 
-    fails_after_tokens: dict[int, float]
+    fails_after_tokens: Mapping[int, float] = field(default_factory=dict)
     """Tokens after which a job fails, by job index."""
-    cancelled_s: dict[int, float]
+    cancelled_s: Mapping[int, float] = field(default_factory=dict)
     """Time at which its owner cancels a job, by job index."""
     outages: tuple[tuple[float, float, int], ...] = ()
     """Outages as (begin, end, node), in order."""
     checkpoint_s: float = 600.0
-
-    @classmethod
-    def none(cls) -> Faults:
-        """A run without failures and cancellations."""
-        return cls(fails_after_tokens={}, cancelled_s={})
 
 
 def draw_faults(rates: FaultRates, jobs: list[Job], num_nodes: int, seed: int) -> Faults:
@@ -154,8 +135,6 @@ class RegroupSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuotaSpec:
-    """The quota of a tenant."""
-
     tenant: str = rule("name of the tenant in the trace", nonempty=True)
     gpus: int = rule("most GPUs that its running jobs may ask for together", ge=1)
 
@@ -184,7 +163,6 @@ class ClusterSpec:
 
     @property
     def shape(self) -> ClusterShape:
-        """The shape of the cluster for the scheduler."""
         return ClusterShape(
             num_nodes=self.nodes,
             gpus_per_node=self.gpus_per_node,

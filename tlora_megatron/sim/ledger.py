@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -118,13 +118,10 @@ class Ledger:
                 now_s <= member.deadline_s * (1 + 1e-9) + 1e-5,
                 f"slowdown must be at most {job.max_slowdown} for job {job.name}, got {slowdown}",
             )
-        self._record(job, "finished", now_s, slowdown)
+        self.drop(job, "finished", now_s, slowdown)
 
-    def drop(self, job: Job, status: Status, now_s: float) -> None:
-        """Records that a job ends without finishing."""
-        self._record(job, status, now_s, None)
-
-    def _record(self, job: Job, status: Status, now_s: float, slowdown: float | None) -> None:
+    def drop(self, job: Job, status: Status, now_s: float, slowdown: float | None = None) -> None:
+        """Records that a job ends; its slowdown is given if it has finished."""
         self.records.append(
             JobRecord(
                 job=job,
@@ -154,15 +151,6 @@ class Ledger:
             math.isclose(tokens, trained, rel_tol=1e-6, abs_tol=1e-3),
             f"tokens of groups must be the jobs' {trained}, got {tokens}",
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuCount:
-    """The cluster's GPUs and their speed."""
-
-    num_gpus: int
-    flops_per_s: float
-    """Best GEMM rate of one GPU in its profile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,24 +190,29 @@ def summarise(
     records: Sequence[JobRecord],
     segments: Sequence[Segment],
     flops_per_token: Mapping[str, float],
-    gpus: GpuCount,
+    *,
+    num_gpus: int,
+    flops_per_s: float,
 ) -> Summary:
-    """Summarises a run from its job records and segments."""
+    """Summarises a run on so many GPUs, each of which does `flops_per_s` at best."""
     first = min(record.job.submit_s for record in records)
     makespan = max(record.end_s for record in records) - first
-    window = _window_s(records, first, makespan)
+    # From the first to the last submission; the makespan if the mean job takes longer.
+    window = max(record.job.submit_s for record in records) - first
+    if window < _mean([record.job.isolated_s for record in records]):
+        window = makespan
     end = first + window
     finished = [record for record in records if record.status == "finished"]
     jcts = sorted(record.jct_s for record in finished)
-    waits = sorted(_known(record.queueing_s for record in finished))
-    slowdowns = list(_known(record.slowdown for record in finished))
+    waits = sorted(r.queueing_s for r in finished if r.queueing_s is not None)
+    slowdowns = [record.slowdown for record in finished if record.slowdown is not None]
     count = Counter(record.status for record in records)
     tokens = {base: _tokens_until(segments, base, end) for base in flops_per_token}
     work = math.fsum(tokens[base] * flops for base, flops in flops_per_token.items())
     held_s = [len(s.gpus) * max(0.0, min(s.end_s, end) - s.begin_s) for s in segments]
     weighted_s = (held * s.num_jobs for held, s in zip(held_s, segments, strict=True))
     gpu_s = math.fsum(held_s)
-    capacity_s = gpus.num_gpus * window
+    capacity_s = num_gpus * window
     return Summary(
         mean_jct_s=_mean(jcts),
         p50_jct_s=quantile(jcts, 0.5),
@@ -227,7 +220,7 @@ def summarise(
         p99_jct_s=quantile(jcts, 0.99),
         makespan_s=makespan,
         throughput_tokens_per_s=_ratio(math.fsum(tokens.values()), window),
-        gpu_utilisation=_ratio(work, capacity_s * gpus.flops_per_s),
+        gpu_utilisation=_ratio(work, capacity_s * flops_per_s),
         max_slowdown=max(slowdowns, default=0.0),
         jobs_finished=len(finished),
         jobs_failed=count["failed"],
@@ -241,16 +234,6 @@ def summarise(
         lost_tokens=math.fsum(record.lost_tokens for record in records),
         window_s=window,
     )
-
-
-def _window_s(records: Sequence[JobRecord], first: float, makespan: float) -> float:
-    """From the first to the last submission; the makespan if the mean job takes longer."""
-    window = max(record.job.submit_s for record in records) - first
-    return makespan if window < _mean([r.job.isolated_s for r in records]) else window
-
-
-def _known(values: Iterable[float | None]) -> Iterator[float]:
-    return (value for value in values if value is not None)
 
 
 def _tokens_until(segments: Sequence[Segment], base: str, end_s: float) -> float:

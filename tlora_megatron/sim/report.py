@@ -207,7 +207,7 @@ def summary_rows(
         "cluster": study.cluster.name,
         "profile": study.profile.name,
         "mix": study.mix.name,
-        "jobs": len(study.workload.jobs),
+        "jobs": len(study.jobs),
         "load": round(study.load, 4),
         "offered_load": round(study.offered_load, 4),
         "seed": study.options.seed,
@@ -271,35 +271,27 @@ def _page(study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None
     num_gpus = study.cluster.shape.num_gpus
     lines = {run.policy: gpu_time_line(run, num_gpus, until_s) for run in runs}
     colors = {run.policy: css_color(place) for place, run in enumerate(runs)}
+    left_out = ", ".join(f"{count:,} {reason}" for reason, count in study.trace.dropped.items())
+    about = {
+        "offered load": f"{study.offered_load:.2f}",
+        "attributes": study.mix.name,
+        "bound on slowdown": f"{study.jobs[0].max_slowdown:g}",
+        "GPU profile": f"{study.profile.name} ({study.profile.source})",
+        "seed": str(study.options.seed),
+        **({"left out": left_out} if left_out else {}),
+    }
+    rows: list[tuple[str, ...]] = [
+        (f"{swatch(colors[run.policy])}{html.escape(run.policy)}", *cells_of(run, runs[0]))
+        for run in runs
+    ]
+    rows += [] if yardsticks is None else yardstick_rows(yardsticks, runs[0])
     return document(
         f"{study.trace.name} on {study.cluster.name}",
-        f"{len(study.workload.jobs):,} jobs; policies are compared with {runs[0].policy}",
-        f"{facts(_facts(study))}<h2>Policies</h2>{_table(runs, yardsticks)}"
+        f"{len(study.jobs):,} jobs; policies are compared with {runs[0].policy}",
+        f"{facts(about)}<h2>Policies</h2>{table(('policy', *COLUMNS), rows)}"
         f"<h2>Pictures</h2>{legend(colors)}{panels(pictures, columns=2, least_px=480)}"
         f"<h2>What the GPUs do</h2>{panels(lines, columns=1, least_px=480)}",
     )
-
-
-def _facts(study: Study) -> dict[str, str]:
-    options = study.options
-    left_out = ", ".join(f"{count:,} {reason}" for reason, count in study.trace.dropped.items())
-    return {
-        "offered load": f"{study.offered_load:.2f}",
-        "attributes": study.mix.name,
-        "bound on slowdown": f"{study.workload.jobs[0].max_slowdown:g}",
-        "GPU profile": f"{study.profile.name} ({study.profile.source})",
-        "seed": str(options.seed),
-        **({"left out": left_out} if left_out else {}),
-    }
-
-
-def _table(runs: Sequence[PolicyRun], yardsticks: Yardsticks | None) -> str:
-    rows = [
-        (f"{swatch(css_color(place))}{html.escape(run.policy)}", *cells_of(run, runs[0]))
-        for place, run in enumerate(runs)
-    ]
-    rows += [] if yardsticks is None else yardstick_rows(yardsticks, runs[0])
-    return table(("policy", *COLUMNS), rows)
 
 
 COLUMNS = (

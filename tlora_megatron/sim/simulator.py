@@ -9,30 +9,19 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tlora_megatron.scheduler.fleet import require
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policy import ClusterShape, Policy, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting, WaitingQueue
-from tlora_megatron.sim.cluster import Clock, Events, Faults, Kind, SimulatedFleet
+from tlora_megatron.sim.cluster import Events, Faults, Kind, SimulatedFleet
 from tlora_megatron.sim.ledger import Ledger
 
 _SAME_MOMENT_S = 1e-7
 """Members of a group that end within this time of each other end in one event."""
 _PROGRESS_EVERY = 500
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """The ledger of a run, and the time spent on decisions."""
-
-    ledger: Ledger
-    num_decisions: int
-    decide_s: float
-    """CPU time of all calls of `decide`."""
-    longest_decide_s: float
-    wall_s: float
+_NO_FAULTS = Faults()
 
 
 class Simulator:
@@ -46,7 +35,7 @@ class Simulator:
         policy: Policy,
         speeds: Speeds,
         cost: RegroupCost,
-        faults: Faults | None = None,
+        faults: Faults = _NO_FAULTS,
         quotas: Mapping[str, int] | None = None,
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
@@ -56,7 +45,7 @@ class Simulator:
             jobs: in order of submission; `Job.index` is the place in the list.
             speeds: speeds of groups; the same object that the policy asks.
             cost: pauses of groups that change.
-            faults: failures and cancellations; None: there are none.
+            faults: failures and cancellations; by default there are none.
             quotas: most GPUs by tenant.
             on_progress: called from time to time with the share of the jobs that have ended.
         """
@@ -64,25 +53,31 @@ class Simulator:
         self._policy = policy
         self._speeds = speeds
         self._cost = cost
-        self._faults = faults or Faults.none()
+        self._faults = faults
         self._on_progress = on_progress
+        self.longest_decide_s = 0.0
+        """CPU time of the longest call of `decide`."""
         self._queue = WaitingQueue()
         self._ledger = Ledger(policy.keeps_bounds)
         self._events = Events()
         self._fleet = SimulatedFleet(
             shape=shape,
             speeds=speeds,
-            faults=self._faults,
+            faults=faults,
             quotas=quotas or {},
             events=self._events,
             ledger=self._ledger,
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> Ledger:
         """Runs until every job has ended; an `InvariantError` if the ledger does not balance."""
-        begin = time.perf_counter()
-        clock = Clock()
-        self._push_known_events()
+        for job in self._jobs:
+            self._events.push(job.submit_s, Kind.ARRIVAL, job.index)
+        for index, when_s in sorted(self._faults.cancelled_s.items()):
+            self._events.push(when_s, Kind.CANCEL, index)
+        for begin_s, end_s, node in self._faults.outages:
+            self._events.push(begin_s, Kind.NODE_DOWN, node)
+            self._events.push(end_s, Kind.NODE_UP, node)
         heap = self._events.heap
         steps = 0
         while heap:
@@ -95,27 +90,12 @@ class Simulator:
             if len(self._ledger.records) == len(self._jobs):
                 break
             if not stale:
-                self._decide(now_s, clock)
+                self._decide(now_s)
             steps += 1
             if self._on_progress and steps % _PROGRESS_EVERY == 0:
                 self._on_progress(len(self._ledger.records) / len(self._jobs))
         self._ledger.balance(self._jobs)
-        return Outcome(
-            ledger=self._ledger,
-            num_decisions=clock.count,
-            decide_s=clock.total_s,
-            longest_decide_s=clock.longest_s,
-            wall_s=time.perf_counter() - begin,
-        )
-
-    def _push_known_events(self) -> None:
-        for job in self._jobs:
-            self._events.push(job.submit_s, Kind.ARRIVAL, job.index)
-        for index, when_s in sorted(self._faults.cancelled_s.items()):
-            self._events.push(when_s, Kind.CANCEL, index)
-        for begin_s, end_s, node in self._faults.outages:
-            self._events.push(begin_s, Kind.NODE_DOWN, node)
-            self._events.push(end_s, Kind.NODE_UP, node)
+        return self._ledger
 
     # Event handlers; each returns True if anything changed.
 
@@ -204,11 +184,11 @@ class Simulator:
 
     # Decisions
 
-    def _decide(self, now_s: float, clock: Clock) -> None:
+    def _decide(self, now_s: float) -> None:
         begin = time.process_time()
         changes = self._fleet.changes.take()
         decisions = self._policy.decide(now_s, self._queue, self._fleet.cluster, changes)
-        clock.add(time.process_time() - begin)
+        self.longest_decide_s = max(self.longest_decide_s, time.process_time() - begin)
         if decisions:
             self._fleet.carry_out(
                 decisions,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from tlora_megatron.config.reader import must
 from tlora_megatron.model.spec import ModelSpec
@@ -13,16 +14,14 @@ from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policy import RegroupCost, Rules
 from tlora_megatron.scheduler.registry import make_policy
 from tlora_megatron.sim.bounds import least_mean_jct_s, malleable_mean_jct_s
-from tlora_megatron.sim.cluster import ClusterSpec, FaultRates, Faults, draw_faults
-from tlora_megatron.sim.ledger import GpuCount, Ledger, Summary, summarise
+from tlora_megatron.sim.cluster import ClusterSpec, FaultRates, draw_faults
+from tlora_megatron.sim.ledger import Ledger, Summary, summarise
 from tlora_megatron.sim.simulator import Simulator
 from tlora_megatron.sim.trace import Trace, TraceShape, shaped
 from tlora_megatron.sim.workload import (
     JobMix,
-    Patience,
-    Workload,
     flops_per_token,
-    make_workload,
+    make_jobs,
     weights_bytes,
 )
 
@@ -35,14 +34,11 @@ class Options:
     seed: int = 0
     max_slowdown: float | None = None
     """Bound on every job's slowdown; None: the mix's bound."""
-    patience: Patience = field(default_factory=Patience)
     faults: FaultRates = field(default_factory=FaultRates)
     use_residual: bool = True
     keep_bounds: bool = True
     free_moves: bool = False
     """If True, changes of groups cost no time."""
-    lookahead: int = Rules().lookahead
-    max_group_size: int = Rules().max_group_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +48,8 @@ class PolicyRun:
     policy: str
     summary: Summary
     ledger: Ledger = field(repr=False)
-    num_decisions: int
     longest_decide_s: float
-    mean_decide_s: float
+    """CPU time of the longest decision."""
     wall_s: float
 
 
@@ -93,25 +88,22 @@ class Study:
         shape = cluster.shape
         self.trace = shaped(trace, options.shape, shape.num_gpus, options.seed)
         self.speeds = Speeds({name: GroupModel(spec, profile) for name, spec in specs.items()})
-        self.workload: Workload = make_workload(
+        self.jobs = make_jobs(
             self.trace,
             mix,
             specs,
             self.speeds,
             options.seed,
             options.max_slowdown,
-            options.patience,
         )
-        self._faults: Faults = draw_faults(
-            options.faults, self.workload.jobs, shape.num_nodes, options.seed
-        )
+        self._faults = draw_faults(options.faults, self.jobs, shape.num_nodes, options.seed)
         self._flops = {name: flops_per_token(spec) for name, spec in specs.items()}
         self._cost = _regroup_cost(cluster, specs, free=options.free_moves)
 
     @property
     def offered_load(self) -> float:
         """GPU time that the jobs take alone, over the cluster's from first to last submission."""
-        jobs = self.workload.jobs
+        jobs = self.jobs
         span = jobs[-1].submit_s - jobs[0].submit_s
         asked = sum(job.num_gpus * job.isolated_s for job in jobs)
         return asked / (span * self.cluster.shape.num_gpus) if span else float("inf")
@@ -123,15 +115,12 @@ class Study:
         return self.offered_load if asked is None else asked
 
     def yardsticks(self) -> Yardsticks | None:
-        """Bounds that no policy beats, and an estimate of what is within reach;
-
-        None with faults.
-        """
+        """A bound, and an estimate of what is within reach; None with faults."""
         if self.options.faults != FaultRates():
             return None
         num_gpus = self.cluster.shape.num_gpus
         quotas = {quota.tenant: quota.gpus for quota in self.cluster.quotas}
-        jobs = [j for j in self.workload.jobs if j.num_gpus <= quotas.get(j.tenant, num_gpus)]
+        jobs = [j for j in self.jobs if j.num_gpus <= quotas.get(j.tenant, num_gpus)]
         return Yardsticks(
             malleable_jct_s=malleable_mean_jct_s(jobs, self.speeds, num_gpus),
             least_jct_s=least_mean_jct_s(jobs, self.speeds, num_gpus),
@@ -141,14 +130,12 @@ class Study:
         """Replays the trace under a policy; raises `ValueError` or `InvariantError`."""
         options = self.options
         rules = Rules(
-            lookahead=options.lookahead,
-            max_group_size=options.max_group_size,
             keep_bounds=options.keep_bounds,
             use_residual=options.use_residual,
             cost=self._cost,
         )
-        outcome = Simulator(
-            jobs=self.workload.jobs,
+        simulator = Simulator(
+            jobs=self.jobs,
             shape=self.cluster.shape,
             policy=make_policy(policy, self.speeds, rules),
             speeds=self.speeds,
@@ -156,18 +143,23 @@ class Study:
             faults=self._faults,
             quotas={quota.tenant: quota.gpus for quota in self.cluster.quotas},
             on_progress=on_progress,
-        ).run()
-        ledger = outcome.ledger
-        best_rate = max(point.forward_flops_per_s for point in self.profile.gemms)
-        gpus = GpuCount(num_gpus=self.cluster.shape.num_gpus, flops_per_s=best_rate)
+        )
+        begin = time.perf_counter()
+        ledger = simulator.run()
+        wall_s = time.perf_counter() - begin
+        summary = summarise(
+            ledger.records,
+            ledger.segments,
+            self._flops,
+            num_gpus=self.cluster.shape.num_gpus,
+            flops_per_s=max(point.forward_flops_per_s for point in self.profile.gemms),
+        )
         return PolicyRun(
             policy=policy,
-            summary=summarise(ledger.records, ledger.segments, self._flops, gpus),
+            summary=summary,
             ledger=ledger,
-            num_decisions=outcome.num_decisions,
-            longest_decide_s=outcome.longest_decide_s,
-            mean_decide_s=outcome.decide_s / max(1, outcome.num_decisions),
-            wall_s=outcome.wall_s,
+            longest_decide_s=simulator.longest_decide_s,
+            wall_s=wall_s,
         )
 
 
@@ -185,11 +177,5 @@ def _regroup_cost(cluster: ClusterSpec, specs: dict[str, ModelSpec], *, free: bo
         return RegroupCost(
             admit_s=0.0, replan_s=0.0, state_bytes_per_s=infinite, weights_bytes_per_s=infinite
         )
-    spec = cluster.regroup
-    return RegroupCost(
-        admit_s=spec.admit_s,
-        replan_s=spec.replan_s,
-        state_bytes_per_s=spec.state_bytes_per_s,
-        weights_bytes_per_s=spec.weights_bytes_per_s,
-        weights_bytes={name: weights_bytes(spec) for name, spec in specs.items()},
-    )
+    weights = {name: weights_bytes(spec) for name, spec in specs.items()}
+    return RegroupCost(**asdict(cluster.regroup), weights_bytes=weights)

@@ -8,7 +8,7 @@ import io
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -91,24 +91,12 @@ def read_trace(path: str | Path) -> Trace:
     if not rows:
         raise must("--trace", "hold at least one job with GPUs and a duration", str(path))
     name = path.name.removesuffix(".gz").removesuffix(".csv").removesuffix(".json")
+    rows.sort(key=lambda row: row.submit_s)
     return Trace(name=name, rows=_from_zero(rows), dropped=dict(sorted(dropped.items())))
 
 
-def _from_zero(rows: list[TraceRow]) -> tuple[TraceRow, ...]:
-    rows.sort(key=lambda row: row.submit_s)
-    first = rows[0].submit_s
-    return tuple(
-        TraceRow(
-            name=row.name,
-            submit_s=row.submit_s - first,
-            duration_s=row.duration_s,
-            num_gpus=row.num_gpus,
-            end=row.end,
-            tenant=row.tenant,
-            priority=row.priority,
-        )
-        for row in rows
-    )
+def _from_zero(rows: Sequence[TraceRow]) -> tuple[TraceRow, ...]:
+    return tuple(replace(row, submit_s=row.submit_s - rows[0].submit_s) for row in rows)
 
 
 _Value = str | int | float | None
@@ -227,19 +215,16 @@ class TraceShape:
     """
 
     def __post_init__(self) -> None:
+        is_load = self.load is None or 0 < self.load < math.inf
         rules = (
             ("sample", "be in (0, 1]", self.sample, 0 < self.sample <= 1),
             ("gpu_divisor", "be at least 1", self.gpu_divisor, self.gpu_divisor >= 1),
-            ("load", "be positive and finite", self.load, _may_be_load(self.load)),
+            ("load", "be positive and finite", self.load, is_load),
             ("jobs", "be at least 1", self.most_jobs, self.most_jobs is None or self.most_jobs > 0),
         )
         for name, obligation, value, holds in rules:
             if not holds:
                 raise must(f"--{name.replace('_', '-')}", obligation, value)
-
-
-def _may_be_load(load: float | None) -> bool:
-    return load is None or 0 < load < math.inf
 
 
 def shaped(trace: Trace, shape: TraceShape, num_gpus: int, seed: int) -> Trace:
@@ -259,7 +244,7 @@ def shaped(trace: Trace, shape: TraceShape, num_gpus: int, seed: int) -> Trace:
             dropped["more GPUs than the cluster has"] += 1
             continue
         rows.append(replace(row, num_gpus=min(asked, num_gpus)))
-    kept = rows[: shape.most_jobs]
+    kept = _from_zero(rows[: shape.most_jobs])
     if len(kept) < len(rows):
         dropped["after the first so many"] += len(rows) - len(kept)
     if not kept:
@@ -267,16 +252,10 @@ def shaped(trace: Trace, shape: TraceShape, num_gpus: int, seed: int) -> Trace:
             f"--trace must keep at least one job, got none of {len(trace.rows)}; --sample, "
             "--only-completed, --oversize and --jobs leave jobs out"
         )
-    first = kept[0].submit_s
-    kept = [replace(row, submit_s=row.submit_s - first) for row in kept]
     if shape.load is not None:
-        kept = _at_load(kept, shape.load, num_gpus)
-    return Trace(name=trace.name, rows=tuple(kept), dropped=dict(sorted(dropped.items())))
-
-
-def _at_load(rows: list[TraceRow], load: float, num_gpus: int) -> list[TraceRow]:
-    recorded = offered_gpus(rows) / num_gpus
-    if recorded == math.inf:
-        raise must("--load", "be left out where all jobs come at once", load)
-    faster = load / recorded
-    return [replace(row, submit_s=row.submit_s / faster) for row in rows]
+        recorded = offered_gpus(kept) / num_gpus
+        if recorded == math.inf:
+            raise must("--load", "be left out where all jobs come at once", shape.load)
+        faster = shape.load / recorded
+        kept = tuple(replace(row, submit_s=row.submit_s / faster) for row in kept)
+    return Trace(name=trace.name, rows=kept, dropped=dict(sorted(dropped.items())))

@@ -13,11 +13,12 @@ from tlora_megatron.config.reader import ConfigError, must, read_document, read_
 from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.adapter_sizes import chunked
 from tlora_megatron.planner.cost.expert_adapters import expert_elements
 from tlora_megatron.planner.cost.experts import expert_split
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.queue import Job
+from tlora_megatron.scheduler.queue import ANY_DROPOUT, Job
 from tlora_megatron.sim.trace import Trace, TraceRow
 
 
@@ -84,14 +85,6 @@ class JobMix:
     max_slowdown: float = rule("bound on every job's slowdown", default=1.5, ge=1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Attributes:
-    """The attributes drawn for one job."""
-
-    base: str
-    load: JobLoad
-
-
 _FOLDER = "tlora_megatron.sim.mixes"
 _Option = TypeVar("_Option", BaseShare, IntShare, DropoutShare, TargetsShare, LengthsShare)
 
@@ -130,8 +123,8 @@ class MixDraw:
             entry.name: LengthHistogram.from_lengths(entry.tokens) for entry in mix.lengths
         }
 
-    def next(self, num_gpus: int) -> Attributes:
-        """The attributes of the next job, which asks for `num_gpus` GPUs."""
+    def next(self, num_gpus: int) -> tuple[str, JobLoad]:
+        """The base and the attributes of the next job, which asks for `num_gpus` GPUs."""
         mix = self._mix
         base = self._pick(mix.bases).name
         rank = self._pick(mix.ranks).value
@@ -139,7 +132,7 @@ class MixDraw:
         targets = self._pick(mix.targets).value
         dropout = self._pick(mix.dropouts).value
         lengths = self._lengths[self._pick(mix.lengths).name]
-        load = JobLoad(
+        return base, JobLoad(
             name="job",
             rank=rank,
             targets=targets,
@@ -147,7 +140,6 @@ class MixDraw:
             lengths=lengths,
             dropout=dropout,
         )
-        return Attributes(base=base, load=load)
 
     def _pick(self, options: tuple[_Option, ...]) -> _Option:
         if len(options) == 1:
@@ -159,42 +151,19 @@ class MixDraw:
 _STATE_BYTES = 2 + 4 * 4
 """Bytes per adapter parameter: bf16 copy, fp32 master, gradient and two moments."""
 
-_RANK_STEP = 16
-_ANY_DROPOUT = 0.1
+
+PATIENCE_S, PATIENCE_FACTOR = 86400.0, 10.0
+"""A job is overdue once it has waited for the first and so many times its time alone."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Patience:
-    """Waiting time after which a job is overdue: `base_s + factor * time alone`."""
-
-    base_s: float = 86400.0
-    factor: float = 10.0
-
-    def due_s(self, row: TraceRow) -> float:
-        """The time from which the job of a trace row is overdue."""
-        return row.submit_s + self.base_s + self.factor * row.duration_s
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
-    """The jobs of a run in order of submission, and the trace row of each."""
-
-    jobs: list[Job]
-    rows: tuple[TraceRow, ...]
-
-
-_PATIENCE = Patience()
-
-
-def make_workload(
+def make_jobs(
     trace: Trace,
     mix: JobMix,
     specs: dict[str, ModelSpec],
     speeds: Speeds,
     seed: int,
     max_slowdown: float | None = None,
-    patience: Patience = _PATIENCE,
-) -> Workload:
+) -> list[Job]:
     """Jobs whose work is what each would train alone in the time that the trace recorded.
 
     A job's tokens are its speed alone on the GPUs it asks for times its recorded duration. So every
@@ -207,13 +176,13 @@ def make_workload(
     bound = mix.max_slowdown if max_slowdown is None else max_slowdown
     jobs = []
     for index, row in enumerate(trace.rows):
-        drawn = draw.next(row.num_gpus)
-        kind, tokens_per_s = _speed_alone(row, drawn, speeds)
+        base, load = draw.next(row.num_gpus)
+        kind, tokens_per_s = _speed_alone(row, base, load, speeds)
         jobs.append(
             Job(
                 index=index,
                 name=row.name,
-                base=drawn.base,
+                base=base,
                 kind=kind,
                 num_gpus=row.num_gpus,
                 submit_s=row.submit_s,
@@ -222,32 +191,24 @@ def make_workload(
                 max_slowdown=bound,
                 priority=row.priority,
                 tenant=row.tenant,
-                due_s=patience.due_s(row),
-                state_bytes=state_bytes(specs[drawn.base], drawn.load),
+                due_s=row.submit_s + PATIENCE_S + PATIENCE_FACTOR * row.duration_s,
+                state_bytes=state_bytes(specs[base], load),
             )
         )
-    return Workload(jobs=jobs, rows=trace.rows)
+    return jobs
 
 
-def _speed_alone(row: TraceRow, drawn: Attributes, speeds: Speeds) -> tuple[int, float]:
+def _speed_alone(row: TraceRow, base: str, load: JobLoad, speeds: Speeds) -> tuple[int, float]:
     """A job's kind, and its tokens per second alone on the GPUs it asks for."""
-    kind = speeds.kind(drawn.base, _as_costed(drawn.load))
+    dropout = ANY_DROPOUT if load.dropout else 0.0
+    kind = speeds.kind(base, replace(load, rank=chunked(load.rank), dropout=dropout))
     rates = speeds.rates((kind,), row.num_gpus)
     if rates is None:
         raise ConfigError(
             f"job {row.name!r} must fit into the memory of {row.num_gpus} GPUs, got rank "
-            f"{drawn.load.rank}, batch {drawn.load.batch_size} on {drawn.base}; give another --mix"
+            f"{load.rank}, batch {load.batch_size} on {base}; give another --mix"
         )
     return kind, rates.total
-
-
-def _as_costed(load: JobLoad) -> JobLoad:
-    """The load as the cost model sees it: with ranks in 16s, and any dropout as one."""
-    return replace(
-        load,
-        rank=-(-load.rank // _RANK_STEP) * _RANK_STEP,
-        dropout=_ANY_DROPOUT if load.dropout else 0.0,
-    )
 
 
 def state_bytes(spec: ModelSpec, load: JobLoad) -> float:

@@ -81,7 +81,8 @@ class Predictor:
         spec, plan = self._spec(measured), Plan(micro_batch_tokens=tokens)
         steps = 8 if mode != "step" else int(measured["micro_batches_per_step"])
         jobs = loads(name, tokens=tokens, micro_batches=steps)
-        cost = CostModel(spec, jobs, Rates(self._hardware, times)).step_cost(plan)
+        rates = Rates(self._hardware, times)
+        cost = CostModel(spec, jobs, self._hardware, rates=rates).step_cost(plan)
         use = MemoryModel(spec, jobs, self._hardware).use(plan)
         return Row(
             gpu=measured["gpu"], commit=measured["commit"], model=measured["model"],

@@ -18,7 +18,6 @@ from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import ROW_TILE, MemoryModel, MemoryUse
-from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
@@ -206,7 +205,7 @@ def make_jobs(count: int, world_size: int, longest: int) -> tuple[JobLoad, ...]:
 
 
 def predict(case: Case, hardware: HardwareProfile) -> tuple[StepCost, MemoryUse]:
-    cost = CostModel(case.spec, case.jobs, Rates(hardware)).step_cost(case.plan)
+    cost = CostModel(case.spec, case.jobs, hardware).step_cost(case.plan)
     return cost, MemoryModel(case.spec, case.jobs, hardware).use(case.plan)
 
 

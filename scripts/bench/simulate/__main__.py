@@ -62,7 +62,7 @@ def check_bounds(study: Study, yardsticks: Yardsticks, runs: list[PolicyRun]) ->
             f"mean completion time must be at least {yardsticks.least_jct_s:.1f} s, got "
             f"{run.summary.mean_jct_s:.1f} s with {run.policy}"
         )
-    limits = limits_of(study.workload.jobs, study.speeds, study.cluster.shape.num_gpus)
+    limits = limits_of(study.jobs, study.speeds, study.cluster.shape.num_gpus)
     faster = exceeded_by(limits, study.speeds)
     assert not faster, f"no group must be faster than the bound allows, got {faster[:5]}"
 

@@ -40,12 +40,13 @@ def _distinct_cases() -> list[Any]:
 
 
 def test_the_planner_knows_the_mean_round_of_every_case(repo: Path) -> None:
-    rates = Rates(load_profile(repo / "configs/hardware/h200.json"))
+    hardware = load_profile(repo / "configs/hardware/h200.json")
+    rates = Rates(hardware)
     distinct = _distinct_cases()
     assert len(distinct) == 30
     errors = {}
     for case in distinct:
-        load = CostModel(case.spec, case.jobs, rates).round_load(case.plan)
+        load = CostModel(case.spec, case.jobs, hardware, rates=rates).round_load(case.plan)
         count = min(max(int(_PACKED / sum(load.job_sequences)), 200), 800)
         packed = cases.packed_rounds(case, count)
         tokens, padded = (statistics.fmean(values) for values in zip(*packed, strict=True))

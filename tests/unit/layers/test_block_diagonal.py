@@ -18,7 +18,7 @@ from tests.helpers.block_case import against_dense, blocks, dense_factors
 from tests.helpers.layout_sites import SPEC as SMALL
 from tests.helpers.layout_sites import sites_of_ranks
 from tests.helpers.linear_case import Case
-from tests.helpers.planner_case import HARDWARE
+from tests.helpers.planner_case import HARDWARE, memory_use
 from tests.helpers.tiny_models import make_tiny_model, random_factors
 from tests.unit.training.formats.test_peft_format import merged_logits, peft_logits
 from tlora_megatron.config.job import HF_TARGETS, ROW_PARALLEL_TARGETS, DataSpec, JobSpec, LoraSpec
@@ -33,7 +33,6 @@ from tlora_megatron.model.backbone import LinearShape, LinearsSpec, check_block_
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan, job_misfit
 from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
-from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.training.formats.peft import export_adapter, load_adapter
 from tlora_megatron.training.preparation import fit_to_job

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.kernel_case import CASES, make_case, make_rows, reference, run_shared
 from tests.helpers.linear_case import error
-from tests.helpers.planner_case import FREE_LORA, HARDWARE, job
+from tests.helpers.planner_case import FREE_LORA, HARDWARE, job, memory_use, step_cost
 from tests.helpers.planner_case import SPEC as PLANNED
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC
@@ -35,8 +35,6 @@ from tlora_megatron.planner.choices import (
     sharding_times,
 )
 from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
-from tlora_megatron.planner.cost.cost_model import step_cost
-from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.hardware import Link
 from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of
 

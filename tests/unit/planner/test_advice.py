@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.helpers.planner_case import HARDWARE, LARGE, SPEC, job
+from tests.helpers.planner_case import HARDWARE, LARGE, SPEC, job, memory_use
 from tlora_megatron.planner.advice import Advice, advise, larger_numbers
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import search
 from tlora_megatron.planner.workload import LengthHistogram
@@ -62,16 +61,6 @@ def test_states_that_replicas_divide() -> None:
     assert text.endswith(", 1024 tokens, sharded optimizer, recompute full fits")
     alone = check(advise(LARGE, heavy, small, 1))
     assert not any("shard" in text for text in alone)
-
-
-def test_the_sharded_optimizer_where_replicas_can_share_states() -> None:
-    heavy = [job(rank=1024, batch_size=2)]
-    layout = {"dp_size": 2, "micro_batch_tokens": 1024, "recompute": "full"}
-    plan = Plan(**layout, shard_optimizer=True)  # type: ignore[arg-type]
-    small = replace(HARDWARE, memory_bytes=memory_use(LARGE, heavy, plan, HARDWARE).total_bytes)
-    fixed = SearchSpace(tp_size=1, pp_size=1, cp_size=1)
-    texts = check(advise(LARGE, heavy, small, 2, fixed))
-    assert any(text.startswith("set parallel.shard_optimizer: true: TP1 PP1 DP2") for text in texts)
 
 
 def test_two_changes_where_one_is_not_enough() -> None:

@@ -15,7 +15,6 @@ from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel
-from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.replica_rate import CurveModel
 from tlora_megatron.planner.deploy import MARGIN, DeploymentResult, Problem, best_counts, deploy
 from tlora_megatron.planner.deploy_kinds import (
@@ -181,7 +180,7 @@ def test_a_curve_is_what_the_planner_predicts_for_full_micro_batches(
     spec: ModelSpec, l40s: HardwareProfile
 ) -> None:
     plan = Plan(tp_size=2, sequence_parallel=True, micro_batch_tokens=8192)
-    curve = CurveModel(spec, jobs(), Rates(l40s)).curve(plan)
+    curve = CurveModel(spec, jobs(), l40s).curve(plan)
     for length in (256, 1024, 4096, 8192):
         mix = [replace(job, lengths=LengthHistogram.single(length)) for job in jobs()]
         tokens = 8192.0 / len(mix)
@@ -192,7 +191,7 @@ def test_a_curve_is_what_the_planner_predicts_for_full_micro_batches(
             job_sequences=(tokens / LENGTHS.mean,) * len(mix),
             steps=(0.0,) * len(mix),
         )
-        cost = CostModel(spec, mix, Rates(l40s)).step_cost(plan, load)
+        cost = CostModel(spec, mix, l40s).step_cost(plan, load)
         whole = cost.step_time_s - cost.round_s
         assert curve.seconds(8192, 8192.0 * length) == pytest.approx(whole, rel=0.02)
     assert curve.rate.longest == 8192
@@ -204,7 +203,7 @@ def test_a_curve_is_what_the_planner_predicts_for_full_micro_batches(
 def test_a_pipeline_adds_its_largest_micro_batch_for_each_further_stage(
     spec: ModelSpec, l40s: HardwareProfile
 ) -> None:
-    curve = CurveModel(spec, jobs(), Rates(l40s)).curve(Plan(pp_size=2, micro_batch_tokens=4096))
+    curve = CurveModel(spec, jobs(), l40s).curve(Plan(pp_size=2, micro_batch_tokens=4096))
     one = curve.rate.fixed_ps + curve.rate.sequence_ps(1000)
     assert curve.round_ps([[1000], [500]]) == 2 * one + curve.rate.fixed_ps + (
         curve.rate.sequence_ps(500)

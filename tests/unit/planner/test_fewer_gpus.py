@@ -15,7 +15,6 @@ from tests.helpers.planner_case import HARDWARE, SPEC, job
 from tlora_megatron.cli.plan_deployments import print_idle, thriftiest
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.cost.cost_model import CostModel
-from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.fit import Drops, Fit, SpeedBound, expected_longest
 from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.planner.layouts import SearchSpace
@@ -91,7 +90,7 @@ def test_no_plan_is_faster_than_the_bound_of_its_layout(
         for i, (rank, batch, is_mixed) in enumerate(mix)
     ]
     space = SearchSpace(runs_in=runs_in)  # type: ignore[arg-type]
-    model = CostModel(SPEC, jobs, Rates(HARDWARE))
+    model = CostModel(SPEC, jobs, HARDWARE)
     fit = Fit(SPEC, jobs, HARDWARE, space, Drops(), model.rounds)
     bound = SpeedBound(model, is_full=space.wants("megatron"))
     layouts = list(fit.layouts.on_fewer(num_gpus))[:: 1 if num_gpus < 20 else 5]

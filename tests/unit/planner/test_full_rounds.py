@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +13,13 @@ from hypothesis import strategies as st
 
 from scripts.bench.planner.cases import ATTENTION, RANKS
 from tests.helpers.pipeline_schedule import makespan
-from tests.helpers.planner_case import HARDWARE, SPEC, job
-from tests.unit.planner.test_workload import sequence_of
+from tests.helpers.planner_case import HARDWARE, SPEC, job, step_cost
+from tests.unit.planner.test_workload import refill
 from tlora_megatron.config.job import MEGATRON_TARGETS
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.candidate import Plan, misfit
-from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
+from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryModel
-from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.step_terms import StepCost, full_capacity
 from tlora_megatron.planner.fit import budgets
 from tlora_megatron.planner.hardware import load_profile
@@ -30,7 +28,7 @@ from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.rounds.model import RoundModel, full_sizes
 from tlora_megatron.planner.search import search
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.training.packing.packing import batch_items, fill_bins
+from tlora_megatron.training.packing.packing import fill_bins
 
 MIXED = LengthHistogram.from_counts([(256, 5), (512, 3), (1024, 1), (2048, 1)])
 MEGATRON = SearchSpace(runs_in="megatron")
@@ -44,10 +42,7 @@ def packed_tokens(
     queues: list[list] = [[] for _ in jobs]
     tokens, most = 0, 0
     for index in range(rounds):
-        for slot, load in enumerate(jobs):
-            if not queues[slot]:
-                lengths = itertools.islice(streams[slot], load.batch_size)
-                queues[slot] = batch_items([sequence_of(n) for n in lengths])
+        refill(queues, streams, jobs)
         filled, queues = fill_bins(
             queues,
             capacity=capacity,
@@ -117,91 +112,90 @@ def test_nano_batches_keep_rows_of_a_full_micro_batch_for_their_padding() -> Non
     assert full_capacity(small, 100) == 1024 - 128
 
 
-class TestPipelines:
-    def test_the_reference_has_the_bubbles_that_are_counted_by_hand(self) -> None:
-        """Stages of 1 s forward and 2 s backward; 2 stages wait 3 s, in halves 1.5 s."""
+def test_the_reference_has_the_bubbles_that_are_counted_by_hand() -> None:
+    """Stages of 1 s forward and 2 s backward; 2 stages wait 3 s, in halves 1.5 s."""
 
-        def played(stages: int, chunks: int, count: int, last: float = 0.0) -> float:
-            forward, backward = ([[t / chunks] * chunks for _ in range(stages)] for t in (1.0, 2.0))
-            forward[-1][-1] += last
-            return makespan(forward, backward, count)
+    def played(stages: int, chunks: int, count: int, last: float = 0.0) -> float:
+        forward, backward = ([[t / chunks] * chunks for _ in range(stages)] for t in (1.0, 2.0))
+        forward[-1][-1] += last
+        return makespan(forward, backward, count)
 
-        assert played(2, 1, 4) == 4 * 3 + 3
-        assert played(2, 2, 4) == 4 * 3 + 1.5
-        assert played(4, 2, 4) == pytest.approx(4 * 3 + 3 * 3 / 2)
-        assert played(4, 1, 2) == 2 * 3 + 3 * 3  # fewer than stages
-        assert played(2, 1, 4, last=1.0) == 4 * 4 + 3
+    assert played(2, 1, 4) == 4 * 3 + 3
+    assert played(2, 2, 4) == 4 * 3 + 1.5
+    assert played(4, 2, 4) == pytest.approx(4 * 3 + 3 * 3 / 2)
+    assert played(4, 1, 2) == 2 * 3 + 3 * 3  # fewer than stages
+    assert played(2, 1, 4, last=1.0) == 4 * 4 + 3
 
-    @pytest.mark.parametrize(
-        ("pp_size", "vpp_size", "count"),
-        [(2, 1, 4), (4, 1, 3), (2, 2, 2), (2, 2, 8), (2, 5, 4), (4, 2, 4), (4, 5, 16)],
+
+@pytest.mark.parametrize(
+    ("pp_size", "vpp_size", "count"),
+    [(2, 1, 4), (4, 1, 3), (2, 2, 2), (2, 2, 8), (2, 5, 4), (4, 2, 4), (4, 5, 16)],
+)
+def test_times_are_those_of_the_schedule_played_through(
+    pp_size: int, vpp_size: int, count: int
+) -> None:
+    """The last stage has the head; it takes a fifth of a stage."""
+    spec = replace(SPEC, num_layers=20, vocab_size=1600)
+    plan = Plan(pp_size=pp_size, vpp_size=vpp_size, micro_batch_tokens=256, num_micro_batches=count)
+    mix = [job(batch_size=2 * count)]
+    fast = replace(
+        HARDWARE,
+        intra_node=replace(HARDWARE.intra_node, bytes_per_s=1e18),
+        stream_bytes_per_s=1e18,
     )
-    def test_times_are_those_of_the_schedule_played_through(
-        self, pp_size: int, vpp_size: int, count: int
-    ) -> None:
-        """The last stage has the head; it takes a fifth of a stage."""
-        spec = replace(SPEC, num_layers=20, vocab_size=1600)
-        plan = Plan(
-            pp_size=pp_size, vpp_size=vpp_size, micro_batch_tokens=256, num_micro_batches=count
-        )
-        mix = [job(batch_size=2 * count)]
-        fast = replace(
-            HARDWARE,
-            intra_node=replace(HARDWARE.intra_node, bytes_per_s=1e18),
-            stream_bytes_per_s=1e18,
-        )
-        cost = step_cost(spec, mix, plan, fast)
-        whole = step_cost(spec, mix, replace(plan, pp_size=1, vpp_size=1), fast)
-        layers = (whole.gemm_s + whole.attention_s) / count / pp_size
-        chunk = [layers / vpp_size] * vpp_size
-        forward, backward = (
-            [[share * own for own in chunk] for _ in range(pp_size)] for share in (1 / 3, 2 / 3)
-        )
-        head = whole.head_s / count
-        assert 0.05 < head / layers < 0.9
-        forward[-1][-1] += head / 3
-        backward[-1][-1] += head * 2 / 3
-        expected = makespan(forward, backward, count)
-        assert cost.step_time_s == pytest.approx(expected, rel=0.01 if vpp_size > 1 else 1e-6)
-
-    def test_virtual_stages_halve_the_bubble_and_want_whole_groups(self) -> None:
-        mix = [job(batch_size=8)]
-
-        def cost(vpp_size: int) -> StepCost:
-            plan = Plan(pp_size=2, vpp_size=vpp_size, micro_batch_tokens=256, num_micro_batches=4)
-            return step_cost(SPEC, mix, plan, HARDWARE)
-
-        plain, virtual = cost(1), cost(2)
-        hops = virtual.pp_comm_s - plain.pp_comm_s
-        assert hops == pytest.approx(plain.pp_comm_s)
-        assert virtual.bubble_s == pytest.approx((plain.bubble_s + hops / 4) / 2)
-        odd = Plan(pp_size=2, vpp_size=2, micro_batch_tokens=256, num_micro_batches=3)
-        assert misfit(SPEC, odd) == "3 micro-batches are no multiple of PP 2"
-        assert misfit(SPEC, replace(odd, vpp_size=1)) is None
+    cost = step_cost(spec, mix, plan, fast)
+    whole = step_cost(spec, mix, replace(plan, pp_size=1, vpp_size=1), fast)
+    layers = (whole.gemm_s + whole.attention_s) / count / pp_size
+    chunk = [layers / vpp_size] * vpp_size
+    forward, backward = (
+        [[share * own for own in chunk] for _ in range(pp_size)] for share in (1 / 3, 2 / 3)
+    )
+    head = whole.head_s / count
+    assert 0.05 < head / layers < 0.9
+    forward[-1][-1] += head / 3
+    backward[-1][-1] += head * 2 / 3
+    expected = makespan(forward, backward, count)
+    assert cost.step_time_s == pytest.approx(expected, rel=0.01 if vpp_size > 1 else 1e-6)
 
 
-class TestSizes:
-    def test_rounds_are_of_a_size_that_all_batches_fill(self) -> None:
-        """Batches of 65,536 rows; virtual stages take groups of 4 micro-batches."""
-        jobs = [job(batch_size=128, lengths=LengthHistogram.single(512))]
-        layout = Plan(pp_size=4, dp_size=2)
-        tried = [2048, 3072, 8192, 16384]
-        plain, virtual = (
-            {(n, m) for n, m in full_sizes(RoundModel(jobs), jobs, own, tried)}
-            for own in (layout, replace(layout, vpp_size=2))
-        )
-        assert {(2048, 16), (3072, 10), (3072, 11), (8192, 4), (16384, 2)} <= plain
-        assert {(2048, 16), (3072, 8), (3072, 12), (8192, 4)} <= virtual
-        assert all(m % 4 == 0 for _, m in virtual)
-        assert all(n * m * 2 <= 1.5 * 128 * 512 for n, m in plain | virtual)
-        # What just holds all: 128 sequences in 8 or 16 micro-batches, whole ones.
-        assert (8192, 4) in virtual
-        assert (4096, 8) in virtual
-        assert full_sizes_of(jobs, layout, [3072]) == {(3072, 10), (3072, 11)}
+def test_virtual_stages_halve_the_bubble_and_want_whole_groups() -> None:
+    mix = [job(batch_size=8)]
 
-    def test_without_a_pipeline_one_micro_batch_is_enough_for_a_replica(self) -> None:
-        jobs = [job(batch_size=128, lengths=LengthHistogram.single(512))]
-        assert {m for _, m in full_sizes_of(jobs, Plan(), [2048, 3072])} == {1}
+    def cost(vpp_size: int) -> StepCost:
+        plan = Plan(pp_size=2, vpp_size=vpp_size, micro_batch_tokens=256, num_micro_batches=4)
+        return step_cost(SPEC, mix, plan, HARDWARE)
+
+    plain, virtual = cost(1), cost(2)
+    hops = virtual.pp_comm_s - plain.pp_comm_s
+    assert hops == pytest.approx(plain.pp_comm_s)
+    assert virtual.bubble_s == pytest.approx((plain.bubble_s + hops / 4) / 2)
+    odd = Plan(pp_size=2, vpp_size=2, micro_batch_tokens=256, num_micro_batches=3)
+    assert misfit(SPEC, odd) == "3 micro-batches are no multiple of PP 2"
+    assert misfit(SPEC, replace(odd, vpp_size=1)) is None
+
+
+def test_rounds_are_of_a_size_that_all_batches_fill() -> None:
+    """Batches of 65,536 rows; virtual stages take groups of 4 micro-batches."""
+    jobs = [job(batch_size=128, lengths=LengthHistogram.single(512))]
+    layout = Plan(pp_size=4, dp_size=2)
+    tried = [2048, 3072, 8192, 16384]
+    plain, virtual = (
+        {(n, m) for n, m in full_sizes(RoundModel(jobs), jobs, own, tried)}
+        for own in (layout, replace(layout, vpp_size=2))
+    )
+    assert {(2048, 16), (3072, 10), (3072, 11), (8192, 4), (16384, 2)} <= plain
+    assert {(2048, 16), (3072, 8), (3072, 12), (8192, 4)} <= virtual
+    assert all(m % 4 == 0 for _, m in virtual)
+    assert all(n * m * 2 <= 1.5 * 128 * 512 for n, m in plain | virtual)
+    # What just holds all: 128 sequences in 8 or 16 micro-batches, whole ones.
+    assert (8192, 4) in virtual
+    assert (4096, 8) in virtual
+    assert full_sizes_of(jobs, layout, [3072]) == {(3072, 10), (3072, 11)}
+
+
+def test_without_a_pipeline_one_micro_batch_is_enough_for_a_replica() -> None:
+    jobs = [job(batch_size=128, lengths=LengthHistogram.single(512))]
+    assert {m for _, m in full_sizes_of(jobs, Plan(), [2048, 3072])} == {1}
 
 
 def full_sizes_of(jobs: list[JobLoad], layout: Plan, tried: list[int]) -> set[tuple[int, int]]:
@@ -225,14 +219,13 @@ def test_each_program_is_offered_what_it_runs_in_its_own_time() -> None:
 
 
 def test_the_first_choice_for_70b_on_8_h200_is_the_best_as_megatron_lm_runs_it(repo: Path) -> None:
-    """It used to be one whose rounds `tlora train` would have cut to what there is."""
     base = read_model_spec(repo / "configs/models/llama-3.1-8b.json")
     spec = replace(base, num_layers=80, hidden_size=8192, num_heads=64, ffn_size=28672)
     h200 = load_profile(repo / "configs/hardware/h200.json")
     jobs = [JobLoad(name=f"job{i}", rank=16, batch_size=8, lengths=MIXED) for i in range(4)]
     best, *others = search(spec, jobs, h200, 8, MEGATRON).plans
     assert all(p.cost.tokens_per_s < 1.03 * best.cost.tokens_per_s for p in others)
-    model = CostModel(spec, jobs, Rates(h200))
+    model = CostModel(spec, jobs, h200)
     cut = Plan(pp_size=2, vpp_size=20, cp_size=2, dp_size=2, micro_batch_tokens=4096)
     loads = model.round_load(cut)
     written = replace(cut, num_micro_batches=2 * math.ceil(loads.micro_batches / 2))
@@ -265,7 +258,7 @@ def test_measured_iterations_of_megatron_lm_take_what_is_predicted(
         )
         for i, rank in enumerate(RANKS)
     ]
-    model = CostModel(read_model_spec(repo / "configs/models/llama-3.1-8b.json"), jobs, Rates(h200))
+    model = CostModel(read_model_spec(repo / "configs/models/llama-3.1-8b.json"), jobs, h200)
     with (repo / "scripts/bench/results/flag_speed.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["mode"] == "flag"]
     rows = [row for row in rows if (row["impl"], row["precision"]) == ("local", "bf16")]

@@ -16,9 +16,9 @@ from scripts.bench.experts.predicted import MODES, Predictor, case_of, main, mea
 from scripts.bench.planner import cases
 from scripts.bench.planner.results import read_csv
 from scripts.bench.step.jobs import make_mixes
+from tests.helpers.planner_case import step_cost
 from tlora_megatron.planner.candidate import SHARDINGS, Plan
 from tlora_megatron.planner.choices import preferred, sharding_times
-from tlora_megatron.planner.cost.cost_model import step_cost
 from tlora_megatron.planner.cost.rates import EXPERT_TIMES, ExpertTimes
 from tlora_megatron.planner.group import BUDGETS, GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile

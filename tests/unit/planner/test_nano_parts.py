@@ -10,12 +10,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tests.helpers.planner_case import HARDWARE, SPEC, job, step_cost
 from tlora_megatron.cli.main import main
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.cost_model import step_cost
 from tlora_megatron.planner.cost.step_terms import exposed_share, fastest_split
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, HostCost, Link

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.planner_case import HARDWARE, LARGE, SPEC, job
+from tests.helpers.planner_case import HARDWARE, LARGE, SPEC, job, memory_use, step_cost
 from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
@@ -19,9 +19,8 @@ from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.advice import advise
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.choices import handicap
-from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
-from tlora_megatron.planner.cost.memory import MemoryModel, memory_use
-from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.cost_model import CostModel
+from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, Link, load_profile
 from tlora_megatron.planner.layouts import SearchSpace
@@ -312,52 +311,55 @@ def test_a_thousand_gpus_and_eighty_layers_price_each_plan_once(
     assert len(result.plans) > 1000
 
 
-class TestGroupModel:
-    def test_a_group_is_the_best_plan_found_and_the_same_when_asked_again(self) -> None:
-        model = GroupModel(SPEC, HARDWARE)
-        first = model.estimate(jobs(4), 2)
-        for other in (model, GroupModel(SPEC, HARDWARE)):
-            assert other.estimate(jobs(4), 2) == first
-        assert first.fits
-        assert first.plan is not None
-        cost = step_cost(SPEC, jobs(4), first.plan, HARDWARE)
-        assert sum(first.tokens_per_s) == pytest.approx(cost.tokens_per_s, rel=0.05)
+def test_a_group_is_the_best_plan_found_and_the_same_when_asked_again() -> None:
+    model = GroupModel(SPEC, HARDWARE)
+    first = model.estimate(jobs(4), 2)
+    for other in (model, GroupModel(SPEC, HARDWARE)):
+        assert other.estimate(jobs(4), 2) == first
+    assert first.fits
+    assert first.plan is not None
+    cost = step_cost(SPEC, jobs(4), first.plan, HARDWARE)
+    assert sum(first.tokens_per_s) == pytest.approx(cost.tokens_per_s, rel=0.05)
 
-    def test_results_stand_in_the_order_of_the_jobs_whatever_their_names(self) -> None:
-        small, large = job("a", batch_size=1), job("b", batch_size=8)
-        model = GroupModel(SPEC, HARDWARE)
-        one = model.estimate([small, large], 1)
-        other = model.estimate([replace(large, name="x"), replace(small, name="y")], 1)
-        assert one.tokens_per_s == other.tokens_per_s[::-1]
-        assert one.tokens_per_s[1] > one.tokens_per_s[0]
 
-    def test_small_jobs_together_beat_each_alone_where_the_host_is_slow(self, repo: Path) -> None:
-        spec = read_model_spec(repo / "configs/models/llama-3.1-8b.json")
-        model = GroupModel(spec, load_profile(repo / "configs/hardware/h200.json"))
-        mix = [
-            JobLoad(name=f"job{i}", rank=8, batch_size=1, lengths=LengthHistogram.single(256))
-            for i in range(8)
-        ]
-        together = model.estimate(mix, 1)
-        alone = model.estimate(mix[:1], 1).tokens_per_s[0]
-        assert sum(together.tokens_per_s) > 2 * alone
-        assert min(together.tokens_per_s) > alone / 4
+def test_results_stand_in_the_order_of_the_jobs_whatever_their_names() -> None:
+    small, large = job("a", batch_size=1), job("b", batch_size=8)
+    model = GroupModel(SPEC, HARDWARE)
+    one = model.estimate([small, large], 1)
+    other = model.estimate([replace(large, name="x"), replace(small, name="y")], 1)
+    assert one.tokens_per_s == other.tokens_per_s[::-1]
+    assert one.tokens_per_s[1] > one.tokens_per_s[0]
 
-    def test_what_does_not_fit_says_so(self) -> None:
-        estimate = GroupModel(SPEC, replace(HARDWARE, memory_bytes=1e5)).estimate(jobs(2), 1)
-        assert not estimate.fits
-        assert estimate.plan is None
-        assert estimate.tokens_per_s == (0.0, 0.0)
-        assert estimate.memory_bytes > 1e5
 
-    def test_bad_questions_are_refused(self) -> None:
-        model = GroupModel(SPEC, replace(HARDWARE, inter_node=None))
-        with pytest.raises(ValueError, match="at least one job"):
-            model.estimate([], 1)
-        with pytest.raises(ValueError, match="num_gpus must be at least 1, got 0"):
-            model.estimate(jobs(1), 0)
-        with pytest.raises(ValueError, match="num_gpus must be at most 8"):
-            model.estimate(jobs(1), 16)
+def test_small_jobs_together_beat_each_alone_where_the_host_is_slow(repo: Path) -> None:
+    spec = read_model_spec(repo / "configs/models/llama-3.1-8b.json")
+    model = GroupModel(spec, load_profile(repo / "configs/hardware/h200.json"))
+    mix = [
+        JobLoad(name=f"job{i}", rank=8, batch_size=1, lengths=LengthHistogram.single(256))
+        for i in range(8)
+    ]
+    together = model.estimate(mix, 1)
+    alone = model.estimate(mix[:1], 1).tokens_per_s[0]
+    assert sum(together.tokens_per_s) > 2 * alone
+    assert min(together.tokens_per_s) > alone / 4
+
+
+def test_what_does_not_fit_says_so() -> None:
+    estimate = GroupModel(SPEC, replace(HARDWARE, memory_bytes=1e5)).estimate(jobs(2), 1)
+    assert not estimate.fits
+    assert estimate.plan is None
+    assert estimate.tokens_per_s == (0.0, 0.0)
+    assert estimate.memory_bytes > 1e5
+
+
+def test_bad_questions_are_refused() -> None:
+    model = GroupModel(SPEC, replace(HARDWARE, inter_node=None))
+    with pytest.raises(ValueError, match="at least one job"):
+        model.estimate([], 1)
+    with pytest.raises(ValueError, match="num_gpus must be at least 1, got 0"):
+        model.estimate(jobs(1), 0)
+    with pytest.raises(ValueError, match="num_gpus must be at most 8"):
+        model.estimate(jobs(1), 16)
 
 
 LOBRA_LIKE = LengthHistogram.from_counts([(200, 60), (500, 25), (1500, 10), (4000, 5), (16000, 1)])
@@ -373,7 +375,7 @@ def test_deeper_rounds_are_proposed_where_replicas_wait(repo: Path) -> None:
     assert first.plan.round_depth > 1
     assert first.plan.runs_in == ("train",)
     assert "rounds of" in first.plan.label
-    shallow = CostModel(spec, mix, Rates(hardware)).step_cost(replace(first.plan, round_depth=1))
+    shallow = CostModel(spec, mix, hardware).step_cost(replace(first.plan, round_depth=1))
     assert first.cost.busy_share > 0.95 > shallow.busy_share
     assert first.cost.tokens_per_s > 1.05 * shallow.tokens_per_s
     assert first.cost.replica_wait_s < shallow.replica_wait_s

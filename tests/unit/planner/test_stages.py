@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tests.helpers.planner_case import HARDWARE, SPEC, job, memory_use, step_cost
 from tlora_megatron.model.layout import stage_sizes
 from tlora_megatron.planner.candidate import (
     EVEN,
@@ -17,8 +17,6 @@ from tlora_megatron.planner.candidate import (
     misfit,
     pipeline_sizes,
 )
-from tlora_megatron.planner.cost.cost_model import step_cost
-from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import search
 

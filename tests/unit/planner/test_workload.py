@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -153,30 +154,6 @@ def expected_rounds(jobs: list[JobLoad], **layout: int) -> ExpectedRounds:
     return RoundModel(jobs).expected(**layout)
 
 
-def test_one_job_that_fits_steps_every_round() -> None:
-    expected = expected_rounds([job(batch_size=3)], micro_batch_tokens=1024, dp_size=1, pp_size=1)
-    load = expected.load(128)
-    assert load.micro_batches == 1
-    assert load.rows == 384
-    assert load.job_tokens == (384.0,)
-    assert load.steps == (1.0,)
-
-
-def test_a_batch_over_the_budget_takes_several_rounds() -> None:
-    # 5 sequences of 128 where 2 fit: rounds of 2, 2, 1.
-    expected = expected_rounds([job(batch_size=5)], micro_batch_tokens=256, dp_size=1, pp_size=1)
-    load = expected.load(128)
-    assert load.steps[0] == pytest.approx(1 / 3, rel=0.03)
-    assert load.rows == pytest.approx(128 * 5 / 3, rel=0.02)
-
-
-def test_a_pipeline_gets_as_many_micro_batches_as_the_jobs_fill() -> None:
-    one = expected_rounds([job(batch_size=8)], micro_batch_tokens=128, dp_size=1, pp_size=4)
-    both = [job("a", batch_size=8), job("b", batch_size=8)]
-    many = expected_rounds(both, micro_batch_tokens=128, dp_size=1, pp_size=4)
-    assert (one.load(1).micro_batches, many.load(1).micro_batches) == (8, 16)
-
-
 def test_rounds_with_room_for_all_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = []
     run_round = Packer.run_round
@@ -269,10 +246,7 @@ def _packed(
     queues: list[list] = [[] for _ in jobs]
     tokens, fullest, bins = 0, [], []
     for index in range(num_rounds):
-        for slot, load in enumerate(jobs):
-            if not queues[slot]:
-                lengths = itertools.islice(streams[slot], load.batch_size)
-                queues[slot] = batch_items([sequence_of(n) for n in lengths])
+        refill(queues, streams, jobs)
         filled, queues = fill_bins(
             queues, capacity=capacity, dp_size=dp_size, pp_size=pp_size, first_slot=index
         )
@@ -287,6 +261,14 @@ def _packed(
             )
         )
     return tokens, fullest, tuple(bins)
+
+
+def refill(queues: list[list], streams: Sequence[Iterator[int]], jobs: list[JobLoad]) -> None:
+    """Draws the next batch of every job whose last one is done, as the real packer's items."""
+    for slot, load in enumerate(jobs):
+        if not queues[slot]:
+            lengths = itertools.islice(streams[slot], load.batch_size)
+            queues[slot] = batch_items([sequence_of(n) for n in lengths])
 
 
 def sequence_of(rows: int) -> TokenSequence:
@@ -308,10 +290,7 @@ def test_deep_rounds_are_those_of_the_dispatcher() -> None:
     tokens = micro_batches = 0
     busy = whole = 0.0
     for index in range(200):
-        for slot, own in enumerate(jobs):
-            if not queues[slot]:
-                drawn = itertools.islice(streams[slot], own.batch_size)
-                queues[slot] = batch_items([sequence_of(n) for n in drawn])
+        refill(queues, streams, jobs)
         filled, queues = fill_by_time(queues, rule, first_slot=index)
         ends = round_ends_ps(filled, rates)
         tokens += filled.num_tokens

@@ -12,8 +12,7 @@ from tests.helpers.floor_model import FloorModel, World, job
 from tlora_megatron.config.job import EXPERT_TARGETS
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import CalibratedSpeeds
-from tlora_megatron.scheduler.policies.held_gpus import soonest_nodes
-from tlora_megatron.scheduler.policy import ClusterShape, FreeGpus, RegroupCost
+from tlora_megatron.scheduler.policy import ClusterShape, FreeGpus, RegroupCost, soonest_nodes
 from tlora_megatron.scheduler.queue import (
     Group,
     Job,

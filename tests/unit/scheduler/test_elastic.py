@@ -84,7 +84,7 @@ def test_a_wide_job_shrinks_while_a_short_one_needs_gpus() -> None:
     world = World(job(0, 400, batch=40), job(10, 5, batch=10, base="other"), gpus_per_node=4)
     # Half as fast for 5 s, then on four GPUs again.
     assert world.ends("tlora_elastic") == [102.5, 15]
-    sizes = [len(s.gpus) for s in world.run("tlora_elastic").ledger.segments if s.base == "base"]
+    sizes = [len(s.gpus) for s in world.run("tlora_elastic").segments if s.base == "base"]
     assert sizes == [4, 2, 4]
 
 

@@ -106,9 +106,9 @@ def study(repo: Path) -> Study:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_so_it_does_with_the_planners_speeds_once_they_are_known(study: Study, policy: str) -> None:
     """The model's first time with a mix is not in it: milliseconds each."""
-    queue, state = _crowd(study.workload.jobs, study.speeds)
+    queue, state = _crowd(study.jobs, study.speeds)
     made = make_policy(policy, study.speeds, Rules())
-    for now_s in (_MOMENTS_S[0], max(job.due_s for job in study.workload.jobs[:500])):
+    for now_s in (_MOMENTS_S[0], max(job.due_s for job in study.jobs[:500])):
         made.decide(now_s, queue, state, EVERYTHING_CHANGED)
         known = study.speeds.num_estimates
         assert _calls(made, now_s, queue, state) < _MOST_CALLS

@@ -288,7 +288,7 @@ def test_gangs_and_samplers(tmp_path: Path, base: Path) -> None:
     config = read_gang_config({"base_model": {"path": str(base)}}, tmp_path, output_dir=tmp_path)
     with (
         pytest.raises(ValueError, match=f"the base of a service {REFUSED}"),
-        open_resident(config, events=Reports(None, logs=False)),
+        open_resident(config, events=Reports(None, logs=False), read_order=pytest.fail),
     ):
         pass
     with pytest.raises(ValueError, match=f"the base of a sampler {REFUSED}"):

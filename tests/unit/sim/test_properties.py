@@ -12,7 +12,8 @@ from tests.helpers.floor_model import FREE, World
 from tlora_megatron.scheduler.policy import Changes, Decision, Policy, RegroupCost, Rules
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
 from tlora_megatron.sim.cluster import Faults
-from tlora_megatron.sim.simulator import Outcome, Simulator
+from tlora_megatron.sim.ledger import Ledger
+from tlora_megatron.sim.simulator import Simulator
 
 JOB = st.fixed_dictionaries(
     {
@@ -58,8 +59,8 @@ def faults_of(world: World, fates: list[str], outages: list[tuple[float, int]]) 
     )
 
 
-def log_of(outcome: Outcome) -> str:
-    return repr((outcome.ledger.records, outcome.ledger.segments))
+def log_of(ledger: Ledger) -> str:
+    return repr((ledger.records, ledger.segments))
 
 
 @settings(max_examples=60, deadline=None)
@@ -83,8 +84,8 @@ def test_books_balance(
     world = world_of(jobs)
     faults = faults_of(world, fates, outages)
     quotas = {} if quota is None else {"a": quota}
-    outcome = world.run(policy, cost=cost, faults=faults, quotas=quotas)
-    for record in outcome.ledger.records:
+    ledger = world.run(policy, cost=cost, faults=faults, quotas=quotas)
+    for record in ledger.records:
         job = record.job
         assert record.end_s >= job.submit_s
         assert (record.status == "failed") <= (job.index in faults.fails_after_tokens)
@@ -94,7 +95,7 @@ def test_books_balance(
         if policy.startswith("isolated") and record.status == "finished":
             assert record.slowdown is not None
             assert record.slowdown <= 1 + 1e-6 + 60 / job.isolated_s * bool(record.lost_tokens)
-    assert log_of(world.run(policy, cost=cost, faults=faults, quotas=quotas)) == log_of(outcome)
+    assert log_of(world.run(policy, cost=cost, faults=faults, quotas=quotas)) == log_of(ledger)
 
 
 @settings(max_examples=40, deadline=None)
@@ -106,7 +107,7 @@ def test_the_longest_due_starts_when_what_runs_has_ended(
     world = world_of(jobs)
     slowest = 5 if policy == "mlora" else max(job.max_slowdown for job in world.jobs)
     longest_s = slowest * max(job.isolated_s for job in world.jobs)
-    for record in world.run(policy).ledger.records:
+    for record in world.run(policy).records:
         job = record.job
         earlier = sum((o.due_s, o.index) < (job.due_s, job.index) for o in world.jobs)
         assert record.start_s is not None

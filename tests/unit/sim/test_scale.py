@@ -57,7 +57,7 @@ def test_philly_runs_to_its_end(
 ) -> None:
     study = study_of(part)
     run = study.run(policy)
-    assert run.summary.jobs_finished == len(study.workload.jobs) == jobs
+    assert run.summary.jobs_finished == len(study.jobs) == jobs
 
 
 @pytest.mark.shared

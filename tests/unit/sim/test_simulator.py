@@ -22,19 +22,17 @@ from tlora_megatron.sim.bounds import (
     mean_busy_s,
 )
 from tlora_megatron.sim.cluster import FaultRates, Faults, draw_faults
-from tlora_megatron.sim.ledger import GpuCount, quantile, summarise, time_line
+from tlora_megatron.sim.ledger import Ledger, quantile, summarise, time_line
 from tlora_megatron.sim.simulator import Simulator
 
 
-def by_job(outcome):  # type: ignore[no-untyped-def]
-    return sorted(outcome.ledger.records, key=lambda record: record.job.index)
+def by_job(ledger: Ledger) -> list[Any]:
+    return sorted(ledger.records, key=lambda record: record.job.index)
 
 
 def test_a_node_fails_and_the_job_goes_on_from_its_checkpoint() -> None:
     world = World(job(0, 100))
-    faults = Faults(
-        fails_after_tokens={}, cancelled_s={}, outages=((50.0, 60.0, 0),), checkpoint_s=20.0
-    )
+    faults = Faults(outages=((50.0, 60.0, 0),), checkpoint_s=20.0)
     (record,) = by_job(world.run("isolated", faults=faults))
     assert record.end_s == 60 + 60  # ten seconds since the last checkpoint are lost
     assert record.lost_tokens == pytest.approx(10 * 500)
@@ -45,16 +43,14 @@ def test_a_node_fails_and_the_job_goes_on_from_its_checkpoint() -> None:
 
 def test_other_nodes_do_not_notice() -> None:
     world = World(job(0, 100), job(0, 100), nodes=2)
-    faults = Faults(
-        fails_after_tokens={}, cancelled_s={}, outages=((50.0, 200.0, 1),), checkpoint_s=60.0
-    )
+    faults = Faults(outages=((50.0, 200.0, 1),), checkpoint_s=60.0)
     # The second loses its 50 s and waits for the first one's node.
     assert world.ends("isolated", faults=faults) == [100, 200]
 
 
 def test_a_job_fails_where_it_was_drawn_to() -> None:
     world = World(job(0, 100), job(0, 100))
-    faults = Faults(fails_after_tokens={0: 25000.0}, cancelled_s={})
+    faults = Faults(fails_after_tokens={0: 25000.0})
     first, second = by_job(world.run("isolated", faults=faults))
     assert (first.status, first.end_s, first.slowdown) == ("failed", 50, None)
     assert (second.status, second.end_s) == ("finished", 150)
@@ -64,7 +60,7 @@ def test_cancelled_while_running_waiting_and_too_late() -> None:
     world = World()
     for _ in range(3):
         world.add(0, 100)
-    faults = Faults(fails_after_tokens={}, cancelled_s={0: 30.0, 1: 20.0, 2: 1000.0})
+    faults = Faults(cancelled_s={0: 30.0, 1: 20.0, 2: 1000.0})
     records = by_job(world.run("isolated", faults=faults))
     assert [(r.status, r.end_s) for r in records] == [
         ("cancelled", 30),
@@ -77,7 +73,7 @@ def test_cancelled_while_running_waiting_and_too_late() -> None:
 @pytest.mark.parametrize("policy", ["mlora", "tlora", "tlora_best"])
 def test_a_cancelled_member_leaves_its_group(policy: str) -> None:
     world = World(job(0, 100, batch=8), job(0, 100, batch=8))
-    faults = Faults(fails_after_tokens={}, cancelled_s={1: 40.0})
+    faults = Faults(cancelled_s={1: 40.0})
     first, _ = by_job(world.run(policy, faults=faults, rules={"keep_bounds": False}))
     together = first.end_s > 100
     # 500 tokens/s for 40 s, then 800: 75 s more; or alone from the start.
@@ -89,8 +85,8 @@ def test_quota_holds_a_tenant_back_but_no_other() -> None:
     for tenant in ("a", "a", "b"):
         world.add(0, 100, batch=10, tenant=tenant)
     world.add(0, 100, batch=10, num_gpus=2, tenant="a")
-    outcome = world.run("isolated", quotas={"a": 1})
-    records = by_job(outcome)
+    ledger = world.run("isolated", quotas={"a": 1})
+    records = by_job(ledger)
     assert [record.end_s for record in records] == [100, 200, 100, 0]
     assert records[3].status == "rejected"  # asks for more than its tenant may ever have
 
@@ -199,9 +195,9 @@ def test_summary_by_hand() -> None:
     world.add(0, 100, batch=10)
     world.add(50, 100, batch=10)
     world.add(100, 50, batch=10)
-    ledger = world.run("isolated").ledger
+    ledger = world.run("isolated")
     summary = summarise(
-        ledger.records, ledger.segments, {"base": 2.0}, GpuCount(num_gpus=2, flops_per_s=4000.0)
+        ledger.records, ledger.segments, {"base": 2.0}, num_gpus=2, flops_per_s=4000.0
     )
     assert (summary.mean_jct_s, summary.p50_jct_s, summary.p99_jct_s) == (250 / 3, 100, 100)
     assert (summary.makespan_s, summary.window_s) == (150, 100)
@@ -304,7 +300,7 @@ def test_no_policy_beats_the_bound(policy: str) -> None:
         base = ("base", "other")[index % 2]
         batch, num_gpus = (1, 4, 8, 10, 40)[index % 5], (1, 1, 2, 4, 6)[index % 5]
         world.add(9.0 * index, 10.0 + 41 * index % 97, batch=batch, num_gpus=num_gpus, base=base)
-    records = world.run(policy).ledger.records
+    records = world.run(policy).records
     mean_s = math.fsum(record.jct_s for record in records) / len(records)
     assert 0 < least_mean_jct_s(world.jobs, world.speeds, 8) <= mean_s
     assert exceeded_by(limits_of(world.jobs, world.speeds, 8), world.speeds) == []

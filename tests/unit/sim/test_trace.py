@@ -166,17 +166,19 @@ def test_the_papers_draw() -> None:
     draw = MixDraw(mix, seed=1)
     drawn = [draw.next(num_gpus=4) for _ in range(2000)]
     assert [draw_again.next(num_gpus=4) for draw_again in [MixDraw(mix, seed=1)]] == drawn[:1]
-    ranks, batches = (Counter(getattr(a.load, f) for a in drawn) for f in ("rank", "batch_size"))
+    ranks, batches = (
+        Counter(getattr(load, f) for _, load in drawn) for f in ("rank", "batch_size")
+    )
     assert ranks.keys() == {2, 4, 8, 16}
     assert batches.keys() == {1, 2, 4, 8}
     assert all(400 < count < 600 for count in [*ranks.values(), *batches.values()])
-    assert {a.load.lengths.pairs for a in drawn} == {((1024, 1.0),)}
+    assert {load.lengths.pairs for _, load in drawn} == {((1024, 1.0),)}
 
 
 def test_batches_per_gpu() -> None:
     mix, _ = load_mix("paper_per_gpu")
     draw = MixDraw(mix, seed=0)
-    assert {draw.next(num_gpus=16).load.batch_size for _ in range(100)} == {16, 32, 64, 128}
+    assert {draw.next(num_gpus=16)[1].batch_size for _ in range(100)} == {16, 32, 64, 128}
 
 
 def test_every_shipped_mix_loads() -> None:

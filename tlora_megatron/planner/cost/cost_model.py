@@ -28,7 +28,7 @@ from tlora_megatron.planner.layouts import Span, group_span, plan_spans
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.rounds.model import LOOKED_AT, RoundModel
 from tlora_megatron.planner.rounds.packer import timed_load
-from tlora_megatron.planner.workload import JobLoad, check_jobs
+from tlora_megatron.planner.workload import JobLoad
 
 OPTIMIZER_BYTES = 52
 """Bytes that an optimizer step reads and writes per fp32 element: 4 for the norm, 32 for AdamW with
@@ -57,23 +57,11 @@ class _Parts(NamedTuple):
     busy_share: float
 
 
-def step_cost(
-    spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, hardware: HardwareProfile
-) -> StepCost:
-    """Predicts the time of one round, provided that the plan fits into memory.
-
-    Raises:
-        ValueError: if the jobs cannot be planned for, or the plan needs several nodes that the
-            profile does not connect.
-    """
-    check_jobs(jobs)
-    return CostModel(spec, jobs, Rates(hardware)).step_cost(plan)
-
-
 class CostModel:
     """Predicts times for one mix of jobs on one model and machine; plans share computed parts.
 
     Args:
+        rates: those of the machine, shared with other models; None: its own, fitted to `hardware`.
         looked_at: number of sequences to pack for the mean round; fewer are faster, less exact.
     """
 
@@ -81,17 +69,18 @@ class CostModel:
         self,
         spec: ModelSpec,
         jobs: Sequence[JobLoad],
-        rates: Rates,
+        hardware: HardwareProfile,
         *,
+        rates: Rates | None = None,
         looked_at: int = LOOKED_AT,
     ) -> None:
         check_predictable(spec, jobs)
         self.spec = spec
         self.jobs = tuple(jobs)
-        self.rates = rates
-        self.hardware = rates.hardware
+        self.rates = rates or Rates(hardware)
+        self.hardware = hardware
         self._sums = JobSums()
-        self.layers = LayerModel(spec, jobs, rates, self._sums)
+        self.layers = LayerModel(spec, jobs, self.rates, self._sums)
         self._longest = max(jobs, key=lambda job: job.lengths.longest)
         self.rounds = RoundModel(self.jobs, looked_at)
         self._squares_a_row = tuple(job.lengths.squares / job.lengths.mean for job in jobs)
@@ -149,10 +138,20 @@ class CostModel:
         return dense / max(rest_s, 1e-12) / (squares / max(load.tokens, 1e-9))
 
     def step_cost(self, plan: Plan, load: RoundLoad | None = None) -> StepCost:
-        """Predicts the time of one round; `load` replaces the expected load if it is given."""
+        """Predicts the time of one round of a plan that fits into memory.
+
+        Args:
+            load: replaces the expected load.
+
+        Raises:
+            ValueError: if the plan needs several nodes that the profile does not connect.
+        """
         if load is None:
             load = self.round_load(plan)
-            parts = self._shared_parts(plan, load)
+            key = _but_virtual_stages(plan)
+            if key not in self._shared:
+                self._shared[key] = self._parts(plan, load)
+            parts = self._shared[key]
         else:
             parts = self._parts(plan, load)
         sizes = plan.stages(self.spec)
@@ -166,6 +165,11 @@ class CostModel:
         stages = [waited[work] for work in works]
         mean, slowest = sum(stages) / len(stages), max(stages)
         count = load.micro_batches
+        # Over routed experts it is that of the rounds in which some job steps. Rounds of a dense
+        # base were measured one by one, with a wait for each, as Megatron-LM's trainer has it.
+        round_s = self.hardware.host.round_s
+        if self.spec.experts is not None and plan.num_micro_batches is None:
+            round_s *= self._sums.any_of(load.steps)
         return StepCost(
             **parts.layer.times(count * self.spec.num_layers / plan.pp_size),
             head_s=count * (parts.head_s + parts.embedding_s) / plan.pp_size,
@@ -176,21 +180,10 @@ class CostModel:
             replica_wait_s=count * slowest * parts.wait,
             gradient_sync_s=parts.sync_s,
             optimizer_s=parts.optimizer_s,
-            round_s=self._round_s(plan, load),
+            round_s=round_s,
             load=load,
             busy_share=parts.busy_share,
         )
-
-    def _round_s(self, plan: Plan, load: RoundLoad) -> float:
-        """Time to pack a round and to wait for its end.
-
-        Over routed experts it is that of the rounds in which some job steps. Rounds of a dense base
-        were measured one by one, with a wait for each, as Megatron-LM's trainer has it.
-        """
-        whole = self.hardware.host.round_s
-        if self.spec.experts is None or plan.num_micro_batches is not None:
-            return whole
-        return whole * self._sums.any_of(load.steps)
 
     def most_tokens_per_s(self, plan: Plan) -> float:
         """The speed of a plan whose replicas never wait for each other, however it is split."""
@@ -218,16 +211,13 @@ class CostModel:
             return plan
         return fastest_split(plan, lambda tried: self.step_cost(tried).step_time_s)
 
-    def _shared_parts(self, plan: Plan, load: RoundLoad) -> _Parts:
-        key = _but_virtual_stages(plan)
-        if key not in self._shared:
-            self._shared[key] = self._parts(plan, load)
-        return self._shared[key]
-
     def _parts(self, plan: Plan, load: RoundLoad) -> _Parts:
         rows = load.rows / plan.cp_size
         layer, head_s = self.layers.cost(plan, load), self._head_s(plan, load, rows)
-        sync_s, optimizer_s = self._steps_s(plan, load)
+        # Only the jobs whose batch a round completes step.
+        sync_s, optimizer_s = (
+            self._sums.dot(load.steps, times) for times in self._job_steps_s(plan)
+        )
         embedding_s = self._embedding_s(plan, rows)
         ends_s = (head_s + embedding_s) / plan.pp_size
         wait = self._replica_wait(load, self._curvature(plan, load, layer, ends_s))
@@ -246,14 +236,13 @@ class CostModel:
             for backward in (False, True)
         )
         loss = self.rates.stream_s(3 * height * columns * size)
-        comm = self._head_comm_s(plan, rows * spec.hidden_size * size)
-        return runs * (gemms + loss) + comm
-
-    def _head_comm_s(self, plan: Plan, hidden_bytes: float) -> float:
+        hidden_bytes = rows * spec.hidden_size * size
         if plan.sequence_parallel:
-            gather = self._over_tp_s(plan, "all_gather", hidden_bytes)
-            return gather + self._over_tp_s(plan, "reduce_scatter", hidden_bytes)
-        return self._over_tp_s(plan, "all_reduce", hidden_bytes)
+            comm = self._over_tp_s(plan, "all_gather", hidden_bytes)
+            comm += self._over_tp_s(plan, "reduce_scatter", hidden_bytes)
+        else:
+            comm = self._over_tp_s(plan, "all_reduce", hidden_bytes)
+        return runs * (gemms + loss) + comm
 
     def _over_tp_s(self, plan: Plan, op: CollectiveOp, size_bytes: float) -> float:
         over = plan_spans(plan, self.hardware.gpus_per_node).tp
@@ -275,43 +264,34 @@ class CostModel:
         size = rows * self.spec.hidden_size * self.rates.element_bytes
         size /= plan.tp_size if plan.sequence_parallel else 1
         crossing = plan_spans(plan, self.hardware.gpus_per_node).hops
-        hop_s = {far: self._hop_s(size, is_far=far) for far in set(crossing)}
+        spans = {True: Span(ranks=2, nodes=2), False: None}
+        hop_s = {
+            far: self.rates.collective_s("p2p", 2, size, over=spans[far]) for far in set(crossing)
+        }
         after = [hop_s[far] for far in crossing]
         before = after[-1:] + after[:-1]
         if plan.vpp_size == 1:
             before[0], after[-1] = after[0], before[-1]
         return [plan.vpp_size * (b + a) for b, a in zip(before, after, strict=True)]
 
-    def _hop_s(self, size_bytes: float, *, is_far: bool) -> float:
-        over = Span(ranks=2, nodes=2) if is_far else None
-        return self.rates.collective_s("p2p", 2, size_bytes, over=over)
-
-    def _steps_s(self, plan: Plan, load: RoundLoad) -> tuple[float, float]:
-        """Times of gradient sums and updates of the jobs whose batch a round completes."""
-        sync, update = self._job_steps_s(plan)
-        return self._sums.dot(load.steps, sync), self._sums.dot(load.steps, update)
-
     def _job_steps_s(self, plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Each job's times of its gradients' sum and of its update; alike for like adapters."""
         sizes = plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size
         ends = plan.first_stage_layers, plan.last_stage_layers
         experts = plan.ep_size, plan.expert_tp_size
         key = *sizes, *ends, *experts, plan.lora_sharding, plan.shard_optimizer
         if key not in self._job_steps:
-            self._job_steps[key] = self._all_job_steps_s(plan)
+            known: dict[object, tuple[float, float]] = {}
+            for job in self.jobs:
+                if _adapter(job) not in known:
+                    known[_adapter(job)] = self._job_step_s(plan, job)
+            sync, update = zip(*(known[_adapter(job)] for job in self.jobs), strict=True)
+            self._job_steps[key] = sync, update
         return self._job_steps[key]
 
     def all_steps_s(self, plan: Plan) -> float:
         """Time of one step of every job."""
         return sum(map(sum, self._job_steps_s(plan)))
-
-    def _all_job_steps_s(self, plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Each job's times of its gradients' sum and of its update; alike for like adapters."""
-        known: dict[object, tuple[float, float]] = {}
-        for job in self.jobs:
-            if _adapter(job) not in known:
-                known[_adapter(job)] = self._job_step_s(plan, job)
-        times = [known[_adapter(job)] for job in self.jobs]
-        return tuple(sync for sync, _ in times), tuple(update for _, update in times)
 
     def _job_step_s(self, plan: Plan, job: JobLoad) -> tuple[float, float]:
         layers = max(plan.stages(self.spec))

@@ -40,7 +40,6 @@ class ExpertElements(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.own + self.shared
 
 

@@ -26,7 +26,7 @@ from tlora_megatron.planner.cost.adapter_sizes import (
     dense_linears,
 )
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.layouts import expert_span
+from tlora_megatron.planner.layouts import group_span
 from tlora_megatron.planner.workload import JobLoad
 
 _FP32 = 4
@@ -98,14 +98,14 @@ def fullest_share(ranks: int, experts: int) -> float:
         return 1.0
     most = 1 + (4 + math.sqrt(2 * math.log(ranks))) * max(1 / math.sqrt(experts), 2 / experts)
     step = most / _STEPS
+
+    def below(share: float) -> float:
+        """Probability that a rank has less than a share of the mean rank's rows."""
+        deviation = 3 * math.sqrt(experts) * (math.cbrt(share) - 1 + 1 / (9 * experts))
+        return (1 + math.erf(deviation / math.sqrt(2))) / 2
+
     shares = ((n + 0.5) * step for n in range(_STEPS))
-    return step * math.fsum(1 - math.pow(_below(share, experts), ranks) for share in shares)
-
-
-def _below(share: float, experts: int) -> float:
-    """Probability that a rank has less than a share of the mean rank's rows."""
-    deviation = 3 * math.sqrt(experts) * (math.cbrt(share) - 1 + 1 / (9 * experts))
-    return (1 + math.erf(deviation / math.sqrt(2))) / 2
+    return step * math.fsum(1 - math.pow(below(share), ranks) for share in shares)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,10 +213,11 @@ class RoutedWork:
         routing = self._rates.experts.routing(routed)
         exchange = self._exchange(split, plan, routed)
         late = split.fullest() - 1
-        wait_s = self._wait_s(plan)
+        # The GPU idles until the host, which has waited for it, is ahead again.
+        wait_s = _AFTER_WAIT * self._rates.hardware.host.layer_s if plan.ep_size > 1 else 0.0
         return RoutedCost(
-            gemm_s=_added(self._router(split, own), products),
-            stream_s=_added(_added(self._scores(split, own), passes), routing),
+            gemm_s=added(self._router(split, own), products),
+            stream_s=added(added(self._scores(split, own), passes), routing),
             exchange_s=(
                 (1 + late) * exchange[0] + late * (products[0] + passes[0]) + wait_s,
                 (1 + late) * exchange[1] + late * (products[1] + passes[1]),
@@ -271,18 +272,16 @@ class RoutedWork:
         hidden = rows * split.hidden_size * size
         forward = (counts, rows * weight, hidden, hidden)
         backward = (hidden, hidden, rows * _FP32)
-        over = expert_span(plan, self._rates.hardware.gpus_per_node)
-        stretch = self._rates.hardware.stretch
+        hardware = self._rates.hardware
+        over = group_span(split.ep_size, split.expert_tp, plan.num_gpus, hardware.gpus_per_node)
+        stretch = hardware.stretch
         there, back = (
             stretch * sum(self._rates.all_to_all_s(split.ep_size, n, over=over) for n in sizes)
             for sizes in (forward, backward)
         )
         return there, back
 
-    def _wait_s(self, plan: Plan) -> float:
-        """Time that the GPU idles until the host, which has waited for it, is ahead again."""
-        return _AFTER_WAIT * self._rates.hardware.host.layer_s if plan.ep_size > 1 else 0.0
 
-
-def _added(one: _Both, other: _Both) -> _Both:
+def added(one: _Both, other: _Both) -> _Both:
+    """Sums forward and backward."""
     return one[0] + other[0], one[1] + other[1]

@@ -19,7 +19,7 @@ from tlora_megatron.planner.cost.adapter_sizes import (
     lora_counts,
 )
 from tlora_megatron.planner.cost.expert_adapters import ExpertLora
-from tlora_megatron.planner.cost.experts import RoutedWork, expert_split, gate_passes
+from tlora_megatron.planner.cost.experts import RoutedWork, added, expert_split, gate_passes
 from tlora_megatron.planner.cost.memory import ROW_TILE
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.step_terms import exposed_share, num_parts
@@ -54,7 +54,6 @@ class LayerCost:
 
     @property
     def total_s(self) -> float:
-        """Time of the whole layer."""
         return sum(self.times(1.0).values())
 
     def times(self, count: float) -> dict[str, float]:
@@ -156,13 +155,13 @@ class LayerModel:
         exchange = (0.0, 0.0)
         if self._routed is not None:
             routed = self._routed.cost(plan, rows)
-            gemm["mlp"], exchange = _sum(gemm["mlp"], routed.gemm_s), routed.exchange_s
-            stream["mlp"] = _sum(stream["mlp"], routed.stream_s)
+            gemm["mlp"], exchange = added(gemm["mlp"], routed.gemm_s), routed.exchange_s
+            stream["mlp"] = added(stream["mlp"], routed.stream_s)
             split = expert_split(self.spec, plan)
             assert split is not None, "the model has experts"
             bins = load.micro_batches * plan.dp_size
             on_experts = self._expert_lora.times(split, load, rows, bins)
-            lora["mlp"] = _sum(lora["mlp"], on_experts)
+            lora["mlp"] = added(lora["mlp"], on_experts)
         if parts > 1:
             compute = _both(gemm) + sum(attention) + _both(stream) + _both(lora)
             exposed = exposed_share(parts, compute, _both(comm), self.rates.hardware.nano_overlap)
@@ -314,7 +313,7 @@ class LayerModel:
             comm[block] = whole[0] + forward, whole[1] + backward
         if self._routed is not None and plan.expert_tp == plan.tp_size:
             # Rows go to whole experts from where they are, but to cut ones as to an MLP.
-            comm["mlp"] = _sum(comm["mlp"], self._hidden_states(plan, rows, ()))
+            comm["mlp"] = added(comm["mlp"], self._hidden_states(plan, rows, ()))
         return comm
 
     def _hidden_states(
@@ -382,10 +381,6 @@ class LayerModel:
 
 def _times(factor: float, both: tuple[float, float]) -> tuple[float, float]:
     return factor * both[0], factor * both[1]
-
-
-def _sum(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-    return one[0] + other[0], one[1] + other[1]
 
 
 def _both(parts: dict[str, tuple[float, float]]) -> float:

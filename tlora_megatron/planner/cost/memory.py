@@ -83,30 +83,16 @@ class MemoryUse:
 
     @property
     def total_bytes(self) -> float:
-        """Sum of all terms."""
         return sum(_all_terms(self))
 
     @property
     def binding(self) -> str:
-        """Name of the largest term."""
         return max(TERMS, key=lambda name: getattr(self, name))
 
 
 TERMS = tuple(field.name for field in fields(MemoryUse) if field.name != "stage")
 _Terms = tuple[float, float, float, float, float, float, float, float, float, float]
 _all_terms: Callable[[MemoryUse], tuple[float, ...]] = attrgetter(*TERMS)
-
-
-def memory_use(
-    spec: ModelSpec,
-    jobs: Sequence[JobLoad],
-    plan: Plan,
-    hardware: HardwareProfile,
-    rows: float | None = None,
-    micro_batches: float | None = None,
-) -> MemoryUse:
-    """Predicts the memory of the pipeline stage that needs most; see `MemoryModel.use`."""
-    return MemoryModel(spec, jobs, hardware).use(plan, rows, micro_batches)
 
 
 def longest_batches(jobs: Sequence[JobLoad]) -> int:
@@ -121,11 +107,6 @@ def most_rows(batches: int, plan: Plan) -> float:
     multiple = ROW_TILE * plan.cp_size
     padded = -(-batches // multiple) * multiple
     return float(min(plan.micro_batch_tokens, padded or plan.micro_batch_tokens))
-
-
-def element_bytes(hardware: HardwareProfile) -> int:
-    """Bytes per element of weights and activations."""
-    return 2 if hardware.dtype == "bfloat16" else 4
 
 
 class _LayerUse(NamedTuple):
@@ -153,7 +134,7 @@ class MemoryModel:
         self.spec = spec
         self.jobs = tuple(jobs)
         self.hardware = hardware
-        self._size = element_bytes(hardware)
+        self._size = hardware.element_bytes
         self._batches = longest_batches(jobs)
         self._layers: dict[object, _LayerUse] = {}
         self._layer_bytes: dict[object, float] = {}
@@ -220,7 +201,9 @@ class MemoryModel:
         flight = chunks_in_flight(plan, stage, in_round)
         places = flight * local_rows * layer.places_bytes
         boundary = spec.hidden_size * size / row_shards(plan) if plan.pp_size > 1 else 0.0
-        kept = layer.kept_bytes + self._routed_bytes(plan, layer, layers)
+        split, kept = expert_split(spec, plan), layer.kept_bytes
+        if split is not None:  # no rank is the fullest in every layer
+            kept += layer.routed_bytes * split.fullest(layers)
         activations = flight * local_rows * (layers / plan.vpp_size * kept + boundary)
         slices = plan.num_replicas if plan.shard_optimizer else 1
         # A refreshed slab is cast as one buffer, and cleaned in another, while nothing else runs;
@@ -248,11 +231,6 @@ class MemoryModel:
         )
         return terms, stage
 
-    def _routed_bytes(self, plan: Plan, layer: _LayerUse, layers: int) -> float:
-        """Bytes per row and layer that a rank keeps; none is the fullest in every layer."""
-        split = expert_split(self.spec, plan)
-        return 0.0 if split is None else layer.routed_bytes * split.fullest(layers)
-
     def _base_bytes(self, plan: Plan, layers: int, *, is_first: bool, is_last: bool) -> float:
         spec, tp_size = self.spec, plan.tp_size
         key = tp_size, plan.ep_size, plan.expert_tp_size
@@ -265,7 +243,6 @@ class MemoryModel:
 
 
 def _layer_bytes(spec: ModelSpec, plan: Plan, size: int) -> float:
-    """Bytes of one frozen layer on one rank."""
     tp_size, split = plan.tp_size, expert_split(spec, plan)
     names = itertools.chain.from_iterable(dense_linears(spec).values())
     linears = sum(linear_bytes(spec, linear, tp_size, size) for linear in names)

@@ -174,7 +174,7 @@ class Rates:
 
     def __init__(self, hardware: HardwareProfile, experts: ExpertTimes = EXPERT_TIMES) -> None:
         self.hardware, self.experts = hardware, experts
-        self.element_bytes = 2 if hardware.dtype == "bfloat16" else 4
+        self.element_bytes = hardware.element_bytes
         self._gemms = _GemmRates(hardware.gemms)
         self._fp8_gemms = _GemmRates(hardware.fp8_gemms) if hardware.fp8_gemms else None
         self._attention = _table(
@@ -201,7 +201,12 @@ class Rates:
         else:
             quantised, written = (columns, inner) if backward else (inner, columns)
             moved = rows * (quantised + written * self.element_bytes) + columns * inner
-            rate = self._fp8_rate(rows, columns, inner, backward=backward)
+            if self._fp8_gemms is not None:
+                rate = self._fp8_gemms.rate(rows, columns, inner, backward=backward)
+            else:
+                speedup = self.hardware.fp8_speedup
+                assert speedup is not None, "FP8 linears must have a rate"
+                rate = speedup * self._gemms.rate(rows, columns, inner, backward=backward)
         return max(flops / rate, moved / self.hardware.copy_bytes_per_s)
 
     def grouped_gemm_s(
@@ -224,13 +229,6 @@ class Rates:
     def multiplies_fp8(self) -> bool:
         """True if FP8 linears were measured, or are known by their ratio."""
         return bool(self.hardware.fp8_gemms) or self.hardware.fp8_speedup is not None
-
-    def _fp8_rate(self, rows: float, columns: int, inner: int, *, backward: bool) -> float:
-        if self._fp8_gemms is not None:
-            return self._fp8_gemms.rate(rows, columns, inner, backward=backward)
-        speedup = self.hardware.fp8_speedup
-        assert speedup is not None, "FP8 linears must have a rate"
-        return speedup * self._gemms.rate(rows, columns, inner, backward=backward)
 
     def attention_s(self, length: int, heads: float, head_dim: int) -> tuple[float, float]:
         """Time of causal attention of one sequence, forward and backward."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel
-from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.rounds.load import RoundLoad
@@ -63,29 +61,30 @@ class ReplicaCurve:
         )
 
 
-class Seen(NamedTuple):
-    """The measurements that a curve is fitted to: micro-batches of sequences of two lengths."""
-
-    short: int
-    long: int
-    short_s: float
-    """Seconds of a full micro-batch of short sequences."""
-    long_s: float
-    """Seconds of a full one of long sequences."""
-    half_s: float
-    """Seconds of half a micro-batch of short ones."""
-
-
-def fit(seen: Seen, budget: int, stages: int = 1) -> ReplicaCurve:
-    """Fits a curve to micro-batches of `budget` rows.
+def _fitted(
+    short: int,
+    long: int,
+    budget: int,
+    *,
+    short_s: float,
+    long_s: float,
+    half_s: float,
+    stages: int = 1,
+) -> ReplicaCurve:
+    """The curve through the times of micro-batches of short and of long sequences.
 
     The two lengths give the linear and the quadratic part, half a micro-batch the part that is
     there whatever its rows.
+
+    Args:
+        short, long: rows of the sequences.
+        short_s, long_s: seconds of `budget` rows of them.
+        half_s: seconds of half as many rows of short ones.
     """
-    square_s = max(0.0, (seen.long_s - seen.short_s) / budget / max(1, seen.long - seen.short))
-    fixed_s = min(max(0.0, 2 * seen.half_s - seen.short_s), seen.short_s / 2)
+    square_s = max(0.0, (long_s - short_s) / budget / max(1, long - short))
+    fixed_s = min(max(0.0, 2 * half_s - short_s), short_s / 2)
     return ReplicaCurve(
-        token_s=(seen.short_s - fixed_s) / budget - square_s * seen.short,
+        token_s=(short_s - fixed_s) / budget - square_s * short,
         square_s=square_s,
         fixed_s=fixed_s,
         budget=budget,
@@ -96,34 +95,30 @@ def fit(seen: Seen, budget: int, stages: int = 1) -> ReplicaCurve:
 class CurveModel:
     """Fits curves for one mix of jobs on one model and machine, over lengths; plans share parts."""
 
-    def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], rates: Rates) -> None:
+    def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], hardware: HardwareProfile) -> None:
         self._jobs = tuple(jobs)
         self._long = max(2 * _SHORT, *(job.lengths.longest for job in jobs))
-        self._models = {
-            length: CostModel(
-                spec,
-                [replace(job, lengths=LengthHistogram.single(length)) for job in jobs],
-                rates,
-            )
-            for length in (_SHORT, self._long)
-        }
+        short, long = (
+            [replace(job, lengths=LengthHistogram.single(rows)) for job in jobs]
+            for rows in (_SHORT, self._long)
+        )
+        self._short_model = CostModel(spec, short, hardware)
+        self._long_model = CostModel(spec, long, hardware, rates=self._short_model.rates)
 
     def curve(self, plan: Plan) -> ReplicaCurve:
         """The curve of one replica of a plan, whatever its `dp_size`."""
         plan = replace(plan, dp_size=1)
         rows = plan.micro_batch_tokens
-        seen = Seen(
-            short=_SHORT,
-            long=self._long,
-            short_s=self._micro_batch_s(plan, rows, _SHORT),
-            long_s=self._micro_batch_s(plan, rows, self._long),
-            half_s=self._micro_batch_s(plan, rows // 2, _SHORT),
+        full, half = self._load(rows), self._load(rows // 2)
+        return _fitted(
+            _SHORT,
+            self._long,
+            rows,
+            short_s=busy_s(self._short_model.step_cost(plan, full)),
+            long_s=busy_s(self._long_model.step_cost(plan, full)),
+            half_s=busy_s(self._short_model.step_cost(plan, half)),
+            stages=plan.pp_size,
         )
-        return fit(seen, rows, plan.pp_size)
-
-    def _micro_batch_s(self, plan: Plan, rows: int, length: int) -> float:
-        """Seconds that one of a round's micro-batches adds to a round."""
-        return busy_s(self._models[length].step_cost(plan, self._load(rows)))
 
     def _load(self, rows: int) -> RoundLoad:
         """A full micro-batch with every job's part of the rows."""
@@ -166,22 +161,23 @@ def replica_rate(
     long = min(rows, max(load.lengths.longest for load in jobs))
     mean = sum(load.batch_tokens for load in jobs) / sum(load.batch_size for load in jobs)
     short = max(1, min(round(mean), long // _SPREAD))
-    model = CostModel(spec, [_of_length(job, short, 0), _of_length(job, long, 1)], Rates(hardware))
+    alone = [
+        replace(job, name=str(n), lengths=LengthHistogram.single(length), longest_eval=0)
+        for n, length in enumerate((short, long))
+    ]
+    model = CostModel(spec, alone, hardware)
     if table is not None:
         plan = replace(plan, recompute=table.of(short))
     of_long = plan if table is None else replace(plan, recompute=table.of(long))
-    seen = Seen(
-        short=short,
-        long=long,
+    curve = _fitted(
+        short,
+        long,
+        rows,
         short_s=_busy_s(model, plan, rows, 0),
         long_s=_busy_s(model, of_long, rows, 1),
         half_s=_busy_s(model, plan, rows // 2, 0),
     )
-    return fit(seen, rows).rate
-
-
-def _of_length(job: JobLoad, rows: int, number: int) -> JobLoad:
-    return replace(job, name=str(number), lengths=LengthHistogram.single(rows), longest_eval=0)
+    return curve.rate
 
 
 def _busy_s(model: CostModel, plan: Plan, rows: int, slot: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
 from tlora_megatron.planner.candidate import Plan
@@ -67,29 +67,10 @@ class StepCost:
 
     @property
     def binding(self) -> str:
-        """Name of the largest term."""
         return max(TERMS, key=lambda name: getattr(self, name))
 
 
-TERMS = (
-    "gemm_s",
-    "attention_s",
-    "elementwise_s",
-    "lora_s",
-    "head_s",
-    "recompute_s",
-    "tp_comm_s",
-    "cp_comm_s",
-    "ep_comm_s",
-    "pp_comm_s",
-    "host_s",
-    "imbalance_s",
-    "bubble_s",
-    "replica_wait_s",
-    "gradient_sync_s",
-    "optimizer_s",
-    "round_s",
-)
+TERMS = tuple(f.name for f in fields(StepCost) if f.name not in ("load", "busy_share"))
 _all_terms: Callable[[StepCost], tuple[float, ...]] = attrgetter(*TERMS)
 
 

@@ -336,17 +336,6 @@ class ExpectedRounds:
         )
 
 
-class Interned:
-    """Gives equal tuples one identity, by which sums over them are kept."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[float, ...], tuple[float, ...]] = {}
-
-    def of(self, row: tuple[float, ...]) -> tuple[float, ...]:
-        """The first tuple that was equal to this one."""
-        return self._known.setdefault(row, row)
-
-
 def round_up(rows: float, multiple: int) -> int:
     """Rows of a micro-batch with its padding."""
     return max(1, math.ceil(rows / multiple)) * multiple

@@ -16,7 +16,6 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.rounds.load import (
     DrawnBatches,
     ExpectedRounds,
-    Interned,
     ReplicaSpread,
     RoundLoad,
 )
@@ -122,7 +121,8 @@ class RoundModel:
         self._tokens = sum(job.batch_tokens for job in jobs)
         self._deviation: float = sum(j.batch_size * j.lengths.variance for j in jobs) ** 0.5
         """Standard deviation of the rows of all batches."""
-        self._rows = Interned()
+        self._rows: dict[tuple[float, ...], tuple[float, ...]] = {}
+        """The first of equal tuples: sums over them are kept by their identity."""
         self._flows: dict[tuple[float, int, int | None], Flow] = {}
         self._expected: dict[RoundShape, ExpectedRounds] = {}
         self._whole: dict[tuple[int, int], ExpectedRounds] = {}
@@ -138,17 +138,14 @@ class RoundModel:
 
     def _expected_of(self, shape: RoundShape) -> ExpectedRounds:
         if shape not in self._expected:
-            self._expected[shape] = self._interned(self._expect(shape))
+            found, first_of = self._expect(shape), self._rows.setdefault
+            self._expected[shape] = replace(
+                found,
+                job_tokens=first_of(found.job_tokens, found.job_tokens),
+                job_sequences=first_of(found.job_sequences, found.job_sequences),
+                steps=first_of(found.steps, found.steps),
+            )
         return self._expected[shape]
-
-    def _interned(self, expected: ExpectedRounds) -> ExpectedRounds:
-        """The rounds with tuples that are the same objects where they are equal."""
-        return replace(
-            expected,
-            job_tokens=self._rows.of(expected.job_tokens),
-            job_sequences=self._rows.of(expected.job_sequences),
-            steps=self._rows.of(expected.steps),
-        )
 
     def load(
         self,
@@ -324,7 +321,8 @@ def full_sizes(
 
 def _counts(layout: Plan, wanted: float) -> set[int]:
     """Numbers of micro-batches next to the one that would hold all batches."""
-    unit, most = _unit(layout), _most(layout)
+    # An interleaved schedule runs whole groups.
+    unit, most = layout.pp_size if layout.vpp_size > 1 else 1, _most(layout)
     below, above = (max(1, part(wanted / unit)) * unit for part in (math.floor, math.ceil))
     counts = {min(below, most), min(above, most)}
     return counts if layout.pp_size > 1 else counts | {1}
@@ -339,11 +337,6 @@ def _just_enough(rounds: RoundModel, layout: Plan, least: int) -> Iterator[FullS
             budget = math.ceil(rows / step) * step
             if budget >= least:
                 yield FullSize(budget, count)
-
-
-def _unit(layout: Plan) -> int:
-    """The number whose multiples an interleaved schedule takes, which runs whole groups."""
-    return layout.pp_size if layout.vpp_size > 1 else 1
 
 
 def _most(layout: Plan) -> int:

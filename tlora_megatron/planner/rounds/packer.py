@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tlora_megatron.model.deployment import ReplicaRate
@@ -15,7 +15,6 @@ from tlora_megatron.planner.rounds.load import (
     DrawnBatches,
     ExpectedRounds,
     Part,
-    ReplicaSpread,
     RoundLoad,
     fill,
     in_order,
@@ -86,7 +85,6 @@ class Packer:
         self._bins: list[tuple[int, ...]] = []
 
     def run_round(self, first_slot: int) -> None:
-        """Fills the micro-batches of one round."""
         self._refill()
         count = self._shape.micro_batches(self._rows_left)
         bins = self._fill(count * self._dp_size, first_slot)
@@ -183,74 +181,47 @@ def timed_load(
 ) -> RoundLoad:
     """Fills rounds of drawn lengths as a run with `round_depth` does."""
     square = round(curvature * _UNIT)
-    rate = ReplicaRate(token_ps=_UNIT, square_ps=square, longest=micro_batch_tokens)
-    packer = _TimedPacker(jobs, [rate] * dp_size, depth, row_multiple)
-    while packer.wants_more:
-        packer.run_round()
-    return packer.result()
+    rates = [ReplicaRate(token_ps=_UNIT, square_ps=square, longest=micro_batch_tokens)] * dp_size
+    tokens, sequences = [0] * len(jobs), [0] * len(jobs)
+    rows: list[int] = []
+    """Padded rows of every micro-batch of all rounds."""
+    parts: list[list[Part]] = []
+    for taken in drawn_rounds(jobs, rates, depth):
+        tokens = [n + sum(own) for n, own in zip(tokens, taken, strict=True)]
+        sequences = [n + len(own) for n, own in zip(sequences, taken, strict=True)]
+        lengths = [length for own in taken for length in own]
+        parts.append([])
+        for share in share_out(lengths, rates):
+            padded = [round_up(sum(lengths[i] for i in places), row_multiple) for places in share]
+            rows += padded
+            parts[-1].append((sum(padded), sum(lengths[i] ** 2 for own in share for i in own)))
+        if len(parts) >= _FEWEST_ROUNDS and (
+            len(parts) >= _MOST_ROUNDS or sum(sequences) >= _SEQUENCES
+        ):
+            break
+    # Means over the rounds; a micro-batch is that of the mean replica.
+    rounds = len(parts)
+    return RoundLoad(
+        micro_batches=len(rows) / rounds / dp_size,
+        rows=sum(rows) / len(rows),
+        job_tokens=tuple(n / rounds for n in tokens),
+        job_sequences=tuple(n / rounds for n in sequences),
+        steps=tuple(n / rounds / job.batch_size for n, job in zip(sequences, jobs, strict=True)),
+        spread=spread_of(parts, charges_mean=True),
+    )
 
 
-class _TimedPacker:
-    """Fills rounds and counts what they hold."""
-
-    def __init__(
-        self, jobs: Sequence[JobLoad], rates: list[ReplicaRate], depth: int, row_multiple: int
-    ) -> None:
-        self._jobs, self._rates, self._row_multiple = jobs, rates, row_multiple
-        self._rooms = [rate.longest for rate in rates] * depth
-        self._streams = [
-            job.lengths.shuffled(slot, job.batch_size) for slot, job in enumerate(jobs)
-        ]
-        self._left: list[list[int]] = [[] for _ in jobs]
-        self._tokens, self._sequences = [0] * len(jobs), [0] * len(jobs)
-        self._rows: list[int] = []
-        """Padded rows of every micro-batch of all rounds."""
-        self._parts: list[list[Part]] = []
-
-    @property
-    def wants_more(self) -> bool:
-        """True until enough rounds have been filled."""
-        done = len(self._parts)
-        if done < _FEWEST_ROUNDS:
-            return True
-        return done < _MOST_ROUNDS and sum(self._sequences) < _SEQUENCES
-
-    def run_round(self) -> None:
-        """Fills one round."""
-        for slot, job in enumerate(self._jobs):
-            batch = self._left[slot] or list(itertools.islice(self._streams[slot], job.batch_size))
-            self._left[slot] = [batch[i] for i in turns(batch, self._rates)]
-        counts = admit(self._left, first_slot=len(self._parts), rooms=self._rooms)
-        lengths = []
-        for slot, count in enumerate(counts):
-            taken, self._left[slot] = self._left[slot][:count], self._left[slot][count:]
-            self._tokens[slot] += sum(taken)
-            self._sequences[slot] += count
-            lengths += taken
-        self._parts.append(
-            [self._part(lengths, share) for share in share_out(lengths, self._rates)]
-        )
-
-    def _part(self, lengths: Sequence[int], share: Sequence[Sequence[int]]) -> Part:
-        """One replica's padded rows and squares."""
-        rows = [round_up(sum(lengths[i] for i in places), self._row_multiple) for places in share]
-        self._rows += rows
-        return sum(rows), sum(lengths[i] ** 2 for places in share for i in places)
-
-    def result(self) -> RoundLoad:
-        """Means over the rounds so far; a micro-batch is that of the mean replica."""
-        rounds, count = len(self._parts), len(self._rows)
-        return RoundLoad(
-            micro_batches=count / rounds / len(self._rates),
-            rows=sum(self._rows) / count,
-            job_tokens=tuple(n / rounds for n in self._tokens),
-            job_sequences=tuple(n / rounds for n in self._sequences),
-            steps=tuple(
-                n / rounds / job.batch_size
-                for n, job in zip(self._sequences, self._jobs, strict=True)
-            ),
-            spread=self._spread(),
-        )
-
-    def _spread(self) -> ReplicaSpread:
-        return spread_of(self._parts, charges_mean=True)
+def drawn_rounds(
+    jobs: Sequence[JobLoad], rates: Sequence[ReplicaRate], depth: int
+) -> Iterator[list[list[int]]]:
+    """Rows of each job's sequences that the packer admits to one round after the other."""
+    rooms = [rate.longest for rate in rates] * depth
+    streams = [job.lengths.shuffled(slot, job.batch_size) for slot, job in enumerate(jobs)]
+    left: list[list[int]] = [[] for _ in jobs]
+    for first_slot in itertools.count():
+        for slot, job in enumerate(jobs):
+            batch = left[slot] or list(itertools.islice(streams[slot], job.batch_size))
+            left[slot] = [batch[i] for i in turns(batch, rates)]
+        counts = admit(left, first_slot=first_slot, rooms=rooms)
+        yield [own[:count] for own, count in zip(left, counts, strict=True)]
+        left = [own[count:] for own, count in zip(left, counts, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from tlora_megatron.config.parallel_rules import settle_replicas
 from tlora_megatron.config.reader import must, read_spec
@@ -15,7 +15,12 @@ from tlora_megatron.planner.deploy import RankedDeployment, deploy
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.workload import LengthHistogram
-from tlora_megatron.runtime.planning.plan_files import start_command, write_config
+from tlora_megatron.runtime.planning.plan_files import (
+    SIZES,
+    as_overrides,
+    start_command,
+    write_config,
+)
 from tlora_megatron.runtime.planning.plan_inputs import other_profiles, plan_jobs, plan_model
 
 
@@ -66,85 +71,48 @@ def best_deployment(
 
 def deployment_overrides(config: RunConfig, best: RankedDeployment) -> list[str]:
     """The deployment as overrides for `tlora train --set`."""
+    applied, given, plain = _deployed(config, best), config.parallel, ParallelSpec()
+    # Replicas have even stages.
+    stages = ("first_stage_layers", "last_stage_layers")
+    even = [f"parallel.{key}=null" for key in stages if getattr(given, key) is not None]
     if best.has_recompute_by_rows:
-        return _plain_overrides(config, best)
-    parallel = ParallelSpec()
-    plain = {"tp_size": 1, "pp_size": 1, "cp_size": 1, "sequence_parallel": False}
-    given = [name for name in plain if getattr(config.parallel, name) != getattr(parallel, name)]
+        return [
+            *([] if given.replicas is None else ["parallel.replicas=null"]),
+            *even,
+            *as_overrides(applied, "parallel", SIZES),
+            *as_overrides(applied, "run", ("micro_batch_tokens", "recompute", "round_depth")),
+        ]
+    sizes = [name for name in SIZES if getattr(given, name) != getattr(plain, name)]
     return [
-        *_even_stages(config),
-        *(f"parallel.{name}={str(plain[name]).lower()}" for name in given),
+        *even,
+        *as_overrides(replace(config, parallel=plain), "parallel", sizes),
         f"parallel.replicas={best.deployment}",
-        f"run.nano_batches={_nano_batches(config, best)}",
-        f"run.round_depth={_round_depth(config)}",
+        *as_overrides(applied, "run", ("nano_batches", "round_depth")),
     ]
-
-
-def _plain_overrides(config: RunConfig, best: RankedDeployment) -> list[str]:
-    """Alike replicas with recompute by rows, which `parallel.replicas` does not name."""
-    layout = best.deployment.replicas[0]
-    replaced = [] if config.parallel.replicas is None else ["parallel.replicas=null"]
-    return [
-        *replaced,
-        *_even_stages(config),
-        f"parallel.tp_size={layout.tp_size}",
-        f"parallel.pp_size={layout.pp_size}",
-        f"parallel.cp_size={layout.cp_size}",
-        f"parallel.sequence_parallel={str(layout.sequence_parallel).lower()}",
-        f"run.micro_batch_tokens={layout.micro_batch_tokens}",
-        "run.recompute=auto",
-        f"run.round_depth={_round_depth(config)}",
-    ]
-
-
-def _even_stages(config: RunConfig) -> list[str]:
-    """Takes back sizes of stages that the configuration gives: replicas have even ones."""
-    keys = ("first_stage_layers", "last_stage_layers")
-    return [f"parallel.{key}=null" for key in keys if getattr(config.parallel, key) is not None]
 
 
 def write_deployment(
     path: Path, config: RunConfig, best: RankedDeployment, hardware: HardwareProfile
 ) -> str:
     """Writes a configuration with the deployment; returns the line that starts it."""
-    if best.has_recompute_by_rows:
-        write_config(path, _with_recompute_by_rows(config, best))
-        return start_command(path, best.deployment.world_size, hardware)
-    parts = expand_short_form(str(best.deployment), "parallel.replicas")
-    specs = tuple(read_spec(ReplicaSpec, part, "parallel.replicas") for part in parts)
-    plain = ParallelSpec(replicas=specs, lora_sharding=config.parallel.lora_sharding)
-    run = replace(
-        config.run, nano_batches=_nano_batches(config, best), round_depth=_round_depth(config)
-    )
-    parallel, run = settle_replicas(plain, run)
-    write_config(path, replace(config, parallel=parallel, run=run))
+    write_config(path, _deployed(config, best))
     return start_command(path, best.deployment.world_size, hardware)
 
 
-def _with_recompute_by_rows(config: RunConfig, best: RankedDeployment) -> RunConfig:
-    layout = best.deployment.replicas[0]
-    assert layout.micro_batch_tokens is not None, "the planner names every budget"
-    parallel = ParallelSpec(
-        tp_size=layout.tp_size,
-        pp_size=layout.pp_size,
-        cp_size=layout.cp_size,
-        sequence_parallel=layout.sequence_parallel,
-        lora_sharding=config.parallel.lora_sharding,
-    )
-    run = replace(
-        config.run,
-        micro_batch_tokens=layout.micro_batch_tokens,
-        recompute="auto",
-        round_depth=_round_depth(config),
-    )
+def _deployed(config: RunConfig, best: RankedDeployment) -> RunConfig:
+    # Where the configuration leaves the default depth, auto is what was planned.
+    depth = config.run.round_depth
+    run = replace(config.run, round_depth="auto" if depth == 1 else depth)
+    plain = ParallelSpec(lora_sharding=config.parallel.lora_sharding)
+    if best.has_recompute_by_rows:  # which `parallel.replicas` does not name: all are alike
+        layout = best.deployment.replicas[0]
+        assert layout.micro_batch_tokens is not None, "the planner names every budget"
+        sizes: dict[str, Any] = {name: getattr(layout, name) for name in SIZES}
+        run = replace(run, micro_batch_tokens=layout.micro_batch_tokens, recompute="auto")
+        return replace(config, parallel=replace(plain, **sizes), run=run)
+    if not best.deployment.tp_is_alike:
+        run = replace(run, nano_batches=1)
+    parts = expand_short_form(str(best.deployment), "parallel.replicas")
+    specs = tuple(read_spec(ReplicaSpec, part, "parallel.replicas") for part in parts)
+    parallel, run = settle_replicas(replace(plain, replicas=specs), run)
     return replace(config, parallel=parallel, run=run)
-
-
-def _nano_batches(config: RunConfig, best: RankedDeployment) -> int | Literal["auto"]:
-    """The value of the configuration; 1 where replicas differ in TP size."""
-    return config.run.nano_batches if best.deployment.tp_is_alike else 1
-
-
-def _round_depth(config: RunConfig) -> Literal[1, 2, 4, "auto"]:
-    """The value of the configuration; auto where it leaves the default, as was planned."""
-    return "auto" if config.run.round_depth == 1 else config.run.round_depth

@@ -37,6 +37,8 @@ _TRAINER_FLAGS = (
 neither Transformer Engine nor apex is needed."""
 
 
+SIZES = ("tp_size", "pp_size", "cp_size", "sequence_parallel")
+"""Keys of the section `parallel` that every plan gives."""
 _FOREIGN = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM's flag"}
 """Trainers of others that plans are written for."""
 
@@ -52,7 +54,7 @@ def check_base(base: BaseModelSpec, runner: str | None) -> None:
         return
     refuse_quantization(base, where)
     if base.path is not None:
-        refuse_published(Path(base.path) / "config.json", where)
+        refuse_published(base.config_file, where)
 
 
 def check_experts(spec: ModelSpec, runner: str | None) -> None:
@@ -77,13 +79,15 @@ def apply_plan(config: RunConfig, plan: Plan, *, has_experts: bool = False) -> R
             f"a plan for tlora train must have VPP 1 and leave the number of micro-batches to the "
             f"run, got {plan.label}; --runs-in train looks for one"
         )
+    is_power = plan.cp_size & (plan.cp_size - 1) == 0
+    divides = plan.cp_size > 1 and is_power and plan.pp_size == 1
     parallel = ParallelSpec(
         tp_size=plan.tp_size,
         pp_size=plan.pp_size,
         first_stage_layers=plan.first_stage_layers,
         last_stage_layers=plan.last_stage_layers,
         cp_size=plan.cp_size,
-        cp_by_micro_batch=_cp_by_micro_batch(config, plan),
+        cp_by_micro_batch=config.parallel.cp_by_micro_batch and divides,
         sequence_parallel=plan.sequence_parallel,
         ep_size=plan.ep_size,
         expert_tp_size=plan.expert_tp_size,
@@ -95,16 +99,9 @@ def apply_plan(config: RunConfig, plan: Plan, *, has_experts: bool = False) -> R
         micro_batch_tokens=plan.micro_batch_tokens,
         recompute=plan.recompute,
         nano_batches=_nano_batches(config, plan, has_experts=has_experts),
-        round_depth=_round_depth(config, plan),
+        round_depth=plan.round_depth if plan.round_depth > 1 else config.run.round_depth,
     )
     return settle_deterministic(replace(config, parallel=parallel, run=run))
-
-
-def _cp_by_micro_batch(config: RunConfig, plan: Plan) -> bool:
-    """True if it is asked for and the plan has ranks that can divide."""
-    is_power = plan.cp_size & (plan.cp_size - 1) == 0
-    divides = plan.cp_size > 1 and is_power and plan.pp_size == 1
-    return config.parallel.cp_by_micro_batch and divides
 
 
 def _nano_batches(
@@ -122,34 +119,29 @@ def _nano_batches(
 
 def overrides_of(config: RunConfig, plan: Plan, *, has_experts: bool = False) -> list[str]:
     """The plan as overrides for `tlora train --set`."""
-    applied = apply_plan(config, plan, has_experts=has_experts)
-    replaced = [] if config.parallel.replicas is None else ["parallel.replicas=null"]
-    if config.parallel.cp_by_micro_batch:
-        by = json.dumps(_cp_by_micro_batch(config, plan))
-        replaced.append(f"parallel.cp_by_micro_batch={by}")
-    for key in ("first_stage_layers", "last_stage_layers", "ep_size", "expert_tp_size"):
-        value = getattr(plan, key)
-        if value != getattr(config.parallel, key):
-            replaced.append(f"parallel.{key}={json.dumps(value)}")
-    if plan.shard_optimizer != config.parallel.shard_optimizer:
-        replaced.append(f"parallel.shard_optimizer={json.dumps(plan.shard_optimizer)}")
+    applied, given = apply_plan(config, plan, has_experts=has_experts), config.parallel
+    rare = ["first_stage_layers", "last_stage_layers", "ep_size", "expert_tp_size"]
+    rare = [
+        name
+        for name in (*rare, "shard_optimizer")
+        if getattr(given, name) != getattr(applied.parallel, name)
+    ]
+    by_micro_batch = ["cp_by_micro_batch"] if given.cp_by_micro_batch else []
     return [
-        *replaced,
-        f"parallel.tp_size={plan.tp_size}",
-        f"parallel.pp_size={plan.pp_size}",
-        f"parallel.cp_size={plan.cp_size}",
-        f"parallel.sequence_parallel={json.dumps(plan.sequence_parallel)}",
-        f"parallel.lora_sharding={applied.parallel.lora_sharding}",
-        f"run.micro_batch_tokens={plan.micro_batch_tokens}",
-        f"run.recompute={plan.recompute}",
-        f"run.nano_batches={applied.run.nano_batches}",
-        f"run.round_depth={_round_depth(config, plan)}",
+        *([] if given.replicas is None else ["parallel.replicas=null"]),
+        *as_overrides(applied, "parallel", (*by_micro_batch, *rare, *SIZES, "lora_sharding")),
+        *as_overrides(applied, "run", ("micro_batch_tokens", "recompute")),
+        *as_overrides(applied, "run", ("nano_batches", "round_depth")),
     ]
 
 
-def _round_depth(config: RunConfig, plan: Plan) -> Literal[1, 2, 4, "auto"]:
-    """The plan's depth of rounds; what the configuration asks for where the plan has none."""
-    return plan.round_depth if plan.round_depth > 1 else config.run.round_depth
+def as_overrides(config: RunConfig, section: str, names: Sequence[str]) -> list[str]:
+    """The values of a section as `SECTION.NAME=VALUE`."""
+    values = {name: getattr(getattr(config, section), name) for name in names}
+    return [
+        f"{section}.{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in values.items()
+    ]
 
 
 def write_plan(
@@ -284,8 +276,7 @@ def _megatron(
 ) -> str:
     flags = shlex.join(_layout_flags(config, spec, ranked))
     launch = _torchrun(nodes, local, ["-m", "tlora_megatron.launch"])
-    model = shlex.join(megatron_flags(spec))
-    base = config.base_model.path or str(Path(str(config.base_model.config)).parent)
+    model, base = shlex.join(megatron_flags(spec)), shlex.quote(config.base_model.name)
     return (
         "#!/usr/bin/env bash\n"
         f"# {ranked.plan.label}: {ranked.cost.tokens_per_s:,.0f} tokens/s predicted, "
@@ -296,7 +287,7 @@ def _megatron(
         "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
         f'{launch} "$MEGATRON_LM/pretrain_gpt.py" \\\n  {model} \\\n  {flags} \\\n'
         f"  {shlex.join(_TRAINER_FLAGS)} \\\n"
-        f"  --tokenizer-type HuggingFaceTokenizer --tokenizer-model {shlex.quote(base)} \\\n"
+        f"  --tokenizer-type HuggingFaceTokenizer --tokenizer-model {base} \\\n"
         f'  --load "$CHECKPOINT" --save {shlex.quote(config.run.output_dir)} \\\n'
         f'  --tlora-config {shlex.quote(str(jobs))} "$@"\n'
     )

@@ -10,8 +10,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,37 +33,14 @@ from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import RankedPlan, search
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
+logger = logging.getLogger(__name__)
+
 _NAMED = 4
 """Jobs that a sentence names; further ones are counted."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LengthCut:
-    """The cut of given lengths by the max_seq_len of some jobs."""
-
-    jobs: tuple[str, ...]
-    max_seq_len: int
-    sequences: float
-    """Share of sequences that are cut."""
-    tokens: float
-    """Share of tokens that are cut off."""
-    longest: int
-    """Tokens of the longest sequence."""
-
-    def __str__(self) -> str:
-        names = ", ".join(self.jobs[:_NAMED])
-        names += f" and {len(self.jobs) - _NAMED} more" if len(self.jobs) > _NAMED else ""
-        many = "s" if len(self.jobs) > 1 else ""
-        return (
-            f"--lengths: max_seq_len {self.max_seq_len} of job{many} {names} cuts "
-            f"{self.sequences:.2%} of the sequences and loses {self.tokens:.2%} of all tokens, as "
-            "training will; the plan is for what is left. Raise max_seq_len to "
-            f"{self.longest}, or give the lengths after the cut"
-        )
-
-
-def find_cuts(jobs: Iterable[JobSpec], lengths: LengthHistogram) -> list[LengthCut]:
-    """The cuts that given lengths need, one for each max_seq_len.
+def _tell_cuts(jobs: Iterable[JobSpec], lengths: LengthHistogram) -> None:
+    """Warns of the cuts that given lengths need, one for each max_seq_len.
 
     Args:
         lengths: rows, one less than tokens.
@@ -84,22 +61,23 @@ def find_cuts(jobs: Iterable[JobSpec], lengths: LengthHistogram) -> list[LengthC
                 "raise max_seq_len, or set data.overlong: truncate to have the ends cut",
             )
         names.setdefault(job.max_seq_len, []).append(job.name)
-    return [_cut(tuple(own), limit, lengths) for limit, own in sorted(names.items())]
+    tokens = [(rows + 1, share) for rows, share in lengths.pairs]
+    for limit, own in sorted(names.items()):
+        named = ", ".join(own[:_NAMED])
+        named += f" and {len(own) - _NAMED} more" if len(own) > _NAMED else ""
+        lost = sum((length - limit) * share for length, share in tokens if length > limit)
+        logger.warning(
+            "--lengths: max_seq_len %d of job%s %s cuts %.2f%% of the sequences and loses %.2f%% "
+            "of all tokens, as training will; the plan is for what is left. Raise max_seq_len to "
+            "%d, or give the lengths after the cut",
+            limit,
+            "s" if len(own) > 1 else "",
+            named,
+            100 * sum(share for length, share in tokens if length > limit),
+            100 * lost / sum(length * share for length, share in tokens),
+            lengths.longest + 1,
+        )
 
-
-def _cut(jobs: tuple[str, ...], limit: int, lengths: LengthHistogram) -> LengthCut:
-    tokens: Sequence[tuple[int, float]] = [(rows + 1, share) for rows, share in lengths.pairs]
-    lost = sum((length - limit) * share for length, share in tokens if length > limit)
-    return LengthCut(
-        jobs=jobs,
-        max_seq_len=limit,
-        sequences=sum(share for length, share in tokens if length > limit),
-        tokens=lost / sum(length * share for length, share in tokens),
-        longest=lengths.longest + 1,
-    )
-
-
-logger = logging.getLogger(__name__)
 
 _FORMAT = 3
 """Version of the cached files' format, and of how rows are read."""
@@ -112,8 +90,7 @@ def plan_model(config: RunConfig) -> ModelSpec:
 
 def base_shape(base: BaseModelSpec) -> ModelSpec:
     """The shape of a base model, with its linears that hold FP8 codes."""
-    path = Path(base.path) / "config.json" if base.path is not None else Path(str(base.config))
-    spec = read_model_spec(path)
+    spec = read_model_spec(base.config_file)
     quantisation = base_quantisation(base, spec)
     if quantisation is None:
         return spec
@@ -208,13 +185,10 @@ def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | Non
     for job in jobs:
         check_block_sizes(job.name, job.lora, spec)
     if lengths is not None:
-        for cut in find_cuts(config.jobs, lengths):
-            logger.warning("%s", cut)
+        _tell_cuts(config.jobs, lengths)
         clipped = [lengths.clipped(job.max_seq_len - 1) for job in config.jobs]
         return [JobLoad.from_spec(j, c) for j, c in zip(jobs, clipped, strict=True)]
-    base = config.base_model
-    folder = Path(base.path) if base.path is not None else Path(str(base.config)).parent
-    return [_job_load(job, spec, folder) for job in jobs]
+    return [_job_load(job, spec, config.base_model.folder) for job in jobs]
 
 
 def _job_load(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> JobLoad:
@@ -223,10 +197,17 @@ def _job_load(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> JobLoad:
             remedy = "--lengths plans without the data"
             raise must(f"{key} of job {job.name!r}", "be an existing file", path, remedy)
     cached = _cache_file(job, tokenizer_dir)
-    known = _read_cache(cached)
-    if known is None:
+    try:
+        known = read_object(cached)
+    except (OSError, ValueError):
+        known = None
+    if not known or not {"lengths", "target_share"} <= known.keys():
         known = _measure(job, spec, tokenizer_dir)
-        _write_cache(cached, known)
+        try:
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(cached, json.dumps(known), durable=False)
+        except OSError as error:
+            logger.debug("lengths are not kept: %s", error)
     elif any(known["cut"]):  # what has read the data has said so itself
         logger.warning(
             "job %r: %d sequences cut to max_seq_len %d, %d more dropped with no target left",
@@ -266,22 +247,6 @@ def _cache_file(job: JobSpec, tokenizer_dir: Path) -> Path:
     return (
         root / "tlora_megatron" / f"lengths-{hashlib.sha256(what.encode()).hexdigest()[:24]}.json"
     )
-
-
-def _read_cache(path: Path) -> dict[str, Any] | None:
-    try:
-        known = read_object(path)
-    except (OSError, ValueError):
-        return None
-    return known if known and {"lengths", "target_share"} <= known.keys() else None
-
-
-def _write_cache(path: Path, known: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(known), durable=False)
-    except OSError as error:
-        logger.debug("lengths are not kept: %s", error)
 
 
 def best_plan(

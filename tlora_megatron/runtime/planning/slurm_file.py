@@ -125,12 +125,9 @@ def slurm_script(
         "@CORES@": cores,
         "@JOBS@": shlex.quote(str(jobs)),
     }
-    return re.sub("|".join(values), lambda found: _text(found, values), _SCRIPT)
-
-
-def _text(found: re.Match[str], values: Mapping[str, str]) -> str:
-    """The text for a place of the script; it may hold places itself."""
-    return values[found[0]].replace("@NODES@", values["@NODES@"])
+    # The text for a place of the script may hold places itself.
+    values["@AGENT@"] = values["@AGENT@"].replace("@NODES@", values["@NODES@"])
+    return re.sub("|".join(values), lambda found: values[found[0]], _SCRIPT)
 
 
 def _defaults(nodes: int, gpus: int, cores: str, *, whole_nodes: bool) -> dict[str, str | None]:

@@ -15,11 +15,8 @@ from tlora_megatron.config.load import read_gang_config
 from tlora_megatron.integrations.megatron.key_cache import Growth, KeyCache
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.multi_adapter import attach
-from tlora_megatron.model.gpt_oss import refuse_gpt_oss
-from tlora_megatron.model.quantisation import base_quantisation
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.runtime.backbone import model_config, model_dir, open_backbone, ready_process
-from tlora_megatron.runtime.own_replica import own_replica
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.runtime.backbone import know_base, open_backbone
 from tlora_megatron.runtime.sampling.adapters import AdapterShelf
 from tlora_megatron.runtime.sampling.tracks import (
     Draws,
@@ -141,12 +138,22 @@ class Batcher:
 
     def step(self) -> None:
         """Takes in what there is room for, computes one step, and tells what came of it."""
-        self._drop_cancelled()
+        self._waiting = deque(one for one in self._waiting if not one.is_cancelled)
+        for track in [track for track in self._tracks if track.request.is_cancelled]:
+            self._remove(track)
         self._admit()
         plan = self._plan()
         if not plan:
             return
-        growths = [self._growth(track, count) for track, count in plan]
+        growths = [
+            Growth(
+                slot=self._shelf.slot(track.request.key),
+                past=track.cached,
+                tokens=tuple(track.tokens[track.cached : track.cached + count]),
+                rows=track.rows,
+            )
+            for track, count in plan
+        ]
         hidden_TH = self._model.step(growths, self._shelf.num_slots)
         ends = torch.tensor([count for _, count in plan]).cumsum(0).tolist()
         ready: list[tuple[Track, int]] = []
@@ -158,11 +165,6 @@ class Batcher:
                 ready.append((track, end - 1))
         if ready:
             self._go_on(ready, hidden_TH)
-
-    def _drop_cancelled(self) -> None:
-        self._waiting = deque(one for one in self._waiting if not one.is_cancelled)
-        for track in [track for track in self._tracks if track.request.is_cancelled]:
-            self._remove(track)
 
     def _admit(self) -> None:
         """Starts requests in the order in which they came, while there is room."""
@@ -181,15 +183,11 @@ class Batcher:
                 request.tell(error)
                 self._waiting.popleft()
                 continue
-            self._start(self._waiting.popleft())
-
-    def _start(self, request: Request) -> None:
-        rows = self._model.cache.reserve(request.num_rows)
-        assert rows is not None, "there was room"
-        request.rows = rows
-        request.num_live = 1
-        tokens = list(request.prompt.tokens)
-        self._tracks.append(Track(request=request, tokens=tokens, rows=rows[: len(tokens)]))
+            rows = self._model.cache.reserve(request.num_rows)
+            assert rows is not None, "there was room"
+            request.rows, request.num_live = rows, 1
+            tokens = list(self._waiting.popleft().prompt.tokens)
+            self._tracks.append(Track(request=request, tokens=tokens, rows=rows[: len(tokens)]))
 
     def _plan(self) -> list[tuple[Track, int]]:
         """New tokens of each sequence in this step, in the order of slots."""
@@ -201,14 +199,6 @@ class Batcher:
             if count:
                 plan.append((track, count))
         return sorted(plan, key=lambda pair: self._shelf.slot(pair[0].request.key))
-
-    def _growth(self, track: Track, count: int) -> Growth:
-        return Growth(
-            slot=self._shelf.slot(track.request.key),
-            past=track.cached,
-            tokens=tuple(track.tokens[track.cached : track.cached + count]),
-            rows=track.rows,
-        )
 
     def _score(self, track: Track, hidden_TH: Tensor) -> None:
         """Scores the tokens of a prompt behind those of a step."""
@@ -354,12 +344,9 @@ def open_batcher(base: Mapping[str, Any], limits: SamplerLimits) -> Batcher:
         "run": {"micro_batch_tokens": step_tokens},
     }
     config = read_gang_config(sections, Path("/"), output_dir="/")
-    spec = read_model_spec(model_config(config))
-    refuse_gpt_oss(spec.model_type, "the base of a sampler")
-    quantisation = base_quantisation(config.base_model, spec)
-    own = own_replica(config, rank=0, world_size=1)
-    ready_process(config, own.layout)
-    opened = open_backbone(config, spec, own, quantisation)
+    known = know_base(config, rank=0, world_size=1, refuses_gpt_oss="the base of a sampler")
+    spec = known.spec
+    opened = open_backbone(config, known)
     held = frozenset(spec.peft_targets)
     bank = AdapterBank(
         [site for site, _ in opened.linears],
@@ -372,9 +359,12 @@ def open_batcher(base: Mapping[str, Any], limits: SamplerLimits) -> Batcher:
     from tlora_megatron.integrations.megatron.stepper import Stepper
 
     engine: Any = opened.engine
-    stepper = Stepper(engine.model, spec, cache_bytes=_cache_bytes(limits), step_tokens=step_tokens)
+    cache_bytes = limits.cache_bytes
+    if cache_bytes is None:
+        cache_bytes = int(_GPU_SHARE * torch.cuda.mem_get_info()[0]) if on_gpu else _CPU_BYTES
+    stepper = Stepper(engine.model, spec, cache_bytes=cache_bytes, step_tokens=step_tokens)
     shelf = AdapterShelf(bank, spec, limits.adapters)
-    words = read_words(model_dir(config), spec)
+    words = read_words(config.base_model.folder, spec)
     return Batcher(stepper, shelf, words, most_sequences=limits.sequences)
 
 
@@ -390,11 +380,3 @@ def read_words(folder: Path, spec: ModelSpec) -> Words:
         vocab_size=spec.vocab_size,
         max_positions=positions,
     )
-
-
-def _cache_bytes(limits: SamplerLimits) -> int:
-    if limits.cache_bytes is not None:
-        return limits.cache_bytes
-    if not torch.cuda.is_available():
-        return _CPU_BYTES
-    return int(_GPU_SHARE * torch.cuda.mem_get_info()[0])

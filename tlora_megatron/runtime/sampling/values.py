@@ -232,7 +232,8 @@ class TextStream:
         self._tokens.append(token)
         text = self._finished()
         if text is None:
-            if self._is_silent(token):
+            # Decoders leave some tokens out; a lone space, which some cut off, comes twice.
+            if not self._decode([token, token]):
                 self._tokens.pop()
             return Grown("", None)
         return self._pass_on(self._held + text)
@@ -258,10 +259,6 @@ class TextStream:
         self._begin, self._read = self._read, len(self._tokens)
         self._before = self._decode(self._tokens[self._begin :])
         return found
-
-    def _is_silent(self, token: int) -> bool:
-        """True if decoders leave a token out; a lone space, which some cut off, comes twice."""
-        return not self._decode([token, token])
 
     def _pass_on(self, text: str) -> Grown:
         found = [(text.find(stop), stop) for stop in self._stops if stop in text]
@@ -296,21 +293,18 @@ def gather(prompts: Sequence[Prompt], pieces: Iterable[Piece]) -> list[Answer]:
             scores[piece.prompt] = piece.scores
         else:
             parts.setdefault((piece.prompt, piece.sample), []).append(piece)
-    return [
-        _answer(number, prompt, scores.get(number), parts) for number, prompt in enumerate(prompts)
-    ]
-
-
-def _answer(
-    number: int, prompt: Prompt, scores: Scores | None, parts: dict[tuple[int, int], list[Piece]]
-) -> Answer:
-    wanted = prompt.num_samples if prompt.params.max_tokens != 0 else 0
-    top = scores.top if scores is not None and prompt.top_prompt_logprobs else None
-    return Answer(
-        sequences=tuple(_sampled(parts[number, sample]) for sample in range(wanted)),
-        prompt_logprobs=scores.logprobs if scores is not None and prompt.prompt_logprobs else None,
-        top_prompt_logprobs=top,
-    )
+    answers = []
+    for number, prompt in enumerate(prompts):
+        wanted = prompt.num_samples if prompt.params.max_tokens != 0 else 0
+        own = scores.get(number)
+        answers.append(
+            Answer(
+                sequences=tuple(_sampled(parts[number, sample]) for sample in range(wanted)),
+                prompt_logprobs=own.logprobs if own and prompt.prompt_logprobs else None,
+                top_prompt_logprobs=own.top if own and prompt.top_prompt_logprobs else None,
+            )
+        )
+    return answers
 
 
 def _sampled(pieces: Sequence[Piece]) -> Sampled:

@@ -40,44 +40,24 @@ def start_alone(
     overdue = jobs.overdue(tentative.now_s, tentative.rules.lookahead, cluster.may_run)
     first = {waiting.job.index for waiting in overdue}
     order = [*overdue, *(waiting for waiting in others if waiting.job.index not in first)]
-    admission = _Admission(tentative, chooser(order))
+    choose, refused = chooser(order), set[tuple[int, int]]()
     left: list[Waiting] = []
     for waiting in order:
-        is_overdue = waiting.job.index in first
-        may_start = is_overdue or changes.freed or waiting.job.index in changes.arrived
-        if not (may_start and admission.start(waiting, is_overdue=is_overdue)):
-            left.append(waiting)
-    return left
-
-
-class _Admission:
-    """Starts jobs one by one and remembers which kinds of jobs found no GPUs."""
-
-    def __init__(self, tentative: TentativeGroups, choose: Choose) -> None:
-        self._tentative = tentative
-        self._choose = choose
-        self._refused: set[tuple[int, int]] = set()
-
-    def start(self, waiting: Waiting, *, is_overdue: bool) -> bool:
-        """Starts the job if there are GPUs for it; returns whether it started."""
-        proposal = self._on_free_gpus(waiting, is_overdue=is_overdue)
-        proposal = proposal or self._tentative.on_reserved_gpus(waiting)
+        job, is_overdue, proposal = waiting.job, waiting.job.index in first, None
+        if is_overdue or changes.freed or job.index in changes.arrived:
+            kind = job.kind, job.num_gpus
+            if kind not in refused and (tentative.free.num or is_overdue):
+                proposal = choose(tentative, waiting)
+                if proposal is None and tentative.within_quota(waiting):
+                    refused.add(kind)
+                    if is_overdue:
+                        tentative.reserve(job.num_gpus)
+            proposal = proposal or tentative.on_reserved_gpus(waiting)
         if proposal is None:
-            return False
-        self._tentative.accept(proposal)
-        return True
-
-    def _on_free_gpus(self, waiting: Waiting, *, is_overdue: bool) -> Proposal | None:
-        """A start on unreserved GPUs; reserves nodes for an overdue job that finds none."""
-        key = (waiting.job.kind, waiting.job.num_gpus)
-        if key in self._refused or not (self._tentative.free.num or is_overdue):
-            return None
-        proposal = self._choose(self._tentative, waiting)
-        if proposal is None and self._tentative.within_quota(waiting):
-            self._refused.add(key)
-            if is_overdue:
-                self._tentative.reserve(waiting.job.num_gpus)
-        return proposal
+            left.append(waiting)
+        else:
+            tentative.accept(proposal)
+    return left
 
 
 def separate(tentative: TentativeGroups, rules: Rules) -> None:

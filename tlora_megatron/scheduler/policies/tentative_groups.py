@@ -1,9 +1,12 @@
-"""Groups as a decision would leave them: tried on copies, so that `Policy.decide` stays pure."""
+"""Groups as a decision would leave them: tried on copies, so that `Policy.decide` stays pure.
+
+Some GPUs are held back: for paused jobs that come back, and for a job that is overdue.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from tlora_megatron.scheduler.fleet import (
@@ -14,14 +17,69 @@ from tlora_megatron.scheduler.fleet import (
     speeds_in_bounds,
 )
 from tlora_megatron.scheduler.group_throughput import Kinds, Speeds
-from tlora_megatron.scheduler.policies.held_gpus import Claims, soonest_nodes
-from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision, FreeGpus, Rules
+from tlora_megatron.scheduler.policy import (
+    Changes,
+    ClusterState,
+    Decision,
+    FreeGpus,
+    Rules,
+    soonest_nodes,
+)
 from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting
 
 _MOST_OF_FULL = 1.05
 """A group may be a little faster than the reference load that defines full speed."""
 _MOST_RESERVATIONS = 2
 """Jobs that nodes are reserved for at a time."""
+
+
+class Claims:
+    """The GPUs of paused jobs, and when each is needed again at the latest."""
+
+    def __init__(self, paused: Iterable[Waiting] = ()) -> None:
+        self._pauses: dict[int, tuple[int, ...]] = {}
+        self._back_by_s: dict[int, dict[int, float]] = {}
+        """GPU -> job -> when it must have the GPU."""
+        for waiting in paused:
+            self.add(waiting)
+
+    def add(self, waiting: Waiting) -> None:
+        """Enters a job that is paused."""
+        assert waiting.pause is not None, "only a paused job has a claim"
+        index, pause = waiting.job.index, waiting.pause
+        self._pauses[index] = pause.gpus
+        for gpu in pause.gpus:
+            self._back_by_s.setdefault(gpu, {})[index] = pause.back_by_s
+
+    def drop(self, index: int) -> None:
+        """Forgets a job that trains again, wherever that is."""
+        for gpu in self._pauses.pop(index, ()):
+            del self._back_by_s[gpu][index]
+            if not self._back_by_s[gpu]:
+                del self._back_by_s[gpu]
+
+    def needed_s(self, gpus: Iterable[int], without: Collection[int] = ()) -> float:
+        """When a paused job, but those left out, needs one of these GPUs; infinite if none does."""
+        if not self._back_by_s:
+            return math.inf
+        return min(
+            (
+                back_by_s
+                for gpu in gpus
+                for index, back_by_s in self._back_by_s.get(gpu, {}).items()
+                if index not in without
+            ),
+            default=math.inf,
+        )
+
+    def first_choices(self, free: FreeGpus) -> Iterator[FreeGpus]:
+        """The free GPUs without a claim, then all of them."""
+        if self._back_by_s:
+            nodes = map(free.in_node, range(free.shape.num_nodes))
+            yield FreeGpus(
+                free.shape, [[g for g in gpus if g not in self._back_by_s] for gpus in nodes]
+            )
+        yield free
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,10 +182,7 @@ class TentativeGroups:
     def propose(
         self, parts: Parts, gpus: tuple[int, ...], host: Group | None = None
     ) -> Proposal | None:
-        """The group of `parts` on `gpus`, under `host`'s number;
-
-        None if it may not or cannot be.
-        """
+        """The group of `parts` on `gpus`, under `host`'s number; None if it may not be."""
         keep_bounds = self.rules.keep_bounds
         jobs = parts.jobs
         if len(jobs) > self.rules.max_group_size or (
@@ -140,7 +195,7 @@ class TentativeGroups:
             if len(self._mixes) > self._most_mixes:
                 return None
         rates = self._speeds.rates(kinds, len(gpus))
-        if rates is None or (keep_bounds and not speeds_in_bounds(jobs, rates)):
+        if rates is None or (keep_bounds and not speeds_in_bounds(jobs, rates.by_kind)):
             return None
         group = formed(
             parts,
@@ -283,7 +338,6 @@ class Hosts:
         self._changed = set(changes.regrouped)
 
     def is_new(self, waiting: Waiting) -> bool:
-        """True if the job arrived after the last decision."""
         return waiting.job.index in self._new
 
     def mark_changed(self, group: Group) -> None:

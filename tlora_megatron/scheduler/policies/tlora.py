@@ -18,9 +18,14 @@ from itertools import accumulate
 
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policies.admission import grow, separate, shrink, start_alone
-from tlora_megatron.scheduler.policies.held_gpus import soonest_nodes
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
-from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision, Rules
+from tlora_megatron.scheduler.policy import (
+    Changes,
+    ClusterState,
+    Decision,
+    Rules,
+    soonest_nodes,
+)
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 
 _DELAY_WEIGHT, _OTHERS_WEIGHT = 2.0, 3.0
@@ -108,9 +113,7 @@ _Ranked = tuple[float, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResidualGrouping:
-    """Merges each waiting job into the running group that it fits most tightly."""
-
+class _Grouping:
     speeds: Speeds
     rules: Rules
 
@@ -118,6 +121,11 @@ class ResidualGrouping:
     def keeps_bounds(self) -> bool:
         """True except in the ablation without bounds."""
         return self.rules.keep_bounds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResidualGrouping(_Grouping):
+    """Merges each waiting job into the running group that it fits most tightly."""
 
     def decide(
         self, now_s: float, jobs: WaitingQueue, cluster: ClusterState, changes: Changes
@@ -199,16 +207,8 @@ _EXPECTED = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NetBenefit:
+class NetBenefit(_Grouping):
     """Merges a waiting job where that brings forward the ends of all jobs most."""
-
-    speeds: Speeds
-    rules: Rules
-
-    @property
-    def keeps_bounds(self) -> bool:
-        """True except in the ablation without bounds."""
-        return self.rules.keep_bounds
 
     def decide(
         self, now_s: float, jobs: WaitingQueue, cluster: ClusterState, changes: Changes

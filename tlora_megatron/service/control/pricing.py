@@ -28,7 +28,7 @@ from tlora_megatron.scheduler.queue import Job, Pause
 from tlora_megatron.service.control.records import ALONE, LiveJob
 from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.service.settings import Settings
-from tlora_megatron.sim.workload import Patience, state_bytes, weights_bytes
+from tlora_megatron.sim.workload import PATIENCE_FACTOR, PATIENCE_S, state_bytes, weights_bytes
 
 _CPU = "cpu"
 _DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -197,7 +197,6 @@ def gpu_name() -> str | None:
 
 _NETWORK = Link(bytes_per_s=2.2e10, latency_s=2.0e-5)
 """Between machines, where the profile knows none: 200 Gb/s for each GPU."""
-_PATIENCE = Patience()
 _OPEN_S = 10 * 365 * 86_400.0
 """A job that ends when its client says so is priced as one that trains so long."""
 
@@ -301,8 +300,8 @@ class Pricing:
             if rates is not None:
                 is_open = live.load.is_open
                 isolated_s = _OPEN_S if is_open else live.tokens / rates.total
-                patience_s = _PATIENCE.base_s
-                patience_s += 0.0 if is_open else _PATIENCE.factor * isolated_s
+                patience_s = PATIENCE_S
+                patience_s += 0.0 if is_open else PATIENCE_FACTOR * isolated_s
                 return Job(
                     index=live.number,
                     name=live.name,

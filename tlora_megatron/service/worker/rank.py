@@ -218,13 +218,12 @@ def gang_config(spec: GangSpec) -> Any:
 
 def _tokens_to_score(home: Home, base: Mapping[str, Any], config: RunConfig) -> list[int]:
     """Tokens that a base is to score; none if it has, or if nobody can make tokens for it."""
-    from tlora_megatron.runtime.backbone import model_dir
     from tlora_megatron.training.data.tokenize import load_tokenizer
 
     try:
         if read_scores(home, base) is not None:
             return []
-        tokens = load_tokenizer(model_dir(config)).encode(TEXT, add_special_tokens=False)
+        tokens = load_tokenizer(config.base_model.folder).encode(TEXT, add_special_tokens=False)
     except (OSError, ValueError):
         return []
     most = min(MOST_TOKENS, config.longest_sequence)

@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from tests.helpers.planner_case import FREE_LORA, HARDWARE, SPEC, job
+from tests.helpers.planner_case import FREE_LORA, HARDWARE, SPEC, job, step_cost
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.cost_model import OPTIMIZER_BYTES, CostModel, step_cost
+from tlora_megatron.planner.cost.cost_model import OPTIMIZER_BYTES, CostModel
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.step_terms import TERMS, StepCost
 from tlora_megatron.planner.hardware import (
@@ -109,21 +109,24 @@ def test_attention_is_quadratic_in_each_jobs_own_lengths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("coefficient", "count"),
+    ("coefficient", "count", "rank"),
     [
-        ("forward_fixed_s", 1),
-        ("forward_input_s", ROWS * 100),
-        ("forward_rank_s", ROWS * 100 * 16),
-        ("forward_factor_s", 16 * (100 + 100)),
-        ("backward_fixed_s", 1),
-        ("backward_stream_s", ROWS * (2 * 140 + 100)),
-        ("backward_rank_s", ROWS * 100 * 16),
-        ("backward_factor_s", 16 * (100 + 100)),
+        ("forward_fixed_s", 1, 16),
+        ("forward_input_s", ROWS * 100, 16),
+        ("forward_rank_s", ROWS * 100 * 16, 16),
+        ("forward_rank_s", ROWS * 100 * 16, 4),  # ranks count in 16s
+        ("forward_factor_s", 16 * (100 + 100), 16),
+        ("backward_fixed_s", 1, 16),
+        ("backward_stream_s", ROWS * (2 * 140 + 100), 16),
+        ("backward_rank_s", ROWS * 100 * 16, 16),
+        ("backward_factor_s", 16 * (100 + 100), 16),
+        ("backward_factor_s", 4 * (100 + 100), 4),  # gradients as they are
     ],
 )
-def test_adapters_cost_what_their_counts_say(coefficient: str, count: int) -> None:
+def test_adapters_cost_what_their_counts_say(coefficient: str, count: int, rank: int) -> None:
     hardware = replace(HARDWARE, lora=replace(FREE_LORA, **{coefficient: 1e-9}))
-    assert cost(hardware=hardware).lora_s == pytest.approx(LAYERS * count * 1e-9)
+    found = cost(None, hardware, job(rank=rank)).lora_s
+    assert found == pytest.approx(LAYERS * count * 1e-9)
 
 
 def test_dropout_costs_rows_of_jobs_that_have_it() -> None:
@@ -132,13 +135,6 @@ def test_dropout_costs_rows_of_jobs_that_have_it() -> None:
     plan = Plan(micro_batch_tokens=256)
     found = cost(plan, hardware, job("a", dropout=0.1), job("b")).lora_s
     assert found == pytest.approx(LAYERS * 0.5 * 256 * 100 * 3e-9)
-
-
-def test_ranks_count_in_sixteens_and_gradients_as_they_are() -> None:
-    for name, count in (("forward_rank_s", ROWS * 100 * 16), ("backward_factor_s", 4 * 200)):
-        hardware = replace(HARDWARE, lora=replace(FREE_LORA, **{name: 1e-9}))
-        found = cost(None, hardware, job(rank=4)).lora_s
-        assert found == pytest.approx(LAYERS * count * 1e-9), name
 
 
 def test_tensor_parallelism_halves_compute_and_reduces_four_times_a_layer() -> None:
@@ -231,15 +227,6 @@ def test_other_jobs_micro_batches_make_the_bubble_a_smaller_share() -> None:
     assert many.bubble_s / many.step_time_s < 0.5 * one.bubble_s / one.step_time_s
 
 
-def test_virtual_stages_divide_the_bubble_and_multiply_the_hops() -> None:
-    jobs = [job(batch_size=8)]
-    plain = step_cost(SPEC, jobs, Plan(pp_size=2, micro_batch_tokens=128), HARDWARE)
-    virtual = step_cost(SPEC, jobs, Plan(pp_size=2, vpp_size=2, micro_batch_tokens=128), HARDWARE)
-    assert virtual.pp_comm_s == pytest.approx(2 * plain.pp_comm_s)
-    more = virtual.pp_comm_s / 16  # of one more hop each way in a stage's time
-    assert virtual.bubble_s == pytest.approx((plain.bubble_s + more) / 2)
-
-
 def test_replicas_sum_gradients_over_the_link_between_them() -> None:
     jobs = [job(batch_size=2)]
     gradient = LAYERS * 16 * 200 * 4
@@ -252,7 +239,7 @@ def test_replicas_sum_gradients_over_the_link_between_them() -> None:
 def test_sharded_states_gather_compute_copies_and_update_less_on_each_replica() -> None:
     hardware = replace(HARDWARE, copy_bytes_per_s=1e9)
     plan, elements = Plan(dp_size=2, micro_batch_tokens=128), LAYERS * 16 * 200
-    model = CostModel(SPEC, [job(batch_size=2)], Rates(hardware))
+    model = CostModel(SPEC, [job(batch_size=2)], hardware)
     whole, sharded = (
         model.step_cost(replace(plan, shard_optimizer=shards)) for shards in (False, True)
     )
@@ -269,7 +256,7 @@ def test_a_job_that_steps_every_third_round_pays_a_third() -> None:
     slow = RoundLoad(
         micro_batches=1, rows=128, job_tokens=(128,), job_sequences=(1,), steps=(1 / 3,)
     )
-    found = CostModel(SPEC, [job()], Rates(hardware)).step_cost(Plan(micro_batch_tokens=128), slow)
+    found = CostModel(SPEC, [job()], hardware).step_cost(Plan(micro_batch_tokens=128), slow)
     elements = LAYERS * 16 * 200
     assert found.optimizer_s == pytest.approx((elements * OPTIMIZER_BYTES / 1e9 + 3) / 3)
     assert found.round_s == 0.5
@@ -288,7 +275,7 @@ def test_a_gpu_waits_in_small_rounds_even_where_it_does_not_in_the_mean_one() ->
     plan = Plan(micro_batch_tokens=128)
     device_s = cost().step_time_s
     host = HostCost(layer_s=device_s / LAYERS, round_s=0, job_step_s=0)
-    model = CostModel(SPEC, [job()], Rates(replace(HARDWARE, host=host)))
+    model = CostModel(SPEC, [job()], replace(HARDWARE, host=host))
     load = model.round_load(plan)
     assert load.sizes == ((1.0, 1.0),)
     assert model.step_cost(plan, load).host_s == pytest.approx(0, abs=1e-12)

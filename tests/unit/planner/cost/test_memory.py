@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tests.helpers.planner_case import HARDWARE, SPEC, job, memory_use
 from tlora_megatron.layers import arenas, sites, vocabulary_head
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.ops.lora import tiling
@@ -22,7 +22,6 @@ from tlora_megatron.planner.cost.memory import (
     TERMS,
     chunks_in_flight,
     longest_batches,
-    memory_use,
     most_rows,
 )
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram

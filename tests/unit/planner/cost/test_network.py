@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tests.helpers.planner_case import HARDWARE, SPEC, job, step_cost
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.cost_model import step_cost
 from tlora_megatron.planner.cost.rates import over_nodes_s
 from tlora_megatron.planner.hardware import Link, load_profile
 from tlora_megatron.planner.layouts import PlanSpans, Span, plan_spans

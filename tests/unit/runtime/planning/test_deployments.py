@@ -73,26 +73,19 @@ def test_json_and_the_written_configuration_say_the_same(
     assert str(Deployment.from_specs(written.parallel.replicas)) == first["replicas"]
 
 
-def test_unlike_replicas_become_keys_that_a_run_reads(quickstart: str) -> None:
-    config = load_config(quickstart)
-    overrides = deployment_overrides(config, UNLIKE)
-    assert "run.nano_batches=1" in overrides
-    planned = load_config(quickstart, overrides)
-    assert planned.parallel.replicas is not None
-    assert Deployment.from_specs(planned.parallel.replicas) == UNLIKE.deployment
-    assert planned.parallel.tp_size == 1
-
-
-def test_an_unlike_deployment_is_written_to_a_file_that_reads_back(
+def test_unlike_replicas_become_keys_and_a_file_that_a_run_reads(
     quickstart: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "unlike.yaml"
-    config = load_config(quickstart)
+    config, path = load_config(quickstart), tmp_path / "unlike.yaml"
+    overrides = deployment_overrides(config, UNLIKE)
+    assert "run.nano_batches=1" in overrides
     line = deployments.write_deployment(path, config, UNLIKE, plan_hardware("h200"))
     assert "--nproc-per-node 4" in line
     written = load_config(str(path), [], str(tmp_path / "out"))
-    assert written.parallel.replicas is not None
-    assert Deployment.from_specs(written.parallel.replicas) == UNLIKE.deployment
+    for planned in (load_config(quickstart, overrides), written):
+        assert planned.parallel.replicas is not None
+        assert Deployment.from_specs(planned.parallel.replicas) == UNLIKE.deployment
+        assert planned.parallel.tp_size == 1
 
 
 def test_recompute_by_rows_becomes_plain_keys(quickstart: str, repo: Path, tmp_path: Path) -> None:

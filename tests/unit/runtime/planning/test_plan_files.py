@@ -144,7 +144,6 @@ def test_plan_where_nothing_fits_says_what_would_and_returns_1(
         (["--gpus", "1", "--hardware", "nope"], "--hardware must be a file or one of"),
         (["--gpus", "1", "--lengths", "x"], "--lengths must be like 512"),
         (["--gpus", "1", "--tokens", "8", "--lengths", "64"], "--tokens must be at least"),
-        (["--gpus", "1", "--lengths", ""], "--lengths must be like 512"),
         (["--gpus", "1", "--write", "train", "/dev/null/x"], "--write must be in a folder that"),
         (["--gpus", "1", "--setup", "x"], "--setup must come with --write slurm, got"),
         (["--gpus", "1", "--write", "k8s", "x"], "--write must name one of train, megatron"),

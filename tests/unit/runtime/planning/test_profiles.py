@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from tests.helpers.commands import Tlora
-from tests.helpers.planner_case import HARDWARE
+from tests.helpers.planner_case import HARDWARE, memory_use
 from tests.unit.runtime.planning.conftest import ProfileFile
 from tlora_megatron.cli.profile import profile_json
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.memory import memory_use
-from tlora_megatron.planner.hardware import LoraCost, load_profile, profile_document
+from tlora_megatron.planner.hardware import LoraCost, load_profile
 from tlora_megatron.profiling.ops import LoraSample
 from tlora_megatron.profiling.profile import fit_lora, non_negative_fit
 from tlora_megatron.runtime.planning.plan_files import start_command
@@ -40,7 +39,7 @@ def test_a_profile_reads_back_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(profile_json(HARDWARE))
     assert load_profile(path) == HARDWARE
-    path.write_text(json.dumps(profile_document(HARDWARE)))
+    path.write_text(json.dumps(asdict(HARDWARE)))
     assert load_profile(path) == HARDWARE
 
 

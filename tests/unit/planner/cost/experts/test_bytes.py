@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tests.helpers.planner_case import HARDWARE, SPEC, job, memory_use
 from tlora_megatron.config.job import (
     EXPERT_TARGETS,
     FUSED_EXPERT_TARGETS,
@@ -35,7 +35,7 @@ from tlora_megatron.parallel import collectives
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.expert_adapters import expert_elements, kept_inputs, routed_bytes
 from tlora_megatron.planner.cost.experts import expert_split, shared_bytes
-from tlora_megatron.planner.cost.memory import COMMUNICATOR_BYTES, memory_use
+from tlora_megatron.planner.cost.memory import COMMUNICATOR_BYTES
 from tlora_megatron.planner.cost.saved_activations import kept_bytes, saved_inputs, workspace_bytes
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
@@ -174,30 +174,6 @@ def allocated(
     return kept / ROWS, (found.most - before) / ROWS
 
 
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("ep_size", [1, 2])
-@pytest.mark.parametrize(
-    "spec",
-    [QWEN, replace(QWEN, normalizes=False), WIDE, MIXTRAL],
-    ids=["narrow", "not normalised", "wide", "mixtral"],
-)
-def test_what_is_counted_is_what_is_allocated(
-    spec: ExpertsSpec, ep_size: int, dtype: torch.dtype
-) -> None:
-    base = replace(BASE, experts=spec, ffn_size=spec.ffn_size)
-    split = expert_split(base, Plan(dp_size=ep_size, ep_size=ep_size))
-    assert split is not None
-    counted = routed_bytes(split, dtype.itemsize)
-    even = (counted.workspace - spec.num_experts * (4 + dtype.itemsize)) / split.fullest()
-    kept, worked = allocated(spec, ep_size, dtype)
-    # Beside rows, a few numbers of each expert are kept.
-    assert counted.kept + counted.kept_routed == pytest.approx(kept, abs=8 * 16 / ROWS)
-    # A layer's backward has the residual stream's gradients in addition, `workspace_bytes`.
-    assert even <= 1.01 * worked
-    assert worked <= 1.01 * even + 3 * HIDDEN * dtype.itemsize
-
-
 LORAS = {
     "own": LoraSpec(rank=16, target_modules=EXPERT_TARGETS),
     "fused": LoraSpec(rank=4, expert_rank=16, target_modules=FUSED_EXPERT_TARGETS),
@@ -222,30 +198,44 @@ def load_of(lora: LoraSpec) -> JobLoad:
     )
 
 
+CASES: dict[str, tuple[ExpertsSpec, LoraSpec | None]] = {
+    "narrow": (QWEN, None),
+    "not normalised": (replace(QWEN, normalizes=False), None),
+    "wide": (WIDE, None),
+    "mixtral": (MIXTRAL, None),
+    **{f"narrow, {name}": (QWEN, lora) for name, lora in list(LORAS.items())[:4]},
+    **{f"wide, {name}": (WIDE, lora) for name, lora in list(LORAS.items())[:4]},
+}
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("ep_size", [1, 2])
-@pytest.mark.parametrize("spec", [QWEN, WIDE], ids=["narrow", "wide"])
-@pytest.mark.parametrize("lora", list(LORAS.values())[:4], ids=list(LORAS)[:4])
-def test_what_is_counted_with_adapters_is_what_is_allocated(
-    spec: ExpertsSpec, ep_size: int, dtype: torch.dtype, lora: LoraSpec
+@pytest.mark.parametrize(("spec", "lora"), CASES.values(), ids=CASES)
+def test_what_is_counted_is_what_is_allocated(
+    spec: ExpertsSpec, ep_size: int, dtype: torch.dtype, lora: LoraSpec | None
 ) -> None:
-    base = replace(BASE, experts=spec, ffn_size=spec.ffn_size)
+    base, jobs = (
+        replace(BASE, experts=spec, ffn_size=spec.ffn_size),
+        [load_of(lora)] if lora else [],
+    )
     split = expert_split(base, Plan(dp_size=ep_size, ep_size=ep_size))
     assert split is not None
-    counted = routed_bytes(split, dtype.itemsize, kept_inputs(base, [load_of(lora)], split))
+    adapters = kept_inputs(base, jobs, split)
+    counted = routed_bytes(split, dtype.itemsize, adapters)
     even = (counted.workspace - spec.num_experts * (4 + dtype.itemsize)) / split.fullest()
     kept, worked = allocated(spec, ep_size, dtype, lora)
     # The layer's input, or what is sent of it, exists whether experts keep it or not.
-    adapters = kept_inputs(base, [load_of(lora)], split)
     is_input = adapters.first_summed > 0 or (adapters.reads_routed and ep_size == 1)
     given = is_input * HIDDEN * dtype.itemsize
+    # Beside rows, a few numbers of each expert are kept.
     assert counted.kept + counted.kept_routed - given == pytest.approx(kept, abs=1)
     # A GPU has the rank columns of all rows at once, a CPU those of one run of rows.
     columns = max(adapters.first_columns, adapters.second_columns) * dtype.itemsize
     assert even <= 1.01 * worked + split.routed * columns
     # And a CPU sums gradients from fp32 copies of an expert's rows, twice the mean one's at most.
-    copies = 2 * 4 * (HIDDEN + 2 * spec.ffn_size) * split.routed / split.num_local
+    copies = 2 * 4 * (HIDDEN + 2 * spec.ffn_size) * split.routed / split.num_local if lora else 0.0
+    # A layer's backward has the residual stream's gradients in addition, `workspace_bytes`.
     assert worked <= 1.01 * even + 3 * HIDDEN * dtype.itemsize + copies
 
 

@@ -9,16 +9,24 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.planner_case import EXPERTS, FREE_LORA, HARDWARE, SPEC, on_attention, published
+from tests.helpers.planner_case import (
+    EXPERTS,
+    FREE_LORA,
+    HARDWARE,
+    SPEC,
+    memory_use,
+    on_attention,
+    published,
+    step_cost,
+)
 from tlora_megatron.config.job import EXPERT_TARGETS, SHARED_EXPERT_TARGETS
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import JobSums
-from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
+from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.expert_adapters import ExpertLora
 from tlora_megatron.planner.cost.experts import RoutedCost, RoutedWork, expert_split, fullest_share
 from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
-from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.cost.rates import FITTED_CHOICES, ExpertTimes, Rates
 from tlora_megatron.planner.hardware import HardwareProfile, HostCost, load_profile
 from tlora_megatron.planner.rounds.load import RoundLoad
@@ -199,15 +207,11 @@ def test_more_expert_parallel_ranks_compute_less_and_exchange_more(repo: Path) -
 
 
 def test_a_round_has_the_layers_exchanges() -> None:
-    plan = Plan(dp_size=2, ep_size=2, micro_batch_tokens=8192)
-    found = step_cost(EXPERTS, on_attention(512, 16, 16), plan, HARDWARE)
+    plan, jobs = Plan(dp_size=2, ep_size=2, micro_batch_tokens=8192), on_attention(512, 16, 16)
+    found = step_cost(EXPERTS, jobs, plan, HARDWARE)
     assert found.ep_comm_s > 0
-    assert (
-        found.step_time_s
-        > step_cost(
-            EXPERTS, on_attention(512, 16, 16), replace(plan, ep_size=1), HARDWARE
-        ).step_time_s
-    )
+    alone = step_cost(EXPERTS, jobs, replace(plan, ep_size=1), HARDWARE)
+    assert found.step_time_s > alone.step_time_s
 
 
 def test_without_bf16_experts_are_products_of_their_own() -> None:
@@ -309,7 +313,7 @@ def test_a_step_of_a_job_on_experts_sums_and_updates_all_of_its_elements() -> No
     elements = EXPERTS.num_layers * 8 * 4 * 3 * (100 + 200)
 
     def steps(job: JobLoad, plan: Plan) -> float:
-        return CostModel(EXPERTS, [job], rates).all_steps_s(plan)
+        return CostModel(EXPERTS, [job], machine, rates=rates).all_steps_s(plan)
 
     held = steps(_on_experts(4), plan)
     summed = rates.collective_s("all_reduce", 4, elements * 4)
@@ -329,7 +333,7 @@ def test_a_round_is_waited_for_where_a_job_steps() -> None:
         jobs = [replace(on_attention(64)[0], name=f"job{n}") for n in range(len(steps))]
         even = tuple(128 / len(steps) for _ in steps)
         load = RoundLoad(1, 128, job_tokens=even, job_sequences=even, steps=steps)
-        model = CostModel(spec, jobs, Rates(replace(HARDWARE, host=host)))
+        model = CostModel(spec, jobs, replace(HARDWARE, host=host))
         return model.step_cost(replace(plan, **changes), load).round_s
 
     assert round_s(1 / 8) == pytest.approx(0.5 / 8)
