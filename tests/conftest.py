@@ -24,6 +24,22 @@ from tests.helpers.standing_world import session_address
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 REPO = Path(__file__).resolve().parent.parent
+_SLOW = (
+    *("bench/", "cli/service/", "cli/test_simulate.py", "runtime/planning/", "runtime/sampling/"),
+    *("house/test_launch_scripts.py", "house/test_oracle.py", "house/test_package.py"),
+    *("house/test_test_script.py", "integrations/megatron/layer/", "layers/slab/test_cells.py"),
+    *("integrations/megatron/test_config_fields.py", "model/test_dispatch.py", "ops/dropout/"),
+    *("ops/lora/cuda/test_cuda_ops.py", "ops/test_extension.py", "planner/cost/experts/"),
+    *("planner/test_advice.py", "planner/test_fewer_gpus.py", "planner/test_full_rounds.py"),
+    *("planner/test_measured.py", "planner/test_nano_parts.py", "planner/test_search.py"),
+    *("scheduler/test_speed.py", "service/api/", "service/control/test_decide.py"),
+    *("service/control/test_machines.py", "service/control/test_recover.py", "service/sampling/"),
+    *("service/store/test_opening.py", "service/store/test_sessions.py", "service/test_front.py"),
+    *("service/test_history.py", "service/test_local_engine.py", "service/test_rank.py"),
+    "service/test_session_files.py",
+)
+"""Of tests/unit: files whose tests take a quarter of a second each and more, so that the others fit
+into a minute on two cores."""
 _LONG_FIRST = (
     "distributed/test_driven.py",
     "unit/ops/lora/triton/",
@@ -116,10 +132,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.manual_seed(seed)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts long folders first and skips what cannot run here, before any fixture is set up."""
     items.sort(key=_place)  # workers that are done then share the short files
+    slow = tuple(f"unit/{path}" for path in _SLOW)
     for item in items:
+        if item.path.relative_to(REPO / "tests").as_posix().startswith(slow):
+            item.add_marker("slow")
         for mark in {mark.name for mark in item.iter_markers()}:
             if reason := _reason_to_skip(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))

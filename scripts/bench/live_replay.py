@@ -99,7 +99,7 @@ class Jobs:
         job = self.jobs[int(order["document"]["index"])]
         return FakeWork(kind=job.kind, tokens=job.tokens, num_steps=self.num_steps(job))
 
-    def submit(self, job_id: str, submission: Submission) -> None:
+    def submit(self, job_id: str, submission: Submission, priority: int = 0) -> None:
         job = self.jobs[int(submission.document["index"])]
         size = {"train_tokens": job.tokens, "num_steps": self.num_steps(job)}
         document, own = submission.document, self.load(job)
