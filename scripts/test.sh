@@ -8,7 +8,7 @@
 #            packages of python3 (or $TLORA_BASE_PYTHON) and wheels in .whl or ../shared/wheels; needs no network.
 #            Behind the tests the smoke figures are measured, unless its first argument is --no-smoke
 #   -k NAME  and the like go to pytest; a stage in which they select nothing is passed over
-#   TLORA_TEST_WORKERS   tests at a time; default: one a core and one for waits, at most 8
+#   TLORA_TEST_WORKERS   tests at a time; default: one a core, and one for waits, at most 8
 #   TLORA_TEST_PATIENCE  factor on the limits that end what hangs; no test says anything about speed
 #   TLORA_TEST_SEED      what tests draw their inputs by; default 0; "fresh" draws them anew and says how
 # About 15 minutes on two idle cores, quick about one, gpu seven on an H200.
@@ -43,7 +43,9 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 unset PYTHONDONTWRITEBYTECODE  # each process that a test starts would compile the package anew
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 cores=$(env -u OMP_NUM_THREADS nproc)  # nproc would repeat OMP_NUM_THREADS
-workers=${TLORA_TEST_WORKERS:-$((cores < 8 ? cores + 1 : 8))}
+workers=$((cores < 8 ? cores + 1 : 8))
+[[ -n $quick ]] && workers=$((cores < 8 ? cores : 8))  # quick tests wait for nothing
+workers=${TLORA_TEST_WORKERS:-$workers}
 failed=() began=$SECONDS types=$(mktemp)
 
 stage() {  # stage NAME COMMAND...

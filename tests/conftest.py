@@ -32,8 +32,9 @@ _SLOW = (
     *("ops/lora/cuda/test_cuda_ops.py", "ops/test_extension.py", "planner/cost/experts/"),
     *("planner/test_advice.py", "planner/test_fewer_gpus.py", "planner/test_full_rounds.py"),
     *("planner/test_measured.py", "planner/test_nano_parts.py", "planner/test_search.py"),
-    *("scheduler/test_speed.py", "service/api/", "service/control/test_decide.py"),
-    *("service/control/test_machines.py", "service/control/test_recover.py", "service/sampling/"),
+    *("scheduler/test_speed.py", "service/api/", "service/control/test_controller.py"),
+    *("service/control/test_decide.py", "service/control/test_machines.py"),
+    *("service/control/test_recover.py", "service/sampling/"),
     *("service/store/test_opening.py", "service/store/test_sessions.py", "service/test_front.py"),
     *("service/test_history.py", "service/test_local_engine.py", "service/test_rank.py"),
     "service/test_session_files.py",
@@ -132,13 +133,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.manual_seed(seed)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not even import what the quick loop leaves out."""
+    return True if config.option.markexpr == "not slow" and _is_slow(collection_path) else None
+
+
+def _is_slow(path: Path) -> bool:
+    slow = tuple(f"unit/{path}" for path in _SLOW)
+    return f"{path.relative_to(REPO / 'tests').as_posix()}/".startswith(slow)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts long folders first and skips what cannot run here, before any fixture is set up."""
     items.sort(key=_place)  # workers that are done then share the short files
-    slow = tuple(f"unit/{path}" for path in _SLOW)
     for item in items:
-        if item.path.relative_to(REPO / "tests").as_posix().startswith(slow):
+        if _is_slow(item.path):
             item.add_marker("slow")
         for mark in {mark.name for mark in item.iter_markers()}:
             if reason := _reason_to_skip(mark):
