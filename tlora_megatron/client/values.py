@@ -74,6 +74,8 @@ class Job:
     started_at: float | None
     ended_at: float | None
     tenant: str | None = None
+    waits: str | None = None
+    """Why it is still in the queue."""
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> Self:

@@ -143,6 +143,8 @@ def run_logs(args: argparse.Namespace) -> int:
                 print(json.dumps(row), flush=True)
             elif row.get("event") not in _FOR_PROGRAMS:
                 console.print(_line(row))
+        if not args.json and job.state == "queued" and (why := service.why([job])):
+            console.print(f"          waits: {why[job.id]}")
     return 0
 
 

@@ -106,6 +106,11 @@ class FolderService:
                 return
             after = page[-1].number
 
+    def why(self, jobs: Sequence[JobRow]) -> Mapping[str, str]:
+        """Id -> why a job is still in the queue, of those of which it is known."""
+        known = self.store.boards.why_jobs_wait()
+        return {job.id: known[job.id] for job in jobs if job.id in known}
+
     def counts(self) -> Mapping[Any, int]:
         """Number of jobs in each state that has any."""
         return self.store.jobs.counts()

@@ -89,6 +89,8 @@ def duration_words(seconds: float) -> str:
 
 
 _MOST_ROWS = 200
+_MOST_REASONS = 5
+"""Jobs of which the list says why they wait; `tlora logs` says it of any."""
 _WATCH_EVERY_S = 0.5
 _PAGE = 1000
 _EPILOG = """\
@@ -160,6 +162,9 @@ def _page(service: Service, states: list[str] | None, args: argparse.Namespace) 
     """The table, and below it what it leaves out and whether anybody serves."""
     jobs = list(service.all(states))
     lines = [count_words(service.counts())]
+    why = service.why([job for job in jobs if job.state == "queued"])
+    waiting = [f"{job.name} waits: {why[job.id]}" for job in jobs if job.id in why]
+    lines += waiting[:_MOST_REASONS]
     if len(jobs) > _MOST_ROWS:
         lines.append(f"{len(jobs) - _MOST_ROWS:,} more jobs are not shown; --json lists all")
     if not (jobs or args.all or args.states):

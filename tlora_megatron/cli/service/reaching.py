@@ -170,6 +170,9 @@ class HttpService:
     def all(self, states: Sequence[str] | None) -> Iterator[JobRow]:
         return self._client.jobs(states)
 
+    def why(self, jobs: Sequence[JobRow]) -> Mapping[str, str]:
+        return {job.id: why for job in jobs if (why := getattr(job, "waits", None))}
+
     def counts(self) -> Mapping[Any, int]:
         return self._client.page(limit=1).counts
 

@@ -7,6 +7,7 @@ name no job, since tenants read of decisions that touch others' jobs too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,8 +15,11 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.scheduler.queue import Group, Job, Member
 from tlora_megatron.service.control.context import Context
 from tlora_megatron.service.control.records import LiveGang, LiveJob
+from tlora_megatron.service.store import WHY_QUEUED, JobState
 
 Body = dict[str, Any]
+_MOST_REASONS = 200
+"""Jobs in the queue of which it is said why they wait."""
 Kind = Literal["start", "join", "leave", "move", "pause"]
 
 
@@ -32,7 +36,12 @@ class StatusWriter:
 
     def changed(self) -> dict[str, Body]:
         """Values that are not shown yet, by name."""
-        now = {"cluster": self._cluster(), "groups": self._groups(), "figures": self._figures()}
+        now = {
+            "cluster": self._cluster(),
+            "groups": self._groups(),
+            "figures": self._figures(),
+            WHY_QUEUED: self._waiting(),
+        }
         return {name: body for name, body in now.items() if body != self._shown.get(name)}
 
     def show(self, changed: Mapping[str, Body]) -> None:
@@ -118,6 +127,34 @@ class StatusWriter:
                 _slowdown(live.priced, predicted) if live.priced and predicted else None
             ),
         }
+
+    def _waiting(self) -> Body:
+        """Id -> why a queued job waits, of those that come first."""
+        jobs = [j for j in self._context.state.jobs.values() if j.state is JobState.QUEUED]
+        jobs.sort(key=lambda live: (-live.priority, live.number))
+        return {live.id: self._why(live, place) for place, live in enumerate(jobs[:_MOST_REASONS])}
+
+    def _why(self, live: LiveJob, num_before: int) -> str:
+        state, now_s = self._context.state, self._context.clock()
+        if live.pause is not None:
+            return "shorter work has its GPUs, which are kept for it"
+        if state.is_placed(live):
+            return "it has a place, and its gang starts or makes room for it"
+        shape = state.machines.shape
+        usable = shape.num_gpus - len(state.machines.missing) - len(state.set_aside.until_s)
+        usable -= shape.gpus_per_node * len(state.machines.down)
+        groups = list(state.fleet.cluster.groups.values())
+        held, beside = sum(len(g.gpus) for g in groups), sum(len(g.members) for g in groups)
+        if live.num_gpus > usable:
+            return f"it asks for {_count(live.num_gpus, 'GPU')}, and {usable} can be used now"
+        if held + live.num_gpus <= usable and not num_before:
+            return "the next decision gives it a place"
+        why = f"{held} of {_count(usable, 'GPU')} {'is' if held == 1 else 'are'} held by "
+        why += _count(beside, "job")
+        ends = [group.last_end_s for group in groups if math.isfinite(group.last_end_s)]
+        if ends:
+            why += f", the first free {_about(min(ends) - now_s)}"
+        return why + (f"; {_count(num_before, 'job')} before it" if num_before else "")
 
     def _figures(self) -> Body:
         context, state = self._context, self._context.state
@@ -227,6 +264,14 @@ def _in_turn(members: Sequence[Member]) -> float:
 def _slowdown(job: Job, tokens_per_s: float) -> float:
     """How many times slower a job is than alone on the GPUs that it asks for."""
     return round(job.isolated_tokens_per_s / tokens_per_s, 3)
+
+
+def _about(seconds: float) -> str:
+    """A time to go that changes seldom: it is written each time that it does."""
+    if seconds < 60.0:
+        return "within a minute"
+    minutes = seconds / 60.0
+    return f"in about {minutes:.0f} min" if minutes < 90.0 else f"in about {minutes / 60.0:.0f} h"
 
 
 def _count(number: int, word: str) -> str:

@@ -10,6 +10,7 @@ except ImportError as error:
 from tlora_megatron.service.store.rows import (
     LOCAL,
     SCOPES,
+    WHY_QUEUED,
     Board,
     CheckpointNote,
     Decision,
@@ -61,6 +62,7 @@ __all__ = [
     "LOCAL",
     "OVER",
     "SCOPES",
+    "WHY_QUEUED",
     "Board",
     "CheckpointNote",
     "Decision",

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, delete, desc, exists, select
 
 from tlora_megatron.service.store import tables
 from tlora_megatron.service.store.database import Part
-from tlora_megatron.service.store.rows import Board, Decision, Event
+from tlora_megatron.service.store.rows import WHY_QUEUED, Board, Decision, Event
 from tlora_megatron.service.store.states import OVER
 
 _EVENT, _DECISION = tables.event.c, tables.decision.c
@@ -128,6 +128,12 @@ class Boards(Part):
         with self._database.write() as connection:
             connection.execute(delete(tables.board).where(tables.board.c.name == name))
             tables.insert(connection, board)
+
+    def why_jobs_wait(self) -> Mapping[str, str]:
+        """Id -> the reason why a queued job waits; of the first ones, as a controller has said."""
+        query = tables.query_of(Board).where(tables.board.c.name == WHY_QUEUED)
+        found = self._database.first(Board, query)
+        return {} if found is None else found.body
 
     def read(self) -> dict[str, Board]:
         """All that is shown, by name."""

@@ -137,6 +137,10 @@ class Stay:
     """None while it is there."""
 
 
+WHY_QUEUED = "why_queued"
+"""Name of the board with the reasons why jobs wait."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Board:
     """One table that a controller shows of the present moment."""

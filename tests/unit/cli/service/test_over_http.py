@@ -17,7 +17,7 @@ from tests.helpers.http_service import BASE, Api, listening, open_api
 from tests.helpers.stored_jobs import finish, serve_gang, start, write_steps
 from tlora_megatron.cli.service import jobs as rows
 from tlora_megatron.service.home import VARIABLE, make_folder
-from tlora_megatron.service.store import JobState
+from tlora_megatron.service.store import WHY_QUEUED, JobState
 
 
 @pytest.fixture
@@ -163,6 +163,14 @@ def test_logs_and_adapters_are_the_same(
     assert [row["kind"] for row in rows if row["kind"] != "event"] == ["step", "evaluation"]
     assert f"adapter of one ({one}): {tmp_path}/out" in tlora(*adapters)
     assert (tmp_path / "out/adapter_model.safetensors").read_bytes() == b"weights"
+
+
+def test_why_a_job_waits_is_the_same(address: str, api: Api, run_file: Path, tlora: Tlora) -> None:
+    one = tlora.json("submit", run_file)[0]["id"]
+    api.store.jobs.change(one, JobState.QUEUED)
+    api.store.boards.write(WHY_QUEUED, {one: "1 of 1 GPU is held by 1 job"})
+    assert "one waits: 1 of 1 GPU is held by 1 job\n" in told(["jobs"], tlora, api)
+    assert "          waits: 1 of 1 GPU is held" in told(["logs", "one"], tlora, api)
 
 
 def test_waiting_for_jobs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,19 @@ def test_a_job_joins_the_gang_that_runs(root: Path) -> None:
     assert service.job(first).gang == service.job(second).gang
     service.run()
     assert len(service.engine.all_gangs) == 1
+
+
+def test_why_a_job_waits_is_said(root: Path) -> None:
+    service = LiveService(root, policy="isolated")
+    service.submit("busy", steps=400, batch=10)
+    service.run(5)
+    jobs = [service.submit(f"job{i}", steps=5, priority=i) for i in (0, 1)]
+    service.run(5)
+    second, first = (service.store.boards.why_jobs_wait()[job] for job in jobs)
+    assert re.fullmatch(r"1 of 1 GPU is held by 1 job, the first free in about \d+ min", first)
+    assert second == f"{first}; 1 job before it"
+    service.run()
+    assert service.store.boards.why_jobs_wait() == {}
 
 
 @pytest.mark.parametrize("is_killed", [False, True])

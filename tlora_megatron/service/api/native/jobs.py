@@ -30,6 +30,8 @@ class JobAnswer(JobRow):
     """A job; times are Unix seconds."""
 
     tenant: str
+    waits: str | None = None
+    """Why it is still in the queue, where jobs are read."""
 
 
 class JobsAnswer(BaseModel):
@@ -211,7 +213,8 @@ def router(service: Service) -> APIRouter:
                     limit=limit,
                     newest_first=newest_first,
                 )
-            rows = [shown_job(service, job, caller) for job in found]
+            why = service.store.boards.why_jobs_wait()
+            rows = [shown_job(service, job, caller) | {"waits": why.get(job.id)} for job in found]
             last = found[-1].id if len(found) == limit else None
             told = service.store.jobs.counts(tenant=of) if counts else None
             return {"jobs": rows, "next": last, "counts": told, "served": service.is_served}
@@ -223,7 +226,8 @@ def router(service: Service) -> APIRouter:
     async def get(job: str, caller: Reader) -> dict[str, Any]:
         """One job, by its id or name; where several ended jobs had a name, the newest."""
         found = await service.read(visible_job, service, job, caller)
-        return shown_job(service, found, caller)
+        why = await service.read(service.store.boards.why_jobs_wait)
+        return shown_job(service, found, caller) | {"waits": why.get(found.id)}
 
     @routes.delete("/{job}", response_model=JobAnswer, responses=answers(404, 409))
     async def cancel(job: str, caller: Submitter) -> dict[str, Any]:

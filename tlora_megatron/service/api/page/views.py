@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tlora_megatron.service.api.page.facts import Facts, Viewer
-from tlora_megatron.service.store import Decision, Gang, Job
+from tlora_megatron.service.store import WHY_QUEUED, Decision, Gang, Job
 
 View = dict[str, Any]
 
@@ -124,6 +124,7 @@ def _row(job: Job, facts: Facts, viewer: Viewer) -> View:
         "gpus": asked.get("gpus", 1),
         "bound": asked.get("max_slowdown", 1.5),
         "priority": asked.get("priority", 0),
+        "waits": facts.board(WHY_QUEUED).get(job.id) if job.state == "queued" else None,
         **{name: getattr(job, name) for name in _ROW},
     }
 

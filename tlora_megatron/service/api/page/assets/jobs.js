@@ -69,6 +69,7 @@ function drawJob() {
     ["id", job.id],
     ["tenant", job.tenant],
     ["state", job.state],
+    ["waits", job.waits],
     ["steps", steps(job)],
     ["loss", precise(job.loss)],
     ["tokens", count(job.tokens)],
