@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from tlora_megatron.training.run.training_run import ShardingResolver
 
 _USAGE = "usage: python -m tlora_megatron.launch [--cpu] SCRIPT [ARGS] --tlora-config FILE"
+_CHECKOUT = (
+    "Megatron-LM's scripts come with: git clone --depth 1 --branch core_v0.16.1 "
+    "https://github.com/NVIDIA/Megatron-LM"
+)
 
 
 class Launcher:
@@ -170,7 +174,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = words[on_cpu:]
     if not words or not Path(words[0]).is_file():
         got = words[0] if words else "none"
-        show_error(ConfigError(f"SCRIPT must be an existing file, got {got}; {_USAGE}"))
+        show_error(
+            ConfigError(f"SCRIPT must be an existing file, got {got}; {_USAGE}; {_CHECKOUT}")
+        )
         raise SystemExit(2)
     script = Path(words[0])
     sys.argv = words

@@ -244,7 +244,9 @@ class JobSpec:
         ge=1,
     )
     init_from: str | None = rule(
-        "directory of a PEFT adapter to start from, with a new optimizer", default=None
+        "directory of a PEFT adapter to start from, with a new optimizer; its rank, scaling and "
+        "target_modules must be the job's",
+        default=None,
     )
     resume_from: str | None = rule(
         "checkpoint, or jobs/NAME folder of another run, to continue from with its optimizer state",

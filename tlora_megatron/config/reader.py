@@ -45,10 +45,23 @@ def must(path: str, obligation: str, value: Any, remedy: str = "") -> ConfigErro
     )
 
 
+_NAMES_ELSEWHERE = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "learning_rate": "lr",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+}
+"""What PEFT and Hugging Face's Trainer call some keys."""
+
+
 def unknown(path: str, key: Any, valid: Iterable[str]) -> ConfigError:
-    """The error for a key that is not in `valid`; it names the most similar valid key."""
+    """The error for a key that is not in `valid`; it names the key that was probably meant."""
     valid = list(valid)
-    hint = nearest(key, valid) or f"valid keys are {', '.join(valid)}"
+    meant = _NAMES_ELSEWHERE.get(str(key))
+    hint = f"did you mean {meant}?" if meant in valid else nearest(key, valid)
+    hint = hint or f"valid keys are {', '.join(valid)}"
     return ConfigError(f"{_join(path, key)} is not a known key; {hint}")
 
 

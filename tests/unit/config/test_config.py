@@ -157,6 +157,8 @@ def test_overrides_by_index_by_name_and_into_sections_that_are_not_there(folder:
         ("run.seed={", "must be given a YAML value"),
         ("run.sed=1", "run.sed is not a known key; did you mean seed"),
         ("jobs.one.lora.rnk=1", r"jobs\[0\].lora.rnk is not a known key; did you mean rank"),
+        ("jobs.one.lora.lora_alpha=1", "lora.lora_alpha is not a known key; did you mean alpha"),
+        ("jobs.one.optimizer.learning_rate=1", "learning_rate is not a known key; did you mean lr"),
         ("jobs.one.lr=1e-4", r"jobs\[0\].lr is not a known key; did you mean optimizer.lr\?"),
         ("defaults.rank=8", r"defaults.rank is not a known key; did you mean lora.rank\?"),
     ],

@@ -87,7 +87,9 @@ class FolderService:
         for look in (self.store.jobs.find, self.store.jobs.get):
             with suppress(NotFound, UnicodeEncodeError):  # the second: bytes that are no text
                 return look(name)
-        raise missing_job(name)
+        others = [job for job in self.all(None) if job.name == name]
+        remedy = " or ".join(f"{job.id}, which is {job.tenant}'s" for job in others[-3:])
+        raise missing_job(name, remedy and f"take the id {remedy}")
 
     def get(self, jobs: Sequence[str]) -> list[JobRow]:
         """The jobs of these ids, as they are now."""
@@ -179,8 +181,9 @@ def _copy(source: Path, out: Path) -> None:
         raise
 
 
-def missing_job(name: str) -> ConfigError:
-    return must("NAME", "be the id or the name of a job", name, "`tlora jobs --all` lists them")
+def missing_job(name: str, remedy: str = "") -> ConfigError:
+    remedy = remedy or "`tlora jobs --all` lists them"
+    return must("NAME", "be the id or the name of a job", name, remedy)
 
 
 def warn(sentences: Iterable[str]) -> None:

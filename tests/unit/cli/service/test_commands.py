@@ -13,7 +13,7 @@ from tests.helpers.launch import HANG_S, imported
 from tests.helpers.stored_jobs import finish, serve_gang, start, write_steps
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.service.home import Home, make_folder, remember_store, store_place
-from tlora_megatron.service.store import JobState, Store
+from tlora_megatron.service.store import JobState, NewJob, Store
 
 ON_SERVICES = [
     ["submit", "run.yaml"],
@@ -236,6 +236,11 @@ class TestActions:
     def test_an_unknown_name(self, name: str, store: Store, tlora: Tlora) -> None:
         told = f"NAME must be the id or the name of a job, got {name!r}; `tlora jobs --all` lists"
         assert told in tlora("resume", name, code=2)
+
+    def test_another_tenant_s_name_leads_to_the_id(self, store: Store, tlora: Tlora) -> None:
+        new = NewJob(name="math", document={}, base="b", key="k", schedule={})
+        (job,) = store.jobs.submit([new], tenant="ann")
+        assert f"take the id {job.id}, which is ann's" in tlora("logs", "math", code=2)
 
 
 class TestAdapters:
