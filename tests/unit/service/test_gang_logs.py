@@ -101,18 +101,6 @@ def test_second_controller_does_not_post_again_what_the_first_has(folder: GangFo
     assert [each.seq for each in folder.commands().after(0)] == [1, 2]
 
 
-def test_events_are_read_from_any_number(folder: GangFolder, spec: GangSpec) -> None:
-    writer, reader = EventWriter(spec, folder.events()), folder.events()
-    assert reader.last() is None
-    for step in range(4):
-        writer.tell("stepped", "j1", {"step": step})
-    assert [event.number for event in reader.after(0)] == [1, 2, 3, 4]
-    assert reader.after(4) == []
-    assert [event.number for event in reader.after(2)] == [3, 4]
-    writer.tell("ended", "j1", {})
-    assert [event.kind for event in reader.after(4)] == ["ended"]
-
-
 @pytest.mark.parametrize("number", [0, 1, 2, 500, 998, 999, 1000])
 def test_events_of_a_long_life_are_found_from_any_number(
     folder: GangFolder, spec: GangSpec, number: int
@@ -249,15 +237,3 @@ def test_strange_names_are_left_alone(home: Home, caplog: pytest.LogCaptureFixtu
     assert [folder.epoch for folder in GangFolder.all_of(home)] == [1, 2, 1]
     assert "notes.txt is no gang's folder: it is left alone" in caplog.text
     assert "no gang-1 is no gang's folder" in caplog.text
-
-
-def test_past_gangs_are_read_behind_a_cursor(home: Home) -> None:
-    gangs, folder = PastGangs(home), GangFolder(home.root, "g1", 1)
-    events = [
-        GangEvent(gang="g1", epoch=1, number=number, at=0.0, kind="note") for number in (1, 2)
-    ]
-    for event in events:
-        folder.events().append(event, durable=False)
-    assert gangs.events({("g1", 1): 1}, ()) == events[1:]
-    assert gangs.events({("g1", 1): 0, ("gone", 7): 0}, ()) == events
-    assert gangs.events({("g1", 1): 0}, {("g1", 1)}) == []
