@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.engine_case import spec as gang_spec
 from tlora_megatron.append_log import AppendLog, LineReader
 from tlora_megatron.service.engines import base
 from tlora_megatron.service.engines.base import PastGangs
@@ -26,16 +27,7 @@ def command(seq: int, kind: str = "renew", job: str | None = None, epoch: int = 
 
 @pytest.fixture
 def spec(tmp_path: Path) -> GangSpec:
-    return GangSpec(
-        gang="g",
-        epoch=1,
-        base_model={},
-        parallel={},
-        run={},
-        gpus=((0, 0),),
-        root=str(tmp_path),
-        lease_s=10.0,
-    )
+    return gang_spec(tmp_path, places=((0, 0),), lease_s=10.0)
 
 
 @pytest.fixture

@@ -179,15 +179,6 @@ def test_of_a_long_file_the_end_alone_is_read(
         ["evaluation 100000", "step 100000"], ["step 40001"], ["step 1"], [], [],
     ]  # fmt: skip
     assert sum(read_bytes) < 5 * 6 * _BLOCK
-
-
-def test_what_was_measured_at_steps(home: Home, store: Store, job: str) -> None:
-    found = rows_at(home, job, [1, 0, 7])
-    assert {step: [words(row) for row in rows] for step, rows in found.items()} == {
-        1: ["step 1"],
-        0: ["evaluation 0"],
-        7: [],
-    }
     assert rows_at(home, "jnobody", [3]) == {3: []}
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.engine_case import spec
 from tests.helpers.launch import HANG_S, REPO
 from tlora_megatron.parallel.groups import host_threads
-from tlora_megatron.service.messages import GangFolder, GangSpec
+from tlora_megatron.service.messages import GangFolder
 from tlora_megatron.service.worker import peers as module
 from tlora_megatron.service.worker import rank as rank_module
 from tlora_megatron.service.worker.gang_logs import CommandReader, EventWriter
@@ -38,18 +39,8 @@ class OutOfMemoryError(RuntimeError):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> GangFolder:
-    spec = GangSpec(
-        gang="g",
-        epoch=1,
-        base_model={},
-        parallel={},
-        run={},
-        gpus=((0, 0), (0, 1)),
-        root=str(tmp_path),
-        lease_s=0.0,
-    )
     folder = GangFolder(tmp_path, "g", 1)
-    folder.create(spec)
+    folder.create(spec(tmp_path, lease_s=0.0))
     return folder
 
 
@@ -74,10 +65,9 @@ def test_lost_peer_is_not_memory(folder: GangFolder) -> None:
 
 
 def test_stop_past_the_lease_is_not_told_as_one(folder: GangFolder) -> None:
-    spec = folder.spec()
-    process = RankProcess(spec, 0, folder)
-    process.commands = CommandReader(spec, folder.commands())
-    process.events = EventWriter(spec, folder.events())
+    process = RankProcess(folder.spec(), 0, folder)
+    process.commands = CommandReader(folder.spec(), folder.commands())
+    process.events = EventWriter(folder.spec(), folder.events())
     process.emit("stopped", None, {})
     assert folder.events().last() is None
     assert "nothing was heard of a controller" in ending(folder, 0)["reason"]
@@ -136,8 +126,8 @@ def test_ranks_of_a_node_share_its_cores(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
     monkeypatch.setattr(RankProcess, "serve", lambda *_: host_threads(64))
     keep_surroundings(monkeypatch)
-    spec = replace(folder.spec(), gpus=((0, 0), (0, 1), (0, 2), (1, 0)))
-    assert [run_rank(spec, rank, folder=folder) for rank in (1, 3)] == [4, 12]
+    wide = replace(folder.spec(), gpus=((0, 0), (0, 1), (0, 2), (1, 0)))
+    assert [run_rank(wide, rank, folder=folder) for rank in (1, 3)] == [4, 12]
 
 
 _CHILD = """

@@ -78,6 +78,7 @@ def test_another_tenant_s_ids_lead_nowhere_and_lists_hold_the_own_alone(api: Api
         assert not any(word in answer.text for word in told), (method, path, answer.text)
     found = api.store.jobs.get(made)
     assert (found.wish, found.state) == (None, "validating")
+    assert "a model must be one of yours" in bob.get(f"/v1/models/{names['model']}").text
     for path in ("files", "fine_tuning/jobs"):
         assert bob.get(f"/v1/{path}").json()["data"] == []
         assert bob.get(f"/v1/{path}", params={"after": made}).status_code == 404
