@@ -65,7 +65,7 @@ def test_another_tenant_s_ids_lead_nowhere_and_lists_hold_the_own_alone(api: Api
     row = {"id": FILE, "name": "secret.jsonl", "purpose": "fine-tune", "digest": "", "size": 1}
     api.store.uploads.add(NewUpload(**row, facts={}), tenant="ann")
     bob = api.client("bob")
-    names = {"job": made, "file": FILE, "model_id": made, "model": f"ft:quickstart:ann::{made}"}
+    names = {"job": made, "file": FILE, "model_id": made}
     for method, path in _routes(api):
         if path == "/v1/stream":  # it does not end; test_views.py reads it
             continue
@@ -78,10 +78,6 @@ def test_another_tenant_s_ids_lead_nowhere_and_lists_hold_the_own_alone(api: Api
         assert not any(word in answer.text for word in told), (method, path, answer.text)
     found = api.store.jobs.get(made)
     assert (found.wish, found.state) == (None, "validating")
-    assert "a model must be one of yours" in bob.get(f"/v1/models/{names['model']}").text
-    for path in ("files", "fine_tuning/jobs"):
-        assert bob.get(f"/v1/{path}").json()["data"] == []
-        assert bob.get(f"/v1/{path}", params={"after": made}).status_code == 404
 
 
 PATHS = [

@@ -224,6 +224,25 @@ def test_refusals(still: Still, body: dict[str, Any], param: str | None, told: s
     assert still.api.store.jobs.page() == []
 
 
+def test_other_tenants_see_nothing(
+    client: OpenAI, client_of: Callable[..., OpenAI], file: str, api: Api
+) -> None:
+    job, other = create(client, file), client_of("bob")
+    train(api, job.id)
+    finish(api.store, job.id)
+    assert [model.id for model in other.models.list()] == [BASE]
+    jobs = other.fine_tuning.jobs
+    assert jobs.list().data == []
+    calls = (jobs.retrieve, jobs.cancel, jobs.pause, jobs.list_events, jobs.checkpoints.list)
+    for call in calls:
+        with pytest.raises(openai.NotFoundError):
+            call(job.id)
+    with pytest.raises(openai.NotFoundError, match="a model must be one of yours"):
+        other.models.retrieve(f"ft:{BASE}:ann::{job.id}")
+    with pytest.raises(openai.NotFoundError):
+        jobs.list(after=job.id)
+
+
 @pytest.mark.anyio
 async def test_the_client_with_an_event_loop(api: Api, address: str) -> None:
     async with AsyncOpenAI(base_url=f"{address}/v1", api_key=api.token("ann")) as client:
