@@ -221,15 +221,3 @@ def test_strange_names_are_left_alone(home: Home, caplog: pytest.LogCaptureFixtu
     assert [folder.epoch for folder in GangFolder.all_of(home)] == [1, 2, 1]
     assert "notes.txt is no gang's folder: it is left alone" in caplog.text
     assert "no gang-1 is no gang's folder" in caplog.text
-
-
-def test_past_gangs_are_read_behind_a_cursor(home: Home) -> None:
-    gangs, folder = PastGangs(home), GangFolder(home.root, "g1", 1)
-    events = [
-        GangEvent(gang="g1", epoch=1, number=number, at=0.0, kind="note") for number in (1, 2)
-    ]
-    for event in events:
-        folder.events().append(event, durable=False)
-    assert gangs.events({("g1", 1): 1}, ()) == events[1:]
-    assert gangs.events({("g1", 1): 0, ("gone", 7): 0}, ()) == events
-    assert gangs.events({("g1", 1): 0}, {("g1", 1)}) == []

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -151,27 +152,25 @@ def test_of_a_long_file_the_end_alone_is_read(
     assert expected[:2] == ["saved", "evaluation 100000"]
     assert path.stat().st_size > 200 * _BLOCK
 
-    mark, found = None, []
-    for _ in range(5):  # pages, one behind the other
+    def page(mark: Mark | None, most_blocks: int) -> list[tuple[Mark, Row]]:
         read_bytes.clear()
         with closing(Past(store, home, job)) as past:
             rest = past.before(mark)
             assert rest is not None
-            page = [next(rest) for _ in range(20)]
-        found += [words(row) for _, row in page]
-        mark = page[-1][0]
-        assert sum(read_bytes) < 8 * _BLOCK
+            found = list(islice(rest, 20))
+        assert sum(read_bytes) < most_blocks * _BLOCK
+        return found
+
+    mark, found = None, []
+    for _ in range(5):  # pages, one behind the other
+        rows_behind = page(mark, 8)
+        found += [words(row) for _, row in rows_behind]
+        mark = rows_behind[-1][0]
     assert found == expected[:100]
 
     for mark in (Mark("step", 40_001), Mark("evaluation", 40_000), Mark("step", 1)):
-        read_bytes.clear()
-        with closing(Past(store, home, job)) as past:
-            rest = past.before(mark)
-            assert rest is not None
-            at = expected.index(f"{mark.kind} {mark.number}")
-            page = [row for _, row in zip(range(20), rest, strict=False)]
-            assert [words(row) for _, row in page] == expected[at + 1 : at + 21]
-        assert sum(read_bytes) < 12 * _BLOCK
+        at = expected.index(f"{mark.kind} {mark.number}")
+        assert [words(row) for _, row in page(mark, 12)] == expected[at + 1 : at + 21]
 
     read_bytes.clear()
     found_at = rows_at(home, job, [100_000, 40_001, 1, 0, 100_001])
@@ -179,15 +178,6 @@ def test_of_a_long_file_the_end_alone_is_read(
         ["evaluation 100000", "step 100000"], ["step 40001"], ["step 1"], [], [],
     ]  # fmt: skip
     assert sum(read_bytes) < 5 * 6 * _BLOCK
-
-
-def test_what_was_measured_at_steps(home: Home, store: Store, job: str) -> None:
-    found = rows_at(home, job, [1, 0, 7])
-    assert {step: [words(row) for row in rows] for step, rows in found.items()} == {
-        1: ["step 1"],
-        0: ["evaluation 0"],
-        7: [],
-    }
     assert rows_at(home, "jnobody", [3]) == {3: []}
 
 

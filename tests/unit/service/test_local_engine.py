@@ -207,7 +207,7 @@ def test_gang_that_has_stopped_is_not_taken_up_again(engine: LocalEngine, root: 
     second = make_engine(root)
     assert second.poll({}) == []
     assert not second.gangs()
-    assert second.poll({("g", 1): count - 1})[-1].kind == "stopped"
+    assert second.poll({("g", 1): count - 1, ("gone", 7): 0})[-1].kind == "stopped"
     end_all(second)
 
 

@@ -41,14 +41,6 @@ def test_request_comes_back_as_it_was_written(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.arrays["targets"], [6, 7, 1])
 
 
-def test_second_request_of_a_number_changes_nothing(tmp_path: Path) -> None:
-    log = RequestLog(tmp_path)
-    assert log.write_request(1, STEP)
-    assert not log.write_request(1, Request(op="leave"))
-    assert log.read_request(1).op == "optim_step"
-    assert os.listdir(tmp_path / "requests") == ["00000001.safetensors"]
-
-
 def test_answer_keeps_every_bit(tmp_path: Path) -> None:
     log, logprobs = RequestLog(tmp_path), np.array([-1e-7, -0.0, -80.5], np.float32)
     assert log.read_answer(1) is None

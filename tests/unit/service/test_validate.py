@@ -157,7 +157,6 @@ def test_a_mistake_is_a_sentence(
     found = validate("j1", _changed(submission, **merged), rules)
     assert isinstance(found, Refused)
     assert found.job == "j1"
-
     assert re.search(error, found.error), found.error
 
 
@@ -184,17 +183,11 @@ def test_below_a_data_root_links_lead_nowhere_and_starts_are_copied(
     rules = replace(rules, data_root=str(root))
     submission = read_submissions(root / "config.json").submissions[0]
     _valid(validate("j1", submission, rules))
-    train = Path(submission.document["data"]["train"])
     outside = read_submissions(scenario).submissions[0]
     found = validate("j2", replace(outside, base_model=submission.base_model), rules)
     assert isinstance(found, Refused)
     assert "data.train of job" in found.error
     assert "must be a path below" in found.error
-    train.unlink()
-    train.symlink_to(outside.document["data"]["train"])
-    found = validate("j3", submission, rules)
-    assert isinstance(found, Refused)
-    assert "links are not followed" in found.error
     (root / "adapter").mkdir()
     (root / "adapter" / "adapter_config.json").symlink_to("/etc/passwd")
     found = validate("j4", _changed(submission, init_from=str(root / "adapter")), rules)

@@ -60,18 +60,22 @@ def test_without_a_token_no_route_does_anything(api: Api) -> None:
         assert "token" in answer.text
 
 
-def test_another_tenant_s_ids_lead_nowhere(api: Api) -> None:
+def test_another_tenant_s_ids_lead_nowhere_and_lists_hold_the_own_alone(api: Api) -> None:
     made = posted(api, name="secret")
     row = {"id": FILE, "name": "secret.jsonl", "purpose": "fine-tune", "digest": "", "size": 1}
     api.store.uploads.add(NewUpload(**row, facts={}), tenant="ann")
     bob = api.client("bob")
+    names = {"job": made, "file": FILE, "model_id": made}
     for method, path in _routes(api):
-        if not {"job", "file", "model_id"} & set(re.findall(r"\{(\w+)", path)):
+        if path == "/v1/stream":  # it does not end; test_views.py reads it
             continue
-        names = {"job": made, "file": FILE, "model_id": made, "fine_tuning_job_id": made}
         answer = bob.request(method, _filled(path, **names), json={})
-        assert answer.status_code in (400, 403, 404), (method, path, answer.text)
-        assert "secret" not in answer.text
+        told = ["secret"]
+        if names.keys() & set(re.findall(r"\{(\w+)", path)):
+            assert answer.status_code in (400, 403, 404), (method, path, answer.text)
+        else:
+            told += [made, FILE]
+        assert not any(word in answer.text for word in told), (method, path, answer.text)
     found = api.store.jobs.get(made)
     assert (found.wish, found.state) == (None, "validating")
 

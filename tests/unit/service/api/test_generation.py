@@ -176,12 +176,9 @@ def test_words_choose_a_sampler(tmp_path: Path, words: list[str], kind: type[Any
     assert found is None if kind is None else isinstance(found, kind)
 
 
-def test_address_is_vllm_s(tmp_path: Path) -> None:
+def test_a_server_that_may_differ_has_an_address(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     add_passed_on_arguments(parser)
-    args = parser.parse_args(["--sampler-address", "http://x"])
-    with pytest.raises(ConfigError, match="--sampler-address must be given with --sampler vllm"):
-        open_sampler(args, Home.open(tmp_path))
     args = parser.parse_args(["--sampler=vllm", "--sampler-may-differ"])
     with pytest.raises(ConfigError, match="may-differ must be given with --sampler-address"):
         open_sampler(args, Home.open(tmp_path))

@@ -327,8 +327,7 @@ def test_who_has_gone_before_its_turn_changes_nothing(tmp_path: Path) -> None:
         assert store.jobs.page() == []
 
 
-@pytest.mark.parametrize("count", [200])
-def test_all_that_wait_are_made_in_few_transactions(tmp_path: Path, count: int) -> None:
+def test_all_that_wait_are_made_in_few_transactions(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         changes, begun = Changes(store), []
         transaction = store.transaction
@@ -338,8 +337,8 @@ def test_all_that_wait_are_made_in_few_transactions(tmp_path: Path, count: int) 
             return transaction()
 
         store.transaction = counted  # type: ignore[method-assign]
-        calls = [_submit(store, f"n{index}") for index in range(count)]
+        calls = [_submit(store, f"n{index}") for index in range(200)]
         asyncio.run(_together(changes, calls))
         changes.close()
-        assert len(store.jobs.page(limit=1000)) == count
+        assert len(store.jobs.page(limit=1000)) == 200
         assert len(begun) < 10

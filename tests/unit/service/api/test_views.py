@@ -229,5 +229,3 @@ def test_the_page_loads_nothing_and_may_do_little(api: Api) -> None:
     assert "unsafe" not in policy
     for word in ("src=", "http://", "https://www", "@import", "innerHTML", 'style="'):
         assert word not in answer.text.replace("http://www.w3.org/2000/svg", ""), word
-    for path in ("/v1/cluster", "/v1/stream", "/v1/groups", "/v1/decisions", "/metrics"):
-        assert api.client(None).get(path).status_code == 401

@@ -63,6 +63,7 @@ def test_every_commit_is_on_the_disk(tmp_path: Path) -> None:
             StoreUnreachable,
             "must be a whole SQLite database, got 'file is not a database'",
         ),
+        ("{tmp}/damaged", StoreUnreachable, "must be a whole SQLite database, got 'database"),
         (
             "postgresql://me:secret@/x?host={tmp}",
             StoreUnreachable,
@@ -75,6 +76,9 @@ def test_what_cannot_be_a_store(
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "text").write_text("no database" * 1000)
+    open_store(tmp_path / "damaged").close()
+    content = (tmp_path / "damaged").read_bytes()
+    (tmp_path / "damaged").write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
     with pytest.raises(error, match=sentence) as caught:
         open_store(place.format(tmp=tmp_path))
     assert "secret" not in str(caught.value)
@@ -300,14 +304,6 @@ def _cut_off(store: Store, other: Store) -> None:
         with other.database.read() as connection:
             connection.exec_driver_sql(f"SELECT pg_terminate_backend({found}, 10000)")
         store.events.add("lost")
-
-
-def test_a_store_with_damaged_pages(tmp_path: Path) -> None:
-    open_store(tmp_path / "s").close()
-    content = (tmp_path / "s").read_bytes()
-    (tmp_path / "s").write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
-    with pytest.raises(StoreUnreachable, match="must be a whole SQLite database, got 'database"):
-        open_store(tmp_path / "s")
 
 
 def test_hosts_whose_clocks_disagree_share_the_server_s(

@@ -104,10 +104,6 @@ class TestSubmit:
         with pytest.raises(NotFound, match=f"'{foreign.id}'"):
             store.jobs.find(foreign.id)
 
-    def test_a_name_like_an_id_is_refused(self, store: Store) -> None:
-        with pytest.raises(ValueError, match="must not look like a job's id, got 'j12abcd'"):
-            store.jobs.submit([new("j12abcd")])
-
     def test_numbers_that_json_has_not_become_null(self, store: Store) -> None:
         (job,) = store.jobs.submit([new("a", document={"x": [math.inf, 1]})])
         assert store.jobs.document(job.id) == {"x": [None, 1]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,6 @@ from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.sections import read_job
 from tlora_megatron.service.api.gate import ApiError
 from tlora_megatron.service.api.openai import uploads
-from tlora_megatron.service.api.openai.objects import (
-    adapter_name,
-    checkpoint_name,
-    job_of_results,
-    results_id,
-    split_model,
-)
 from tlora_megatron.service.api.openai.submitting import Asked, check_request, job_entry, numbers_of
 from tlora_megatron.service.store import TenantLimits
 
@@ -54,14 +46,6 @@ def test_lists_have_pages(client: OpenAI) -> None:
     page = client.files.list(limit=2, order="asc")
     assert ([file.id for file in page.data], page.has_more) == (ids[:2], True)
     assert client.files.list(purpose="batch").data == []
-
-
-def test_other_tenants_see_nothing(client_of: Callable[..., OpenAI], file: str) -> None:
-    other = client_of("bob")
-    assert other.files.list().data == []
-    for call in (other.files.retrieve, other.files.content, other.files.delete):
-        with pytest.raises(openai.NotFoundError, match="a file's id must be one of yours"):
-            call(file)
 
 
 @pytest.mark.parametrize(
@@ -259,14 +243,3 @@ def test_metadata_set_what_the_api_has_no_field_for() -> None:
 def test_refusals(body: dict[str, Any], told: str) -> None:
     with pytest.raises((ApiError, ConfigError), match=told):
         spec_of(**body)
-
-
-def test_names_of_models() -> None:
-    name = adapter_name("meta/Llama-3", "ann", "my.suffix", "j12abcd")
-    assert name == "ft:meta/Llama-3:ann:my.suffix:j12abcd"
-    assert split_model(name) == (None, "j12abcd", None)
-    assert split_model(checkpoint_name(name, 8)) == (None, "j12abcd", 8)
-    assert split_model("meta/Llama-3") == ("meta/Llama-3", None, None)
-    assert split_model("ft:a:b") == ("ft:a:b", None, None)
-    assert job_of_results(results_id("j12abcd")) == "j12abcd"
-    assert job_of_results(f"file-results-{Path('..')}") is None

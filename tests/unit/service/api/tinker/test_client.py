@@ -195,18 +195,6 @@ def test_a_failed_job_fails_its_requests(played: Played) -> None:
         model.optim_step(types.AdamParams()).result()
 
 
-def test_a_client_that_finishes_leaves_its_model_behind(played: Played) -> None:
-    with played.client() as client:
-        model = client.create_lora_training_client(base_model=BASE, rank=4).result()
-        model.optim_step(types.AdamParams()).result()
-    wait_until(lambda: played.models.ops()[-1:] == ["leave"], "the model's leave")
-    assert played.models.ops() == ["optim_step", "save_state", "leave"]
-    (checkpoint,) = played.rest().list_checkpoints(model.model_id).result().checkpoints
-    assert checkpoint.checkpoint_id == "weights/left-2"
-    again = played.client().create_training_client_from_state(checkpoint.tinker_path).result()
-    assert again.get_info().lora_rank == 4
-
-
 def test_a_client_is_told_how_this_service_differs(
     played: Played, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
