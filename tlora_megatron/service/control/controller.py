@@ -34,6 +34,7 @@ from tlora_megatron.service.store import JobState, LockLost, Store, StoreError, 
 
 logger = logging.getLogger(__name__)
 
+_IDLE_POLL_S = 0.25
 _FLUSH_S = 1.0
 """Reports of steps wait so long to be written together."""
 _BEAT_S = 3.0
@@ -201,6 +202,13 @@ class Controller:
             return self.context.clock()
         return min(self.decider.due_s(), self._watchdog.due_s(), self.context.acts_at_s)
 
+    @property
+    def pause_s(self) -> float:
+        """Time until the next look at engine and store; longer where there is neither job nor gang:
+        whoever submits then waits seconds for a gang."""
+        state = self.context.state
+        return self.context.settings.poll_s if state.jobs or state.gangs else _IDLE_POLL_S
+
     def _flush(self, now_s: float) -> None:
         """Writes reports of steps and what others may see, and beats for the lock."""
         context = self.context
@@ -287,7 +295,7 @@ def _step_until(controller: Controller, stop: threading.Event, settings: Setting
     try:
         while not stop.is_set():
             controller.step()
-            stop.wait(settings.poll_s)
+            stop.wait(controller.pause_s)
         if settings.end_gangs:
             controller.end_gangs()
     finally:

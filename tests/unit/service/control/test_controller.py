@@ -17,7 +17,10 @@ from tlora_megatron.service.store import StoreError
 
 def test_a_job_trains_and_ends(root: Path) -> None:
     service = LiveService(root, times=FakeTimes(checkpoint_s=5.0))
+    idle_s = service.controller.pause_s
     job = service.submit("one", steps=20)
+    service.run(2)
+    assert service.controller.pause_s < idle_s
     service.run()
     row = service.job(job)
     assert (row.state, row.step, row.lease) == ("finished", 20, None)

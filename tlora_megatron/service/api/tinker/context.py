@@ -258,9 +258,9 @@ async def _submitting(request: Request, caller: Submitter) -> TenantContext:
 
 
 Reading = Annotated[TenantContext, Depends(_reading)]
-"""The part of a caller that may look at it."""
+"""The tenant of a caller whose token may read."""
 Submitting = Annotated[TenantContext, Depends(_submitting)]
-"""The part of a caller that may change it."""
+"""The tenant of a caller whose token may submit."""
 
 
 def positions_of(base: BaseModelSpec) -> int | None:
