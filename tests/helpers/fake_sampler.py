@@ -16,7 +16,7 @@ from typing import Any
 
 from tlora_megatron.channel import LinePipe, to_line
 from tlora_megatron.runtime.sampling.values import Piece
-from tlora_megatron.service.sampling.own import lean, prompt_from_json, serve
+from tlora_megatron.service.sampling.wire import lean, prompt_from_json, serve
 
 
 async def main() -> None:

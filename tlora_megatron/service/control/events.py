@@ -7,8 +7,8 @@ from dataclasses import replace
 from statistics import median
 
 from tlora_megatron.service.control.context import Context
+from tlora_megatron.service.control.deaths import died, saved_alone
 from tlora_megatron.service.control.records import LiveGang, LiveJob
-from tlora_megatron.service.control.recover import died, saved_alone
 from tlora_megatron.service.messages import UNSTORED_SEQ, GangEvent
 from tlora_megatron.service.store import GangState, JobState, Progress
 

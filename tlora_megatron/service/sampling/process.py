@@ -24,7 +24,7 @@ from tlora_megatron.channel import LinePipe, to_line
 from tlora_megatron.runtime.sampling.batcher import Batcher, open_batcher
 from tlora_megatron.runtime.sampling.tracks import Request
 from tlora_megatron.runtime.sampling.values import Piece, SamplerLimits
-from tlora_megatron.service.sampling.own import lean, prompt_from_json, serve
+from tlora_megatron.service.sampling.wire import lean, prompt_from_json, serve
 from tlora_megatron.training.data.tokenize import encode_prompt
 
 logger = logging.getLogger(__name__)

@@ -21,13 +21,14 @@ from tests.helpers.tiny_tokenizer import byte_ids, tiny_tokenizer
 from tlora_megatron.channel import LinePipe, to_line
 from tlora_megatron.runtime.sampling.tracks import Request, Tell
 from tlora_megatron.runtime.sampling.values import Piece, Prompt, SamplingParams, Scores
-from tlora_megatron.service.sampling.own import OwnSampler, OwnSettings, connect, prompt_to_json
+from tlora_megatron.service.sampling.own import OwnSampler, OwnSettings
 from tlora_megatron.service.sampling.process import SamplingProcess
 from tlora_megatron.service.sampling.sampler import (
     SamplerBusy,
     SamplerUnavailable,
     SamplingRefused,
 )
+from tlora_megatron.service.sampling.wire import connect, prompt_to_json
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_sampler")
 
