@@ -139,8 +139,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _is_slow(path: Path) -> bool:
-    slow = tuple(f"unit/{path}" for path in _SLOW)
-    return f"{path.relative_to(REPO / 'tests').as_posix()}/".startswith(slow)
+    name = f"{path.relative_to(REPO / 'tests').as_posix()}/"
+    return name.startswith("unit/") and name.removeprefix("unit/").startswith(_SLOW)
 
 
 @pytest.hookimpl(tryfirst=True)

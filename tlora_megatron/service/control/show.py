@@ -130,31 +130,34 @@ class StatusWriter:
 
     def _waiting(self) -> Body:
         """Id -> why a queued job waits, of those that come first."""
-        jobs = [j for j in self._context.state.jobs.values() if j.state is JobState.QUEUED]
+        state = self._context.state
+        jobs = [live for live in state.jobs.values() if live.state is JobState.QUEUED]
         jobs.sort(key=lambda live: (-live.priority, live.number))
-        return {live.id: self._why(live, place) for place, live in enumerate(jobs[:_MOST_REASONS])}
-
-    def _why(self, live: LiveJob, num_before: int) -> str:
-        state, now_s = self._context.state, self._context.clock()
-        if live.pause is not None:
-            return "shorter work has its GPUs, which are kept for it"
-        if state.is_placed(live):
-            return "it has a place, and its gang starts or makes room for it"
         shape = state.machines.shape
         usable = shape.num_gpus - len(state.machines.missing) - len(state.set_aside.until_s)
         usable -= shape.gpus_per_node * len(state.machines.down)
         groups = list(state.fleet.cluster.groups.values())
-        held, beside = sum(len(g.gpus) for g in groups), sum(len(g.members) for g in groups)
-        if live.num_gpus > usable:
-            return f"it asks for {_count(live.num_gpus, 'GPU')}, and {usable} can be used now"
-        if held + live.num_gpus <= usable and not num_before:
-            return "the next decision gives it a place"
-        why = f"{held} of {_count(usable, 'GPU')} {'is' if held == 1 else 'are'} held by "
-        why += _count(beside, "job")
+        held = sum(len(group.gpus) for group in groups)
+        busy = f"{held} of {_count(usable, 'GPU')} {'is' if held == 1 else 'are'} held by "
+        busy += _count(sum(len(group.members) for group in groups), "job")
         ends = [group.last_end_s for group in groups if math.isfinite(group.last_end_s)]
         if ends:
-            why += f", the first free {_about(min(ends) - now_s)}"
-        return why + (f"; {_count(num_before, 'job')} before it" if num_before else "")
+            busy += f", the first free {_about(min(ends) - self._context.clock())}"
+        return {
+            live.id: self._why(live, place, usable, usable - held, busy)
+            for place, live in enumerate(jobs[:_MOST_REASONS])
+        }
+
+    def _why(self, live: LiveJob, num_before: int, usable: int, free: int, busy: str) -> str:
+        if live.pause is not None:
+            return "shorter work has its GPUs, which are kept for it"
+        if self._context.state.is_placed(live):
+            return "it has a place, and its gang starts or makes room for it"
+        if live.num_gpus > usable:
+            return f"it asks for {_count(live.num_gpus, 'GPU')}, and {usable} can be used now"
+        if live.num_gpus <= free and not num_before:
+            return "the next decision gives it a place"
+        return busy + (f"; {_count(num_before, 'job')} before it" if num_before else "")
 
     def _figures(self) -> Body:
         context, state = self._context, self._context.state
