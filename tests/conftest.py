@@ -32,6 +32,8 @@ _SLOW = (
     *("ops/lora/cuda/test_cuda_ops.py", "ops/test_extension.py", "planner/cost/experts/"),
     *("planner/test_advice.py", "planner/test_fewer_gpus.py", "planner/test_full_rounds.py"),
     *("planner/test_measured.py", "planner/test_nano_parts.py", "planner/test_search.py"),
+    *("runtime/test_ranks.py", "training/formats/test_peft_experts.py"),
+    *("training/formats/test_quantised.py", "training/packing/test_isolation.py"),
     *("scheduler/test_speed.py", "service/api/", "service/control/test_controller.py"),
     *("service/control/test_decide.py", "service/control/test_machines.py"),
     *("service/control/test_recover.py", "service/sampling/"),
