@@ -110,6 +110,7 @@ class LiveService:
         writes: bool = True,
         cost: FloorCost | None = None,
         begin_s: float = 1_000_000.0,
+        on_order: Callable[[Mapping[str, Any]], None] = lambda order: None,
         **settings: Any,
     ) -> None:
         self._cost = cost or FloorCost(model=FloorModel())
@@ -117,6 +118,7 @@ class LiveService:
         self.home = Home.open(root)
         self.settings = Settings(**{"decide_in_thread": False, "dwell_s": 0.0, **settings})
         self.said: list[str] = []
+        self._on_order = on_order
         self.store = self._open()
         self._speeds = Speeds({"base": FloorModel()})
         self.engine = FakeEngine(
@@ -147,6 +149,7 @@ class LiveService:
         )
 
     def _work(self, order: Mapping[str, Any]) -> FakeWork:
+        self._on_order(order)
         document = order["document"]
         read = Read(job="", document=document)
         kind = self._speeds.kind("base", read.load())

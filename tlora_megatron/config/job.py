@@ -210,6 +210,12 @@ class ServiceSpec:
         ge=1,
     )
     priority: int = rule("jobs of higher priority go first", default=0)
+    checkpoint_every_s: float | None = rule(
+        "seconds between two checkpoints of the job, of which a death of its GPU costs it at most "
+        "one; null: tlora serve --checkpoint-every",
+        default=None,
+        gt=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

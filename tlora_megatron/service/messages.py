@@ -149,6 +149,8 @@ class JobOrder(Message):
     checkpoint_every_s: float = 60.0
     checkpoint_every_steps: int = 0
     """0 = by time only."""
+    saves_soon: bool = False
+    """Its last gang died: it is saved soon after it has joined, then less and less often."""
 
 
 logger = logging.getLogger(__name__)

@@ -35,6 +35,9 @@ _MANY_REQUESTS = 256
 _FIRST_SAVE_S = 3.0
 """A job without a checkpoint is saved by time so soon after it has joined: a rank's death then
 costs it seconds of work, not all of it."""
+_GROWTH = 1.5
+"""Each wait of a job that is saved soon over the one before: whenever its gang dies, at least two
+thirds of the time behind the first save are kept."""
 
 
 @dataclass(slots=True)
@@ -45,9 +48,23 @@ class SavePolicy:
     """0 = not by steps."""
     every_s: float = 0.0
     """0 = not by time."""
-    has_checkpoint: bool = False
+    soon: bool = False
+    """Its last gang died: it is saved soon after it has joined, then less and less often."""
     saved_s: float = field(default_factory=time.monotonic)
     """Until the first save, when the job joined."""
+    _wait_s: float = 0.0
+
+    def join(self, now_s: float, *, has_checkpoint: bool) -> None:
+        """Counts the time to the first save from now on."""
+        waits = (
+            [self.every_s] if has_checkpoint and not self.soon else [self.every_s, _FIRST_SAVE_S]
+        )
+        self.saved_s, self._wait_s = now_s, min(waits)
+
+    def save(self, now_s: float) -> None:
+        """Counts the time to the next save from now on."""
+        waits = [self.every_s, self._wait_s * _GROWTH] if self.soon else [self.every_s]
+        self.saved_s, self._wait_s = now_s, min(waits)
 
     def is_due(self, step: int) -> bool:
         """True if the step is one behind which the job is saved."""
@@ -55,10 +72,7 @@ class SavePolicy:
 
     def late_s(self, now_s: float) -> float:
         """Seconds since a save by time was due; negative before."""
-        if self.every_s <= 0:
-            return -math.inf
-        wait_s = self.every_s if self.has_checkpoint else min(self.every_s, _FIRST_SAVE_S)
-        return now_s - self.saved_s - wait_s
+        return now_s - self.saved_s - self._wait_s if self.every_s > 0 else -math.inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +120,7 @@ class JobSaves:
 
     def take(self, job: JobState, metrics: JobMetrics | None, policy: SavePolicy) -> None:
         """Keeps a job's files from now on, as its policy says."""
-        policy.saved_s, policy.has_checkpoint = time.monotonic(), job.step > 0
+        policy.join(time.monotonic(), has_checkpoint=job.step > 0)
         self._policies[job.name] = policy
         self.files.take(job, metrics)
 
@@ -243,8 +257,8 @@ class JobSaves:
         self._reports.emit("ended", name, facts)
 
     def _checkpoint(self, job: JobState) -> Target:
-        policy, counted = self._policies[job.name], None
-        policy.saved_s, policy.has_checkpoint = time.monotonic(), True
+        self._policies[job.name].save(time.monotonic())
+        counted = None
         if isinstance(job, DrivenState):
             counted = job.saved_count = job.counted
         target = self.files.checkpoint(job, partial(self._not_saved, job.name, job.step))

@@ -116,9 +116,25 @@ def test_a_signal_in_the_last_round_changes_nothing() -> None:
     [(60.0, False, 3.0), (60.0, True, 60.0), (1.0, False, 1.0), (0.0, False, math.inf)],
 )
 def test_jobs_without_checkpoint_due(every_s: float, has_checkpoint: bool, due_s: float) -> None:
-    saves = SavePolicy(0, every_s, has_checkpoint, saved_s=100.0)
+    saves = SavePolicy(0, every_s)
+    saves.join(100.0, has_checkpoint=has_checkpoint)
     for now_s in (100.0, 102.0, 104.0, 159.0, 161.0):
         assert (saves.late_s(now_s) >= 0) == (now_s - 100.0 >= due_s)
+
+
+@pytest.mark.parametrize("lives_s", [4.0, 10.0, 50.0, 600.0])
+def test_a_job_whose_gang_died_keeps_most_of_what_the_next_one_does(lives_s: float) -> None:
+    saves, kept_s, waits = SavePolicy(0, 60.0, soon=True), 0.0, list[float]()
+    saves.join(0.0, has_checkpoint=True)
+    for now_s in range(1, int(lives_s)):
+        if saves.late_s(now_s) >= 0:
+            waits.append(now_s - kept_s)
+            kept_s = now_s
+            saves.save(now_s)
+    assert kept_s >= lives_s * 0.6 - 2
+    assert waits == sorted(waits)
+    assert waits[-1] <= 61
+    assert len(waits) < 8 + lives_s / 60
 
 
 def test_steps_and_time_ask_for_saves_on_their_own() -> None:

@@ -182,6 +182,14 @@ def add_parser(commands: Any) -> None:
         "each; files of over 4 MiB leave one of them to the others (default: 2)",
     )
     parser.add_argument(
+        "--checkpoint-every",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="save each running job so often; a job's service.checkpoint_every_s goes before it "
+        "(default: 60)",
+    )
+    parser.add_argument(
         "--leave-gangs",
         action="store_true",
         help="let jobs train on when the controller is stopped; the next one takes them up",
@@ -201,6 +209,8 @@ def run(args: argparse.Namespace) -> int:
         raise must("--gpus", "be at least 1", args.gpus)
     if args.prepare_processes < 1:
         raise must("--prepare-processes", "be at least 1", args.prepare_processes)
+    if not args.checkpoint_every > 0:
+        raise must("--checkpoint-every", "be above 0 seconds", args.checkpoint_every)
     if args.data_root is not None and not Path(args.data_root).is_dir():
         raise must("--data-root", "be an existing folder", args.data_root)
     settings = Settings(
@@ -208,6 +218,7 @@ def run(args: argparse.Namespace) -> int:
         hardware=args.hardware,
         data_root=args.data_root and str(Path(args.data_root).resolve()),
         prepare_processes=args.prepare_processes,
+        checkpoint_every_s=args.checkpoint_every,
         end_gangs=not args.leave_gangs,
     )
     check_hardware(settings)

@@ -178,8 +178,13 @@ class Context:
         why: str,
         died_at: tuple[int, int] | None = None,
         was_killed: bool = False,
+        in_order: bool = False,
     ) -> list[LiveJob]:
-        """Notes that no process of a gang is left; returns the jobs that it held, vacated."""
+        """Notes that no process of a gang is left; returns the jobs that it held, vacated.
+
+        Args:
+            in_order: its jobs have been saved before.
+        """
         if died_at is not None:
             self.store.gangs.note(
                 gang.name, gang.epoch, died_at=list(died_at), was_killed=was_killed
@@ -191,8 +196,23 @@ class Context:
         self.wants_actions = True
         held = [self.state.jobs[job] for job in gang.members if job in self.state.jobs]
         for live in held:
+            if not in_order:
+                self._save_soon(live)
             self.vacate(live, why=why)
         return held
+
+    def _save_soon(self, live: LiveJob) -> None:
+        if live.saves_soon:
+            return
+        live.saves_soon = True
+        self.remember(live)
+        every_s = live.checkpoint_every_s or self.settings.checkpoint_every_s
+        self.say(
+            "saves_soon",
+            f"job {live.name!r} is saved every few seconds at first when it trains again, then "
+            f"less and less often, up to every {every_s:g} s: its gang ended without saving it",
+            job=live.id,
+        )
 
 
 @dataclass(slots=True)

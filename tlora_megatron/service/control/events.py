@@ -81,7 +81,7 @@ class EventHandler:
             self._context.store.commands.mark_applied(gang.name, gang.epoch, seq)
 
     def _stopped(self, gang: LiveGang, event: GangEvent) -> None:
-        self._context.gang_ended(gang, why="stopped as asked")
+        self._context.gang_ended(gang, why="stopped as asked", in_order=True)
 
     def _died(self, gang: LiveGang, event: GangEvent) -> None:
         died(self._context, gang, event.body)
@@ -174,6 +174,9 @@ class EventHandler:
         lost = bool(event.body.get("lost"))
         live.step = int(event.body.get("step", live.step))
         self._context.progress.pop(live.id, None)
+        if live.saves_soon and not lost:
+            live.saves_soon = False
+            self._context.remember(live)
         self._context.store.jobs.update(live.id, step=live.step)
         self._context.state.saved(live)
         self._context.note_pause(live)

@@ -39,7 +39,7 @@ _KEPT = {"gpus": "num_gpus"} | {
     name: name
     for name in (
         *("max_slowdown", "priority", "alone", "deaths", "trial_saves", "was_tried"),
-        *("failed_saves", "pause"),
+        *("failed_saves", "saves_soon", "checkpoint_every_s", "pause"),
     )
 }
 """Key of a row's schedule -> field of `LiveJob`; what is not kept has the field's default."""
@@ -85,6 +85,10 @@ class LiveJob:
     was_tried: bool = False
     """It has had its trial: set apart again, it stays so."""
     failed_saves: int = 0
+    saves_soon: bool = False
+    """Its last gang died with it: the next one saves it soon."""
+    checkpoint_every_s: float | None = None
+    """None: as the service's settings say."""
     pause: Mapping[str, Any] | None = None
     """Where and until when it comes back after a decision has paused it, as its row keeps it."""
     priced: Job | None = None
@@ -238,10 +242,15 @@ def job_order(
 ) -> dict[str, Any]:
     """The body of `prepare`."""
     own = document.get(ORDER) or {"document": document.get("document", {})}
-    every_s = settings.checkpoint_every_s
-    return asdict(
-        JobOrder(job=live.id, name=live.name, lease=lease, checkpoint_every_s=every_s, **own)
+    order = JobOrder(
+        job=live.id,
+        name=live.name,
+        lease=lease,
+        checkpoint_every_s=live.checkpoint_every_s or settings.checkpoint_every_s,
+        saves_soon=live.saves_soon,
+        **own,
     )
+    return asdict(order)
 
 
 def gang_spec(

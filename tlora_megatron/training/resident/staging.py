@@ -278,6 +278,7 @@ class Stager:
                 saving=SavePolicy(
                     every_steps=int(order.get("checkpoint_every_steps", 0)),
                     every_s=float(order.get("checkpoint_every_s", 0.0)),
+                    soon=bool(order.get("saves_soon", False)),
                 ),
             )
         except BaseException:

@@ -27,6 +27,7 @@ from tlora_megatron.service.store import Progress, Store, StoreError
         (["--http", "99999"], "--http must be PORT or HOST:PORT, with a port of at most 65535"),
         (["--base", "llama"], "--base must be NAME=DIR or NAME=FILE.yaml"),
         (["--hardware", "abacus"], "abacus"),
+        (["--checkpoint-every", "0"], "--checkpoint-every must be above 0 seconds, got 0"),
         (["--http", "0", "--keep-sessions", "0.5"], "--keep-sessions must be at least 1 day, got"),
         (["--http", "0", "--keep-sessions", "nan"], "--keep-sessions must be at least 1 day, got"),
         (["--sampler", "vllm"], "--sampler must be left out without --http, got 'vllm'"),

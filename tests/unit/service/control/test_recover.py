@@ -218,6 +218,34 @@ def test_kills_from_outside_are_charged_to_no_job(root: Path) -> None:
     assert all("alone" not in service.job(job).schedule for job in jobs)
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_job_whose_gang_died_is_saved_soon_until_it_leaves_one_in_order(
+    root: Path, restarts: bool
+) -> None:
+    orders: list[Mapping[str, Any]] = []
+    service = LiveService(root, checkpoint_every_s=45.0, on_order=orders.append)
+    job = service.submit("one", steps=600, checkpoint_every_s=20.0)
+    other = service.submit("two", steps=600)
+    service.run(10)
+    for _ in range(2):
+        service.gang.die("killed by signal 9", was_killed=True)
+        if restarts:
+            service.restart()
+        service.run(30)
+    assert [order["checkpoint_every_s"] for order in orders if order["job"] == job] == [20.0] * 3
+    assert [order["checkpoint_every_s"] for order in orders if order["job"] == other] == [45.0] * 3
+    assert [order["saves_soon"] for order in orders if order["job"] == job] == [False, True, True]
+    said = service.sentences("saves_soon")
+    assert len(said) == 2
+    assert "job 'one' is saved every few seconds at first" in said[0]
+    service.store.jobs.request_action(job, "pause")
+    service.run(30)
+    service.store.jobs.request_action(job, "resume")
+    service.run(30)
+    assert orders[-1]["job"] == job
+    assert not orders[-1]["saves_soon"]
+
+
 def test_a_job_that_was_set_apart_is_trusted_again_once(root: Path) -> None:
     service = LiveService(root)
     job, good = service.submit("one", steps=600, batch=2), service.submit("two", steps=600, batch=2)

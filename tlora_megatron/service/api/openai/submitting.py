@@ -33,7 +33,7 @@ AUTO_LR: float = OptimizerSpec().lr
 """A `learning_rate_multiplier` multiplies this, or `tlora.optimizer.lr`."""
 PREFIX = "tlora."
 """Keys of `metadata` that begin so set what the API has no field for."""
-_SERVICE = ("gpus", "max_slowdown", "priority")
+_SERVICE = ("gpus", "max_slowdown", "priority", "checkpoint_every_s")
 _KEYS = (
     *("lora.rank", "lora.alpha", "lora.dropout", "lora.target_modules", "lora.use_rslora"),
     *("lora.expert_rank", "lora.expert_sharing"),

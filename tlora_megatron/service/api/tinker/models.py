@@ -36,6 +36,7 @@ SETTINGS = (
     "lora.expert_sharing",
     "lora.target_modules",
     "lora.use_rslora",
+    "service.checkpoint_every_s",
     "service.gpus",
     "service.max_slowdown",
     "service.priority",
