@@ -13,6 +13,7 @@ import os
 import pkgutil
 import sys
 import typing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def _install() -> None:
     initialize._compile_dependencies = lambda *_: None
     if iteration is not None:
         _put_between(iteration)
+    importlib.import_module(Path(sys.argv[0]).stem)  # the script finds its imports done
     wait_for_turn()
 
 
