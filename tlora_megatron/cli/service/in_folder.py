@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -206,7 +207,7 @@ def add_service_argument(parser: argparse.ArgumentParser, *, also: str = "") -> 
 def open_service(args: argparse.Namespace) -> Iterator[FolderService]:
     """Opens a service that is there; raises `ConfigError`, inside for what the store refuses."""
     root = service_folder(args.service)
-    if not any((root / name).is_file() for name in ("store.sqlite", homes.DATABASE)):
+    if not _is_service(root, getattr(args, "waits_s", 0.0)):
         named = args.service or os.environ.get(homes.VARIABLE) or ""
         looks_remote = re.fullmatch(r"[\w.-]+:\d+/?", named) is not None
         remedy = f"start one with: {serve_command(root)}"
@@ -221,6 +222,20 @@ def open_service(args: argparse.Namespace) -> Iterator[FolderService]:
             yield FolderService(found, store)
         except Refusal as error:
             raise ConfigError(str(error)) from error
+
+
+def _is_service(root: Path, waits_s: float) -> bool:
+    """True if a folder is a service's, or becomes one soon: a service may just be starting."""
+    until_s, told = time.monotonic() + waits_s, False
+    while not any((root / name).is_file() for name in ("store.sqlite", homes.DATABASE)):
+        if time.monotonic() >= until_s:
+            return False
+        if not told:
+            console = open_console(stderr=True)
+            console.print(f"waiting {waits_s:g} s for a service that starts at {root}")
+        told = True
+        time.sleep(0.1)
+    return True
 
 
 def is_address(service: str) -> bool:

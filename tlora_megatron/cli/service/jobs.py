@@ -190,6 +190,8 @@ def _watch(service: Service, states: list[str] | None, args: argparse.Namespace)
 
 
 _LINE_EVERY_S = 5.0
+_STARTING_S = 5.0
+"""So long `tlora submit` waits for a service that was started just before it."""
 
 
 def wait_for(service: Service, jobs: Sequence[JobRow], console: Console) -> bool:
@@ -315,7 +317,7 @@ def add_submit_parser(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the jobs as JSON")
     add_reach_argument(parser)
-    parser.set_defaults(command=run_submit)
+    parser.set_defaults(command=run_submit, waits_s=_STARTING_S)
 
 
 def run_submit(args: argparse.Namespace) -> int:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
 from tests.helpers.commands import Tlora
 from tests.helpers.launch import HANG_S, imported
 from tests.helpers.stored_jobs import finish, serve_gang, start, write_steps
+from tlora_megatron.cli.service import jobs
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.service.home import Home, make_folder, remember_store, store_place
-from tlora_megatron.service.store import JobState, NewJob, Store
+from tlora_megatron.service.store import JobState, NewJob, Store, open_store
 
 ON_SERVICES = [
     ["submit", "run.yaml"],
@@ -40,10 +42,19 @@ def finished_adapter(store: Store, home: Home, job: str) -> Path:
 class TestWithoutService:
     @pytest.mark.parametrize("argv", ON_SERVICES, ids=lambda argv: argv[0])
     def test_a_folder_that_nobody_served_is_refused(
-        self, argv: list[str], tmp_path: Path, tlora: Tlora
+        self, argv: list[str], tmp_path: Path, tlora: Tlora, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(jobs, "_STARTING_S", 0.0)
         told = f"got '{tmp_path}/none'; start one with: tlora serve --service {tmp_path}/none"
         assert told in tlora(*argv, "--service", tmp_path / "none", code=2)
+
+    def test_jobs_wait_for_a_service_that_is_just_starting(
+        self, home: Home, run_file: Path, tlora: Tlora
+    ) -> None:
+        starting = Timer(0.3, lambda: open_store(home.store).close())
+        starting.start()
+        assert "one  validating" in tlora("submit", run_file)
+        starting.join()
 
     def test_no_command_imports_torch(self, store: Store, run_file: Path) -> None:
         code = (
