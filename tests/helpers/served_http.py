@@ -112,9 +112,9 @@ def serving_http(root: Path, log: Path, *words: str) -> Iterator[ServedHttp]:
 
 @contextmanager
 def serving_quickstart(folder: Path) -> Iterator[ServedHttp]:
-    """Serves the quickstart's base in float32 under the name `base`, and samples from it."""
+    """Serves the quickstart's base in bfloat16 under the name `base`, and samples from it."""
     base = folder / "base.json"
-    section = {"path": str(REPO / "configs" / "quickstart" / "base"), "dtype": "float32"}
+    section = {"path": str(REPO / "configs" / "quickstart" / "base"), "dtype": "bfloat16"}
     base.write_text(json.dumps({"base_model": section}))
     words = (f"--base=base={base}", "--sampler=own")
     with serving_http(folder / "service", folder / "serve.log", *words) as found:

@@ -140,7 +140,10 @@ def test_the_gang_s_scores_of_the_base_are_the_sampler_s(served: ServedHttp) -> 
     client = tinker.ServiceClient(base_url=served.address, api_key=served.token("hugo"))
     sampler = client.create_sampling_client(base_model="base").result()
     told = sampler.compute_logprobs(types.ModelInput.from_ints(list(scores.tokens))).result()
-    assert max(scores.gap(tuple(told))) < 1e-4
+    mean, most = scores.gap(tuple(told))
+    # The gang's are of its whole forward in bf16, whose logits have 8 bits: 0.03 near 8.
+    assert mean < 0.005
+    assert most < 0.05
 
 
 @pytest.mark.old_tinker

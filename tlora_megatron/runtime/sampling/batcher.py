@@ -332,15 +332,13 @@ def open_batcher(base: Mapping[str, Any], limits: SamplerLimits) -> Batcher:
     """Loads a base and makes it ready for requests.
 
     Args:
-        base: the section `base_model` of a configuration, its path absolute.
-
-    On a CPU the weights are held in fp32, whatever the base says: bf16 is slower there, and the
-    same weights in fp32 are exact.
+        base: the section `base_model` of a configuration, its path absolute. Its dtype is that
+            of training, too, so that both say the same log-probabilities.
     """
     on_gpu = torch.cuda.is_available()
     step_tokens = limits.step_tokens or (_GPU_TOKENS if on_gpu else _CPU_TOKENS)
     sections = {
-        "base_model": dict(base) if on_gpu else {**base, "dtype": "float32"},
+        "base_model": dict(base),
         "run": {"micro_batch_tokens": step_tokens},
     }
     config = read_gang_config(sections, Path("/"), output_dir="/")

@@ -263,12 +263,9 @@ class OwnSampler(Sampler):
 
     def _base(self, name: str) -> Mapping[str, Any]:
         try:
-            section = dict(self._base_of(name))
+            return self._base_of(name)
         except KeyError:
             raise SamplingRefused(f"base must be one of the service's, got {name!r:.80}") from None
-        if self._settings.gpu is None:  # held in fp32 there, whatever it says: one process does
-            section["dtype"] = "float32"
-        return section
 
     @staticmethod
     def _log(socket: Path) -> Path:
