@@ -87,11 +87,6 @@ class Assignment(NamedTuple):
     bound_ps: int
     """No assignment ends sooner."""
 
-    @property
-    def makespan_ps(self) -> int:
-        """Predicted time of the replica that ends last."""
-        return max(self.ends_ps)
-
 
 def assign(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> Assignment:
     """Gives every sequence to a replica so that all end at about the same time.
