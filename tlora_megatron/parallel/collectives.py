@@ -213,9 +213,7 @@ class GroupCollectives:
         return result
 
     def all_gather(self, x_TH: Tensor, lane: int) -> Tensor:
-        result = x_TH.new_empty(len(x_TH) * self.size, *x_TH.shape[1:])
-        _all_gather(result, x_TH.contiguous(), group=self.group)
-        return result
+        return all_gather_rows(x_TH, self.group)
 
     def close(self) -> None:
         """Releases the group: gloo aborts at exit if one outlives `destroy_process_group`."""
@@ -319,12 +317,6 @@ def make_tensor_collectives(
         return RankOrderCollectives(group)
     if kind == "gloo":
         raise ValueError(f"tensor_collectives must not be gloo on {device.type}: it is a CPU's")
-    return _on_gpus(group, device, kind, max_bytes)
-
-
-def _on_gpus(
-    group: dist.ProcessGroup, device: torch.device, kind: Kind, max_bytes: int
-) -> TensorCollectives:
     if kind == "nccl":
         return GroupCollectives(group)
     reason = obstacle(group, device)

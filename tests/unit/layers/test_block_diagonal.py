@@ -25,7 +25,12 @@ from tlora_megatron.config.job import HF_TARGETS, ROW_PARALLEL_TARGETS, DataSpec
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.rules import check_job
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.multi_adapter import attach, check_blocks_fit
+from tlora_megatron.layers.multi_adapter import (
+    BlackBoxMixin,
+    attach,
+    check_blocks_fit,
+    make_multi_adapter,
+)
 from tlora_megatron.layers.sites import make_site
 from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor, whole_tensors
 from tlora_megatron.layers.slab_layout import slab_layout
@@ -194,6 +199,9 @@ def test_linears_that_reduce_by_themselves_are_refused_over_tp() -> None:
             check_blocks_fit("a", blocks(8, 4), [(site, module)])
         for fine in (blocks(8, 4, target_modules=("q_proj",)), LoraSpec()):
             check_blocks_fit("a", fine, [(site, module)])
+        make_multi_adapter(module, BlackBoxMixin)
+        with pytest.raises(ValueError, match="of job 'a' must be standard with tp_size above 1"):
+            check_blocks_fit("a", blocks(8, 4), [(site, module)])
 
 
 def test_gradients_of_a_forgotten_batch_do_not_come_back() -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.helpers.kernel_case import CASES, make_case, make_rows, reference, run_shared
 from tests.helpers.linear_case import error
@@ -19,8 +17,6 @@ from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
 from tlora_megatron.config.load import ignored_settings, load_config
-from tlora_megatron.config.reader import ConfigError, read_spec
-from tlora_megatron.config.schema import ParallelSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import make_site, stage_sites
@@ -35,7 +31,6 @@ from tlora_megatron.planner.choices import (
     sharding_times,
 )
 from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
-from tlora_megatron.planner.hardware import Link
 from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of
 
 CPU = torch.device("cpu")
@@ -94,13 +89,6 @@ def test_unlike_tp_sizes_allow_fold_only(asked: str, black_box: str | None, got:
         choose(asked, black_box=black_box, tp_sizes={2, 1})
 
 
-def test_the_key_is_read_strictly() -> None:
-    assert ParallelSpec().lora_sharding == "auto"
-    assert read_spec(ParallelSpec, {"lora_sharding": "s_lora"}, "parallel").lora_sharding
-    with pytest.raises(ConfigError, match=r"parallel\.lora_sharding must be one of"):
-        read_spec(ParallelSpec, {"lora_sharding": "slora"}, "parallel")
-
-
 def test_it_has_no_effect_without_tensor_parallelism(tmp_path: Path) -> None:
     repo, key = Path(__file__).parents[3], "parallel.lora_sharding=s_lora"
     quickstart = repo / "configs" / "quickstart.yaml"
@@ -142,15 +130,6 @@ def test_s_lora_holds_every_element_once(rank: int, targets: tuple[str, ...]) ->
         assert held == total
 
 
-def test_block_diagonal_jobs_lie_the_same_under_each_sharding() -> None:
-    lora = LoraSpec(rank=4, parametrization="block_diagonal", num_blocks=2)
-    layouts = [
-        [[(f.name, f.shape, f.offset) for f in slab.layout.factors] for slab in slabs]
-        for slabs in (slabs_of(lora, sharding, 2) for sharding in SHARDINGS)
-    ]
-    assert layouts[0] == layouts[1] == layouts[2]
-
-
 LENGTHS = {"ragged": (5, 130, 70, 33), "absent": (0, 61, 0, 257)}
 
 
@@ -186,7 +165,9 @@ def test_no_replicas_mean_less_memory_and_no_sum_over_tp() -> None:
         assert adapter_elements(PLANNED, one, 2, "s_lora", replicated_only=True) == 0
         assert elements[1] == pytest.approx(elements[0] - replicated / 2)
         assert 2 * elements[1] == adapter_elements(PLANNED, one, 1)
-    uses = [memory_use(PLANNED, jobs, plan, HARDWARE) for plan in (fold, s_lora)]
+    around = replace(fold, lora_sharding="rank_exchange")
+    uses = [memory_use(PLANNED, jobs, plan, HARDWARE) for plan in (fold, s_lora, around)]
+    assert uses[2] == uses[0]
     assert uses[1].adapter_states < uses[0].adapter_states
     assert uses[1].adapter_weights < uses[0].adapter_weights
     assert uses[1].activations > uses[0].activations, "the places of what is exchanged"
@@ -202,29 +183,6 @@ def test_blocks_make_all_shardings_the_same() -> None:
     assert sharding_options(jobs, Plan(tp_size=2), None) == ("fold",)
     assert sharding_options([job()], Plan(), None) == ("fold",)
     assert sharding_options([job()], Plan(tp_size=2), "rank_exchange") == ("rank_exchange",)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    rank=st.integers(1, 128),
-    tp_size=st.sampled_from((2, 4, 8)),
-    sequence_parallel=st.booleans(),
-    rate=st.floats(1e8, 1e12),
-    latency=st.floats(0.0, 1e-3),
-)
-def test_rank_exchange_is_never_faster_nor_smaller_than_fold(
-    rank: int, tp_size: int, sequence_parallel: bool, rate: float, latency: float
-) -> None:
-    link = Link(bytes_per_s=rate, latency_s=latency)
-    hardware = replace(HARDWARE, intra_node=link, gpus_per_node=8)
-    spec = replace(PLANNED, num_heads=16, num_kv_heads=8, head_dim=8, hidden_size=128)
-    jobs = [job(rank=rank)]
-    plan = Plan(tp_size=tp_size, sequence_parallel=sequence_parallel, micro_batch_tokens=512)
-    times = sharding_times(spec, jobs, plan, hardware)
-    assert times["rank_exchange"] >= times["fold"]
-    around = replace(plan, lora_sharding="rank_exchange")
-    sizes = [memory_use(spec, jobs, p, hardware).total_bytes for p in (plan, around)]
-    assert sizes[0] == sizes[1]
 
 
 LAYERS, ROWS = PLANNED.num_layers, 128

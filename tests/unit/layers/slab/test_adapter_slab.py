@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 
@@ -12,7 +11,6 @@ import torch
 from tests.helpers.layout_sites import SPEC, sites_of_ranks
 from tests.helpers.tiny_models import random_factors
 from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, LoraSpec
-from tlora_megatron.layers.sites import LINEAR_TARGETS, make_site
 from tlora_megatron.layers.slab import (
     AdapterSlab,
     Copier,
@@ -97,35 +95,6 @@ def test_the_replicated_part_comes_first_and_the_rest_is_cut(targets: str, tp_si
         for factor in slab.layout.factors:
             is_whole = factor.numel == factors[factor.name].numel()
             assert (factor.offset < border) == (is_whole and tp_size > 1), factor.name
-
-
-@pytest.mark.parametrize("tp_size", SIZES)
-@pytest.mark.parametrize("linear", LINEAR_TARGETS)
-def test_a_target_s_rows_of_b_are_its_columns_of_fused_output(linear: str, tp_size: int) -> None:
-    """Labels every output column of the fused linear with its row in q, k, v or gate, up order."""
-    parts = [t for t in LINEAR_TARGETS[linear] if t in HF_TARGETS]
-    sizes = [SPEC.target_shape(part)[0] for part in parts]
-    begins = dict(zip(parts, [0, *itertools.accumulate(sizes)], strict=False))
-    seen: dict[str, list[int]] = {part: [] for part in parts}
-    for tp_rank in range(tp_size):
-        site = make_site(SPEC, 0, linear, tp_rank, tp_size)
-        shards = {shard.target: shard for shard in site.targets}
-        labels = shards[linear].lora_b_rows
-        if labels is None:
-            assert site.kind == "row"
-            assert all(shard.columns.size == site.out_size for shard in site.targets)
-            continue
-        assert len(labels) == site.out_size
-        for part in parts:
-            rows = shards[part].lora_b_rows
-            assert rows is not None
-            columns = shards[part].columns.read(labels[None])[0]
-            assert torch.equal(columns - begins[part], rows), part
-            seen[part] += rows.tolist()
-    if linear in ("linear_qkv", "linear_fc1"):
-        assert {part: sorted(rows) for part, rows in seen.items()} == {
-            part: list(range(size)) for part, size in zip(parts, sizes, strict=True)
-        }
 
 
 def test_fresh_factors_follow_from_seed_and_name() -> None:

@@ -86,22 +86,6 @@ def test_parts_of_all_ranks_are_the_whole(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_experts_lie_behind_and_replicated_parts_in_front(name: str) -> None:
-    layout = LAYOUTS[name]
-    for slab in holders(layout, LORAS["own"]):
-        assert all((f.experts is None) == (f.offset < slab.experts_begin) for f in slab.factors)
-        end = slab.experts_begin + slab.experts_replicated
-        for factor in slab.factors:
-            if factor.experts is None:
-                continue
-            is_down = factor.shard.target == "experts.down_proj"
-            is_cut = (factor.which == "lora_a") == is_down
-            assert (factor.offset < end) == (layout.expert_tp > 1 and not is_cut), factor.name
-            assert factor.shape[0] == 4 // layout.ep_size
-        assert (slab.replicated_numel > 0) == (layout.tp_size > 1)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("sharding", ["fold", "s_lora"])
 def test_what_experts_share_is_dense_and_replicated(name: str, sharding: LoraSharding) -> None:
     layout = replace(LAYOUTS[name], lora_sharding=sharding)
