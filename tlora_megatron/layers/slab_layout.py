@@ -96,12 +96,6 @@ class Factor(NamedTuple):
         """Returns this rank's experts of the whole tensor, a view."""
         return whole if self.experts is None else whole[self.experts.start : self.experts.stop]
 
-    @property
-    def is_whole_as_stored(self) -> bool:
-        """True if the part is the whole canonical tensor, in its orientation."""
-        everything = slice(None)
-        return self.which == "lora_a" and self.held == (everything, everything)
-
     def blocks(self, local: Tensor) -> Tensor:
         """Returns a view `[num_blocks, rank of a block, features of a block]` of the factor."""
         if self.which == "lora_a":
@@ -144,14 +138,11 @@ class SlabLayout(NamedTuple):
         if run:
             yield tuple(run)
 
-    def split(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """Returns the factors as flat views of a flat buffer, in layout order, by one call."""
-        return buffer.split_with_sizes([f.numel for f in self.factors])
-
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Returns the factors as views of a flat buffer, in layout order."""
-        parts = zip(self.split(buffer), self.factors, strict=True)
-        return [part.view(factor.shape) for part, factor in parts]
+        parts = buffer.split_with_sizes([factor.numel for factor in self.factors])
+        pairs = zip(parts, self.factors, strict=True)
+        return [part.view(factor.shape) for part, factor in pairs]
 
 
 def slab_layout(sites: Sequence[Site], lora: LoraSpec) -> SlabLayout:

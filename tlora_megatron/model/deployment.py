@@ -239,8 +239,7 @@ def lay_out_world(parallel: ParallelSpec, world_size: int) -> ParallelLayout | D
         deployment = Deployment.for_world(parallel.replicas, world_size)
         if not deployment.is_alike:
             return deployment
-    return ParallelLayout.for_world(
-        world_size,
+    layout = ParallelLayout(
         tp_size=parallel.tp_size,
         pp_size=parallel.pp_size,
         cp_size=parallel.cp_size,
@@ -250,3 +249,4 @@ def lay_out_world(parallel: ParallelSpec, world_size: int) -> ParallelLayout | D
         ep_size=parallel.ep_size,
         expert_tp_size=parallel.expert_tp_size,
     )
+    return layout.for_world(world_size)

@@ -324,17 +324,14 @@ def check_block_layout(
     cut = cut_block(spec, names, layout.tp_size)
     if cut is None:
         return
-    fits = [n for n in range(1, spec.num_kv_heads + 1) if _divides(spec, n)]
+    sizes = (spec.num_heads, spec.num_kv_heads, spec.ffn_size)
+    fits = [n for n in range(1, spec.num_kv_heads + 1) if not any(size % n for size in sizes)]
     fits = [n for n in fits if cut_block(spec, names, n) is None]
     remedy = f"parallel.tp_size may be {', '.join(map(str, fits))}" if fits else "no tp_size fits"
     raise ValueError(
         f"{cut[0]} must be a multiple of {BLOCK[0]} with scales of blocks, got {cut[1]} with "
         f"parallel.tp_size {layout.tp_size}; {remedy}"
     )
-
-
-def _divides(spec: ModelSpec, tp_size: int) -> bool:
-    return not any(size % tp_size for size in (spec.num_heads, spec.num_kv_heads, spec.ffn_size))
 
 
 def cut_block(spec: ModelSpec, linears: Collection[str], tp_size: int) -> tuple[str, int] | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,19 +32,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Waitable(Protocol):
-    """A handle that `torch.distributed` returns for one collective, or for several together."""
-
-    def wait(self) -> object:
-        """Makes the current stream wait; on a CPU, the host."""
-        ...
-
-
 class Pending(NamedTuple):
     """A collective under way."""
 
     result: Tensor
-    work: Waitable | None
+    work: Any
+    """torch's handle of it, or of several together; None = it is done, or on this stream."""
     source: Tensor | None = None
     """Kept alive until the collective has read it."""
 

@@ -77,13 +77,13 @@ class CopyEngineCollectives:
 
     def all_reduce(self, x_TH: Tensor, lane: int) -> Tensor:
         x_TH = x_TH.contiguous()
-        self._run("all_reduce", x_TH, x_TH, x_TH.nbytes, lane, x_TH.dtype)
+        self._run("all_reduce", x_TH, x_TH, lane, x_TH.dtype)
         return x_TH
 
     def reduce_scatter(self, x_TH: Tensor, lane: int) -> Tensor:
         assert len(x_TH) % self.size == 0, f"{self.size} must divide the rows, got {len(x_TH)}"
         result = x_TH.new_empty(len(x_TH) // self.size, *x_TH.shape[1:])
-        self._run("reduce_scatter", x_TH.contiguous(), result, x_TH.nbytes, lane, x_TH.dtype)
+        self._run("reduce_scatter", x_TH.contiguous(), result, lane, x_TH.dtype)
         return result
 
     def all_gather(self, x_TH: Tensor, lane: int) -> Tensor:
@@ -94,7 +94,7 @@ class CopyEngineCollectives:
             # Bytes are moved as fp32, which one source that nothing is added to leaves as it is.
             assert x_TH.nbytes % 4 == 0, f"bytes must come in fours, got {x_TH.nbytes}"
             dtype = torch.float32
-        self._run("all_gather", x_TH, result, result.nbytes, lane, dtype)
+        self._run("all_gather", x_TH, result, lane, dtype)
         return result
 
     def close(self) -> None:
@@ -106,18 +106,13 @@ class CopyEngineCollectives:
         del self.group
 
     def _run(
-        self,
-        operation: Operation,
-        x: Tensor,
-        out: Tensor,
-        num_bytes: int,
-        lane: int,
-        dtype: torch.dtype,
+        self, operation: Operation, x: Tensor, out: Tensor, lane: int, dtype: torch.dtype
     ) -> None:
         """Enqueues all steps on the current stream with one call of the library."""
         if lane >= len(self._calls):
             raise RuntimeError(f"lane must be prepared, got {lane} of {len(self._calls)}")
-        arguments = self._calls[lane](operation, num_bytes, dtype)
+        whole_bytes = max(x.nbytes, out.nbytes)
+        arguments = self._calls[lane](operation, whole_bytes, dtype)
         arguments.x, arguments.out = x.data_ptr(), out.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         load_extension().call("exchange", arguments, stream)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.block_case import against_dense, blocks, dense_factors
 from tests.helpers.layout_sites import SPEC as SMALL
-from tests.helpers.layout_sites import sites_of_ranks
+from tests.helpers.layout_sites import join_shards, sites_of_ranks
 from tests.helpers.linear_case import Case
 from tests.helpers.planner_case import HARDWARE, memory_use
 from tests.helpers.tiny_models import make_tiny_model, random_factors
@@ -32,7 +32,7 @@ from tlora_megatron.layers.multi_adapter import (
     make_multi_adapter,
 )
 from tlora_megatron.layers.sites import make_site
-from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor, whole_tensors
+from tlora_megatron.layers.slab import factor_shape, initial_factor
 from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec, check_block_sizes
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
@@ -128,13 +128,8 @@ class TestSlab:
     ) -> None:
         lora = blocks(16, num_blocks)
         factors = random_factors(SPEC, lora)
-        slabs = []
-        for sites in sites_of_ranks(SPEC, tp_size, pp_size):
-            slabs.append(AdapterSlab(slab_layout(sites, lora), CPU))
-            slabs[-1].load(factors.__getitem__)
-        layouts = [slab.layout for slab in slabs]
-        whole = whole_tensors(layouts, [slab.master for slab in slabs], SPEC)
-        assert all(torch.equal(whole[name], factors[name]) for name in factors)
+        layouts = [slab_layout(sites, lora) for sites in sites_of_ranks(SPEC, tp_size, pp_size)]
+        join_shards(layouts, factors, SPEC)
         assert {layout.replicated_numel for layout in layouts} == {0}
         total = sum(factor.numel() for factor in factors.values())
         assert [layout.numel for layout in layouts] == [total // len(layouts)] * len(layouts)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.kernel_case import CASES, make_case, make_rows, reference, run_shared
-from tests.helpers.linear_case import error
+from tests.helpers.layout_sites import join_shards
 from tests.helpers.planner_case import FREE_LORA, HARDWARE, job, memory_use, step_cost
 from tests.helpers.planner_case import SPEC as PLANNED
 from tests.helpers.tiny_models import random_factors
@@ -20,10 +19,8 @@ from tlora_megatron.config.load import ignored_settings, load_config
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import make_site, stage_sites
-from tlora_megatron.layers.slab import AdapterSlab, whole_tensors
 from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
-from tlora_megatron.ops.lora.torch_ops import TorchOps
 from tlora_megatron.planner.candidate import SHARDINGS, Plan, misfit
 from tlora_megatron.planner.choices import (
     choose_lora_sharding,
@@ -103,55 +100,21 @@ def test_a_foreign_linear_cannot_be_entered() -> None:
         attach([(site, torch.nn.Linear(4, 4))], bank)
 
 
-def slabs_of(lora: LoraSpec, sharding: LoraSharding, tp_size: int) -> list[AdapterSlab]:
-    layout = ParallelLayout(tp_size=tp_size, lora_sharding=sharding)
-    sites = [stage_sites(SPEC, layout, tp_rank=r, pp_rank=0) for r in range(tp_size)]
-    return [AdapterSlab(slab_layout(held, lora), CPU) for held in sites]
-
-
 @pytest.mark.parametrize("rank", [1, 3, 6, 16])
 @pytest.mark.parametrize("targets", [HF_TARGETS, ("linear_qkv", "o_proj", "linear_fc1")])
 def test_s_lora_holds_every_element_once(rank: int, targets: tuple[str, ...]) -> None:
     lora = LoraSpec(rank=rank, target_modules=targets)
     factors = random_factors(SPEC, lora)
-    slabs = slabs_of(lora, "s_lora", 2)
-    for slab in slabs:
-        slab.master.fill_(torch.nan)
-        slab.load(factors.__getitem__)
+    layout = ParallelLayout(tp_size=2, lora_sharding="s_lora")
+    sites = [stage_sites(SPEC, layout, tp_rank=rank, pp_rank=0) for rank in range(2)]
+    slabs = join_shards([slab_layout(held, lora) for held in sites], factors, SPEC)
     assert all(slab.layout.replicated_numel == 0 for slab in slabs)
-    whole = whole_tensors([s.layout for s in slabs], [s.master for s in slabs], SPEC)
-    assert whole.keys() == factors.keys()
-    assert all(torch.equal(whole[name], factors[name]) for name in factors)
     total, held = sum(f.numel() for f in factors.values()), sum(s.layout.numel for s in slabs)
     if rank % 2:  # the last rank's part is filled up with zeros
         assert held > total
         assert sum(int((s.master == 0).sum()) for s in slabs) == held - total
     else:
         assert held == total
-
-
-LENGTHS = {"ragged": (5, 130, 70, 33), "absent": (0, 61, 0, 257)}
-
-
-@pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize("workload", LENGTHS)
-@pytest.mark.parametrize("linear", CASES)
-def test_ranks_that_share_make_the_definition(linear: str, workload: str, parts: int) -> None:
-    """The kernels' layouts: in test_triton_kernels.py and test_cuda_sharding.py."""
-    columns, ranks = CASES[linear]
-    lengths = LENGTHS[workload]
-    rows = make_rows(lengths, padding=7)
-    case = make_case(ranks, columns, 80, dtype=torch.float64)
-    x, dy = (torch.randn(rows.ends[-1], n, dtype=torch.float64) for n in (80, case.out_size))
-    found = run_shared(TorchOps(), case, x, dy, rows, parts)
-    for name, value in reference(case, x.clone(), dy, rows).items():
-        assert error(found[name], value) < 1e-6, name
-    counted = sum(
-        n * sum(-(-r // parts) * parts for r in slot)
-        for n, slot in zip(lengths, ranks, strict=True)
-    )
-    places = TorchOps().bind(case.factors, rows).rank_places(parts)
-    assert places.num_values == counted, "one value a row and rank row, nothing filled up beyond"
 
 
 def test_no_replicas_mean_less_memory_and_no_sum_over_tp() -> None:
