@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from tests.helpers.layout_sites import whole_tensors
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC
 from tlora_megatron.config.job import LoraSpec
@@ -24,7 +25,7 @@ from tlora_megatron.integrations.megatron.built.head import Targets, use_targets
 from tlora_megatron.integrations.megatron.built.own_compute import OwnCompute
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
-from tlora_megatron.layers.slab import AdapterSlab, whole_tensors
+from tlora_megatron.layers.slab import AdapterSlab
 from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing import (

@@ -23,7 +23,7 @@ class Ranks:
     """The collectives of `linear_layout`, and the bytes that a rank has sent."""
 
     def __init__(self, case: Case, view: Any, x_TK: Tensor, group: int | None) -> None:
-        self.rank, self.bytes, self.gathers = 0, 0, 0
+        self.rank = self.bytes = 0
         self._rows = encode_rows(x_TK, group=group)
         self.x_TK, self._view, self._case = x_TK, view, case
 
@@ -38,13 +38,13 @@ class Ranks:
         return [self._gathered(x) for x in tensors]
 
     def _gathered(self, x: Tensor) -> Pending:
-        self.bytes, self.gathers = self.bytes + x.nbytes, self.gathers + 1
+        self.bytes += x.nbytes
         whole = self._rows.codes_TK if x.dtype == torch.uint8 else self._rows.scales
         assert torch.equal(x, self.own(whole)), "a row's codes depend on the row alone"
         return Pending(whole.clone(), None)
 
     def all_gather_rows(self, x: Tensor, group: object) -> Tensor:
-        self.bytes, self.gathers = self.bytes + x.nbytes, self.gathers + 1
+        self.bytes += x.nbytes
         assert torch.equal(x, self.own(self.x_TK))
         return self.x_TK.clone()
 

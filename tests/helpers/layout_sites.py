@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
 from tlora_megatron.layers.sites import Site, stage_sites
+from tlora_megatron.layers.slab import AdapterSlab, find_whole_tensors
+from tlora_megatron.layers.slab_layout import SlabLayout
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 
@@ -29,3 +36,25 @@ def sites_of_ranks(spec: ModelSpec, tp_size: int, pp_size: int = 1) -> list[tupl
         for pp_rank in range(pp_size)
         for tp_rank in range(tp_size)
     ]
+
+
+def whole_tensors(
+    layouts: Sequence[SlabLayout], buffers: Sequence[Tensor], spec: ModelSpec
+) -> dict[str, Tensor]:
+    """Joins the flat buffers of all model-parallel ranks into whole canonical CPU tensors."""
+    found = find_whole_tensors(layouts, [buffer.cpu() for buffer in buffers], spec)
+    return {tensor.name: tensor.join(torch.empty(tensor.shape)) for tensor in found}
+
+
+def join_shards(
+    layouts: Sequence[SlabLayout], factors: Mapping[str, Tensor], spec: ModelSpec
+) -> list[AdapterSlab]:
+    """Loads whole factors into every rank's slab; joined, these must be the factors again."""
+    slabs = [AdapterSlab(layout, torch.device("cpu")) for layout in layouts]
+    for slab in slabs:
+        slab.master.fill_(torch.nan)
+        slab.load(factors.__getitem__)
+    whole = whole_tensors(layouts, [slab.master for slab in slabs], spec)
+    assert whole.keys() == factors.keys()
+    assert all(torch.equal(whole[name], factors[name]) for name in factors)
+    return slabs

@@ -44,9 +44,7 @@ def _check_with_core(root: Path, *, tp: int = 1, pp: int = 1) -> None:
     from tlora_megatron.model.layout import ParallelLayout
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    layout = ParallelLayout.for_world(
-        world_size, tp_size=tp, pp_size=pp, cp_size=1, sequence_parallel=False
-    )
+    layout = ParallelLayout(tp_size=tp, pp_size=pp).for_world(world_size)
     initialize_parallel(layout)
     if not torch.cuda.is_available():
         # Tied weights of two pipeline stages are moved there to be made equal.

@@ -15,12 +15,13 @@ def options_of(variant: str) -> dict[str, str]:
 
 
 def layout_of(options: dict[str, str]) -> ParallelLayout:
-    return ParallelLayout.for_world(
-        int(os.environ.get("WORLD_SIZE", "1")), tp_size=int(options.get("tp", 1)),
-        pp_size=int(options.get("pp", 1)), cp_size=int(options.get("cp", 1)),
-        sequence_parallel="sp" in options, ep_size=int(options.get("ep", 1)),
+    tp_size, pp_size, cp_size, ep_size = (int(options.get(x, 1)) for x in ("tp", "pp", "cp", "ep"))
+    layout = ParallelLayout(
+        tp_size=tp_size, pp_size=pp_size, cp_size=cp_size, ep_size=ep_size,
+        sequence_parallel="sp" in options,
         expert_tp_size=int(options["etp"]) if "etp" in options else None,
     )  # fmt: skip
+    return layout.for_world(int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def begin_world() -> torch.device:

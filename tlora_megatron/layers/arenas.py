@@ -255,13 +255,6 @@ class _Span(NamedTuple):
     begin: int
     end: int
 
-    @property
-    def output(self) -> slice:
-        """Output columns that it adds to."""
-        columns = self.shard.columns
-        assert columns.groups == 1, "a target's columns of an expert lie side by side"
-        return slice(columns.begin, columns.begin + columns.width)
-
 
 def expert_factors(
     site: Site, slabs: Sequence[AdapterSlab], scaling: Tensor, dtype: torch.dtype
@@ -319,14 +312,21 @@ def _spans(site: Site, slab: AdapterSlab, begin: int) -> Iterator[_Span]:
 
 
 def _target(span: _Span, slab: AdapterSlab, arenas: ExpertArenas) -> ExpertTarget:
-    grads, ranks = slab.grad_views(), slice(span.begin, span.end)
+    grads, ranks, columns = slab.grad_views(), slice(span.begin, span.end), _outputs(span.shard)
     return ExpertTarget(
-        columns=span.output,
+        columns=columns,
         lora_a=arenas.lora_a[:, ranks],
-        lora_b=arenas.lora_b[:, ranks, span.output],
+        lora_b=arenas.lora_b[:, ranks, columns],
         grad_a=grads[f"{span.shard.name}.lora_a"],
         grad_b=grads[f"{span.shard.name}.lora_b"],
     )
+
+
+def _outputs(shard: TargetShard) -> slice:
+    """Returns the output columns that an expert's target adds to."""
+    columns = shard.columns
+    assert columns.groups == 1, "a target's columns of an expert lie side by side"
+    return slice(columns.begin, columns.begin + columns.width)
 
 
 OuterCopy = Mapping[str, Tensor]
@@ -382,10 +382,7 @@ def _sides(
         for which in ("lora_a", "lora_b"):
             name = f"{shard.name}.{which}"
             weight, grad = copy[name], grads[name]
-            columns = slice(0, shard.in_size)
-            if which == "lora_b":
-                assert shard.columns.groups == 1, "a target's columns of an expert lie side by side"
-                columns = slice(shard.columns.begin, shard.columns.begin + shard.columns.width)
+            columns = slice(0, shard.in_size) if which == "lora_a" else _outputs(shard)
             if lora.is_shared(shard.target, which):
                 shared.append(OuterTarget(columns, ranks, weight[None], grad[None]))
             else:

@@ -224,11 +224,9 @@ def multi_lora_linear(
     lane: Lane | None = None,
 ) -> Tensor:
     """Returns `[..., N]` of x `[..., K]`, differentiable in x; without factors the base alone."""
-
-    def compute(x_TK: Tensor) -> Computed:
-        return _compute(x_TK, base, bias_N, strategy, view, lane)
-
-    return MultiLoRALinear.apply(x, None, compute)
+    return MultiLoRALinear.apply(
+        x, None, lambda x_TK: _compute(x_TK, base, bias_N, strategy, view, lane)
+    )
 
 
 def frozen_linear(x: Tensor, base: Base, bias_N: Tensor | None, layout: LinearLayout) -> Tensor:

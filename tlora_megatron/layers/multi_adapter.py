@@ -273,10 +273,6 @@ def _keep_quantised_weight(module: Any) -> None:
         object.__setattr__(module, "tlora_trained_once", True)
 
 
-_MIXINS = (MegatronLinearMixin, BlackBoxMixin)
-"""Those that `attach` chooses between."""
-
-
 @functools.cache
 def _multi_adapter_class(mixin: Any, base: Any) -> type[nn.Module]:
     return type(f"MultiLoRA{base.__name__}", (mixin, base), {"__module__": __name__})
@@ -306,7 +302,8 @@ def attach(
     """
     for site, module in linears:
         linear: Any = module
-        if not isinstance(module, MultiAdapter) or isinstance(module, _MIXINS):
+        ours = (MegatronLinearMixin, BlackBoxMixin)
+        if not isinstance(module, MultiAdapter) or isinstance(module, ours):
             mixin: type[MultiAdapter] = MegatronLinearMixin
             if black_box or not hasattr(module, "_forward_impl"):
                 _check_black_box(site, module, bank)

@@ -94,29 +94,19 @@ class FoldStrategy:
         """Returns y `[T, N]`; see `GemmStrategy.forward`."""
         bound = self._bound(view)
         if isinstance(x, QuantisedInput):
-            return self._of_codes(x, bound, base, bias_N, lane)
-        full_TK = self.layout.gather_input(x) if lane is None else x
-        y_TN, s = bound.forward(full_TK, base, bias_N)
-        local = x if lane is None else lane.take_local()
-        saved, sums_ds = full_TK, False
-        if self._sums_ds and local is not None:
-            saved, sums_ds = local.flatten(0, -2), True
+            assert isinstance(base, QuantWeight), "codes come from a base that has them"
+            assert x.s is not None, "adapters' s comes with the codes"
+            y_TN = bound.product(x.x_WK, KnownRows(base, x.rows), bias_N, x.s)
+            saved, s, sums_ds = x.x_WK, x.s, True
+        else:
+            full_TK = self.layout.gather_input(x) if lane is None else x
+            y_TN, s = bound.forward(full_TK, base, bias_N)
+            local = x if lane is None else lane.take_local()
+            saved, sums_ds = full_TK, False
+            if self._sums_ds and local is not None:
+                saved, sums_ds = local.flatten(0, -2), True
         backward = FoldBackward(bound, self.layout, lane, sums_ds)
         return Computed(y_TN, (saved, s, base), backward.run)
-
-    def _of_codes(
-        self,
-        x: QuantisedInput,
-        bound: BoundLinear,
-        base: Base,
-        bias_N: Tensor | None,
-        lane: Lane | None,
-    ) -> Computed:
-        assert isinstance(base, QuantWeight), "codes come from a base that has them"
-        assert x.s is not None, "adapters' s comes with the codes"
-        y_TN = bound.product(x.x_WK, KnownRows(base, x.rows), bias_N, x.s)
-        backward = FoldBackward(bound, self.layout, lane, sums_ds=True)
-        return Computed(y_TN, (x.x_WK, x.s, base), backward.run)
 
 
 class FoldBackward(NamedTuple):

@@ -300,8 +300,9 @@ class WholeTensor(NamedTuple):
     def as_stored(self) -> Tensor | None:
         """Returns the tensor where it lies if one part is all of it; None if it must be joined."""
         factor, part = self.parts[0]
-        whole = factor.is_whole_as_stored and tuple(part.shape) == self.shape
-        return part if whole else None
+        everything = (slice(None), slice(None))
+        is_all = factor.which == "lora_a" and factor.held == everything
+        return part if is_all and tuple(part.shape) == self.shape else None
 
 
 def find_whole_tensors(
@@ -316,14 +317,6 @@ def find_whole_tensors(
     return [
         WholeTensor(name, factor_shape(spec, name, lora), found) for name, found in parts.items()
     ]
-
-
-def whole_tensors(
-    layouts: Sequence[SlabLayout], buffers: Sequence[Tensor], spec: Backbone
-) -> dict[str, Tensor]:
-    """Joins the flat buffers of all model-parallel ranks into whole canonical CPU tensors."""
-    found = find_whole_tensors(layouts, [buffer.cpu() for buffer in buffers], spec)
-    return {tensor.name: tensor.join(torch.empty(tensor.shape)) for tensor in found}
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:

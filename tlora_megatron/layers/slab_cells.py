@@ -49,11 +49,6 @@ class _Piece(NamedTuple):
         """The key that pieces of one strided view share."""
         return self.row_size, self.packed_row_size, self.num_rows, self.num_columns
 
-    @property
-    def lies_as_packed(self) -> bool:
-        """True if its elements lie at the same places in both buffers."""
-        return self.begin == self.packed_begin and self.row_size == self.packed_row_size
-
 
 class _Run(NamedTuple):
     """Pieces at constant strides."""
@@ -187,7 +182,9 @@ class SlabCells:
                 found = list(self._pieces(factor, atom, packed))
                 pieces += found
                 packed += factor.shape[0] * sum(piece.num_columns for piece in found)
-        is_slab = packed == self.numel and all(piece.lies_as_packed for piece in pieces)
+        is_slab = packed == self.numel and all(
+            p.begin == p.packed_begin and p.row_size == p.packed_row_size for p in pieces
+        )
         return PackedPart(tuple(_joined(pieces)), packed, is_slab)
 
     def _pieces(self, factor: Factor, atom: int, packed: int) -> Iterator[_Piece]:

@@ -96,12 +96,6 @@ class Factor(NamedTuple):
         """Returns this rank's experts of the whole tensor, a view."""
         return whole if self.experts is None else whole[self.experts.start : self.experts.stop]
 
-    @property
-    def is_whole_as_stored(self) -> bool:
-        """True if the part is the whole canonical tensor, in its orientation."""
-        everything = slice(None)
-        return self.which == "lora_a" and self.held == (everything, everything)
-
     def blocks(self, local: Tensor) -> Tensor:
         """Returns a view `[num_blocks, rank of a block, features of a block]` of the factor."""
         if self.which == "lora_a":
@@ -144,14 +138,11 @@ class SlabLayout(NamedTuple):
         if run:
             yield tuple(run)
 
-    def split(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """Returns the factors as flat views of a flat buffer, in layout order, by one call."""
-        return buffer.split_with_sizes([f.numel for f in self.factors])
-
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Returns the factors as views of a flat buffer, in layout order."""
-        parts = zip(self.split(buffer), self.factors, strict=True)
-        return [part.view(factor.shape) for part, factor in parts]
+        parts = buffer.split_with_sizes([factor.numel for factor in self.factors])
+        pairs = zip(parts, self.factors, strict=True)
+        return [part.view(factor.shape) for part, factor in pairs]
 
 
 def slab_layout(sites: Sequence[Site], lora: LoraSpec) -> SlabLayout:
@@ -189,8 +180,8 @@ def _lay_out(sites: Sequence[Site], lora: LoraSpec, offset: int) -> tuple[list[F
             factors.append(make(site, shard, which, offset, lora))
             offset += factors[-1].numel
         numels.append(offset - begin)
-    replicates = _replicates(sites) and not lora.is_block_diagonal
-    return factors, numels[0] if replicates else 0
+    shared = any(site.tp_size > 1 and site.lora_sharding != "s_lora" for site in sites)
+    return factors, numels[0] if shared and not lora.is_block_diagonal else 0
 
 
 def _wanted(
@@ -226,14 +217,21 @@ def _factor(site: Site, shard: TargetShard, which: _Which, offset: int, lora: Lo
         ranks = whole
     is_block = which == lora.block_factor(shard.target)
     blocks = lora.num_blocks // site.tp_size if is_block else 1
+    rows, columns = _held(shard, which)
     if which == "lora_a":
         # Blocks below one another: those of some rows of the rank are whole rows.
-        columns = whole if is_block or shard.lora_a_columns is None else shard.lora_a_columns
         shape = (rank, shard.in_size // blocks)
-        return Factor(shard, which, offset, shape, (ranks, columns), blocks)
-    rows = whole if shard.lora_b_rows is None else shard.lora_b_rows
+        return Factor(shard, which, offset, shape, (ranks, whole if is_block else columns), blocks)
     shape = (rank // blocks, shard.columns.size)
     return Factor(shard, which, offset, shape, (rows, whole if is_block else ranks), blocks)
+
+
+def _held(shard: TargetShard, which: _Which) -> tuple[slice | Tensor, slice]:
+    """Returns a rank's rows and columns of a whole factor, as the base's weight is cut."""
+    whole = slice(None)
+    if which == "lora_a":
+        return whole, shard.lora_a_columns or whole
+    return whole if shard.lora_b_rows is None else shard.lora_b_rows, whole
 
 
 def _expert_factor(
@@ -241,14 +239,9 @@ def _expert_factor(
 ) -> Factor:
     """Returns one factor of the routed experts that this rank holds: a matrix for each."""
     assert site.experts is not None, "a dense linear"
-    count, rank, whole = len(site.experts), lora.rank_of(shard.target), slice(None)
-    if which == "lora_a":
-        columns = whole if shard.lora_a_columns is None else shard.lora_a_columns
-        shape = (count, rank, shard.in_size)
-        return Factor(shard, which, offset, shape, (whole, columns), experts=site.experts)
-    rows = whole if shard.lora_b_rows is None else shard.lora_b_rows
-    shape = (count, rank, shard.columns.size)
-    return Factor(shard, which, offset, shape, (rows, whole), experts=site.experts)
+    size = shard.in_size if which == "lora_a" else shard.columns.size
+    shape = (len(site.experts), lora.rank_of(shard.target), size)
+    return Factor(shard, which, offset, shape, _held(shard, which), experts=site.experts)
 
 
 def _shared_factor(
@@ -263,7 +256,3 @@ def _shared_factor(
     own = site.own_outputs
     rows = slice(own.begin, own.begin + own.width)
     return Factor(shard, which, offset, (lora.rank, own.width), (rows, slice(None)))
-
-
-def _replicates(sites: Sequence[Site]) -> bool:
-    return any(site.tp_size > 1 and site.lora_sharding != "s_lora" for site in sites)

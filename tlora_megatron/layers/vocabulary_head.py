@@ -63,12 +63,10 @@ class VocabularyHead:
         self._output_layer = output_layer
         self.tp_group = groups.tp_group
         self.tp_size = groups.layout.tp_size
-        self.is_split = self.tp_size > 1
         self.gathers = groups.layout.sequence_parallel
         columns = len(self.weight_VH)
-        self.first_column = groups.tp_rank * columns
-        self.valid = max(0, min(columns, vocab_size - self.first_column))
-        self.shard = VocabularyShard(self.tp_group, self.is_split, self.first_column)
+        self.shard = VocabularyShard(self.tp_group, self.tp_size > 1, groups.tp_rank * columns)
+        self.valid = max(0, min(columns, vocab_size - self.shard.first_column))
 
     @property
     def weight_VH(self) -> Tensor:
@@ -133,7 +131,7 @@ class VocabularyHead:
             torch.index_select(hidden_TH, 0, rows, out=hidden_nH[:size])
             hidden_nH[size:] = 0
             torch.index_select(labels_T, 0, rows, out=labels_n[:size])
-            labels_n[:size] -= self.first_column
+            labels_n[:size] -= self.shard.first_column
             labels_n[size:] = -1
             torch.mm(hidden_nH, self.weight_VH.t(), out=logits_nV)
             yield _Chunk(begin, end, logits_nV, labels_n)
@@ -141,7 +139,7 @@ class VocabularyHead:
     def chunk_losses(self, chunk: _Chunk, *, gradient: bool) -> Tensor:
         """Returns losses of a run's rows, fp32 `[height]`; may write gradients over the logits."""
         logits_nV, labels_n = chunk.logits_nV, chunk.labels_n
-        if not self.is_split:
+        if not self.shard.is_split:
             return cross_entropy_(logits_nV, labels_n, self.valid, gradient=gradient)
         parts_3n = row_statistics(logits_nV, labels_n, self.valid)
         all_parts = all_gather_rows(parts_3n, self.tp_group).view(self.tp_size, *parts_3n.shape)
@@ -186,7 +184,7 @@ class _HeadLosses(torch.autograd.Function):
         head: VocabularyHead = ctx.head
         scaled_nH = torch.empty_like(grads_nH)
         torch.mul(grads_nH, dlosses_T[rows_n][:, None], out=scaled_nH)
-        if head.is_split and not head.gathers:
+        if head.shard.is_split and not head.gathers:
             scaled_nH = all_reduce(scaled_nH, head.tp_group).wait()
         dhidden_TH = scaled_nH.new_zeros(len(dlosses_T), scaled_nH.shape[1])
         dhidden_TH[rows_n] = scaled_nH

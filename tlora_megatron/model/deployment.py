@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from tlora_megatron.config.reader import read_spec
 from tlora_megatron.config.schema import ParallelSpec, Recompute, ReplicaSpec
@@ -121,7 +121,12 @@ class Deployment:
     @classmethod
     def from_specs(cls, specs: Sequence[ReplicaSpec]) -> Deployment:
         """Returns the deployment that the key `parallel.replicas` describes."""
-        return cls.of(_layout(spec) for spec in specs for _ in range(spec.count))
+        names = [field.name for field in fields(ReplicaLayout)]
+        return cls.of(
+            ReplicaLayout(**{name: getattr(spec, name) for name in names})
+            for spec in specs
+            for _ in range(spec.count)
+        )
 
     @classmethod
     def parse(cls, text: str) -> Deployment:
@@ -132,7 +137,7 @@ class Deployment:
     def __str__(self) -> str:
         """The short form, which `parse` reads."""
         runs = ((layout, len(list(run))) for layout, run in itertools.groupby(self.replicas))
-        return short_form([_spec(layout, count) for layout, count in runs])
+        return short_form([ReplicaSpec(count=n, **asdict(layout)) for layout, n in runs])
 
     @classmethod
     def for_world(cls, specs: Sequence[ReplicaSpec], world_size: int) -> Deployment:
@@ -234,8 +239,7 @@ def lay_out_world(parallel: ParallelSpec, world_size: int) -> ParallelLayout | D
         deployment = Deployment.for_world(parallel.replicas, world_size)
         if not deployment.is_alike:
             return deployment
-    return ParallelLayout.for_world(
-        world_size,
+    layout = ParallelLayout(
         tp_size=parallel.tp_size,
         pp_size=parallel.pp_size,
         cp_size=parallel.cp_size,
@@ -245,26 +249,4 @@ def lay_out_world(parallel: ParallelSpec, world_size: int) -> ParallelLayout | D
         ep_size=parallel.ep_size,
         expert_tp_size=parallel.expert_tp_size,
     )
-
-
-def _layout(spec: ReplicaSpec) -> ReplicaLayout:
-    return ReplicaLayout(
-        tp_size=spec.tp_size,
-        pp_size=spec.pp_size,
-        cp_size=spec.cp_size,
-        sequence_parallel=spec.sequence_parallel,
-        micro_batch_tokens=spec.micro_batch_tokens,
-        recompute=spec.recompute,
-    )
-
-
-def _spec(layout: ReplicaLayout, count: int) -> ReplicaSpec:
-    return ReplicaSpec(
-        count=count,
-        tp_size=layout.tp_size,
-        pp_size=layout.pp_size,
-        cp_size=layout.cp_size,
-        sequence_parallel=layout.sequence_parallel,
-        micro_batch_tokens=layout.micro_batch_tokens,
-        recompute=layout.recompute,
-    )
+    return layout.for_world(world_size)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tlora_megatron.model.deployment import ReplicaRate
@@ -86,11 +87,6 @@ class Assignment(NamedTuple):
     """Predicted time of each replica, without its micro-batches' fixed part."""
     bound_ps: int
     """No assignment ends sooner."""
-
-    @property
-    def makespan_ps(self) -> int:
-        """Predicted time of the replica that ends last."""
-        return max(self.ends_ps)
 
 
 def assign(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> Assignment:
@@ -218,13 +214,13 @@ def _assign_alike(
     return Assignment(tuple(replicas), tuple(end for end, _ in by_replica), bound)
 
 
+@dataclass(slots=True)
 class _Class:
     """Sequences of about one length, which fit into the same kinds."""
 
-    __slots__ = ("longest", "rows", "squares")
-
-    def __init__(self) -> None:
-        self.rows = self.squares = self.longest = 0
+    rows: int = 0
+    squares: int = 0
+    longest: int = 0
 
     def add(self, rows: int) -> None:
         self.rows += rows

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tlora_megatron.model import gpt_oss
+from tlora_megatron.model.config_values import count, positive
 
 ExpertPart = Literal["gate_proj", "up_proj", "down_proj"]
 EXPERT_PARTS: tuple[ExpertPart, ...] = ("gate_proj", "up_proj", "down_proj")
@@ -90,33 +91,30 @@ def refuse_experts(experts: ExpertsSpec | None, what: str) -> None:
         )
 
 
+_QWEN_MOE: dict[str, Any] = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "head_dim": None,
+    "max_position_embeddings": 32768,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "norm_topk_prob": False,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {
+    "qwen3_moe": _QWEN_MOE
+    | {
         "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "head_dim": None,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
         "moe_intermediate_size": 768,
         "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
     },
-    "qwen2_moe": {
+    "qwen2_moe": _QWEN_MOE
+    | {
         "num_key_value_heads": 16,
-        "max_position_embeddings": 32768,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
         "max_window_layers": 28,
-        "head_dim": None,
         "qkv_bias": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
         "num_experts_per_tok": 4,
-        "norm_topk_prob": False,
     },
     "mixtral": {
         "num_key_value_heads": 8,
@@ -146,27 +144,23 @@ def read_experts(values: dict[str, Any]) -> ExpertsSpec | None:
     is_mixtral, is_gpt_oss = kind == "mixtral", kind == gpt_oss.MODEL_TYPE
     _check_unsupported(values)
     num_experts = _num_experts(values)
-    top_k = _count("num_experts_per_tok", values["num_experts_per_tok"])
+    glu = None
+    if is_gpt_oss:
+        alpha, limit = (positive(values, f"swiglu_{name}") for name in ("alpha", "limit"))
+        glu = ClampedGlu(alpha=alpha, limit=limit)
+    top_k = count(values, "num_experts_per_tok")
     if top_k > num_experts:
         raise ValueError(f"num_experts_per_tok must be at most {num_experts}, got {top_k}")
     ffn = "intermediate_size" if is_mixtral or is_gpt_oss else "moe_intermediate_size"
     return ExpertsSpec(
         num_experts=num_experts,
         top_k=top_k,
-        ffn_size=_count(ffn, values[ffn]),
+        ffn_size=count(values, ffn),
         normalizes=is_mixtral or is_gpt_oss or bool(values["norm_topk_prob"]),
         keeps_fp32=is_mixtral,
         block="block_sparse_moe" if is_mixtral else "mlp",
-        glu=_clamped_glu(values) if is_gpt_oss else None,
+        glu=glu,
     )
-
-
-def _clamped_glu(values: dict[str, Any]) -> ClampedGlu:
-    for key in ("swiglu_alpha", "swiglu_limit"):
-        value = values[key]
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise ValueError(f"{key} must be a positive number, got {value!r}")
-    return ClampedGlu(alpha=float(values["swiglu_alpha"]), limit=float(values["swiglu_limit"]))
 
 
 def _check_unsupported(values: dict[str, Any]) -> None:
@@ -192,10 +186,4 @@ def _num_experts(values: dict[str, Any]) -> int:
             f"{given['num_local_experts']!r} and {given['num_experts']!r}"
         )
     name, value = next(iter(given.items()), ("num_experts", _NUM_EXPERTS[values["model_type"]]))
-    return _count(name, value)
-
-
-def _count(key: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} must be an integer of at least 1, got {value!r}")
-    return value
+    return count({name: value}, name)

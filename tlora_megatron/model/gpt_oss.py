@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tlora_megatron.model.config_values import count, positive
+
 MODEL_TYPE = "gpt_oss"
 FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULTS: dict[str, Any] = {
@@ -92,9 +94,7 @@ def _read_windows(values: Mapping[str, Any], num_layers: int) -> tuple[int | Non
         raise ValueError(
             f"layer_types must be {FULL} or {SLIDING} for each of {num_layers} layers, got {kinds}"
         )
-    window = values["sliding_window"]
-    if SLIDING in kinds and (type(window) is not int or window < 1):
-        raise ValueError(f"sliding_window must be an integer of at least 1, got {window!r}")
+    window = count(values, "sliding_window") if SLIDING in kinds else None
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
@@ -104,30 +104,20 @@ def _read_yarn(values: Mapping[str, Any], rope: Mapping[str, Any]) -> Yarn:
             raise ValueError(f"{key} must be absent from rope_parameters, got {rope[key]!r}")
     key = "original_max_position_embeddings"
     # transformers lets the key outside win.
-    original = values.get(key, rope.get(key))
-    if type(original) is not int or original < 1:
-        raise ValueError(f"{key} must be an integer of at least 1, got {original!r}")
+    original = count(values if key in values else rope, key)
     truncates = rope.get("truncate", True)
     if type(truncates) is not bool:
         raise ValueError(f"truncate must be true or false, got {truncates!r}")
-    factor = _positive(rope, "factor", None)
+    factor = positive(rope, "factor")
     scales_by = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     return Yarn(
         factor=factor,
-        beta_fast=_positive(rope, "beta_fast", 32.0),
-        beta_slow=_positive(rope, "beta_slow", 1.0),
+        beta_fast=positive(rope, "beta_fast", default=32.0),
+        beta_slow=positive(rope, "beta_slow", default=1.0),
         original_positions=original,
         truncates=truncates,
-        attention_factor=_positive(rope, "attention_factor", scales_by),
+        attention_factor=positive(rope, "attention_factor", default=scales_by),
     )
-
-
-def _positive(rope: Mapping[str, Any], key: str, default: float | None) -> float:
-    value = rope.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"{key} must be a positive number, got {value!r}")
-    return float(value)
 
 
 def refuse_gpt_oss(model_type: str, what: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from tlora_megatron.config.schema import Recompute
@@ -49,49 +49,27 @@ class ParallelLayout:
     lora_sharding: LoraSharding = "fold"
     """Sharding of standard adapters; without tensor parallelism all shardings are the same."""
 
-    @classmethod
-    def for_world(
-        cls,
-        world_size: int,
-        *,
-        tp_size: int,
-        pp_size: int,
-        cp_size: int,
-        sequence_parallel: bool,
-        first_stage_layers: int | None = None,
-        last_stage_layers: int | None = None,
-        ep_size: int = 1,
-        expert_tp_size: int | None = None,
-    ) -> ParallelLayout:
+    def for_world(self, world_size: int) -> ParallelLayout:
         """Lays out `world_size` processes; those left after TP, PP and CP are data-parallel.
 
         Raises:
             ValueError: if `world_size` is not a multiple of `tp_size * pp_size * cp_size`, or the
                 ranks of a pipeline stage not of `expert_tp_size * ep_size`.
         """
-        model = tp_size * pp_size * cp_size
+        model = self.tp_size * self.pp_size * self.cp_size
         if world_size % model:
             raise ValueError(
                 f"world size must be a multiple of tp_size * pp_size * cp_size = {model}, "
                 f"got {world_size}"
             )
-        shared = ep_size * (expert_tp_size or tp_size)
-        if world_size // pp_size % shared:
+        shared = self.ep_size * self.expert_tp
+        if world_size // self.pp_size % shared:
             raise ValueError(
                 f"processes of a pipeline stage must be a multiple of ep_size * expert_tp_size = "
-                f"{shared}, got {world_size // pp_size}"
+                f"{shared}, got {world_size // self.pp_size}"
             )
-        return cls(
-            tp_size=tp_size,
-            pp_size=pp_size,
-            cp_size=cp_size,
-            dp_size=world_size // model,
-            sequence_parallel=sequence_parallel and tp_size > 1,
-            first_stage_layers=first_stage_layers,
-            last_stage_layers=last_stage_layers,
-            ep_size=ep_size,
-            expert_tp_size=expert_tp_size,
-        )
+        sequence_parallel = self.sequence_parallel and self.tp_size > 1
+        return replace(self, dp_size=world_size // model, sequence_parallel=sequence_parallel)
 
     @property
     def expert_tp(self) -> int:

@@ -68,12 +68,14 @@ def read_published_format(config_json: Path) -> PublishedFormat | None:
 
     Also None for gpt-oss in MXFP4, which is decoded as it is read.
     """
-    raw = _stated(config_json)
-    if raw is None or (_is_mxfp4(raw) and _read(config_json).get("model_type") == MODEL_TYPE):
+    values = _read(config_json)
+    raw = values.get(_KEY)
+    is_mxfp4 = isinstance(raw, dict) and raw.get("quant_method") == "mxfp4"
+    if raw is None or (is_mxfp4 and values.get("model_type") == MODEL_TYPE):
         return None
     try:
         return _parse(raw)
-    except _Unsupported as error:
+    except ValueError as error:
         raise ValueError(f"{error} in {_KEY} of {config_json}") from None
 
 
@@ -85,17 +87,9 @@ def _read(config_json: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _stated(config_json: Path) -> Any:
-    return _read(config_json).get(_KEY)
-
-
-def _is_mxfp4(stated: Any) -> bool:
-    return isinstance(stated, dict) and stated.get("quant_method") == "mxfp4"
-
-
 def refuse_published(config_json: Path, where: str) -> None:
     """Refuses a folder of FP8 weights where a trainer of somebody else's would read it."""
-    stated = _stated(config_json)
+    stated = _read(config_json).get(_KEY)
     if isinstance(stated, dict) and stated.get("quant_method") in _METHODS:
         raise ValueError(
             f"base_model.path must hold weights that are not quantised under {where}, got FP8 ones "
@@ -103,12 +97,8 @@ def refuse_published(config_json: Path, where: str) -> None:
         )
 
 
-class _Unsupported(Exception):
-    """A refusal whose message lacks only the file's name."""
-
-
-def _must(name: str, rule: str, value: Any) -> _Unsupported:
-    return _Unsupported(f"{name} must {rule}, got {json.dumps(value)}")
+def _must(name: str, rule: str, value: Any) -> ValueError:
+    return ValueError(f"{name} must {rule}, got {json.dumps(value)}")
 
 
 def _parse(raw: Any) -> PublishedFormat:
@@ -334,17 +324,14 @@ def check_block_layout(
     cut = cut_block(spec, names, layout.tp_size)
     if cut is None:
         return
-    fits = [n for n in range(1, spec.num_kv_heads + 1) if _divides(spec, n)]
+    sizes = (spec.num_heads, spec.num_kv_heads, spec.ffn_size)
+    fits = [n for n in range(1, spec.num_kv_heads + 1) if not any(size % n for size in sizes)]
     fits = [n for n in fits if cut_block(spec, names, n) is None]
     remedy = f"parallel.tp_size may be {', '.join(map(str, fits))}" if fits else "no tp_size fits"
     raise ValueError(
         f"{cut[0]} must be a multiple of {BLOCK[0]} with scales of blocks, got {cut[1]} with "
         f"parallel.tp_size {layout.tp_size}; {remedy}"
     )
-
-
-def _divides(spec: ModelSpec, tp_size: int) -> bool:
-    return not any(size % tp_size for size in (spec.num_heads, spec.num_kv_heads, spec.ffn_size))
 
 
 def cut_block(spec: ModelSpec, linears: Collection[str], tp_size: int) -> tuple[str, int] | None:
@@ -365,7 +352,12 @@ def quantised_on_reading(spec: ModelSpec, unquantised: Sequence[str]) -> BaseQua
     Raises:
         ValueError: if it names a layer that the model lacks.
     """
-    _check_layers(spec, unquantised)
+    for name in unquantised:
+        number = name.removeprefix("layers.").split(".")[0]
+        if name not in (EMBEDDING, HEAD) and number.isdigit() and int(number) >= spec.num_layers:
+            raise ValueError(
+                f"base_model.unquantised must name layers 0 to {spec.num_layers - 1}, got {name}"
+            )
     return BaseQuantisation(
         format="e4m3, one scale an output channel",
         kind="channel",
@@ -376,12 +368,3 @@ def quantised_on_reading(spec: ModelSpec, unquantised: Sequence[str]) -> BaseQua
             if not is_unquantised(unquantised, layer, targets[0])
         ),
     )
-
-
-def _check_layers(spec: ModelSpec, names: Iterable[str]) -> None:
-    for name in names:
-        number = name.removeprefix("layers.").split(".")[0]
-        if name not in (EMBEDDING, HEAD) and number.isdigit() and int(number) >= spec.num_layers:
-            raise ValueError(
-                f"base_model.unquantised must name layers 0 to {spec.num_layers - 1}, got {name}"
-            )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlora_megatron.config.job import EXPERT_TARGETS, HF_TARGETS, SHARED_EXPERT_TARGETS
+from tlora_megatron.model.config_values import count, positive
 from tlora_megatron.model.experts import DEFAULTS as _EXPERT_DEFAULTS
 from tlora_megatron.model.experts import ExpertsSpec, read_experts
 from tlora_megatron.model.gpt_oss import MODEL_TYPE, ROPE_DEFAULTS, GptOssAttention, read_attention
@@ -210,54 +210,43 @@ def read_model_spec(config_json: Path) -> ModelSpec:
         raise ValueError(f"{config_json} must hold a JSON object, got {raw!r}")
     try:
         return _parse(_with_defaults(raw))
-    except _Unsupported as error:
+    except ValueError as error:
         raise ValueError(f"{error} in {config_json}") from None
-
-
-class _Unsupported(Exception):
-    """A refusal whose message lacks only the file's name."""
 
 
 def _with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise _Unsupported(f"model_type must be one of {supported}, got {model_type!r}")
+        raise ValueError(f"model_type must be one of {supported}, got {model_type!r}")
     for key in _REQUIRED:
         if key not in raw:
-            raise _Unsupported(f"{key} must be set, got only {', '.join(sorted(raw))}")
+            raise ValueError(f"{key} must be set, got only {', '.join(sorted(raw))}")
     return _SHARED_DEFAULTS | _DEFAULTS[model_type] | raw
 
 
 def _parse(values: dict[str, Any]) -> ModelSpec:
     if values["hidden_act"] != "silu":
-        raise _Unsupported(f"hidden_act must be silu, got {values['hidden_act']!r}")
+        raise ValueError(f"hidden_act must be silu, got {values['hidden_act']!r}")
     if not values.get("is_causal", True):
-        raise _Unsupported(
+        raise ValueError(
             f"is_causal must be true (a token sees none behind it), got {values['is_causal']!r}"
         )
     is_gpt_oss = values["model_type"] == MODEL_TYPE
     for key in ("mlp_bias",) if is_gpt_oss else ("attention_bias", "mlp_bias"):
         if values[key]:
-            raise _Unsupported(f"{key} must be false, got {values[key]!r}")
-    layers, hidden, heads, ffn, vocab = (_count(values, key) for key in _REQUIRED)
-    try:
-        experts = read_experts(values)
-    except ValueError as error:
-        raise _Unsupported(str(error)) from None
-    kv_heads = _count(values, "num_key_value_heads", default=heads)
+            raise ValueError(f"{key} must be false, got {values[key]!r}")
+    layers, hidden, heads, ffn, vocab = (count(values, key) for key in _REQUIRED)
+    experts = read_experts(values)
+    kv_heads = count(values, "num_key_value_heads", default=heads)
     if heads % kv_heads:
-        raise _Unsupported(
+        raise ValueError(
             f"num_attention_heads must be a multiple of num_key_value_heads={kv_heads}, got {heads}"
         )
-    head_dim = _count(values, "head_dim", default=hidden // heads)
+    head_dim = count(values, "head_dim", default=hidden // heads)
     if head_dim % 2:
-        raise _Unsupported(f"head_dim must be even, got {head_dim}")
+        raise ValueError(f"head_dim must be even, got {head_dim}")
     rope = _rope(values)
-    try:
-        gpt_oss = read_attention(values, rope, layers) if is_gpt_oss else None
-    except ValueError as error:
-        raise _Unsupported(str(error)) from None
     return ModelSpec(
         model_type=values["model_type"],
         num_layers=layers,
@@ -267,17 +256,19 @@ def _parse(values: dict[str, Any]) -> ModelSpec:
         head_dim=head_dim,
         ffn_size=ffn if experts is None else experts.ffn_size,
         vocab_size=vocab,
-        max_positions=_count(values, "max_position_embeddings"),
-        norm_eps=_positive(values, "rms_norm_eps"),
-        rope_theta=_positive(rope, "rope_theta"),
+        max_positions=count(values, "max_position_embeddings"),
+        norm_eps=positive(values, "rms_norm_eps"),
+        rope_theta=positive(rope, "rope_theta"),
         rope_scaling=_llama3_scaling(values, rope),
         tied_embeddings=bool(values["tie_word_embeddings"]),
         qkv_bias=_has_qkv_bias(values),
         qk_norm=values["model_type"] in ("qwen3", "qwen3_moe"),
-        shared_ffn_size=_shared_ffn_size(values),
+        shared_ffn_size=count(values, "shared_expert_intermediate_size")
+        if values["model_type"] == "qwen2_moe"
+        else None,
         experts=experts,
         sliding_window=_sliding_window(values, layers),
-        gpt_oss=gpt_oss,
+        gpt_oss=read_attention(values, rope, layers) if is_gpt_oss else None,
     )
 
 
@@ -287,44 +278,21 @@ def _has_qkv_bias(values: dict[str, Any]) -> bool:
     return kind in ("qwen2", MODEL_TYPE) or (kind == "qwen2_moe" and bool(values["qkv_bias"]))
 
 
-def _shared_ffn_size(values: dict[str, Any]) -> int | None:
-    if values["model_type"] != "qwen2_moe":
-        return None
-    return _count(values, "shared_expert_intermediate_size")
-
-
-def _count(values: dict[str, Any], key: str, *, default: int | None = None, least: int = 1) -> int:
-    """An integer of the file; null means `default` if there is one."""
-    value = values[key]
-    if value is None and default is not None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise _Unsupported(f"{key} must be an integer of at least {least}, got {value!r}")
-    return value
-
-
-def _positive(values: dict[str, Any], key: str) -> float:
-    value = values.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise _Unsupported(f"{key} must be a positive number, got {value!r}")
-    return float(value)
-
-
 def _rope(values: dict[str, Any]) -> dict[str, Any]:
     """The rotary parameters; transformers 4 wrote `rope_scaling`, and `rope_theta` beside it."""
     is_gpt_oss = values["model_type"] == MODEL_TYPE
     rope = values.get("rope_scaling") or values.get("rope_parameters")
     rope = rope or (ROPE_DEFAULTS if is_gpt_oss else {})
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise _Unsupported(f"rope_parameters must be one set for all layers, got {rope!r}")
+        raise ValueError(f"rope_parameters must be one set for all layers, got {rope!r}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     kinds = ("default", "llama3", "yarn") if is_gpt_oss else ("default", "llama3")
     if kind not in kinds:
         *first, last = kinds
-        raise _Unsupported(f"rope_type must be {', '.join(first)} or {last}, got {kind!r}")
+        raise ValueError(f"rope_type must be {', '.join(first)} or {last}, got {kind!r}")
     partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
     if partial not in (None, 1):
-        raise _Unsupported(f"partial_rotary_factor must be 1, got {partial!r}")
+        raise ValueError(f"partial_rotary_factor must be 1, got {partial!r}")
     return {"rope_theta": values["rope_theta"]} | rope | {"rope_type": kind}
 
 
@@ -335,8 +303,8 @@ def _llama3_scaling(values: dict[str, Any], rope: dict[str, Any]) -> dict[str, A
     places = ({key: values["max_position_embeddings"]}, rope, values)
     # transformers lets the key outside win, and takes max_position_embeddings where it is nowhere.
     original = next(place[key] for place in reversed(places) if key in place)
-    scaling = {name: _positive(rope, name) for name in _LLAMA3_KEYS}
-    return scaling | {key: _count({key: original}, key)}
+    scaling = {name: positive(rope, name) for name in _LLAMA3_KEYS}
+    return scaling | {key: count({key: original}, key)}
 
 
 def _sliding_window(values: dict[str, Any], num_layers: int) -> int | None:
@@ -346,7 +314,7 @@ def _sliding_window(values: dict[str, Any], num_layers: int) -> int | None:
     """
     if values["model_type"] == "mistral" and "layer_types" in values:
         # transformers takes such a file for another architecture, Ministral.
-        raise _Unsupported(
+        raise ValueError(
             f"layer_types must be absent from a mistral config, got {values['layer_types']!r}"
         )
     if values.get("sliding_window") is None or values["model_type"] in ("llama", MODEL_TYPE):
@@ -356,13 +324,13 @@ def _sliding_window(values: dict[str, Any], num_layers: int) -> int | None:
     if values["model_type"] in ("qwen2", "qwen3", "qwen2_moe"):
         kinds = values.get("layer_types")
         if kinds is None:
-            windowed = _count(values, "max_window_layers", least=0)
+            windowed = count(values, "max_window_layers", least=0)
             if values["model_type"] != "qwen2_moe":
                 windowed = num_layers - windowed  # there all but the first ones
             kinds = ["sliding_attention"] * max(0, windowed)
         if not values["use_sliding_window"] or "sliding_attention" not in kinds:
             return None
-    return _count(values, "sliding_window")
+    return count(values, "sliding_window")
 
 
 class Parameters(NamedTuple):

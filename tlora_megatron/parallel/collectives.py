@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,19 +32,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Waitable(Protocol):
-    """A handle that `torch.distributed` returns for one collective, or for several together."""
-
-    def wait(self) -> object:
-        """Makes the current stream wait; on a CPU, the host."""
-        ...
-
-
 class Pending(NamedTuple):
     """A collective under way."""
 
     result: Tensor
-    work: Waitable | None
+    work: Any
+    """torch's handle of it, or of several together; None = it is done, or on this stream."""
     source: Tensor | None = None
     """Kept alive until the collective has read it."""
 
@@ -213,9 +206,7 @@ class GroupCollectives:
         return result
 
     def all_gather(self, x_TH: Tensor, lane: int) -> Tensor:
-        result = x_TH.new_empty(len(x_TH) * self.size, *x_TH.shape[1:])
-        _all_gather(result, x_TH.contiguous(), group=self.group)
-        return result
+        return all_gather_rows(x_TH, self.group)
 
     def close(self) -> None:
         """Releases the group: gloo aborts at exit if one outlives `destroy_process_group`."""
@@ -319,12 +310,6 @@ def make_tensor_collectives(
         return RankOrderCollectives(group)
     if kind == "gloo":
         raise ValueError(f"tensor_collectives must not be gloo on {device.type}: it is a CPU's")
-    return _on_gpus(group, device, kind, max_bytes)
-
-
-def _on_gpus(
-    group: dist.ProcessGroup, device: torch.device, kind: Kind, max_bytes: int
-) -> TensorCollectives:
     if kind == "nccl":
         return GroupCollectives(group)
     reason = obstacle(group, device)

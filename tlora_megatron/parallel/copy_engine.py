@@ -10,9 +10,8 @@ stream; 8 or more let lanes and compute run beside each other.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -73,18 +72,18 @@ class CopyEngineCollectives:
         for lane in range(len(self._memory), num_lanes):
             self._memory.append(allocate(self.group, self.device, self.lane_bytes))
             # Jobs vary the number of rows: as many as a lane may meet.
-            describe = functools.partial(self._describe_operation, lane)
+            describe = functools.partial(self._describe, lane)
             self._calls.append(functools.lru_cache(maxsize=1024)(describe))
 
     def all_reduce(self, x_TH: Tensor, lane: int) -> Tensor:
         x_TH = x_TH.contiguous()
-        self._run("all_reduce", x_TH, x_TH, x_TH.nbytes, lane, x_TH.dtype)
+        self._run("all_reduce", x_TH, x_TH, lane, x_TH.dtype)
         return x_TH
 
     def reduce_scatter(self, x_TH: Tensor, lane: int) -> Tensor:
         assert len(x_TH) % self.size == 0, f"{self.size} must divide the rows, got {len(x_TH)}"
         result = x_TH.new_empty(len(x_TH) // self.size, *x_TH.shape[1:])
-        self._run("reduce_scatter", x_TH.contiguous(), result, x_TH.nbytes, lane, x_TH.dtype)
+        self._run("reduce_scatter", x_TH.contiguous(), result, lane, x_TH.dtype)
         return result
 
     def all_gather(self, x_TH: Tensor, lane: int) -> Tensor:
@@ -95,7 +94,7 @@ class CopyEngineCollectives:
             # Bytes are moved as fp32, which one source that nothing is added to leaves as it is.
             assert x_TH.nbytes % 4 == 0, f"bytes must come in fours, got {x_TH.nbytes}"
             dtype = torch.float32
-        self._run("all_gather", x_TH, result, result.nbytes, lane, dtype)
+        self._run("all_gather", x_TH, result, lane, dtype)
         return result
 
     def close(self) -> None:
@@ -107,30 +106,25 @@ class CopyEngineCollectives:
         del self.group
 
     def _run(
-        self,
-        operation: Operation,
-        x: Tensor,
-        out: Tensor,
-        num_bytes: int,
-        lane: int,
-        dtype: torch.dtype,
+        self, operation: Operation, x: Tensor, out: Tensor, lane: int, dtype: torch.dtype
     ) -> None:
+        """Enqueues all steps on the current stream with one call of the library."""
         if lane >= len(self._calls):
             raise RuntimeError(f"lane must be prepared, got {lane} of {len(self._calls)}")
-        self.launch(self._calls[lane](operation, num_bytes, dtype), x, out)
-
-    def launch(self, arguments: ExchangeArguments, x: Tensor, out: Tensor) -> None:
-        """Enqueues steps on the current stream with one call of the library."""
+        whole_bytes = max(x.nbytes, out.nbytes)
+        arguments = self._calls[lane](operation, whole_bytes, dtype)
         arguments.x, arguments.out = x.data_ptr(), out.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         load_extension().call("exchange", arguments, stream)
 
-    def describe(self, lane: int, steps: Sequence[Step], dtype: torch.dtype) -> ExchangeArguments:
-        """Returns `launch`'s arguments without the tensors; good for any number of launches."""
-        encoded_steps = encoded(steps, self.size)
+    def _describe(
+        self, lane: int, operation: Operation, num_bytes: int, dtype: torch.dtype
+    ) -> ExchangeArguments:
+        """Returns a call's arguments without the tensors; good for any number of calls."""
+        steps = [_encoded(step, self.size) for step in self._lane.steps(operation, num_bytes)]
         arguments = ExchangeArguments(
-            steps=encoded_steps,
-            num_steps=len(encoded_steps),
+            steps=(ExchangeStep * len(steps))(*steps),
+            num_steps=len(steps),
             slot_bytes=self._lane.slot_bytes,
             rank=self._lane.rank,
             size=self.size,
@@ -143,22 +137,9 @@ class CopyEngineCollectives:
             arguments.areas[rank] = address + _FLAG_BYTES
         return arguments
 
-    def steps(self, operation: Operation, num_bytes: int) -> list[Step]:
-        """Returns this process's part in a collective over so many bytes."""
-        return self._lane.steps(operation, num_bytes)
-
-    def _describe_operation(
-        self, lane: int, operation: Operation, num_bytes: int, dtype: torch.dtype
-    ) -> ExchangeArguments:
-        return self.describe(lane, self.steps(operation, num_bytes), dtype)
-
-
-def encoded(steps: Sequence[Step], size: int) -> ctypes.Array[ExchangeStep]:
-    """Returns steps of a group of `size` processes in the CUDA extension's form."""
-    return (ExchangeStep * len(steps))(*(_encoded(step, size) for step in steps))
-
 
 def _encoded(step: Step, size: int) -> ExchangeStep:
+    """Returns a step of a group of `size` processes in the CUDA extension's form."""
     match step:
         case Copy(source, target, num_bytes):
             places = _fields("from", source) | _fields("to", target)

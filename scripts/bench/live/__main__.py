@@ -69,9 +69,7 @@ class Bench:
         spec = replace(model_spec("tiny"), num_layers=2) if args.tiny else model_spec("8b")
         spec = spec if args.layers is None else replace(spec, num_layers=args.layers)
         world = max(1, args.tp)
-        layout = ParallelLayout.for_world(
-            world, tp_size=args.tp, pp_size=1, cp_size=1, sequence_parallel=args.tp > 1
-        )
+        layout = ParallelLayout(tp_size=args.tp, sequence_parallel=True).for_world(world)
         on_gpu = torch.cuda.is_available()
         self.run = SyntheticRun(spec, layout, dtype=torch.bfloat16 if on_gpu else torch.float32)
         lora = LoraSpec(rank=args.rank)

@@ -302,9 +302,8 @@ def main() -> int:
     begin = time.monotonic()
     args = arguments()
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    layout = ParallelLayout.for_world(
-        world, tp_size=world, pp_size=1, cp_size=1, sequence_parallel=args.sequence_parallel
-    )
+    layout = ParallelLayout(tp_size=world, sequence_parallel=args.sequence_parallel)
+    layout = layout.for_world(world)
     initialize_parallel(layout, overlaps=not args.one_queue)
     say(f"process groups after {time.monotonic() - begin:.1f} s")
     benches: dict[str, Bench] = {}

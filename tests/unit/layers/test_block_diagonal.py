@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.block_case import against_dense, blocks, dense_factors
 from tests.helpers.layout_sites import SPEC as SMALL
-from tests.helpers.layout_sites import sites_of_ranks
+from tests.helpers.layout_sites import join_shards, sites_of_ranks
 from tests.helpers.linear_case import Case
 from tests.helpers.planner_case import HARDWARE, memory_use
 from tests.helpers.tiny_models import make_tiny_model, random_factors
@@ -25,9 +25,14 @@ from tlora_megatron.config.job import HF_TARGETS, ROW_PARALLEL_TARGETS, DataSpec
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.rules import check_job
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.multi_adapter import attach, check_blocks_fit
+from tlora_megatron.layers.multi_adapter import (
+    BlackBoxMixin,
+    attach,
+    check_blocks_fit,
+    make_multi_adapter,
+)
 from tlora_megatron.layers.sites import make_site
-from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor, whole_tensors
+from tlora_megatron.layers.slab import factor_shape, initial_factor
 from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec, check_block_sizes
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
@@ -123,13 +128,8 @@ class TestSlab:
     ) -> None:
         lora = blocks(16, num_blocks)
         factors = random_factors(SPEC, lora)
-        slabs = []
-        for sites in sites_of_ranks(SPEC, tp_size, pp_size):
-            slabs.append(AdapterSlab(slab_layout(sites, lora), CPU))
-            slabs[-1].load(factors.__getitem__)
-        layouts = [slab.layout for slab in slabs]
-        whole = whole_tensors(layouts, [slab.master for slab in slabs], SPEC)
-        assert all(torch.equal(whole[name], factors[name]) for name in factors)
+        layouts = [slab_layout(sites, lora) for sites in sites_of_ranks(SPEC, tp_size, pp_size)]
+        join_shards(layouts, factors, SPEC)
         assert {layout.replicated_numel for layout in layouts} == {0}
         total = sum(factor.numel() for factor in factors.values())
         assert [layout.numel for layout in layouts] == [total // len(layouts)] * len(layouts)
@@ -194,6 +194,9 @@ def test_linears_that_reduce_by_themselves_are_refused_over_tp() -> None:
             check_blocks_fit("a", blocks(8, 4), [(site, module)])
         for fine in (blocks(8, 4, target_modules=("q_proj",)), LoraSpec()):
             check_blocks_fit("a", fine, [(site, module)])
+        make_multi_adapter(module, BlackBoxMixin)
+        with pytest.raises(ValueError, match="of job 'a' must be standard with tp_size above 1"):
+            check_blocks_fit("a", blocks(8, 4), [(site, module)])
 
 
 def test_gradients_of_a_forgotten_batch_do_not_come_back() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.fp8_ranks import LAYOUT, RANKS, Ranks
+from tests.helpers.fp8_ranks import LAYOUT, Ranks
 from tests.helpers.linear_case import WORKLOADS, Case
 from tlora_megatron.layers.linear import multi_lora_linear_vjp
 from tlora_megatron.layers.shardings import FoldStrategy, SLoraStrategy
@@ -88,11 +88,4 @@ def test_adapters_that_need_all_of_x_get_it(setting: Setting) -> None:
     y, _ = setting.ranks.products(setting.base, strategies["block-diagonal jobs"])
     expected, _ = setting.ranks.bound().forward(setting.x_TK, setting.base, case.bias)
     assert torch.equal(y, expected)
-    assert setting.ranks.bytes == setting.x_TK.nbytes
-
-
-def test_a_weight_that_is_no_code_is_gathered_as_ever(setting: Setting) -> None:
-    strategy = FoldStrategy(setting.case.bank, setting.case.site, LAYOUT)
-    setting.ranks.products(setting.case.weight, strategy)
-    assert setting.ranks.gathers == RANKS
     assert setting.ranks.bytes == setting.x_TK.nbytes

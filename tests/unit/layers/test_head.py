@@ -97,17 +97,6 @@ def test_a_row_s_bits_do_not_depend_on_the_number_of_targets() -> None:
     assert torch.equal(few.hidden.grad[rows], many.hidden.grad[rows])
 
 
-def test_a_nan_row_stays_alone() -> None:
-    case = Case(torch.float32, ROWS)
-    with torch.no_grad():
-        case.hidden[7] = torch.nan
-    losses = case.head.losses(case.hidden, case.rows, case.labels)
-    (losses * case.upstream).sum().backward()
-    alone = torch.arange(ROWS, device=DEVICE) == 7
-    assert torch.equal(losses.isnan(), alone)
-    assert torch.equal(case.hidden.grad.isnan().any(-1)[:, 0], alone)
-
-
 def test_gemms_have_one_height_whatever_the_micro_batch_has() -> None:
     """cuBLAS divides the sum over the vocabulary by the height, which is a row's own otherwise."""
     case, exactness = Case(torch.float32, 33), Exactness(head_rows=40)

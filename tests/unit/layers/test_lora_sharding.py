@@ -8,26 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.helpers.kernel_case import CASES, make_case, make_rows, reference, run_shared
-from tests.helpers.linear_case import error
+from tests.helpers.layout_sites import join_shards
 from tests.helpers.planner_case import FREE_LORA, HARDWARE, job, memory_use, step_cost
 from tests.helpers.planner_case import SPEC as PLANNED
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
 from tlora_megatron.config.load import ignored_settings, load_config
-from tlora_megatron.config.reader import ConfigError, read_spec
-from tlora_megatron.config.schema import ParallelSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import make_site, stage_sites
-from tlora_megatron.layers.slab import AdapterSlab, whole_tensors
 from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
-from tlora_megatron.ops.lora.torch_ops import TorchOps
 from tlora_megatron.planner.candidate import SHARDINGS, Plan, misfit
 from tlora_megatron.planner.choices import (
     choose_lora_sharding,
@@ -35,7 +28,6 @@ from tlora_megatron.planner.choices import (
     sharding_times,
 )
 from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
-from tlora_megatron.planner.hardware import Link
 from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of
 
 CPU = torch.device("cpu")
@@ -94,13 +86,6 @@ def test_unlike_tp_sizes_allow_fold_only(asked: str, black_box: str | None, got:
         choose(asked, black_box=black_box, tp_sizes={2, 1})
 
 
-def test_the_key_is_read_strictly() -> None:
-    assert ParallelSpec().lora_sharding == "auto"
-    assert read_spec(ParallelSpec, {"lora_sharding": "s_lora"}, "parallel").lora_sharding
-    with pytest.raises(ConfigError, match=r"parallel\.lora_sharding must be one of"):
-        read_spec(ParallelSpec, {"lora_sharding": "slora"}, "parallel")
-
-
 def test_it_has_no_effect_without_tensor_parallelism(tmp_path: Path) -> None:
     repo, key = Path(__file__).parents[3], "parallel.lora_sharding=s_lora"
     quickstart = repo / "configs" / "quickstart.yaml"
@@ -115,64 +100,21 @@ def test_a_foreign_linear_cannot_be_entered() -> None:
         attach([(site, torch.nn.Linear(4, 4))], bank)
 
 
-def slabs_of(lora: LoraSpec, sharding: LoraSharding, tp_size: int) -> list[AdapterSlab]:
-    layout = ParallelLayout(tp_size=tp_size, lora_sharding=sharding)
-    sites = [stage_sites(SPEC, layout, tp_rank=r, pp_rank=0) for r in range(tp_size)]
-    return [AdapterSlab(slab_layout(held, lora), CPU) for held in sites]
-
-
 @pytest.mark.parametrize("rank", [1, 3, 6, 16])
 @pytest.mark.parametrize("targets", [HF_TARGETS, ("linear_qkv", "o_proj", "linear_fc1")])
 def test_s_lora_holds_every_element_once(rank: int, targets: tuple[str, ...]) -> None:
     lora = LoraSpec(rank=rank, target_modules=targets)
     factors = random_factors(SPEC, lora)
-    slabs = slabs_of(lora, "s_lora", 2)
-    for slab in slabs:
-        slab.master.fill_(torch.nan)
-        slab.load(factors.__getitem__)
+    layout = ParallelLayout(tp_size=2, lora_sharding="s_lora")
+    sites = [stage_sites(SPEC, layout, tp_rank=rank, pp_rank=0) for rank in range(2)]
+    slabs = join_shards([slab_layout(held, lora) for held in sites], factors, SPEC)
     assert all(slab.layout.replicated_numel == 0 for slab in slabs)
-    whole = whole_tensors([s.layout for s in slabs], [s.master for s in slabs], SPEC)
-    assert whole.keys() == factors.keys()
-    assert all(torch.equal(whole[name], factors[name]) for name in factors)
     total, held = sum(f.numel() for f in factors.values()), sum(s.layout.numel for s in slabs)
     if rank % 2:  # the last rank's part is filled up with zeros
         assert held > total
         assert sum(int((s.master == 0).sum()) for s in slabs) == held - total
     else:
         assert held == total
-
-
-def test_block_diagonal_jobs_lie_the_same_under_each_sharding() -> None:
-    lora = LoraSpec(rank=4, parametrization="block_diagonal", num_blocks=2)
-    layouts = [
-        [[(f.name, f.shape, f.offset) for f in slab.layout.factors] for slab in slabs]
-        for slabs in (slabs_of(lora, sharding, 2) for sharding in SHARDINGS)
-    ]
-    assert layouts[0] == layouts[1] == layouts[2]
-
-
-LENGTHS = {"ragged": (5, 130, 70, 33), "absent": (0, 61, 0, 257)}
-
-
-@pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize("workload", LENGTHS)
-@pytest.mark.parametrize("linear", CASES)
-def test_ranks_that_share_make_the_definition(linear: str, workload: str, parts: int) -> None:
-    """The kernels' layouts: in test_triton_kernels.py and test_cuda_sharding.py."""
-    columns, ranks = CASES[linear]
-    lengths = LENGTHS[workload]
-    rows = make_rows(lengths, padding=7)
-    case = make_case(ranks, columns, 80, dtype=torch.float64)
-    x, dy = (torch.randn(rows.ends[-1], n, dtype=torch.float64) for n in (80, case.out_size))
-    found = run_shared(TorchOps(), case, x, dy, rows, parts)
-    for name, value in reference(case, x.clone(), dy, rows).items():
-        assert error(found[name], value) < 1e-6, name
-    counted = sum(
-        n * sum(-(-r // parts) * parts for r in slot)
-        for n, slot in zip(lengths, ranks, strict=True)
-    )
-    places = TorchOps().bind(case.factors, rows).rank_places(parts)
-    assert places.num_values == counted, "one value a row and rank row, nothing filled up beyond"
 
 
 def test_no_replicas_mean_less_memory_and_no_sum_over_tp() -> None:
@@ -186,7 +128,9 @@ def test_no_replicas_mean_less_memory_and_no_sum_over_tp() -> None:
         assert adapter_elements(PLANNED, one, 2, "s_lora", replicated_only=True) == 0
         assert elements[1] == pytest.approx(elements[0] - replicated / 2)
         assert 2 * elements[1] == adapter_elements(PLANNED, one, 1)
-    uses = [memory_use(PLANNED, jobs, plan, HARDWARE) for plan in (fold, s_lora)]
+    around = replace(fold, lora_sharding="rank_exchange")
+    uses = [memory_use(PLANNED, jobs, plan, HARDWARE) for plan in (fold, s_lora, around)]
+    assert uses[2] == uses[0]
     assert uses[1].adapter_states < uses[0].adapter_states
     assert uses[1].adapter_weights < uses[0].adapter_weights
     assert uses[1].activations > uses[0].activations, "the places of what is exchanged"
@@ -202,29 +146,6 @@ def test_blocks_make_all_shardings_the_same() -> None:
     assert sharding_options(jobs, Plan(tp_size=2), None) == ("fold",)
     assert sharding_options([job()], Plan(), None) == ("fold",)
     assert sharding_options([job()], Plan(tp_size=2), "rank_exchange") == ("rank_exchange",)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    rank=st.integers(1, 128),
-    tp_size=st.sampled_from((2, 4, 8)),
-    sequence_parallel=st.booleans(),
-    rate=st.floats(1e8, 1e12),
-    latency=st.floats(0.0, 1e-3),
-)
-def test_rank_exchange_is_never_faster_nor_smaller_than_fold(
-    rank: int, tp_size: int, sequence_parallel: bool, rate: float, latency: float
-) -> None:
-    link = Link(bytes_per_s=rate, latency_s=latency)
-    hardware = replace(HARDWARE, intra_node=link, gpus_per_node=8)
-    spec = replace(PLANNED, num_heads=16, num_kv_heads=8, head_dim=8, hidden_size=128)
-    jobs = [job(rank=rank)]
-    plan = Plan(tp_size=tp_size, sequence_parallel=sequence_parallel, micro_batch_tokens=512)
-    times = sharding_times(spec, jobs, plan, hardware)
-    assert times["rank_exchange"] >= times["fold"]
-    around = replace(plan, lora_sharding="rank_exchange")
-    sizes = [memory_use(spec, jobs, p, hardware).total_bytes for p in (plan, around)]
-    assert sizes[0] == sizes[1]
 
 
 LAYERS, ROWS = PLANNED.num_layers, 128

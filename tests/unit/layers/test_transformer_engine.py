@@ -9,19 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.linear_case import WORKLOADS, Case, error
 from tests.helpers.te_stand_in import Engine, Quantizer
-from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers import transformer_engine
-from tlora_megatron.layers.linear import multi_lora_linear_vjp
-from tlora_megatron.layers.multi_adapter import check_blocks_fit, make_multi_adapter
-from tlora_megatron.layers.transformer_engine import (
-    Fp8Base,
-    TEProductMixin,
-    te_base,
-    why_not_fp8,
-    why_not_te_product,
-)
+from tlora_megatron.layers import te_fp8
+from tlora_megatron.layers.multi_adapter import make_multi_adapter
+from tlora_megatron.layers.te_fp8 import Fp8Base, te_base, why_not_fp8
+from tlora_megatron.layers.transformer_engine import TEProductMixin, why_not_te_product
 
 
 class _Wrapper(nn.Module):
@@ -82,49 +74,6 @@ def test_what_keeps_the_product(linear: Any, changes: dict[str, Any], reason: st
         make_multi_adapter(linear, TEProductMixin)
 
 
-def test_blocks_around_them_are_refused_by_the_name_of_the_job() -> None:
-    linear: Any = make_multi_adapter(TERowParallelLinear(), TEProductMixin)
-    shard = SimpleNamespace(target="o_proj")
-    site: Any = SimpleNamespace(targets=(shard,), tp_size=2)
-    lora = LoraSpec(rank=4, parametrization="block_diagonal", num_blocks=2)
-    with pytest.raises(ValueError, match=r"lora\.parametrization of job 'a' must be standard"):
-        check_blocks_fit("a", lora, [(site, linear)])
-
-
-class PlainBase:
-    """A `FrozenBase` that computes with its weight."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight, self.num_columns = weight, len(weight)
-
-    def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
-        y = x @ self.weight.t()
-        return y if onto is None else onto.add_(y)
-
-    def dgrad(self, dy: Tensor, onto: Tensor | None) -> Tensor:
-        dx = dy @ self.weight
-        return dx if onto is None else onto.add_(dx)
-
-
-@pytest.mark.parametrize("workload", WORKLOADS)
-@pytest.mark.parametrize("linear", ["linear_qkv", "linear_fc2"])
-def test_a_base_that_computes_is_as_good_as_its_weight(linear: str, workload: str) -> None:
-    case = Case(linear, torch.float32)
-    lengths = WORKLOADS[workload]
-    view = case.view(lengths, num_tokens=sum(lengths) + 6, training=True)
-    x = case.draw(sum(lengths) + 6, case.site.in_size)
-    dy = case.draw(sum(lengths) + 6, case.site.out_size)
-    bias = case.draw(case.site.out_size) if linear == "linear_qkv" else None
-    found = []
-    for base in (case.weight, PlainBase(case.weight)):
-        y, back = multi_lora_linear_vjp(x, base, bias, case.strategy, view)
-        found.append({"y": y, "dx": back(dy)} | case.gradients())
-    by_weight, by_base = found
-    assert by_weight.keys() == by_base.keys()
-    for name, value in by_weight.items():
-        assert error(by_base[name], value) < 2e-6, name
-
-
 class Linear(nn.Module):
     """The attributes of Transformer Engine's linears that are read, as in 2.17.1."""
 
@@ -152,7 +101,7 @@ class Linear(nn.Module):
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
-    monkeypatch.setattr(transformer_engine, "_engine", lambda: engine)
+    monkeypatch.setattr(te_fp8, "_engine", lambda: engine)
     return engine
 
 
@@ -207,7 +156,7 @@ def test_the_base_is_the_weight_outside_of_fp8(engine: Engine) -> None:
 
 
 def test_a_repeated_forward_is_in_fp8_too(engine: Engine) -> None:
-    surroundings = transformer_engine.replay_autocast()
+    surroundings = te_fp8.replay_autocast()
     engine.on = False
     with surroundings():
         assert isinstance(te_base(Linear()), Fp8Base)

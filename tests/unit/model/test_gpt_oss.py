@@ -97,11 +97,6 @@ def test_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
         read(tmp_path, **fields)
 
 
-def test_yarn_is_gpt_oss_s_alone(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rope_type must be default or llama3, got 'yarn'"):
-        read(tmp_path, model_type="llama", rope_scaling=PUBLISHED)
-
-
 def test_experts_carry_no_adapters(tmp_path: Path) -> None:
     spec = read(tmp_path)
     job = JobSpec(name="a", data=DataSpec(train="a.jsonl"), lora=LoraSpec(), max_steps=1)

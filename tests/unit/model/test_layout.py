@@ -107,10 +107,6 @@ def test_properties_of_all_replicas() -> None:
     assert Deployment.parse("3xTP2+CP2").is_alike
 
 
-def test_a_sequence_costs_its_rows_and_their_square() -> None:
-    assert ReplicaRate(token_ps=10, square_ps=3, longest=9).sequence_ps(5) == 50 + 75
-
-
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [({"token_ps": 0}, "token_ps"), ({"square_ps": -1}, "square_ps"), ({"fixed_ps": 0.5}, "fixed")],

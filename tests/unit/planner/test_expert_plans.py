@@ -51,7 +51,7 @@ def test_a_plan_shares_experts_where_the_run_says_so() -> None:
         spec = replace(EXPERTS, num_heads=8, num_kv_heads=4)
         try:
             check_expert_sizes(ParallelSpec(**chosen))
-            check_layout(spec, ParallelLayout.for_world(tp * pp * dp, cp_size=1, **chosen))
+            check_layout(spec, ParallelLayout(**chosen).for_world(tp * pp * dp))
         except ValueError:
             assert misfit(spec, plan) is not None
         else:

@@ -247,9 +247,7 @@ def _free_port() -> int:
 def current_groups(tp_size: int) -> ParallelGroups:
     """Returns this process's place in the groups that DeepSpeed has made."""
     world = dist.get_world_size()
-    layout = ParallelLayout.for_world(
-        world, tp_size=tp_size, pp_size=1, cp_size=1, sequence_parallel=False
-    )
+    layout = ParallelLayout(tp_size=tp_size).for_world(world)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     if tp_size > 1:

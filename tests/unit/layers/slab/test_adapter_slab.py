@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping
 
 import pytest
 import torch
 
-from tests.helpers.layout_sites import SPEC, sites_of_ranks
+from tests.helpers.layout_sites import SPEC, join_shards, sites_of_ranks
 from tests.helpers.tiny_models import random_factors
 from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, LoraSpec
-from tlora_megatron.layers.sites import LINEAR_TARGETS, make_site
 from tlora_megatron.layers.slab import (
     AdapterSlab,
     Copier,
@@ -21,11 +18,9 @@ from tlora_megatron.layers.slab import (
     factor_shape,
     initial_factor,
     initial_factors,
-    whole_tensors,
 )
 from tlora_megatron.layers.slab_layout import slab_layout
 
-CPU = torch.device("cpu")
 TARGETS = {
     **{target: (target,) for target in (*HF_TARGETS, *MEGATRON_TARGETS)},
     "all of Hugging Face": HF_TARGETS,
@@ -35,28 +30,14 @@ TARGETS = {
 SIZES = (1, 2, 4)
 
 
-def loaded_slabs(
-    lora: LoraSpec, factors: Mapping[str, torch.Tensor], tp_size: int, pp_size: int
-) -> list[AdapterSlab]:
-    slabs = []
-    for sites in sites_of_ranks(SPEC, tp_size, pp_size):
-        slab = AdapterSlab(slab_layout(sites, lora), CPU)
-        slab.master.fill_(math.nan)
-        slab.load(factors.__getitem__)
-        slabs.append(slab)
-    return slabs
-
-
 @pytest.mark.parametrize("pp_size", [1, 4])
 @pytest.mark.parametrize("tp_size", SIZES)
 @pytest.mark.parametrize("targets", TARGETS)
 def test_shards_join_to_the_whole(targets: str, tp_size: int, pp_size: int) -> None:
     lora = LoraSpec(rank=5, target_modules=TARGETS[targets])
     factors = random_factors(SPEC, lora)
-    slabs = loaded_slabs(lora, factors, tp_size, pp_size)
-    whole = whole_tensors([slab.layout for slab in slabs], [slab.master for slab in slabs], SPEC)
-    assert whole.keys() == factors.keys()
-    assert all(torch.equal(whole[name], factors[name]) for name in factors)
+    layouts = [slab_layout(sites, lora) for sites in sites_of_ranks(SPEC, tp_size, pp_size)]
+    join_shards(layouts, factors, SPEC)
 
 
 def test_parts_that_are_copied_one_by_one_make_the_same_buffer() -> None:
@@ -69,63 +50,14 @@ def test_parts_that_are_copied_one_by_one_make_the_same_buffer() -> None:
         target.copy_(values)
         copied.append(values.numel())
 
-    for slab, expected in zip(
-        loaded_slabs(lora, {n: f - 1 for n, f in factors.items()}, 2, 1),
-        loaded_slabs(lora, factors, 2, 1),
-        strict=True,
-    ):
+    layouts = [slab_layout(sites, lora) for sites in sites_of_ranks(SPEC, 2)]
+    for expected in join_shards(layouts, factors, SPEC):
+        slab = AdapterSlab(expected.layout, torch.device("cpu"))
         slab.load(factors.__getitem__, "exp_avg", Copier(copy, threads=2, numel=400))
         assert torch.equal(slab.exp_avg, expected.master)
     assert sum(copied) == 2 * expected.layout.numel
     assert max(copied) <= 400, "several factors share a copy"
     assert len(copied) < 2 * len(expected.layout.factors)
-
-
-@pytest.mark.parametrize("tp_size", SIZES)
-@pytest.mark.parametrize("targets", TARGETS)
-def test_the_replicated_part_comes_first_and_the_rest_is_cut(targets: str, tp_size: int) -> None:
-    lora = LoraSpec(rank=3, target_modules=TARGETS[targets])
-    factors = random_factors(SPEC, lora)
-    slabs = loaded_slabs(lora, factors, tp_size, 1)
-    total = sum(factor.numel() for factor in factors.values())
-    border = slabs[0].layout.replicated_numel
-    if tp_size == 1:
-        assert border == 0
-    assert all(torch.equal(slab.master[:border], slabs[0].master[:border]) for slab in slabs)
-    assert border + sum(slab.layout.numel - border for slab in slabs) == total
-    for slab in slabs:
-        for factor in slab.layout.factors:
-            is_whole = factor.numel == factors[factor.name].numel()
-            assert (factor.offset < border) == (is_whole and tp_size > 1), factor.name
-
-
-@pytest.mark.parametrize("tp_size", SIZES)
-@pytest.mark.parametrize("linear", LINEAR_TARGETS)
-def test_a_target_s_rows_of_b_are_its_columns_of_fused_output(linear: str, tp_size: int) -> None:
-    """Labels every output column of the fused linear with its row in q, k, v or gate, up order."""
-    parts = [t for t in LINEAR_TARGETS[linear] if t in HF_TARGETS]
-    sizes = [SPEC.target_shape(part)[0] for part in parts]
-    begins = dict(zip(parts, [0, *itertools.accumulate(sizes)], strict=False))
-    seen: dict[str, list[int]] = {part: [] for part in parts}
-    for tp_rank in range(tp_size):
-        site = make_site(SPEC, 0, linear, tp_rank, tp_size)
-        shards = {shard.target: shard for shard in site.targets}
-        labels = shards[linear].lora_b_rows
-        if labels is None:
-            assert site.kind == "row"
-            assert all(shard.columns.size == site.out_size for shard in site.targets)
-            continue
-        assert len(labels) == site.out_size
-        for part in parts:
-            rows = shards[part].lora_b_rows
-            assert rows is not None
-            columns = shards[part].columns.read(labels[None])[0]
-            assert torch.equal(columns - begins[part], rows), part
-            seen[part] += rows.tolist()
-    if linear in ("linear_qkv", "linear_fc1"):
-        assert {part: sorted(rows) for part, rows in seen.items()} == {
-            part: list(range(size)) for part, size in zip(parts, sizes, strict=True)
-        }
 
 
 def test_fresh_factors_follow_from_seed_and_name() -> None:

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.helpers.launch import HANG_S
 from tests.helpers.layout_sites import SPEC
@@ -32,12 +30,6 @@ from tlora_megatron.parallel.groups import HeldCell, ReplicaCells, all_cells
 
 SPECS = replace(SPEC, num_layers=12)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-REPLICAS = st.builds(
-    ReplicaLayout,
-    tp_size=st.sampled_from((1, 2, 4)),
-    pp_size=st.sampled_from((1, 2, 3, 4)),
-    cp_size=st.sampled_from((1, 2)),
-)
 EVERYWHERE = LoraSpec(rank=4, target_modules=TARGETS)
 
 
@@ -51,27 +43,6 @@ def held_by(deployment: Deployment, rank: int) -> tuple[SlabLayout, SlabCells]:
     held = tuple(HeldCell(cell, None) for cell in mine)
     cells = ReplicaCells(deployment.atoms, layout.tp_size, tp_rank, held)
     return slab, SlabCells(slab, cells)
-
-
-@given(st.lists(REPLICAS, min_size=1, max_size=5))
-def test_a_cell_is_held_by_one_place_of_each_replica(replicas: list[ReplicaLayout]) -> None:
-    deployment = Deployment.of(replicas)
-    for cell in all_cells(deployment, SPECS.num_layers):
-        assert list(cell.holders) == sorted(set(cell.holders))
-        for replica in deployment.placed_replicas():
-            mine = [rank for rank in replica.ranks if rank in cell.holders]
-            assert len(mine) == replica.layout.cp_size
-            assert len({replica.place_of(rank)[:2] for rank in mine}) == 1
-
-
-def test_the_replicated_parts_of_all_ranks_are_the_head_of_the_slab() -> None:
-    slab, cells = held_by(Deployment.parse("1xTP2 + 1xTP4 + 1xTP1"), 1)
-    places = torch.arange(slab.numel)
-    packed = [places.new_zeros(part.numel) for part in cells.replicated]
-    for part, into in zip(cells.replicated, packed, strict=True):
-        part.pack(places, into)
-    assert len(packed) == 4
-    assert torch.equal(torch.cat(packed).sort().values, torch.arange(slab.replicated_numel))
 
 
 def test_a_part_is_few_views_however_many_layers() -> None:

@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from tests.helpers.layout_sites import SPEC as SMALL
+from tests.helpers.layout_sites import join_shards
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.sites import EXPERT_LINEARS, stage_sites
 from tlora_megatron.layers.slab import (
-    AdapterSlab,
     factor_names,
     factor_shape,
     find_whole_tensors,
     initial_factor,
-    whole_tensors,
 )
 from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
 from tlora_megatron.model.experts import ExpertsSpec
@@ -72,33 +71,12 @@ def holders(layout: ParallelLayout, lora: LoraSpec) -> list[SlabLayout]:
 def test_parts_of_all_ranks_are_the_whole(name: str, kind: str) -> None:
     lora, layouts = LORAS[kind], holders(LAYOUTS[name], LORAS[kind])
     whole = {n: torch.randn(factor_shape(SPEC, n, lora)) for n in factor_names(SPEC, lora)}
-    slabs = [AdapterSlab(layout, torch.device("cpu")) for layout in layouts]
-    for slab in slabs:
-        slab.load(whole.__getitem__)
-    found = whole_tensors(layouts, [slab.master for slab in slabs], SPEC)
-    assert found.keys() == whole.keys()
+    slabs = join_shards(layouts, whole, SPEC)
     for tensor in find_whole_tensors(layouts, [slab.master for slab in slabs], SPEC):
         expected = whole[tensor.name]
-        assert torch.equal(found[tensor.name], expected), tensor.name
         if len(tensor.shape) == 3:
             alone = tensor.of_expert(3)
             assert torch.equal(alone.join(torch.empty(alone.shape)), expected[3]), tensor.name
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_experts_lie_behind_and_replicated_parts_in_front(name: str) -> None:
-    layout = LAYOUTS[name]
-    for slab in holders(layout, LORAS["own"]):
-        assert all((f.experts is None) == (f.offset < slab.experts_begin) for f in slab.factors)
-        end = slab.experts_begin + slab.experts_replicated
-        for factor in slab.factors:
-            if factor.experts is None:
-                continue
-            is_down = factor.shard.target == "experts.down_proj"
-            is_cut = (factor.which == "lora_a") == is_down
-            assert (factor.offset < end) == (layout.expert_tp > 1 and not is_cut), factor.name
-            assert factor.shape[0] == 4 // layout.ep_size
-        assert (slab.replicated_numel > 0) == (layout.tp_size > 1)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
