@@ -264,10 +264,6 @@ def test_unlike_replicas_must_win_by_the_margin(found: DeploymentResult) -> None
     assert best.time_s == (alike if best.is_alike else unlike)
 
 
-def test_the_same_question_has_the_same_answer(spec: ModelSpec, l40s: HardwareProfile) -> None:
-    assert deploy(spec, jobs(1, 8), l40s, 2) == deploy(spec, jobs(1, 8), l40s, 2)
-
-
 def test_what_is_fixed_is_kept(spec: ModelSpec, l40s: HardwareProfile) -> None:
     result = deploy(spec, jobs(2, 8), l40s, 4, SearchSpace(tp_size=2, recompute="full"))
     assert result.ranked

@@ -14,7 +14,6 @@ from tests.helpers.planner_case import (
     HARDWARE,
     SPEC,
     job,
-    memory_use,
     on_attention,
     published,
 )
@@ -110,17 +109,6 @@ def test_a_base_too_large_for_a_gpu_is_shared(repo: Path) -> None:
         assert found.memory.base_weights < 130e9
 
 
-@pytest.mark.parametrize("base", ["qwen3-30b-a3b", "mixtral-8x7b", "mixtral-8x22b"])
-def test_more_sharing_needs_less_memory_for_weights(repo: Path, base: str) -> None:
-    hardware = load_profile(repo / "configs/hardware/h200.json")
-    spec, jobs = published(repo, base), on_attention(512, 8)
-    plans = [Plan(dp_size=8, ep_size=ep) for ep in (1, 2, 4, 8)]
-    weights = [memory_use(spec, jobs, plan, hardware).base_weights for plan in plans]
-    assert weights == sorted(weights, reverse=True)
-    experts = spec.num_layers * spec.experts.num_experts * 3 * spec.ffn_size * spec.hidden_size
-    assert weights[0] - weights[3] == pytest.approx(2 * experts * 7 / 8)
-
-
 def test_recompute_by_rows_is_told_of_where_micro_batches_may_differ(repo: Path) -> None:
     hardware = load_profile(repo / "configs/hardware/h200.json")
     spec, jobs = published(repo, "qwen3-30b-a3b"), on_attention(512, 64)
@@ -135,24 +123,6 @@ def test_targets_on_experts_have_their_own_names() -> None:
     jobs = [*JOBS, job("b", targets=("q_proj", "up_proj"))]
     with pytest.raises(ValueError, match=r"targets of job 'b' must be among q_proj, .*, got up"):
         search(EXPERTS, jobs, HARDWARE, 1)
-
-
-def test_jobs_that_adapt_experts_have_plans_that_share_them_for_memory(repo: Path) -> None:
-    """Factors of rank 64 on 128 experts are 3.3 billion elements of 18 bytes, 60 GB."""
-    spec, hardware = (
-        published(repo, "qwen3-30b-a3b"),
-        load_profile(repo / "configs/hardware/h100.json"),
-    )
-    large = [replace(on_attention(512, 64)[0], targets=EXPERT_TARGETS, expert_rank=64)]
-    space = SearchSpace(micro_batch_tokens=8192, cp_size=1)
-    plans = search(spec, [*on_attention(512, 64, 64)[1:], *large], hardware, 8, space).plans
-    states = {p.plan.ep_size: p.memory for p in plans if p.plan.dp_size == p.plan.ep_size == 8}
-    assert states, "with all experts divided there is room"
-    own = 48 * 16 * 64 * 3 * (2048 + 768)
-    attention = 48 * 16 * (3 * 2048 + 2 * 4096 + 2 * 512)
-    assert states[8].adapter_gradients == pytest.approx(4 * (own + attention), rel=0.01)
-    whole = [p for p in plans if p.plan.ep_size == p.plan.tp_size == p.plan.pp_size == 1]
-    assert not whole, "beside the base's 61 GB"
 
 
 def test_sharded_states_of_adapters_on_experts_need_whole_layers() -> None:
@@ -204,14 +174,6 @@ def test_a_group_takes_targets_by_their_dense_names() -> None:
     named = [replace(job, targets=(*job.targets, *EXPERT_TARGETS)) for job in own]
     dense = [replace(job, targets=HF_TARGETS) for job in own]
     assert model.estimate(dense, 2) == model.estimate(named, 2)
-
-
-def test_a_group_over_a_shared_expert() -> None:
-    spec, alone = replace(EXPERTS, shared_ffn_size=300), on_attention(64, 8)
-    found = GroupModel(spec, HARDWARE).estimate(alone, 2)
-    less = GroupModel(EXPERTS, HARDWARE).estimate(alone, 2)
-    assert found.fits
-    assert found.tokens_per_s < less.tokens_per_s
 
 
 def test_a_group_tells_adapters_on_experts_apart(repo: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.cost.step_terms import StepCost, full_capacity
-from tlora_megatron.planner.fit import budgets
 from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.rounds.load import RoundLoad
@@ -216,29 +214,6 @@ def test_each_program_is_offered_what_it_runs_in_its_own_time() -> None:
         assert load.rows == plan.micro_batch_tokens
         assert load.micro_batches == plan.num_micro_batches
         assert plan.vpp_size == 1 or plan.num_micro_batches % plan.pp_size == 0
-
-
-def test_the_first_choice_for_70b_on_8_h200_is_the_best_as_megatron_lm_runs_it(repo: Path) -> None:
-    base = read_model_spec(repo / "configs/models/llama-3.1-8b.json")
-    spec = replace(base, num_layers=80, hidden_size=8192, num_heads=64, ffn_size=28672)
-    h200 = load_profile(repo / "configs/hardware/h200.json")
-    jobs = [JobLoad(name=f"job{i}", rank=16, batch_size=8, lengths=MIXED) for i in range(4)]
-    best, *others = search(spec, jobs, h200, 8, MEGATRON).plans
-    assert all(p.cost.tokens_per_s < 1.03 * best.cost.tokens_per_s for p in others)
-    model = CostModel(spec, jobs, h200)
-    cut = Plan(pp_size=2, vpp_size=20, cp_size=2, dp_size=2, micro_batch_tokens=4096)
-    loads = model.round_load(cut)
-    written = replace(cut, num_micro_batches=2 * math.ceil(loads.micro_batches / 2))
-    rates = [model.step_cost(p).tokens_per_s for p in (cut, written)]
-    assert rates[0] > 1.1 * best.cost.tokens_per_s  # as it was ranked
-    assert rates[1] < 0.7 * best.cost.tokens_per_s  # as it would have run
-    tokens, _ = packed_tokens(
-        jobs, best.plan.micro_batch_tokens, best.plan.dp_size, best.plan.num_micro_batches or 0, 100
-    )
-    room = best.plan.micro_batch_tokens * best.plan.dp_size * (best.plan.num_micro_batches or 0)
-    assert tokens / room == pytest.approx(best.cost.load.filled_share, rel=0.03)
-    assert tokens / room > 0.9
-    assert best.plan.micro_batch_tokens >= budgets(jobs, best.plan, MEGATRON)[0]
 
 
 def test_measured_iterations_of_megatron_lm_take_what_is_predicted(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import csv
 import statistics
 from collections import defaultdict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from scripts.bench.experts import predicted
 from scripts.bench.experts.mixes import CASES
 from scripts.bench.experts.predicted import MODES, Predictor, case_of, main, measured_rows
 from scripts.bench.planner import cases
@@ -19,7 +18,7 @@ from scripts.bench.step.jobs import make_mixes
 from tests.helpers.planner_case import step_cost
 from tlora_megatron.planner.candidate import SHARDINGS, Plan
 from tlora_megatron.planner.choices import preferred, sharding_times
-from tlora_megatron.planner.cost.rates import EXPERT_TIMES, ExpertTimes
+from tlora_megatron.planner.cost.rates import ExpertTimes
 from tlora_megatron.planner.group import BUDGETS, GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
@@ -276,8 +275,3 @@ def test_rows_of_the_last_commit_on_one_gpu_are_compared(
     assert len(out.read_text().splitlines()) == 2
     with pytest.raises(ValueError, match="a row must be of a case of scripts"):
         case_of(row | {"jobs": "3"})
-
-
-def test_times_that_predictions_use_are_positive() -> None:
-    assert min(asdict(EXPERT_TIMES).values()) > 0
-    assert tuple(asdict(EXPERT_TIMES)) == predicted.NAMES

@@ -22,7 +22,7 @@ from tlora_megatron.sim.bounds import (
     mean_busy_s,
 )
 from tlora_megatron.sim.cluster import FaultRates, Faults, draw_faults
-from tlora_megatron.sim.ledger import Ledger, quantile, summarise, time_line
+from tlora_megatron.sim.ledger import Ledger, summarise, time_line
 from tlora_megatron.sim.simulator import Simulator
 
 
@@ -210,11 +210,6 @@ def test_summary_by_hand() -> None:
     assert line.tokens_per_s == (1000, 2000, 2000)
 
 
-def test_quantiles_are_nearest_ranks() -> None:
-    assert [quantile([1, 2, 3, 4], q) for q in (0.25, 0.5, 0.51, 1.0)] == [1, 2, 3, 4]
-    assert quantile([], 0.5) == 0
-
-
 def test_faults_are_the_seeds() -> None:
     world = World()
     for _ in range(200):
@@ -263,11 +258,6 @@ def bounds(world: World, num_gpus: int) -> tuple[float, float, float]:
     limits = limits_of(world.jobs, world.speeds, num_gpus)
     demands = [limits.demand(job) for job in world.jobs]
     return alone_s(demands), fluid_s(demands, num_gpus), mean_busy_s(demands, num_gpus)
-
-
-def test_one_job_has_the_gpu_to_itself() -> None:
-    world = World(job(7, 100, batch=FULL))
-    assert bounds(world, 1) == pytest.approx((100, 100, 100))
 
 
 def test_two_jobs_share_a_gpu_one_after_the_other() -> None:

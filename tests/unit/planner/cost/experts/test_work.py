@@ -358,10 +358,6 @@ def test_several_experts_a_rank_are_the_largest_of_their_sums(ranks: int, expert
     assert fullest_share(ranks, experts) == pytest.approx(sum(drawn) / len(drawn), rel=0.02)
 
 
-def test_a_rank_alone_has_all_rows() -> None:
-    assert fullest_share(1, 128) == 1.0
-
-
 def test_more_ranks_are_less_even_and_more_experts_more() -> None:
     by_ranks = [fullest_share(ranks, 128 // ranks) for ranks in (1, 2, 4, 8, 16, 32, 64, 128)]
     assert by_ranks == sorted(by_ranks)
