@@ -137,7 +137,10 @@ def test_a_full_micro_batch_under_tensor_parallelism(tiny: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_bases_of_two_precisions_take_turns_beside_other_stacks(tiny: Path, tmp_path: Path) -> None:
+def test_bases_of_two_precisions_take_turns_beside_other_stacks(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # compiling takes longer than all the rest
     modes = ("floor", "together", "hf_peft", "hf_compile")
     options = [*_options(tiny, tmp_path / "rows.csv"), "--mixes", "512 a step", "--modes", *modes]
     forked("-m", "scripts.bench.step", *options, "--precisions", "bf16", "fp8")

@@ -237,9 +237,8 @@ def test_a_fit_finds_the_times_that_rows_were_made_with(
     predictor: Predictor, compared: list[dict[str, str]]
 ) -> None:
     made = ExpertTimes(routing_s=400e-6, outer_linear_s=0.0, job_step_s=2e-3)
-    rows = []
-    for row in map(_measured, compared):
-        rows.append(row | {"step_ms": str(predictor.row(row, made).predicted_ms)})
+    few = [_measured(row) for row in compared if row["case"] in ("attention", "experts_outer")]
+    rows = [row | {"step_ms": str(predictor.row(row, made).predicted_ms)} for row in few]
     found = predictor.fitted(rows)
     assert found.routing_s == pytest.approx(made.routing_s, rel=0.01)
     assert found.job_step_s == pytest.approx(made.job_step_s, rel=0.01)
@@ -248,7 +247,7 @@ def test_a_fit_finds_the_times_that_rows_were_made_with(
     slower = replace(made, job_step_s=0.0)
     fast = [
         row | {"step_ms": str(predictor.row(row, slower).predicted_ms * share)}
-        for row in map(_measured, compared)
+        for row in few
         for share in [0.97 if row["mode"] == "step" else 1.0]
     ]
     assert predictor.fitted(fast).job_step_s == 0.0
