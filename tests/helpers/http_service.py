@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
@@ -110,16 +109,12 @@ def listening(app: FastAPI) -> Iterator[str]:
     socket = listen(Place("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True)
     thread.start()
-    _wait_until_started(server, thread)
+    while not server.started:
+        thread.join(0.005)
+        assert thread.is_alive(), "the server must start, got one that has ended"
     try:
         yield f"http://127.0.0.1:{socket.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(HANG_S)
         socket.close()
-
-
-def _wait_until_started(server: uvicorn.Server, thread: threading.Thread) -> None:
-    while not server.started:
-        thread.join(0.005)
-        assert thread.is_alive(), "the server must start, got one that has ended"

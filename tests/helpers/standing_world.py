@@ -294,6 +294,8 @@ def _end(ranks: Mapping[int, int]) -> None:
 
 def _become_rank(request: Request, rank: int, port_pipe: int) -> NoReturn:
     """Turns this fork into what a new process of the rank would be, and runs its command."""
+    import numpy
+
     code = 1
     try:
         output = os.open(request.output, os.O_WRONLY | os.O_APPEND)
@@ -305,7 +307,8 @@ def _become_rank(request: Request, rank: int, port_pipe: int) -> NoReturn:
             port = int.from_bytes(os.read(port_pipe, 2), "big")
             os.environ.update(_torchrun_environment(rank, request.nproc, port))
         os.close(port_pipe)
-        _seed_as_new()
+        random.seed()
+        numpy.random.seed()
         code = _run_command(request.command)
     except BaseException:
         traceback.print_exc()
@@ -328,13 +331,6 @@ def _torchrun_environment(rank: int, size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }  # fmt: skip
     return {key: str(value) for key, value in values.items()}
-
-
-def _seed_as_new() -> None:
-    import numpy
-
-    random.seed()
-    numpy.random.seed()
 
 
 def _run_command(command: Sequence[str]) -> int:

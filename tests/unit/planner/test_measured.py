@@ -195,37 +195,15 @@ def predictor(h200: HardwareProfile) -> Predictor:
 
 
 @pytest.fixture
-def compared(repo: Path) -> list[dict[str, str]]:
-    """The rows that are in the repository with their predictions."""
-    path = repo / "scripts/bench/results/experts_predicted.csv"
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+def measured(repo: Path) -> list[dict[str, str]]:
+    """Rows of `scripts.bench.experts` on one GPU, all of one commit."""
+    with (repo / "scripts/bench/results/experts.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["commit"] == "7962786"]
+    return [row for row in rows if row["mode"] in MODES and row["routing"] == "uniform"]
 
 
-def _measured(row: dict[str, str]) -> dict[str, str]:
-    """The row as `scripts.bench.experts` has written it."""
-    case = CASES[row["case"]]
-    return {
-        "gpu": row["gpu"],
-        "world": "1",
-        "commit": row["commit"],
-        "model": row["model"],
-        "layers": row["layers"],
-        "routing": "uniform",
-        "tokens_per_gpu": row["tokens"],
-        "micro_batches_per_step": row["micro_batches"],
-        "jobs": str(len(case.ranks)),
-        "targets": "attention" if case.expert_ranks is None else "all",
-        "expert_rank": case.shown_expert_rank,
-        "sharing": case.sharing,
-        "mode": row["mode"],
-        "step_ms": row["measured_ms"],
-        "peak_bytes": row["measured_bytes"],
-    }
-
-
-def test_measured_steps_are_predicted(predictor: Predictor, compared: list[dict[str, str]]) -> None:
-    rows = [predictor.row(_measured(row)) for row in compared]
+def test_measured_steps_are_predicted(predictor: Predictor, measured: list[dict[str, str]]) -> None:
+    rows = [predictor.row(row) for row in measured]
     assert {(row.case, row.mode) for row in rows} >= {(c, m) for c in CASES for m in MODES}
     errors = [abs(row.time_error) for row in rows]
     assert statistics.median(errors) < _TYPICAL
@@ -234,10 +212,10 @@ def test_measured_steps_are_predicted(predictor: Predictor, compared: list[dict[
 
 
 def test_a_fit_finds_the_times_that_rows_were_made_with(
-    predictor: Predictor, compared: list[dict[str, str]]
+    predictor: Predictor, measured: list[dict[str, str]]
 ) -> None:
     made = ExpertTimes(routing_s=400e-6, outer_linear_s=0.0, job_step_s=2e-3)
-    few = [_measured(row) for row in compared if row["case"] in ("attention", "experts_outer")]
+    few = [row for row in measured if case_of(row) in ("attention", "experts_outer")]
     rows = [row | {"step_ms": str(predictor.row(row, made).predicted_ms)} for row in few]
     found = predictor.fitted(rows)
     assert found.routing_s == pytest.approx(made.routing_s, rel=0.01)
@@ -254,9 +232,9 @@ def test_a_fit_finds_the_times_that_rows_were_made_with(
 
 
 def test_rows_of_the_last_commit_on_one_gpu_are_compared(
-    tmp_path: Path, compared: list[dict[str, str]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, measured: list[dict[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = _measured(compared[0])
+    row = measured[0]
     others = [
         row | {"commit": "old"},
         row | {"world": "2"},
