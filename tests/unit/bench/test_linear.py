@@ -144,13 +144,6 @@ def test_a_kernel_that_cannot_run_is_a_problem_not_a_crash(
     assert "TLORA_KERNELS must name kernels that run here, got cuda" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["--shapes", "--providers"])
-def test_an_unknown_name_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        linear.arguments([name, "nosuch"])
-    assert "got nosuch" in capsys.readouterr().err
-
-
 def test_curves_share_their_shapes() -> None:
     curves = plot.linear_curves
     rows = [

@@ -46,12 +46,6 @@ def _imported(folder: Path) -> set[str]:
     return names - set(sys.stdlib_module_names) - {"tlora_megatron", "tests", "scripts"}
 
 
-def test_an_import_of_a_neighbour_is_not_a_third_party(tmp_path: Path) -> None:
-    (tmp_path / "tasks.py").write_text("import os\nfrom tlora_megatron import job")
-    (tmp_path / "make.py").write_text("import tasks\ndef f():\n    from pandas.api import types")
-    assert _imported(tmp_path) == {"pandas"}
-
-
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
@@ -85,11 +79,6 @@ def test_extras_may_name_extras(pyproject: dict[str, Any]) -> None:
     assert "tlora-megatron" not in names
     light = {r.name for r in requirements.required(pyproject["project"], [])}
     assert light == {"pyyaml", "rich"}
-
-
-def test_an_unknown_extra_is_refused(pyproject: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"extra must be one of train, .*, got 'trian'"):
-        list(requirements.required(pyproject["project"], ["trian"]))
 
 
 @pytest.mark.parametrize(
@@ -285,15 +274,6 @@ def test_the_wheel_plans_and_inspects(installed: Installed, repo: Path, tmp_path
     shown = installed.tlora("plan", path, "--gpus", 8, "--hardware", "h200", "--lengths", "256:1")
     assert "tokens/s" in shown
     assert "CUDA compiler" in installed.tlora("inspect", "kernels")
-
-
-@pytest.mark.slow
-def test_an_editable_install_finds_the_checkout_s_files(built: Path, tmp_path: Path) -> None:
-    source = (built / "source").resolve()
-    module, sources, profiles = Installed.make(tmp_path / "venv", "-e", source).places()
-    assert module == source / "tlora_megatron" / "__init__.py"
-    assert sources == source / "csrc"
-    assert profiles == source / "configs" / "hardware"
 
 
 @pytest.mark.parametrize(

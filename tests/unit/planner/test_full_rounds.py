@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from scripts.bench.planner.cases import ATTENTION, RANKS
 from tests.helpers.pipeline_schedule import makespan
 from tests.helpers.planner_case import HARDWARE, SPEC, job, step_cost
-from tests.unit.planner.test_workload import refill
+from tests.unit.planner.test_workload import packed
 from tlora_megatron.config.job import MEGATRON_TARGETS
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.candidate import Plan, misfit
@@ -32,31 +33,6 @@ MIXED = LengthHistogram.from_counts([(256, 5), (512, 3), (1024, 1), (2048, 1)])
 MEGATRON = SearchSpace(runs_in="megatron")
 
 
-def packed_tokens(
-    jobs: list[JobLoad], capacity: int, dp_size: int, count: int, rounds: int
-) -> tuple[float, float]:
-    """Rows of the mean round that the real packer fills, and mean of the largest sum of squares."""
-    streams = [j.lengths.shuffled(slot, j.batch_size) for slot, j in enumerate(jobs)]
-    queues: list[list] = [[] for _ in jobs]
-    tokens, most = 0, 0
-    for index in range(rounds):
-        refill(queues, streams, jobs)
-        filled, queues = fill_bins(
-            queues,
-            capacity=capacity,
-            dp_size=dp_size,
-            pp_size=1,
-            first_slot=index,
-            num_micro_batches=count,
-        )
-        tokens += filled.num_tokens
-        squares = [
-            sum(p.item.length**2 for own in replica for p in own) for replica in filled.replicas
-        ]
-        most += max(squares)
-    return tokens / rounds, most / rounds
-
-
 @settings(max_examples=20, deadline=None)
 @given(
     batches=st.lists(st.integers(1, 8), min_size=1, max_size=4),
@@ -73,7 +49,9 @@ def test_full_rounds_hold_what_the_real_packer_puts_into_them(
     )
     assert (load.micro_batches, load.rows) == (count, 512)
     assert load.filled == pytest.approx(load.tokens / count / dp_size)
-    tokens, squares = packed_tokens(jobs, 480, dp_size, count, rounds=200)
+    how = {"capacity": 480, "dp_size": dp_size, "pp_size": 1, "num_micro_batches": count}
+    rounds = list(packed(jobs, 200, fill_bins, **how))
+    tokens = statistics.fmean(filled.num_tokens for filled in rounds)
     assert load.tokens == pytest.approx(tokens, rel=0.06)
     if dp_size == 1:
         assert load.spread is None
@@ -81,6 +59,10 @@ def test_full_rounds_hold_what_the_real_packer_puts_into_them(
     assert load.spread is not None
     # Replicas compute equally many rows; the one with the largest squares is waited for.
     assert load.spread.slowest_rows(0.0) == load.spread.charged_rows(0.0) == 512 * count
+    squares = statistics.fmean(
+        max(sum(p.item.length**2 for own in replica for p in own) for replica in filled.replicas)
+        for filled in rounds
+    )
     waited = load.spread.slowest_rows(1.0) - 512 * count
     assert waited == pytest.approx(squares, rel=0.15)
 

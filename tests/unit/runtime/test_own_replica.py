@@ -169,10 +169,6 @@ def test_teams_have_their_share_of_rows_and_pay_for_what_they_exchange(repo: Pat
         assert work[0] < work[-1] < 1.5 * work[0]
 
 
-def test_tiny_models_have_a_speed() -> None:
-    assert rate_of_shape(SPEC, ReplicaLayout(tp_size=2)).token_ps >= 1
-
-
 def test_long_sequences_cost_the_recompute_that_they_need(repo: Path) -> None:
     profile = load_profile(repo / "configs" / "hardware" / "h200.json")
     lengths = LengthHistogram.from_counts([(512, 9), (16384, 1)])
