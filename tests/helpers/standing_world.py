@@ -1,12 +1,10 @@
 """Worlds of ranks that are forked from one process which has everything imported already.
 
-Importing torch, Megatron, transformers and DeepSpeed costs about ten CPU seconds a process; a fork
-costs 0.1 s. One server process a test session does the imports, without starting a thread or a
-process group. For each world it forks a nanny, and the nanny forks the ranks, hosts their store as
-torchrun's agent would, and ends them all when one fails or when the caller is gone. A rank runs its
-script as `python SCRIPT ARGS` would: as `__main__`, with its own arguments, environment, working
-directory, output and random state. Nothing is left behind in the server, so worlds may be killed
-and may patch whatever they like.
+One server process a test session does the imports, without starting a thread or a process group
+(tests/README.md). For each world it forks a nanny, and the nanny forks the ranks, hosts their store
+as torchrun's agent would, and ends them all when one fails or when the caller is gone. A rank runs
+its script as `python SCRIPT ARGS` would. Nothing is left behind in the server, so worlds may be
+killed and may patch whatever they like.
 
     log = world("tests/helpers/train_worker.py", 2, "cases.json")   # as torchrun --nproc-per-node 2
     log = forked("-m", "tlora_megatron.cli", "plan", ...)           # as python -m ...

@@ -22,7 +22,6 @@ from packaging.requirements import Requirement
 
 import tlora_megatron
 from scripts import missing_requirements as requirements
-from scripts import verify_adapters
 from tests.helpers.launch import HANG_S
 
 
@@ -92,23 +91,6 @@ def test_requirements_are_compared_with_what_is_installed(text: str, met: bool) 
 @pytest.mark.parametrize("name", ["tlora-megatron", "pytest", "no-such-distribution"])
 def test_an_install_from_another_folder_does_not_count(tmp_path: Path, name: str) -> None:
     assert not requirements.is_installed_from(tmp_path, name)
-
-
-@pytest.mark.parametrize(
-    ("reported", "rows", "rows_total", "slack", "limits"),
-    [
-        (0.5, 96, 96, 0.0, (48, 48)),
-        (1.0, 200, 200, 0.05, (190, 210)),
-        (0.5, 32, 96, 0.0, (0, 32)),
-        (0.9, 32, 40, 0.0, (28, 32)),
-        (0.9, 32, 40, 0.05, (27, 33)),
-        (0.0, 32, 96, 0.0, (0, 0)),
-    ],
-)
-def test_the_reported_exact_match_bounds_what_generation_may_give(
-    reported: float, rows: int, rows_total: int, slack: float, limits: tuple[int, int]
-) -> None:
-    assert verify_adapters.expected_matches(reported, rows, rows_total, slack) == limits
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 
 from scripts.bench.planner.cases import ATTENTION, RANKS
 from tests.helpers.pipeline_schedule import makespan
-from tests.helpers.planner_case import HARDWARE, SPEC, job, step_cost
+from tests.helpers.planner_case import H200, HARDWARE, LLAMA_8B, SPEC, job, step_cost
 from tests.unit.planner.test_workload import packed
 from tlora_megatron.config.job import MEGATRON_TARGETS
-from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.cost.step_terms import StepCost, full_capacity
-from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.rounds.model import RoundModel, full_sizes
@@ -202,7 +200,6 @@ def test_measured_iterations_of_megatron_lm_take_what_is_predicted(
     repo: Path,
 ) -> None:
     """8B on 1 and 2 H200s, 8,192 rows, eight jobs on texts of 256 to 1,024 tokens."""
-    h200 = load_profile(repo / "configs/hardware/h200.json")
     lengths = LengthHistogram.from_counts((n, 1) for n in range(256, 1024, 32))
     jobs = [
         JobLoad(
@@ -215,7 +212,7 @@ def test_measured_iterations_of_megatron_lm_take_what_is_predicted(
         )
         for i, rank in enumerate(RANKS)
     ]
-    model = CostModel(read_model_spec(repo / "configs/models/llama-3.1-8b.json"), jobs, h200)
+    model = CostModel(LLAMA_8B, jobs, H200)
     with (repo / "scripts/bench/results/flag_speed.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["mode"] == "flag"]
     rows = [row for row in rows if (row["impl"], row["precision"]) == ("local", "bf16")]

@@ -15,23 +15,17 @@ from scripts.bench.experts.predicted import MODES, Predictor, case_of, main, mea
 from scripts.bench.planner import cases
 from scripts.bench.planner.results import read_csv
 from scripts.bench.step.jobs import make_mixes
-from tests.helpers.planner_case import step_cost
+from tests.helpers.planner_case import H200, step_cost
 from tlora_megatron.planner.candidate import SHARDINGS, Plan
 from tlora_megatron.planner.choices import preferred, sharding_times
 from tlora_megatron.planner.cost.rates import ExpertTimes
 from tlora_megatron.planner.group import BUDGETS, GroupModel
-from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 _RATE_BOUND = 0.08
 """Error of the tokens per second of a group; the worst is 6 % (two GPUs, eight jobs)."""
 _GAIN_BOUND = 0.15
 """Error of the gain of training together; the worst is 8 % (small batches)."""
-
-
-@pytest.fixture(scope="module")
-def h200(repo: Path) -> HardwareProfile:
-    return load_profile(repo / "configs/hardware/h200.json")
 
 
 def _measured_rates(repo: Path, mix: str) -> dict[str, float]:
@@ -58,10 +52,10 @@ def _loads(mix: str) -> list[JobLoad]:
 
 
 @pytest.mark.parametrize("mix", ["batch 1-8", "batch 1-4"])
-def test_eight_jobs_together_and_in_turn(h200: HardwareProfile, repo: Path, mix: str) -> None:
+def test_eight_jobs_together_and_in_turn(repo: Path, mix: str) -> None:
     """One after another is as many steps of each job, as the bench runs them."""
     jobs = _loads(mix)
-    model = GroupModel(cases.model_spec("8b"), h200)
+    model = GroupModel(cases.model_spec("8b"), H200)
     together = sum(model.estimate(jobs, 1).tokens_per_s)
     batches = [job.batch_size * job.lengths.mean for job in jobs]
     alone = [model.estimate([job], 1).tokens_per_s[0] for job in jobs]
@@ -73,7 +67,7 @@ def test_eight_jobs_together_and_in_turn(h200: HardwareProfile, repo: Path, mix:
     assert together / in_turn == pytest.approx(gain, rel=_GAIN_BOUND)
 
 
-def test_groups_on_one_to_four_gpus(h200: HardwareProfile, repo: Path) -> None:
+def test_groups_on_one_to_four_gpus(repo: Path) -> None:
     """Where the plan chosen for a group was run, and that no plan run beats the one chosen.
 
     Groups are not planned with micro-batches under 8,192 tokens; runs with fewer are slower.
@@ -86,7 +80,7 @@ def test_groups_on_one_to_four_gpus(h200: HardwareProfile, repo: Path) -> None:
         spec = replace(cases.model_spec(size), num_layers=row.layers)
         longest = min(cases.LENGTHS[-1], row.tokens // 4)
         jobs = cases.make_jobs(row.jobs, row.gpus, longest)
-        estimate = GroupModel(spec, h200).estimate(jobs, row.gpus)
+        estimate = GroupModel(spec, H200).estimate(jobs, row.gpus)
         plan = estimate.plan
         assert plan is not None
         error = sum(estimate.tokens_per_s) * row.measured_s / row.measured_round_tokens - 1
@@ -156,14 +150,14 @@ def cells(repo: Path) -> Cells:
     return dict(found)
 
 
-def test_s_lora_over_fold_is_predicted_as_measured(cells: Cells, h200: HardwareProfile) -> None:
+def test_s_lora_over_fold_is_predicted_as_measured(cells: Cells) -> None:
     errors = []
     for cell, measured in cells.items():
         spec = replace(cases.model_spec(cell.model), num_layers=cell.layers)
         fold, s_lora = (
             sum(getattr(cost, term) for term in _TERMS)
             for cost in (
-                step_cost(spec, cell.jobs, replace(cell.plan, lora_sharding=name), h200)
+                step_cost(spec, cell.jobs, replace(cell.plan, lora_sharding=name), H200)
                 for name in ("fold", "s_lora")
             )
         )
@@ -173,12 +167,12 @@ def test_s_lora_over_fold_is_predicted_as_measured(cells: Cells, h200: HardwareP
     assert max(errors) < 0.06
 
 
-def test_what_auto_takes_is_nearly_the_fastest(cells: Cells, h200: HardwareProfile) -> None:
+def test_what_auto_takes_is_nearly_the_fastest(cells: Cells) -> None:
     """At most the 2 % that another sharding must save over fold are lost."""
     chosen = {}
     for cell, measured in cells.items():
         spec = replace(cases.model_spec(cell.model), num_layers=_LAYERS[cell.model])
-        choice = preferred(sharding_times(spec, cell.jobs, cell.plan, h200))
+        choice = preferred(sharding_times(spec, cell.jobs, cell.plan, H200))
         chosen[cell] = measured[choice] / min(measured[name] for name in SHARDINGS) - 1, choice
     assert {choice for _, choice in chosen.values()} == {"fold", "s_lora"}
     assert max(lost for lost, _ in chosen.values()) <= 0.02
@@ -190,8 +184,8 @@ _MEMORY = 0.06
 
 
 @pytest.fixture(scope="module")
-def predictor(h200: HardwareProfile) -> Predictor:
-    return Predictor(h200)
+def predictor() -> Predictor:
+    return Predictor(H200)
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from tlora_megatron.sim.bounds import (
 )
 from tlora_megatron.sim.cluster import FaultRates, Faults, draw_faults
 from tlora_megatron.sim.ledger import Ledger, summarise, time_line
-from tlora_megatron.sim.simulator import Simulator
 
 
 def by_job(ledger: Ledger) -> list[Any]:
@@ -170,24 +169,13 @@ def test_a_policy_that_breaks_a_rule_is_found_out(decision: Decision, message: s
     world = World(gpus_per_node=2, most_jobs=2)
     for base in ("base", "base", "other", "base"):
         world.add(0, 10, batch=10, base=base, max_slowdown=1.5)
-    simulator = Simulator(
-        jobs=world.jobs,
-        shape=world.shape,
-        policy=Scripted(decision),
-        speeds=world.speeds,
-        cost=FREE,
-    )
     with pytest.raises(InvariantError, match=message):
-        simulator.run()
+        world.run(Scripted(decision))
 
 
 def test_a_policy_that_never_starts_a_job_is_found_out() -> None:
-    world = World(job(0, 10))
-    simulator = Simulator(
-        jobs=world.jobs, shape=world.shape, policy=Scripted(), speeds=world.speeds, cost=FREE
-    )
     with pytest.raises(InvariantError, match="each of 1 jobs must end once, got 0 ends"):
-        simulator.run()
+        World(job(0, 10)).run(Scripted())
 
 
 def test_summary_by_hand() -> None:
@@ -240,9 +228,7 @@ class Recorder:
 def test_a_policy_is_told_each_change_once() -> None:
     world = World(job(0, 100), job(10, 50))
     recorder = Recorder(make_policy("mlora", world.speeds, Rules(cost=FREE)))
-    Simulator(
-        jobs=world.jobs, shape=world.shape, policy=recorder, speeds=world.speeds, cost=FREE
-    ).run()
+    world.run(recorder)
     (first, start), (second, join), (third, leave) = recorder.told
     assert (first, second, third) == (0, 10, 60)
     assert start == Changes(arrived=frozenset({0}), regrouped=frozenset(), freed=True)
