@@ -57,7 +57,6 @@ _LONG_FIRST = (
     "distributed/test_lora_sharding.py",
     "distributed/test_overlap.py",
     "distributed/test_deterministic.py",
-    "unit/sim/test_scale.py",
     "integration/test_ray_engine.py",
     "integration/test_tinker.py",
     "unit/ops/test_interpreted_kernels.py",

@@ -106,7 +106,7 @@ def fill(figures: Figures, store: Store, args: Any) -> None:
     figures.spread("change of state", times)
 
 
-def reads(figures: Figures, store: Store, place: str) -> None:
+def reads(figures: Figures, store: Store, place: str, args: Any) -> None:
     """Lists, alone and beside submits, and the question whether anything changed."""
     times = timed(2000, store.events.last)
     figures.row("poll", 1e6 * statistics.median(times), "us")
@@ -117,7 +117,7 @@ def reads(figures: Figures, store: Store, place: str) -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         pool.apply(_write, [(place, 1)])
-        writer = pool.apply_async(_write, [(place, 1000)])
+        writer = pool.apply_async(_write, [(place, args.submits // 2)])
         times = timed(200, lambda: store.jobs.page(limit=100))
         writer.get()
     figures.spread("page of 100 beside submits", times)
@@ -149,7 +149,7 @@ def measure(figures: Figures, place: str, args: Any) -> None:
                     store.jobs.change(job.id, JobState.CANCELLED)
         fill(figures, store, args)
         start(figures, place)
-        reads(figures, store, place)
+        reads(figures, store, place, args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

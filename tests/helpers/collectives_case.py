@@ -16,6 +16,7 @@ from typing import NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
+from tests.helpers.kernel_case import poisoned_memory
 from tests.helpers.variants import end_world
 from tlora_megatron.parallel.collectives import TensorCollectives, make_tensor_collectives
 from tlora_megatron.parallel.peer_memory import Operation
@@ -100,7 +101,7 @@ def check(
     lag = random.Random(seed * size + rank)
     streams = [torch.cuda.Stream() for _ in range(LANES)] if device.type == "cuda" else None
     results = []
-    with _poisoned():
+    with poisoned_memory():
         if streams is not None:
             torch.cuda.synchronize()
         for call, x in zip(drawn, own, strict=True):
@@ -113,15 +114,6 @@ def check(
             torch.cuda.synchronize()
     for number, (call, result) in enumerate(zip(drawn, results, strict=True)):
         _compare(call, result, rank, f"call {number}, {call.operation}", bitwise=bitwise)
-
-
-@contextlib.contextmanager
-def _poisoned():  # type: ignore[no-untyped-def]
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def _compare(call: Call, result: torch.Tensor, rank: int, name: str, *, bitwise: bool) -> None:

@@ -10,7 +10,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -37,7 +37,8 @@ def main() -> None:
     while not engine.is_over:
         seen["steps"] += [report.job.name for report in engine.train_round()]
     engine.finish()
-    with patch.object(AutoModelForCausalLM, "from_pretrained", _not_again):
+    again = AssertionError("the base must stay as it is when jobs are installed")
+    with patch.object(AutoModelForCausalLM, "from_pretrained", side_effect=again):
         engine.install_jobs([replace(jobs[2], seed=jobs[2].seed)], output_dir=out / "second")
     while engine.loop.jobs[0].step < 2:
         engine.train_round()
@@ -65,10 +66,6 @@ def _refusal(engine: MultiLoRAEngine, jobs: list[JobSpec]) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def _not_again(*_: Any, **__: Any) -> NoReturn:
-    raise AssertionError("the base must stay as it is when jobs are installed")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,10 @@ class Machine:
             if operation == "all_reduce":
                 out = x
             else:
-                out = np.full(_result_size(operation, len(x), lane.size), np.nan, np.float32)
+                size = whole // _ELEMENT_BYTES
+                out = np.full(
+                    size // lane.size if operation == "reduce_scatter" else size, np.nan, np.float32
+                )
             for step in self.steps(lane, operation, whole):
                 yield from self._step(rank, step, {"x": x, "out": out})
             results.append(out.copy())
@@ -116,7 +119,3 @@ def run(streams: Sequence[Iterator[bool]], seed: int) -> None:
             waiting.add(stream)
         else:
             waiting.clear()  # what it did may be what others wait for
-
-
-def _result_size(operation: Operation, elements: int, size: int) -> int:
-    return elements * size if operation == "all_gather" else elements // size

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.policy import ClusterShape, RegroupCost, Rules
+from tlora_megatron.scheduler.policy import ClusterShape, Policy, RegroupCost, Rules
 from tlora_megatron.scheduler.queue import Job
 from tlora_megatron.scheduler.registry import make_policy
 from tlora_megatron.sim.ledger import Ledger
@@ -114,16 +114,16 @@ class World:
 
     def run(
         self,
-        policy: str,
+        policy: str | Policy,
         *,
         cost: RegroupCost = FREE,
         rules: dict[str, Any] | None = None,
         **more: Any,
     ) -> Ledger:
-        made = make_policy(policy, self.speeds, Rules(cost=cost, **(rules or {})))
-        return Simulator(
-            jobs=self.jobs, shape=self.shape, policy=made, speeds=self.speeds, cost=cost, **more
-        ).run()
+        if isinstance(policy, str):
+            policy = make_policy(policy, self.speeds, Rules(cost=cost, **(rules or {})))
+        world = {"jobs": self.jobs, "shape": self.shape, "speeds": self.speeds}
+        return Simulator(**world, policy=policy, cost=cost, **more).run()
 
     def ends(self, policy: str, **more: Any) -> list[float]:
         """When each job ends, in order of submission."""

@@ -242,9 +242,6 @@ def quickstart_base() -> dict[str, Any]:
 def quickstart_jobs(names: Sequence[str], **more: Any) -> dict[str, dict[str, Any]]:
     """Jobs of the quickstart by name, with absolute paths; `more` replaces fields."""
     jobs = {job["name"]: job for job in yaml.safe_load(QUICKSTART.read_text())["jobs"]}
-    return {name: _absolute(jobs[name]) | more for name in names}
-
-
-def _absolute(job: dict[str, Any]) -> dict[str, Any]:
-    data = {key: str(QUICKSTART.parent / path) for key, path in job["data"].items()}
-    return job | {"data": data}
+    for job in jobs.values():
+        job["data"] = {key: str(QUICKSTART.parent / path) for key, path in job["data"].items()}
+    return {name: jobs[name] | more for name in names}

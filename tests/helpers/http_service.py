@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
@@ -59,14 +58,12 @@ class Api:
         headers = {} if tenant is None else bearer(self.token(tenant, scopes))
         return TestClient(self.app, headers=headers, raise_server_exceptions=False)
 
-    def async_client(
-        self, tenant: str = "ann", scopes: Sequence[str] = SCOPES[:2]
-    ) -> httpx.AsyncClient:
+    def async_client(self, tenant: str = "ann") -> httpx.AsyncClient:
         """A client in this process for tests with an event loop."""
         return httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app, raise_app_exceptions=False),
             base_url="http://service",
-            headers=bearer(self.token(tenant, scopes)),
+            headers=bearer(self.token(tenant)),
         )
 
 
@@ -110,16 +107,12 @@ def listening(app: FastAPI) -> Iterator[str]:
     socket = listen(Place("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True)
     thread.start()
-    _wait_until_started(server, thread)
+    while not server.started:
+        thread.join(0.005)
+        assert thread.is_alive(), "the server must start, got one that has ended"
     try:
         yield f"http://127.0.0.1:{socket.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(HANG_S)
         socket.close()
-
-
-def _wait_until_started(server: uvicorn.Server, thread: threading.Thread) -> None:
-    while not server.started:
-        thread.join(0.005)
-        assert thread.is_alive(), "the server must start, got one that has ended"

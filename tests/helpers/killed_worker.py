@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.helpers.lean import draw_no_reports
-from tests.helpers.train_worker import before, in_fork
+from tests.helpers.train_worker import at, before, in_fork
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.formats import atomic_directory
@@ -142,13 +142,6 @@ def _arm(chance: random.Random) -> None:
     left = chance.randint(1, MOMENTS[moment])
     if int(os.environ.get("RANK", "0")) != (victim if moment in ("snapshot", "any") else 0):
         return
-
-    def tick(*_: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
     if moment == "any":
         threading.Timer(left / 1000, os.kill, (os.getpid(), signal.SIGKILL)).start()
         return
@@ -159,6 +152,7 @@ def _arm(chance: random.Random) -> None:
         "exchange": [(atomic_directory, "_swap"), (os, "rename")],
         "delete": [(os, "unlink"), (os, "rmdir")],
     }
+    tick = at(left, signal.SIGKILL)
     for owner, name in places[moment]:
         setattr(owner, name, before(tick, getattr(owner, name)))
 

@@ -85,10 +85,6 @@ def load_of(document: Mapping[str, Any]) -> JobLoad:
     )
 
 
-def _read(job_id: str, submission: Submission) -> Read:
-    return Read(job=job_id, document=submission.document)
-
-
 @contextmanager
 def folder_in_memory() -> Iterator[Path]:
     """A folder in memory where there is one: a disk that flushes every change takes most time."""
@@ -142,7 +138,7 @@ class LiveService:
             store=self.store,
             engine=self.engine,
             pricing=Pricing(lambda section: self._cost),
-            validator=ValidatorHere(_read),
+            validator=ValidatorHere(lambda job, one: Read(job=job, document=one.document)),
             settings=self.settings,
             clock=lambda: self.now_s,
             on_said=self.said.append,

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from tests.helpers.launch import HANG_S, REPO, environment
+from tlora_megatron.runtime.ranks import free_port
 
 _PORT = 29400
 _INTERFACE = "cable"
@@ -114,7 +114,7 @@ def agents(
         folder: gets the nodes' output.
         target: what torchrun runs: `-m MODULE ARGS`.
     """
-    port = _PORT if network.reason is None else _free_port()
+    port = _PORT if network.reason is None else free_port()
     folder.mkdir(parents=True, exist_ok=True)
     settings = environment() | {"GLOO_SOCKET_IFNAME": network.interface}
     started = []
@@ -147,19 +147,8 @@ def agents(
             agent.process.wait()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _kill_tree(process: psutil.Process) -> None:
-    try:
-        found = [*process.children(recursive=True), process]
-    except psutil.NoSuchProcess:
-        return
-    for member in found:
-        try:
-            member.kill()
-        except psutil.NoSuchProcess:
-            continue
+    with suppress(psutil.NoSuchProcess):
+        for member in [*process.children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 
+from tests.helpers.launch import REPO
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan
@@ -19,6 +19,7 @@ from tlora_megatron.planner.hardware import (
     HostCost,
     Link,
     LoraCost,
+    load_profile,
 )
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
@@ -92,9 +93,17 @@ EXPERTS = replace(SPEC, experts=ExpertsSpec(num_experts=8, top_k=2, ffn_size=200
 """The same model with eight experts in the place of its MLP."""
 
 
-def published(repo: Path, base: str) -> ModelSpec:
+def published(base: str) -> ModelSpec:
     """The shape of a base in `configs/models`."""
-    return read_model_spec(repo / f"configs/models/{base}.json")
+    return read_model_spec(REPO / f"configs/models/{base}.json")
+
+
+def shipped(machine: str) -> HardwareProfile:
+    """A profile of `configs/hardware`."""
+    return load_profile(REPO / f"configs/hardware/{machine}.json")
+
+
+LLAMA_8B, H200, L40S = published("llama-3.1-8b"), shipped("h200"), shipped("l40s")
 
 
 def on_attention(length: int = 512, *batch_sizes: int) -> list[JobLoad]:

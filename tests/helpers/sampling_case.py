@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.tiny_models import random_factors
 from tlora_megatron.config.job import EXPERT_TARGETS, SHARED_EXPERT_TARGETS, LoraSpec
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.runtime.sampling.batcher import Batcher, open_batcher
 from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt, SamplerLimits, gather
 from tlora_megatron.training.formats.peft import export_adapter
@@ -48,17 +48,12 @@ OVER_SHARED: Mapping[str, LoraSpec] = {
 """Beside a shared expert PEFT loads nothing on the others."""
 
 
-def loras_over(spec: ModelSpec) -> Mapping[str, LoraSpec]:
-    """The adapters that PEFT loads over a base, by name."""
-    if spec.shared_ffn_size is not None:
-        return OVER_SHARED
-    return LORAS if spec.experts is None else OVER_EXPERTS
-
-
 def write_adapters(base: Path, folder: Path) -> dict[str, str]:
     """Writes random adapters that change what the base says; returns their folders by name."""
     spec = read_model_spec(base / "config.json")
-    loras = loras_over(spec)
+    loras = LORAS if spec.experts is None else OVER_EXPERTS
+    if spec.shared_ffn_size is not None:
+        loras = OVER_SHARED
     for seed, (name, lora) in enumerate(loras.items()):
         factors = random_factors(spec, lora, seed=seed, b_std=0.1)
         export_adapter(folder / name, lora=lora, factors=factors, model=spec, base_model=str(base))

@@ -1,12 +1,10 @@
 """Worlds of ranks that are forked from one process which has everything imported already.
 
-Importing torch, Megatron, transformers and DeepSpeed costs about ten CPU seconds a process; a fork
-costs 0.1 s. One server process a test session does the imports, without starting a thread or a
-process group. For each world it forks a nanny, and the nanny forks the ranks, hosts their store as
-torchrun's agent would, and ends them all when one fails or when the caller is gone. A rank runs its
-script as `python SCRIPT ARGS` would: as `__main__`, with its own arguments, environment, working
-directory, output and random state. Nothing is left behind in the server, so worlds may be killed
-and may patch whatever they like.
+One server process a test session does the imports, without starting a thread or a process group
+(tests/README.md). For each world it forks a nanny, and the nanny forks the ranks, hosts their store
+as torchrun's agent would, and ends them all when one fails or when the caller is gone. A rank runs
+its script as `python SCRIPT ARGS` would. Nothing is left behind in the server, so worlds may be
+killed and may patch whatever they like.
 
     log = world("tests/helpers/train_worker.py", 2, "cases.json")   # as torchrun --nproc-per-node 2
     log = forked("-m", "tlora_megatron.cli", "plan", ...)           # as python -m ...
@@ -294,6 +292,8 @@ def _end(ranks: Mapping[int, int]) -> None:
 
 def _become_rank(request: Request, rank: int, port_pipe: int) -> NoReturn:
     """Turns this fork into what a new process of the rank would be, and runs its command."""
+    import numpy
+
     code = 1
     try:
         output = os.open(request.output, os.O_WRONLY | os.O_APPEND)
@@ -305,7 +305,8 @@ def _become_rank(request: Request, rank: int, port_pipe: int) -> NoReturn:
             port = int.from_bytes(os.read(port_pipe, 2), "big")
             os.environ.update(_torchrun_environment(rank, request.nproc, port))
         os.close(port_pipe)
-        _seed_as_new()
+        random.seed()
+        numpy.random.seed()
         code = _run_command(request.command)
     except BaseException:
         traceback.print_exc()
@@ -328,13 +329,6 @@ def _torchrun_environment(rank: int, size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }  # fmt: skip
     return {key: str(value) for key, value in values.items()}
-
-
-def _seed_as_new() -> None:
-    import numpy
-
-    random.seed()
-    numpy.random.seed()
 
 
 def _run_command(command: Sequence[str]) -> int:

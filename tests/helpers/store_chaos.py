@@ -95,7 +95,7 @@ def writers(place: str, kills: int, rng: random.Random) -> dict[str, int]:
             child.listen(rng.uniform(0.0, 0.1))
             acknowledged += child.end()
     with open_store(place) as store:
-        documents = _all_documents(store)
+        documents = store.jobs.documents([job.id for job in store.jobs.page(limit=10**6)])
         keys = sorted(document["key"] for document in documents.values())
         assert len(set(keys)) == len(keys), "a key made two jobs"
         assert not set(acknowledged) - set(keys), "an acknowledged submit is lost"
@@ -111,10 +111,6 @@ def _submit(place: str, name: str, tell: Callable[[str], None]) -> None:
         for number in range(10**9):
             store.jobs.submit([new_job(f"{name}-{number}")])
             tell(f"{name}-{number}")
-
-
-def _all_documents(store: Store) -> dict[str, dict[str, str]]:
-    return store.jobs.documents([job.id for job in store.jobs.page(limit=10**6)])
 
 
 def _all_events(store: Store) -> list:

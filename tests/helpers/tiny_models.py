@@ -159,9 +159,9 @@ def load_peer(directory: Path) -> PreTrainedModel:
     return model
 
 
-def to_mxfp4(directory: Path, *, seed: int = 0) -> None:
+def to_mxfp4(directory: Path) -> None:
     """Draws a gpt-oss base's experts anew as MXFP4, in the form in which it was published."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     path, config_json = directory / "model.safetensors", directory / "config.json"
     tensors = load_file(path)
     for name in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:

@@ -15,6 +15,7 @@ Each life of a run adds the steps its jobs started at to `DIR/starts.jsonl`, and
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import os
@@ -135,7 +136,7 @@ def _run(case: dict[str, Any]) -> None:
     on_step = _arm(*case["kill"]) if case.get("kill") else lambda: None
     number, rank, count = case.get("signal") or (0, 0, 0)
     if number and rank == int(os.environ.get("RANK", "0")):
-        on_step = _at(count, lambda: os.kill(os.getpid(), number))
+        on_step = at(count, number)
     config = load_config(case["config"], case["set"], case["output_dir"])
     recorder = Recorder(output_dir, stop=stop, on_step=on_step)
     signals = StopSignals(speaks=False)
@@ -149,15 +150,13 @@ def _run(case: dict[str, Any]) -> None:
         (output_dir / "events.json").write_text(json.dumps(recorder.events))
 
 
-def _at(count: int, act: Callable[[], None]) -> Callable[[], None]:
-    """Returns what acts when it is called the `count`th time."""
-    left = count
+def at(count: int, number: int) -> Callable[..., None]:
+    """Returns what signals this process when it is called the `count`th time."""
+    calls = itertools.count(1)
 
-    def tick() -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            act()
+    def tick(*_: Any) -> None:
+        if next(calls) == count:
+            os.kill(os.getpid(), number)
 
     return tick
 
@@ -176,15 +175,9 @@ def wait_for_saves() -> None:
 def _arm(moment: str, count: int) -> Callable[[], None]:
     """Prepares the kill of the writer's process; returns what to call at every step."""
     assert moment in MOMENTS, f"moment must be one of {MOMENTS}, got {moment!r}"
-    left = count
     wait_for_saves()
-
-    def tick(*_: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0 and int(os.environ.get("RANK", "0")) == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
+    is_writer = int(os.environ.get("RANK", "0")) == 0
+    tick = at(count, signal.SIGKILL) if is_writer else lambda *_: None
     if moment == "step":
         return tick
     if moment == "write":

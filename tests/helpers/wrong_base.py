@@ -64,10 +64,6 @@ def _swap_layers(weights: dict[str, torch.Tensor]) -> None:
             other.copy_(kept)
 
 
-def _swap_halves(weight: torch.Tensor) -> None:
-    weight.copy_(torch.cat(weight.chunk(2)[::-1]))
-
-
 def _turn(weight: torch.Tensor) -> None:
     """As if all queries came before keys and values."""
     weight.copy_(weight.roll(weight.shape[0] // 8, 0))
@@ -94,7 +90,9 @@ WRONG: dict[str, Wrong] = {
     "--no-rope-freq 4": Wrong(config={"no_rope_freq": 4}),
     "another fine-tuning (weights off by 5 %)": Wrong(weights=_noise),
     "two layers swapped": Wrong(weights=_swap_layers),
-    "gate and up swapped": Wrong(weights=_each("linear_fc1", _swap_halves)),
+    "gate and up swapped": Wrong(
+        weights=_each("linear_fc1", lambda w: w.copy_(torch.cat(w.chunk(2)[::-1])))
+    ),
     "rows of q, k, v in another order": Wrong(weights=_each("linear_qkv.weight", _turn)),
 }
 """Effect of a wrong flag or checkpoint on a model -> how it is made here."""

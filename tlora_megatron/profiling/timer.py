@@ -139,18 +139,17 @@ class CollectiveTimer:
         self._members = list(range(rank - self._index, rank - self._index + ranks))
         groups = [dist.new_group(list(range(b, b + ranks))) for b in range(0, world, ranks)]
         self._group = groups[rank // ranks]
+        self._synchronize = DeviceTimer(device).synchronize
 
     def measure(self, op: CollectiveOp, num_bytes: int) -> CollectivePoint:
         """Time of one call when several follow each other, in the slowest group."""
         rows = max(self.ranks, num_bytes // (_COLUMNS * _ELEMENT_BYTES))
         rows -= rows % self.ranks
-        call = self._call(op, rows)
-        seconds = self._seconds(call)
         return CollectivePoint(
             op=op,
             ranks=self.ranks,
             bytes=float(rows * _COLUMNS * _ELEMENT_BYTES),
-            seconds=seconds,
+            seconds=self._seconds(self._call(op, rows)),
         )
 
     def overlap(self, num_bytes: int, gemm_size: int) -> float:
@@ -217,10 +216,6 @@ class CollectiveTimer:
         slowest = torch.tensor(statistics.median(times), dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def fit_link(points: Sequence[CollectivePoint]) -> Link:

@@ -14,10 +14,10 @@ from tlora_megatron.config.reader import must, nearest
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policies.admission import start_alone
 from tlora_megatron.scheduler.policies.elastic import Elastic
-from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
+from tlora_megatron.scheduler.policies.tentative_groups import Hosts, TentativeGroups
 from tlora_megatron.scheduler.policies.tlora import NetBenefit, ResidualGrouping
 from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision, Policy, Rules
-from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
+from tlora_megatron.scheduler.queue import Waiting, WaitingQueue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,24 +72,15 @@ def _merge(tentative: TentativeGroups, left: list[Waiting], hosts: Hosts) -> Non
         key = (waiting.job.kind, waiting.job.num_gpus, hosts.is_new(waiting))
         if key in refused:
             continue
-        found = _first_with_room(tentative, hosts.of(waiting), waiting)
-        if found is None:
+        wide = [host for host in hosts.of(waiting) if len(host.gpus) >= waiting.job.num_gpus]
+        for host in sorted(wide, key=lambda host: (len(host.members), host.number)):
+            proposal = tentative.with_joining(host, waiting)
+            if proposal is not None:
+                hosts.mark_changed(tentative.accept(proposal, (host,)))
+                break
+        else:
             if tentative.within_quota(waiting):
                 refused.add(key)
-            continue
-        host, proposal = found
-        hosts.mark_changed(tentative.accept(proposal, (host,)))
-
-
-def _first_with_room(
-    tentative: TentativeGroups, hosts: list[Group], waiting: Waiting
-) -> tuple[Group, Proposal] | None:
-    wide = [host for host in hosts if len(host.gpus) >= waiting.job.num_gpus]
-    for host in sorted(wide, key=lambda host: (len(host.members), host.number)):
-        proposal = tentative.with_joining(host, waiting)
-        if proposal is not None:
-            return host, proposal
-    return None
 
 
 def _right_sized(speeds: Speeds, rules: Rules) -> Policy:

@@ -127,18 +127,13 @@ class MixDraw:
         """The base and the attributes of the next job, which asks for `num_gpus` GPUs."""
         mix = self._mix
         base = self._pick(mix.bases).name
-        rank = self._pick(mix.ranks).value
-        batch_size = self._pick(mix.batch_sizes).value * (num_gpus if mix.batch_per_gpu else 1)
-        targets = self._pick(mix.targets).value
-        dropout = self._pick(mix.dropouts).value
-        lengths = self._lengths[self._pick(mix.lengths).name]
-        return base, JobLoad(
+        return base, JobLoad(  # whose draws are in this order
             name="job",
-            rank=rank,
-            targets=targets,
-            batch_size=batch_size,
-            lengths=lengths,
-            dropout=dropout,
+            rank=self._pick(mix.ranks).value,
+            batch_size=self._pick(mix.batch_sizes).value * (num_gpus if mix.batch_per_gpu else 1),
+            targets=self._pick(mix.targets).value,
+            dropout=self._pick(mix.dropouts).value,
+            lengths=self._lengths[self._pick(mix.lengths).name],
         )
 
     def _pick(self, options: tuple[_Option, ...]) -> _Option:

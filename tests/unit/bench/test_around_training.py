@@ -14,8 +14,6 @@ from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
 from tlora_megatron.training.formats.hf_convert import check_weights
 
-TOY = next(case for case in command.CASES if case.shape == "toy")
-
 
 def test_a_base_can_be_read_and_is_written_once(tmp_path: Path) -> None:
     size = base.write_base("toy", tmp_path / "base")
@@ -39,11 +37,6 @@ def test_every_job_steps_in_every_round(tmp_path: Path) -> None:
         longest = sum(job.batch_size * job.max_seq_len for job in config.jobs)
         assert longest <= config.run.micro_batch_tokens
         assert {job.max_steps for job in config.jobs} == {case.rounds}
-
-
-def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--texts must be a folder with JSONL files, got "):
-        command.write_jobs(TOY, tmp_path, tmp_path, tmp_path, tmp_path / "run.yaml")
 
 
 def test_steps_are_counted_while_the_command_runs(tmp_path: Path) -> None:

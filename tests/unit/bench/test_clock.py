@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scripts.bench.harness import clock
-from scripts.bench.harness.clock import Marks, Timing, timed, total
+from scripts.bench.harness.clock import Marks, timed
 
 
 @pytest.fixture
@@ -34,15 +34,3 @@ def test_steps_are_timed_together_and_one_by_one(host_clock: list[float]) -> Non
     assert (timing.seconds, timing.steps) == (7.0, 3)
     assert timing.step_times_s == (1.0, 2.0, 4.0)
     assert timing.percentile_s(50) == 2.0
-
-
-def test_runs_one_after_another_add_up_and_share_the_largest_peak() -> None:
-    runs = [Timing(1.0, 2, 30, 400), Timing(0.5, 1, 20, 300)]
-    assert total(runs) == Timing(1.5, 3, 50, 400)
-
-
-@pytest.mark.parametrize(("times", "p20", "p80"), [((3.0,), 3.0, 3.0), ((1, 2, 3, 4, 5), 1.2, 4.8)])
-def test_percentiles(times: tuple[float, ...], p20: float, p80: float) -> None:
-    timing = Timing(1.0, len(times), 0, 0, times)
-    assert timing.percentile_s(20) == pytest.approx(p20)
-    assert timing.percentile_s(80) == pytest.approx(p80)

@@ -21,9 +21,3 @@ def test_a_row_for_every_policy(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(int(row["count"]) > 0 for row in rows), "jobs wait and GPUs are free"
     assert {(row["machine"], row["commit"]) for row in rows} == {("a machine", "abc")}
     assert "decide isolated_sjf" in capsys.readouterr().out
-
-
-def test_the_first_run_is_apart_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = iter([0.0, 5.0, 5.0, 6.0, 6.0, 8.0, 8.0, 11.0])
-    monkeypatch.setattr(control_tower.time, "process_time", lambda: next(now_s))
-    assert control_tower.timed(lambda: "ab", 3) == (2, 5000.0, 2000.0)

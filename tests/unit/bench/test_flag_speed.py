@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.bench.flag_speed.__main__ import arguments
 from scripts.bench.flag_speed.cases import Case, Place, make_row, show
 from scripts.bench.flag_speed.stock import cut_by_job
 from scripts.bench.harness.kernel_table import kind_of
@@ -63,27 +62,6 @@ def test_what_overlaps_is_asked_for_and_in_the_layout(tmp_path: Path) -> None:
         assert place.environment(case, tmp_path)["UB_SKIPMC"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["--nano", "2"], "--nano wants --tp above 1"),
-        (["--tp", "2", "--tp-comm-overlap", "--impl", "transformer_engine"], "and GPUs"),
-    ],
-)
-def test_what_cannot_overlap_is_refused(
-    words: list[str],
-    error: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    (tmp_path / "pretrain_gpt.py").touch()
-    with pytest.raises(SystemExit):
-        arguments(["--megatron-lm", str(tmp_path), *words])
-    assert error in capsys.readouterr().err
-
-
 def test_rows_have_the_columns_of_the_table() -> None:
     common = {"gpu": "GPU", "megatron_lm": "core", "floor_ms": 10.0}
     rows = [
@@ -92,14 +70,6 @@ def test_rows_have_the_columns_of_the_table() -> None:
     ]
     assert ",".join(rows[0]) == COLUMNS
     assert "12.0 ms, 1.200x floor, 1.091x own, 1.000x flag, 250 tokens" in show(rows[0], rows)
-
-
-def test_one_job_fills_the_micro_batch(tmp_path: Path) -> None:
-    case = make_case(jobs="one", tp=1)
-    Place(checkout=tmp_path, work=tmp_path / "work", on_cpu=False).prepare(case)
-    (job,) = json.loads((tmp_path / "work" / "jobs.json").read_text())["jobs"]
-    # A sequence takes a row less than it has tokens.
-    assert job["batch_size"] * (job["max_seq_len"] - 1) == case.tokens
 
 
 def test_a_micro_batch_is_cut_into_one_for_each_job() -> None:

@@ -69,16 +69,6 @@ def test_a_part_inside_another_takes_its_time_away(
     assert {part: found[part] for part in PARTS if found[part]} == {"launch": 3.0, "save": 2.0}
 
 
-def test_a_service_that_is_too_slow_is_named() -> None:
-    def rows(value: str) -> list[dict[str, str]]:
-        return [{"case": "8B: live over train", "value": value}]
-
-    assert throughput.missed(rows("-2.9")) == []
-    assert throughput.missed(rows("-3.1")) == [
-        "8B: live over train must be at least -3 %, got -3.1"
-    ]
-
-
 def test_a_gpu_that_is_not_there_is_refused_by_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import threading
-import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,6 @@ import pytest
 from scripts.bench.harness.processes import Life
 from scripts.bench.megatron_lm import __main__ as layouts
 from scripts.bench.megatron_lm import cases
-from tests.helpers.launch import HANG_S
 from tests.helpers.megatron_lm import logged
 
 COMMON = {"gpu": "H200", "versions": "torch 2", "commit": "abc", "megatron_lm": "0.19.1"}
@@ -100,26 +96,3 @@ def test_layouts_that_do_not_fit_are_left_out() -> None:
     on_cpu = layouts.chosen([], 2, on_cpu=True)
     assert on_cpu == [layout for layout in on_gpus if not layout.transformer_engine]
     assert len({layout.folder for layout in cases.LAYOUTS}) == len(cases.LAYOUTS)
-
-
-def test_a_gpu_has_as_many_runs_at_once_as_may_share_it() -> None:
-    devices, held, most = layouts.Devices(3), Counter[int](), []
-
-    def run(count: int) -> None:
-        with devices.take(count) as taken:
-            assert len(taken) == count
-            held.update(taken)
-            most.append(max(held.values()))
-            time.sleep(0.01)
-            held.subtract(taken)
-
-    threads = [threading.Thread(target=run, args=(count,)) for count in (3, 2, 1, 1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=HANG_S)
-    assert most == [1] * 6
-    shared = layouts.Devices(2, share=2)
-    with shared.take(2) as first, shared.take(1) as second, shared.take(1) as third:
-        assert first == (0, 1)
-        assert {*second, *third} == {0, 1}

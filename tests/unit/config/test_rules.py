@@ -20,7 +20,6 @@ from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.rules import portion_of
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.config.sections import job_to_dict, read_job
-from tlora_megatron.service.prepare.submission import split_submissions
 
 
 def settled(*jobs: dict[str, Any], parallel: dict[str, Any] | None = None, **run: Any) -> RunConfig:
@@ -188,12 +187,6 @@ def test_document_comes_back_without_what_a_client_sends() -> None:
 def test_what_a_client_sends_must_be_left_out(key: str) -> None:
     with pytest.raises(ConfigError, match=f"^job.{key} must be left out of a driven job"):
         read_job({**ENTRY, key: 3}, None)
-
-
-def test_it_is_submitted_as_a_single_job() -> None:
-    document = {**ENTRY, "base_model": BASE}
-    (submission,) = split_submissions(document, Path.cwd()).submissions
-    assert submission.job_spec().driven
 
 
 def test_trainers_without_clients_refuse_it() -> None:

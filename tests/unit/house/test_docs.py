@@ -128,16 +128,3 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 def test_the_configuration_page_is_what_the_classes_say() -> None:
     written = configuration_page.PAGE.read_text(encoding="utf-8")
     assert written == configuration_page.page(), "run scripts/configuration_page.py"
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        "| `optimizer.lr` | number, above 0 | `0.0002` | peak learning rate |",
-        "| `output_dir` | string | required | directory for the run",
-        "| `nano_batches` | integer or `auto`, at least 1, at most 16 | `1` | number of parts",
-        "| `optimizer.betas` | list of 2 numbers, at least 0, below 1 | `[0.9, 0.999]` | decay",
-    ],
-)
-def test_a_row_of_it_says_type_range_and_default(row: str) -> None:
-    assert f"\n{row}" in configuration_page.page()

@@ -331,22 +331,6 @@ def test_torch_in_a_light_part_is_found_unless_lazy(tmp_path: Path, file: str) -
     )
 
 
-def test_a_cycle_is_found(tmp_path: Path) -> None:
-    files = {"ops/a.py": "from . import b", "ops/b.py": "from .a import x", "ops/c.py": "import os"}
-    assert set(cycle(_tree(tmp_path, files))) == {f"{PACKAGE}.ops.a", f"{PACKAGE}.ops.b"}
-
-
-LAZILY = "def f():\n    from {package} import {name}"
-FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from {package} import {name}"
-
-
-def test_a_cycle_of_lazy_imports_or_types_is_found(tmp_path: Path) -> None:
-    package = f"{PACKAGE}.ops"
-    for text in (LAZILY, FOR_TYPES):
-        files = {"ops/a.py": "from . import b", "ops/b.py": text.format(package=package, name="a")}
-        assert len(set(cycle(_tree(tmp_path, files)))) == 2
-
-
 @pytest.mark.parametrize(
     ("files", "folder", "children"),
     [
@@ -374,6 +358,17 @@ def test_a_circle_of_children_is_found_though_no_module_is_in_a_cycle(
     assert {name: set(names) for name, names in circles(found).items()} == {
         f"{PACKAGE}.{folder}": children
     }
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["", "def f():\n    ", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "],
+    ids=["at once", "lazily", "for types"],
+)
+def test_a_cycle_is_found(tmp_path: Path, how: str) -> None:
+    files = {"ops/a.py": "from . import b", "ops/b.py": how + f"from {PACKAGE}.ops import a"}
+    found = cycle(_tree(tmp_path, {**files, "ops/c.py": "import os"}))
+    assert set(found) == {f"{PACKAGE}.ops.a", f"{PACKAGE}.ops.b"}
 
 
 def test_a_folder_s_own_init_is_in_no_circle(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from packaging.requirements import Requirement
 
 import tlora_megatron
 from scripts import missing_requirements as requirements
-from scripts import verify_adapters
 from tests.helpers.launch import HANG_S
 
 
@@ -44,12 +43,6 @@ def _imported(folder: Path) -> set[str]:
         # A script may import the script beside it.
         names |= {name for name in found if not (path.parent / f"{name}.py").is_file()}
     return names - set(sys.stdlib_module_names) - {"tlora_megatron", "tests", "scripts"}
-
-
-def test_an_import_of_a_neighbour_is_not_a_third_party(tmp_path: Path) -> None:
-    (tmp_path / "tasks.py").write_text("import os\nfrom tlora_megatron import job")
-    (tmp_path / "make.py").write_text("import tasks\ndef f():\n    from pandas.api import types")
-    assert _imported(tmp_path) == {"pandas"}
 
 
 @pytest.mark.parametrize(
@@ -87,11 +80,6 @@ def test_extras_may_name_extras(pyproject: dict[str, Any]) -> None:
     assert light == {"pyyaml", "rich"}
 
 
-def test_an_unknown_extra_is_refused(pyproject: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"extra must be one of train, .*, got 'trian'"):
-        list(requirements.required(pyproject["project"], ["trian"]))
-
-
 @pytest.mark.parametrize(
     ("text", "met"),
     [("pytest>=8", True), ("pytest<8", False), ("no-such-distribution", False), ("pytest", True)],
@@ -103,23 +91,6 @@ def test_requirements_are_compared_with_what_is_installed(text: str, met: bool) 
 @pytest.mark.parametrize("name", ["tlora-megatron", "pytest", "no-such-distribution"])
 def test_an_install_from_another_folder_does_not_count(tmp_path: Path, name: str) -> None:
     assert not requirements.is_installed_from(tmp_path, name)
-
-
-@pytest.mark.parametrize(
-    ("reported", "rows", "rows_total", "slack", "limits"),
-    [
-        (0.5, 96, 96, 0.0, (48, 48)),
-        (1.0, 200, 200, 0.05, (190, 210)),
-        (0.5, 32, 96, 0.0, (0, 32)),
-        (0.9, 32, 40, 0.0, (28, 32)),
-        (0.9, 32, 40, 0.05, (27, 33)),
-        (0.0, 32, 96, 0.0, (0, 0)),
-    ],
-)
-def test_the_reported_exact_match_bounds_what_generation_may_give(
-    reported: float, rows: int, rows_total: int, slack: float, limits: tuple[int, int]
-) -> None:
-    assert verify_adapters.expected_matches(reported, rows, rows_total, slack) == limits
 
 
 @pytest.fixture(scope="module")
@@ -285,15 +256,6 @@ def test_the_wheel_plans_and_inspects(installed: Installed, repo: Path, tmp_path
     shown = installed.tlora("plan", path, "--gpus", 8, "--hardware", "h200", "--lengths", "256:1")
     assert "tokens/s" in shown
     assert "CUDA compiler" in installed.tlora("inspect", "kernels")
-
-
-@pytest.mark.slow
-def test_an_editable_install_finds_the_checkout_s_files(built: Path, tmp_path: Path) -> None:
-    source = (built / "source").resolve()
-    module, sources, profiles = Installed.make(tmp_path / "venv", "-e", source).places()
-    assert module == source / "tlora_megatron" / "__init__.py"
-    assert sources == source / "csrc"
-    assert profiles == source / "configs" / "hardware"
 
 
 @pytest.mark.parametrize(

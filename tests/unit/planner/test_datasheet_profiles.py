@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scripts import datasheet_profiles
 from tlora_megatron.cli.profile import profile_json
-from tlora_megatron.planner.hardware import Link, load_profile
+from tlora_megatron.planner.hardware import load_profile
 
 DATA_SHEETS = ("a100-80g", "l40s", "b200", "gb200")
 
@@ -23,16 +23,6 @@ def test_data_sheet_profiles_are_what_is_made_of_measured_ones(repo: Path, tmp_p
         assert shipped.source == "datasheet"
     made_of = {path.stem for path in tmp_path.iterdir()}
     assert made_of == {*DATA_SHEETS, "h100-infiniband", "h200-infiniband"}
-
-
-def test_a_network_is_all_that_is_not_measured_of_a_measured_machine(repo: Path) -> None:
-    folder = repo / "configs/hardware"
-    alone, joined = (load_profile(folder / f"h200{n}.json") for n in ("", "-infiniband"))
-    assert joined.collectives == alone.collectives
-    assert joined.intra_node == alone.intra_node
-    assert joined.inter_node == Link(bytes_per_s=4e10, latency_s=3e-5)
-    assert joined.nics_per_node == 8
-    assert "all but the network is that of h200.json" in joined.notes
 
 
 def test_a_profile_of_one_gpu_gets_another_machines_links(repo: Path) -> None:

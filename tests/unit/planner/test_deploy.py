@@ -7,12 +7,11 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from tests.helpers.planner_case import L40S, LLAMA_8B
 from tlora_megatron.model.deployment import Deployment
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.replica_rate import CurveModel
@@ -25,7 +24,6 @@ from tlora_megatron.planner.deploy_kinds import (
     length_classes,
     undominated,
 )
-from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
@@ -140,16 +138,6 @@ LENGTHS = LengthHistogram.from_counts(
 )
 
 
-@pytest.fixture(scope="module")
-def spec(repo: Path) -> ModelSpec:
-    return read_model_spec(repo / "configs/models/llama-3.1-8b.json")
-
-
-@pytest.fixture(scope="module")
-def l40s(repo: Path) -> HardwareProfile:
-    return load_profile(repo / "configs/hardware/l40s.json")
-
-
 def jobs(count: int = 4, batch_size: int = 32) -> list[JobLoad]:
     return [
         JobLoad(name=str(i), rank=16, batch_size=batch_size, lengths=LENGTHS) for i in range(count)
@@ -157,8 +145,8 @@ def jobs(count: int = 4, batch_size: int = 32) -> list[JobLoad]:
 
 
 @pytest.fixture(scope="module")
-def found(spec: ModelSpec, l40s: HardwareProfile) -> DeploymentResult:
-    return deploy(spec, jobs(), l40s, 4)
+def found() -> DeploymentResult:
+    return deploy(LLAMA_8B, jobs(), L40S, 4)
 
 
 def test_classes_hold_all_rows_and_squares() -> None:
@@ -176,11 +164,9 @@ def test_classes_are_cut_where_a_budget_ends() -> None:
     ]  # fmt: skip
 
 
-def test_a_curve_is_what_the_planner_predicts_for_full_micro_batches(
-    spec: ModelSpec, l40s: HardwareProfile
-) -> None:
+def test_a_curve_is_what_the_planner_predicts_for_full_micro_batches() -> None:
     plan = Plan(tp_size=2, sequence_parallel=True, micro_batch_tokens=8192)
-    curve = CurveModel(spec, jobs(), l40s).curve(plan)
+    curve = CurveModel(LLAMA_8B, jobs(), L40S).curve(plan)
     for length in (256, 1024, 4096, 8192):
         mix = [replace(job, lengths=LengthHistogram.single(length)) for job in jobs()]
         tokens = 8192.0 / len(mix)
@@ -191,7 +177,7 @@ def test_a_curve_is_what_the_planner_predicts_for_full_micro_batches(
             job_sequences=(tokens / LENGTHS.mean,) * len(mix),
             steps=(0.0,) * len(mix),
         )
-        cost = CostModel(spec, mix, l40s).step_cost(plan, load)
+        cost = CostModel(LLAMA_8B, mix, L40S).step_cost(plan, load)
         whole = cost.step_time_s - cost.round_s
         assert curve.seconds(8192, 8192.0 * length) == pytest.approx(whole, rel=0.02)
     assert curve.rate.longest == 8192
@@ -200,10 +186,8 @@ def test_a_curve_is_what_the_planner_predicts_for_full_micro_batches(
     )
 
 
-def test_a_pipeline_adds_its_largest_micro_batch_for_each_further_stage(
-    spec: ModelSpec, l40s: HardwareProfile
-) -> None:
-    curve = CurveModel(spec, jobs(), l40s).curve(Plan(pp_size=2, micro_batch_tokens=4096))
+def test_a_pipeline_adds_its_largest_micro_batch_for_each_further_stage() -> None:
+    curve = CurveModel(LLAMA_8B, jobs(), L40S).curve(Plan(pp_size=2, micro_batch_tokens=4096))
     one = curve.rate.fixed_ps + curve.rate.sequence_ps(1000)
     assert curve.round_ps([[1000], [500]]) == 2 * one + curve.rate.fixed_ps + (
         curve.rate.sequence_ps(500)
@@ -211,8 +195,8 @@ def test_a_pipeline_adds_its_largest_micro_batch_for_each_further_stage(
     assert curve.round_ps([]) == 0
 
 
-def test_kinds_that_another_replaces_are_left_out(spec: ModelSpec, l40s: HardwareProfile) -> None:
-    kinds = all_kinds(spec, jobs(), l40s, 4, SearchSpace())
+def test_kinds_that_another_replaces_are_left_out() -> None:
+    kinds = all_kinds(LLAMA_8B, jobs(), L40S, 4, SearchSpace())
     classes = length_classes(jobs())
     kept = undominated(kinds, classes)
     assert 1 < len(kept) < len(kinds)
@@ -225,10 +209,8 @@ def test_kinds_that_another_replaces_are_left_out(spec: ModelSpec, l40s: Hardwar
         )
 
 
-def test_recompute_by_rows_costs_what_each_length_needs(
-    spec: ModelSpec, l40s: HardwareProfile, found: DeploymentResult
-) -> None:
-    kinds = kinds_by_rows(spec, jobs(), l40s, 1, SearchSpace(tp_size=1, cp_size=1))
+def test_recompute_by_rows_costs_what_each_length_needs(found: DeploymentResult) -> None:
+    kinds = kinds_by_rows(LLAMA_8B, jobs(), L40S, 1, SearchSpace(tp_size=1, cp_size=1))
     assert [len(kind.by_rows) > 1 for kind in kinds] == [True]
     kind, classes = kinds[0], length_classes(jobs())
     assert [each.plan.recompute for each in kind.by_rows][-1] == kind.plan.recompute
@@ -264,28 +246,24 @@ def test_unlike_replicas_must_win_by_the_margin(found: DeploymentResult) -> None
     assert best.time_s == (alike if best.is_alike else unlike)
 
 
-def test_the_same_question_has_the_same_answer(spec: ModelSpec, l40s: HardwareProfile) -> None:
-    assert deploy(spec, jobs(1, 8), l40s, 2) == deploy(spec, jobs(1, 8), l40s, 2)
-
-
-def test_what_is_fixed_is_kept(spec: ModelSpec, l40s: HardwareProfile) -> None:
-    result = deploy(spec, jobs(2, 8), l40s, 4, SearchSpace(tp_size=2, recompute="full"))
+def test_what_is_fixed_is_kept() -> None:
+    result = deploy(LLAMA_8B, jobs(2, 8), L40S, 4, SearchSpace(tp_size=2, recompute="full"))
     assert result.ranked
     for entry in result.ranked:
         assert {kind.plan.tp_size for kind in entry.replicas.kinds} == {2}
         assert {kind.plan.recompute for kind in entry.replicas.kinds} == {"full"}
 
 
-def test_block_diagonal_jobs_keep_to_one_tp_size(spec: ModelSpec, l40s: HardwareProfile) -> None:
+def test_block_diagonal_jobs_keep_to_one_tp_size() -> None:
     blocks = [replace(job, num_blocks=4) for job in jobs(1, 8)]
-    for entry in deploy(spec, blocks, l40s, 4).ranked:
+    for entry in deploy(LLAMA_8B, blocks, L40S, 4).ranked:
         assert entry.deployment.tp_is_alike
 
 
-def test_none_where_nothing_holds_the_longest(spec: ModelSpec, l40s: HardwareProfile) -> None:
+def test_none_where_nothing_holds_the_longest() -> None:
     long = [replace(job, longest_eval=2**20) for job in jobs(1)]
-    result = deploy(spec, long, l40s, 1)
+    result = deploy(LLAMA_8B, long, L40S, 1)
     assert result.ranked == ()
     assert result.best is None
     with pytest.raises(ValueError, match="num_gpus must be at least 1, got 0"):
-        deploy(spec, jobs(1), l40s, 0)
+        deploy(LLAMA_8B, jobs(1), L40S, 0)

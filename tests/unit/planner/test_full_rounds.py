@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,16 +13,13 @@ from hypothesis import strategies as st
 
 from scripts.bench.planner.cases import ATTENTION, RANKS
 from tests.helpers.pipeline_schedule import makespan
-from tests.helpers.planner_case import HARDWARE, SPEC, job, step_cost
-from tests.unit.planner.test_workload import refill
+from tests.helpers.planner_case import H200, HARDWARE, LLAMA_8B, SPEC, job, step_cost
+from tests.unit.planner.test_workload import packed
 from tlora_megatron.config.job import MEGATRON_TARGETS
-from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.cost.step_terms import StepCost, full_capacity
-from tlora_megatron.planner.fit import budgets
-from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.rounds.model import RoundModel, full_sizes
@@ -32,31 +29,6 @@ from tlora_megatron.training.packing.packing import fill_bins
 
 MIXED = LengthHistogram.from_counts([(256, 5), (512, 3), (1024, 1), (2048, 1)])
 MEGATRON = SearchSpace(runs_in="megatron")
-
-
-def packed_tokens(
-    jobs: list[JobLoad], capacity: int, dp_size: int, count: int, rounds: int
-) -> tuple[float, float]:
-    """Rows of the mean round that the real packer fills, and mean of the largest sum of squares."""
-    streams = [j.lengths.shuffled(slot, j.batch_size) for slot, j in enumerate(jobs)]
-    queues: list[list] = [[] for _ in jobs]
-    tokens, most = 0, 0
-    for index in range(rounds):
-        refill(queues, streams, jobs)
-        filled, queues = fill_bins(
-            queues,
-            capacity=capacity,
-            dp_size=dp_size,
-            pp_size=1,
-            first_slot=index,
-            num_micro_batches=count,
-        )
-        tokens += filled.num_tokens
-        squares = [
-            sum(p.item.length**2 for own in replica for p in own) for replica in filled.replicas
-        ]
-        most += max(squares)
-    return tokens / rounds, most / rounds
 
 
 @settings(max_examples=20, deadline=None)
@@ -75,7 +47,9 @@ def test_full_rounds_hold_what_the_real_packer_puts_into_them(
     )
     assert (load.micro_batches, load.rows) == (count, 512)
     assert load.filled == pytest.approx(load.tokens / count / dp_size)
-    tokens, squares = packed_tokens(jobs, 480, dp_size, count, rounds=200)
+    how = {"capacity": 480, "dp_size": dp_size, "pp_size": 1, "num_micro_batches": count}
+    rounds = list(packed(jobs, 200, fill_bins, **how))
+    tokens = statistics.fmean(filled.num_tokens for filled in rounds)
     assert load.tokens == pytest.approx(tokens, rel=0.06)
     if dp_size == 1:
         assert load.spread is None
@@ -83,6 +57,10 @@ def test_full_rounds_hold_what_the_real_packer_puts_into_them(
     assert load.spread is not None
     # Replicas compute equally many rows; the one with the largest squares is waited for.
     assert load.spread.slowest_rows(0.0) == load.spread.charged_rows(0.0) == 512 * count
+    squares = statistics.fmean(
+        max(sum(p.item.length**2 for own in replica for p in own) for replica in filled.replicas)
+        for filled in rounds
+    )
     waited = load.spread.slowest_rows(1.0) - 512 * count
     assert waited == pytest.approx(squares, rel=0.15)
 
@@ -218,34 +196,10 @@ def test_each_program_is_offered_what_it_runs_in_its_own_time() -> None:
         assert plan.vpp_size == 1 or plan.num_micro_batches % plan.pp_size == 0
 
 
-def test_the_first_choice_for_70b_on_8_h200_is_the_best_as_megatron_lm_runs_it(repo: Path) -> None:
-    base = read_model_spec(repo / "configs/models/llama-3.1-8b.json")
-    spec = replace(base, num_layers=80, hidden_size=8192, num_heads=64, ffn_size=28672)
-    h200 = load_profile(repo / "configs/hardware/h200.json")
-    jobs = [JobLoad(name=f"job{i}", rank=16, batch_size=8, lengths=MIXED) for i in range(4)]
-    best, *others = search(spec, jobs, h200, 8, MEGATRON).plans
-    assert all(p.cost.tokens_per_s < 1.03 * best.cost.tokens_per_s for p in others)
-    model = CostModel(spec, jobs, h200)
-    cut = Plan(pp_size=2, vpp_size=20, cp_size=2, dp_size=2, micro_batch_tokens=4096)
-    loads = model.round_load(cut)
-    written = replace(cut, num_micro_batches=2 * math.ceil(loads.micro_batches / 2))
-    rates = [model.step_cost(p).tokens_per_s for p in (cut, written)]
-    assert rates[0] > 1.1 * best.cost.tokens_per_s  # as it was ranked
-    assert rates[1] < 0.7 * best.cost.tokens_per_s  # as it would have run
-    tokens, _ = packed_tokens(
-        jobs, best.plan.micro_batch_tokens, best.plan.dp_size, best.plan.num_micro_batches or 0, 100
-    )
-    room = best.plan.micro_batch_tokens * best.plan.dp_size * (best.plan.num_micro_batches or 0)
-    assert tokens / room == pytest.approx(best.cost.load.filled_share, rel=0.03)
-    assert tokens / room > 0.9
-    assert best.plan.micro_batch_tokens >= budgets(jobs, best.plan, MEGATRON)[0]
-
-
 def test_measured_iterations_of_megatron_lm_take_what_is_predicted(
     repo: Path,
 ) -> None:
     """8B on 1 and 2 H200s, 8,192 rows, eight jobs on texts of 256 to 1,024 tokens."""
-    h200 = load_profile(repo / "configs/hardware/h200.json")
     lengths = LengthHistogram.from_counts((n, 1) for n in range(256, 1024, 32))
     jobs = [
         JobLoad(
@@ -258,7 +212,7 @@ def test_measured_iterations_of_megatron_lm_take_what_is_predicted(
         )
         for i, rank in enumerate(RANKS)
     ]
-    model = CostModel(read_model_spec(repo / "configs/models/llama-3.1-8b.json"), jobs, h200)
+    model = CostModel(LLAMA_8B, jobs, H200)
     with (repo / "scripts/bench/results/flag_speed.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["mode"] == "flag"]
     rows = [row for row in rows if (row["impl"], row["precision"]) == ("local", "bf16")]

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from scripts.bench.planner.cases import model_spec
-from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tests.helpers.planner_case import H200, HARDWARE, L40S, LLAMA_8B, SPEC, job
 from tlora_megatron.cli.plan_ranking import PlanInputs, print_recompute, print_teams
 from tlora_megatron.model.layout import RECOMPUTES, RecomputeTable
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.choices import LEAST_ROWS, recompute_for_rows
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.deploy_sampled import outlook_of_teams, saved_by_rows
-from tlora_megatron.planner.hardware import HardwareProfile, load_profile
+from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import RankedPlan, SearchResult
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
-LLAMA_8B = model_spec("8b")
 JOBS, LONGER = (
     [
         JobLoad(
@@ -36,21 +33,16 @@ JOBS, LONGER = (
     for longest in (16384, 32768)
 )
 FULL = Plan(micro_batch_tokens=16384, recompute="full")
+TIGHT = replace(H200, memory_bytes=48e9)
+"""Holds 16,384 rows under full recompute alone."""
 
 
-@pytest.fixture(scope="module")
-def tight(repo: Path) -> HardwareProfile:
-    """Holds 16,384 rows under full recompute alone."""
-    h200 = load_profile(repo / "configs" / "hardware" / "h200.json")
-    return replace(h200, memory_bytes=48e9)
-
-
-def test_short_sequences_need_none(tight: HardwareProfile, repo: Path) -> None:
-    saved = saved_by_rows(LLAMA_8B, JOBS, FULL, tight)
+def test_short_sequences_need_none() -> None:
+    saved = saved_by_rows(LLAMA_8B, JOBS, FULL, TIGHT)
     assert saved is not None
     assert 0.1 < saved < 0.3  # full recompute is a quarter to a third of the work
     long = [replace(job, lengths=LengthHistogram.single(16384)) for job in JOBS]
-    assert saved_by_rows(LLAMA_8B, long, FULL, tight) == pytest.approx(0.0, abs=1e-6)
+    assert saved_by_rows(LLAMA_8B, long, FULL, TIGHT) == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +50,8 @@ def test_short_sequences_need_none(tight: HardwareProfile, repo: Path) -> None:
     [replace(FULL, recompute="none"), replace(FULL, pp_size=2), replace(FULL, tp_size=8)],
     ids=["nothing again", "pipeline", "all fits"],
 )
-def test_plans_without_a_choice_have_no_outlook(plan: Plan, tight: HardwareProfile) -> None:
-    assert saved_by_rows(LLAMA_8B, JOBS, plan, replace(tight, memory_bytes=80e9)) is None
+def test_plans_without_a_choice_have_no_outlook(plan: Plan) -> None:
+    assert saved_by_rows(LLAMA_8B, JOBS, plan, replace(TIGHT, memory_bytes=80e9)) is None
 
 
 def printed(
@@ -79,42 +71,36 @@ def printed(
     return capture.get()
 
 
-def test_the_best_plan_with_a_gain_by_rows_is_proposed(tight: HardwareProfile) -> None:
+def test_the_best_plan_with_a_gain_by_rows_is_proposed() -> None:
     staged = replace(FULL, pp_size=2)
-    line = printed(print_recompute, JOBS, tight, plans=(staged, FULL))
+    line = printed(print_recompute, JOBS, TIGHT, plans=(staged, FULL))
     assert line.startswith("plan 2 with run.recompute auto: its rounds would take ")
     assert line.endswith(" less time (docs/rounds.md)\n")
-    assert printed(print_recompute, JOBS, tight, plans=(staged,)) == ""
+    assert printed(print_recompute, JOBS, TIGHT, plans=(staged,)) == ""
 
 
 CP4 = Plan(cp_size=4, micro_batch_tokens=32768)
 
 
-@pytest.fixture(scope="module")
-def l40s(repo: Path) -> HardwareProfile:
-    return load_profile(repo / "configs" / "hardware" / "l40s.json")
-
-
 @pytest.mark.parametrize("plan", [Plan(), Plan(cp_size=2, pp_size=2), Plan(cp_size=3)])
-def test_plans_that_the_key_is_not_for_have_no_outlook(plan: Plan, l40s: HardwareProfile) -> None:
-    assert outlook_of_teams(LLAMA_8B, LONGER, plan, l40s) is None
+def test_plans_that_the_key_is_not_for_have_no_outlook(plan: Plan) -> None:
+    assert outlook_of_teams(LLAMA_8B, LONGER, plan, L40S) is None
 
 
-def test_slow_links_make_it_worth_most(l40s: HardwareProfile, repo: Path) -> None:
-    h200 = load_profile(repo / "configs" / "hardware" / "h200.json")
-    slow, fast = (outlook_of_teams(LLAMA_8B, LONGER, CP4, gpu) for gpu in (l40s, h200))
+def test_slow_links_make_it_worth_most() -> None:
+    slow, fast = (outlook_of_teams(LLAMA_8B, LONGER, CP4, gpu) for gpu in (L40S, H200))
     assert slow is not None
     assert fast is not None
     assert slow.saved > 0.05
     assert -0.03 < fast.saved < slow.saved
 
 
-def test_the_best_plan_with_a_gain_by_teams_is_proposed(l40s: HardwareProfile) -> None:
+def test_the_best_plan_with_a_gain_by_teams_is_proposed() -> None:
     plans = (Plan(cp_size=2, pp_size=2), CP4)
-    line = printed(print_teams, LONGER, l40s, plans=plans)
+    line = printed(print_teams, LONGER, L40S, plans=plans)
     assert line.startswith("plan 2 with parallel.cp_by_micro_batch and run.round_depth ")
     without = (Plan(), replace(CP4, cp_size=2, vpp_size=2, pp_size=2))
-    assert printed(print_teams, LONGER, l40s, plans=without) == ""
+    assert printed(print_teams, LONGER, L40S, plans=without) == ""
 
 
 MODEL = MemoryModel(SPEC, [job()], HARDWARE)

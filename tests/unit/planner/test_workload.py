@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -242,14 +243,10 @@ def _packed(
 ) -> tuple[int, list[tuple[int, int]], tuple[tuple[Part, ...], ...]]:
     """Rows of all rounds; of each the micro-batches and the rows of the fullest one; and of each
     micro-batch rows and squares, in order of number and then of replica."""
-    streams = [j.lengths.shuffled(slot, j.batch_size) for slot, j in enumerate(jobs)]
-    queues: list[list] = [[] for _ in jobs]
     tokens, fullest, bins = 0, [], []
-    for index in range(num_rounds):
-        refill(queues, streams, jobs)
-        filled, queues = fill_bins(
-            queues, capacity=capacity, dp_size=dp_size, pp_size=pp_size, first_slot=index
-        )
+    for filled in packed(
+        jobs, num_rounds, fill_bins, capacity=capacity, dp_size=dp_size, pp_size=pp_size
+    ):
         loads = [sum(p.item.length for p in content) for content in filled.micro_batches]
         tokens += sum(loads)
         fullest.append((len(filled.replicas[0]), max(loads)))
@@ -263,12 +260,19 @@ def _packed(
     return tokens, fullest, tuple(bins)
 
 
-def refill(queues: list[list], streams: Sequence[Iterator[int]], jobs: list[JobLoad]) -> None:
-    """Draws the next batch of every job whose last one is done, as the real packer's items."""
-    for slot, load in enumerate(jobs):
-        if not queues[slot]:
-            lengths = itertools.islice(streams[slot], load.batch_size)
-            queues[slot] = batch_items([sequence_of(n) for n in lengths])
+def packed(
+    jobs: list[JobLoad], num_rounds: int, fill: Callable[..., Any], **how: Any
+) -> Iterator[Any]:
+    """Rounds as the real packer fills them, where a job's next batch follows its last one."""
+    streams = [j.lengths.shuffled(slot, j.batch_size) for slot, j in enumerate(jobs)]
+    queues: list[list] = [[] for _ in jobs]
+    for index in range(num_rounds):
+        for slot, load in enumerate(jobs):
+            if not queues[slot]:
+                lengths = itertools.islice(streams[slot], load.batch_size)
+                queues[slot] = batch_items([sequence_of(n) for n in lengths])
+        filled, queues = fill(queues, first_slot=index, **how)
+        yield filled
 
 
 def sequence_of(rows: int) -> TokenSequence:
@@ -285,13 +289,9 @@ def test_deep_rounds_are_those_of_the_dispatcher() -> None:
     )
     rates = tuple(ReplicaRate(token_ps=5000, square_ps=1, longest=4096) for _ in range(4))
     rule = RoundRule(rates=rates, depth=2, stages=(1,) * 4)
-    streams = [j.lengths.shuffled(slot, j.batch_size) for slot, j in enumerate(jobs)]
-    queues: list[list] = [[] for _ in jobs]
     tokens = micro_batches = 0
     busy = whole = 0.0
-    for index in range(200):
-        refill(queues, streams, jobs)
-        filled, queues = fill_by_time(queues, rule, first_slot=index)
+    for filled in packed(jobs, 200, fill_by_time, rule=rule):
         ends = round_ends_ps(filled, rates)
         tokens += filled.num_tokens
         micro_batches += sum(map(len, filled.replicas))

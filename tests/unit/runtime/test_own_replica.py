@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.layout_sites import SPEC
+from tests.helpers.planner_case import H200, LLAMA_8B, shipped
 from tests.helpers.scenario import make_scenario
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.reader import read_spec
@@ -23,10 +24,8 @@ from tlora_megatron.config.sections import expand_short_form
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec
 from tlora_megatron.model.deployment import Deployment, ReplicaLayout
 from tlora_megatron.model.layout import RECOMPUTES, ParallelLayout, RecomputeTable
-from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.replica_rate import replica_rate
-from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime import recompute_choice
 from tlora_megatron.runtime.own_replica import (
@@ -98,21 +97,14 @@ def test_the_log_says_which_replica_is_where(caplog: pytest.LogCaptureFixture) -
     assert "2 replicas of 2 layouts sum adapters in cells of 1/2 of the columns" in caplog.text
 
 
-LLAMA_8B = ModelSpec(
-    model_type="llama", num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8,
-    head_dim=128, ffn_size=14336, vocab_size=128256, max_positions=131072, norm_eps=1e-5,
-    rope_theta=5e5,
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("machine", ["h200", "h100", "l40s"])
-def test_the_shape_says_what_profiles_say(recompute: str, machine: str, repo: Path) -> None:
+def test_the_shape_says_what_profiles_say(recompute: str, machine: str) -> None:
     """Among alike replicas only the share of attention counts."""
     lengths = LengthHistogram.from_counts([(300, 10), (2000, 4), (16384, 1)])
     job = JobLoad(name="a", rank=16, batch_size=64, lengths=lengths)
     plan = Plan(micro_batch_tokens=16384, recompute=recompute)  # type: ignore[arg-type]
-    profile = load_profile(repo / f"configs/hardware/{machine}.json")
+    profile = shipped(machine)
     measured = replica_rate(LLAMA_8B, [job], plan, profile)
     counted = rate_of_shape(
         LLAMA_8B,
@@ -146,20 +138,19 @@ def test_a_model_of_linears_counts_by_its_linears() -> None:
     assert rate_of_shape(other, ReplicaLayout()).square_ps == 0
 
 
-def test_teams_have_their_share_of_rows_and_pay_for_what_they_exchange(repo: Path) -> None:
+def test_teams_have_their_share_of_rows_and_pay_for_what_they_exchange() -> None:
     """Short sequences cost more together than alone, by the shape and by the planner."""
     whole = ReplicaLayout(cp_size=4, micro_batch_tokens=65536, recompute="full")
     teams = teams_of(whole)
     assert [team.cp_size for team in teams] == [1, 2, 4]
     assert teams[-1] == whole
-    profile = load_profile(repo / "configs" / "hardware" / "h200.json")
     lengths = LengthHistogram.from_counts([(512, 9), (65536, 1)])
     job = JobLoad(name="one", rank=16, batch_size=8, lengths=lengths)
     planned = [
         Plan(cp_size=team.cp_size, micro_batch_tokens=team.micro_batch_tokens, recompute="full")  # type: ignore[arg-type]
         for team in teams
     ]
-    by_planner = [replica_rate(LLAMA_8B, [job], plan, profile) for plan in planned]
+    by_planner = [replica_rate(LLAMA_8B, [job], plan, H200) for plan in planned]
     for rates in ([rate_of_team(LLAMA_8B, team) for team in teams], by_planner):
         assert [rate.longest for rate in rates] == [16384, 32768, 65536]
         work = [
@@ -169,18 +160,13 @@ def test_teams_have_their_share_of_rows_and_pay_for_what_they_exchange(repo: Pat
         assert work[0] < work[-1] < 1.5 * work[0]
 
 
-def test_tiny_models_have_a_speed() -> None:
-    assert rate_of_shape(SPEC, ReplicaLayout(tp_size=2)).token_ps >= 1
-
-
-def test_long_sequences_cost_the_recompute_that_they_need(repo: Path) -> None:
-    profile = load_profile(repo / "configs" / "hardware" / "h200.json")
+def test_long_sequences_cost_the_recompute_that_they_need() -> None:
     lengths = LengthHistogram.from_counts([(512, 9), (16384, 1)])
     job = JobLoad(name="one", rank=16, batch_size=8, lengths=lengths)
     table = RecomputeTable((("none", 4096), ("full", 16384)))
     plans = [Plan(micro_batch_tokens=16384, recompute=recompute) for recompute in RECOMPUTES]
-    none, _, full = (replica_rate(LLAMA_8B, [job], plan, profile) for plan in plans)
-    found = replica_rate(LLAMA_8B, [job], plans[0], profile, table)
+    none, _, full = (replica_rate(LLAMA_8B, [job], plan, H200) for plan in plans)
+    found = replica_rate(LLAMA_8B, [job], plans[0], H200, table)
     assert found.sequence_ps(1024) == pytest.approx(none.sequence_ps(1024), rel=0.06)
     assert found.sequence_ps(16384) == pytest.approx(full.sequence_ps(16384), rel=0.02)
 

@@ -80,10 +80,6 @@ def test_taking_and_giving_twice_is_an_error() -> None:
         free.give((3,))
 
 
-def test_tiers() -> None:
-    assert [SHAPE.tier(gpus) for gpus in ((0, 3), (3, 4), (0, 8))] == [0, 1, 2]
-
-
 def test_reserved_nodes_are_those_that_drain_first() -> None:
     free = FreeGpus.all_of(SHAPE)
     groups = [group((0, 1, 2, 3), 50), group((4,), 90, 2), group((8, 12), 20, 3)]

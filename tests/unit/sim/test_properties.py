@@ -13,7 +13,6 @@ from tlora_megatron.scheduler.policy import Changes, Decision, Policy, RegroupCo
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
 from tlora_megatron.sim.cluster import Faults
 from tlora_megatron.sim.ledger import Ledger
-from tlora_megatron.sim.simulator import Simulator
 
 JOB = st.fixed_dictionaries(
     {
@@ -133,10 +132,4 @@ class Watched:
 @given(jobs=st.lists(JOB, min_size=1, max_size=20), policy=st.sampled_from(sorted(POLICIES)))
 def test_deciding_changes_nothing(jobs: list[dict[str, Any]], policy: str) -> None:
     world = world_of(jobs)
-    Simulator(
-        jobs=world.jobs,
-        shape=world.shape,
-        policy=Watched(make_policy(policy, world.speeds, Rules(cost=FREE))),
-        speeds=world.speeds,
-        cost=FREE,
-    ).run()
+    world.run(Watched(make_policy(policy, world.speeds, Rules(cost=FREE))))

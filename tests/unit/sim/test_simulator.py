@@ -22,8 +22,7 @@ from tlora_megatron.sim.bounds import (
     mean_busy_s,
 )
 from tlora_megatron.sim.cluster import FaultRates, Faults, draw_faults
-from tlora_megatron.sim.ledger import Ledger, quantile, summarise, time_line
-from tlora_megatron.sim.simulator import Simulator
+from tlora_megatron.sim.ledger import Ledger, summarise, time_line
 
 
 def by_job(ledger: Ledger) -> list[Any]:
@@ -170,24 +169,13 @@ def test_a_policy_that_breaks_a_rule_is_found_out(decision: Decision, message: s
     world = World(gpus_per_node=2, most_jobs=2)
     for base in ("base", "base", "other", "base"):
         world.add(0, 10, batch=10, base=base, max_slowdown=1.5)
-    simulator = Simulator(
-        jobs=world.jobs,
-        shape=world.shape,
-        policy=Scripted(decision),
-        speeds=world.speeds,
-        cost=FREE,
-    )
     with pytest.raises(InvariantError, match=message):
-        simulator.run()
+        world.run(Scripted(decision))
 
 
 def test_a_policy_that_never_starts_a_job_is_found_out() -> None:
-    world = World(job(0, 10))
-    simulator = Simulator(
-        jobs=world.jobs, shape=world.shape, policy=Scripted(), speeds=world.speeds, cost=FREE
-    )
     with pytest.raises(InvariantError, match="each of 1 jobs must end once, got 0 ends"):
-        simulator.run()
+        World(job(0, 10)).run(Scripted())
 
 
 def test_summary_by_hand() -> None:
@@ -208,11 +196,6 @@ def test_summary_by_hand() -> None:
     line = time_line(ledger.records, ledger.segments, until_s=150, bins=3)
     assert line.busy_gpus == (1, 2, 2)
     assert line.tokens_per_s == (1000, 2000, 2000)
-
-
-def test_quantiles_are_nearest_ranks() -> None:
-    assert [quantile([1, 2, 3, 4], q) for q in (0.25, 0.5, 0.51, 1.0)] == [1, 2, 3, 4]
-    assert quantile([], 0.5) == 0
 
 
 def test_faults_are_the_seeds() -> None:
@@ -245,9 +228,7 @@ class Recorder:
 def test_a_policy_is_told_each_change_once() -> None:
     world = World(job(0, 100), job(10, 50))
     recorder = Recorder(make_policy("mlora", world.speeds, Rules(cost=FREE)))
-    Simulator(
-        jobs=world.jobs, shape=world.shape, policy=recorder, speeds=world.speeds, cost=FREE
-    ).run()
+    world.run(recorder)
     (first, start), (second, join), (third, leave) = recorder.told
     assert (first, second, third) == (0, 10, 60)
     assert start == Changes(arrived=frozenset({0}), regrouped=frozenset(), freed=True)
@@ -263,11 +244,6 @@ def bounds(world: World, num_gpus: int) -> tuple[float, float, float]:
     limits = limits_of(world.jobs, world.speeds, num_gpus)
     demands = [limits.demand(job) for job in world.jobs]
     return alone_s(demands), fluid_s(demands, num_gpus), mean_busy_s(demands, num_gpus)
-
-
-def test_one_job_has_the_gpu_to_itself() -> None:
-    world = World(job(7, 100, batch=FULL))
-    assert bounds(world, 1) == pytest.approx((100, 100, 100))
 
 
 def test_two_jobs_share_a_gpu_one_after_the_other() -> None:

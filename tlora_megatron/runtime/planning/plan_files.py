@@ -35,8 +35,6 @@ _TRAINER_FLAGS = (
 )
 """Those of `scripts/megatron/finetune.sh` that no plan decides: the jobs end the training, and
 neither Transformer Engine nor apex is needed."""
-
-
 SIZES = ("tp_size", "pp_size", "cp_size", "sequence_parallel")
 """Keys of the section `parallel` that every plan gives."""
 _FOREIGN = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM's flag"}
@@ -169,16 +167,16 @@ def write_plan(
         write_config(path, applied(config, plan))
         return [start_command(path, plan.num_gpus, hardware)]
     if kind == "deepspeed":
-        _write(path, json.dumps(_deepspeed(config, plan), indent=2) + "\n")
+        path.write_text(json.dumps(_deepspeed(config, plan), indent=2) + "\n", encoding="utf-8")
         script = ["-m", "tlora_megatron.deepspeed", "--deepspeed_config", str(path)]
         return [_torchrun(nodes, local, script)]
     jobs = jobs_file(path)
     if kind == "megatron":
-        _write(jobs, _yaml(_jobs_only(config, plan, asked_sharding)))
-        _write(path, _megatron(config, spec, ranked, jobs, nodes, local))
+        jobs.write_text(_yaml(_jobs_only(config, plan, asked_sharding)), encoding="utf-8")
+        path.write_text(_megatron(config, spec, ranked, jobs, nodes, local), encoding="utf-8")
         variables = "MEGATRON_LM=DIR CHECKPOINT=DIR"
         return [f"{variables} bash {shlex.quote(str(path))}"]
-    _write(jobs, _yaml(config_to_dict(applied(config, plan))))
+    jobs.write_text(_yaml(config_to_dict(applied(config, plan))), encoding="utf-8")
     text = slurm_script(
         jobs,
         nodes,
@@ -187,13 +185,13 @@ def write_plan(
         note=f"{plan.label}: {ranked.cost.tokens_per_s:,.0f} tokens/s predicted.",
         options=slurm or SlurmOptions(),
     )
-    _write(path, text)
+    path.write_text(text, encoding="utf-8")
     return [f"sbatch {shlex.quote(str(path))}"]
 
 
 def write_config(path: Path, config: RunConfig) -> None:
     """Writes a configuration that `tlora train` reads."""
-    _write(path, _yaml(config_to_dict(config)))
+    path.write_text(_yaml(config_to_dict(config)), encoding="utf-8")
 
 
 def start_command(path: Path, num_gpus: int, hardware: HardwareProfile) -> str:
@@ -216,10 +214,6 @@ def _nodes(num_gpus: int, hardware: HardwareProfile) -> tuple[int, int]:
     if num_gpus % local:
         raise ValueError(f"GPUs must fill nodes of {local}, got {num_gpus}")
     return num_gpus // local, local
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _yaml(document: dict[str, Any]) -> str:

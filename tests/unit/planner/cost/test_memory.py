@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.planner_case import HARDWARE, SPEC, job, memory_use
+from tests.helpers.planner_case import HARDWARE, LLAMA_8B, SPEC, job, memory_use
 from tlora_megatron.layers import arenas, sites, vocabulary_head
-from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.ops.lora import tiling
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.cost import adapter_sizes, expert_adapters, memory
@@ -142,31 +141,28 @@ def test_rows_are_never_more_than_all_batches() -> None:
     )
 
 
-def _llama(repo: Path) -> tuple:
-    return read_model_spec(repo / "configs/models/llama-3.1-8b.json"), [
-        JobLoad(name=f"job{i}", rank=rank, batch_size=4, lengths=LengthHistogram.single(512))
-        for i, rank in enumerate(RANKS)
-    ]
+MEASURED = [
+    JobLoad(name=f"job{i}", rank=rank, batch_size=4, lengths=LengthHistogram.single(512))
+    for i, rank in enumerate(RANKS)
+]
 
 
 def test_measured_peaks_of_one_gpu_within_two_percent(repo: Path) -> None:
-    spec, jobs = _llama(repo)
     rows = _rows(repo / "scripts/bench/results/end_to_end.csv")
     peaks = {r["mode"]: int(r["peak_bytes"]) for r in rows if r["jobs"] == "8 (batch 1-8)"}
-    floor = memory_use(spec, [], Plan(), HARDWARE)
-    together = memory_use(spec, jobs, Plan(), HARDWARE)
+    floor = memory_use(LLAMA_8B, [], Plan(), HARDWARE)
+    together = memory_use(LLAMA_8B, MEASURED, Plan(), HARDWARE)
     assert floor.allocated_bytes == pytest.approx(peaks["frozen_floor"], rel=0.02)
     assert together.allocated_bytes == pytest.approx(peaks["super_model"], rel=0.02)
 
 
 def test_measured_peaks_of_two_gpus_within_two_percent(repo: Path) -> None:
-    spec, jobs = _llama(repo)
-    jobs = [replace(j, targets=ATTENTION) if i % 3 == 2 else j for i, j in enumerate(jobs)]
+    jobs = [replace(j, targets=ATTENTION) if i % 3 == 2 else j for i, j in enumerate(MEASURED)]
     rows = _rows(repo / "scripts/bench/results/super_model.csv")
     last = {r["variant"]: float(r["peak_gib"]) for r in rows if r["tp"] == "2"}
     plan = Plan(tp_size=2, sequence_parallel=True)
-    floor = memory_use(spec, [], plan, HARDWARE).allocated_bytes / GIB
-    together = memory_use(spec, jobs, plan, HARDWARE).allocated_bytes / GIB
+    floor = memory_use(LLAMA_8B, [], plan, HARDWARE).allocated_bytes / GIB
+    together = memory_use(LLAMA_8B, jobs, plan, HARDWARE).allocated_bytes / GIB
     assert floor == pytest.approx(last["floor"], rel=0.02)
     assert together == pytest.approx(last["round"], rel=0.02)
 
