@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,7 @@ _OWNED = {
 }
 """Keys without a meaning here, each with the reason."""
 
-_MICRO_BATCH_TOKENS = next(
-    field.default for field in fields(RunSpec) if field.name == "micro_batch_tokens"
-)
+_MICRO_BATCH_TOKENS = RunSpec(output_dir="").micro_batch_tokens
 
 _REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("bfloat16",), "its name is bf16"),

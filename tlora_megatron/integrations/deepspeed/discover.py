@@ -42,11 +42,6 @@ def has_experts(model: Any) -> bool:
     return any("experts" in name.split(".") for name, _ in model.named_modules())
 
 
-def refused_targets(model: Any) -> dict[str, str]:
-    """Returns names that cannot be targets in a model with routed experts, with the reasons."""
-    return dict(_REFUSED) if has_experts(model) else {}
-
-
 def check_run_over_experts(model: Any, config: DeepSpeedConfig) -> None:
     """Refuses settings that a model with routed experts cannot keep; others pass."""
     if not has_experts(model):
@@ -86,7 +81,7 @@ def model_spec(model: Any) -> LinearsSpec:
     refuse_gpt_oss(config.model_type, "the base of a DeepSpeed run")
     layers = _decoder_layers(model)
     by_target: dict[str, list[_Found]] = defaultdict(list)
-    refused = refused_targets(model)
+    refused = dict(_REFUSED) if has_experts(model) else {}
     for name, module in model.named_modules():
         match = _IN_LAYER.fullmatch(name)
         if match is None or not name.startswith(f"{layers}."):
@@ -155,7 +150,7 @@ def weight_shape(module: Any) -> tuple[int, int]:
 
 def _why_not(module: nn.Linear, below: str) -> str:
     if any(part.isdigit() for part in below.split(".")):
-        return "routed experts carry no adapters"
+        return _NO_EXPERTS
     if type(module) is not nn.Linear:
         return f"{type(module).__name__} is no plain nn.Linear"
     return ""
@@ -245,11 +240,8 @@ class _LinearMixin(MultiAdapter):
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """Returns this rank's GEMM with the adapters in it; None where there are none."""
-        view = current_micro_batch()
-        if view is None:
-            return None
-        gemm = self.tlora_adapters.gemm
-        if gemm is None or not computes_base(gemm, view):
+        view, gemm = current_micro_batch(), self.tlora_adapters.gemm
+        if view is None or gemm is None or not computes_base(gemm, view):
             return None
         return multi_lora_linear(x, self.weight, bias, gemm, view)
 

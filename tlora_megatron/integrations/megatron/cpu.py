@@ -38,11 +38,12 @@ def install() -> None:
     # Called after a batched exchange between pipeline stages; gloo's requests are waited for.
     torch.cuda.synchronize = lambda device=None: None
     # Megatron's seeding: the "CUDA generator" is the CPU's default generator.
-    torch.cuda.manual_seed = _manual_seed
+    # (Not `torch.manual_seed`, which seeds CUDA as well.)
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     torch.cuda.get_rng_state = _get_rng_state
     # What the tracker and recompute use; the originals index `torch.cuda.default_generators`.
     random._get_cuda_rng_state = _get_rng_state
-    random._set_cuda_rng_state = _set_rng_state
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # They warn whenever the CPU generator moves in their context, which now is what they do.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     # The schedules count tokens in `torch.zeros([], device="cuda")`.
@@ -131,14 +132,5 @@ class _TorchOnCPU:
         return torch.zeros(*size, device=_CPU, **kwargs)
 
 
-def _manual_seed(seed: int) -> None:
-    # Not `torch.manual_seed`: it seeds CUDA as well.
-    torch.default_generator.manual_seed(int(seed))
-
-
 def _get_rng_state(*_: Any, **__: Any) -> Tensor:
     return torch.get_rng_state()
-
-
-def _set_rng_state(state: Tensor, *_: Any, **__: Any) -> None:
-    torch.set_rng_state(state)

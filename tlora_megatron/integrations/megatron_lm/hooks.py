@@ -147,13 +147,15 @@ class _Hooks:
         _wrap(training, "pretrain", self._pretrain, package)
         in_session = {
             "get_model": self._get_model,
-            "get_megatron_optimizer": self._get_optimizer,
+            "get_megatron_optimizer": lambda session, call: session.optimizer(
+                call.arguments["config"]
+            ),
             "get_optimizer_param_scheduler": self._get_schedule,
             "load_checkpoint": self._load_checkpoint,
             "build_train_valid_test_data_iterators": self._build_iterators,
             "train_step": self._train_step,
             "training_log": self._training_log,
-            "save_checkpoint": self._save_checkpoint,
+            "save_checkpoint": lambda session, call: session.save(call.arguments["iteration"]),
         }
         for name, hook in in_session.items():
             _wrap(training, name, self._in_session(hook))
@@ -232,9 +234,6 @@ class _Hooks:
         )
         return call.proceed()
 
-    def _get_optimizer(self, session: Session, call: _Call) -> Any:
-        return session.optimizer(call.arguments["config"])
-
     def _get_schedule(self, session: Session, call: _Call) -> Any:
         from megatron.training.global_vars import get_args
         from megatron.training.training import update_train_iters
@@ -275,9 +274,6 @@ class _Hooks:
         logged = (call.arguments[name] for name in ("loss_dict", "total_loss_dict", "iteration"))
         session.before_log(*logged)
         return call.proceed()
-
-    def _save_checkpoint(self, session: Session, call: _Call) -> Any:
-        return session.save(call.arguments["iteration"])
 
     def _pretrain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         timeline.begin_run()

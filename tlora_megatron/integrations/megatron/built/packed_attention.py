@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.attention import SelfAttention
-from torch import Tensor, nn
+from torch import nn
 
 from tlora_megatron.integrations.megatron.built.model import check_config, language_models
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
@@ -88,12 +88,8 @@ class DocumentRotaryEmbedding(RotaryEmbedding):
         table = self.get_emb(longest)
         if isinstance(table, tuple):
             angles, factor = table
-            return _rows(angles, view), factor
-        return _rows(table, view)
-
-
-def _rows(angles: Tensor, view: MicroBatchView) -> Tensor:
-    return angles[view.positions(angles.device)]
+            return angles[view.positions(angles.device)], factor
+        return table[view.positions(table.device)]
 
 
 def _replace_rotary(rotary: RotaryEmbedding) -> None:
