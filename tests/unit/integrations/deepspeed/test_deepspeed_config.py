@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -191,12 +192,6 @@ def test_a_file_of_jobs_starts_at_its_own_folder(folder: Path) -> None:
     assert job.data.train == str(folder / "a.jsonl")
 
 
-def test_targets_may_have_any_name(folder: Path) -> None:
-    tlora = section(lora={"target_modules": ["query_key_value"]})
-    (job,) = load(folder, {"tlora": tlora}).run.jobs
-    assert job.lora.target_modules == ("query_key_value",)
-
-
 def test_portions_are_a_quarter_of_a_micro_batch_unless_said(folder: Path) -> None:
     assert load(folder, {}).run.run.portion_tokens == 1024
     short = section()
@@ -216,12 +211,6 @@ def test_a_deterministic_run_has_portions_of_its_own_and_no_zero_3_or_autotp(fol
         load(folder, {"zero_optimization": {"stage": 3}}, overrides=["run.deterministic=true"])
     with pytest.raises(ConfigError, match=r"autotp_size must be 1 with run.d.*take parallel.tp_"):
         load(folder, {"tensor_parallel": {"autotp_size": 2}}, overrides=["run.deterministic=true"])
-
-
-def test_auto_is_left_to_us(folder: Path) -> None:
-    config = load(folder, {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3,
-                  "reduce_bucket_size": "auto"}})  # fmt: skip
-    assert config.engine["zero_optimization"] == {"stage": 3}
 
 
 def test_a_built_model_has_its_own_dtype_and_the_section_s_tokenizer(folder: Path) -> None:
@@ -244,21 +233,19 @@ def test_a_built_model_has_its_own_dtype_and_the_section_s_tokenizer(folder: Pat
         load(folder, {"tlora": bare}, base_model=built)
 
 
-@pytest.mark.parametrize("version", ["0.18.0", "0.19.8", "0.19.9+cu128"])
-def test_supported_releases(version: str) -> None:
-    check_version(version)
-
-
 @pytest.mark.parametrize(
     ("version", "tp_size", "message"),
     [
+        ("0.18.0", 1, None),
+        ("0.19.9+cu128", 1, None),
+        ("0.19.8", 2, None),
         ("0.17.6", 1, r"DeepSpeed must be >=0\.18\.0,<0\.20\.0, got 0\.17\.6"),
         ("0.20.0", 1, "got 0.20.0"),
         ("0.19.6", 2, r"under AutoTP must be >=0\.19\.8"),
     ],
 )
-def test_other_releases_are_refused(version: str, tp_size: int, message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
+def test_releases(version: str, tp_size: int, message: str | None) -> None:
+    with pytest.raises(RuntimeError, match=message) if message else nullcontext():
         check_version(version, tp_size)
 
 

@@ -24,14 +24,13 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 from tests.helpers.block_case import blocks
 from tests.helpers.deepspeed_models import DELTA_NETS, MIXED, untrained
 from tests.helpers.tiny_models import TINY_EXPERT_TYPES, TinyModelType, randomize, tiny_config
-from tlora_megatron.config.job import HF_TARGETS, LoraSpec
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.integrations.deepspeed import model as attention
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.discover import (
     check_run_over_experts,
     model_spec,
-    prepare_linear,
 )
 from tlora_megatron.integrations.deepspeed.engine import (
     build_base,
@@ -64,15 +63,6 @@ def build(config: Any) -> Any:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model, seed=0)
     return model
-
-
-def test_llama_s_linears_are_found_under_the_names_of_peft() -> None:
-    spec = model_spec(build(LlamaConfig(**TINY)))
-    assert (spec.num_layers, spec.vocab_size, spec.max_positions) == (2, 64, 64)
-    assert spec.peft_targets == HF_TARGETS
-    assert spec.target_shape("k_proj") == (16, 32)
-    assert spec.module_path(1, "down_proj") == "model.layers.1.mlp.down_proj"
-    assert spec.sliding_window is None
 
 
 @pytest.mark.parametrize("lora", [LoraSpec(rank=4), blocks(8, 4)], ids=["standard", "blocks"])
@@ -166,15 +156,6 @@ def test_a_weight_that_is_not_finite_is_refused_by_name() -> None:
     model[1].weight.data[0, 1] = float("inf")
     with pytest.raises(ValueError, match=r"^1.weight of the base model must be finite"):
         check_finite(model)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_model_that_packs_exactly_passes(tied: bool, groups: ParallelGroups) -> None:
-    model = build(LlamaConfig(**TINY, tie_word_embeddings=tied))
-    prepared(model, groups)
-    for layer in model.model.layers:
-        prepare_linear(layer.self_attn.q_proj)
-    assert type(model.model.layers[0].self_attn.q_proj).__name__ == "MultiLoRALinear"
 
 
 def test_logits_scaled_behind_the_output_layer_are_refused(groups: ParallelGroups) -> None:

@@ -133,8 +133,9 @@ def test_the_launcher_sets_hardware_queues_with_the_flag_alone(
     trainer: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    nano = tmp_path / "nano.yaml"
-    nano.write_text("run:\n  nano_batches: auto\n")
+    nano, two, one = (tmp_path / f"{count}.yaml" for count in ("auto", 2, 1))
+    for file in (nano, two, one):
+        file.write_text(f"run: {{nano_batches: {file.stem}}}")
     monkeypatch.setenv(name, "8")  # so that it is put back
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -144,6 +145,9 @@ def test_the_launcher_sets_hardware_queues_with_the_flag_alone(
         (["x.py", "--tlora-config", "a"], "8", "8"),
         (["x.py", "--tlora-config", str(nano)], "1", "32"),
         (["x.py", f"--tlora-config={nano}", "--bf16"], None, "32"),
+        (["x.py", "--tlora-config", str(two), "--tp-comm-overlap-rs-dgrad"], None, "32"),
+        (["x.py", "--tlora-config", str(two), "--tp-comm-overlap"], None, "1"),
+        (["x.py", "--tlora-config", str(one)], None, "1"),
         (["x.py", "--tlora-config"], None, "1"),
     ):
         monkeypatch.setattr(sys, "argv", words)

@@ -75,23 +75,6 @@ def test_norm_rounds_as_hugging_face(config: TransformerConfig, dtype: torch.dty
 
 
 @ON_CPU
-def test_attention_stays_inside_documents(config: TransformerConfig) -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(8, 1, heads, 8) for heads in (4, 2, 2))
-    view = pack_micro_batch(
-        [Document(slot=0, length=5), Document(slot=0, length=3)], num_slots=1, num_tokens=8
-    )
-    with use_micro_batch(view):
-        out = make_attention(config)(query, key, value)
-    row = torch.arange(8)
-    document = row >= 5
-    allowed = (row[:, None] >= row) & (document[:, None] == document)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
-    torch.testing.assert_close(out, expected.permute(2, 0, 1, 3).reshape(8, 1, 32))
-
-
-@ON_CPU
 def test_what_attention_refuses(config: TransformerConfig) -> None:
     x, mask = torch.zeros(4, 1, 4, 8), torch.zeros(4, 4, dtype=torch.bool)
     attention = make_attention(config)
