@@ -68,9 +68,6 @@ def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
     ("document", "told"),
     [
         ({"zero_optimisation": {}}, "which would ignore it; did you mean zero_optimization?"),
-        ({"tensor_parralel": {}}, "did you mean tensor_parallel?"),
-        ({"gradient_cliping": 1.0}, "did you mean gradient_clipping?"),
-        ({"fp8": {"enabled": True}}, "fp8 is not a key of DeepSpeed .*, which would ignore it$"),
         ({"sequence_parallel": {"size": 2}}, "did you mean sequence_parallel_size?"),
         ({"zero_optimization": {"stage": 3, "stage3_param_persistance_threshold": 1}},
          r"zero_optimization\.stage3_param_persistance_threshold is not .* did you mean "
@@ -81,9 +78,7 @@ def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
          "did you mean buffer_size?"),
         ({"bf16": {"enabled": False, "enable": True}}, r"bf16\.enable is .*mean enabled"),
         ({"optimizer": {"type": "AdamW", "parms": {}}}, r"optimizer\.parms is .*mean params"),
-        ({"scheduler": {"typ": "WarmupLR"}}, r"scheduler\.typ"),
         ({"checkpoint": {"tag_validaton": "warn"}}, "did you mean tag_validation?"),
-        ({"compile": {"disable": False}}, r"compile\.disable is not a key"),
     ],
 )  # fmt: skip
 def test_a_key_that_it_would_ignore(folder: Path, document: dict[str, Any], told: str) -> None:
@@ -144,15 +139,11 @@ def test_deepspeed_s_other_keys_are_its_own(folder: Path, key: str, value: Any) 
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled must be left out"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "mics_shard_size must be left"),
         ({"bfloat16": {"enabled": True}}, "bfloat16 must be left out.*its name is bf16"),
-        ({"zero_optimization": {"stage": 2, "offload_optimiser": {"device": "cpu"}}},
-         r"zero_optimization\.offload_optimiser is not a key.*mean offload_optimizer"),
         ({"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}},
          "reduce_bucket_size must be what DeepSpeed takes, got 'big'"),
         ({"optimizer": "AdamW"}, "optimizer must be a mapping of type and params"),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, r"optimizer\.params must be a mapping"),
-        ({"scheduler": "WarmupLR"}, "scheduler must be a mapping of type and params"),
         ({"scheduler": {"type": ["WarmupLR"]}}, r"scheduler\.type must be one of"),
-        ({"zero_optimization": 3}, "zero_optimization must be a mapping, got 3"),
         ({"tlora": section() | {"defaults": []}, "gradient_clipping": 1.0}, "defaults must be a"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size must be 1"),
         ({"optimizer": {"type": "Lamb"}}, r"optimizer\.type must be one of Adam, AdamW"),
