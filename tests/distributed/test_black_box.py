@@ -19,7 +19,6 @@ def test_linears_in_one_process() -> None:
 
 
 def test_linears_under_tensor_and_sequence_parallelism() -> None:
-    """Among them the case of two ranks in which adapters' gradients are easily wrong."""
     assert "all equal" in world(LINEARS, 2, "tp=2", "tp=2,sp=1")
 
 

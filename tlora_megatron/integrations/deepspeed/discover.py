@@ -205,10 +205,12 @@ def sharded_spec(model: Any, spec: LinearsSpec, groups: ParallelGroups) -> Linea
     for linear in spec.linears:
         module = model.get_submodule(linear.path.format(0))
         kind = _KINDS.get(type(module))
-        cut = (linear.out_size, linear.in_size)[kind == "row"]
+        cut, part = linear.out_size, (linear.out_size // tp_size, linear.in_size)
+        if kind == "row":
+            cut, part = linear.in_size, (linear.out_size, linear.in_size // tp_size)
         if kind is None:
             refused[linear.target] = f"AutoTP made it a {type(module).__name__}"
-        elif cut % tp_size or weight_shape(module) != _part(linear, kind, tp_size):
+        elif cut % tp_size or weight_shape(module) != part:
             refused[linear.target] = f"AutoTP cuts its {cut} {kind}s into unequal parts"
         else:
             linears.append(replace(linear, kind=kind))
@@ -216,12 +218,6 @@ def sharded_spec(model: Any, spec: LinearsSpec, groups: ParallelGroups) -> Linea
 
 
 _KINDS: dict[type, Any] = {LinearLayer: "column", LinearAllreduce: "row"}
-
-
-def _part(linear: LinearShape, kind: str, tp_size: int) -> tuple[int, int]:
-    if kind == "column":
-        return linear.out_size // tp_size, linear.in_size
-    return linear.out_size, linear.in_size // tp_size
 
 
 def pair_linears(
@@ -238,6 +234,14 @@ class _LinearMixin(MultiAdapter):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    def adapter_layout(self, site: Site) -> LinearLayout:
+        """Returns the layout over AutoTP's group, or of one rank where it has cut nothing."""
+        group = getattr(self, "mp_group", None)
+        reduces_dgrad = group is not None and site.kind == "column"
+        return LinearLayout(
+            kind=site.kind, group=group, tp_size=site.tp_size, reduces_dgrad=reduces_dgrad
+        )
+
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """Returns this rank's GEMM with the adapters in it; None where there are none."""
         view, gemm = current_micro_batch(), self.tlora_adapters.gemm
@@ -246,28 +250,13 @@ class _LinearMixin(MultiAdapter):
         return multi_lora_linear(x, self.weight, bias, gemm, view)
 
 
-class PlainLinearMixin(_LinearMixin):
-    """Overrides the forward of a whole linear: `[1, T, K]` to `[1, T, N]`, no collective."""
-
-    def adapter_layout(self, site: Site) -> LinearLayout:
-        """Returns the layout of one rank."""
-        return LinearLayout()
+class ColumnLinearMixin(_LinearMixin):
+    """Overrides the forward of a whole linear, `[1, T, K]` to `[1, T, N]`, without a collective,
+    and of AutoTP's column-parallel one: x whole, y the rank's columns, dx all-reduced."""
 
     def forward(self, x: Tensor) -> Tensor:
         product = self._product(x, self.bias)
         return super().forward(x) if product is None else product  # type: ignore[misc]
-
-
-class ColumnLinearMixin(PlainLinearMixin):
-    """Overrides AutoTP's column-parallel linear: x whole, y the rank's columns, dx all-reduced."""
-
-    mp_group: dist.ProcessGroup
-
-    def adapter_layout(self, site: Site) -> LinearLayout:
-        """Returns the layout over AutoTP's group."""
-        return LinearLayout(
-            kind="column", group=self.mp_group, tp_size=site.tp_size, reduces_dgrad=True
-        )
 
 
 class RowLinearMixin(_LinearMixin):
@@ -275,10 +264,6 @@ class RowLinearMixin(_LinearMixin):
     in it; no collective in backward."""
 
     mp_group: dist.ProcessGroup
-
-    def adapter_layout(self, site: Site) -> LinearLayout:
-        """Returns the layout over AutoTP's group."""
-        return LinearLayout(kind="row", group=self.mp_group, tp_size=site.tp_size)
 
     def forward(self, x: Tensor) -> Tensor:
         product = self._product(x, None)
@@ -306,7 +291,7 @@ class _ReduceForward(torch.autograd.Function):
 
 
 _MIXINS: dict[type[nn.Module], type[MultiAdapter]] = {
-    nn.Linear: PlainLinearMixin,
+    nn.Linear: ColumnLinearMixin,
     LinearLayer: ColumnLinearMixin,
     LinearAllreduce: RowLinearMixin,
 }

@@ -25,7 +25,6 @@ from tlora_megatron.integrations.megatron.base_weights import (
     OnMeta,
     hold_codes,
     read_weights,
-    scales_of,
 )
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
@@ -35,6 +34,7 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
     RMSNorm,
 )
 from tlora_megatron.integrations.megatron.process_groups import lay_out_replicas
+from tlora_megatron.layers.quantised_linear import quantised_linears
 from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
@@ -336,7 +336,8 @@ def load_backbone(
         "with_output": model.post_process,
         "experts": _expert_share(spec, layout),
     }
-    tensors, scales = list(rank_tensors(spec, **part)), scales_of(model)
+    tensors = list(rank_tensors(spec, **part))
+    scales = {f"{name}.weight": held.scales for name, held in quantised_linears(model)}
     named = {tensor.name for tensor in tensors}
     assert named == parameters.keys(), f"weights without a value: {parameters.keys() - named}"
     if directory is not None:

@@ -250,7 +250,7 @@ class _Hooks:
         megatron_args = get_args()
         megatron_args.do_train = megatron_args.train_iters > 0
         megatron_args.do_valid = megatron_args.do_test = False
-        return RerunDataIterator(session.reader()), None, None
+        return RerunDataIterator(session.feed.reader()), None, None
 
     def _load_checkpoint(self, session: Session, call: _Call) -> Any:
         from megatron.training.global_vars import get_args
@@ -267,7 +267,7 @@ class _Hooks:
             self.callbacks.fail(explained)
 
     def _train_step(self, session: Session, call: _Call) -> Any:
-        call.arguments["forward_step_func"] = session.forward_step
+        call.arguments["forward_step_func"] = session.engine.forward_step
         return session.train_step(call.proceed)
 
     def _training_log(self, session: Session, call: _Call) -> Any:

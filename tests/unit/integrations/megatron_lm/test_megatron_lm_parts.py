@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.integrations.megatron_lm.test_megatron_lm_guard import FINE
 from tlora_megatron.integrations.megatron_lm import experts as model_fixes
 from tlora_megatron.integrations.megatron_lm import hooks, refusals
 from tlora_megatron.integrations.megatron_lm.engine import (
@@ -147,20 +148,9 @@ def test_torch_s_norm_stands_where_megatron_found_apex(
     assert "is torch's" in record.getMessage()
 
 
-PARSED: dict[str, Any] = {
-    "save": "out",
-    "save_interval": 10,
-    "hidden_size": 32,
-    "seq_length": 64,
-    "max_position_embeddings": 64,
-    "transformer_impl": "local",
-    "position_embedding_type": "learned_absolute",  # validation makes it rope
-    "add_bias_linear": False,
-}
-
-
 def parsed(**fields: Any) -> argparse.Namespace:
-    return argparse.Namespace(**(PARSED | fields))
+    """Usual arguments before validation, which makes the positions' embedding rope."""
+    return argparse.Namespace(**(FINE | {"position_embedding_type": "learned_absolute"} | fields))
 
 
 def test_scripts_that_may_build_attention_alone_pass() -> None:

@@ -135,20 +135,6 @@ def test_frequencies_are_hugging_faces(rope: dict[str, Any], head_dim: int) -> N
     assert torch.equal(inverse_frequencies(make_spec(rope, head_dim)), expected)
 
 
-def test_positions_restart_at_every_document_and_follow_the_ranks_rows() -> None:
-    spec = make_spec(DEFAULT, 8)
-    documents = [Document(slot=0, length=5), Document(slot=0, length=3)]
-    rotary = PackedRotaryEmbedding(spec)
-    view = pack_micro_batch(documents, num_slots=1, num_tokens=8, cp_rank=1, cp_size=2)
-    x = torch.randn(4, 1, 3, 8)
-    # Rank 1 of 2 holds packed rows 2-5; the second document begins at row 5.
-    positions = torch.tensor([[2, 3, 4, 0]])
-    config = LlamaConfig(hidden_size=32, num_attention_heads=4, rope_parameters=dict(DEFAULT))
-    cos, sin = LlamaRotaryEmbedding(config)(x, positions)
-    expected, _ = apply_rotary_pos_emb(x.permute(1, 2, 0, 3), x.permute(1, 2, 0, 3), cos, sin)
-    assert torch.equal(rotary(x, view), expected.permute(2, 0, 1, 3))
-
-
 def test_rotation_rounds_as_hugging_face_in_bf16() -> None:
     view = pack_micro_batch([Document(slot=0, length=40)], num_slots=1, num_tokens=40)
     x = torch.randn(40, 1, 2, 64).bfloat16()

@@ -90,33 +90,24 @@ def test_a_hook_on_all_modules_sees_each(kind: str, num_parts: int) -> None:
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_hook_is_called(name: str, num_parts: int) -> None:
+@pytest.mark.parametrize("compiles", [False, True], ids=["hook", "compiled"])
+def test_what_hangs_on_a_module_is_called(
+    name: str, num_parts: int, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case, calls = Case(), []
     view = case.view(num_parts)
     expected = run(case, view)
     module = MODULES[name](case.decoder.layers[0])
-    module.register_forward_hook(lambda *_: calls.append(1))
-    assert equal(run(case, view), expected)
-    assert len(calls) == num_parts
-
-
-@pytest.mark.parametrize("num_parts", [1, 2])
-@pytest.mark.parametrize("name", MODULES)
-def test_compiled_modules(name: str, num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, calls = Case(), []
-    view = case.view(num_parts)
-    expected = run(case, view)
 
     def compile_nothing(function: Callable[..., Any]) -> Callable[..., Any]:
-        def compiled(*args: Any, **kwargs: Any) -> Any:
-            calls.append(1)
-            return function(*args, **kwargs)
+        return lambda *args, **kwargs: calls.append(1) or function(*args, **kwargs)
 
-        return compiled
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "compile", compile_nothing)
-        MODULES[name](case.decoder.layers[0]).compile()
+    if compiles:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "compile", compile_nothing)
+            module.compile()
+    else:
+        module.register_forward_hook(lambda *_: calls.append(1))
     assert equal(run(case, view), expected)
     assert len(calls) == num_parts
 
