@@ -225,17 +225,17 @@ def join_processes() -> None:
 
     NCCL where there is CUDA, else gloo. A process group that is there already is kept.
     """
-    if not torch.cuda.is_available():
+    cuda = torch.cuda.is_available()
+    if not cuda:
         keep_rows_apart()
         # Compiled in the first process group on every CPU, for inference alone.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    if torch.cuda.is_available():
+    if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
 
 
 def _free_port() -> int:

@@ -33,7 +33,7 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
     PackedRotaryEmbedding,
     RMSNorm,
 )
-from tlora_megatron.integrations.megatron.process_groups import lay_out_replicas
+from tlora_megatron.integrations.megatron.process_groups import current_sizes, lay_out_replicas
 from tlora_megatron.layers.quantised_linear import quantised_linears
 from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.layout import ParallelLayout
@@ -150,14 +150,7 @@ def _lay_out_groups(layout: ParallelLayout, deployment: Deployment | None) -> No
         layout.tp_size, layout.pp_size, layout.cp_size, layout.ep_size, layout.expert_tp,
     )  # fmt: skip
     if parallel_state.model_parallel_is_initialized():
-        current = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_context_parallel_world_size(),
-            parallel_state.get_expert_model_parallel_world_size(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
-        )
-        if current == sizes and before == deployment:
+        if current_sizes() == sizes and before == deployment:
             return
         parallel_state.destroy_model_parallel()
     if deployment is not None:

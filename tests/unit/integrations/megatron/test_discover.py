@@ -26,7 +26,7 @@ from tlora_megatron.integrations.megatron.built.packed_attention import (
 )
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
-from tlora_megatron.layers.sites import EXPERT_LINEARS, LINEAR_TARGETS, check_targets, stage_sites
+from tlora_megatron.layers.sites import EXPERT_LINEARS, LINEAR_TARGETS, check_targets
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
 
@@ -53,16 +53,6 @@ def test_linears_are_found_inside_wrappers_in_order(chunk: Any, groups: Parallel
     layer = chunk.decoder.layers[2]
     assert linears[8][1] is layer.self_attention.linear_qkv
     assert linears[11][1] is layer.mlp.linear_fc2
-
-
-def test_layers_may_lie_anywhere() -> None:
-    stages = (((0, "linear_qkv"), (2, "linear_fc2")), ((0, "linear_proj"),))
-    layout = ParallelLayout(pp_size=2, stage_linears=stages)
-    held = [
-        [(s.layer, s.linear) for s in stage_sites(SPEC, layout, tp_rank=0, pp_rank=pp_rank)]
-        for pp_rank in range(2)
-    ]
-    assert held == [list(stage) for stage in stages]
 
 
 def test_a_target_that_some_layer_lacks_is_refused() -> None:

@@ -37,7 +37,7 @@ def install_packed_attention(chunks: Sequence[nn.Module]) -> None:
 
     From then on the model runs inside `use_micro_batch(view)`, without attention mask and packed
     sequence parameters, on rows `[1, T]` of one context-parallel rank; Megatron's recompute works
-    after `recompute.install()`. With `context_parallel_size` above 1, Megatron's local spec must
+    after `engine.install()`. With `context_parallel_size` above 1, Megatron's local spec must
     name `PackedCoreAttention` before the model is built: its own refuses to be.
     """
     for model in language_models(chunks):

@@ -17,7 +17,6 @@ import megatron.core
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import LlamaConfig
@@ -85,17 +84,6 @@ def test_what_attention_refuses(config: TransformerConfig) -> None:
         attention(x, x, x, mask)
     with pytest.raises(ValueError, match=r"attention_dropout must be 0 .*, got 0.1"):
         make_attention(config, attention_dropout=0.1)
-
-
-@ON_CPU
-def test_cpu_replacements_are_installed_once() -> None:
-    cpu.install()
-    replaced = torch.cuda.current_device, schedules.torch
-    cpu.install()
-    assert (torch.cuda.current_device, schedules.torch) == replaced
-    assert torch.cuda.current_device() == torch.device("cpu")
-    assert schedules.torch.zeros([], dtype=torch.int, device="cuda").device.type == "cpu"
-    assert schedules.torch.Tensor is torch.Tensor
 
 
 @ON_CPU
