@@ -294,7 +294,7 @@ def base_of_model(model: Any) -> BaseModelSpec:
         ValueError: if its weights are neither fp32 nor bf16.
     """
     dtypes = {p.dtype for p in model.parameters()}
-    names = [name for name, dtype in DTYPES.items() if dtypes == {dtype}]
+    names: list[Any] = [name for name, dtype in DTYPES.items() if dtypes == {dtype}]
     if not names:
         raise ValueError(f"the model's weights must be all float32 or all bfloat16, got {dtypes}")
     return BaseModelSpec(path=model.name_or_path or None, dtype=names[0])

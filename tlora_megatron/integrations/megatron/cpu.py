@@ -38,8 +38,7 @@ def install() -> None:
     # Called after a batched exchange between pipeline stages; gloo's requests are waited for.
     torch.cuda.synchronize = lambda device=None: None
     # Megatron's seeding: the "CUDA generator" is the CPU's default generator.
-    # (Not `torch.manual_seed`, which seeds CUDA as well.)
-    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    torch.cuda.manual_seed = _manual_seed
     torch.cuda.get_rng_state = _get_rng_state
     # What the tracker and recompute use; the originals index `torch.cuda.default_generators`.
     random._get_cuda_rng_state = _get_rng_state
@@ -130,6 +129,11 @@ class _TorchOnCPU:
     def zeros(*size: Any, device: Any = None, **kwargs: Any) -> Tensor:
         """`torch.zeros`, on the CPU."""
         return torch.zeros(*size, device=_CPU, **kwargs)
+
+
+def _manual_seed(seed: int) -> None:
+    # Not `torch.manual_seed`: it seeds CUDA as well.
+    torch.default_generator.manual_seed(int(seed))
 
 
 def _get_rng_state(*_: Any, **__: Any) -> Tensor:
