@@ -17,11 +17,11 @@ file.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -188,20 +188,23 @@ def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> 
     modules = None
     if compute is not None and "layernorm" not in options.get("recompute", ""):
         # Megatron's own recompute of it needs Transformer Engine.
-        with by_modules():
+        with patch.object(PlainLayer, "runs_now", lambda *_: False):
             modules = run_packed(chunks, groups), whole_gradients(bank, groups, spec)
         for adapter in bank.adapters:
             adapter.slab.zero_grad()
     calls = hook_later(chunks, options.get("late"))
-    with counted_sublayers() as num_sublayers, counted_parts() as num_run:
+    with (
+        patch.object(staggered, "run_in_lane", wraps=staggered.run_in_lane) as in_lanes,
+        patch.object(plain_layer, "run_layer", wraps=plain_layer.run_layer) as layers,
+    ):
         losses = run_packed(chunks, groups, num_nano, compute=compute)
     if compute is not None:
         check_compute(compute, options)
     if num_nano > 1:
-        check_sublayers(num_sublayers, options, chunks)
+        check_sublayers([len(call.args[0]) for call in in_lanes.call_args_list], options, chunks)
     elif "late" not in options:
         runs = len(PACKINGS) // groups.layout.dp_size
-        assert num_run[0] >= num_parts(chunks) * runs, num_run
+        assert layers.call_count >= num_parts(chunks) * runs, layers.call_count
     assert bool(calls) == ("late" in options and is_last_rank()), f"{len(calls)} calls"
     expected_losses, expected = references[kind]
     if groups.is_last_stage:
@@ -240,22 +243,6 @@ def hook_later(chunks: Sequence[Any], name: str | None) -> list[int]:
     return calls
 
 
-@contextmanager
-def counted_sublayers() -> Iterator[list[int]]:
-    """Yields a list that gets the number of sublayers of every run in a lane."""
-    counts, run = [], staggered.run_in_lane
-
-    def counted(sublayers: Sequence[Any], *args: Any) -> Any:
-        counts.append(len(sublayers))
-        return run(sublayers, *args)
-
-    staggered.run_in_lane = counted
-    try:
-        yield counts
-    finally:
-        staggered.run_in_lane = run
-
-
 def check_sublayers(counts: list[int], options: dict[str, str], chunks: Sequence[Any]) -> None:
     """All nano-batches went through all sublayers without modules, or none did."""
     batches = [nano_batch(i, int(options["nano"]), 1) for i in range(len(PACKINGS))]
@@ -278,28 +265,6 @@ def check_compute(compute: OwnCompute, options: dict[str, str]) -> None:
     assert len(compute.late.found) == hears_of_hook(options), compute.late.found
     assert all(where in reason for reason in compute.late.found), compute.late.found
     assert compute.has_own_head, compute.line
-
-
-@contextmanager
-def by_modules() -> Iterator[None]:
-    """Has plain layers run by Megatron's modules, as `TLORA_FLAG_COMPUTE=modules` has them."""
-    now = PlainLayer.runs_now
-    PlainLayer.runs_now = lambda *_: False
-    yield
-    PlainLayer.runs_now = now
-
-
-@contextmanager
-def counted_parts() -> Iterator[list[int]]:
-    count, run = [0], plain_layer.run_layer
-
-    def counted(*args: Any) -> Tensor:
-        count[0] += 1
-        return run(*args)
-
-    plain_layer.run_layer = counted
-    yield count
-    plain_layer.run_layer = run
 
 
 def num_parts(chunks: Sequence[Any]) -> int:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -70,7 +69,15 @@ def main() -> None:
 def refusal(options: dict[str, str]) -> str:
     dtype = getattr(torch, options.get("dtype", "float32"))
     more = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype is torch.bfloat16}
-    with leaking(options.get("leak")):
+    given = user_models.get_gpt_layer_local_spec
+
+    def leaking(**asked: Any) -> Any:
+        layer = given(**asked)
+        if "leak" in options:
+            layer.submodules.self_attention.module = LEAKS[options["leak"]]
+        return layer
+
+    with patch.object(user_models, "get_gpt_layer_local_spec", leaking):
         chunks, groups, linears = built.build_frozen(options, layout_of(options), **more)
     install_packed_attention(chunks)
     spec, _ = built.adapted(options.get("rope", "plain"))
@@ -84,24 +91,6 @@ def refusal(options: dict[str, str]) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-@contextmanager
-def leaking(leak: str | None) -> Iterator[None]:
-    """Has the spec of layers name a self-attention that leaks."""
-    given = user_models.get_gpt_layer_local_spec
-
-    def spec(**options: Any) -> Any:
-        layer = given(**options)
-        if leak is not None:
-            layer.submodules.self_attention.module = LEAKS[leak]
-        return layer
-
-    user_models.get_gpt_layer_local_spec = spec
-    try:
-        yield
-    finally:
-        user_models.get_gpt_layer_local_spec = given
 
 
 if __name__ == "__main__":

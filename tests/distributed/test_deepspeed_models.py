@@ -38,7 +38,6 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "DP2 ZeRO-3": (2, zero(3)),
     "TP2 ZeRO-1": (2, zero(1) | {"tensor_parallel": {"autotp_size": 2}}),
 }
-Results = dict[str, tuple[Any, Any]]
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def test_batches_in_flight_give_what_modules_give(
     recompute: Recompute, num_parts: int, is_fp8: bool
 ) -> None:
     case = Case(recompute, spec=WIDE, dtype=DTYPE, is_fp8=is_fp8)
-    check(case, whole() if num_parts == 1 else case.split())
+    check(case, case.view(num_parts))
 
 
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
@@ -62,7 +62,7 @@ def test_a_micro_batch_chooses_what_is_computed_again(
     recompute: Recompute, num_parts: int, is_fp8: bool
 ) -> None:
     case = Case(spec=WIDE, dtype=DTYPE, is_fp8=is_fp8)
-    view = whole() if num_parts == 1 else case.split()
+    view = case.view(num_parts)
     check(case, view.under(recompute))
 
 
@@ -76,7 +76,7 @@ def test_ranks_are_shared_as_modules_do(sharding: LoraSharding, recompute: Recom
 def test_heads_are_normed_as_modules_do(num_parts: int) -> None:
     spec = replace(WIDE, model_type="qwen3", qkv_bias=False, qk_norm=True)
     case = Case(spec=spec, dtype=DTYPE)
-    check(case, whole() if num_parts == 1 else case.split())
+    check(case, case.view(num_parts))
 
 
 def test_rows_are_quantised_by_who_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,7 @@ _OWNED = {
 }
 """Keys without a meaning here, each with the reason."""
 
-_MICRO_BATCH_TOKENS = next(
-    field.default for field in fields(RunSpec) if field.name == "micro_batch_tokens"
-)
+_MICRO_BATCH_TOKENS = RunSpec(output_dir="").micro_batch_tokens
 
 _REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("bfloat16",), "its name is bf16"),
@@ -203,15 +201,19 @@ def _join(section: dict[str, Any], defaults: dict[str, Any]) -> None:
 def _agreed_base(
     document: dict[str, Any], section: dict[str, Any], given: BaseModelSpec | None, folder: Path
 ) -> BaseModelSpec | None:
-    """Checks that `bf16` and the base agree; returns a given model's description."""
+    """Has `bf16` and the base agree; returns a given model's description."""
     bf16 = document.get("bf16", {}).get("enabled")
-    if given is None:
-        _set_dtype(section, bf16)
-        return None
-    given = _with_tokenizer(given, section.pop("base_model", None), folder)
-    if bf16 is not None and bf16 != (given.dtype == "bfloat16"):
-        raise must("bf16.enabled", f"agree with the model's {given.dtype}", bf16)
-    return given
+    if given is not None:
+        given = _with_tokenizer(given, section.pop("base_model", None), folder)
+        if bf16 is not None and bf16 != (given.dtype == "bfloat16"):
+            raise must("bf16.enabled", f"agree with the model's {given.dtype}", bf16)
+        return given
+    base = section.get("base_model")
+    if bf16 is not None and isinstance(base, dict):
+        dtype = base.setdefault("dtype", "bfloat16" if bf16 else "float32")
+        if bf16 and dtype != "bfloat16":
+            raise must("base_model.dtype", "be bfloat16 with bf16.enabled", dtype)
+    return None
 
 
 def _check_bf16(
@@ -303,16 +305,6 @@ def _is_on(value: Any) -> bool:
     return value not in (None, False) and not (
         isinstance(value, dict) and not value.get("enabled", True)
     )
-
-
-def _set_dtype(section: dict[str, Any], bf16: bool | None) -> None:
-    """Sets `base_model.dtype` from `bf16`, or checks that the two agree."""
-    base = section.get("base_model")
-    if bf16 is None or not isinstance(base, dict):
-        return
-    dtype = base.setdefault("dtype", "bfloat16" if bf16 else "float32")
-    if bf16 and dtype != "bfloat16":
-        raise must("base_model.dtype", "be bfloat16 with bf16.enabled", dtype)
 
 
 def _with_tokenizer(given: BaseModelSpec, stated: Any, folder: Path) -> BaseModelSpec:

@@ -42,11 +42,6 @@ def has_experts(model: Any) -> bool:
     return any("experts" in name.split(".") for name, _ in model.named_modules())
 
 
-def refused_targets(model: Any) -> dict[str, str]:
-    """Returns names that cannot be targets in a model with routed experts, with the reasons."""
-    return dict(_REFUSED) if has_experts(model) else {}
-
-
 def check_run_over_experts(model: Any, config: DeepSpeedConfig) -> None:
     """Refuses settings that a model with routed experts cannot keep; others pass."""
     if not has_experts(model):
@@ -86,7 +81,7 @@ def model_spec(model: Any) -> LinearsSpec:
     refuse_gpt_oss(config.model_type, "the base of a DeepSpeed run")
     layers = _decoder_layers(model)
     by_target: dict[str, list[_Found]] = defaultdict(list)
-    refused = refused_targets(model)
+    refused = dict(_REFUSED) if has_experts(model) else {}
     for name, module in model.named_modules():
         match = _IN_LAYER.fullmatch(name)
         if match is None or not name.startswith(f"{layers}."):
@@ -155,7 +150,7 @@ def weight_shape(module: Any) -> tuple[int, int]:
 
 def _why_not(module: nn.Linear, below: str) -> str:
     if any(part.isdigit() for part in below.split(".")):
-        return "routed experts carry no adapters"
+        return _NO_EXPERTS
     if type(module) is not nn.Linear:
         return f"{type(module).__name__} is no plain nn.Linear"
     return ""
@@ -210,10 +205,12 @@ def sharded_spec(model: Any, spec: LinearsSpec, groups: ParallelGroups) -> Linea
     for linear in spec.linears:
         module = model.get_submodule(linear.path.format(0))
         kind = _KINDS.get(type(module))
-        cut = (linear.out_size, linear.in_size)[kind == "row"]
+        cut, part = linear.out_size, (linear.out_size // tp_size, linear.in_size)
+        if kind == "row":
+            cut, part = linear.in_size, (linear.out_size, linear.in_size // tp_size)
         if kind is None:
             refused[linear.target] = f"AutoTP made it a {type(module).__name__}"
-        elif cut % tp_size or weight_shape(module) != _part(linear, kind, tp_size):
+        elif cut % tp_size or weight_shape(module) != part:
             refused[linear.target] = f"AutoTP cuts its {cut} {kind}s into unequal parts"
         else:
             linears.append(replace(linear, kind=kind))
@@ -221,12 +218,6 @@ def sharded_spec(model: Any, spec: LinearsSpec, groups: ParallelGroups) -> Linea
 
 
 _KINDS: dict[type, Any] = {LinearLayer: "column", LinearAllreduce: "row"}
-
-
-def _part(linear: LinearShape, kind: str, tp_size: int) -> tuple[int, int]:
-    if kind == "column":
-        return linear.out_size // tp_size, linear.in_size
-    return linear.out_size, linear.in_size // tp_size
 
 
 def pair_linears(
@@ -243,39 +234,29 @@ class _LinearMixin(MultiAdapter):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    def adapter_layout(self, site: Site) -> LinearLayout:
+        """Returns the layout over AutoTP's group, or of one rank where it has cut nothing."""
+        group = getattr(self, "mp_group", None)
+        reduces_dgrad = group is not None and site.kind == "column"
+        return LinearLayout(
+            kind=site.kind, group=group, tp_size=site.tp_size, reduces_dgrad=reduces_dgrad
+        )
+
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """Returns this rank's GEMM with the adapters in it; None where there are none."""
-        view = current_micro_batch()
-        if view is None:
-            return None
-        gemm = self.tlora_adapters.gemm
-        if gemm is None or not computes_base(gemm, view):
+        view, gemm = current_micro_batch(), self.tlora_adapters.gemm
+        if view is None or gemm is None or not computes_base(gemm, view):
             return None
         return multi_lora_linear(x, self.weight, bias, gemm, view)
 
 
-class PlainLinearMixin(_LinearMixin):
-    """Overrides the forward of a whole linear: `[1, T, K]` to `[1, T, N]`, no collective."""
-
-    def adapter_layout(self, site: Site) -> LinearLayout:
-        """Returns the layout of one rank."""
-        return LinearLayout()
+class ColumnLinearMixin(_LinearMixin):
+    """Overrides the forward of a whole linear, `[1, T, K]` to `[1, T, N]`, without a collective,
+    and of AutoTP's column-parallel one: x whole, y the rank's columns, dx all-reduced."""
 
     def forward(self, x: Tensor) -> Tensor:
         product = self._product(x, self.bias)
         return super().forward(x) if product is None else product  # type: ignore[misc]
-
-
-class ColumnLinearMixin(PlainLinearMixin):
-    """Overrides AutoTP's column-parallel linear: x whole, y the rank's columns, dx all-reduced."""
-
-    mp_group: dist.ProcessGroup
-
-    def adapter_layout(self, site: Site) -> LinearLayout:
-        """Returns the layout over AutoTP's group."""
-        return LinearLayout(
-            kind="column", group=self.mp_group, tp_size=site.tp_size, reduces_dgrad=True
-        )
 
 
 class RowLinearMixin(_LinearMixin):
@@ -283,10 +264,6 @@ class RowLinearMixin(_LinearMixin):
     in it; no collective in backward."""
 
     mp_group: dist.ProcessGroup
-
-    def adapter_layout(self, site: Site) -> LinearLayout:
-        """Returns the layout over AutoTP's group."""
-        return LinearLayout(kind="row", group=self.mp_group, tp_size=site.tp_size)
 
     def forward(self, x: Tensor) -> Tensor:
         product = self._product(x, None)
@@ -314,7 +291,7 @@ class _ReduceForward(torch.autograd.Function):
 
 
 _MIXINS: dict[type[nn.Module], type[MultiAdapter]] = {
-    nn.Linear: PlainLinearMixin,
+    nn.Linear: ColumnLinearMixin,
     LinearLayer: ColumnLinearMixin,
     LinearAllreduce: RowLinearMixin,
 }

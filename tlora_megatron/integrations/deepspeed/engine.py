@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.deepspeed import discover
-from tlora_megatron.integrations.deepspeed import model as attention
 from tlora_megatron.integrations.deepspeed import model as models
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.discover import (
@@ -44,6 +43,7 @@ from tlora_megatron.training.nano.rounds import NanoSwitch
 from tlora_megatron.training.packing.isolation import ROUNDING, check_isolation, usual_difference
 from tlora_megatron.training.packing.packing import Item, PackedBatch, Placed, pack
 from tlora_megatron.training.run.fingerprint import check_base_of_run
+from tlora_megatron.training.run.training_run import DTYPES
 
 
 class _Scoring(NamedTuple):
@@ -206,7 +206,7 @@ def _packing_error(engine: DeepSpeedEngine, spec: LinearsSpec, plain: str) -> fl
     try:
         expected = torch.cat([_losses_alone(model, d.to(device)) for d in documents])
     finally:
-        model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(models.NAME)
     found = losses_T[batch.target_rows]
     if has_experts(model):
         return usual_difference(found, expected)
@@ -225,17 +225,17 @@ def join_processes() -> None:
 
     NCCL where there is CUDA, else gloo. A process group that is there already is kept.
     """
-    if not torch.cuda.is_available():
+    cuda = torch.cuda.is_available()
+    if not cuda:
         keep_rows_apart()
         # Compiled in the first process group on every CPU, for inference alone.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    if torch.cuda.is_available():
+    if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
 
 
 def _free_port() -> int:
@@ -254,7 +254,8 @@ def current_groups(tp_size: int) -> ParallelGroups:
         tp_group = deepspeed_groups.get_tensor_model_parallel_group()
         dp_group = deepspeed_groups.get_data_parallel_group()
     else:
-        tp_group = _group_of_one()
+        # Every process makes all of these groups.
+        tp_group = [dist.new_group([rank]) for rank in range(world)][dist.get_rank()]
         dp_group = dist.group.WORLD
     return ParallelGroups(
         layout=layout,
@@ -267,12 +268,6 @@ def current_groups(tp_size: int) -> ParallelGroups:
         model_group=tp_group,
         device=device,
     )
-
-
-def _group_of_one() -> dist.ProcessGroup:
-    """Makes a group of this process alone; every process makes all such groups."""
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return groups[dist.get_rank()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -297,11 +292,10 @@ def base_of_model(model: Any) -> BaseModelSpec:
         ValueError: if its weights are neither fp32 nor bf16.
     """
     dtypes = {p.dtype for p in model.parameters()}
-    if dtypes == {torch.bfloat16}:
-        return BaseModelSpec(path=model.name_or_path or None, dtype="bfloat16")
-    if dtypes == {torch.float32}:
-        return BaseModelSpec(path=model.name_or_path or None, dtype="float32")
-    raise ValueError(f"the model's weights must be all float32 or all bfloat16, got {dtypes}")
+    names: list[Any] = [name for name, dtype in DTYPES.items() if dtypes == {dtype}]
+    if not names:
+        raise ValueError(f"the model's weights must be all float32 or all bfloat16, got {dtypes}")
+    return BaseModelSpec(path=model.name_or_path or None, dtype=names[0])
 
 
 def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
@@ -331,7 +325,7 @@ def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
     if not is_given:  # a program's own model may differ from its folder
         check_base_of_run(DeepSpeedEngine(model, groups), groups, config.run)
     if config.run.run.recompute == "full":
-        models.recompute_layers(model)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     linears = tuple(discover.pair_linears(model, spec, groups))
     for _, module in linears:
         prepare_linear(module)

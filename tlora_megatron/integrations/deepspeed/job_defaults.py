@@ -60,7 +60,8 @@ class _Origins:
         """Says where the jobs' values come from; empty if nothing is worth saying."""
         parts = []
         if self.taken:
-            said = (self._with_exceptions(name, text) for name, text in self.taken.items())
+            jobs = {name: f" (not {', '.join(own)})" for name, own in self.own.items()}
+            said = (f"{text}{jobs.get(name, '')}" for name, text in self.taken.items())
             parts.append(f"from TrainingArguments {', '.join(said)}")
         if self.from_json:
             parts.append(f"from DeepSpeed's keys {', '.join(self.from_json)}")
@@ -68,10 +69,6 @@ class _Origins:
             remark = '"auto" would take TrainingArguments\''
             parts.append(f"this package's own {', '.join(self.ours)} ({remark})")
         return f"what jobs do not say: {'; '.join(parts)}" if parts else ""
-
-    def _with_exceptions(self, name: str, text: str) -> str:
-        jobs = self.own.get(name)
-        return f"{text} (not {', '.join(jobs)})" if jobs else text
 
 
 def hand_over(
@@ -252,7 +249,7 @@ def _remove(content: dict[str, Any], key: str) -> None:
 
 
 _ADAM = ("Adam", "AdamW")
-_ADAM_KEYS = {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
+_ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
 _WITHOUT_EFFECT = ("torch_adam", "adam_w_mode", "fused")
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
 _SCHEDULE_KEYS = ("warmup_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_type")
@@ -321,7 +318,7 @@ def _adam(section: Any) -> dict[str, Any]:
             raise ConfigError(
                 f"optimizer.params must be among {', '.join(_ADAM_KEYS)}, got {key!r}"
             )
-    return {f"optimizer.{_ADAM_KEYS[key]}": value for key, value in params.items()}
+    return {f"optimizer.{key}": value for key, value in params.items()}
 
 
 def _schedule(section: Any, fields: dict[str, Any]) -> dict[str, Any]:

@@ -23,16 +23,14 @@ from tlora_megatron.model.quantisation import refuse_published
 from tlora_megatron.ops.frozen.packed_attention import attend_documents
 from tlora_megatron.ops.routing import current_micro_batch
 from tlora_megatron.training.formats.hf_checkpoint import all_finite
+from tlora_megatron.training.run.training_run import DTYPES
+
+logger = logging.getLogger(__name__)
 
 NAME = "tlora_packed"
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
 """Arguments of other attention implementations that this one does not support."""
-
-
-def register() -> None:
-    """Registers the implementation with transformers; without a mask function no mask is made."""
-    AttentionInterface.register(NAME, packed_attention)
 
 
 def packed_attention(
@@ -73,11 +71,6 @@ def packed_attention(
     return attend_documents(q_TND, k_TGD, v_TGD, micro_batch, scale)[None], None
 
 
-logger = logging.getLogger(__name__)
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
 def load_model(base: BaseModelSpec, engine: dict[str, Any], *, tp_size: int) -> Any:
     """Reads or draws a causal model; under ZeRO-3 without TP every rank only ever holds its part.
 
@@ -87,8 +80,7 @@ def load_model(base: BaseModelSpec, engine: dict[str, Any], *, tp_size: int) -> 
     """
     if base.path is not None:
         refuse_published(Path(base.path) / "config.json", "DeepSpeed")
-    dtype = _DTYPES[base.dtype]
-    keep = None
+    dtype, keep = DTYPES[base.dtype], None
     if engine["zero_optimization"].get("stage") == 3 and tp_size == 1:
         keep = _zero_init(engine)
     try:
@@ -188,7 +180,8 @@ def use_packed_attention(model: Any) -> None:
     Raises:
         ValueError: if the model's attention is not transformers' to replace.
     """
-    register()
+    # Without a mask function no mask is made.
+    AttentionInterface.register(NAME, packed_attention)
     if not getattr(type(model), "_supports_attention_backend", False):
         raise ValueError(
             f"the model's attention must go through transformers' attention interface, "
@@ -208,8 +201,3 @@ def require_grad_from_embedding(model: Any) -> None:
     model.get_input_embeddings().register_forward_hook(
         lambda module, args, output: output.requires_grad_(torch.is_grad_enabled())
     )
-
-
-def recompute_layers(model: Any) -> None:
-    """Keeps only the layers' inputs and runs each layer again in backward."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

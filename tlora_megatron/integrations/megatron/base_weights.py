@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tlora_megatron.layers.quantised_linear import quantise_in_place, quantised_linears
+from tlora_megatron.layers.quantised_linear import quantise_in_place
 from tlora_megatron.model.quantisation import PARTS, BaseQuantisation
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.base_reader import read_base
@@ -107,15 +107,6 @@ def hold_codes(
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                _allocate(module, name, parameter, device)
-
-
-def _allocate(module: nn.Module, name: str, parameter: nn.Parameter, device: torch.device) -> None:
-    made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
-    made.__dict__.update(parameter.__dict__)
-    module._parameters[name] = made
-
-
-def scales_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the scales of every quantised weight by the weight's name."""
-    return {f"{name}.weight": held.scales for name, held in quantised_linears(model)}
+                made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+                made.__dict__.update(parameter.__dict__)
+                module._parameters[name] = made

@@ -42,7 +42,7 @@ def install() -> None:
     torch.cuda.get_rng_state = _get_rng_state
     # What the tracker and recompute use; the originals index `torch.cuda.default_generators`.
     random._get_cuda_rng_state = _get_rng_state
-    random._set_cuda_rng_state = _set_rng_state
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # They warn whenever the CPU generator moves in their context, which now is what they do.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     # The schedules count tokens in `torch.zeros([], device="cuda")`.
@@ -138,7 +138,3 @@ def _manual_seed(seed: int) -> None:
 
 def _get_rng_state(*_: Any, **__: Any) -> Tensor:
     return torch.get_rng_state()
-
-
-def _set_rng_state(state: Tensor, *_: Any, **__: Any) -> None:
-    torch.set_rng_state(state)

@@ -224,16 +224,17 @@ class MegatronEngine:
         losses_T, right_T = self._head.score(hidden, rows_n, labels_T, batch.view.exactness)
         if batch.sent is None:
             losses_T = losses_T * batch.weights
-        return losses_T.sum(), _ONE, {"losses": losses_T, "right": right_T}
+        return losses_T.sum(), ONE, {"losses": losses_T, "right": right_T}
 
 
-_ONE = torch.tensor(1, dtype=torch.int)
-"""Megatron's token count; unused: `calculate_per_token_loss` without a finalizer scales nothing."""
+ONE = torch.tensor(1, dtype=torch.int)
+"""Megatron's token count; unused, since `calculate_per_token_loss` scales nothing but gradients of
+parameters that a trainer knows, and there are none."""
 
 
 def _weighted_loss(batch: PackedBatch, losses: Tensor) -> tuple[Any, ...]:
     if batch.sent is not None:
         losses_T, reported_T = batch.sent.losses(losses.flatten(), batch.weights)
-        return losses_T.sum(), _ONE, {"losses": reported_T}
+        return losses_T.sum(), ONE, {"losses": reported_T}
     losses_T = losses.flatten() * batch.weights
-    return losses_T.sum(), _ONE, {"losses": losses_T.detach()}
+    return losses_T.sum(), ONE, {"losses": losses_T.detach()}

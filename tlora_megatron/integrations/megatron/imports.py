@@ -1,11 +1,8 @@
 """Imports Megatron-core without torch's compiler and without the warnings that no user can act on.
 
 Megatron decorates functions with `torch.compile` when it is imported, and the first such function
-imports the compiler. This module itself imports no Megatron.
-
-Only the messages below, each by its beginning and the module it comes from; all others are shown.
-The command line calls `install` before it imports Megatron. This module itself imports neither
-Megatron nor torch.
+imports the compiler. Only the messages below are silenced, each by its beginning and the module it
+comes from. This module itself imports neither Megatron nor torch.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from tlora_megatron.integrations.megatron.base_weights import (
     OnMeta,
     hold_codes,
     read_weights,
-    scales_of,
 )
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
@@ -34,7 +33,8 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
     PackedRotaryEmbedding,
     RMSNorm,
 )
-from tlora_megatron.integrations.megatron.process_groups import lay_out_replicas
+from tlora_megatron.integrations.megatron.process_groups import current_sizes, lay_out_replicas
+from tlora_megatron.layers.quantised_linear import quantised_linears
 from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
@@ -150,14 +150,7 @@ def _lay_out_groups(layout: ParallelLayout, deployment: Deployment | None) -> No
         layout.tp_size, layout.pp_size, layout.cp_size, layout.ep_size, layout.expert_tp,
     )  # fmt: skip
     if parallel_state.model_parallel_is_initialized():
-        current = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_context_parallel_world_size(),
-            parallel_state.get_expert_model_parallel_world_size(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
-        )
-        if current == sizes and before == deployment:
+        if current_sizes() == sizes and before == deployment:
             return
         parallel_state.destroy_model_parallel()
     if deployment is not None:
@@ -336,7 +329,8 @@ def load_backbone(
         "with_output": model.post_process,
         "experts": _expert_share(spec, layout),
     }
-    tensors, scales = list(rank_tensors(spec, **part)), scales_of(model)
+    tensors = list(rank_tensors(spec, **part))
+    scales = {f"{name}.weight": held.scales for name, held in quantised_linears(model)}
     named = {tensor.name for tensor in tensors}
     assert named == parameters.keys(), f"weights without a value: {parameters.keys() - named}"
     if directory is not None:

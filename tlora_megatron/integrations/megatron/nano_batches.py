@@ -31,6 +31,8 @@ from tlora_megatron.training.nano.rounds import NanoSettings
 _RECOMPUTED_NORMS = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm")
 """Attributes of a layer; lanes keep what they have gathered."""
 
+_BY_CONTEXT = "context parallelism cuts documents over ranks"
+
 logger = logging.getLogger(__name__)
 
 
@@ -115,20 +117,14 @@ def _agreed_obstacle(models: Sequence[Any], groups: ParallelGroups) -> str | Non
     Where one cannot, none may: a stage hands on rows in the order of its nano-batches, and all pack
     their rounds for as many. Collective over the world.
     """
+    reasons = (_why_not_config(m) or _why_not_linears(m) or _why_not_layers(m) for m in models)
+    own = next(filter(None, reasons), None) if groups.layout.cp_size == 1 else _BY_CONTEXT
     found: list[tuple[int, str | None]] = [(0, None)] * dist.get_world_size()
-    dist.all_gather_object(found, (groups.pp_rank, _obstacle(models, groups)))
+    dist.all_gather_object(found, (groups.pp_rank, own))
     for stage, reason in found:
         if reason is not None:
             return f"{reason} (pipeline stage {stage})" if groups.layout.pp_size > 1 else reason
     return None
-
-
-def _obstacle(models: Sequence[Any], groups: ParallelGroups) -> str | None:
-    """Why this process's layers cannot run nano-batches in turns; None if they can."""
-    if groups.layout.cp_size > 1:
-        return "context parallelism cuts documents over ranks"
-    reasons = (_why_not_config(m) or _why_not_linears(m) or _why_not_layers(m) for m in models)
-    return next(filter(None, reasons), None)
 
 
 def _why_not_config(model: Any) -> str | None:

@@ -74,7 +74,7 @@ def lay_out_replicas(deployment: Deployment) -> None:
         raise _unknown_core()
     with _grids_of(deployment):
         parallel_state.initialize_model_parallel()
-    if not _are_groups_of(deployment.placed(dist.get_rank()).layout):
+    if deployment.placed(dist.get_rank()).layout.grid != current_sizes()[:3]:
         raise _unknown_core()
 
 
@@ -116,9 +116,12 @@ def _grid(layout: ReplicaLayout) -> dict[str, int]:
     return {"tp": tp_size, "pp": pp_size, "cp": cp_size, "ep": 1, "dp": 1}
 
 
-def _are_groups_of(layout: ReplicaLayout) -> bool:
-    return layout.grid == (
+def current_sizes() -> tuple[int, ...]:
+    """Returns the sizes of this process's groups: TP, PP, CP, expert ranks, ranks that cut one."""
+    return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
     )

@@ -66,14 +66,6 @@ def _no_way_back(*_: Any) -> Any:
     raise RuntimeError("a step of generation must not be gone back through")
 
 
-def cache_keys(model: Any) -> None:
-    """Turns the core attention of all layers into a cached one, in place."""
-    for index, layer in enumerate(model.decoder.layers):
-        core = layer.self_attention.core_attention
-        mix(CachedCoreAttention, core)
-        core.tlora_layer = index
-
-
 class Stepper:
     """Runs a backbone that was built for training, one process, over a cache.
 
@@ -96,7 +88,10 @@ class Stepper:
             dtype=weight.dtype,
         )
         self.cache = KeyCache(shape, max(1, cache_bytes // shape.row_bytes), self.device)
-        cache_keys(model)
+        for index, layer in enumerate(model.decoder.layers):
+            core = layer.self_attention.core_attention
+            mix(CachedCoreAttention, core)
+            core.tlora_layer = index
 
     @torch.no_grad()
     def step(self, growths: Sequence[Growth], num_slots: int) -> Tensor:

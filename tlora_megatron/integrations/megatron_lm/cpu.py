@@ -140,9 +140,5 @@ def _replace_trainer() -> None:
     initialize._compile_dependencies = lambda *_: None
     # gloo's asynchronous send would read the freed storage.
     schedules.deallocate_output_tensor = lambda *_, **__: None
-    schedules.custom_backward = _backward
-
-
-def _backward(output: Tensor, grad_output: Tensor | None) -> None:
-    """Megatron's own takes outputs whose storage is freed, and no others."""
-    torch.autograd.backward(output, grad_output)
+    # Megatron's own takes outputs whose storage is freed, and no others.
+    schedules.custom_backward = torch.autograd.backward

@@ -26,6 +26,7 @@ from tlora_megatron.integrations.megatron.built.head import (
     use_targets,
 )
 from tlora_megatron.integrations.megatron.built.model import language_models
+from tlora_megatron.integrations.megatron.engine import ONE
 from tlora_megatron.integrations.megatron.layer.modules import built_class
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.integrations.megatron_lm.same_model import without_quantization
@@ -175,7 +176,7 @@ class MicroBatchFeed:
         """Makes one iterator; virtual pipeline stages have one each."""
         queue: deque[PackedBatch] = deque()
         self._queues.append(queue)
-        return _Reader(queue)
+        return _drain(queue)
 
     def fill(self, batches: Sequence[PackedBatch]) -> None:
         """Sets the micro-batches that all readers give next."""
@@ -184,17 +185,10 @@ class MicroBatchFeed:
             queue.extend(batches)
 
 
-class _Reader:
-    def __init__(self, queue: deque[PackedBatch]) -> None:
-        self._queue = queue
-
-    def __iter__(self) -> Iterator[PackedBatch]:
-        return self
-
-    def __next__(self) -> PackedBatch:
-        if not self._queue:
-            raise RuntimeError("a round must have as many micro-batches as the trainer asks for")
-        return self._queue.popleft()
+def _drain(queue: deque[PackedBatch]) -> Iterator[PackedBatch]:
+    while queue:
+        yield queue.popleft()
+    raise RuntimeError("a round must have as many micro-batches as the trainer asks for")
 
 
 class MegatronLmEngine:
@@ -310,7 +304,7 @@ class MegatronLmEngine:
     def _weighted(self, batch: PackedBatch, losses: Tensor) -> tuple[Any, ...]:
         losses_T = losses.flatten().float() * batch.weights
         self._losses.append(losses_T.detach())
-        return losses_T.sum(), _ONE, {}
+        return losses_T.sum(), ONE, {}
 
     def _predict_step(
         self, batches: Iterator[PackedBatch], model: nn.Module, *_: Any
@@ -335,7 +329,7 @@ class MegatronLmEngine:
             batch.labels, logits.transpose(0, 1).contiguous()
         )
         losses_T = losses.flatten().float() * batch.weights
-        return losses_T.sum(), _ONE, {"losses": losses_T, "right": right_T}
+        return losses_T.sum(), ONE, {"losses": losses_T, "right": right_T}
 
     def _mask_padding(self, module: nn.Module, args: Any, output: tuple[Tensor, Any]) -> None:
         """Sets logits of the vocabulary's padding to the least value of their dtype."""
@@ -373,9 +367,4 @@ def check_engine_isolation(engine: MegatronLmEngine) -> None:
 def _scored(batch: PackedBatch, scores: Tensor) -> tuple[Any, ...]:
     """Takes losses and right first choices from what a head has returned, `[1, T, 2]`."""
     losses_T, right_T = scores[0, :, 0] * batch.weights, scores[0, :, 1] > 0
-    return losses_T.sum(), _ONE, {"losses": losses_T, "right": right_T}
-
-
-_ONE = torch.tensor(1, dtype=torch.int)
-"""Megatron's token count; unused, since `calculate_per_token_loss` scales nothing but gradients of
-parameters that the trainer knows, and there are none."""
+    return losses_T.sum(), ONE, {"losses": losses_T, "right": right_T}

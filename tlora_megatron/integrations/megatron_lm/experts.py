@@ -28,7 +28,7 @@ from tlora_megatron.config.parallel_rules import check_job_over_experts
 from tlora_megatron.config.schema import JobError, RunConfig
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
-from tlora_megatron.integrations.megatron_lm.guard import FLAG
+from tlora_megatron.integrations.megatron_lm.guard import FLAG, shown
 from tlora_megatron.model.backbone import over_base
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
@@ -219,11 +219,8 @@ def check_router(values: Any, where: str) -> None:
     """
     _check(ROUTER, values, where)
     in_bf16 = values.params_dtype == torch.bfloat16
-    dtype, allowed = (
-        getattr(values, "moe_router_dtype", None),
-        (None,) if in_bf16 else (None, "fp32"),
-    )
-    if dtype not in allowed:
+    dtype = getattr(values, "moe_router_dtype", None)
+    if dtype is not None and (in_bf16 or dtype != "fp32"):
         why = "logits in another precision give 3 % of the tokens other experts"
         raise _refused("moe_router_dtype", None, dtype, where, why)
     if in_bf16 and values.moe_router_pre_softmax and _core_version() < _EXACT_PRE_SOFTMAX:
@@ -301,10 +298,4 @@ def _check(rules: Iterable[_Rule], values: Any, where: str) -> None:
 
 def _refused(argument: str, wanted: Any, found: Any, where: str, why: str) -> ValueError:
     flag = _FLAGS.get(argument, "--" + argument.replace("_", "-"))
-    return ValueError(f"{flag} must be {_show(wanted)} {where}, got {_show(found)}; {why}")
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "absent" if value is None else str(value)
+    return ValueError(f"{flag} must be {shown(wanted)} {where}, got {shown(found)}; {why}")

@@ -77,7 +77,7 @@ class _Rule:
         if self.argument in _NEGATED:
             wanted, value = not wanted, not value
         raise ValueError(
-            f"{self.flag} must be {_show(wanted)} with {FLAG}, got {_show(value)}; {self.why}"
+            f"{self.flag} must be {shown(wanted)} with {FLAG}, got {shown(value)}; {self.why}"
         )
 
     @property
@@ -188,7 +188,10 @@ def _import(name: str, version: str = "none") -> ModuleType:
         missing = error.name or "?"
         # The package index has megatron.core alone.
         if missing in ("megatron", "megatron.core", "megatron.training"):
-            raise _no_checkout() from error
+            raise ImportError(
+                f"a Megatron-LM checkout must be importable for {FLAG}: start its own script, or "
+                f"put it on PYTHONPATH"
+            ) from error
         if missing.split(".")[0] == "megatron":
             raise _mismatch(version, f"there is no {missing}") from error
         raise missing_package(error) from error
@@ -230,13 +233,6 @@ def _wanted_python() -> str | None:
     return None
 
 
-def _no_checkout() -> ImportError:
-    return ImportError(
-        f"a Megatron-LM checkout must be importable for {FLAG}: start its own script, or put it "
-        f"on PYTHONPATH"
-    )
-
-
 def _mismatch(version: str, what: str) -> ImportError:
     oldest, newest = (".".join(map(str, pair)) for pair in (OLDEST, NEWEST))
     return ImportError(
@@ -267,7 +263,7 @@ def check_arguments(args: Any) -> None:
         raise ValueError(f"--save must be given with {FLAG}: it is the output folder of the jobs")
     if not args.train_iters and not args.train_samples:
         raise ValueError(
-            f"--train-iters must be given with {FLAG}, got {_show(args.train_iters)}; training "
+            f"--train-iters must be given with {FLAG}, got {shown(args.train_iters)}; training "
             f"ends earlier when all jobs have"
         )
     balancing = getattr(args, "moe_router_load_balancing_type", "none")
@@ -294,9 +290,8 @@ def check_arguments(args: Any) -> None:
         )
 
 
-def _show(value: Any) -> str:
-    if value is False:
-        return "off"
-    if value is True:
-        return "on"
+def shown(value: Any) -> str:
+    """Returns the value of an argument as a message shows it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return "absent" if value is None else str(value)

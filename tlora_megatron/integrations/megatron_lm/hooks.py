@@ -147,13 +147,15 @@ class _Hooks:
         _wrap(training, "pretrain", self._pretrain, package)
         in_session = {
             "get_model": self._get_model,
-            "get_megatron_optimizer": self._get_optimizer,
+            "get_megatron_optimizer": lambda session, call: session.optimizer(
+                call.arguments["config"]
+            ),
             "get_optimizer_param_scheduler": self._get_schedule,
             "load_checkpoint": self._load_checkpoint,
             "build_train_valid_test_data_iterators": self._build_iterators,
             "train_step": self._train_step,
             "training_log": self._training_log,
-            "save_checkpoint": self._save_checkpoint,
+            "save_checkpoint": lambda session, call: session.save(call.arguments["iteration"]),
         }
         for name, hook in in_session.items():
             _wrap(training, name, self._in_session(hook))
@@ -232,9 +234,6 @@ class _Hooks:
         )
         return call.proceed()
 
-    def _get_optimizer(self, session: Session, call: _Call) -> Any:
-        return session.optimizer(call.arguments["config"])
-
     def _get_schedule(self, session: Session, call: _Call) -> Any:
         from megatron.training.global_vars import get_args
         from megatron.training.training import update_train_iters
@@ -251,7 +250,7 @@ class _Hooks:
         megatron_args = get_args()
         megatron_args.do_train = megatron_args.train_iters > 0
         megatron_args.do_valid = megatron_args.do_test = False
-        return RerunDataIterator(session.reader()), None, None
+        return RerunDataIterator(session.feed.reader()), None, None
 
     def _load_checkpoint(self, session: Session, call: _Call) -> Any:
         from megatron.training.global_vars import get_args
@@ -268,16 +267,13 @@ class _Hooks:
             self.callbacks.fail(explained)
 
     def _train_step(self, session: Session, call: _Call) -> Any:
-        call.arguments["forward_step_func"] = session.forward_step
+        call.arguments["forward_step_func"] = session.engine.forward_step
         return session.train_step(call.proceed)
 
     def _training_log(self, session: Session, call: _Call) -> Any:
         logged = (call.arguments[name] for name in ("loss_dict", "total_loss_dict", "iteration"))
         session.before_log(*logged)
         return call.proceed()
-
-    def _save_checkpoint(self, session: Session, call: _Call) -> Any:
-        return session.save(call.arguments["iteration"])
 
     def _pretrain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         timeline.begin_run()

@@ -10,8 +10,7 @@ import argparse
 import importlib
 import re
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -114,15 +113,12 @@ def detect_format(args: argparse.Namespace) -> str | None:
     """
     if args.ckpt_format != "torch" or getattr(args, "auto_detect_ckpt_format", False):
         return None
-    folder = next((f for f in (args.load, args.pretrained_checkpoint) if _has_tracker(f)), None)
+    sources = filter(None, (args.load, args.pretrained_checkpoint))
+    folder = next((source for source in sources if (Path(source) / _TRACKER).is_file()), None)
     if folder is None or not _is_distributed(Path(folder)):
         return None
     args.ckpt_format = "torch_dist"
     return f"--ckpt-format torch (the base in {folder} is a distributed checkpoint)"
-
-
-def _has_tracker(folder: str | None) -> bool:
-    return folder is not None and (Path(folder) / _TRACKER).is_file()
 
 
 def _is_distributed(folder: Path) -> bool:
@@ -158,71 +154,50 @@ def explain_loading(error: BaseException, args: argparse.Namespace) -> ValueErro
     return error if isinstance(error, ValueError) else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Unused:
-    """Flags that change nothing, and why."""
-
-    why: str
-    flags: tuple[str, ...]
-
-
-UNUSED = (
-    _Unused(
-        why="each job has its own optimizer and schedule",
-        flags=(
-            *("--lr", "--min-lr", "--decoupled-lr", "--decoupled-min-lr", "--warmup"),
-            *("--lr-decay-style", "--lr-decay-iters", "--lr-decay-samples"),
-            *("--lr-wsd-decay-style", "--lr-wsd-decay-iters", "--lr-wsd-decay-samples"),
-            *("--lr-warmup-fraction", "--lr-warmup-iters", "--lr-warmup-samples"),
-            *("--lr-warmup-init", "--use-checkpoint-opt_param-scheduler"),
-            *("--use-checkpoint-opt-param-scheduler", "--override-opt_param-scheduler"),
-            *("--override-opt-param-scheduler", "--weight-decay", "--weight-decay-incr-style"),
-            *("--start-weight-decay", "--end-weight-decay", "--clip-grad", "--optimizer"),
-            *("--adam-beta1", "--adam-beta2", "--adam-eps", "--sgd-momentum"),
-            *("--optimizer-cpu-offload", "--optimizer-offload-fraction"),
-            *("--use-torch-optimizer-for-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"),
-            *("--use-precision-aware-optimizer", "--main-grads-dtype", "--main-params-dtype"),
-            *("--exp-avg-dtype", "--exp-avg-sq-dtype", "--no-weight-decay-cond-type"),
-            *("--apply-wd-to-qk-layernorm", "--head-lr-mult"),
-        ),
+UNUSED: Mapping[str, tuple[str, ...]] = {
+    "each job has its own optimizer and schedule": (
+        *("--lr", "--min-lr", "--decoupled-lr", "--decoupled-min-lr", "--warmup"),
+        *("--lr-decay-style", "--lr-decay-iters", "--lr-decay-samples"),
+        *("--lr-wsd-decay-style", "--lr-wsd-decay-iters", "--lr-wsd-decay-samples"),
+        *("--lr-warmup-fraction", "--lr-warmup-iters", "--lr-warmup-samples"),
+        *("--lr-warmup-init", "--use-checkpoint-opt_param-scheduler"),
+        *("--use-checkpoint-opt-param-scheduler", "--override-opt_param-scheduler"),
+        *("--override-opt-param-scheduler", "--weight-decay", "--weight-decay-incr-style"),
+        *("--start-weight-decay", "--end-weight-decay", "--clip-grad", "--optimizer"),
+        *("--adam-beta1", "--adam-beta2", "--adam-eps", "--sgd-momentum"),
+        *("--optimizer-cpu-offload", "--optimizer-offload-fraction"),
+        *("--use-torch-optimizer-for-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"),
+        *("--use-precision-aware-optimizer", "--main-grads-dtype", "--main-params-dtype"),
+        *("--exp-avg-dtype", "--exp-avg-sq-dtype", "--no-weight-decay-cond-type"),
+        *("--apply-wd-to-qk-layernorm", "--head-lr-mult"),
     ),
-    _Unused(
-        why="adapters' gradients are summed in fp32",
-        flags=("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"),
+    "adapters' gradients are summed in fp32": (
+        *("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"),
     ),
-    _Unused(
-        why="each job names its own data",
-        flags=(
-            *("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"),
-            *("--data-args-path", "--per-split-data-args-path", "--split", "--data-cache-path"),
-            *("--mock-data", "--sft", "--sft-tokenizer-prompt-format", "--dataloader-type"),
-            *("--num-workers", "--no-create-attention-mask-in-dataloader", "--eod-mask-loss"),
-            *("--reset-position-ids", "--reset-attention-mask", "--fim-data"),
-            *("--fim-rate", "--fim-spm-rate", "--dataloader-inter-document-masking"),
-        ),
+    "each job names its own data": (
+        *("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"),
+        *("--data-args-path", "--per-split-data-args-path", "--split", "--data-cache-path"),
+        *("--mock-data", "--sft", "--sft-tokenizer-prompt-format", "--dataloader-type"),
+        *("--num-workers", "--no-create-attention-mask-in-dataloader", "--eod-mask-loss"),
+        *("--reset-position-ids", "--reset-attention-mask", "--fim-data"),
+        *("--fim-rate", "--fim-spm-rate", "--dataloader-inter-document-masking"),
     ),
-    _Unused(
-        why="jobs are evaluated on their own data.eval",
-        flags=(
-            *("--eval-iters", "--eval-interval", "--full-validation", "--start-eval-at-iter"),
-            *("--eval-global-batch-size", "--eval-micro-batch-size", "--multiple-validation-sets"),
-        ),
+    "jobs are evaluated on their own data.eval": (
+        *("--eval-iters", "--eval-interval", "--full-validation", "--start-eval-at-iter"),
+        *("--eval-global-batch-size", "--eval-micro-batch-size", "--multiple-validation-sets"),
     ),
-    _Unused(
-        why="jobs are saved by this package, and the base never",
-        flags=(
-            *("--async-save", "--async-strategy", "--use-persistent-ckpt-worker"),
-            *("--no-save-optim", "--no-save-rng", "--save-retain-interval"),
-            *("--non-persistent-save-interval", "--non-persistent-ckpt-type"),
-            *("--ckpt-fully-parallel-save", "--no-ckpt-fully-parallel-save"),
-            "--ckpt-assume-constant-structure",
-        ),
+    "jobs are saved by this package, and the base never": (
+        *("--async-save", "--async-strategy", "--use-persistent-ckpt-worker"),
+        *("--no-save-optim", "--no-save-rng", "--save-retain-interval"),
+        *("--non-persistent-save-interval", "--non-persistent-ckpt-type"),
+        *("--ckpt-fully-parallel-save", "--no-ckpt-fully-parallel-save"),
+        "--ckpt-assume-constant-structure",
     ),
-    _Unused(
-        why="attention over packed sequences is this package's",
-        flags=("--attention-backend", "--use-flash-attn"),
+    "attention over packed sequences is this package's": (
+        *("--attention-backend", "--use-flash-attn"),
     ),
-)
+}
+"""Why -> flags that change nothing."""
 
 _SWITCHES = (
     *("optimizer_cpu_offload", "use_precision_aware_optimizer", "async_save", "sft", "fim_data"),
@@ -261,9 +236,9 @@ def describe_unused(words: Sequence[str]) -> str | None:
     if _is_zero(words, "--eval-iters"):
         del given["--eval-iters"]  # what it says is what happens
     parts = []
-    for group in UNUSED:
-        if flags := [flag for flag in given if flag in group.flags]:
-            parts.append(f"{', '.join(flags)} ({group.why})")
+    for why, unused in UNUSED.items():
+        if flags := [flag for flag in given if flag in unused]:
+            parts.append(f"{', '.join(flags)} ({why})")
     return "; ".join(parts) or None
 
 

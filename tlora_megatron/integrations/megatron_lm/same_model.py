@@ -23,7 +23,7 @@ from torch import nn
 
 from tlora_megatron.integrations.megatron.built.model import language_models
 from tlora_megatron.integrations.megatron_lm.experts import ROUTER, check_router
-from tlora_megatron.integrations.megatron_lm.guard import RULES
+from tlora_megatron.integrations.megatron_lm.guard import RULES, shown
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.run.fingerprint import Precision
@@ -107,13 +107,8 @@ NO_EFFECT: Mapping[str, tuple[str, ...]] = {
     ),
     "which kernels compute it": (
         *("attention_backend", "flash_attention_version", "transformer_impl"),
-        *(
-            "apply_rope_fusion",
-            "bias_*_fusion",
-            "masked_softmax_fusion",
-            "cross_entropy_loss_fusion",
-        ),
-        *("gradient_accumulation_fusion",),
+        *("apply_rope_fusion", "bias_*_fusion", "masked_softmax_fusion"),
+        *("cross_entropy_loss_fusion", "gradient_accumulation_fusion"),
         *("fused_single_qkv_rope", "fused_residual_rmsnorm", "use_fused_*", "enable_autocast"),
         *("use_transformer_engine_op_fuser", "use_te_activation_func", "use_te_rng_tracker"),
         *("use_grouped_gemm_for_*", "dense_grouped_gemm", "cross_entropy_fusion_impl"),
@@ -126,12 +121,8 @@ NO_EFFECT: Mapping[str, tuple[str, ...]] = {
         *("moe_grouped_gemm", "moe_use_*", "moe_single_grouped_*", "moe_permute_fusion*"),
         *("moe_enable_deepep", "moe_flex_*", "moe_deepep_*", "moe_hybridep_*", "moe_ncclep_*"),
         *("moe_router_padding_for_*", "moe_pad_experts_for_*", "moe_paged_stash*"),
-        *(
-            "moe_shared_expert_overlap",
-            "moe_per_layer_logging",
-            "moe_layer_recompute",
-            "moe_extended_tp",
-        ),
+        *("moe_shared_expert_overlap", "moe_per_layer_logging", "moe_layer_recompute"),
+        "moe_extended_tp",
     ),
     "how precisely it is computed": (
         *("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"),
@@ -310,11 +301,9 @@ def _another(flag: str, expected: Any, found: Any, config_json: Path) -> ValueEr
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return "absent" if value is None else str(getattr(value, "__name__", value))
+    return shown(getattr(value, "__name__", value))
 
 
 _TRACKER = "latest_checkpointed_iteration.txt"

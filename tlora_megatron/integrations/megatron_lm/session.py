@@ -6,7 +6,7 @@ import argparse
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tlora_megatron import timeline
 from tlora_megatron.files import BY_UMASK, write_atomic
-from tlora_megatron.integrations.megatron import engine
+from tlora_megatron.integrations.megatron import engine as recompute
 from tlora_megatron.integrations.megatron.built.model import (
     discover,
     freeze,
@@ -48,7 +48,7 @@ from tlora_megatron.integrations.megatron_lm.same_model import (
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.fingerprint_file import read_fingerprint
 from tlora_megatron.training.loop import Loop
-from tlora_megatron.training.packing.packing import PackedBatch, RoundShape
+from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.run.determinism import set_environment
 from tlora_megatron.training.run.fingerprint import check_base
 from tlora_megatron.training.run.nano_setup import nano_settings
@@ -78,13 +78,14 @@ class Session:
     ) -> None:
         self._args = args
         self._settings = settings
-        self._feed = MicroBatchFeed()
+        self.feed = MicroBatchFeed()
+        """Gives the trainer the micro-batches of a round."""
         self._reports: list[StepReport] = []
         """Jobs that stepped in the round that the trainer ran last."""
         self._interval = IntervalLosses()
         self._watched = ExitStack()
         """Watches for hangs from the start to the end, between the iterations too."""
-        engine.install()
+        recompute.install()
         set_environment(settings.config.run.deterministic)
         self._run = TrainingRun(
             settings.config,
@@ -138,7 +139,7 @@ class Session:
         groups = record_stages(groups, linears)
         config = settings.config
         self._compute = use_own_compute(chunks, linears, groups, spec.vocab_size)
-        self._engine = MegatronLmEngine(
+        self.engine = MegatronLmEngine(
             chunks,
             groups,
             vocab_size=spec.vocab_size,
@@ -148,7 +149,7 @@ class Session:
             parts=self._compute.parts,
         )
         with timeline.phase("base"):
-            check_engine_isolation(self._engine)
+            check_engine_isolation(self.engine)
         self._check_base(chunks, groups)
         if groups.is_writer and config.run.round_depth != 1:
             logger.warning(
@@ -156,7 +157,7 @@ class Session:
                 "(--global-batch-size) and their rows (--seq-length), so no rank could run fewer"
             )
         shape = RoundShape(num_micro_batches=get_num_microbatches, fills_budget=True)
-        self._run.start(groups, linears, self._engine, round_shape=shape)
+        self._run.start(groups, linears, self.engine, round_shape=shape)
         self._resume_iteration()
         self._watched.enter_context(self.loop.watch.watching())
         self.loop.start()
@@ -169,7 +170,7 @@ class Session:
             return
         with timeline.phase("base"), without_quantization(chunks):
             check_base(
-                self._engine,
+                self.engine,
                 groups,
                 self._fingerprint,
                 where=str(self._checkpoint),
@@ -178,20 +179,12 @@ class Session:
                 fills_budget=True,
             )
 
-    def reader(self) -> Iterator[PackedBatch]:
-        """A training data iterator."""
-        return self._feed.reader()
-
-    def forward_step(self, *args: Any) -> tuple[Tensor, Callable[..., Any]]:
-        """Stands in for the script's forward step."""
-        return self._engine.forward_step(*args)
-
     def train_step(self, run_step: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Runs one iteration of the trainer as a round of the jobs.
 
         Args:
-            run_step: the trainer's `train_step` with `forward_step` in it, whose optimizer ends the
-                round.
+            run_step: the trainer's `train_step` with the engine's `forward_step` in it, whose
+                optimizer ends the round.
         """
         answer: tuple[Any, ...] = ()
 
@@ -199,7 +192,7 @@ class Session:
             nonlocal answer
             self._reports = []
             self._compute.parts.begin()
-            self._feed.fill(self.loop.super_model.begin_round())
+            self.feed.fill(self.loop.super_model.begin_round())
             self._compute.parts.end()
             answer = run_step()
             return self._reports
@@ -260,7 +253,7 @@ class Session:
 
     def _end_round(self) -> tuple[float, float]:
         """Steps the jobs; returns the largest gradient norm and learning rate for the log."""
-        losses = self._engine.take_losses()
+        losses = self.engine.take_losses()
         self._reports = self.loop.super_model.end_round(losses)
         norms = [report.outcome.grad_norm for report in self._reports]
         rates = [report.lr for report in self._reports]

@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,6 @@ def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
     ("document", "told"),
     [
         ({"zero_optimisation": {}}, "which would ignore it; did you mean zero_optimization?"),
-        ({"tensor_parralel": {}}, "did you mean tensor_parallel?"),
-        ({"gradient_cliping": 1.0}, "did you mean gradient_clipping?"),
-        ({"fp8": {"enabled": True}}, "fp8 is not a key of DeepSpeed .*, which would ignore it$"),
         ({"sequence_parallel": {"size": 2}}, "did you mean sequence_parallel_size?"),
         ({"zero_optimization": {"stage": 3, "stage3_param_persistance_threshold": 1}},
          r"zero_optimization\.stage3_param_persistance_threshold is not .* did you mean "
@@ -80,9 +78,7 @@ def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
          "did you mean buffer_size?"),
         ({"bf16": {"enabled": False, "enable": True}}, r"bf16\.enable is .*mean enabled"),
         ({"optimizer": {"type": "AdamW", "parms": {}}}, r"optimizer\.parms is .*mean params"),
-        ({"scheduler": {"typ": "WarmupLR"}}, r"scheduler\.typ"),
         ({"checkpoint": {"tag_validaton": "warn"}}, "did you mean tag_validation?"),
-        ({"compile": {"disable": False}}, r"compile\.disable is not a key"),
     ],
 )  # fmt: skip
 def test_a_key_that_it_would_ignore(folder: Path, document: dict[str, Any], told: str) -> None:
@@ -143,15 +139,11 @@ def test_deepspeed_s_other_keys_are_its_own(folder: Path, key: str, value: Any) 
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled must be left out"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "mics_shard_size must be left"),
         ({"bfloat16": {"enabled": True}}, "bfloat16 must be left out.*its name is bf16"),
-        ({"zero_optimization": {"stage": 2, "offload_optimiser": {"device": "cpu"}}},
-         r"zero_optimization\.offload_optimiser is not a key.*mean offload_optimizer"),
         ({"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}},
          "reduce_bucket_size must be what DeepSpeed takes, got 'big'"),
         ({"optimizer": "AdamW"}, "optimizer must be a mapping of type and params"),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, r"optimizer\.params must be a mapping"),
-        ({"scheduler": "WarmupLR"}, "scheduler must be a mapping of type and params"),
         ({"scheduler": {"type": ["WarmupLR"]}}, r"scheduler\.type must be one of"),
-        ({"zero_optimization": 3}, "zero_optimization must be a mapping, got 3"),
         ({"tlora": section() | {"defaults": []}, "gradient_clipping": 1.0}, "defaults must be a"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size must be 1"),
         ({"optimizer": {"type": "Lamb"}}, r"optimizer\.type must be one of Adam, AdamW"),
@@ -191,12 +183,6 @@ def test_a_file_of_jobs_starts_at_its_own_folder(folder: Path) -> None:
     assert job.data.train == str(folder / "a.jsonl")
 
 
-def test_targets_may_have_any_name(folder: Path) -> None:
-    tlora = section(lora={"target_modules": ["query_key_value"]})
-    (job,) = load(folder, {"tlora": tlora}).run.jobs
-    assert job.lora.target_modules == ("query_key_value",)
-
-
 def test_portions_are_a_quarter_of_a_micro_batch_unless_said(folder: Path) -> None:
     assert load(folder, {}).run.run.portion_tokens == 1024
     short = section()
@@ -216,12 +202,6 @@ def test_a_deterministic_run_has_portions_of_its_own_and_no_zero_3_or_autotp(fol
         load(folder, {"zero_optimization": {"stage": 3}}, overrides=["run.deterministic=true"])
     with pytest.raises(ConfigError, match=r"autotp_size must be 1 with run.d.*take parallel.tp_"):
         load(folder, {"tensor_parallel": {"autotp_size": 2}}, overrides=["run.deterministic=true"])
-
-
-def test_auto_is_left_to_us(folder: Path) -> None:
-    config = load(folder, {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3,
-                  "reduce_bucket_size": "auto"}})  # fmt: skip
-    assert config.engine["zero_optimization"] == {"stage": 3}
 
 
 def test_a_built_model_has_its_own_dtype_and_the_section_s_tokenizer(folder: Path) -> None:
@@ -244,21 +224,19 @@ def test_a_built_model_has_its_own_dtype_and_the_section_s_tokenizer(folder: Pat
         load(folder, {"tlora": bare}, base_model=built)
 
 
-@pytest.mark.parametrize("version", ["0.18.0", "0.19.8", "0.19.9+cu128"])
-def test_supported_releases(version: str) -> None:
-    check_version(version)
-
-
 @pytest.mark.parametrize(
     ("version", "tp_size", "message"),
     [
+        ("0.18.0", 1, None),
+        ("0.19.9+cu128", 1, None),
+        ("0.19.8", 2, None),
         ("0.17.6", 1, r"DeepSpeed must be >=0\.18\.0,<0\.20\.0, got 0\.17\.6"),
         ("0.20.0", 1, "got 0.20.0"),
         ("0.19.6", 2, r"under AutoTP must be >=0\.19\.8"),
     ],
 )
-def test_other_releases_are_refused(version: str, tp_size: int, message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
+def test_releases(version: str, tp_size: int, message: str | None) -> None:
+    with pytest.raises(RuntimeError, match=message) if message else nullcontext():
         check_version(version, tp_size)
 
 

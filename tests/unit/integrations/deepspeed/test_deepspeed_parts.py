@@ -21,17 +21,14 @@ from transformers import (
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
-from tests.helpers.block_case import blocks
 from tests.helpers.deepspeed_models import DELTA_NETS, MIXED, untrained
 from tests.helpers.tiny_models import TINY_EXPERT_TYPES, TinyModelType, randomize, tiny_config
-from tlora_megatron.config.job import HF_TARGETS, LoraSpec
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.integrations.deepspeed import model as attention
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.discover import (
     check_run_over_experts,
     model_spec,
-    prepare_linear,
 )
 from tlora_megatron.integrations.deepspeed.engine import (
     build_base,
@@ -45,11 +42,6 @@ from tlora_megatron.integrations.deepspeed.model import (
     turn_dropout_off,
     use_packed_attention,
 )
-from tlora_megatron.layers.sites import rank_sites, stage_sites
-from tlora_megatron.layers.slab import factor_shape
-from tlora_megatron.layers.slab_layout import slab_layout
-from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
 
 TINY: dict[str, Any] = {
@@ -64,42 +56,6 @@ def build(config: Any) -> Any:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model, seed=0)
     return model
-
-
-def test_llama_s_linears_are_found_under_the_names_of_peft() -> None:
-    spec = model_spec(build(LlamaConfig(**TINY)))
-    assert (spec.num_layers, spec.vocab_size, spec.max_positions) == (2, 64, 64)
-    assert spec.peft_targets == HF_TARGETS
-    assert spec.target_shape("k_proj") == (16, 32)
-    assert spec.module_path(1, "down_proj") == "model.layers.1.mlp.down_proj"
-    assert spec.sliding_window is None
-
-
-@pytest.mark.parametrize("lora", [LoraSpec(rank=4), blocks(8, 4)], ids=["standard", "blocks"])
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_llama_s_states_lie_as_on_megatron(tp_size: int, lora: LoraSpec, tmp_path: Any) -> None:
-    """The same factors in the same places: a checkpoint of either is one of the other."""
-    config = LlamaConfig(**TINY)
-    config.save_pretrained(tmp_path)
-    megatron = read_model_spec(tmp_path / "config.json")
-    plain = model_spec(build(config))
-    rows = ("o_proj", "down_proj")
-    linears = tuple(
-        replace(shape, kind="row" if shape.target in rows else "column") for shape in plain.linears
-    )
-    plain = replace(plain, linears=linears)
-    layout = ParallelLayout(tp_size=tp_size)
-    for tp_rank in range(tp_size):
-        ours = rank_sites(plain, layout, tp_rank=tp_rank, pp_rank=0)
-        theirs = stage_sites(megatron, layout, tp_rank=tp_rank, pp_rank=0)
-        for a, b in zip(
-            slab_layout(ours, lora).factors, slab_layout(theirs, lora).factors, strict=True
-        ):
-            assert (a.name, a.offset, a.shape) == (b.name, b.offset, b.shape)
-            whole = torch.randn(factor_shape(megatron, a.name, lora))
-            assert torch.equal(a.shard_of(whole), b.shard_of(whole)), a.name
-        keys = {(s.layer, t.target): s.dropout_index for s in theirs for t in s.targets}
-        assert all(s.dropout_index == keys[s.layer, s.linear] for s in ours)
 
 
 def test_other_names_and_fused_linears() -> None:
@@ -166,15 +122,6 @@ def test_a_weight_that_is_not_finite_is_refused_by_name() -> None:
     model[1].weight.data[0, 1] = float("inf")
     with pytest.raises(ValueError, match=r"^1.weight of the base model must be finite"):
         check_finite(model)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_model_that_packs_exactly_passes(tied: bool, groups: ParallelGroups) -> None:
-    model = build(LlamaConfig(**TINY, tie_word_embeddings=tied))
-    prepared(model, groups)
-    for layer in model.model.layers:
-        prepare_linear(layer.self_attn.q_proj)
-    assert type(model.model.layers[0].self_attn.q_proj).__name__ == "MultiLoRALinear"
 
 
 def test_logits_scaled_behind_the_output_layer_are_refused(groups: ParallelGroups) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
-from safetensors.torch import load_file
 from torch import nn
 
-from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import EXPERTS_SPEC, MOE_SPEC, SPEC, build_user_gpt
-from tlora_megatron.config.job import SHARED_EXPERT_TARGETS, LoraSpec
 from tlora_megatron.integrations.megatron.built.expert_layers import AdaptedExperts
 from tlora_megatron.integrations.megatron.built.model import (
     discover,
@@ -31,10 +26,9 @@ from tlora_megatron.integrations.megatron.built.packed_attention import (
 )
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
-from tlora_megatron.layers.sites import EXPERT_LINEARS, LINEAR_TARGETS, check_targets, stage_sites
+from tlora_megatron.layers.sites import EXPERT_LINEARS, LINEAR_TARGETS, check_targets
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.training.formats.peft import export_adapter, load_adapter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
 
@@ -59,23 +53,6 @@ def test_linears_are_found_inside_wrappers_in_order(chunk: Any, groups: Parallel
     layer = chunk.decoder.layers[2]
     assert linears[8][1] is layer.self_attention.linear_qkv
     assert linears[11][1] is layer.mlp.linear_fc2
-
-
-def test_ranks_derive_sites_from_recorded_stages(chunk: Any, groups: ParallelGroups) -> None:
-    linears = discover([chunk], SPEC, groups)
-    recorded = record_stages(groups, linears)
-    sites = stage_sites(SPEC, recorded.layout, tp_rank=0, pp_rank=0)
-    assert [s.index for s in sites] == [site.index for site, _ in linears]
-
-
-def test_layers_may_lie_anywhere() -> None:
-    stages = (((0, "linear_qkv"), (2, "linear_fc2")), ((0, "linear_proj"),))
-    layout = ParallelLayout(pp_size=2, stage_linears=stages)
-    held = [
-        [(s.layer, s.linear) for s in stage_sites(SPEC, layout, tp_rank=0, pp_rank=pp_rank)]
-        for pp_rank in range(2)
-    ]
-    assert held == [list(stage) for stage in stages]
 
 
 def test_a_target_that_some_layer_lacks_is_refused() -> None:
@@ -197,20 +174,6 @@ def test_routed_experts_are_found_where_jobs_adapt_them(groups: ParallelGroups) 
     layer.experts.__class__ = type("GroupedMLP", (nn.Module,), {})
     with pytest.raises(ValueError, match=r"layer 1 must have experts of TEGr.*, got GroupedMLP"):
         discover([chunk], EXPERTS_SPEC, groups)
-
-
-def test_a_shared_expert_s_adapter_goes_to_peft_and_back(tmp_path: Path) -> None:
-    lora = LoraSpec(rank=2, target_modules=("o_proj", *SHARED_EXPERT_TARGETS))
-    factors = random_factors(MOE_SPEC, lora)
-    export_adapter(tmp_path / "a", lora=lora, factors=factors, model=MOE_SPEC, base_model="base")
-    keys = load_file(tmp_path / "a" / "adapter_model.safetensors").keys()
-    assert "base_model.model.model.layers.1.mlp.shared_expert.up_proj.lora_A.weight" in keys
-    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
-    assert set(config["target_modules"]) == set(lora.target_modules)
-    back = load_adapter(tmp_path / "a", model=MOE_SPEC)
-    assert set(back.lora.target_modules) == set(lora.target_modules)
-    assert back.factors.keys() == factors.keys()
-    assert all(torch.equal(back.factors[name], factors[name]) for name in factors)
 
 
 def test_without_a_shared_expert_its_targets_are_refused() -> None:

@@ -4,7 +4,6 @@ held to PEFT in `layer/test_expert_adapters.py`.
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -22,13 +21,7 @@ from tests.helpers.built_experts import (
     megatrons,
     run_packed,
 )
-from tlora_megatron.integrations.megatron.built.expert_call import (
-    ExpertCall,
-    count_rows,
-    current_call,
-    own_window,
-)
-from tlora_megatron.ops.experts.branch import ExpertRuns
+from tlora_megatron.integrations.megatron.built.expert_call import current_call
 from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
 
 pytestmark = [
@@ -148,39 +141,3 @@ def test_without_rows_of_jobs_megatron_s_layer_is_untouched() -> None:
     with use_micro_batch(view):
         assert torch.equal(layer(x)[0], bare)
     assert current_call() is None
-
-
-EXPERTS, SLOTS = 5, 3
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_rows_are_counted_by_expert_and_adapter(ranks: int) -> None:
-    lengths = (11, 0, 6)
-    documents = [Document(slot=s, length=n) for s, n in enumerate(lengths) if n]
-    view = pack_micro_batch(documents, num_slots=SLOTS, num_tokens=24)
-    routing_map = torch.rand(24, EXPERTS) < 0.4
-    slots = [slot for slot, n in enumerate((*lengths, 24 - sum(lengths))) for _ in range(n)]
-    total = torch.zeros(EXPERTS, SLOTS + 1, dtype=torch.int64)
-    for rank, rows in enumerate(torch.arange(24).chunk(ranks)):
-        expected = torch.zeros_like(total)
-        for row, expert in itertools.product(rows.tolist(), range(EXPERTS)):
-            expected[expert, slots[row]] += int(routing_map[row, expert])
-        found = count_rows(routing_map[rows], view, own_window(view, len(rows), rank))
-        assert torch.equal(found, expected), rank
-        total += found
-    assert torch.equal(total.sum(1), routing_map.sum(0))
-
-
-def test_rows_of_several_ranks_are_put_adapter_by_adapter() -> None:
-    counts = torch.randint(0, 4, (3, 2, SLOTS + 1))  # sources, experts, slots
-    counts[1] = 0
-    call = ExpertCall(runs=ExpertRuns(counts.sum(0)), factors={}, arriving_PLS=counts)
-    arriving = [
-        (expert, slot, source, row)
-        for expert, source, slot in itertools.product(range(2), range(3), range(SLOTS + 1))
-        for row in range(int(counts[source, expert, slot]))
-    ]
-    order = call.order(len(arriving))
-    assert order is not None
-    assert [arriving[place] for place in order.tolist()] == sorted(arriving)
-    assert ExpertCall(runs=ExpertRuns(counts[0]), factors={}).order(5) is None

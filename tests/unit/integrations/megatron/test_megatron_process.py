@@ -140,14 +140,6 @@ def test_groups_divide_the_world_and_stay_within_a_replica(token: str) -> None:
         assert len(ranks) == expected
 
 
-def test_places_are_those_of_the_deployment() -> None:
-    made = generator(DEPLOYMENT)
-    for axis, token in enumerate(("tp", "pp", "cp")):
-        for ranks in made.get_ranks(token):
-            places = [DEPLOYMENT.placed(rank).place_of(rank)[axis] for rank in ranks]
-            assert places == list(range(len(ranks)))
-
-
 def test_a_core_without_rank_generators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(parallel_state, "RankGenerator")
     with pytest.raises(NotImplementedError, match=r"parallel.replicas must have a Megatron-core"):

@@ -30,7 +30,6 @@ from tlora_megatron.integrations.megatron.built.head import Targets, use_targets
 from tlora_megatron.integrations.megatron.built.model import discover, freeze
 from tlora_megatron.integrations.megatron.built.own_compute import (
     OwnCompute,
-    _agreed_choice,
     _spans,
     use_own_compute,
 )
@@ -393,25 +392,10 @@ def test_a_head_that_is_not_plain(groups: ParallelGroups) -> None:
     assert case.compute.summary()["head"] == "modules"
 
 
-def test_a_hook_on_the_output_layer_is_called(groups: ParallelGroups) -> None:
-    case = Case(groups)
-    assert case.compute.head is not None
-    assert case.compute.head.runs
-    handle = case.model.output_layer.register_forward_hook(lambda *_: None)
-    assert not case.compute.head.runs
-    handle.remove()
-    assert case.compute.head.runs
-
-
 def test_another_choice_is_refused(groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLORA_FLAG_COMPUTE", "ours")
     with pytest.raises(ValueError, match="TLORA_FLAG_COMPUTE must be own or modules, got ours"):
         use_own_compute([], [], groups, SPEC.vocab_size)
-
-
-def test_own_kernels_by_default(groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TLORA_FLAG_COMPUTE", raising=False)
-    assert _agreed_choice() == "own"
 
 
 def test_spans_of_layers() -> None:

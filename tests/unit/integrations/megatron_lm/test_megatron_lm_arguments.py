@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,14 @@ import pytest
 import torch
 
 from tests.helpers.tiny_models import TINY_MODEL_TYPES, tiny_config
-from tests.unit.integrations.megatron_lm.test_megatron_lm_parts import parsed, write_checkpoint
 from tlora_megatron.config.reader import ConfigError
-from tlora_megatron.integrations.megatron_lm import hooks
 from tlora_megatron.integrations.megatron_lm.arguments import (
     add_flag,
     launch_settings,
     resolve_arguments,
     spec_from_arguments,
 )
-from tlora_megatron.integrations.megatron_lm.refusals import describe_unused, switch_off
+from tlora_megatron.integrations.megatron_lm.refusals import describe_unused
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments
 
@@ -273,7 +270,7 @@ def test_the_flag_sets_what_follows_from_it() -> None:
     assert parser.parse_args([]).tlora_config is None
     for name in ("finetune", "no_load_optim", "no_load_rng"):
         setattr(args, name, False)
-    args.eval_iters, args.full_validation, args.lr = 10, True, None
+    args.eval_iters, args.full_validation, args.lr, args.min_lr = 10, True, None, 1e-3
     args.moe_router_bias_update_rate = 1e-3
     args.transformer_impl, args.no_persist_layer_norm = "local", False
     resolve_arguments(args)
@@ -282,7 +279,8 @@ def test_the_flag_sets_what_follows_from_it() -> None:
     assert args.no_load_rng
     assert args.moe_router_bias_update_rate == 0.0
     assert args.no_persist_layer_norm
-    assert (args.eval_iters, args.full_validation, args.lr) == (0, False, 0.0)
+    assert (args.eval_iters, args.full_validation, args.lr, args.min_lr) == (0, False, 0.0, 0.0)
+    assert not hasattr(args, "sft"), "a version may lack it"
 
 
 def test_given_flags_are_named_once_with_a_reason() -> None:
@@ -302,27 +300,3 @@ def test_given_flags_are_named_once_with_a_reason() -> None:
 def test_nothing_is_said_of_flags_that_work_or_were_not_given(words: str) -> None:
     assert describe_unused(words.split()) is None
     assert describe_unused([*words.split(), "--eval-iters", "5"]) is not None, "the last counts"
-
-
-def test_what_is_not_used_is_switched_off_where_the_version_has_it() -> None:
-    args = argparse.Namespace(lr=None, min_lr=1e-3, sft=True, optimizer_cpu_offload=True)
-    switch_off(args)
-    expected = {"lr": 0.0, "min_lr": 0.0, "sft": False, "optimizer_cpu_offload": False}
-    assert vars(args) == expected
-
-
-def test_one_line_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    base = write_checkpoint(tmp_path / "base", "release", "release", is_distributed=True)
-
-    def settled(words: str) -> list[str]:
-        caplog.clear()
-        ckpt_format = "torch" if "torch" in words else "torch_dist"
-        args = parsed(lr=0.1, load=base, pretrained_checkpoint=None, ckpt_format=ckpt_format)
-        hooks.settle(args, words.split())
-        return [record.getMessage() for record in caplog.records]
-
-    with caplog.at_level(logging.INFO):
-        (line,) = settled("--lr 0.1 --ckpt-format torch")
-        assert settled("--bf16") == []
-    assert line.startswith("without effect beside --tlora-config: --lr (each job has its own ")
-    assert "; --ckpt-format torch (the base in " in line

@@ -133,8 +133,9 @@ def test_the_launcher_sets_hardware_queues_with_the_flag_alone(
     trainer: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    nano = tmp_path / "nano.yaml"
-    nano.write_text("run:\n  nano_batches: auto\n")
+    nano, two, one = (tmp_path / f"{count}.yaml" for count in ("auto", 2, 1))
+    for file in (nano, two, one):
+        file.write_text(f"run: {{nano_batches: {file.stem}}}")
     monkeypatch.setenv(name, "8")  # so that it is put back
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -144,6 +145,9 @@ def test_the_launcher_sets_hardware_queues_with_the_flag_alone(
         (["x.py", "--tlora-config", "a"], "8", "8"),
         (["x.py", "--tlora-config", str(nano)], "1", "32"),
         (["x.py", f"--tlora-config={nano}", "--bf16"], None, "32"),
+        (["x.py", "--tlora-config", str(two), "--tp-comm-overlap-rs-dgrad"], None, "32"),
+        (["x.py", "--tlora-config", str(two), "--tp-comm-overlap"], None, "1"),
+        (["x.py", "--tlora-config", str(one)], None, "1"),
         (["x.py", "--tlora-config"], None, "1"),
     ):
         monkeypatch.setattr(sys, "argv", words)
@@ -246,16 +250,10 @@ def test_without_a_checkout_the_remedy_is_named() -> None:
         guard.check_trainer()
 
 
-class RecordingHost:
-    """A host that raises what it is told."""
+class Host:
+    """The launcher's part without the flag."""
 
     signals = StopSignals(speaks=False)
-
-    def open_run(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("no run without the flag")
-
-    def show_summary(self, summary: dict[str, Any]) -> None:
-        raise AssertionError("no summary without the flag")
 
     def fail(self, error: Exception) -> NoReturn:
         raise SystemExit(2) from error
@@ -268,7 +266,7 @@ def test_without_the_flag_every_hook_calls_what_it_wraps(
     monkeypatch.setattr(global_vars, "get_args", lambda: argparse.Namespace(tlora_config=None))
     training = trainer[TRAINING]
     before = dict(vars(training))
-    hooks.install(RecordingHost())
+    hooks.install(Host())
     hooked = [name for name, value in vars(training).items() if before.get(name) is not value]
     assert len([name for name in hooked if not name.startswith("_")]) == 10
     for name in hooked:
@@ -280,7 +278,7 @@ def test_without_the_flag_every_hook_calls_what_it_wraps(
     namespace = argparse.Namespace(tlora_config=None)
     assert trainer["megatron.training.arguments"].validate_args(namespace) == (namespace,)
     first = dict(vars(training))
-    hooks.install(RecordingHost())
+    hooks.install(Host())
     assert dict(vars(training)) == first, "installed once"
 
 
@@ -301,7 +299,7 @@ def test_validation_is_shown_one_queue_where_nano_batches_need_more(
     arguments.validate_args = lambda args: os.environ[name]
     jobs = tmp_path / "jobs.yaml"
     jobs.write_text(f"run: {{nano_batches: {nano_batches}}}\n")
-    hooks.install(RecordingHost())
+    hooks.install(Host())
     more = {"tlora_config": str(jobs), "lr": 0.1}
     assert arguments.validate_args(argparse.Namespace(**FINE, **more)) == seen
     assert os.environ[name] == "32"
@@ -314,9 +312,9 @@ def test_a_trainer_that_does_not_fit_is_left_alone_without_the_flag(
     del training.train_step  # type: ignore[attr-defined]
     before = dict(vars(training))
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "--lr", "1"])
-    hooks.install(RecordingHost())
+    hooks.install(Host())
     assert dict(vars(training)) == before
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "--tlora-config=jobs.yaml"])
     with pytest.raises(SystemExit) as leaving:
-        hooks.install(RecordingHost())
+        hooks.install(Host())
     assert isinstance(leaving.value.__cause__, ImportError)

@@ -141,16 +141,27 @@ def test_each_line_is_shown_once(script: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.count("a line") == 1
 
 
-@pytest.mark.parametrize("name", ["pretrain_vlm.py", "train_rl.py", "pretrain_mamba.py"])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("pretrain_vlm.py", "its model reads images"),
+        ("train_rl.py", "reinforcement learning makes its own data"),
+        ("pretrain_mamba.py", "state-space layers"),
+        ("pretrain_bert.py", "its model is no decoder"),
+    ],
+)
 def test_a_script_of_another_model_is_not_run(
-    script: Path, name: str, capsys: pytest.CaptureFixture[str]
+    script: Path, name: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = script.rename(script.with_name(name))
     launch.main([str(other)])
     sys.seen = []  # type: ignore[attr-defined]
     with pytest.raises(SystemExit, match=r"^2$"):
         launch.main([str(other), "--tlora-config", "jobs.yaml"])
-    assert f"got {name}" in capsys.readouterr().err
+    assert (
+        f"with --tlora-config, as pretrain_gpt.py does, got {name}: {why}"
+        in capsys.readouterr().err
+    )
     assert sys.seen == []  # type: ignore[attr-defined]
 
 
@@ -173,24 +184,6 @@ def test_cuda_devices_are_the_cpu() -> None:
         assert tensor.type() == "torch.cuda.FloatTensor"
         with NoStream() as stream:
             assert stream.wait_event(1) is stream
-
-
-@pytest.mark.parametrize(
-    ("jobs", "words", "expected"),
-    [
-        ("run: {nano_batches: auto}", [], True),
-        ("run: {nano_batches: 1}", [], False),
-        ("run: {nano_batches: 2}", ["--tp-comm-overlap"], False),
-        ("run: {nano_batches: 2}", ["--tp-comm-overlap-rs-dgrad"], True),
-    ],
-)
-def test_which_command_lines_want_many_queues_of_a_gpu(
-    jobs: str, words: list[str], expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "jobs.yaml"
-    file.write_text(jobs)
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", f"--tlora-config={file}", *words])
-    assert hooks.overlaps_by_command_line() == expected
 
 
 def test_variables_of_a_deterministic_run_are_set_before_the_script(

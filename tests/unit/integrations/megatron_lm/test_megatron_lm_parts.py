@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.integrations.megatron_lm.test_megatron_lm_guard import FINE
 from tlora_megatron.integrations.megatron_lm import experts as model_fixes
 from tlora_megatron.integrations.megatron_lm import hooks, refusals
 from tlora_megatron.integrations.megatron_lm.engine import (
@@ -85,12 +86,6 @@ def test_a_job_s_loss_is_the_mean_over_its_own_steps() -> None:
     assert lines[-1] == pytest.approx({"lm loss": 1.0, "loss/a": 1.0})
 
 
-def test_every_line_stands_for_itself_with_an_interval_of_one() -> None:
-    trainer = Trainer(interval=1)
-    lines = [trainer.log(i, [report("a", float(i))]) for i in range(1, 5)]
-    assert [line["loss/a"] for line in lines] == pytest.approx([1, 2, 3, 4])
-
-
 def test_the_loss_of_all_jobs_is_weighted_by_tokens_and_finite() -> None:
     reports = [report("a", 1.0, 30), report("b", 5.0, 10), report("c", math.nan, 10)]
     losses = IntervalLosses().add(reports)
@@ -153,34 +148,9 @@ def test_torch_s_norm_stands_where_megatron_found_apex(
     assert "is torch's" in record.getMessage()
 
 
-PARSED: dict[str, Any] = {
-    "save": "out",
-    "save_interval": 10,
-    "hidden_size": 32,
-    "seq_length": 64,
-    "max_position_embeddings": 64,
-    "transformer_impl": "local",
-    "position_embedding_type": "learned_absolute",  # validation makes it rope
-    "add_bias_linear": False,
-}
-
-
 def parsed(**fields: Any) -> argparse.Namespace:
-    return argparse.Namespace(**(PARSED | fields))
-
-
-@pytest.mark.parametrize(
-    ("script", "why"),
-    [
-        ("pretrain_vlm.py", "its model reads images"),
-        ("train_rl.py", "reinforcement learning makes its own data"),
-        ("pretrain_mamba.py", "state-space layers"),
-        ("pretrain_bert.py", "no decoder"),
-    ],
-)
-def test_scripts_of_other_models_are_refused(script: str, why: str) -> None:
-    with pytest.raises(ValueError, match=f"SCRIPT must train a GPT model .*got {script}: .*{why}"):
-        refusals.check_script(Path("checkout") / script, ["--bf16"])
+    """Usual arguments before validation, which makes the positions' embedding rope."""
+    return argparse.Namespace(**(FINE | {"position_embedding_type": "learned_absolute"} | fields))
 
 
 def test_scripts_that_may_build_attention_alone_pass() -> None:

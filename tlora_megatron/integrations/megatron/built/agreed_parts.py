@@ -47,7 +47,10 @@ class AgreedParts:
         if groups.layout.tp_size == 1:
             return
         self._parts = [part for model in models for part in _parts_of(model.decoder)]
-        self._parts.append(_head_part(head))
+        of_head = _NEVER
+        if head is not None:
+            of_head = _Part(lambda: head.may_run, lambda agreed: setattr(head, "agreed", agreed))
+        self._parts.append(of_head)
         self._votes = torch.empty(0)
         self._work: dist.Work | None = None
         self._group = _make_gloo_group(groups.tp_group)
@@ -103,12 +106,6 @@ def _half_part(layer: Any, half: Half) -> _Part:
         layer.tlora_agreed[half] = agreed
 
     return _Part(lambda: layer.may_run(half), set_half)
-
-
-def _head_part(head: BuiltHead | None) -> _Part:
-    if head is None:
-        return _NEVER
-    return _Part(lambda: head.may_run, lambda agreed: setattr(head, "agreed", agreed))
 
 
 _NEVER = _Part(lambda: False, lambda _: None)

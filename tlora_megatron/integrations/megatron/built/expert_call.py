@@ -297,12 +297,6 @@ def begin_call(
     return ExpertCall(runs=runs, factors=factors, columns=columns, arriving_PLS=arriving_PLS)
 
 
-def own_window(view: MicroBatchView, num_rows: int, tp_rank: int) -> slice:
-    """Returns which rows of a micro-batch a rank has: all, or those of sequence parallelism."""
-    begin = num_rows * tp_rank if num_rows < view.num_tokens else 0
-    return slice(begin, begin + num_rows)
-
-
 def count_rows(routing_map_TE: Tensor, view: MicroBatchView, window: slice) -> Tensor:
     """Returns int64 `[E, S]`: this rank's rows of each adapter at each expert, null slot last."""
     device, begin, end = routing_map_TE.device, window.start, window.stop

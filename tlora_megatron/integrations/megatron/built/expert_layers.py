@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.built.expert_call import (
@@ -27,10 +26,10 @@ from tlora_megatron.integrations.megatron.built.expert_call import (
     begin_call,
     bind_call,
     current_call,
-    own_window,
     running,
     take_call,
 )
+from tlora_megatron.integrations.megatron.layer.expert_parts import own_window
 from tlora_megatron.integrations.megatron.layer.modules import built_class, mix
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import MultiAdapter
@@ -135,8 +134,7 @@ def _call_of(layer: Any, sent: SentRows) -> ExpertCall | None:
         is_by_part=layer.config.moe_token_dispatcher_type == "alltoall",
         experts=range(first, first + count),
     )
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    window = own_window(view, len(sent.x_TH), tp_rank)
+    window = own_window(view, len(sent.x_TH))
     columns = None
     if any(outer.values()):
         tokens = token_runs(view.rows.ends, window)

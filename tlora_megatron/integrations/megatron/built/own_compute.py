@@ -141,8 +141,10 @@ def use_own_compute(
     models = language_models(chunks)
     late = LateReasons(logger.warning)
     counts, reasons = _Counts(0, 0, 0), []
-    if forced is None:
-        _prepare_te_linears(models[0].config, linears)
+    if forced is None and None in [why_not_config(models[0].config, LAYER, h) for h in HALVES]:
+        for _, linear in linears:
+            if is_te_linear(linear):  # gets a product of ours beside the one that it computes
+                make_multi_adapter(linear, TEProductMixin)
     for model in models:
         found, why_not = _use_in_layers(model, forced, late)
         counts = counts.plus(found)
@@ -173,19 +175,15 @@ def _agreed_choice() -> str:
     return found[0]
 
 
-def _prepare_te_linears(config: Any, linears: Sequence[tuple[Site, nn.Module]]) -> None:
-    """Gives Transformer Engine's linears a product of ours, beside the one that they compute."""
-    if None in [why_not_config(config, LAYER, half) for half in HALVES]:
-        for _, linear in linears:
-            if is_te_linear(linear):
-                make_multi_adapter(linear, TEProductMixin)
-
-
 def _use_in_layers(
     model: Any, forced: str | None, late: LateReasons
 ) -> tuple[_Counts, list[WhyNot]]:
     obstacles = _obstacles(model, forced)
-    rotary = None if obstacles["attention"] else _rotary(model)
+    rotary = None
+    if obstacles["attention"] is None:
+        # Attention takes the factor from the config, whatever kind of embedding there is.
+        factor = _yarn_get_concentration_factor_from_config(model.config)
+        rotary = BuiltRotary(model.rotary_pos_emb, factor)
     counts = dict.fromkeys(_Counts._fields, 0)
     by_reason: dict[tuple[Half | None, str], list[int]] = {}
     for layer in model.decoder.layers:
@@ -251,12 +249,6 @@ def _why_not_rotary(model: Any) -> str | None:
     if kind not in ("rope", "yarn") or not isinstance(rotary, DocumentRotaryEmbedding):
         return f"position_embedding_type is {kind}"
     return None
-
-
-def _rotary(model: Any) -> BuiltRotary:
-    # Attention takes the factor from the config, whatever kind of embedding there is.
-    factor = _yarn_get_concentration_factor_from_config(model.config)
-    return BuiltRotary(model.rotary_pos_emb, factor)
 
 
 def _why_not_head(model: Any, forced: str | None) -> list[WhyNot]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.attention import SelfAttention
-from torch import Tensor, nn
+from torch import nn
 
 from tlora_megatron.integrations.megatron.built.model import check_config, language_models
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
@@ -37,7 +37,7 @@ def install_packed_attention(chunks: Sequence[nn.Module]) -> None:
 
     From then on the model runs inside `use_micro_batch(view)`, without attention mask and packed
     sequence parameters, on rows `[1, T]` of one context-parallel rank; Megatron's recompute works
-    after `recompute.install()`. With `context_parallel_size` above 1, Megatron's local spec must
+    after `engine.install()`. With `context_parallel_size` above 1, Megatron's local spec must
     name `PackedCoreAttention` before the model is built: its own refuses to be.
     """
     for model in language_models(chunks):
@@ -88,12 +88,8 @@ class DocumentRotaryEmbedding(RotaryEmbedding):
         table = self.get_emb(longest)
         if isinstance(table, tuple):
             angles, factor = table
-            return _rows(angles, view), factor
-        return _rows(table, view)
-
-
-def _rows(angles: Tensor, view: MicroBatchView) -> Tensor:
-    return angles[view.positions(angles.device)]
+            return angles[view.positions(angles.device)], factor
+        return table[view.positions(table.device)]
 
 
 def _replace_rotary(rotary: RotaryEmbedding) -> None:

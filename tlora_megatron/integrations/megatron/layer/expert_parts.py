@@ -45,6 +45,14 @@ from tlora_megatron.ops.routing import MicroBatchView
 from tlora_megatron.parallel.collectives import Journey
 
 
+def own_window(view: MicroBatchView, num_rows: int) -> slice:
+    """Returns which rows of a micro-batch a rank has: all, or those of sequence parallelism."""
+    begin = 0
+    if num_rows < view.num_tokens:
+        begin = num_rows * parallel_state.get_tensor_model_parallel_rank()
+    return slice(begin, begin + num_rows)
+
+
 class Router(nn.Module):
     """The router's weight `[E, H]`, and gpt-oss' bias `[E]`."""
 

@@ -30,8 +30,9 @@ from tlora_megatron.integrations.megatron.layer.expert_parts import (
     OuterCall,
     Router,
     SharedExpert,
+    own_window,
 )
-from tlora_megatron.integrations.megatron.layer.frozen_sublayer import Inner
+from tlora_megatron.integrations.megatron.layer.frozen_sublayer import Inner, walk_back
 from tlora_megatron.layers.linear import LinearLayout
 from tlora_megatron.layers.multi_adapter import reduced
 from tlora_megatron.model.experts import ExpertsSpec
@@ -117,13 +118,7 @@ class FrozenExperts(nn.Module):
         for run in (self.rows_in.product_vjp, self.compute_vjp, self.rows_out.product_vjp):
             x_TH, back = run(x_TH, view)
             backs.append(back)
-
-        def vjp(grad: Tensor) -> Tensor:
-            while backs:
-                grad = backs.pop()(grad)
-            return grad
-
-        return x_TH, vjp
+        return x_TH, functools.partial(walk_back, backs)
 
     def compute_vjp(
         self, x_TH: Tensor, view: MicroBatchView | None = None, lane: Lane | None = None
@@ -201,10 +196,7 @@ class FrozenExperts(nn.Module):
         linears = (self.experts.linear_fc1, self.experts.linear_fc2)
         if all(linear.factors is None and linear.outer is None for linear in linears):
             return None
-        begin = 0
-        if len(x_TH) < view.num_tokens:  # under SP, where each rank sends its rows
-            begin = len(x_TH) * parallel_state.get_tensor_model_parallel_rank()
-        return slice(begin, begin + len(x_TH))
+        return own_window(view, len(x_TH))
 
     def _outer_call(
         self, view: MicroBatchView | None, window: slice | None, rows: ExpertRows, journey: Journey

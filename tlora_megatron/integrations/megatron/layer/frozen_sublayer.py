@@ -129,7 +129,7 @@ class FrozenSublayer:
             del back  # what it holds goes with it
         if backs:
             backs[0] = _restoring(restore, backs[0])  # the linear that reads x
-        return value, functools.partial(_walk_back, backs)
+        return value, functools.partial(walk_back, backs)
 
     def _recomputing(
         self, x: Tensor | QuantisedInput, view: MicroBatchView, lane: Lane | None
@@ -155,7 +155,7 @@ def _restoring(restore: Restore | None, vjp: Vjp) -> Vjp:
     return restored
 
 
-def _walk_back(backs: list[Vjp], grad: Tensor) -> Tensor:
+def walk_back(backs: list[Vjp], grad: Tensor) -> Tensor:
     """Goes back through a chain; releases each part's saved tensors behind it."""
     while backs:
         grad = backs.pop()(grad)

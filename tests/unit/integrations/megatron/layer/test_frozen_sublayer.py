@@ -53,14 +53,16 @@ class Case:
         recompute: Recompute = "none",
         targets: tuple[str, ...] = ALL,
         *,
+        cp_size: int = 1,
         spec: ModelSpec = SPEC,
         dtype: torch.dtype = torch.float32,
         sharding: LoraSharding = "fold",
         is_fp8: bool = False,
     ) -> None:
         quantisation = quantised_on_reading(spec, ()) if is_fp8 else None
+        layout = ParallelLayout(cp_size=cp_size)
         self.run = SyntheticRun(
-            spec, ParallelLayout(), dtype=dtype, recompute=recompute, quantisation=quantisation
+            spec, layout, dtype=dtype, recompute=recompute, quantisation=quantisation
         )
         # A world of one shares with itself, by the same calls.
         self.run.sites = tuple(replace(site, lora_sharding=sharding) for site in self.run.sites)
@@ -82,8 +84,8 @@ class Case:
         ]
         self.model = self.run.super_model(loads, sum(LENGTHS))
         self.decoder: Any = self.run.engine.model.decoder
-        draw = torch.Generator().manual_seed(0)
-        shape = (sum(LENGTHS), 1, spec.hidden_size)
+        draw = torch.Generator().manual_seed(self.run.groups.cp_rank)
+        shape = (sum(LENGTHS) // cp_size, 1, spec.hidden_size)
         drawn = torch.randn(2, *shape, generator=draw)
         self.hidden, self.dout = drawn.to(self.run.groups.device, dtype)
 
@@ -104,24 +106,28 @@ class Case:
         assert hidden.grad is not None
         return [out.detach(), again, hidden.grad, *(grad.clone() for grad in self.slabs)]
 
-    def split(self) -> MicroBatchView:
-        """`whole()` in two nano-batches, which the decoder can take from now on."""
+    def view(self, num_parts: int) -> MicroBatchView:
+        """`whole()`; or in two nano-batches, which the decoder can take from now on."""
+        if num_parts == 1:
+            return whole()
         nano_batches = self.run.engine.nano_batches
         nano_batches.use(make_tensor_collectives(None, self.hidden.device))
         parts = [part(range(2), LENGTHS[:2], 2), part(range(2, 3), LENGTHS[2:], 2)]
         return join_nano_batches(parts)
 
 
-def whole() -> MicroBatchView:
-    """A document of each job, and padding."""
-    return part(range(3), LENGTHS)
+def whole(**ranks: int) -> MicroBatchView:
+    """A document of each job, and padding; `ranks` are of context parallelism."""
+    return part(range(3), LENGTHS, **ranks)
 
 
-def part(slots: range, lengths: tuple[int, ...], num_parts: int = 1) -> MicroBatchView:
+def part(
+    slots: range, lengths: tuple[int, ...], num_parts: int = 1, **ranks: int
+) -> MicroBatchView:
     documents = [Document(slot=s, length=n) for s, n in zip(slots, lengths, strict=True) if s < 2]
     return pack_micro_batch(
         documents, num_slots=2, num_tokens=sum(lengths), dropout_keys=(3, 4),
-        token_budget=sum(LENGTHS), num_parts=num_parts,
+        token_budget=sum(LENGTHS), num_parts=num_parts, **ranks,
     )  # fmt: skip
 
 
@@ -151,7 +157,7 @@ def test_halves_compute_what_modules_do(
     options: dict[str, Any], num_parts: int, recompute: Recompute
 ) -> None:
     case = Case(recompute, **options)
-    view = whole() if num_parts == 1 else case.split()
+    view = case.view(num_parts)
     assert all(layer.direct_sublayers for layer in case.decoder.layers)
     actual = case.results(view)
     assert all(grad.abs().max() > 0 for grad in case.slabs)
@@ -166,7 +172,7 @@ def test_halves_compute_what_modules_do(
 def test_a_micro_batch_chooses_what_is_computed_again(num_parts: int, is_fp8: bool) -> None:
     """To the bit, by sublayers and by modules; a run count says that it did."""
     case = Case(is_fp8=is_fp8)
-    view = whole() if num_parts == 1 else case.split()
+    view = case.view(num_parts)
     expected, seen = case.results(view), Counter[str]()
     for _ in range(2):
         for recompute in RECOMPUTES:
@@ -204,7 +210,7 @@ def _counting(linear: Any, method: str, seen: Counter[str]) -> Any:
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_halves_norm_heads_as_modules_do(num_parts: int) -> None:
     case = Case(spec=NORMED)
-    view = whole() if num_parts == 1 else case.split()
+    view = case.view(num_parts)
     with torch.no_grad():
         for layer in case.decoder.layers:
             for norm in head_norm_modules(layer.self_attention):
@@ -221,7 +227,7 @@ def test_halves_norm_heads_as_modules_do(num_parts: int) -> None:
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_what_hangs_on_the_final_norm_sees_all_rows(num_parts: int) -> None:
     case, seen = Case(), []
-    view = whole() if num_parts == 1 else case.split()
+    view = case.view(num_parts)
     case.decoder.final_layernorm.register_forward_hook(lambda *args: seen.append(len(args[-1])))
     with use_micro_batch(view), torch.no_grad():
         case.decoder(hidden_states=case.hidden, attention_mask=None)
@@ -231,7 +237,7 @@ def test_what_hangs_on_the_final_norm_sees_all_rows(num_parts: int) -> None:
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_backward_lets_go_of_what_forward_saved(num_parts: int) -> None:
     case = Case()
-    view = whole() if num_parts == 1 else case.split()
+    view = case.view(num_parts)
     saved: list[weakref.ref[torch.Tensor]] = []
     mlp = type(case.decoder.layers[0].mlp.linear_fc2)
     inner = mlp.product_vjp
@@ -259,7 +265,7 @@ def test_what_a_stage_sends_is_no_view(num_parts: int) -> None:
     """Megatron's pipeline frees it, and refuses views."""
     case = Case()
     case.decoder.final_layernorm = None
-    view = whole() if num_parts == 1 else case.split()
+    view = case.view(num_parts)
     with use_micro_batch(view):
         out = case.decoder(hidden_states=case.hidden.requires_grad_(), attention_mask=None)
     assert out._base is None

@@ -17,7 +17,6 @@ import megatron.core
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import LlamaConfig
@@ -75,23 +74,6 @@ def test_norm_rounds_as_hugging_face(config: TransformerConfig, dtype: torch.dty
 
 
 @ON_CPU
-def test_attention_stays_inside_documents(config: TransformerConfig) -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(8, 1, heads, 8) for heads in (4, 2, 2))
-    view = pack_micro_batch(
-        [Document(slot=0, length=5), Document(slot=0, length=3)], num_slots=1, num_tokens=8
-    )
-    with use_micro_batch(view):
-        out = make_attention(config)(query, key, value)
-    row = torch.arange(8)
-    document = row >= 5
-    allowed = (row[:, None] >= row) & (document[:, None] == document)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
-    torch.testing.assert_close(out, expected.permute(2, 0, 1, 3).reshape(8, 1, 32))
-
-
-@ON_CPU
 def test_what_attention_refuses(config: TransformerConfig) -> None:
     x, mask = torch.zeros(4, 1, 4, 8), torch.zeros(4, 4, dtype=torch.bool)
     attention = make_attention(config)
@@ -102,17 +84,6 @@ def test_what_attention_refuses(config: TransformerConfig) -> None:
         attention(x, x, x, mask)
     with pytest.raises(ValueError, match=r"attention_dropout must be 0 .*, got 0.1"):
         make_attention(config, attention_dropout=0.1)
-
-
-@ON_CPU
-def test_cpu_replacements_are_installed_once() -> None:
-    cpu.install()
-    replaced = torch.cuda.current_device, schedules.torch
-    cpu.install()
-    assert (torch.cuda.current_device, schedules.torch) == replaced
-    assert torch.cuda.current_device() == torch.device("cpu")
-    assert schedules.torch.zeros([], dtype=torch.int, device="cuda").device.type == "cpu"
-    assert schedules.torch.Tensor is torch.Tensor
 
 
 @ON_CPU
@@ -150,20 +121,6 @@ def test_frequencies_are_hugging_faces(rope: dict[str, Any], head_dim: int) -> N
     )
     expected = LlamaRotaryEmbedding(config).inv_freq
     assert torch.equal(inverse_frequencies(make_spec(rope, head_dim)), expected)
-
-
-def test_positions_restart_at_every_document_and_follow_the_ranks_rows() -> None:
-    spec = make_spec(DEFAULT, 8)
-    documents = [Document(slot=0, length=5), Document(slot=0, length=3)]
-    rotary = PackedRotaryEmbedding(spec)
-    view = pack_micro_batch(documents, num_slots=1, num_tokens=8, cp_rank=1, cp_size=2)
-    x = torch.randn(4, 1, 3, 8)
-    # Rank 1 of 2 holds packed rows 2-5; the second document begins at row 5.
-    positions = torch.tensor([[2, 3, 4, 0]])
-    config = LlamaConfig(hidden_size=32, num_attention_heads=4, rope_parameters=dict(DEFAULT))
-    cos, sin = LlamaRotaryEmbedding(config)(x, positions)
-    expected, _ = apply_rotary_pos_emb(x.permute(1, 2, 0, 3), x.permute(1, 2, 0, 3), cos, sin)
-    assert torch.equal(rotary(x, view), expected.permute(2, 0, 1, 3))
 
 
 def test_rotation_rounds_as_hugging_face_in_bf16() -> None:

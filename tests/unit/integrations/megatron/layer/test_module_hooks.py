@@ -17,7 +17,6 @@ from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
     SPEC,
     Case,
     equal,
-    whole,
 )
 from tlora_megatron.ops.routing import MicroBatchView, use_micro_batch
 
@@ -50,10 +49,6 @@ MODULES: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-def micro_batch(case: Case, num_parts: int) -> MicroBatchView:
-    return whole() if num_parts == 1 else case.split()
-
-
 def run(
     case: Case, view: MicroBatchView, around: AbstractContextManager[Any] | None = None
 ) -> list[torch.Tensor]:
@@ -84,7 +79,7 @@ def counted(kind: str, calls: Counter[str]) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_a_hook_on_all_modules_sees_each(kind: str, num_parts: int) -> None:
     case, calls = Case(), Counter[str]()
-    view = micro_batch(case, num_parts)
+    view = case.view(num_parts)
     actual = run(case, view, counted(kind, calls))
     expected = {name: num_parts * count for name, count in CALLS.items()}
     assert {name: calls[name] for name in CALLS} == expected
@@ -95,33 +90,24 @@ def test_a_hook_on_all_modules_sees_each(kind: str, num_parts: int) -> None:
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_hook_is_called(name: str, num_parts: int) -> None:
+@pytest.mark.parametrize("compiles", [False, True], ids=["hook", "compiled"])
+def test_what_hangs_on_a_module_is_called(
+    name: str, num_parts: int, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case, calls = Case(), []
-    view = micro_batch(case, num_parts)
+    view = case.view(num_parts)
     expected = run(case, view)
     module = MODULES[name](case.decoder.layers[0])
-    module.register_forward_hook(lambda *_: calls.append(1))
-    assert equal(run(case, view), expected)
-    assert len(calls) == num_parts
-
-
-@pytest.mark.parametrize("num_parts", [1, 2])
-@pytest.mark.parametrize("name", MODULES)
-def test_compiled_modules(name: str, num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, calls = Case(), []
-    view = micro_batch(case, num_parts)
-    expected = run(case, view)
 
     def compile_nothing(function: Callable[..., Any]) -> Callable[..., Any]:
-        def compiled(*args: Any, **kwargs: Any) -> Any:
-            calls.append(1)
-            return function(*args, **kwargs)
+        return lambda *args, **kwargs: calls.append(1) or function(*args, **kwargs)
 
-        return compiled
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "compile", compile_nothing)
-        MODULES[name](case.decoder.layers[0]).compile()
+    if compiles:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "compile", compile_nothing)
+            module.compile()
+    else:
+        module.register_forward_hook(lambda *_: calls.append(1))
     assert equal(run(case, view), expected)
     assert len(calls) == num_parts
 
@@ -130,7 +116,7 @@ def test_compiled_modules(name: str, num_parts: int, monkeypatch: pytest.MonkeyP
 def test_saved_tensors_go_through_hooks(num_parts: int) -> None:
     """A layer saves large tensors that are worth being moved: the MLP's product, say."""
     case, packed, unpacked = Case(), Counter[torch.Size](), Counter[torch.Size]()
-    view = micro_batch(case, num_parts)
+    view = case.view(num_parts)
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         packed[x.shape] += 1
