@@ -153,13 +153,12 @@ def case_of(measured: Mapping[str, str]) -> str:
 def measured_rows(path: Path) -> list[dict[str, str]]:
     """Returns the last commit's rows of one GPU, without PEFT's, routed at random."""
     with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
-    return [
-        row
-        for row in rows
-        if row["mode"] in MODES and row["world"] == "1" and row["routing"] == "uniform"
-    ]
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if row["mode"] in MODES and row["world"] == "1" and row["routing"] == "uniform"
+        ]
+    return [row for row in rows if row["commit"] == rows[-1]["commit"]]
 
 
 def report(rows: Sequence[Row]) -> list[str]:

@@ -234,6 +234,7 @@ def test_rows_of_the_last_commit_on_one_gpu_are_compared(
         row | {"world": "2"},
         row | {"mode": "hf_peft (1 x 1 x 1024)"},
         row,
+        row | {"commit": "later", "world": "2"},
     ]
     path, out = tmp_path / "rows.csv", tmp_path / "out.csv"
     with path.open("w", newline="") as file:

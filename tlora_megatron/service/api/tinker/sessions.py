@@ -303,7 +303,7 @@ def _models(service: Service) -> list[dict[str, Any]]:
             "max_context_length": positions_of(base),
             "trainable": True,
             "sampleable": service.sampler is not None,
-            "dtype": base["dtype"],
+            "dtype": base.dtype,
         }
         for name, base in service.bases().items()
     ]

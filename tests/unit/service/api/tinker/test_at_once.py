@@ -95,6 +95,11 @@ def test_a_revoked_token_s_addresses_end_with_it(api: Api, client: Raw) -> None:
     assert stranger.get(url).status_code == 401
 
 
+def test_what_the_service_can_names_the_dtype_of_training_and_sampling(client: Raw) -> None:
+    (model,) = client.get("get_server_capabilities").json()["supported_models"]
+    assert (model["model_name"], model["dtype"]) == (BASE, "bfloat16")
+
+
 def test_a_future_of_another_kind_than_its_request_is_none(client: Raw) -> None:
     model_id = client.model()
     client.step(model_id, 1)
