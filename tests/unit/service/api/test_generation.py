@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.helpers.http_service import BASE, Api, bearer, listening, open_api
+from tests.helpers.http_service import BASE, Api, bearer, listening
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.runtime.sampling.values import Piece, Prompt
 from tlora_megatron.service.home import Home
@@ -66,9 +66,8 @@ def sampler() -> Scripted:
 
 
 @pytest.fixture
-def api(tmp_path: Path, sampler: Scripted) -> Iterator[Api]:
-    with open_api(tmp_path / "service", sampler=sampler) as opened:
-        yield opened
+def settings(sampler: Scripted) -> dict[str, Any]:
+    return {"sampler": sampler}
 
 
 def request(*prompt: int, **fields: Any) -> dict[str, Any]:
