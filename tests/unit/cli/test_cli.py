@@ -137,12 +137,6 @@ class TestTrain:
         monkeypatch.setenv("TLORA_DEBUG", "1")
         assert "Traceback" in tlora("train", "nowhere.yaml", code=2)
 
-    def test_wrong_config_is_exit_code_2_and_one_line(
-        self, config_file: Path, tlora: Tlora
-    ) -> None:
-        expected = "error: jobs[0].lora.rank must be an integer, got 'x' (job one)\n"
-        assert tlora("train", config_file, "--set", "jobs[0].lora.rank=x", code=2) == expected
-
     def test_other_ranks_are_silent(
         self, config_file: Path, monkeypatch: pytest.MonkeyPatch, tlora: Tlora
     ) -> None:

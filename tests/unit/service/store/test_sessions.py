@@ -24,7 +24,6 @@ from tlora_megatron.service.store import (
     Session,
     Store,
     StoreFull,
-    TenantLimits,
     open_store,
 )
 
@@ -70,17 +69,9 @@ def test_rows_come_back_as_they_were_written(store: Store) -> None:
     assert store.sessions.samplers("s") == store.sessions.pinned("ann") == [sampler]
     assert store.sessions.notes(model.id) == {("weights", "n"): note}
     assert store.sessions.leave(model, 7) == store.sessions.model(model.id, tenant="ann")
-
-
-def test_another_tenant_finds_nothing(store: Store) -> None:
-    a_session(store)
-    store.sessions.add_model(a_model(submitted(store).id))
-    store.sessions.put_sampler(a_sampler(version="j1@1"))
-    sessions = store.sessions
-    assert sessions.get("s", tenant="bob") is None
-    assert sessions.model("s:train:0", tenant="bob") is None
-    assert sessions.sampler("s:sample:0", tenant="bob") is None
-    assert sessions.all("bob") == sessions.models(tenant="bob") == sessions.pinned("bob") == []
+    assert store.sessions.sampler(sampler.id, tenant="ann") == sampler
+    assert store.sessions.sampler(sampler.id, tenant="bob") is None
+    assert store.sessions.pinned("bob") == []
 
 
 def test_a_note_and_a_sampler_are_written_over(store: Store) -> None:
@@ -214,14 +205,6 @@ def test_uploads_are_a_tenant_s_own_and_count_until_they_are_deleted(store: Stor
             store.uploads.delete(_file(letter).id, tenant=tenant)
     with pytest.raises(NotFound):
         store.uploads.page(tenant="bob", after=_file("a").id)
-
-
-def test_limits_of_a_tenant_and_of_the_others(store: Store) -> None:
-    assert store.tenants.limits("ann") == TenantLimits()
-    store.tenants.set_limits("ann", TenantLimits(gpus=2))
-    store.tenants.set_limits("ann", TenantLimits(gpus=3, jobs=1))
-    assert store.tenants.all_limits() == {"ann": TenantLimits(gpus=3, jobs=1)}
-    assert store.tenants.limits("bob") == TenantLimits()
 
 
 def test_unfinished_jobs_count_and_known_keys_do_not(store: Store) -> None:
