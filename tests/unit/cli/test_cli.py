@@ -73,6 +73,8 @@ class TestTrain:
         assert "training 1 jobs: one" in out
         assert "one 5/5 loss 0.5000" in out
         assert "2 -> 0.25" in out
+        assert tlora.json("train", config_file)["jobs"]["one"] == JOB_RESULT
+        assert "training 1 jobs" in tlora.err
 
     def test_leaves_the_process_group(
         self, config_file: Path, monkeypatch: pytest.MonkeyPatch, tlora: Tlora
@@ -86,17 +88,6 @@ class TestTrain:
         controller(monkeypatch, train_run)
         tlora("train", config_file)
         assert not dist.is_initialized()
-
-    def test_json_alone_on_stdout(
-        self, config_file: Path, monkeypatch: pytest.MonkeyPatch, tlora: Tlora
-    ) -> None:
-        def train_run(_: Any, show: Any, signals: Any) -> dict[str, Any]:
-            show.emit("begun", None, {"jobs": {"one": [0, 5]}})
-            return RESULT
-
-        controller(monkeypatch, train_run)
-        assert tlora.json("train", config_file)["jobs"]["one"] == JOB_RESULT
-        assert "training 1 jobs" in tlora.err
 
     @pytest.mark.parametrize("status", ["failed", "rejected", "running"])
     def test_a_job_that_did_not_finish_is_exit_code_1(

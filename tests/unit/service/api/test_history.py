@@ -25,6 +25,11 @@ from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.store import JobState, Store, StoreFull, open_store
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlora_megatron.service.api.native.history._LOOK_S", 0.01)
+
+
 def _running(api: Api, tenant: str = "ann") -> str:
     job = put_job(api.store, tenant=tenant)
     if not api.store.gangs.live():
@@ -133,7 +138,6 @@ def _listener(token: str = "t") -> Listener:
 def test_many_listeners_cost_one_look_and_one_that_lags_loses_nothing(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tlora_megatron.service.api.native.history._LOOK_S", 0.01)
     monkeypatch.setattr("tlora_megatron.service.api.native.history._KEPT", 5)
     job = _running(api)
     _step(api, job, 1)
@@ -163,8 +167,7 @@ def test_many_listeners_cost_one_look_and_one_that_lags_loses_nothing(
     assert 0 < reads <= 40, "not one for each listener"
 
 
-def test_a_stream_ends_with_its_token(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlora_megatron.service.api.native.history._LOOK_S", 0.01)
+def test_a_stream_ends_with_its_token(api: Api) -> None:
     job = _running(api)
     made = api.store.tokens.make("ann")
     following = Following(api.store, api.home)

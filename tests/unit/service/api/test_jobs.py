@@ -108,7 +108,7 @@ def test_limits_of_a_tenant(api: Api) -> None:
     api.store.tenants.set_limits("ann", TenantLimits(jobs=2, gpus=2))
     client = api.client()
     headers = {"Idempotency-Key": "k"}
-    client.post("/v1/jobs", json=job("a"), headers=headers)
+    first = client.post("/v1/jobs", json=job("a"), headers=headers).json()["jobs"][0]["id"]
     client.post("/v1/jobs", json=job("b"))
     refused = client.post("/v1/jobs", json=job("c"))
     assert refused.status_code == 429
@@ -116,6 +116,10 @@ def test_limits_of_a_tenant(api: Api) -> None:
     assert client.post("/v1/jobs", json=job("a"), headers=headers).status_code == 200
     refused = client.post("/v1/jobs", json=job("d", service={"gpus": 3}))
     assert "service.gpus of job 'd' must be at most your limit, 2, got 3" in refused.text
+    put_file(api, "bob")
+    assert api.client("bob").post("/v1/jobs", json=job("c")).status_code == 201
+    api.store.jobs.change(first, JobState.CANCELLED)
+    assert client.post("/v1/jobs", json=job("c")).status_code == 201
 
 
 @pytest.mark.parametrize(

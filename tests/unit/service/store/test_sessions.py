@@ -14,9 +14,7 @@ from tests.unit.service.store.conftest import Clock
 from tests.unit.service.store.test_store import submitted
 from tlora_megatron.service.store import (
     CheckpointNote,
-    JobState,
     Model,
-    NewJob,
     NewUpload,
     NotFound,
     OverLimit,
@@ -205,21 +203,6 @@ def test_uploads_are_a_tenant_s_own_and_count_until_they_are_deleted(store: Stor
             store.uploads.delete(_file(letter).id, tenant=tenant)
     with pytest.raises(NotFound):
         store.uploads.page(tenant="bob", after=_file("a").id)
-
-
-def test_unfinished_jobs_count_and_known_keys_do_not(store: Store) -> None:
-    def submit(name: str) -> str:
-        new = NewJob(name=name, document={}, base="b", key=name)
-        return store.jobs.submit([new], tenant="ann", most_unfinished=2)[0].id
-
-    first = submit("a")
-    submit("b")
-    assert submit("a") == first, "it was there before"
-    with pytest.raises(OverLimit, match="at most 2 unfinished jobs, got 2 and 1 more"):
-        submit("c")
-    store.jobs.submit([NewJob(name="c", document={}, base="b", key="c")], tenant="bob")
-    store.jobs.change(first, JobState.CANCELLED)
-    submit("c")
 
 
 def test_no_acknowledged_submit_is_lost_or_made_twice(place: str) -> None:

@@ -16,6 +16,7 @@ from tinker import types
 
 from tests.helpers.http_service import BASE
 from tests.helpers.launch import wait_until
+from tests.helpers.played_models import set_state
 from tests.unit.service.api.tinker.conftest import Played
 from tlora_megatron.service.store import JobState
 
@@ -185,8 +186,6 @@ def test_a_model_waits_for_a_place(played: Played, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_failed_job_fails_its_requests(played: Played) -> None:
-    from tests.helpers.played_models import set_state
-
     model = model_of(played)
     (job,) = played.api.store.jobs.page()
     set_state(played.api.store, job.id, JobState.FAILED, f"bad {played.api.home.root}/x")
