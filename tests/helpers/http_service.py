@@ -59,14 +59,12 @@ class Api:
         headers = {} if tenant is None else bearer(self.token(tenant, scopes))
         return TestClient(self.app, headers=headers, raise_server_exceptions=False)
 
-    def async_client(
-        self, tenant: str = "ann", scopes: Sequence[str] = SCOPES[:2]
-    ) -> httpx.AsyncClient:
+    def async_client(self, tenant: str = "ann") -> httpx.AsyncClient:
         """A client in this process for tests with an event loop."""
         return httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app, raise_app_exceptions=False),
             base_url="http://service",
-            headers=bearer(self.token(tenant, scopes)),
+            headers=bearer(self.token(tenant)),
         )
 
 

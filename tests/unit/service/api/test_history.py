@@ -30,10 +30,9 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlora_megatron.service.api.native.history._LOOK_S", 0.01)
 
 
-def _running(api: Api, tenant: str = "ann") -> str:
-    job = put_job(api.store, tenant=tenant)
-    if not api.store.gangs.live():
-        serve_gang(api.store, api.home)
+def _running(api: Api) -> str:
+    job = put_job(api.store)
+    serve_gang(api.store, api.home)
     start(api.store, job)
     return job
 

@@ -26,19 +26,19 @@ from tlora_megatron.service.store import (
 )
 
 
-def a_session(store: Store, name: str = "s", tenant: str = "ann", **more: Any) -> Session:
+def a_session(store: Store, name: str = "s", **more: Any) -> Session:
     now = store.database.clock()
-    made = Session(id=name, tenant=tenant, created_at=now, sdk_version="1", heard_at=now, **more)
+    made = Session(id=name, tenant="ann", created_at=now, sdk_version="1", heard_at=now, **more)
     store.sessions.add(made)
     return made
 
 
-def a_model(job: str, session: str = "s", tenant: str = "ann", number: int = 0) -> Model:
+def a_model(job: str, session: str = "s") -> Model:
     return Model(
-        id=f"{session}:train:{number}",
-        tenant=tenant,
+        id=f"{session}:train:0",
+        tenant="ann",
         session=session,
-        number=number,
+        number=0,
         job=job,
         base="b",
         created_at=5.0,
@@ -48,10 +48,9 @@ def a_model(job: str, session: str = "s", tenant: str = "ann", number: int = 0) 
     )
 
 
-def a_sampler(number: int = 0, session: str = "s", **more: Any) -> Sampler:
-    id = f"{session}:sample:{number}"
-    row = {"id": id, "tenant": "ann", "session": session, "number": number, "heard_at": 5.0}
-    return Sampler(**row, base="b", **more)
+def a_sampler(session: str = "s", **more: Any) -> Sampler:
+    row = {"tenant": "ann", "session": session, "number": 0, "heard_at": 5.0, "base": "b"}
+    return Sampler(id=f"{session}:sample:0", **row, **more)
 
 
 def test_rows_come_back_as_they_were_written(store: Store) -> None:
