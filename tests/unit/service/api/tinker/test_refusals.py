@@ -94,7 +94,7 @@ def test_ids_that_nobody_gave_are_refused(
             {"lora_config": {"rank": 4, "new": None, "alpha": 16.0}},
             "lora_config.alpha must be left out: this service has it not, got 16.0",
         ),
-        ({"user_metadata": {"tlora.data": "x"}}, "user_metadata must set tlora.lora.alpha"),
+        ({"user_metadata": {"tlora.init_from": "/etc"}}, "user_metadata must set tlora.lora.alpha"),
     ],
 )
 def test_models_that_cannot_be_are_refused(
