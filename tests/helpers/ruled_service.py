@@ -32,7 +32,6 @@ class RuledService:
         pricing: Pricing,
         base_model: Mapping[str, Any],
         settings: Settings,
-        said: Callable[[str], None] = print,
     ) -> None:
         self.home = Home.open(root)
         self.engine = engine
@@ -47,7 +46,7 @@ class RuledService:
             pricing=pricing,
             validator=ValidatorHere(lambda job, submission: validate(job, submission, rules)),
             settings=settings,
-            on_said=said,
+            on_said=print,
         )
 
     def __enter__(self) -> Self:

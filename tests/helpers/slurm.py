@@ -111,12 +111,12 @@ class Slurm:
 
 
 @contextmanager
-def slurm(num_nodes: int = 2) -> Iterator[Slurm]:
+def slurm() -> Iterator[Slurm]:
     """Starts a SLURM; at the end all jobs are cancelled and the daemons stopped by process id."""
     # The path of a socket has at most 107 characters, and everyone must be able to reach it.
     folder = Path(tempfile.mkdtemp(prefix="tlora-slurm-"))
     folder.chmod(0o755)
-    cluster = Slurm(folder=folder, nodes=tuple(f"n{i + 1}" for i in range(num_nodes)))
+    cluster = Slurm(folder=folder, nodes=("n1", "n2"))
     try:
         with ExitStack() as stack:
             _configure(cluster)

@@ -95,17 +95,6 @@ def _until(served: ServedHttp, look: Callable[[], Any], *states: str) -> Any:
 def test_a_job_is_what_tlora_train_trains(
     served: ServedHttp, client: openai.OpenAI, chats: dict[str, Path], tmp_path: Path
 ) -> None:
-    own = Client(served.address, served.token("bob"))
-    beside = own.submit(
-        {
-            "base_model": "quick",
-            "name": "beside",
-            "data": {"train": own.upload(QUICKSTART / "data" / "ordered_train.jsonl")},
-            "lora": {"rank": 8},
-            "max_seq_len": 64,
-            "max_steps": 2 * STEPS,
-        }
-    )
     numbers = {"batch_size": 4, "learning_rate_multiplier": 2.0}
     job = client.fine_tuning.jobs.create(
         model="quick",
@@ -133,17 +122,15 @@ def test_a_job_is_what_tlora_train_trains(
 
     with Client(served.address, served.token("ann")) as mine:
         adapter = mine.adapter(job.id, tmp_path / "adapter")
+        steps = [event.row for event in mine.events(job.id) if event.row["kind"] == "step"]
+        assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
+        assert mine.metrics(job.id)[-1]["step"] == STEPS
+        assert mine.job(job.id).state == "finished"
+        assert mine.groups()["at"]
+        assert mine.cluster()["at"]
+        assert mine.decisions(limit=1)
     expected = _trained_by_a_file(served, job.id, chats, tmp_path / "run")
     assert len({digest(path / "adapter_model.safetensors") for path in (adapter, expected)}) == 1
-
-    with own:
-        steps = [event.row for event in own.events("beside") if event.row["kind"] == "step"]
-        assert [row["step"] for row in steps] == list(range(1, 2 * STEPS + 1))
-        assert own.metrics("beside")[-1]["step"] == 2 * STEPS
-        assert own.job(beside.jobs[0].id).state == "finished"
-        assert own.groups()["at"]
-        assert own.cluster()["at"]
-        assert own.decisions(limit=1)
 
 
 @pytest.mark.slow

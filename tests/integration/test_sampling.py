@@ -43,7 +43,7 @@ def served(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     out = root / "out"
     summary = train_until(_mirror_alone(repo, root), out)
     job = summary["jobs"]["mirror"]
-    rows = (repo / "configs/quickstart/data/mirror_eval.jsonl").read_text().splitlines()
+    rows = (root / "eval.jsonl").read_text().splitlines()
     random = write_adapters(repo / "configs/quickstart/base", root / "random")
     with open_sampling_api(root / "service") as api, listening(api.app) as address:
         mirror = add_job(api, "ann", "mirror", out / "jobs/mirror/adapter")
@@ -62,7 +62,9 @@ def _mirror_alone(repo: Path, root: Path) -> Path:
     document = yaml.safe_load((repo / "configs/quickstart.yaml").read_text())
     folder = repo / "configs/quickstart"
     (job,) = [job for job in document["jobs"] if job["name"] == "mirror"]
-    data = {key: str(folder / "data" / Path(path).name) for key, path in job["data"].items()}
+    rows = (folder / "data" / "mirror_eval.jsonl").read_text().splitlines(keepends=True)
+    (root / "eval.jsonl").write_text("".join(rows[:32]))
+    data = {"train": str(folder / "data" / "mirror_train.jsonl"), "eval": str(root / "eval.jsonl")}
     document |= {
         "base_model": {"path": str(folder / "base"), "dtype": "float32"},
         "parallel": {},
@@ -75,9 +77,7 @@ def _mirror_alone(repo: Path, root: Path) -> Path:
 
 
 def test_adapter_answers_as_its_evaluation_says(served: Served) -> None:
-    client = served.client()
-    right = 0
-    rows = served.evaluation
+    client, rows = served.client(), served.evaluation
     answer = client.completions.create(
         model="mirror", prompt=[row["prompt"] for row in rows], max_tokens=40, temperature=0
     )
@@ -92,7 +92,7 @@ def test_adapter_answers_as_its_evaluation_says(served: Served) -> None:
 
 
 def test_checkpoint_answers_while_its_job_trains(served: Served) -> None:
-    client, prompts = served.client(), [row["prompt"] for row in served.evaluation]
+    client, prompts = served.client(), [row["prompt"] for row in served.evaluation[:12]]
 
     def answers(model: str) -> list[str]:
         asked = client.completions.create(model=model, prompt=prompts, temperature=0)

@@ -59,18 +59,14 @@ class _Bars(Progress):
         yield Text(self.footer, style="dim")
 
 
+_LINE_EVERY_S = 5.0
+
+
 class RichProgress:
     """Shows events as live bars if `console` is a terminal, otherwise as a line now and then."""
 
-    def __init__(
-        self,
-        console: Console,
-        *,
-        line_every_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
-        self._line_every_s = line_every_s
         self._clock = clock
         self._start_s = self._last_line_s = clock()
         self._tokens_per_s: float | None = None
@@ -158,7 +154,7 @@ class RichProgress:
 
     def _print_line_if_due(self) -> None:
         now_s = self._clock()
-        if now_s - self._last_line_s >= self._line_every_s:
+        if now_s - self._last_line_s >= _LINE_EVERY_S:
             self._last_line_s = now_s
             self._print(self._line([n for n, job in self._jobs.items() if not job.is_done]))
 

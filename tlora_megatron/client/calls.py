@@ -148,11 +148,11 @@ _LONGEST_ASKED_S = 60.0
 _FIRST_S, _LONGEST_S = 0.25, 8.0
 
 
-def waits(retries: int, random_share: float = 0.5) -> Iterator[float]:
+def waits(retries: int) -> Iterator[float]:
     """Seconds to wait before each retry: longer and longer, and unlike those of other clients."""
     for attempt in range(retries):
         whole = min(_LONGEST_S, _FIRST_S * 2**attempt)
-        yield whole * (1 - random_share * random.random())
+        yield whole * (1 - 0.5 * random.random())
 
 
 def refusal(answer: httpx.Response) -> ServiceError:

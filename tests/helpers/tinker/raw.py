@@ -66,9 +66,9 @@ class Raw:
         headers = {"Content-Type": "application/x-protobuf"}
         return self.http.post("/api/v1/forward_backward", content=content, headers=headers)
 
-    def future(self, model_id: str, seq_id: int, op: str = "optim_step") -> httpx.Response:
-        """The answer to a request, once it is there."""
-        return self.post("retrieve_future", request_id=f"{model_id}:{seq_id}:{op}")
+    def future(self, model_id: str, seq_id: int) -> httpx.Response:
+        """The answer to a step, once it is there."""
+        return self.post("retrieve_future", request_id=f"{model_id}:{seq_id}:optim_step")
 
     def finish(self, session_id: str) -> None:
         assert self.post(f"sessions/{session_id}/finish").status_code == 200

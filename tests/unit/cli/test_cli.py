@@ -73,6 +73,8 @@ class TestTrain:
         assert "training 1 jobs: one" in out
         assert "one 5/5 loss 0.5000" in out
         assert "2 -> 0.25" in out
+        assert tlora.json("train", config_file)["jobs"]["one"] == JOB_RESULT
+        assert "training 1 jobs" in tlora.err
 
     def test_leaves_the_process_group(
         self, config_file: Path, monkeypatch: pytest.MonkeyPatch, tlora: Tlora
@@ -86,17 +88,6 @@ class TestTrain:
         controller(monkeypatch, train_run)
         tlora("train", config_file)
         assert not dist.is_initialized()
-
-    def test_json_alone_on_stdout(
-        self, config_file: Path, monkeypatch: pytest.MonkeyPatch, tlora: Tlora
-    ) -> None:
-        def train_run(_: Any, show: Any, signals: Any) -> dict[str, Any]:
-            show.emit("begun", None, {"jobs": {"one": [0, 5]}})
-            return RESULT
-
-        controller(monkeypatch, train_run)
-        assert tlora.json("train", config_file)["jobs"]["one"] == JOB_RESULT
-        assert "training 1 jobs" in tlora.err
 
     @pytest.mark.parametrize("status", ["failed", "rejected", "running"])
     def test_a_job_that_did_not_finish_is_exit_code_1(
@@ -136,12 +127,6 @@ class TestTrain:
     def test_debug_shows_the_traceback(self, monkeypatch: pytest.MonkeyPatch, tlora: Tlora) -> None:
         monkeypatch.setenv("TLORA_DEBUG", "1")
         assert "Traceback" in tlora("train", "nowhere.yaml", code=2)
-
-    def test_wrong_config_is_exit_code_2_and_one_line(
-        self, config_file: Path, tlora: Tlora
-    ) -> None:
-        expected = "error: jobs[0].lora.rank must be an integer, got 'x' (job one)\n"
-        assert tlora("train", config_file, "--set", "jobs[0].lora.rank=x", code=2) == expected
 
     def test_other_ranks_are_silent(
         self, config_file: Path, monkeypatch: pytest.MonkeyPatch, tlora: Tlora

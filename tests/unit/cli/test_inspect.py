@@ -56,9 +56,6 @@ def test_config(config_file: Path, tlora: Tlora) -> None:
     out = tlora("inspect", config_file, "--set", "jobs.one.lora.rank=7")
     for text in ("one", "7/32", "q_proj", "5 steps", "0.0002 constant", "data.jsonl"):
         assert text in out
-
-
-def test_config_json(config_file: Path, tlora: Tlora) -> None:
     content = tlora.json("inspect", config_file)
     assert content["kind"] == "config"
     assert content["jobs"][0]["lora"]["rank"] == 16
@@ -83,9 +80,6 @@ def test_adapter(adapter_dir: Path, tlora: Tlora) -> None:
     out = tlora("inspect", adapter_dir)
     for text in ("some/base", "q_proj, v_proj", "F32"):
         assert text in out
-
-
-def test_adapter_json(adapter_dir: Path, tlora: Tlora) -> None:
     content = tlora.json("inspect", adapter_dir)
     assert content["kind"] == "adapter"
     assert (content["rank"], content["alpha"]) == (4, 8)
@@ -127,6 +121,8 @@ def test_run(run_dir: Path, tlora: Tlora) -> None:
         assert text in out
     assert re.search(r"one +finished +4 +5/5", out)
     assert re.search(r"two +failed +32 / 4 blocks +5/5", out)
+    content = tlora.json("inspect", run_dir)
+    assert (content["kind"], content["jobs"]["one"]) == ("run", JOB_RESULT)
 
 
 @pytest.mark.parametrize(
@@ -191,12 +187,6 @@ def test_run_says_who_computed_the_base(run_dir: Path, tlora: Tlora) -> None:
     change_run(run_dir, compute={"layers": layers, "head": "own", "reasons": reasons})
     line = f"base: 2 of 4 layers by our kernels, head by ours; {reasons[0]}\n"
     assert line in tlora("inspect", run_dir)
-
-
-def test_run_json(run_dir: Path, tlora: Tlora) -> None:
-    content = tlora.json("inspect", run_dir)
-    assert content["kind"] == "run"
-    assert content["jobs"]["one"] == JOB_RESULT
 
 
 def test_run_with_malformed_summary(run_dir: Path, tlora: Tlora) -> None:

@@ -42,11 +42,6 @@ Validate = Callable[..., Outcome]
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return Home.open(tmp_path / "service")
-
-
-@pytest.fixture
 def submit(tmp_path: Path, home: Home) -> Validate:
     """Submits a job over a base of some kind; returns what validation says of it."""
 

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from tests.helpers.engine_case import spec
 from tests.helpers.launch import HANG_S, REPO
+from tests.helpers.watched_rank import FileStore
 from tlora_megatron.parallel.groups import host_threads
 from tlora_megatron.service.messages import GangFolder
 from tlora_megatron.service.worker import peers as module
@@ -131,33 +131,6 @@ def test_ranks_of_a_node_share_its_cores(
     assert [run_rank(wide, rank, folder=folder) for rank in (1, 3)] == [4, 12]
 
 
-_CHILD = """
-import sys
-from pathlib import Path
-from tests.unit.service.test_rank import FileStore
-from tlora_megatron.service.worker.peers import peer_watchdog
-with peer_watchdog(FileStore(Path(sys.argv[1])), int(sys.argv[2]), 3, "127.0.0.1", lambda: None):
-    print("in", flush=True)
-    sys.stdin.readline()
-"""
-
-
-class FileStore:
-    """A store with only what a watchdog needs."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def set(self, key: str, value: str) -> None:
-        self.path.with_suffix(".new").write_text(value)
-        self.path.with_suffix(".new").rename(self.path)
-
-    def get(self, key: str) -> bytes:
-        while not self.path.exists():
-            time.sleep(0.005)
-        return self.path.read_bytes()
-
-
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileStore:
     monkeypatch.setattr(module, "GRACE_S", 0.0)
@@ -167,7 +140,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileStore:
 def other(store: FileStore, rank: int) -> subprocess.Popen[str]:
     """Another rank, in its block."""
     child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD, str(store.path), str(rank)],
+        [sys.executable, "-m", "tests.helpers.watched_rank", store.path, str(rank)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -63,10 +63,6 @@ def test_answer_knows_its_sequences_when_their_request_is_gone(tmp_path: Path) -
     assert found is not None
     assert found.lengths is not None
     np.testing.assert_array_equal(found.lengths, request.arrays["lengths"])
-
-
-def test_error_has_its_category(tmp_path: Path) -> None:
-    log = RequestLog(tmp_path)
     log.write_answer(7, Answer(error="no", category="user"))
     found = log.read_answer(7)
     assert found is not None

@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -242,10 +242,10 @@ class _Bars:
 class _Lines:
     """A line for each change of a state, and now and then one with the steps of what runs."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console, clock
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._states: dict[str, str] = {}
-        self._line_s = clock()
+        self._line_s = time.monotonic()
 
     def update(self, jobs: Sequence[JobRow]) -> None:
         for job in jobs:
@@ -253,8 +253,8 @@ class _Lines:
             if self._states.get(job.id) != state:
                 self._states[job.id] = state
                 self._console.print(f"{job.name}: {_words(job)}")
-        if self._clock() - self._line_s >= _LINE_EVERY_S:
-            self._line_s = self._clock()
+        if time.monotonic() - self._line_s >= _LINE_EVERY_S:
+            self._line_s = time.monotonic()
             running = [job for job in jobs if job.state == "running"]
             line = "  ".join(f"{job.name} {progress_words(job)}{_loss(job)}" for job in running)
             if line:

@@ -192,16 +192,15 @@ _BURST_S = 4.0
 class Bucket:
     """Counts one tenant's requests."""
 
-    def __init__(self, rate_per_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, rate_per_s: float) -> None:
         self.rate_per_s = rate_per_s
-        self._clock = clock
         self._most = max(1.0, rate_per_s * _BURST_S)
         self._room = self._most if rate_per_s else 0.0
-        self._at = clock()
+        self._at = time.monotonic()
 
     def take(self, tenant: str) -> None:
         """Takes one request; refuses one too many with the seconds after which there is room."""
-        now = self._clock()
+        now = time.monotonic()
         self._room = min(self._most, self._room + (now - self._at) * self.rate_per_s)
         self._at = now
         if self._room < 1.0:
@@ -245,9 +244,8 @@ class Caller:
 class Gate:
     """Knows tokens for a second, so that a request costs no read of the store."""
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._clock = clock
         self._known: dict[str, tuple[float, Caller]] = {}
         self._buckets: dict[str, Bucket] = {}
 
@@ -257,7 +255,7 @@ class Gate:
         rate = caller.limits.requests_per_s
         bucket = self._buckets.get(caller.tenant)
         if bucket is None or bucket.rate_per_s != rate:
-            bucket = self._buckets[caller.tenant] = Bucket(rate, self._clock)
+            bucket = self._buckets[caller.tenant] = Bucket(rate)
         bucket.take(caller.tenant)
         return caller
 
@@ -266,11 +264,11 @@ class Gate:
         if not secret:
             raise _unknown("a request must bring a token, got none")
         found = self._known.get(secret)
-        if found is None or found[0] <= self._clock():
+        if found is None or found[0] <= time.monotonic():
             caller = await run_in_threadpool(self._find, secret)
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            found = self._known[secret] = (self._clock() + KNOWN_S, caller)
+            found = self._known[secret] = (time.monotonic() + KNOWN_S, caller)
         return found[1]
 
     def _find(self, secret: str) -> Caller:
@@ -315,8 +313,6 @@ Reader = Annotated[Caller, Depends(_needs("read"))]
 """A caller that may look at its tenant's jobs and files."""
 Submitter = Annotated[Caller, Depends(_needs("submit"))]
 """A caller that may send, change and end its tenant's."""
-Admin = Annotated[Caller, Depends(_needs("admin"))]
-"""A caller that may see all tenants."""
 Scraper = Annotated[Caller, Depends(_needs("scrape"))]
 """A caller that may read the service's figures."""
 

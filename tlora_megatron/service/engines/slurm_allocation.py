@@ -45,12 +45,11 @@ class Allocation:
     _steps_s: float = field(default=0.0, init=False)
 
     @classmethod
-    def open(cls, gpus: int | None, slots: int | None) -> Allocation:
+    def open(cls, gpus: int | None) -> Allocation:
         """The allocation that this process runs in, with what its nodes have.
 
         Args:
             gpus: of each node, or places where it has none; None = all that a step sees there.
-            slots: of nodes without GPUs; None = one a core.
 
         Raises:
             ValueError: if there is no allocation, or a node has fewer GPUs.
@@ -67,19 +66,19 @@ class Allocation:
                     f"--engine slurm must find {program} in PATH, got {os.environ['PATH']}"
                 )
         allocation = cls(job=job)
-        allocation._look_at_nodes(gpus, slots)
+        allocation._look_at_nodes(gpus)
         return allocation
 
-    def _look_at_nodes(self, gpus: int | None, slots: int | None) -> None:
+    def _look_at_nodes(self, gpus: int | None) -> None:
         """Asks a process on every node what a step sees there."""
         listed = self._facts("job", self.job)["NodeList"]
         names = self.ask("scontrol", "show", "hostnames", listed).split()
         words = self.step_words(len(names), ("--ntasks-per-node=1",))
-        lines = self.ask(*words, *TASK, "look", str(slots or 0)).splitlines()
+        lines = self.ask(*words, *TASK, "look", "0").splitlines()
         found = {entry["node"]: entry for entry in map(json.loads, lines)}
         least = min(entry["gpus"] for entry in found.values())
         if not least:
-            self.slots = slots or gpus
+            self.slots = gpus
         elif gpus is not None and gpus > least:
             raise ValueError(
                 f"--gpus must be at most {least} on each node of the allocation, got {gpus}"

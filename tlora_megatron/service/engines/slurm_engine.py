@@ -151,7 +151,6 @@ class SlurmEngine(FolderEngine[SlurmGang]):
 
     Args:
         gpus: GPUs to use on each node, or places on nodes without any; None = all.
-        slots: worker slots of nodes without GPUs; None = one a core.
         rank_command: for tests.
     """
 
@@ -162,11 +161,10 @@ class SlurmEngine(FolderEngine[SlurmGang]):
         root: Path | str,
         gpus: int | None = None,
         *,
-        slots: int | None = None,
         rank_command: Sequence[str] = RANK_COMMAND,
     ) -> None:
         super().__init__(root, rank_command)
-        self.allocation = Allocation.open(gpus, slots)
+        self.allocation = Allocation.open(gpus)
         """The nodes, and what SLURM is asked about them."""
         self.adopt_all()
 

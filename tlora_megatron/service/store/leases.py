@@ -70,10 +70,10 @@ class ControllerLock(Part):
         """Who took the lock last; the owner is empty if it was given back."""
         return self._database.first(Lock, tables.query_of(Lock))
 
-    def is_held(self, *, stale_s: float = STALE_S) -> bool:
+    def is_held(self) -> bool:
         """True if a controller runs, by its last sign of life."""
         held = self.holder()
-        return held is not None and not _is_gone(held, self._database.clock(), stale_s)
+        return held is not None and not _is_gone(held, self._database.clock(), STALE_S)
 
 
 def owner() -> str:

@@ -115,12 +115,6 @@ class TestSubmit:
         assert told in tlora("submit", run_file, *more, code=2)
         assert not any(store.jobs.counts().values())
 
-    def test_a_name_that_is_taken(self, store: Store, run_file: Path, tlora: Tlora) -> None:
-        tlora.json("submit", run_file)
-        assert "must be unique among unfinished jobs, got 'one'" in tlora(
-            "submit", run_file, code=2
-        )
-
     @pytest.mark.parametrize(("end", "code"), [("finished", 0), ("cancelled", 1)])
     def test_wait_returns_how_jobs_ended(
         self,
@@ -277,13 +271,6 @@ class TestAdapters:
         (adapter / "more").symlink_to(run_file)
         tlora("adapters", "one", "--out", tmp_path / "out", code=1)
         assert not (tmp_path / "out").exists()
-
-    def test_an_unfinished_one_is_refused(
-        self, store: Store, run_file: Path, tmp_path: Path, tlora: Tlora
-    ) -> None:
-        tlora.json("submit", run_file)
-        told = "job one must be finished, got 'validating at step 0'; wait for it with"
-        assert told in tlora("adapters", "one", "--out", tmp_path / "out", code=2)
 
 
 class TestLogs:

@@ -153,7 +153,9 @@ def test_logs_and_adapters_are_the_same(
     api.store.events.add("saved", job=one, body={"step": 1})
     assert "step 1  eval_loss 1.5" in told(["logs", "one"], tlora, api)
     adapters = ("adapters", "one", "--out", tmp_path / "out")
-    assert "job one must be finished, got 'running at step 3'" in tlora(*adapters, code=2)
+    for service in ((), ("--service", api.home.root)):
+        said = tlora(*adapters, *service, code=2)
+        assert "job one must be finished, got 'running at step 3'" in said
     adapter = make_folder(folder / "adapter")
     (adapter / "adapter_config.json").write_text("{}")
     (adapter / "adapter_model.safetensors").write_bytes(b"weights")

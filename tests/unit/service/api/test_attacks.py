@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
 
@@ -21,15 +21,14 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.helpers.http_service import Api, bearer, job, listening, open_api, posted, put_file
+from tests.helpers.http_service import Api, bearer, job, listening, posted, put_file
 from tests.helpers.launch import HANG_S
-from tests.helpers.live_service import folder_in_memory
 from tlora_megatron.service.api import server
 from tlora_megatron.service.front import Place
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.prepare.submission import PrepareRules, Refused, Submission
 from tlora_megatron.service.prepare.worker import validate
-from tlora_megatron.service.store import NewUpload, TenantLimits
+from tlora_megatron.service.store import NewUpload
 
 PUBLIC = {"/", "/docs", "/openapi.json", "/api/v1/healthz"}
 """Paths that tell nothing of any tenant."""
@@ -116,26 +115,15 @@ PATHS = [
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Api]:
-    """An API that refuses all that its tests try."""
-    with folder_in_memory() as folder, open_api(folder / "service") as api:
-        api.store.tenants.set_limits("ann", TenantLimits(requests_per_s=1000.0))
-        put_file(api)
-        yield api
-
-
-@pytest.fixture(scope="module")
-def tenants(shared: Api) -> Api:
-    """The same with files of two tenants, and with links and a pipe that an operator forgot."""
-    api = shared
-    for tenant in ("ann", "bob"):
-        put_file(api, tenant)
-    folder = api.home.tenant("ann")
-    (folder / "link.jsonl").symlink_to(api.home.tenant("bob") / "rows.jsonl")
-    (folder / "linked").symlink_to(api.home.tenant("bob"))
+def tenants(still: Api) -> Api:
+    """Files of two tenants, with links and a pipe that an operator forgot."""
+    put_file(still, "bob")
+    folder = still.home.tenant("ann")
+    (folder / "link.jsonl").symlink_to(still.home.tenant("bob") / "rows.jsonl")
+    (folder / "linked").symlink_to(still.home.tenant("bob"))
     make_folder(folder / "folder")
     os.mkfifo(folder / "pipe")
-    return api
+    return still
 
 
 @pytest.mark.parametrize("path", PATHS, ids=range(len(PATHS)))
@@ -191,10 +179,10 @@ IDS += ["file-x", "file-results-j1aaaa"]
 
 
 @pytest.mark.parametrize("text", IDS, ids=range(len(IDS)))
-def test_ids_are_only_looked_up(shared: Api, text: str) -> None:
+def test_ids_are_only_looked_up(still: Api, text: str) -> None:
     files = ("files/{}", "files/{}/content", "models/{}")
     for path in ("jobs/{}", "jobs/{}/events", "jobs/{}/adapter.zip", *files):
-        answer = shared.client().get(f"/v1/{path.format(text)}")
+        answer = still.client().get(f"/v1/{path.format(text)}")
         assert answer.status_code in (400, 404), answer.text
         assert _sentence(answer)
 
@@ -233,22 +221,22 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_evil_bodies(shared: Api, name: str) -> None:
+def test_evil_bodies(still: Api, name: str) -> None:
     content, content_type = BODIES[name]
     headers = {"Content-Type": content_type}
     if name.startswith("gzip"):
         headers["Content-Encoding"] = "gzip"
-    answer = shared.client().post("/v1/jobs", content=content, headers=headers)
+    answer = still.client().post("/v1/jobs", content=content, headers=headers)
     assert answer.status_code == 400, answer.text
     assert " must " in _sentence(answer), answer.text
     assert "\n" not in _sentence(answer), answer.text
     assert len(answer.text) < 2000
-    assert shared.store.jobs.page(tenant="ann") == []
+    assert still.store.jobs.page(tenant="ann") == []
 
 
 @pytest.mark.parametrize("path", ["/v1/jobs", "/v1/files", "/v1/chat/completions"])
-def test_two_gigabytes_are_refused_before_they_come(api: Api, path: str) -> None:
-    answer = api.client().post(path, content=b"{", headers={"Content-Length": str(2 << 30)})
+def test_two_gigabytes_are_refused_before_they_come(still: Api, path: str) -> None:
+    answer = still.client().post(path, content=b"{", headers={"Content-Length": str(2 << 30)})
     assert answer.status_code == 413
     assert "the body must have at most" in _sentence(answer)
 
@@ -272,7 +260,7 @@ def test_a_body_that_does_not_say_its_length_is_cut(
 
 
 @pytest.mark.parametrize("path", ["/v1/fine_tuning/jobs", "/v1/completions", "/api/v1/asample"])
-def test_a_body_without_a_key_is_given_up_at_once(api: Api, path: str) -> None:
+def test_a_body_without_a_key_is_given_up_at_once(still: Api, path: str) -> None:
     parts = 0
 
     async def body() -> AsyncIterator[bytes]:
@@ -282,7 +270,7 @@ def test_a_body_without_a_key_is_given_up_at_once(api: Api, path: str) -> None:
             yield b" " * 1000
 
     async def send() -> httpx.Response:
-        async with api.async_client() as client:
+        async with still.async_client() as client:
             client.headers["Authorization"] = "Bearer tml-tlora-of-nobody"
             return await client.post(path, content=body(), headers={"Content-Type": "text/json"})
 
@@ -336,9 +324,9 @@ def test_clients_that_are_slow_or_talk_too_much_are_hung_up_on(
     ],
     ids=["bare line feed", "folded", "two tokens", "many", "long"],
 )
-def test_heads_that_programs_may_read_differently_are_refused(api: Api, more: bytes) -> None:
+def test_heads_that_programs_may_read_differently_are_refused(still: Api, more: bytes) -> None:
     whole = b"GET /api/v1/healthz HTTP/1.1\r\nHost: a\r\n%b\r\n"
-    with listening(api.app) as address:
+    with listening(still.app) as address:
         port = int(address.rpartition(":")[2])
         good, bad = whole % b"X: 1\r\n", whole % more
         for parts in ((bad,), (good, bad), (good + bad,)):

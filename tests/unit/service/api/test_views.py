@@ -26,7 +26,13 @@ VIEWS = ("cluster", "groups", "timeline", "decisions")
 @pytest.fixture(scope="module")
 def both() -> Iterator[tuple[ShownService, Api]]:
     """A busy service."""
-    with folder_in_memory() as folder, shown_service(folder / "service", num_jobs=9) as found:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        folder_in_memory() as folder,
+        shown_service(folder / "service", num_jobs=9) as found,
+    ):
+        patch.setattr(router, "_LOOK_S", 0.02)
+        patch.setattr(router, "_REFRESH_S", 0.05)
         yield found
 
 

@@ -12,7 +12,7 @@ from tests.helpers.fake_gang import FakeGang, FakeTimes
 from tests.helpers.floor_model import FloorModel
 from tests.helpers.live_service import FloorCost, LiveService, one_job
 from tlora_megatron.service.control.pricing import MemoryShares
-from tlora_megatron.service.store import StoreError
+from tlora_megatron.service.store import StoreError, StoreFull
 
 
 def test_a_job_trains_and_ends(root: Path) -> None:
@@ -28,16 +28,6 @@ def test_a_job_trains_and_ends(root: Path) -> None:
     kinds = [event.kind for event in service.store.events.after(0, job=job)]
     assert kinds[0] == "submitted"
     assert kinds.index("granted") < kinds.index("saved") < kinds.index("released")
-
-
-def test_a_job_joins_the_gang_that_runs(root: Path) -> None:
-    service, first = one_job(root, steps=50)
-    second = service.submit("two", steps=20)
-    service.run(5)
-    assert service.states() == {"one": "running", "two": "running"}
-    assert service.job(first).gang == service.job(second).gang
-    service.run()
-    assert len(service.engine.all_gangs) == 1
 
 
 def test_why_a_job_waits_is_said(root: Path) -> None:
@@ -106,16 +96,6 @@ def test_an_idle_gang_is_kept_warm_and_taken_again(root: Path) -> None:
     assert service.job(second).state == "finished"
     service.run(150)
     assert not service.store.gangs.live()
-
-
-def test_jobs_that_would_slow_each_other_too_much_wait(root: Path) -> None:
-    service = LiveService(root)
-    for name in ("one", "two", "three"):
-        service.submit(name, steps=30, batch=10, max_slowdown=1.2)
-    service.run(10)
-    assert sorted(service.states().values()) == ["queued", "queued", "running"]
-    service.run()
-    assert set(service.states().values()) == {"finished"}
 
 
 def test_cancel_pause_and_resume(root: Path) -> None:
@@ -232,22 +212,6 @@ def test_a_job_that_kills_every_gang_fails_alone(root: Path) -> None:
     assert "illegal memory access" in str(service.job(bad).error)
 
 
-def test_a_gang_that_cannot_start_fails_its_jobs_with_the_reason(root: Path) -> None:
-    service = LiveService(root)
-    job = service.submit("one", steps=5)
-
-    def break_it() -> bool:
-        for gang in service.engine.all_gangs.values():
-            if gang.alive:
-                gang.die("no such model folder")
-        return service.is_over
-
-    service.run(until=break_it)
-    assert service.job(job).state == "failed"
-    assert "the last one: no such model folder" in str(service.job(job).error)
-    assert len(service.engine.all_gangs) == service.settings.max_deaths
-
-
 @pytest.mark.parametrize("hangs", [False, True])
 def test_gangs_are_ended_though_the_store_cannot_be_written(
     root: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
@@ -329,8 +293,6 @@ def test_failed_saves_pause_a_job(root: Path, restarts: bool) -> None:
 def test_a_store_that_refuses_to_write_stops_only_what_is_new(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tlora_megatron.service.store import StoreFull
-
     service, _ = one_job(root, steps=30)
     hear = service.store.gangs.hear
 

@@ -235,19 +235,6 @@ def test_groups_show_who_trains_beside_whom_and_how_fast(root: Path) -> None:
     assert shown(service, "groups")["groups"][0]["members"] == []
 
 
-def test_machines_and_figures(root: Path) -> None:
-    service, _ = one_job(root, steps=30, nodes=2, gpus=4)
-    cluster, figures = shown(service, "cluster"), shown(service, "figures")
-    assert [(node["gpus"], node["healthy"]) for node in cluster["nodes"]] == [(4, True)] * 2
-    assert (figures["gpus_held"], figures["gpus_used"], figures["waiting"]) == (1, 1, 0)
-    assert figures["decide"]["count"] >= 1
-    assert figures["join"]["count"] == figures["start"]["count"] == 1
-    service.controller.context.state.set_aside.put([5], service.now_s)
-    service.run(2)
-    (aside,) = shown(service, "cluster")["set_aside"]
-    assert (aside["node"], aside["gpu"]) == (1, 1)
-
-
 def test_what_has_not_changed_is_not_written_again(root: Path) -> None:
     service = LiveService(root)
     service.run(30)

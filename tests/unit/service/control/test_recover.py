@@ -195,7 +195,10 @@ def test_deaths_are_counted_across_controllers(root: Path) -> None:
         service.run(until=die)
         service.run(0.1)
         service.restart()
-    assert "got 3 deaths before it made a step" in str(service.job(job).error)
+    error = str(service.job(job).error)
+    assert "got 3 deaths before it made a step" in error
+    assert "the last one: illegal memory access" in error
+    assert len(service.engine.all_gangs) == service.settings.max_deaths
 
 
 def test_kills_from_outside_are_charged_to_no_job(root: Path) -> None:

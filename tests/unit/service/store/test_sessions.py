@@ -14,9 +14,7 @@ from tests.unit.service.store.conftest import Clock
 from tests.unit.service.store.test_store import submitted
 from tlora_megatron.service.store import (
     CheckpointNote,
-    JobState,
     Model,
-    NewJob,
     NewUpload,
     NotFound,
     OverLimit,
@@ -24,24 +22,23 @@ from tlora_megatron.service.store import (
     Session,
     Store,
     StoreFull,
-    TenantLimits,
     open_store,
 )
 
 
-def a_session(store: Store, name: str = "s", tenant: str = "ann", **more: Any) -> Session:
+def a_session(store: Store, name: str = "s", **more: Any) -> Session:
     now = store.database.clock()
-    made = Session(id=name, tenant=tenant, created_at=now, sdk_version="1", heard_at=now, **more)
+    made = Session(id=name, tenant="ann", created_at=now, sdk_version="1", heard_at=now, **more)
     store.sessions.add(made)
     return made
 
 
-def a_model(job: str, session: str = "s", tenant: str = "ann", number: int = 0) -> Model:
+def a_model(job: str, session: str = "s") -> Model:
     return Model(
-        id=f"{session}:train:{number}",
-        tenant=tenant,
+        id=f"{session}:train:0",
+        tenant="ann",
         session=session,
-        number=number,
+        number=0,
         job=job,
         base="b",
         created_at=5.0,
@@ -51,10 +48,9 @@ def a_model(job: str, session: str = "s", tenant: str = "ann", number: int = 0) 
     )
 
 
-def a_sampler(number: int = 0, session: str = "s", **more: Any) -> Sampler:
-    id = f"{session}:sample:{number}"
-    row = {"id": id, "tenant": "ann", "session": session, "number": number, "heard_at": 5.0}
-    return Sampler(**row, base="b", **more)
+def a_sampler(session: str = "s", **more: Any) -> Sampler:
+    row = {"tenant": "ann", "session": session, "number": 0, "heard_at": 5.0, "base": "b"}
+    return Sampler(id=f"{session}:sample:0", **row, **more)
 
 
 def test_rows_come_back_as_they_were_written(store: Store) -> None:
@@ -70,17 +66,9 @@ def test_rows_come_back_as_they_were_written(store: Store) -> None:
     assert store.sessions.samplers("s") == store.sessions.pinned("ann") == [sampler]
     assert store.sessions.notes(model.id) == {("weights", "n"): note}
     assert store.sessions.leave(model, 7) == store.sessions.model(model.id, tenant="ann")
-
-
-def test_another_tenant_finds_nothing(store: Store) -> None:
-    a_session(store)
-    store.sessions.add_model(a_model(submitted(store).id))
-    store.sessions.put_sampler(a_sampler(version="j1@1"))
-    sessions = store.sessions
-    assert sessions.get("s", tenant="bob") is None
-    assert sessions.model("s:train:0", tenant="bob") is None
-    assert sessions.sampler("s:sample:0", tenant="bob") is None
-    assert sessions.all("bob") == sessions.models(tenant="bob") == sessions.pinned("bob") == []
+    assert store.sessions.sampler(sampler.id, tenant="ann") == sampler
+    assert store.sessions.sampler(sampler.id, tenant="bob") is None
+    assert store.sessions.pinned("bob") == []
 
 
 def test_a_note_and_a_sampler_are_written_over(store: Store) -> None:
@@ -214,29 +202,6 @@ def test_uploads_are_a_tenant_s_own_and_count_until_they_are_deleted(store: Stor
             store.uploads.delete(_file(letter).id, tenant=tenant)
     with pytest.raises(NotFound):
         store.uploads.page(tenant="bob", after=_file("a").id)
-
-
-def test_limits_of_a_tenant_and_of_the_others(store: Store) -> None:
-    assert store.tenants.limits("ann") == TenantLimits()
-    store.tenants.set_limits("ann", TenantLimits(gpus=2))
-    store.tenants.set_limits("ann", TenantLimits(gpus=3, jobs=1))
-    assert store.tenants.all_limits() == {"ann": TenantLimits(gpus=3, jobs=1)}
-    assert store.tenants.limits("bob") == TenantLimits()
-
-
-def test_unfinished_jobs_count_and_known_keys_do_not(store: Store) -> None:
-    def submit(name: str) -> str:
-        new = NewJob(name=name, document={}, base="b", key=name)
-        return store.jobs.submit([new], tenant="ann", most_unfinished=2)[0].id
-
-    first = submit("a")
-    submit("b")
-    assert submit("a") == first, "it was there before"
-    with pytest.raises(OverLimit, match="at most 2 unfinished jobs, got 2 and 1 more"):
-        submit("c")
-    store.jobs.submit([NewJob(name="c", document={}, base="b", key="c")], tenant="bob")
-    store.jobs.change(first, JobState.CANCELLED)
-    submit("c")
 
 
 def test_no_acknowledged_submit_is_lost_or_made_twice(place: str) -> None:

@@ -56,9 +56,9 @@ def gang(store: Store, name: str = "g", lease_s: float = 600.0) -> int:
     return epoch
 
 
-def running(store: Store, name: str = "a", in_gang: str = "g") -> Job:
+def running(store: Store, name: str = "a") -> Job:
     job = queued(store, name)
-    store.leases.grant(job.id, in_gang, 1)
+    store.leases.grant(job.id, "g", 1)
     store.jobs.change(job.id, JobState.STARTING)
     return store.jobs.change(job.id, JobState.RUNNING)
 

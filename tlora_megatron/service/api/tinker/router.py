@@ -27,7 +27,11 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter(prefix=PREFIX, tags=["tinker"])
     service.quota.add_measure(lambda tenant: TenantContext(service, tenant).held_bytes())
     if not is_installed():
-        _refuse_all(routes)
+
+        @routes.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])
+        async def missing(path: str) -> None:
+            raise ApiError(501, INSTALL)
+
         return routes
     tasks = sampling.SamplingTasks()
     reaper = Reaper(service)
@@ -41,9 +45,3 @@ def router(service: Service) -> APIRouter:
     for make_with_tasks in (training.router, sampling.router):
         routes.include_router(make_with_tasks(service, tasks))
     return routes
-
-
-def _refuse_all(routes: APIRouter) -> None:
-    @routes.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])
-    async def missing(path: str) -> None:
-        raise ApiError(501, INSTALL)

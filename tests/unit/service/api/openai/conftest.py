@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from openai import OpenAI
 
-from tests.helpers.http_service import Api, listening, open_api
+from tests.helpers.http_service import Api, listening
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 CHATS = "".join(json.dumps(CHAT) + "\n" for _ in range(3)).encode()
@@ -63,10 +63,9 @@ class Still(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def still(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Still]:
-    root = tmp_path_factory.mktemp("still") / "service"
-    with open_api(root) as api, listening(api.app) as address:
+def still(still: Api) -> Iterator[Still]:
+    with listening(still.app) as address:
         options = {"base_url": f"{address}/v1", "max_retries": 0}
-        with OpenAI(api_key=api.token(), **options) as client:
+        with OpenAI(api_key=still.token(), **options) as client:
             file = client.files.create(file=("chats.jsonl", CHATS), purpose="fine-tune").id
-            yield Still(api, client, file)
+            yield Still(still, client, file)

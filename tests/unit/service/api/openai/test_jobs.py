@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
 from tests.helpers.http_service import BASE, Api, bearer
 from tests.helpers.stored_jobs import finish, serve_gang, start, write_steps
@@ -108,7 +108,9 @@ def test_lists_have_pages_and_filters(client: OpenAI, file: str, api: Api) -> No
     assert [job.id for job in odd.data] == [ids[1]]
 
 
-def test_a_job_s_life(client: OpenAI, file: str, api: Api) -> None:
+def test_a_job_s_life(
+    client: OpenAI, client_of: Callable[..., OpenAI], file: str, api: Api
+) -> None:
     job = create(client, file, suffix="s")
     train(api, job.id)
     jobs = client.fine_tuning.jobs
@@ -156,6 +158,12 @@ def test_a_job_s_life(client: OpenAI, file: str, api: Api) -> None:
     assert client.models.retrieve(name).owned_by == "ann"
     assert client.models.retrieve(f"{name}:ckpt-step-2").id == f"{name}:ckpt-step-2"
     assert client.models.retrieve(BASE).object == "model"
+    other = client_of("bob")
+    assert [model.id for model in other.models.list()] == [BASE]
+    with pytest.raises(openai.NotFoundError, match="a model must be one of yours"):
+        other.models.retrieve(name)
+    with pytest.raises(openai.NotFoundError):
+        other.fine_tuning.jobs.list(after=job.id)
 
 
 def test_checkpoints_have_pages(client: OpenAI, file: str, api: Api) -> None:
@@ -222,35 +230,6 @@ def test_refusals(still: Still, body: dict[str, Any], param: str | None, told: s
     assert caught.value.param == param
     assert str(still.api.home.root) not in str(caught.value)
     assert still.api.store.jobs.page() == []
-
-
-def test_other_tenants_see_nothing(
-    client: OpenAI, client_of: Callable[..., OpenAI], file: str, api: Api
-) -> None:
-    job, other = create(client, file), client_of("bob")
-    train(api, job.id)
-    finish(api.store, job.id)
-    assert [model.id for model in other.models.list()] == [BASE]
-    jobs = other.fine_tuning.jobs
-    assert jobs.list().data == []
-    calls = (jobs.retrieve, jobs.cancel, jobs.pause, jobs.list_events, jobs.checkpoints.list)
-    for call in calls:
-        with pytest.raises(openai.NotFoundError):
-            call(job.id)
-    with pytest.raises(openai.NotFoundError, match="a model must be one of yours"):
-        other.models.retrieve(f"ft:{BASE}:ann::{job.id}")
-    with pytest.raises(openai.NotFoundError):
-        jobs.list(after=job.id)
-
-
-@pytest.mark.anyio
-async def test_the_client_with_an_event_loop(api: Api, address: str) -> None:
-    async with AsyncOpenAI(base_url=f"{address}/v1", api_key=api.token("ann")) as client:
-        content = b'{"text": "abc"}\n'
-        file = await client.files.create(file=("x.jsonl", content), purpose="fine-tune")
-        job = await client.fine_tuning.jobs.create(model=BASE, training_file=file.id)
-        assert [job.id async for job in client.fine_tuning.jobs.list()] == [job.id]
-        assert [model.id async for model in client.models.list()] == [BASE]
 
 
 @pytest.mark.anyio

@@ -192,10 +192,7 @@ def test_a_kill_between_a_job_and_its_model_leaves_neither(api: Api, client: Raw
     assert (made.id, made.job) == (model_id, job.id)
 
 
-@pytest.mark.parametrize("is_retried", [True, False])
-def test_a_kill_before_the_load_of_a_model_is_made_good(
-    api: Api, client: Raw, is_retried: bool
-) -> None:
+def test_a_kill_before_the_load_of_a_model_is_made_good(api: Api, client: Raw) -> None:
     session_id = client.session()
     first = client.model(session_id)
     client.post("save_weights", model_id=first, seq_id=1, path="mine")
@@ -209,15 +206,11 @@ def test_a_kill_before_the_load_of_a_model_is_made_good(
     post_and_die(api, "RequestLog.write_request", "load_weights", **body)
     made = api.store.sessions.model(f"{session_id}:train:1", tenant="ann")
     assert not (api.home.job(made.job) / "requests").exists()
-    if is_retried:
-        for _ in range(2):
-            assert client.post("load_weights", **body).status_code == 200
-        client.models.step()
-        assert client.models.ops() == ["save_state", "load_state"]
-        assert len(api.store.jobs.page()) == 2
-    else:
-        client.finish(session_id)
-        assert api.store.jobs.get(made.job).wish == "cancel"
+    for _ in range(2):
+        assert client.post("load_weights", **body).status_code == 200
+    client.models.step()
+    assert client.models.ops() == ["save_state", "load_state"]
+    assert len(api.store.jobs.page()) == 2
 
 
 def age(api: Api, session_id: str, seconds: float) -> None:

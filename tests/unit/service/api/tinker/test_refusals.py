@@ -73,9 +73,9 @@ def test_another_tenant_finds_nothing(api: Api) -> None:
     ],
 )
 def test_ids_that_nobody_gave_are_refused(
-    api: Api, path: str, body: dict[str, Any], status: int, sentence: str
+    still: Api, path: str, body: dict[str, Any], status: int, sentence: str
 ) -> None:
-    found = Raw(api).post(path, **body)
+    found = Raw(still).post(path, **body)
     assert found.status_code == status
     assert found.json()["error"].startswith(sentence)
     assert found.json()["category"] == "user"
@@ -94,15 +94,16 @@ def test_ids_that_nobody_gave_are_refused(
             {"lora_config": {"rank": 4, "new": None, "alpha": 16.0}},
             "lora_config.alpha must be left out: this service has it not, got 16.0",
         ),
-        ({"user_metadata": {"tlora.data": "x"}}, "user_metadata must set tlora.lora.alpha"),
+        ({"user_metadata": {"tlora.init_from": "/etc"}}, "user_metadata must set tlora.lora.alpha"),
     ],
 )
 def test_models_that_cannot_be_are_refused(
-    api: Api, client: Raw, changes: dict[str, Any], sentence: str
+    still: Api, changes: dict[str, Any], sentence: str
 ) -> None:
+    client = Raw(still)
     body = {"session_id": client.session(), "model_seq_id": 0, "base_model": BASE, **changes}
     found = client.post("create_model", **body)
-    assert (found.status_code, api.store.jobs.page()) == (422, [])
+    assert (found.status_code, still.store.jobs.page()) == (422, [])
     assert found.json()["error"].startswith(sentence)
 
 
