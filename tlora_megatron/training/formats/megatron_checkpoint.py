@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.atomic_directory import replace_directory
 from tlora_megatron.training.formats.fingerprint_file import Fingerprint, write_fingerprint
-from tlora_megatron.training.formats.hf_checkpoint import Rows, WeightSource
+from tlora_megatron.training.formats.hf_checkpoint import Rows, WeightSource, part_of
 from tlora_megatron.training.formats.hf_convert import check_weights, hf_shapes, megatron_tensors
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments, megatron_flags
 
@@ -185,10 +185,7 @@ class ShapesOnly:
         return self._shapes[name]
 
     def read(self, name: str, rows: Rows = None, cols: slice | None = None) -> Tensor:
-        whole = torch.empty(self._shapes[name], device="meta")
-        runs = rows if isinstance(rows, list) else [rows or slice(None)]
-        picked = torch.cat([whole[run] for run in runs])
-        return picked if cols is None else picked[:, cols]
+        return part_of(torch.empty(self._shapes[name], device="meta"), rows, cols)
 
 
 FLAGS_NAME = "model_flags.txt"
@@ -309,14 +306,15 @@ def _write_tensors(
 
 def _common_state(spec: ModelSpec) -> dict[str, Any]:
     """The state besides tensors: a `release` checkpoint has no optimizer and is at iteration 0."""
-    layout = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
-    others = {
-        "add_position_embedding": True,
-        "data_parallel_random_init": False,
-        "ckpt_format": "torch_dist",
-    }
     return {
-        "args": Namespace(**megatron_arguments(spec), **others, **layout),
+        "args": Namespace(
+            **megatron_arguments(spec),
+            add_position_embedding=True,
+            data_parallel_random_init=False,
+            ckpt_format="torch_dist",
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+        ),
         "checkpoint_version": 3.0,
         "iteration": 0,
         "content_metadata": {"singleton_local_shards": False},
