@@ -6,7 +6,6 @@ One end-to-end assertion each; the unit tests of configuration, data and formats
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -74,13 +73,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "longer.jsonl").write_text(json.dumps({"text": "z" * 300}))
     (folder / "blank.jsonl").write_text("\n\n")
-    (folder / "empty").mkdir()
-    for name, scale in (("not_finite", math.nan), ("huge", 1e30)):
-        spoilt = Path(shutil.copytree(folder / "adapter", folder / name))
-        change_tensors(
-            spoilt / "adapter_model.safetensors",
-            lambda found, scale=scale: {key: value * scale for key, value in found.items()},
-        )
+    huge = Path(shutil.copytree(folder / "adapter", folder / "huge"))
+    change_tensors(
+        huge / "adapter_model.safetensors",
+        lambda found: {key: value * 1e30 for key, value in found.items()},
+    )
     for name, shape in {"narrow": {"hidden_size": 32}, "small": {"vocab_size": 100}}.items():
         other = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, **shape}
         save_tiny_tokenizer(make_tiny_model(folder / name, "llama", **other))
@@ -153,21 +150,6 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
         [{"max_steps": None, "epochs": 1, "schedule": {"warmup_steps": 9}}],
         [],
         ["schedule.warmup_steps of job 'job0' must be below its", "steps, got 9"],
-    ),
-    "an adapter of another rank": (
-        [{"init_from": "{inputs}/adapter", "lora": {"rank": 8}}],
-        [],
-        ["job 'job0': init_from adapter's rank must be the job's 8, got 4"],
-    ),
-    "an adapter without weights": (
-        [{"init_from": "{inputs}/empty"}],
-        [],
-        ["directory must hold adapter_config.json, got none"],
-    ),
-    "an adapter that is not finite": (
-        [{"init_from": "{inputs}/not_finite"}],
-        [],
-        ["job 'job0': init_from adapter", "must be finite, got NaN or inf"],
     ),
     "an adapter of another base": (
         [{"init_from": "{inputs}/adapter"}],
@@ -262,10 +244,6 @@ def cut(base: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def reshape(base: Path) -> None:
-    change_tensors(base / "model.safetensors", lambda found: found | {UP: found[UP][:-1].clone()})
-
-
 def drop(base: Path) -> None:
     change_tensors(
         base / "model.safetensors", lambda found: {k: v for k, v in found.items() if k != UP}
@@ -281,7 +259,6 @@ def other_model(base: Path) -> None:
     ("spoil", "sentences"),
     [
         (cut, ["{base}/model.safetensors must be a complete safetensors file, got "]),
-        (reshape, [f"{UP} must have shape [96, 64], got [95, 64]"]),
         (drop, [f"{{base}} must hold the tensor {UP}, got "]),
         (
             lambda base: change_json(base / "config.json", model_type="gpt2"),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from scripts import verify_adapters
 from tests.helpers.tiny_models import make_tiny_model
 
 TARGET_TOKENS = 6
@@ -47,18 +46,10 @@ Verify = Callable[..., Outcome]
 
 @pytest.fixture
 def verify(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verify:
-    script = Path(__file__).parents[2] / "scripts" / "verify_adapters.py"
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up while they are made.
-    monkeypatch.setitem(sys.modules, script.stem, module)
     monkeypatch.setenv("COLUMNS", "200")
-    spec.loader.exec_module(module)
 
     def call(*arguments: str) -> Outcome:
-        status = module.main([str(run.folder), "--device", "cpu", *arguments])
+        status = verify_adapters.main([str(run.folder), "--device", "cpu", *arguments])
         return Outcome(status, capsys.readouterr().out)
 
     return call

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Set
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from tlora_megatron.config.job import EXPERT_TARGETS, HF_TARGETS, LoraSpec
 from tlora_megatron.model.backbone import Backbone
@@ -207,9 +207,10 @@ def lora_spec(config: dict[str, Any], present: set[str], model: Backbone) -> Lor
         raise ValueError(f"r must be a multiple of use_bdlora.nblocks = {blocks}, got {rank}")
     others = set(targets) - set(EXPERT_TARGETS)
     of_others = _patterns_of_others(config, others, alpha / rank)
+    rank_of_others, alpha_of_others = of_others or (rank, alpha)
     return LoraSpec(
-        rank=rank if of_others is None else of_others.rank,
-        alpha=alpha if of_others is None else of_others.alpha,
+        rank=rank_of_others,
+        alpha=alpha_of_others,
         expert_rank=None if of_others is None else rank,
         dropout=dropout,
         target_modules=targets,
@@ -219,17 +220,10 @@ def lora_spec(config: dict[str, Any], present: set[str], model: Backbone) -> Lor
     )
 
 
-class _OfOthers(NamedTuple):
-    """Rank and alpha of all modules but routed experts."""
-
-    rank: int
-    alpha: float
-
-
 def _patterns_of_others(
     config: dict[str, Any], others: set[str], scaling: float
-) -> _OfOthers | None:
-    """Reads the patterns that name all modules but routed experts; None if there are none."""
+) -> tuple[int, float] | None:
+    """Reads rank and alpha of all modules but routed experts; None if no pattern names them."""
     given = [config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
     if not any(given):
         return None
@@ -242,7 +236,7 @@ def _patterns_of_others(
     if is_ours:
         rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
         if type(rank) is int and rank > 0 and math.isclose(alpha / rank, scaling, rel_tol=1e-6):
-            return _OfOthers(rank, float(alpha))
+            return rank, float(alpha)
     raise ValueError(
         "rank_pattern and alpha_pattern must be unset, or give all modules but routed experts one "
         f"other rank and the same alpha / rank, got {ranks!r} and {alphas!r}"

@@ -4,7 +4,6 @@ safetensors.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 from collections.abc import Callable
@@ -353,19 +352,3 @@ def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
     content = tensors() | {"m": torch.tensor([[1.0, torch.nan]])}
     with pytest.raises(ValueError, match="m must be finite, got NaN or inf"):
         write_tensors(tmp_path / "file", pending(content))
-
-
-def test_a_disk_that_fills_up_is_oserror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left, pwrite = 300, os.pwrite
-
-    def filling(descriptor: int, data: memoryview, offset: int) -> int:
-        nonlocal left
-        if not left:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written = pwrite(descriptor, data[:left], offset)
-        left -= written
-        return written
-
-    monkeypatch.setattr(os, "pwrite", filling)
-    with pytest.raises(OSError, match="No space left"):
-        write_tensors(tmp_path / "file", pending(tensors()))

@@ -54,17 +54,17 @@ def test_parameters_are_those_of_megatron_tensors(
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_files_of_any_dtype(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype) -> None:
-    directory = make_tiny_model(tmp_path, "llama", tied=True)
-    change(directory, {name: value.to(stored) for name, value in tensors_of(directory).items()})
-    assert_base_is_read(directory, CPU, dtype=dtype)
+    file = make_tiny_model(tmp_path, "llama", tied=True) / FILE
+    save_file({name: value.to(stored) for name, value in load_file(file).items()}, file)
+    assert_base_is_read(tmp_path, CPU, dtype=dtype)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path: Path, value: float) -> None:
     directory = make_tiny_model(tmp_path, "llama")
-    tensors = tensors_of(directory)
+    tensors = load_file(directory / FILE)
     tensors[UP][3, 5] = value
-    change(directory, tensors)
+    save_file(tensors, directory / FILE)
     match = rf"^{UP} of .*{FILE} must be finite, got NaN or infinity: .* fetch or convert it anew"
     with pytest.raises(ValueError, match=match):
         assert_base_is_read(directory, CPU)
@@ -84,14 +84,6 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
     (directory / FILE).write_bytes((directory / FILE).read_bytes()[:5000])
     with pytest.raises(ValueError, match=rf"{FILE} must be a complete safetensors file, got its"):
         base_reader.read_base(checkpoint, tensors, parameters)
-
-
-def tensors_of(directory: Path) -> dict[str, Tensor]:
-    return dict(load_file(directory / FILE))
-
-
-def change(directory: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, directory / FILE)
 
 
 UNQUANTISED = ("embed_tokens", "lm_head", "layers.1.o_proj")

@@ -38,6 +38,7 @@ from tlora_megatron.model.quantisation import base_quantisation, check_block_lay
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.training.formats import base_reader
+from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
 from tlora_megatron.training.formats.peft import export_adapter, load_adapter
 from tlora_megatron.training.formats.quantised import (
     QuantisationCard,
@@ -52,23 +53,6 @@ CODES = torch.zeros(192, 512).to(torch.float8_e4m3fn)
 Q = "model.layers.0.self_attn.q_proj"
 DOWN = "model.layers.0.mlp.down_proj"
 WIDE_DOWN = "decoder.layers.1.mlp.linear_fc2.weight"
-
-
-class Decoded:
-    """The folder's weights by the test's own decoder, as a `WeightSource`."""
-
-    def __init__(self, directory: Path) -> None:
-        self._weights = decoded(directory)
-
-    def keys(self) -> list[str]:
-        return sorted(self._weights)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._weights[name].shape)
-
-    def read(self, name: str, rows: Any = None, cols: slice | None = None) -> Tensor:
-        part = self._weights[name][rows or slice(None)]
-        return part if cols is None else part[:, cols]
 
 
 def held(directory: Path, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
@@ -115,9 +99,11 @@ def test_every_value_is_kept(
     monkeypatch.setattr(base_reader, "_BLOCK_BYTES", 20_000)
     directory = make_fp8_folder(tmp_path, kind)
     spec = read_model_spec(directory / "config.json")
+    (tmp_path / "wide").mkdir()
+    save_file(decoded(directory), tmp_path / "wide" / FILE)
     for rank in range(tp_size):
         found = held(directory, rank, tp_size)
-        expected = converted(spec, Decoded(directory), rank, tp_size)
+        expected = converted(spec, HFCheckpoint(tmp_path / "wide"), rank, tp_size)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(found[name], value), name

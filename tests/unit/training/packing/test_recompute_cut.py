@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +19,6 @@ from tlora_megatron.model.cp_dispatch import CpRates, CpTeam
 from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.parallel.nano_cuts import cut_by_length
-from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import (
     Item,
     MicroBatch,
@@ -112,8 +110,7 @@ SHAPES = st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(1,
 
 
 def items(lengths: Sequence[int]) -> list[Item]:
-    sequences = [TokenSequence(np.zeros(n + 1, np.int32), np.ones(n + 1, bool)) for n in lengths]
-    return [Item(sequence, i, 0, 1.0) for i, sequence in enumerate(sequences)]
+    return [Item(sequence(n, targets=n + 1), i, 0, 1.0) for i, n in enumerate(lengths)]
 
 
 def rule_of(dp_size: int, depth: int, pp_size: int = 1) -> RoundRule:
