@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from peft.utils import load_peft_weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.helpers.base_case import converted, parts_of
 from tests.helpers.fp8_folders import (
     FILE,
     FORMATS,
@@ -27,7 +27,6 @@ from tests.helpers.fp8_folders import (
 )
 from tests.helpers.one_process import one_process_groups
 from tests.helpers.tiny_models import make_tiny_model
-from tests.unit.training.formats.test_hf_convert import rank_tensors as converted
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.megatron import model as backbone
@@ -47,7 +46,6 @@ from tlora_megatron.training.formats.quantised import (
     check_same_base,
     quantisation_card,
 )
-from tlora_megatron.training.formats.rank_tensors import rank_tensors
 
 CODES = torch.zeros(192, 512).to(torch.float8_e4m3fn)
 Q = "model.layers.0.self_attn.q_proj"
@@ -64,9 +62,7 @@ def held(directory: Path, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
     check_block_layout(spec, quantisation, ParallelLayout(tp_size=tp_size))
     source = QuantizedSource(directory, quantisation.published)
     source.check(spec, quantisation)
-    part: dict[str, Any] = {"tp_rank": tp_rank, "tp_size": tp_size}
-    part |= {"layers": range(spec.num_layers), "with_embedding": True, "with_output": True}
-    tensors = list(rank_tensors(spec, **part))
+    tensors = parts_of(spec, tp_rank, tp_size)
     codes = {
         f"decoder.layers.{layer}.{'mlp' if 'fc' in linear else 'self_attention'}.{linear}.weight"
         for layer, linear in quantisation.linears
