@@ -109,8 +109,8 @@ class RowArrays(NamedTuple):
 
 def join_rows(parts: Sequence[RowArrays]) -> RowArrays:
     """Joins rows, one part behind the other."""
-    *plain, _ = zip(*parts, strict=True)
-    joined = RowArrays(*map(np.concatenate, plain))
+    tokens, labels, weights, _ = zip(*parts, strict=True)
+    joined = RowArrays(np.concatenate(tokens), np.concatenate(labels), np.concatenate(weights))
     if all(part.sent is None for part in parts):
         return joined
     sent = [part.sent or SentRows.zeros(len(part.tokens)) for part in parts]

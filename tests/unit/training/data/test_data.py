@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.helpers.tiny_tokenizer import (
     ASSISTANT_ID,
     BOS_ID,
-    CHAT_TEMPLATE,
     END_ID,
     EOS_ID,
     GENERATION_CHAT_TEMPLATE,
@@ -142,17 +141,6 @@ class TestMessages:
         learned = [*byte_ids("n"), END_ID, *byte_ids("<think></think>d"), END_ID]
         assert [tokens[i] for i in targets] == learned
         assert tokens == tokenizer.apply_chat_template(row["messages"], return_dict=False)
-
-    @pytest.mark.parametrize("has_blocks", [False, True])
-    def test_a_key_that_is_null_counts_as_absent(self, tmp_path, has_blocks):
-        template = CHAT_TEMPLATE.replace("m.content", "m.content + (m.note | default('') | string)")
-        if has_blocks:
-            template = template.replace("{{ m.content", "{% generation %}{{ m.content")
-            template = template.replace("'<|end|>' }}", "'<|end|>' }}{% endgeneration %}")
-        row = chat(("user", "a"), ("assistant", "b"))
-        row["messages"][1]["note"] = None
-        tokens, _ = only(load(tmp_path, [row], tiny_tokenizer(chat_template=template)))
-        assert tokens[-3:] == [ASSISTANT_ID, *byte_ids("b"), END_ID]
 
 
 class TestFile:

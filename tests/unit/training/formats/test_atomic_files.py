@@ -128,18 +128,6 @@ def _write_killed_before(
     return status == 9
 
 
-def test_exchange_is_used_where_it_can_be(tmp_path: Path) -> None:
-    """On this file system or not, the outcome is an exchange or an honest False."""
-    first, second = tmp_path / "a", tmp_path / "b"
-    first.mkdir()
-    second.mkdir()
-    (first / "mark").touch()
-    exchanged = atomic_directory._exchange(first, second)
-    assert (second / "mark").exists() is exchanged
-    assert (first / "mark").exists() is not exchanged
-    assert not atomic_directory._exchange(first, tmp_path / "missing")
-
-
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
     """A directory of ours with a user's files in it."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,11 +20,9 @@ from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.parallel.nano_cuts import cut_by_length
 from tlora_megatron.training.packing.packing import (
     Item,
-    MicroBatch,
     Placed,
     Round,
     RoundShape,
-    pack,
 )
 from tlora_megatron.training.packing.portions import (
     RoundRule,
@@ -34,7 +31,6 @@ from tlora_megatron.training.packing.portions import (
     fill_by_time,
     rank_ends_ps,
     round_ends_ps,
-    with_recompute,
 )
 from tlora_megatron.training.packing.round_packer import PackedRound, RoundPacker
 
@@ -90,18 +86,6 @@ def test_portions_stay_whole_and_in_order(drawn: list[tuple[int, int, int]]) -> 
         assert all(len(where) <= 1 for where in by_portion)
         order = list(itertools.chain(*by_portion))
         assert order == sorted(order)
-
-
-def test_a_packed_micro_batch_names_its_recompute() -> None:
-    items = [Placed(0, Item(sequence(20), 0, 0, 1.0))]
-    packed = pack(
-        items, num_tokens=32, num_slots=1, dropout_keys=(0,), cp_rank=0, cp_size=1,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-    assert packed.view.recompute is None
-    named = with_recompute(MicroBatch(packed), TABLE)
-    assert named.executed.view.recompute == "selective"
-    assert named.executed.tokens is packed.tokens
 
 
 RATE = ReplicaRate(token_ps=1000, square_ps=100, fixed_ps=5, longest=40)
