@@ -80,7 +80,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, shape in {"narrow": {"hidden_size": 32}, "small": {"vocab_size": 100}}.items():
         other = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, **shape}
         save_tiny_tokenizer(make_tiny_model(folder / name, "llama", **other))
-    make_tiny_model(folder / "bare", "llama", num_hidden_layers=2)
     return folder
 
 
@@ -155,11 +154,6 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
         ["base_model.path={inputs}/small"],
         # "b" is byte 98, and a byte b is token 8 + b.
         ["below the model's vocabulary 100, got 108: job 'job0'", "{inputs}/good.jsonl line 1"],
-    ),
-    "no tokenizer": (
-        [{}],
-        ["base_model.path={inputs}/bare"],
-        ["base_model must hold a tokenizer (", "got none in {inputs}/bare"],
     ),
     "an output folder below a file": (
         [{}],

@@ -77,7 +77,7 @@ def write_checkpoint(
     """Writes `directory/step_N` and returns the number of bytes; older ones stay.
 
     Args:
-        moments: the same of Adam's moments, with the moment and a dot before each name.
+        moments: Adam's, with the moment and a dot before each name.
 
     Raises:
         ValueError: if a tensor is not finite; the job could not go on from it. Either way the
