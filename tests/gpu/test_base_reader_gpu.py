@@ -19,7 +19,7 @@ GPU = torch.device("cuda")
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("block_bytes", [1800, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parameters_are_those_of_megatron_tensors(
+def test_parameters_are_those_of_tensors_read_one_by_one(
     tmp_path: Path,
     dtype: torch.dtype,
     block_bytes: int,

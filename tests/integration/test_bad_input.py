@@ -6,7 +6,6 @@ One end-to-end assertion each; the unit tests of configuration, data and formats
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -73,18 +72,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "\n".join([ROW, json.dumps({"text": "x" * 60}), json.dumps({"text": "y" * 70})])
     )
     (folder / "longer.jsonl").write_text(json.dumps({"text": "z" * 300}))
-    (folder / "blank.jsonl").write_text("\n\n")
-    (folder / "empty").mkdir()
-    for name, scale in (("not_finite", math.nan), ("huge", 1e30)):
-        spoilt = Path(shutil.copytree(folder / "adapter", folder / name))
-        change_tensors(
-            spoilt / "adapter_model.safetensors",
-            lambda found, scale=scale: {key: value * scale for key, value in found.items()},
-        )
+    huge = Path(shutil.copytree(folder / "adapter", folder / "huge"))
+    change_tensors(
+        huge / "adapter_model.safetensors",
+        lambda found: {key: value * 1e30 for key, value in found.items()},
+    )
     for name, shape in {"narrow": {"hidden_size": 32}, "small": {"vocab_size": 100}}.items():
         other = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, **shape}
         save_tiny_tokenizer(make_tiny_model(folder / name, "llama", **other))
-    make_tiny_model(folder / "bare", "llama", num_hidden_layers=2)
     return folder
 
 
@@ -134,11 +129,6 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
         [],
         ["jobs[1].data.eval must be an existing file, got ", "nowhere.jsonl", "job1"],
     ),
-    "a file of blank lines": (
-        [{"data": {"train": "{inputs}/blank.jsonl"}}],
-        [],
-        ["data.train must hold at least one line, got none: job 'job0'"],
-    ),
     "a sequence beyond the micro-batch": (
         [{"data": {"train": "{inputs}/long.jsonl"}}],
         ["run.micro_batch_tokens=60", "jobs.job0.max_seq_len=99"],
@@ -154,21 +144,6 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
         [],
         ["schedule.warmup_steps of job 'job0' must be below its", "steps, got 9"],
     ),
-    "an adapter of another rank": (
-        [{"init_from": "{inputs}/adapter", "lora": {"rank": 8}}],
-        [],
-        ["job 'job0': init_from adapter's rank must be the job's 8, got 4"],
-    ),
-    "an adapter without weights": (
-        [{"init_from": "{inputs}/empty"}],
-        [],
-        ["directory must hold adapter_config.json, got none"],
-    ),
-    "an adapter that is not finite": (
-        [{"init_from": "{inputs}/not_finite"}],
-        [],
-        ["job 'job0': init_from adapter", "must be finite, got NaN or inf"],
-    ),
     "an adapter of another base": (
         [{"init_from": "{inputs}/adapter"}],
         ["base_model.path={inputs}/narrow"],
@@ -179,11 +154,6 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
         ["base_model.path={inputs}/small"],
         # "b" is byte 98, and a byte b is token 8 + b.
         ["below the model's vocabulary 100, got 108: job 'job0'", "{inputs}/good.jsonl line 1"],
-    ),
-    "no tokenizer": (
-        [{}],
-        ["base_model.path={inputs}/bare"],
-        ["base_model must hold a tokenizer (", "got none in {inputs}/bare"],
     ),
     "an output folder below a file": (
         [{}],
@@ -202,19 +172,11 @@ def test_what_cannot_be_trained(case: str, train: Train, inputs: Path) -> None:
     assert_refused(train(*jobs, overrides=overrides), *sentences)
 
 
-@pytest.mark.parametrize(
-    ("layout", "sentence"),
-    [
-        ("tp_size=2", "world size must be a multiple of tp_size * pp_size * cp_size = 2, got 3"),
-        ("pp_size=3", "num_layers must be a multiple of pp_size=3, got 2"),
-    ],
-)
-def test_sizes_that_do_not_divide(
-    layout: str, sentence: str, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_that_do_not_divide(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes themselves are never started."""
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert_refused(train(overrides=[f"parallel.{layout}"]), sentence)
+    sentence = "world size must be a multiple of tp_size * pp_size * cp_size = 2, got 3"
+    assert_refused(train(overrides=["parallel.tp_size=2"]), sentence)
 
 
 def test_long_sequences_are_cut_and_counted(train: Train, inputs: Path) -> None:
@@ -262,10 +224,6 @@ def cut(base: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def reshape(base: Path) -> None:
-    change_tensors(base / "model.safetensors", lambda found: found | {UP: found[UP][:-1].clone()})
-
-
 def drop(base: Path) -> None:
     change_tensors(
         base / "model.safetensors", lambda found: {k: v for k, v in found.items() if k != UP}
@@ -281,7 +239,6 @@ def other_model(base: Path) -> None:
     ("spoil", "sentences"),
     [
         (cut, ["{base}/model.safetensors must be a complete safetensors file, got "]),
-        (reshape, [f"{UP} must have shape [96, 64], got [95, 64]"]),
         (drop, [f"{{base}} must hold the tensor {UP}, got "]),
         (
             lambda base: change_json(base / "config.json", model_type="gpt2"),

@@ -252,9 +252,9 @@ class TestOtherLayouts:
     @pytest.fixture(scope="class")
     @classmethod
     def moved(cls, config: Path, half: Path) -> Path:
-        """Folder with an output a layout, stopped again; `killed` under TP2; one changed twice."""
+        """Folder with an output a layout, stopped again; one changed twice."""
         root = config.parent / "moved"
-        for name in (*LAYOUTS, "killed", "TP2+SP, PP2"):
+        for name in (*LAYOUTS, "TP2+SP, PP2"):
             shutil.copytree(half, root / name)
 
         def case(output: str, layout: str, **more: Any) -> dict[str, Any]:
@@ -262,11 +262,8 @@ class TestOtherLayouts:
 
         first = [case(name, name, stop=["everything", 10]) for name in LAYOUTS]
         first.append(case("TP2+SP, PP2", "TP2+SP", stop=["everything", 10]))
-        first.append(case("killed", "TP2", kill=["flush", 8]))
-        with pytest.raises(AssertionError, match="SIGKILL"):
-            run_cases(2, first, root / "first.json")
-        second = [case("killed", "TP2"), case("TP2+SP, PP2", "PP2")]
-        run_cases(2, second, root / "second.json")
+        run_cases(2, first, root / "first.json")
+        run_cases(2, [case("TP2+SP, PP2", "PP2")], root / "second.json")
         return root
 
     @pytest.mark.parametrize("layout", LAYOUTS)
@@ -284,11 +281,6 @@ class TestOtherLayouts:
     def test_from_one_to_another(self, moved: Path, whole: Path) -> None:
         for name in NAMES:
             assert_same_job(moved / "TP2+SP, PP2", whole, name, rel=1e-5)
-
-    def test_killed_while_two_processes_save(self, moved: Path, whole: Path) -> None:
-        assert len(starts(moved / "killed")) == 3
-        for name in NAMES:
-            assert_same_job(moved / "killed", whole, name, rel=1e-5)
 
 
 class TestUnreadable:
@@ -359,8 +351,6 @@ class TestRefusals:
 
     CASES = (
         ("jobs.everything.lora.rank=9", "job 'everything': lora.rank must be 8 as in its check"),
-        ("jobs.everything.lora.alpha=9", "job 'everything': lora.alpha must be 16.0 as in its"),
-        ("jobs.everything.lora.dropout=0", "job 'everything': lora.dropout must be 0.2 as in its"),
         (
             "jobs.attention.lora.target_modules=[q_proj]",
             "job 'attention': lora.target_modules must be ['q_proj', 'v_proj'] as in its",
@@ -425,10 +415,6 @@ class TestRefusals:
             (
                 ["jobs.everything.resume_from=half"],
                 "resume_from of job 'everything' must be a checkpoint or a jobs/NAME folder with",
-            ),
-            (
-                ["jobs.everything.resume_from=half/jobs/outputs"],
-                "job 'everything': lora.rank must be 16 as in its checkpoint",
             ),
             (
                 ["jobs.everything.resume_from=half/jobs/everything", "base_model.path=narrow"],

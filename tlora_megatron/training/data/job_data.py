@@ -32,8 +32,6 @@ from tlora_megatron.training.data.mapped_tokens import (
 )
 from tlora_megatron.training.data.tokenize import TokenSequence, fingerprint, load_tokenizer
 
-__all__ = ["BatchPlan", "JobData", "TokenSequence", "load_job_data", "load_tokenizer"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class JobData:
@@ -245,12 +243,12 @@ class TokenCache:
         )
         return CachedData(data, found)
 
-    def prune(self, idle_s: float = _IDLE_S) -> None:
+    def prune(self) -> None:
         """Removes what nobody has used for long, and what writers that were killed have left."""
         for path in self.folder.glob("*/*"):
             is_entry = path.name == ENTRY_NAME
             with suppress(OSError):
-                if time.time() - path.stat().st_mtime > (idle_s if is_entry else _LEFT_S):
+                if time.time() - path.stat().st_mtime > (_IDLE_S if is_entry else _LEFT_S):
                     path.unlink()
                     if is_entry:
                         path.parent.rmdir()
@@ -258,8 +256,7 @@ class TokenCache:
     def _load(
         self, file: JsonlFile, source: TokenizerFolder, vocab_size: int, known: str | None
     ) -> tuple[KeptFile, str]:
-        kept = self._get(known) if known is not None else None
-        if kept is not None and known is not None:
+        if known is not None and (kept := self._get(known)) is not None:
             return kept, known
         content = self._read(file)
         key = _key(file, content, source, vocab_size)

@@ -47,6 +47,10 @@ _NAME = re.compile(r"step_(\d{8,})")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FILES = ("adapter.safetensors", "optimizer.safetensors", "state.json")
 """Last the one without which nobody reads the folder."""
+_PREFIXES = {
+    "adapter.safetensors": ("",),
+    "optimizer.safetensors": tuple(f"{buffer}." for buffer in _MOMENTS),
+}
 
 
 def checkpoint_state(job: JobState, quantisation: QuantisationCard | None = None) -> str:
@@ -73,7 +77,7 @@ def write_checkpoint(
     """Writes `directory/step_N` and returns the number of bytes; older ones stay.
 
     Args:
-        moments: the same of Adam's moments, with the moment and a dot before each name.
+        moments: Adam's, with the moment and a dot before each name.
 
     Raises:
         ValueError: if a tensor is not finite; the job could not go on from it. Either way the
@@ -144,7 +148,7 @@ class Checkpoint:
         """
         saved = self.state["job"]
         was = asdict(LoraSpec()) | saved["lora"]  # older ones lack fields
-        pairs = [(f"lora.{k}", was[k], getattr(job.lora, k)) for k in _LORA_FIXED]
+        pairs = [(f"lora.{k}", was[k], value) for k, value in asdict(job.lora).items()]
         if not job.driven:  # its client sends the batches
             pairs += [(k, saved[k], getattr(job, k)) for k in ("batch_size", "seed", "max_seq_len")]
         saved_size, saved_data = self.state["num_sequences"], self.state["data_fingerprint"]
@@ -205,23 +209,6 @@ class Checkpoint:
         with safe_open(self.path / "optimizer.safetensors", "pt") as file:
             own = {b: slab.read(partial(_moment, file, b), threads) for b in _MOMENTS}
         return found | own
-
-
-_LORA_FIXED = (
-    "rank",
-    "alpha",
-    "dropout",
-    "target_modules",
-    "use_rslora",
-    "parametrization",
-    "num_blocks",
-    "expert_rank",
-    "expert_sharing",
-)
-_PREFIXES = {
-    "adapter.safetensors": ("",),
-    "optimizer.safetensors": tuple(f"{buffer}." for buffer in _MOMENTS),
-}
 
 
 def _moment(file: Any, buffer: str, name: str) -> Tensor:

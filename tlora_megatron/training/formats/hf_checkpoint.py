@@ -160,6 +160,13 @@ def all_finite(values: Tensor) -> Tensor:
     return low.isfinite() & high.isfinite()
 
 
+def part_of(whole: Tensor, rows: Rows, cols: slice | None) -> Tensor:
+    """Copies part of a tensor that is at hand; see `WeightSource.read`."""
+    runs = rows if isinstance(rows, list) else [rows or slice(None)]
+    picked = torch.cat([whole[run] for run in runs])
+    return picked if cols is None else picked[:, cols]
+
+
 class RandomWeights:
     """Normal matrices, unit norms and zero biases that depend on (seed, tensor name), on no layout.
 
@@ -188,10 +195,7 @@ class RandomWeights:
 
     def read(self, name: str, rows: Rows = None, cols: slice | None = None) -> Tensor:
         """Part of a tensor on this source's device; see `WeightSource.read`."""
-        whole = self._whole(name)
-        runs = rows if isinstance(rows, list) else [rows or slice(None)]
-        picked = torch.cat([whole[run] for run in runs])
-        return picked if cols is None else picked[:, cols]
+        return part_of(self._whole(name), rows, cols)
 
     def _whole(self, name: str) -> Tensor:
         shape = self._shapes[name]
@@ -257,10 +261,7 @@ class GptOssExperts:
         place = _place(name)
         if place is None:
             return self._checkpoint.read(name, rows, cols)
-        part = self._expert(place)[place.turns]
-        runs = rows if isinstance(rows, list) else [rows or slice(None)]
-        picked = torch.cat([part[run] for run in runs])
-        return picked if cols is None else picked[:, cols]
+        return part_of(self._expert(place)[place.turns], rows, cols)
 
     def check_counts(self, num_layers: int, num_experts: int) -> None:
         """Holds every layer's tensors to the number of experts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.quantised.rows import decode_rows, encode_rows
 from tlora_megatron.training.formats.hf_checkpoint import WeightSource
-from tlora_megatron.training.formats.rank_tensors import QKV, RankTensor, rank_tensors
+from tlora_megatron.training.formats.rank_tensors import QKV, RankTensor
 
 
 class CodePlaces(NamedTuple):
@@ -216,33 +216,6 @@ def _check_tied(spec: ModelSpec, source: WeightSource) -> None:
         )
 
 
-def megatron_tensors(
-    spec: ModelSpec,
-    checkpoint: WeightSource,
-    *,
-    tp_rank: int,
-    tp_size: int,
-    layers: range,
-    with_embedding: bool,
-    with_output: bool,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and value of every tensor of `rank_tensors`, one at a time.
-
-    Raises:
-        ValueError: if a tensor is missing or its shape is not the architecture's.
-    """
-    check_weights(spec, checkpoint)
-    for tensor in rank_tensors(
-        spec,
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        layers=layers,
-        with_embedding=with_embedding,
-        with_output=with_output,
-    ):
-        yield tensor.name, _assemble(tensor, checkpoint)
-
-
 @torch.no_grad()
 def draw_base(
     source: WeightSource,
@@ -255,13 +228,14 @@ def draw_base(
     for tensor in tensors:
         to, of = parameters[tensor.name], scales.get(tensor.name)
         if of is None:
-            to.copy_(_assemble(tensor, source))
+            to.copy_(assemble(tensor, source))
         else:
             rounding.add(tensor.name, assemble_codes(tensor, source, to, of))
     return rounding
 
 
-def _assemble(tensor: RankTensor, source: WeightSource) -> Tensor:
+def assemble(tensor: RankTensor, source: WeightSource) -> Tensor:
+    """Reads a rank's tensor; it has the dtype that its pieces promote to."""
     parts = [source.read(piece.source, piece.rows, piece.cols) for piece in tensor.pieces]
     if len(parts) == 1 and parts[0].shape == tensor.shape:
         return parts[0]

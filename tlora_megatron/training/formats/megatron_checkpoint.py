@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import shutil
 from argparse import Namespace
@@ -40,9 +41,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.atomic_directory import replace_directory
 from tlora_megatron.training.formats.fingerprint_file import Fingerprint, write_fingerprint
-from tlora_megatron.training.formats.hf_checkpoint import Rows, WeightSource
-from tlora_megatron.training.formats.hf_convert import check_weights, hf_shapes, megatron_tensors
+from tlora_megatron.training.formats.hf_checkpoint import WeightSource
+from tlora_megatron.training.formats.hf_convert import assemble, check_weights, hf_shapes
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments, megatron_flags
+from tlora_megatron.training.formats.rank_tensors import RankTensor, rank_tensors
 
 _RENAMED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -66,21 +68,20 @@ def parts(spec: ModelSpec) -> list[Part]:
     return ["embedding", *range(spec.num_layers), "output"]
 
 
-def part_tensors(spec: ModelSpec, source: WeightSource, part: Part) -> Iterator[tuple[str, Tensor]]:
+def part_tensors(spec: ModelSpec, part: Part) -> Iterator[RankTensor]:
     """Whole tensors of one part, under `GPTModel`'s names for a stage that holds only that part."""
-    tensors = megatron_tensors(
+    tensors = rank_tensors(
         spec,
-        source,
         tp_rank=0,
         tp_size=1,
         layers=range(part, part + 1) if isinstance(part, int) else range(0),
         with_embedding=part == "embedding",
         with_output=part == "output",
     )
-    for name, tensor in tensors:
+    for tensor in tensors:
         # Tied, the output layer reads the embedding's tensor.
-        if name != "output_layer.weight" or not spec.tied_embeddings:
-            yield name, tensor
+        if tensor.name != "output_layer.weight" or not spec.tied_embeddings:
+            yield tensor
 
 
 class Place(NamedTuple):
@@ -111,8 +112,8 @@ def write_items(spec: ModelSpec, part: Part, dtype: torch.dtype) -> list[WriteIt
     """Lists what is written for a part: name, place and type of tensors, and extra states."""
     items = [
         _tensor_item(place.key, tensor.shape, dtype, _stacks(spec, part, place))
-        for name, tensor in part_tensors(spec, ShapesOnly(spec), part)
-        for place in checkpoint_places(spec, name)
+        for tensor in part_tensors(spec, part)
+        for place in checkpoint_places(spec, tensor.name)
     ]
     return items + [
         WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
@@ -155,7 +156,7 @@ def _extra_states(spec: ModelSpec, part: Part) -> list[str]:
 
 
 def _tensor_item(
-    key: str, shape: torch.Size, dtype: torch.dtype, stacks: Sequence[tuple[int, int]]
+    key: str, shape: Sequence[int], dtype: torch.dtype, stacks: Sequence[tuple[int, int]]
 ) -> WriteItem:
     """One chunk: the whole tensor, or a place `(index, count)` of one or more stacks."""
     offset = torch.Size([*(index for index, _ in stacks), *(0 for _ in shape)])
@@ -170,25 +171,6 @@ def _tensor_item(
             size=whole,
         ),
     )
-
-
-class ShapesOnly:
-    """A `WeightSource` of shapes alone, on the meta device."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self._shapes = hf_shapes(spec)
-
-    def keys(self) -> list[str]:
-        return list(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def read(self, name: str, rows: Rows = None, cols: slice | None = None) -> Tensor:
-        whole = torch.empty(self._shapes[name], device="meta")
-        runs = rows if isinstance(rows, list) else [rows or slice(None)]
-        picked = torch.cat([whole[run] for run in runs])
-        return picked if cols is None else picked[:, cols]
 
 
 FLAGS_NAME = "model_flags.txt"
@@ -231,10 +213,8 @@ def plan_megatron_checkpoint(
     flags = tuple(megatron_flags(spec))
     check_weights(spec, source)
     dtype = _shared_dtype(spec, source, dtype)
-    tensors = chain.from_iterable(
-        part_tensors(spec, ShapesOnly(spec), part) for part in parts(spec)
-    )
-    num_parameters = sum(tensor.numel() for _, tensor in tensors)
+    tensors = chain.from_iterable(part_tensors(spec, part) for part in parts(spec))
+    num_parameters = sum(math.prod(tensor.shape) for tensor in tensors)
     return MegatronCheckpoint(
         dtype=dtype,
         num_parameters=num_parameters,
@@ -299,8 +279,10 @@ def _write_tensors(
     plans, metadata = create_default_global_save_plan(plans)
     results = []
     for part, plan in zip(parts(spec), writer.prepare_global_plan(plans), strict=True):
-        named = part_tensors(spec, source, part)
-        tensors = [(checkpoint_places(spec, name), tensor.to(dtype)) for name, tensor in named]
+        tensors = [
+            (checkpoint_places(spec, tensor.name), assemble(tensor, source).to(dtype))
+            for tensor in part_tensors(spec, part)
+        ]
         planner = _PartPlanner({place: t for places, t in tensors for place in places}, part)
         results.append(writer.write_data(plan, planner).wait())
         on_bytes(sum(tensor.nbytes for _, tensor in tensors))
@@ -309,14 +291,15 @@ def _write_tensors(
 
 def _common_state(spec: ModelSpec) -> dict[str, Any]:
     """The state besides tensors: a `release` checkpoint has no optimizer and is at iteration 0."""
-    layout = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
-    others = {
-        "add_position_embedding": True,
-        "data_parallel_random_init": False,
-        "ckpt_format": "torch_dist",
-    }
     return {
-        "args": Namespace(**megatron_arguments(spec), **others, **layout),
+        "args": Namespace(
+            **megatron_arguments(spec),
+            add_position_embedding=True,
+            data_parallel_random_init=False,
+            ckpt_format="torch_dist",
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+        ),
         "checkpoint_version": 3.0,
         "iteration": 0,
         "content_metadata": {"singleton_local_shards": False},

@@ -40,6 +40,7 @@ from tlora_megatron.training.formats.peft_experts import (
     ExpertReader,
     expert_tensors,
     stacked_tensor,
+    tensor_key,
 )
 from tlora_megatron.training.formats.quantised import (
     README,
@@ -257,7 +258,7 @@ def _peft_tensors(
                 else:
                     tensors += expert_tensors(factor, part, held, model)
             else:
-                key = _peft_key(f"layers.{layer}.{part}.{side}", model)
+                key = tensor_key(model.module_path(layer, part), side)
                 read = partial(_rows, factor, held)
                 tensors.append(PendingTensor(key, (rows, columns), read))
             begin += rows if side == "lora_b" else 0
@@ -266,12 +267,6 @@ def _peft_tensors(
 
 def _rows(factor: PendingTensor, rows: slice, scratch: Scratch) -> Tensor:
     return factor.read(scratch)[rows]
-
-
-def _peft_key(name: str, model: Backbone) -> str:
-    layer, target, side = split_name(name)
-    letter = "A" if side == "lora_a" else "B"
-    return f"base_model.model.{model.module_path(layer, target)}.lora_{letter}.weight"
 
 
 def _factor_name(key: str, targets: Mapping[str, str]) -> str:

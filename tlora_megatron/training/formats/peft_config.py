@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from tlora_megatron.config.job import EXPERT_TARGETS, HF_TARGETS, LoraSpec
 from tlora_megatron.model.backbone import Backbone
@@ -55,7 +55,6 @@ _SIDES: tuple[_Side, ...] = ("lora_a", "lora_b")
 _PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Initial values that leave the base weight as it was; PiSSA, OLoRA, LoftQ and others change it."""
 
-
 FUSED_PARTS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
@@ -102,6 +101,8 @@ def peft_config(
             }
         if lora.use_rslora or rank != lora.rank:
             alpha = lora.scaling * rank
+    # The names under which PEFT finds the modules of routed experts.
+    names = module_names(model) if isinstance(model, ModelSpec) else {}
     blocks = {"use_bdlora": _block_fields(lora, targets)} if lora.is_block_diagonal else {}
     return (
         blocks
@@ -123,7 +124,7 @@ def peft_config(
             "r": rank,
             "rank_pattern": {},
             "revision": None,
-            "target_modules": sorted(_listed(targets, model)),
+            "target_modules": sorted(names.get(target, target) for target in targets),
             "task_type": "CAUSAL_LM",
             "use_dora": False,
             "use_rslora": lora.use_rslora and not of_experts,
@@ -134,12 +135,6 @@ def peft_config(
 
 def _plain(alpha: float) -> float:
     return int(alpha) if alpha.is_integer() else alpha
-
-
-def _listed(targets: Iterable[str], model: Backbone) -> list[str]:
-    """The names under which PEFT finds the targets' modules."""
-    names = module_names(model) if isinstance(model, ModelSpec) else {}
-    return [names.get(target, target) for target in targets]
 
 
 def read_peft_config(path: Path) -> dict[str, Any]:
@@ -163,7 +158,12 @@ def read_peft_config(path: Path) -> dict[str, Any]:
     base_model = config.get("base_model_name_or_path")
     if not isinstance(base_model, str | None):
         raise ValueError(f"base_model_name_or_path must be a string or null, got {base_model!r}")
-    _check_init(config.get("init_lora_weights"))
+    init = config.get("init_lora_weights")
+    if init not in _PLAIN_INITS:
+        raise ValueError(
+            f"init_lora_weights must be true, false, gaussian, orthogonal or eva, got {init!r}: "
+            "it changes the base weights; convert the adapter to plain LoRA with PEFT first"
+        )
     known = _READ_FIELDS | _FIELDS_OF_EXPERTS | _FIELDS_WITHOUT_EFFECT
     _check_unset(config, config.keys() - known)
     return config
@@ -207,9 +207,10 @@ def lora_spec(config: dict[str, Any], present: set[str], model: Backbone) -> Lor
         raise ValueError(f"r must be a multiple of use_bdlora.nblocks = {blocks}, got {rank}")
     others = set(targets) - set(EXPERT_TARGETS)
     of_others = _patterns_of_others(config, others, alpha / rank)
+    rank_of_others, alpha_of_others = of_others or (rank, alpha)
     return LoraSpec(
-        rank=rank if of_others is None else of_others.rank,
-        alpha=alpha if of_others is None else of_others.alpha,
+        rank=rank_of_others,
+        alpha=alpha_of_others,
         expert_rank=None if of_others is None else rank,
         dropout=dropout,
         target_modules=targets,
@@ -219,17 +220,10 @@ def lora_spec(config: dict[str, Any], present: set[str], model: Backbone) -> Lor
     )
 
 
-class _OfOthers(NamedTuple):
-    """Rank and alpha of all modules but routed experts."""
-
-    rank: int
-    alpha: float
-
-
 def _patterns_of_others(
     config: dict[str, Any], others: set[str], scaling: float
-) -> _OfOthers | None:
-    """Reads the patterns that name all modules but routed experts; None if there are none."""
+) -> tuple[int, float] | None:
+    """Reads rank and alpha of all modules but routed experts; None if no pattern names them."""
     given = [config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
     if not any(given):
         return None
@@ -242,7 +236,7 @@ def _patterns_of_others(
     if is_ours:
         rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
         if type(rank) is int and rank > 0 and math.isclose(alpha / rank, scaling, rel_tol=1e-6):
-            return _OfOthers(rank, float(alpha))
+            return rank, float(alpha)
     raise ValueError(
         "rank_pattern and alpha_pattern must be unset, or give all modules but routed experts one "
         f"other rank and the same alpha / rank, got {ranks!r} and {alphas!r}"
@@ -330,14 +324,6 @@ def _check_block_factors(
 def _is_unset(value: Any) -> bool:
     """A plain truth test would take `layers_to_transform: 0`, the first layer alone, for unset."""
     return value is None or value is False or value in ("", [], {})
-
-
-def _check_init(init: Any) -> None:
-    if init not in _PLAIN_INITS:
-        raise ValueError(
-            f"init_lora_weights must be true, false, gaussian, orthogonal or eva, got {init!r}: "
-            "it changes the base weights; convert the adapter to plain LoRA with PEFT first"
-        )
 
 
 def _check_targets(listed: Any, present: set[str], known: tuple[str, ...]) -> None:

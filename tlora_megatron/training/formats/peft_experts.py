@@ -37,8 +37,6 @@ from tlora_megatron.training.formats.safetensors_file import PendingTensor, Scra
 
 GATE, UP, DOWN = EXPERT_TARGETS
 _PARTS: dict[str, ExpertPart] = {GATE: "gate_proj", UP: "up_proj", DOWN: "down_proj"}
-
-
 _STACKED = {GATE: "w1", UP: "w3", DOWN: "w2"}
 _ALL = -1
 """In the place of an expert's number, for a tensor of all of them."""
@@ -61,14 +59,17 @@ def expert_tensors(
         factor: canonical, of the target or of a fused one that holds it.
         rows: those of each expert's matrix that are the target's.
     """
-    layer, _, side = split_name(factor.name)
-    letter, experts = "A" if side == "lora_a" else "B", model.experts
+    (layer, _, side), experts = split_name(factor.name), model.experts
     assert experts is not None, "the factor is of routed experts"
     shape = (rows.stop - rows.start, factor.shape[-1])
     for expert in range(experts.num_experts):
-        path = f"model.layers.{layer}.{_module(experts, expert, target)}"
-        key = f"base_model.model.{path}.lora_{letter}.weight"
+        key = tensor_key(f"model.layers.{layer}.{_module(experts, expert, target)}", side)
         yield PendingTensor(key, shape, partial(_read_rows, factor, expert, rows))
+
+
+def tensor_key(module: str, side: str) -> str:
+    """Returns PEFT's name of a module's factor `lora_a` or `lora_b`."""
+    return f"base_model.model.{module}.lora_{side[-1].upper()}.weight"
 
 
 def _read_rows(factor: PendingTensor, expert: int, rows: slice, scratch: Scratch) -> Tensor:
@@ -82,13 +83,11 @@ def stacked_tensor(
     factor: PendingTensor, target: str, rows: slice, model: ModelSpec
 ) -> PendingTensor:
     """Returns one target's tensor of all experts, as vLLM and SGLang name it."""
-    layer, _, side = split_name(factor.name)
-    letter, experts = "A" if side == "lora_a" else "B", model.experts
+    (layer, _, side), experts = split_name(factor.name), model.experts
     assert experts is not None, "the factor is of routed experts"
     count = factor.shape[0] if len(factor.shape) == 3 else 1
-    path = f"model.layers.{layer}.{_folder(experts)}.{_STACKED[target]}"
     shape = (count, rows.stop - rows.start, factor.shape[-1])
-    key = f"base_model.model.{path}.lora_{letter}.weight"
+    key = tensor_key(f"model.layers.{layer}.{_folder(experts)}.{_STACKED[target]}", side)
     return PendingTensor(key, shape, partial(_read_stacked, factor, rows, shape))
 
 
@@ -123,10 +122,6 @@ def module_names(model: ModelSpec) -> dict[str, str]:
 
 def _module(experts: ExpertsSpec, expert: int, target: str) -> str:
     return experts.stored(expert, _PARTS[target]).removesuffix(".weight")
-
-
-def _of(expert: int) -> str:
-    return "" if expert == _ALL else f" of expert {expert}"
 
 
 def _folder(experts: ExpertsSpec) -> str:
@@ -170,9 +165,8 @@ class ExpertReader:
         name = f"layers.{int(match['layer'])}.{place.target}.lora_{match['side'].lower()}"
         found = self._found.setdefault(name, {})
         if place.expert in found:
-            raise ValueError(
-                f"{name}{_of(place.expert)} must be stored once, got a second one under {key!r}"
-            )
+            of = "" if place.expert == _ALL else f" of expert {place.expert}"
+            raise ValueError(f"{name}{of} must be stored once, got a second one under {key!r}")
         found[place.expert] = tensor.to(torch.float32)
         return True
 

@@ -59,7 +59,11 @@ class QuantizedSource(HFCheckpoint):
 
     def check(self, spec: ModelSpec, quantisation: BaseQuantisation) -> None:
         """Holds names, types and shapes of all tensors to config.json, reading none."""
-        quantised = _weights(spec, quantisation)
+        quantised = {
+            f"{spec.module_path(layer, target)}{_WEIGHT}"
+            for layer, linear in quantisation.linears
+            for target in PARTS[linear]
+        }
         for name in hf_shapes(spec):
             dtype = self.dtype(name)
             if (dtype == _CODES) != (name in quantised):
@@ -153,14 +157,6 @@ class QuantizedSource(HFCheckpoint):
 def all_numbers(codes: Tensor) -> Tensor:
     """A scalar on the codes' device: False if there is a NaN among them."""
     return ((codes & NAN_CODE) != NAN_CODE).all()
-
-
-def _weights(spec: ModelSpec, quantisation: BaseQuantisation) -> set[str]:
-    return {
-        f"{spec.module_path(layer, target)}{_WEIGHT}"
-        for layer, linear in quantisation.linears
-        for target in PARTS[linear]
-    }
 
 
 def _blocks(run: slice) -> slice:

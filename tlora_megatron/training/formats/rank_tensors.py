@@ -8,13 +8,13 @@ holds a rank's gate rows, then its up rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
-from tlora_megatron.model.experts import EXPERT_PARTS, ExpertsSpec
+from tlora_megatron.model.experts import EXPERT_PARTS
 from tlora_megatron.model.spec import ModelSpec
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -99,26 +99,21 @@ def rank_tensors(
         to, source = f"decoder.layers.{local}.", f"model.layers.{layer}."
         yield from _attention(spec, to, source, tp_rank, tp_size)
         if experts is None:
-            yield from _mlp(spec, to, source, tp_rank, tp_size)
+            sources = [f"{source}mlp.{part}.weight" for part in EXPERT_PARTS]
+            yield from _mlp(spec, f"{to}mlp.", "", sources, shard(spec.ffn_size))
         else:
             yield from _experts(spec, to, source, experts)
             yield from _shared_expert(spec, to, source, shard)
         yield from _norms(spec, to, source)
     if with_output:
         head = embedding if spec.tied_embeddings else "lm_head.weight"
-        yield _whole("decoder.final_layernorm.weight", "model.norm.weight", (spec.hidden_size,))
+        yield _single("decoder.final_layernorm.weight", "model.norm.weight", (spec.hidden_size,))
         yield _vocabulary("output_layer.weight", spec, head, vocab)
 
 
 def _vocabulary(name: str, spec: ModelSpec, source: str, rows: slice) -> RankTensor:
     held = slice(min(rows.start, spec.vocab_size), min(rows.stop, spec.vocab_size))
-    count = held.stop - held.start
-    return RankTensor(
-        name=name,
-        shape=(rows.stop - rows.start, spec.hidden_size),
-        pieces=(Piece(source, held, None, 0, count),),
-        num_rows=count,
-    )
+    return _single(name, source, (rows.stop - rows.start, spec.hidden_size), held)
 
 
 def _attention(
@@ -141,56 +136,33 @@ def _attention(
             num_rows=groups * (heads + 2) * dim,
         )
     proj = f"{to}self_attention.linear_proj.weight"
-    yield _columns(proj, f"{attention}o_proj.weight", hidden, q)
+    yield _columns(proj, spec, f"{attention}o_proj.weight", q)
     if spec.gpt_oss is not None:
         bias = f"{to}self_attention.linear_proj.bias"
-        yield _whole(bias, f"{attention}o_proj.bias", (hidden,))
+        yield _single(bias, f"{attention}o_proj.bias", (hidden,))
         of_rank = shard_range(spec.num_heads, tp_rank, tp_size)
         sinks = f"{to}self_attention.core_attention.sinks"
-        yield _rows(sinks, f"{attention}sinks", of_rank)
-
-
-def _mlp(spec: ModelSpec, to: str, source: str, tp_rank: int, tp_size: int) -> Iterator[RankTensor]:
-    rows = shard_range(spec.ffn_size, tp_rank, tp_size)
-    gate, up, down = (f"{source}mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
-    yield _gate_and_up(f"{to}mlp.linear_fc1.weight", spec, (gate, up), rows)
-    yield _columns(f"{to}mlp.linear_fc2.weight", down, spec.hidden_size, rows)
+        yield _single(sinks, f"{attention}sinks", (spec.num_heads // tp_size,), of_rank)
 
 
 def _experts(spec: ModelSpec, to: str, source: str, share: ExpertShare) -> Iterator[RankTensor]:
     experts = spec.experts
     assert experts is not None, "the model has none"
     router = (experts.num_experts, spec.hidden_size)
-    yield _whole(f"{to}mlp.router.weight", source + experts.stored_router, router)
+    yield _single(f"{to}mlp.router.weight", source + experts.stored_router, router)
     if experts.glu is not None:
-        yield _whole(f"{to}mlp.router.bias", source + experts.stored_router_bias, router[:1])
+        yield _single(f"{to}mlp.router.bias", source + experts.stored_router_bias, router[:1])
     rows, to = shard_range(spec.ffn_size, share.tp_rank, share.tp_size), f"{to}mlp.experts."
     for local, number in enumerate(share.numbers):
-        gate = source + experts.stored(number, "gate_proj")
-        up = source + experts.stored(number, "up_proj")
-        down = source + experts.stored(number, "down_proj")
-        yield _gate_and_up(f"{to}linear_fc1.weight{local}", spec, (gate, up), rows)
-        yield _columns(f"{to}linear_fc2.weight{local}", down, spec.hidden_size, rows)
-        if experts.glu is not None:
-            yield from _expert_biases(spec, experts, to, source, local, number, rows)
-
-
-def _expert_biases(
-    spec: ModelSpec,
-    experts: ExpertsSpec,
-    to: str,
-    source: str,
-    local: int,
-    number: int,
-    rows: slice,
-) -> Iterator[RankTensor]:
-    """Those of one expert; of ranks that share it, the first one adds that of its output."""
-    gate = source + experts.stored_bias(number, "gate_proj")
-    up = source + experts.stored_bias(number, "up_proj")
-    yield _gate_and_up(f"{to}linear_fc1.bias{local}", spec, (gate, up), rows, is_bias=True)
-    down, hidden = source + experts.stored_bias(number, "down_proj"), spec.hidden_size
-    held = slice(0, hidden if rows.start == 0 else 0)
-    yield replace(_rows(f"{to}linear_fc2.bias{local}", down, held), shape=(hidden,))
+        weights = [source + experts.stored(number, part) for part in EXPERT_PARTS]
+        yield from _mlp(spec, to, f"{local}", weights, rows)
+        if experts.glu is None:
+            continue
+        *into, out = (source + experts.stored_bias(number, part) for part in EXPERT_PARTS)
+        yield _gate_and_up(f"{to}linear_fc1.bias{local}", spec, into, rows, is_bias=True)
+        # Of ranks that share an expert, the first one adds the bias of its output.
+        held = slice(0, spec.hidden_size if rows.start == 0 else 0)
+        yield _single(f"{to}linear_fc2.bias{local}", out, (spec.hidden_size,), held)
 
 
 def _shared_expert(
@@ -198,16 +170,23 @@ def _shared_expert(
 ) -> Iterator[RankTensor]:
     if spec.experts is None or spec.shared_ffn_size is None:
         return
-    gate, up, down = (source + spec.experts.stored_shared(part) for part in EXPERT_PARTS)
-    rows, to = shard(spec.shared_ffn_size), f"{to}mlp.shared_experts."
-    yield _gate_and_up(f"{to}linear_fc1.weight", spec, (gate, up), rows)
-    yield _columns(f"{to}linear_fc2.weight", down, spec.hidden_size, rows)
+    sources = [source + spec.experts.stored_shared(part) for part in EXPERT_PARTS]
+    to = f"{to}mlp.shared_experts."
+    yield from _mlp(spec, to, "", sources, shard(spec.shared_ffn_size))
     sigmoid = source + spec.experts.stored_shared_gate
-    yield _whole(f"{to}gate_weight", sigmoid, (1, spec.hidden_size))
+    yield _single(f"{to}gate_weight", sigmoid, (1, spec.hidden_size))
+
+
+def _mlp(
+    spec: ModelSpec, to: str, number: str, sources: Sequence[str], rows: slice
+) -> Iterator[RankTensor]:
+    *into, out = sources
+    yield _gate_and_up(f"{to}linear_fc1.weight{number}", spec, into, rows)
+    yield _columns(f"{to}linear_fc2.weight{number}", spec, out, rows)
 
 
 def _gate_and_up(
-    name: str, spec: ModelSpec, sources: tuple[str, str], rows: slice, *, is_bias: bool = False
+    name: str, spec: ModelSpec, sources: Sequence[str], rows: slice, *, is_bias: bool = False
 ) -> RankTensor:
     size = rows.stop - rows.start
     return RankTensor(
@@ -221,31 +200,28 @@ def _gate_and_up(
     )
 
 
-def _rows(name: str, source: str, rows: slice) -> RankTensor:
-    count = rows.stop - rows.start
-    piece = Piece(source, rows, None, 0, count)
-    return RankTensor(name=name, shape=(count,), pieces=(piece,), num_rows=count)
-
-
-def _columns(name: str, source: str, num_rows: int, cols: slice) -> RankTensor:
-    return RankTensor(
-        name=name,
-        shape=(num_rows, cols.stop - cols.start),
-        pieces=(Piece(source, slice(0, num_rows), cols, 0, num_rows),),
-        num_rows=num_rows,
-    )
+def _columns(name: str, spec: ModelSpec, source: str, cols: slice) -> RankTensor:
+    return _single(name, source, (spec.hidden_size, cols.stop - cols.start), cols=cols)
 
 
 def _norms(spec: ModelSpec, to: str, source: str) -> Iterator[RankTensor]:
     names = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
     for name, stored in names.items():
-        yield _whole(f"{to}{name}.weight", f"{source}{stored}.weight", (spec.hidden_size,))
+        yield _single(f"{to}{name}.weight", f"{source}{stored}.weight", (spec.hidden_size,))
     for part in ("q", "k") if spec.qk_norm else ():
         name, stored = f"self_attention.{part}_layernorm", f"self_attn.{part}_norm"
-        yield _whole(f"{to}{name}.weight", f"{source}{stored}.weight", (spec.head_dim,))
+        yield _single(f"{to}{name}.weight", f"{source}{stored}.weight", (spec.head_dim,))
 
 
-def _whole(name: str, source: str, shape: tuple[int, ...]) -> RankTensor:
-    rows = shape[0]
-    piece = Piece(source, slice(0, rows), None, 0, rows)
-    return RankTensor(name=name, shape=shape, pieces=(piece,), num_rows=rows)
+def _single(
+    name: str,
+    source: str,
+    shape: tuple[int, ...],
+    rows: slice | None = None,
+    cols: slice | None = None,
+) -> RankTensor:
+    """A tensor of one piece: rows and columns of what is stored; None takes all of them."""
+    rows = slice(0, shape[0]) if rows is None else rows
+    count = rows.stop - rows.start
+    piece = Piece(source, rows, cols, 0, count)
+    return RankTensor(name=name, shape=shape, pieces=(piece,), num_rows=count)

@@ -44,7 +44,7 @@ NUM_ROWS = 160
 
 
 class _Found(NamedTuple):
-    """What one process has seen, or the largest of all processes."""
+    """The largest values that any process has seen."""
 
     moved: float
     """Largest move of a loss as other documents' tokens change."""
@@ -98,7 +98,7 @@ def check_isolation(
             ran = run([probes[index] for index in order])
         for index, losses_T in zip(order, ran, strict=False):
             losses[index].append(losses_T[probes[index].target_rows])
-        found = _largest_of_all(_seen(probes, losses, heard, groups), groups)
+        found = _seen(probes, losses, heard, groups)
         if found.is_apart(rounding):
             break
     if found.again > 0:
@@ -154,20 +154,17 @@ def _probes(
                 tokens = np.full_like(tokens, documents[kept][0])
             sequence = TokenSequence(tokens, np.ones(len(tokens), dtype=bool))
             placed.append(Placed(0, Item(sequence, index, 0, float(is_kept))))
-        probes.append(_pack(placed, num_rows, groups))
+        packed = pack(
+            placed,
+            num_tokens=num_rows,
+            num_slots=1,
+            dropout_keys=(),
+            cp_rank=groups.cp_rank,
+            cp_size=groups.layout.cp_size,
+            device=groups.device,
+        )
+        probes.append(packed)
     return probes
-
-
-def _pack(placed: Sequence[Placed], num_rows: int, groups: ParallelGroups) -> PackedBatch:
-    return pack(
-        placed,
-        num_tokens=num_rows,
-        num_slots=1,
-        dropout_keys=(),
-        cp_rank=groups.cp_rank,
-        cp_size=groups.layout.cp_size,
-        device=groups.device,
-    )
 
 
 class _Heard(NamedTuple):
@@ -207,7 +204,7 @@ def _seen(
     heard: Sequence[_Heard],
     groups: ParallelGroups,
 ) -> _Found:
-    """Returns what the probes have shown to this process.
+    """Returns what the probes have shown to all processes; collective over the world.
 
     Args:
         losses: of the rows with a target, by probe, as often as it ran.
@@ -229,7 +226,10 @@ def _seen(
         foreign.append(float(largest_n.masked_fill(is_own_n, 0).max()))
         own.append(float(largest_n.masked_fill(~is_own_n, 0).max()))
     columns = (moved, usual, again, foreign, own)
-    return _Found(*(max(map(_or_infinity, values)) for values in columns))
+    largest = [max(map(_or_infinity, values)) for values in columns]
+    of_all = torch.tensor(largest, dtype=torch.float32, device=groups.device)
+    dist.all_reduce(of_all, op=dist.ReduceOp.MAX)
+    return _Found(*of_all.tolist())
 
 
 def _difference(found_N: Tensor, expected_N: Tensor) -> float:
@@ -239,9 +239,3 @@ def _difference(found_N: Tensor, expected_N: Tensor) -> float:
 def _or_infinity(value: float) -> float:
     """What compares as NaN should: a reduction may lose NaN."""
     return math.inf if math.isnan(value) else value
-
-
-def _largest_of_all(found: _Found, groups: ParallelGroups) -> _Found:
-    values = torch.tensor(found, dtype=torch.float32, device=groups.device)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return _Found(*values.tolist())

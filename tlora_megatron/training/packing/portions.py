@@ -19,7 +19,6 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 from tlora_megatron.model.cp_dispatch import CpRates, CpTeam, Cut, share_among_teams, team_ends_ps
@@ -214,7 +213,7 @@ def _cut_replica(
     if any(p.portion is not None for p in placed):
         return _cut_portions(placed, table, padding)
     parts = cut_by_recompute([p.item.length for p in placed], table, padding)
-    return tuple(in_packed_order([placed[i] for i in part]) for part in parts)
+    return tuple(_items(placed, part) for part in parts)
 
 
 def cut_by_recompute(
@@ -352,7 +351,12 @@ def form_teams(content: Round, rates: CpRates, table: RecomputeTable | None = No
     Args:
         table: the recompute of micro-batches by the rows of whole replicas.
     """
-    cut_for = partial(_cut_evenly, rates) if table is None else partial(_cut, rates, table)
+
+    def cut_for(lengths: Sequence[int], size: int) -> list[list[int]]:
+        if table is None:
+            return cut(lengths, rates.of(size).longest)
+        return cut_by_recompute(lengths, table.of_share(size, rates.cp_size))
+
     formed = [_form(own, rates, cut_for) for own in content.replicas]
     return Round(
         replicas=tuple(items for items, _ in formed), teams=tuple(teams for _, teams in formed)
@@ -364,16 +368,7 @@ def _form(
 ) -> tuple[tuple[MicroBatchItems, ...], tuple[CpTeam, ...]]:
     placed = list(itertools.chain(*whole))
     shares = share_among_teams([p.item.length for p in placed], rates, cut_for)
-    items = (in_packed_order([placed[i] for i in places]) for places in shares.places)
-    return tuple(items), shares.teams
-
-
-def _cut_evenly(rates: CpRates, lengths: list[int], size: int) -> list[list[int]]:
-    return cut(lengths, rates.of(size).longest)
-
-
-def _cut(rates: CpRates, table: RecomputeTable, lengths: list[int], size: int) -> list[list[int]]:
-    return cut_by_recompute(lengths, table.of_share(size, rates.cp_size))
+    return tuple(_items(placed, places) for places in shares.places), shares.teams
 
 
 def rank_ends_ps(filled: Round, rates: CpRates) -> list[int]:

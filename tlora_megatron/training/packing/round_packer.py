@@ -189,7 +189,11 @@ class RoundPacker:
             return [micro_batch for placed in bins for micro_batch in self.pack([placed])]
         contents = [self._with_rows(placed) for placed in bins]
         num_tokens = self._num_rows(contents)
-        packed = [self._pack_whole(placed, num_tokens) for placed in contents]
+        everyone = CpTeam(0, self.groups.layout.cp_size)
+        packed = [
+            self._pack(placed, num_tokens, everyone, num_parts=self.num_nano_batches)
+            for placed in contents
+        ]
         splits: Sequence[SplitBatch | None] = [None] * len(packed)
         if self.num_nano_batches > 1:
             packer = self._nano_batch_packer()
@@ -202,18 +206,8 @@ class RoundPacker:
         """Packs a micro-batch that some of the replica's context-parallel ranks share."""
         cp_size = self.groups.layout.cp_size
         rows = sum(p.item.length for p in placed)
-        packed = pack(
-            placed,
-            num_tokens=round_up(max(rows, 1), row_multiple(self.groups) // cp_size * team.size),
-            num_slots=len(self.active),
-            dropout_keys=self.dropout_keys,
-            cp_rank=self.groups.cp_rank - team.first_rank,
-            cp_size=team.size,
-            device=self.groups.device,
-            token_budget=self._row_budget // cp_size * team.size,
-            exactness=self.shape.exactness,
-        )
-        made, table = MicroBatch(packed), self._recompute
+        num_tokens = round_up(max(rows, 1), row_multiple(self.groups) // cp_size * team.size)
+        made, table = MicroBatch(self._pack(placed, num_tokens, team)), self._recompute
         return made if table is None else with_recompute(made, table, cp_size)
 
     @property
@@ -258,17 +252,19 @@ class RoundPacker:
         layout = self.groups.layout
         return self.active[slot] or layout.sequence_parallel or layout.cp_size > 1
 
-    def _pack_whole(self, placed: Sequence[Placed], num_tokens: int) -> PackedBatch:
+    def _pack(
+        self, placed: Sequence[Placed], num_tokens: int, team: CpTeam, num_parts: int = 1
+    ) -> PackedBatch:
         return pack(
             placed,
             num_tokens=num_tokens,
             num_slots=len(self.active),
             dropout_keys=self.dropout_keys,
-            cp_rank=self.groups.cp_rank,
-            cp_size=self.groups.layout.cp_size,
+            cp_rank=self.groups.cp_rank - team.first_rank,
+            cp_size=team.size,
             device=self.groups.device,
-            token_budget=self._row_budget,
-            num_parts=self.num_nano_batches,
+            token_budget=self._row_budget // self.groups.layout.cp_size * team.size,
+            num_parts=num_parts,
             exactness=self.shape.exactness,
         )
 

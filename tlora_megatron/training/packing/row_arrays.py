@@ -109,17 +109,10 @@ class RowArrays(NamedTuple):
 
 def join_rows(parts: Sequence[RowArrays]) -> RowArrays:
     """Joins rows, one part behind the other."""
-    joined = RowArrays(
-        np.concatenate([part.tokens for part in parts]),
-        np.concatenate([part.labels for part in parts]),
-        np.concatenate([part.weights for part in parts]),
-    )
+    tokens, labels, weights, _ = zip(*parts, strict=True)
+    joined = RowArrays(np.concatenate(tokens), np.concatenate(labels), np.concatenate(weights))
     if all(part.sent is None for part in parts):
         return joined
     sent = [part.sent or SentRows.zeros(len(part.tokens)) for part in parts]
-    rows = SentRows(
-        np.concatenate([part.is_sent for part in sent]),
-        np.concatenate([part.kind for part in sent]),
-        np.concatenate([part.inputs for part in sent], axis=1),
-    )
-    return joined._replace(sent=rows)
+    rows = (np.concatenate(values, axis=-1) for values in zip(*sent, strict=True))
+    return joined._replace(sent=SentRows(*rows))

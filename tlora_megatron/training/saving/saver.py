@@ -62,9 +62,12 @@ def checkpoint_target(
     permit: Permit = always,
 ) -> Target:
     """Returns the checkpoint of a job as it is now, in `directory/step_N`."""
-    state = checkpoint_state(job, quantisation)
-    write = partial(_write_checkpoint, directory, job.step, state, permit)
-    clean_up = partial(remove_old_checkpoints, directory, job.step, permit)
+    state, step = checkpoint_state(job, quantisation), job.step
+
+    def write(snapshot: Snapshot) -> int:
+        return write_checkpoint(directory, step, state, *_tensors(snapshot), permit)
+
+    clean_up = partial(remove_old_checkpoints, directory, step, permit)
     return Target(BUFFERS, write, on_error, clean_up=clean_up)
 
 
@@ -76,7 +79,11 @@ def state_target(
     permit: Permit = always,
 ) -> Target:
     """Returns the checkpoint of a job as it is now, as `directory` itself."""
-    write = partial(_write_state, directory, checkpoint_state(job, quantisation), permit)
+    state = checkpoint_state(job, quantisation)
+
+    def write(snapshot: Snapshot) -> int:
+        return write_state(directory, state, *_tensors(snapshot), permit)
+
     return Target(BUFFERS, write, on_error)
 
 
@@ -88,18 +95,19 @@ def adapter_target(
     permit: Permit = always,
 ) -> Target:
     """Returns the adapter of a job as a PEFT directory."""
-    write = partial(_write_adapter, directory, base_model, quantisation, permit)
+
+    def write(snapshot: Snapshot) -> int:
+        return write_adapter(
+            directory,
+            lora=snapshot.lora,
+            factors=snapshot.tensors(BUFFERS[0]),
+            model=snapshot.spec,
+            base_model=base_model,
+            quantisation=quantisation,
+            permit=permit,
+        )
+
     return Target(BUFFERS[:1], write, on_error)
-
-
-def _write_checkpoint(
-    directory: Path, step: int, state: str, permit: Permit, snapshot: Snapshot
-) -> int:
-    return write_checkpoint(directory, step, state, *_tensors(snapshot), permit)
-
-
-def _write_state(directory: Path, state: str, permit: Permit, snapshot: Snapshot) -> int:
-    return write_state(directory, state, *_tensors(snapshot), permit)
 
 
 def _tensors(snapshot: Snapshot) -> tuple[list[PendingTensor], list[PendingTensor]]:
@@ -107,24 +115,6 @@ def _tensors(snapshot: Snapshot) -> tuple[list[PendingTensor], list[PendingTenso
     master, *moments = BUFFERS
     of_moments = [t for name in moments for t in snapshot.tensors(name, prefix=f"{name}.")]
     return snapshot.tensors(master), of_moments
-
-
-def _write_adapter(
-    directory: Path,
-    base_model: str,
-    quantisation: QuantisationCard | None,
-    permit: Permit,
-    snapshot: Snapshot,
-) -> int:
-    return write_adapter(
-        directory,
-        lora=snapshot.lora,
-        factors=snapshot.tensors(BUFFERS[0]),
-        model=snapshot.spec,
-        base_model=base_model,
-        quantisation=quantisation,
-        permit=permit,
-    )
 
 
 _NEWS = range(0)

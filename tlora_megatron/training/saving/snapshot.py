@@ -14,9 +14,9 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -184,21 +184,23 @@ class Snapshot(NamedTuple):
         rows = zip(self.layouts, self.buffers[buffer], strict=True)
         flat = [row[: layout.numel] for layout, row in rows]
         return [
-            PendingTensor(prefix + tensor.name, tensor.shape, _reader(tensor), _one_reader(tensor))
+            PendingTensor(
+                prefix + tensor.name,
+                tensor.shape,
+                partial(_read, tensor),
+                partial(_read_expert, tensor),
+            )
             for tensor in find_whole_tensors(self.layouts, flat, self.spec)
         ]
 
 
-def _reader(tensor: WholeTensor) -> Callable[[Scratch], Tensor]:
-    def read(scratch: Scratch) -> Tensor:
-        stored = tensor.as_stored()
-        return tensor.join(scratch.room(tensor.shape)) if stored is None else stored
-
-    return read
+def _read(tensor: WholeTensor, scratch: Scratch) -> Tensor:
+    stored = tensor.as_stored()
+    return tensor.join(scratch.room(tensor.shape)) if stored is None else stored
 
 
-def _one_reader(tensor: WholeTensor) -> Callable[[int, Scratch], Tensor]:
-    return lambda expert, scratch: _reader(tensor.of_expert(expert))(scratch)
+def _read_expert(tensor: WholeTensor, expert: int, scratch: Scratch) -> Tensor:
+    return _read(tensor.of_expert(expert), scratch)
 
 
 class SnapshotTaker:

@@ -83,19 +83,17 @@ def published_folder(name: Path) -> Path:
 def versions_of(job_folder: Path) -> list[AdapterVersion]:
     """The versions of a job that are on the disk, oldest first."""
     folder = job_folder / FOLDER / _VERSIONS
-    found = (AdapterVersion.of(folder / name) for name in _names(folder))
-    return sorted(version for version in found if version is not None)
-
-
-def _names(folder: Path) -> list[str]:
     try:
-        return os.listdir(folder)
+        names = os.listdir(folder)
     except FileNotFoundError:
         return []
+    found = (AdapterVersion.of(folder / name) for name in names)
+    return sorted(version for version in found if version is not None)
 
 
 logger = logging.getLogger(__name__)
 
+_THREADS = 2
 T = TypeVar("T")
 
 
@@ -119,7 +117,7 @@ class Writer:
     was submitted is still carried out.
     """
 
-    def __init__(self, threads: int = 2) -> None:
+    def __init__(self) -> None:
         self.changed = threading.Condition()
         """Held by whoever changes what others wait for; its waiters look anew at every task's end.
         """
@@ -128,7 +126,6 @@ class Writer:
         """The jobs of the tasks that run."""
         self._error: BaseException | None = None
         self._threads: list[threading.Thread] = []
-        self._count = threads
         self._is_closing = False
 
     def submit(self, run: Callable[[], None], job: str | None = None) -> None:
@@ -141,15 +138,13 @@ class Writer:
             self._check()
             self._tasks.append(_Task(run, job))
             if not self._threads:
-                self._start()
+                atexit.register(self._drain_at_exit)
+                for number in range(_THREADS):
+                    name = f"tlora-writer-{number}"
+                    thread = threading.Thread(target=self._work, name=name, daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
             self.changed.notify_all()
-
-    def _start(self) -> None:
-        for number in range(self._count):
-            name = f"tlora-writer-{number}"
-            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-            self._threads[-1].start()
-        atexit.register(self._drain_at_exit)
 
     def wait(self, ready: Callable[[], T | None]) -> T:
         """Waits until `ready`, which is called with the lock held, returns something but None."""

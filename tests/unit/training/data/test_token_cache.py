@@ -25,7 +25,11 @@ from tlora_megatron.training.data.job_data import (
 )
 from tlora_megatron.training.data.mapped_tokens import MappedSequences, lengths_of
 
-ROWS = [{"text": "x" * n} for n in (3, 70, 1, 9)] + [{"prompt": "why? ", "completion": "so"}]
+ROWS = [
+    *({"text": "x" * n} for n in (3, 70, 1, 9)),
+    {"prompt": "why? ", "completion": "so"},
+    {"messages": [{"role": role, "content": role[0]} for role in ("user", "assistant")]},
+]
 
 
 @pytest.fixture
@@ -72,7 +76,9 @@ def test_the_cache_gives_the_bits_of_the_files(
     _same(again.data, expected)
     assert again.keys == first.keys
     assert isinstance(again.data.train, MappedSequences)
-    assert [r.getMessage() for r in caplog.records] == told * 2  # what was cut is told again
+    # What was cut, and which answers never end, is told again.
+    assert [r.getMessage() for r in caplog.records] == told * 2
+    assert sum("ends 1 answers with no" in text for text in told) == 2
     assert again.data.train[-1].tokens.tolist() == expected.train[-1].tokens.tolist()
     assert len(again.data.train[1:3]) == 2
     with pytest.raises(IndexError):
@@ -107,7 +113,8 @@ def test_all_that_shapes_tokens_is_in_the_key(
     assert key(replace(job, name="y", data=replace(job.data, train=str(copied)))) == first
     copied.write_bytes(copied.read_bytes() + b"\n")
     others.append(key(replace(job, data=replace(job.data, train=str(copied)))))
-    (source.folder / "chat_template.jinja").write_text("{{ messages }}")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (source.folder / "chat_template.jinja").write_text(template)
     others.append(key())
     (source.folder / "model.safetensors").write_text("weights shape no token")
     assert key() == others[-1]
@@ -139,17 +146,6 @@ def test_a_damaged_entry_is_made_again(
         _same(cache.load(job, source, VOCAB_SIZE, first.keys).data, first.data)
     assert "tokens are made again" in caplog.text
     assert path.read_bytes() == whole
-
-
-def test_answers_that_never_end_are_told_by_the_cache_too(
-    cache: TokenCache, job: JobSpec, source: TokenizerFolder, caplog: pytest.LogCaptureFixture
-) -> None:
-    messages = [{"role": role, "content": role[0]} for role in ("user", "assistant")]
-    Path(job.data.train).write_text(json.dumps({"messages": messages}) + "\n")
-    keys = cache.load(job, source, VOCAB_SIZE).keys
-    cache.load(job, TokenizerFolder(Path("nowhere")), VOCAB_SIZE, keys)
-    told = [r.getMessage() for r in caplog.records if "ends 1 answers with no" in r.getMessage()]
-    assert len(told) == 2
 
 
 def test_a_known_key_is_of_a_file(cache: TokenCache, job: JobSpec, source: TokenizerFolder) -> None:

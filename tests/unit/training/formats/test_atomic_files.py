@@ -4,7 +4,6 @@ safetensors.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 from collections.abc import Callable
@@ -127,18 +126,6 @@ def _write_killed_before(
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status in (0, 9)
     return status == 9
-
-
-def test_exchange_is_used_where_it_can_be(tmp_path: Path) -> None:
-    """On this file system or not, the outcome is an exchange or an honest False."""
-    first, second = tmp_path / "a", tmp_path / "b"
-    first.mkdir()
-    second.mkdir()
-    (first / "mark").touch()
-    exchanged = atomic_directory._exchange(first, second)
-    assert (second / "mark").exists() is exchanged
-    assert (first / "mark").exists() is not exchanged
-    assert not atomic_directory._exchange(first, tmp_path / "missing")
 
 
 @pytest.fixture
@@ -353,19 +340,3 @@ def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
     content = tensors() | {"m": torch.tensor([[1.0, torch.nan]])}
     with pytest.raises(ValueError, match="m must be finite, got NaN or inf"):
         write_tensors(tmp_path / "file", pending(content))
-
-
-def test_a_disk_that_fills_up_is_oserror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left, pwrite = 300, os.pwrite
-
-    def filling(descriptor: int, data: memoryview, offset: int) -> int:
-        nonlocal left
-        if not left:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written = pwrite(descriptor, data[:left], offset)
-        left -= written
-        return written
-
-    monkeypatch.setattr(os, "pwrite", filling)
-    with pytest.raises(OSError, match="No space left"):
-        write_tensors(tmp_path / "file", pending(tensors()))

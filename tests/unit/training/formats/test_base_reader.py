@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.base_case import FILE, UP, assert_base_is_read
+from tests.helpers.base_case import FILE, UP, assert_base_is_read, converted, parts_of
 from tests.helpers.one_process import one_process_groups
 from tests.helpers.tiny_models import TINY_MODEL_TYPES, TinyModelType, make_tiny_model
-from tests.unit.training.formats.test_hf_convert import rank_tensors as converted
 from tlora_megatron.integrations.megatron import model as backbone
 from tlora_megatron.layers.quantised_linear import quantised_linears
 from tlora_megatron.model.layout import ParallelLayout
@@ -35,14 +34,13 @@ from tlora_megatron.training.formats.hf_convert import (
     draw_base,
     hf_shapes,
 )
-from tlora_megatron.training.formats.rank_tensors import rank_tensors
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("tp_size", [1, 4])
 @pytest.mark.parametrize("model_type", TINY_MODEL_TYPES)
-def test_parameters_are_those_of_megatron_tensors(
+def test_parameters_are_those_of_tensors_read_one_by_one(
     tmp_path: Path, model_type: TinyModelType, tp_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Blocks of a few rows: units of qkv, rows and what is left over are all cut.
@@ -54,17 +52,17 @@ def test_parameters_are_those_of_megatron_tensors(
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_files_of_any_dtype(tmp_path: Path, stored: torch.dtype, dtype: torch.dtype) -> None:
-    directory = make_tiny_model(tmp_path, "llama", tied=True)
-    change(directory, {name: value.to(stored) for name, value in tensors_of(directory).items()})
-    assert_base_is_read(directory, CPU, dtype=dtype)
+    file = make_tiny_model(tmp_path, "llama", tied=True) / FILE
+    save_file({name: value.to(stored) for name, value in load_file(file).items()}, file)
+    assert_base_is_read(tmp_path, CPU, dtype=dtype)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path: Path, value: float) -> None:
     directory = make_tiny_model(tmp_path, "llama")
-    tensors = tensors_of(directory)
+    tensors = load_file(directory / FILE)
     tensors[UP][3, 5] = value
-    change(directory, tensors)
+    save_file(tensors, directory / FILE)
     match = rf"^{UP} of .*{FILE} must be finite, got NaN or infinity: .* fetch or convert it anew"
     with pytest.raises(ValueError, match=match):
         assert_base_is_read(directory, CPU)
@@ -75,23 +73,11 @@ def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path: Path, value: fl
 def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path, "llama")
     spec, checkpoint = read_model_spec(directory / "config.json"), HFCheckpoint(directory)
-    tensors = list(
-        rank_tensors(
-            spec, tp_rank=0, tp_size=1, layers=range(1), with_embedding=True, with_output=True
-        )
-    )
+    tensors = parts_of(spec, 0, 1)
     parameters = {tensor.name: torch.empty(tensor.shape) for tensor in tensors}
     (directory / FILE).write_bytes((directory / FILE).read_bytes()[:5000])
     with pytest.raises(ValueError, match=rf"{FILE} must be a complete safetensors file, got its"):
         base_reader.read_base(checkpoint, tensors, parameters)
-
-
-def tensors_of(directory: Path) -> dict[str, Tensor]:
-    return dict(load_file(directory / FILE))
-
-
-def change(directory: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, directory / FILE)
 
 
 UNQUANTISED = ("embed_tokens", "lm_head", "layers.1.o_proj")
@@ -104,9 +90,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(source: WeightSource, spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
     """One rank's tensors, with codes where there are linears, and scales as `NAME.scale`."""
-    part: dict[str, Any] = {"tp_rank": tp_rank, "tp_size": tp_size}
-    part |= {"layers": range(spec.num_layers), "with_embedding": True, "with_output": True}
-    tensors = list(rank_tensors(spec, **part))
+    tensors = parts_of(spec, tp_rank, tp_size)
     held = [t for t in tensors if ".linear_" in t.name and t.name.endswith(".weight")]
     scales = {tensor.name: torch.full((tensor.shape[0],), float("nan")) for tensor in held}
     parameters = {

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -150,25 +150,6 @@ class TestFiles:
             assert list(tmp_path.iterdir()) == []
 
 
-class Failing(NamedTuple):
-    """A weight source that fails at a tensor, as a disk or a person might."""
-
-    source: HFCheckpoint
-    name: str
-    error: BaseException
-
-    def keys(self) -> list[str]:
-        return self.source.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(name)
-
-    def read(self, name: str, *part: Any, **parts: Any) -> torch.Tensor:
-        if name == self.name:
-            raise self.error
-        return self.source.read(name, *part, **parts)
-
-
 Said = Callable[[Path, Path], str]
 
 
@@ -186,13 +167,20 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
 class TestRefusals:
     @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
     def test_a_failed_conversion(self, tiny: Path, tmp_path: Path, error: BaseException) -> None:
-        spec, source = read_model_spec(tiny / "config.json"), HFCheckpoint(tiny)
-        planned = plan_megatron_checkpoint(spec, source)
-        failing = Failing(source, "model.layers.2.mlp.down_proj.weight", error)
+        class Failing(HFCheckpoint):
+            """Fails at a tensor, as a disk or a person might."""
+
+            def read(self, name: str, *part: Any, **parts: Any) -> torch.Tensor:
+                if name == "model.layers.2.mlp.down_proj.weight":
+                    raise error
+                return super().read(name, *part, **parts)
+
+        spec = read_model_spec(tiny / "config.json")
+        planned = plan_megatron_checkpoint(spec, HFCheckpoint(tiny))
         written: list[int] = []
         with pytest.raises(type(error)):
             write_megatron_checkpoint(
-                spec, failing, tmp_path / "out", planned, on_bytes=written.append
+                spec, Failing(tiny), tmp_path / "out", planned, on_bytes=written.append
             )
         assert len(written) == 3, "the embedding and two layers"
         assert list(tmp_path.iterdir()) == []

@@ -49,21 +49,11 @@ def test_a_rank_reads_its_experts_rows(tmp_path: Path) -> None:
     assert torch.equal(source.read(up.source, up.rows), source.read(up.source)[48:])
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        (ParallelLayout(ep_size=3, dp_size=3), "num_experts must be a multiple of ep_size=3, got"),
-        (ParallelLayout(tp_size=4, expert_tp_size=1), None),
-        (ParallelLayout(tp_size=4), None),
-    ],
-)
-def test_layouts(tmp_path: Path, layout: ParallelLayout, message: str | None) -> None:
+def test_layouts(tmp_path: Path) -> None:
     spec = read_model_spec(make_tiny_model(tmp_path, "mixtral") / "config.json")
-    if message is None:
-        check_layout(spec, layout)
-        return
-    with pytest.raises(ValueError, match=message):
-        check_layout(spec, layout)
+    check_layout(spec, ParallelLayout(tp_size=4, expert_tp_size=1))
+    with pytest.raises(ValueError, match="num_experts must be a multiple of ep_size=3, got"):
+        check_layout(spec, ParallelLayout(ep_size=3, dp_size=3))
 
 
 def test_processes_of_a_stage_are_shared_out(tmp_path: Path) -> None:

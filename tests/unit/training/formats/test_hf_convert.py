@@ -11,17 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.helpers.base_case import converted
 from tests.helpers.tiny_models import TINY_MODEL_TYPES, TinyModelType, make_tiny_model
 from tlora_megatron.layers.sites import fc1_row_order, qkv_row_order
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, RandomWeights, WeightSource
-from tlora_megatron.training.formats.hf_convert import (
-    check_layout,
-    check_weights,
-    hf_shapes,
-    megatron_tensors,
-)
+from tlora_megatron.training.formats.hf_convert import check_layout, check_weights, hf_shapes
 from tlora_megatron.training.formats.rank_tensors import shard_range
 
 WHOLE = "model.safetensors"
@@ -34,15 +30,6 @@ SMALL = ModelSpec(
     model_type="llama", num_layers=2, hidden_size=6, num_heads=4, num_kv_heads=2, head_dim=2,
     ffn_size=4, vocab_size=5, max_positions=8, norm_eps=1e-5, rope_theta=1e4,
 )  # fmt: skip
-
-
-def rank_tensors(
-    spec: ModelSpec, source: WeightSource, tp_rank: int, tp_size: int, **stage: object
-) -> dict[str, Tensor]:
-    options = {"layers": range(spec.num_layers), "with_embedding": True, "with_output": True}
-    return dict(
-        megatron_tensors(spec, source, tp_rank=tp_rank, tp_size=tp_size, **(options | stage))
-    )
 
 
 @pytest.fixture
@@ -74,7 +61,7 @@ def test_fc1_rows_are_gate_then_up_on_every_rank() -> None:
 def test_ranks_together_hold_every_weight_once(tmp_path: Path, model_type: TinyModelType) -> None:
     directory = make_tiny_model(tmp_path, model_type, num_shards=2)
     spec, source = read_model_spec(directory / "config.json"), HFCheckpoint(directory)
-    ranks = [rank_tensors(spec, source, rank, 2) for rank in range(2)]
+    ranks = [converted(spec, source, rank, 2) for rank in range(2)]
     layer = "model.layers.3.self_attn."
     for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
         whole = torch.cat([source.read(f"{layer}{part}_proj.{kind}") for part in "qkv"])
@@ -100,7 +87,7 @@ def test_ranks_together_hold_every_weight_once(tmp_path: Path, model_type: TinyM
 
 def test_vocabulary_is_padded_with_zero_rows(directory: Path, spec: ModelSpec) -> None:
     source = HFCheckpoint(directory)
-    ranks = [rank_tensors(spec, source, rank, 4)["output_layer.weight"] for rank in range(4)]
+    ranks = [converted(spec, source, rank, 4)["output_layer.weight"] for rank in range(4)]
     assert [len(rows) for rows in ranks] == [32, 32, 32, 32]
     torch.testing.assert_close(torch.cat(ranks)[:127], source.read(HEAD))
     assert not ranks[3][31].any()
@@ -109,14 +96,14 @@ def test_vocabulary_is_padded_with_zero_rows(directory: Path, spec: ModelSpec) -
 def test_a_vocabulary_smaller_than_a_ranks_rows_leaves_ranks_empty() -> None:
     spec = replace(SMALL, vocab_size=2, num_heads=4, num_kv_heads=4, ffn_size=4)
     source = RandomWeights(hf_shapes(spec), seed=0, device=torch.device("cpu"), dtype=torch.float32)
-    last = rank_tensors(spec, source, 3, 4)["embedding.word_embeddings.weight"]
+    last = converted(spec, source, 3, 4)["embedding.word_embeddings.weight"]
     assert last.shape == (1, 6)
     assert not last.any()
 
 
 def test_tied_output_is_the_embedding(tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path, "llama", tied=True)
-    held = rank_tensors(read_model_spec(directory / "config.json"), HFCheckpoint(directory), 1, 2)
+    held = converted(read_model_spec(directory / "config.json"), HFCheckpoint(directory), 1, 2)
     embedding = held["embedding.word_embeddings.weight"]
     torch.testing.assert_close(held["output_layer.weight"], embedding)
 
@@ -185,22 +172,10 @@ def test_a_missing_or_quantised_tensor_is_refused(directory: Path, spec: ModelSp
     codes = tensors.pop(O_PROJ).to(torch.float8_e4m3fn)
     save_file(tensors, directory / WHOLE)
     with pytest.raises(ValueError, match=rf"must hold the tensor {O_PROJ}, got 38 others"):
-        rank_tensors(spec, HFCheckpoint(directory), 0, 1)
+        converted(spec, HFCheckpoint(directory), 0, 1)
     save_file(tensors | {O_PROJ: codes}, directory / WHOLE)
     with pytest.raises(ValueError, match=rf"{O_PROJ} must be float32, .*got F8_E4M3"):
-        rank_tensors(spec, HFCheckpoint(directory), 0, 1)
-
-
-def test_an_index_that_lies_about_a_tensor_is_refused(tmp_path: Path) -> None:
-    directory = make_tiny_model(tmp_path, "llama", num_shards=2)
-    index = json.loads((directory / INDEX).read_text())
-    for path in directory.glob("model-*"):
-        tensors = load_file(path)
-        if tensors.pop(Q_PROJ, None) is not None:
-            save_file(tensors, path)
-    assert Q_PROJ in index["weight_map"]
-    with pytest.raises(ValueError, match=rf"must hold the tensor {Q_PROJ}"):
-        check_weights(read_model_spec(directory / "config.json"), HFCheckpoint(directory))
+        converted(spec, HFCheckpoint(directory), 0, 1)
 
 
 def test_a_wrong_shape_is_refused_with_both_shapes(directory: Path, spec: ModelSpec) -> None:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from peft.utils import load_peft_weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.helpers.base_case import converted, parts_of
 from tests.helpers.fp8_folders import (
     FILE,
     FORMATS,
@@ -27,7 +27,6 @@ from tests.helpers.fp8_folders import (
 )
 from tests.helpers.one_process import one_process_groups
 from tests.helpers.tiny_models import make_tiny_model
-from tests.unit.training.formats.test_hf_convert import rank_tensors as converted
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.megatron import model as backbone
@@ -38,6 +37,7 @@ from tlora_megatron.model.quantisation import base_quantisation, check_block_lay
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.training.formats import base_reader
+from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
 from tlora_megatron.training.formats.peft import export_adapter, load_adapter
 from tlora_megatron.training.formats.quantised import (
     QuantisationCard,
@@ -46,29 +46,11 @@ from tlora_megatron.training.formats.quantised import (
     check_same_base,
     quantisation_card,
 )
-from tlora_megatron.training.formats.rank_tensors import rank_tensors
 
 CODES = torch.zeros(192, 512).to(torch.float8_e4m3fn)
 Q = "model.layers.0.self_attn.q_proj"
 DOWN = "model.layers.0.mlp.down_proj"
 WIDE_DOWN = "decoder.layers.1.mlp.linear_fc2.weight"
-
-
-class Decoded:
-    """The folder's weights by the test's own decoder, as a `WeightSource`."""
-
-    def __init__(self, directory: Path) -> None:
-        self._weights = decoded(directory)
-
-    def keys(self) -> list[str]:
-        return sorted(self._weights)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._weights[name].shape)
-
-    def read(self, name: str, rows: Any = None, cols: slice | None = None) -> Tensor:
-        part = self._weights[name][rows or slice(None)]
-        return part if cols is None else part[:, cols]
 
 
 def held(directory: Path, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
@@ -80,9 +62,7 @@ def held(directory: Path, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
     check_block_layout(spec, quantisation, ParallelLayout(tp_size=tp_size))
     source = QuantizedSource(directory, quantisation.published)
     source.check(spec, quantisation)
-    part: dict[str, Any] = {"tp_rank": tp_rank, "tp_size": tp_size}
-    part |= {"layers": range(spec.num_layers), "with_embedding": True, "with_output": True}
-    tensors = list(rank_tensors(spec, **part))
+    tensors = parts_of(spec, tp_rank, tp_size)
     codes = {
         f"decoder.layers.{layer}.{'mlp' if 'fc' in linear else 'self_attention'}.{linear}.weight"
         for layer, linear in quantisation.linears
@@ -115,9 +95,11 @@ def test_every_value_is_kept(
     monkeypatch.setattr(base_reader, "_BLOCK_BYTES", 20_000)
     directory = make_fp8_folder(tmp_path, kind)
     spec = read_model_spec(directory / "config.json")
+    (tmp_path / "wide").mkdir()
+    save_file(decoded(directory), tmp_path / "wide" / FILE)
     for rank in range(tp_size):
         found = held(directory, rank, tp_size)
-        expected = converted(spec, Decoded(directory), rank, tp_size)
+        expected = converted(spec, HFCheckpoint(tmp_path / "wide"), rank, tp_size)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(found[name], value), name

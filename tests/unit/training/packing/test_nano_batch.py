@@ -24,6 +24,7 @@ from tlora_megatron.training.packing.nano_batch_packer import NanoBatchPacker
 from tlora_megatron.training.packing.packing import (
     Item,
     MicroBatch,
+    PackedBatch,
     Placed,
     RoundShape,
     SplitBatch,
@@ -124,13 +125,17 @@ def test_a_joined_micro_batch_has_the_rows_of_its_nano_batches() -> None:
         _ = joined.rows
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}])
-@pytest.mark.parametrize("count", [2, 3, 7])
-def test_a_split_has_the_same_tokens_and_targets(count: int, layout: dict[str, Any]) -> None:
-    whole = pack(
+def packed_whole() -> PackedBatch:
+    return pack(
         placed_items(), num_tokens=80, num_slots=4, dropout_keys=(), cp_rank=0, cp_size=1,
         device=CPU,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}])
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_a_split_has_the_same_tokens_and_targets(count: int, layout: dict[str, Any]) -> None:
+    whole = packed_whole()
     batch, places = split_of(count, **layout)
     used = sum(LENGTHS)
     assert len(batch.view.nano_views) in range(2, count + 1)
@@ -146,10 +151,7 @@ def test_a_split_has_the_same_tokens_and_targets(count: int, layout: dict[str, A
 
 
 def test_values_of_the_rows_that_ran_come_back_in_order() -> None:
-    whole = pack(
-        placed_items(), num_tokens=80, num_slots=4, dropout_keys=(), cp_rank=0, cp_size=1,
-        device=CPU,
-    )  # fmt: skip
+    whole = packed_whole()
     split = split_of(3, tp_size=2, sequence_parallel=True)
     in_parts = MicroBatch(whole, split)
     assert in_parts.executed is split.batch
@@ -187,7 +189,6 @@ def test_micro_batches_of_one_sequence_run_whole() -> None:
 
 def test_a_fixed_number_of_rows_is_kept() -> None:
     assert split_of(3, most_rows=80).batch.view.num_tokens == 80
-    assert RoundShape().fills_budget is False
 
 
 def test_a_portion_is_in_one_nano_batch_as_a_whole() -> None:

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,14 +18,11 @@ from tlora_megatron.model.cp_dispatch import CpRates, CpTeam
 from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.parallel.nano_cuts import cut_by_length
-from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import (
     Item,
-    MicroBatch,
     Placed,
     Round,
     RoundShape,
-    pack,
 )
 from tlora_megatron.training.packing.portions import (
     RoundRule,
@@ -36,7 +31,6 @@ from tlora_megatron.training.packing.portions import (
     fill_by_time,
     rank_ends_ps,
     round_ends_ps,
-    with_recompute,
 )
 from tlora_megatron.training.packing.round_packer import PackedRound, RoundPacker
 
@@ -94,26 +88,13 @@ def test_portions_stay_whole_and_in_order(drawn: list[tuple[int, int, int]]) -> 
         assert order == sorted(order)
 
 
-def test_a_packed_micro_batch_names_its_recompute() -> None:
-    items = [Placed(0, Item(sequence(20), 0, 0, 1.0))]
-    packed = pack(
-        items, num_tokens=32, num_slots=1, dropout_keys=(0,), cp_rank=0, cp_size=1,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-    assert packed.view.recompute is None
-    named = with_recompute(MicroBatch(packed), TABLE)
-    assert named.executed.view.recompute == "selective"
-    assert named.executed.tokens is packed.tokens
-
-
 RATE = ReplicaRate(token_ps=1000, square_ps=100, fixed_ps=5, longest=40)
 QUEUES = st.lists(st.lists(st.integers(1, 40), max_size=9), min_size=1, max_size=5)
 SHAPES = st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(1, 3))
 
 
 def items(lengths: Sequence[int]) -> list[Item]:
-    sequences = [TokenSequence(np.zeros(n + 1, np.int32), np.ones(n + 1, bool)) for n in lengths]
-    return [Item(sequence, i, 0, 1.0) for i, sequence in enumerate(sequences)]
+    return [Item(sequence(n, targets=n + 1), i, 0, 1.0) for i, n in enumerate(lengths)]
 
 
 def rule_of(dp_size: int, depth: int, pp_size: int = 1) -> RoundRule:

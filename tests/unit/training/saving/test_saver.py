@@ -155,24 +155,6 @@ def test_a_job_due_again_waits_for_its_last_save(tmp_path: Path, gate: Gate) -> 
     assert_same(saved(tmp_path, job, 1), state(job))
 
 
-def test_what_comes_behind_the_saves_is_written_behind_them(tmp_path: Path, gate: Gate) -> None:
-    """A file behind the saves waits for them: a trainer must not count ahead of its jobs."""
-    jobs = [make_job(name) for name in "abc"]
-    saver = make_saver(*jobs)
-    there: list[bool] = []
-    for job in jobs:
-        saver.save(job, [checkpoint(tmp_path, job)])
-    saver.submit(
-        lambda: there.extend(
-            (tmp_path / job.name / "checkpoints" / "step_00000000").is_dir() for job in jobs
-        )
-    )
-    assert not there
-    gate.open.set()
-    saver.close()
-    assert there == [True] * 3
-
-
 def test_a_full_disk_costs_the_save_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, errors = make_job("a"), list[Exception]()
     saver = make_saver(job)
