@@ -36,7 +36,7 @@ from tlora_megatron.training.formats.quantised import QuantisationCard
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.metrics import EventSink, write_summary
-from tlora_megatron.training.nano.rounds import rank_aware_cut
+from tlora_megatron.training.nano.rounds import rank_aware_cut, start_nano_batches
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob, start_job
 from tlora_megatron.training.round_timing import RateCorrection, RoundTiming, read_correction
@@ -46,7 +46,6 @@ from tlora_megatron.training.run.determinism import (
     run_fingerprint,
 )
 from tlora_megatron.training.run.job_admission import JobAdmission
-from tlora_megatron.training.run.nano_setup import start_nano_batches
 from tlora_megatron.training.run.output_dir import (
     CONFIG_NAME,
     claim_output_dir,
@@ -204,14 +203,12 @@ class TrainingRun:
             quantisation=self.quantisation,
             has_metrics=groups.is_writer,
         )
+        switch, run = engine.nano_batches, self.config.run
+        nano_rounds = start_nano_batches(
+            run, switch, groups, super_model.jobs, resuming=self._resuming
+        )
         self.loop = Loop(
-            super_model,
-            self.spec,
-            self.config.run,
-            files,
-            self.events,
-            nano_rounds=start_nano_batches(self.config.run, super_model, resuming=self._resuming),
-            watch=watch,
+            super_model, self.spec, run, files, self.events, nano_rounds=nano_rounds, watch=watch
         )
         self._open.callback(self.loop.close)
         return self.loop
