@@ -27,9 +27,9 @@ from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.runtime.resident import open_resident
 from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.formats.quantised import quantisation_card
-from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.resident import staging
 from tlora_megatron.training.run.job_admission import prepare_for
+from tlora_megatron.training.run.preparation import PreparedJob
 
 _digest_of = staging.digest_of
 _LEAVES = ("ended", "left", "refused")

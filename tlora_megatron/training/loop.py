@@ -26,7 +26,7 @@ class Loop:
     """Runs rounds with what is due behind each: metrics, evaluation, checkpoints, export.
 
     `run` trains all jobs to their ends. `step` runs one round, for callers with a loop of their
-    own, who call `close` at the end. `commands.JobCommands` lets jobs join and leave.
+    own, who call `close` at the end. `resident.commands.JobCommands` lets jobs join and leave.
 
     Args:
         events: takes what happens, on every rank that has one; None = it is not reported.

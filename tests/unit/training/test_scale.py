@@ -26,9 +26,9 @@ from tlora_megatron.ops.routing import Document, pack_micro_batch
 from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.optimizer import square_sum
-from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.run import reading, training_run
 from tlora_megatron.training.run.output_dir import claim_output_dir
+from tlora_megatron.training.run.preparation import PreparedJob
 
 
 class _Calls(TorchDispatchMode):

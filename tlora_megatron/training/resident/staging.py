@@ -24,8 +24,8 @@ from tlora_megatron.training.formats.hf_checkpoint import all_finite
 from tlora_megatron.training.job_saves import SavePolicy, StagedJob
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.metrics import JobMetrics
-from tlora_megatron.training.preparation import PreparedJob, start_job
 from tlora_megatron.training.resident.saved_states import LockedRing
+from tlora_megatron.training.run.preparation import PreparedJob, start_job
 
 _HEAD = 8
 _ROOM = 4096

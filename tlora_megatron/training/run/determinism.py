@@ -28,7 +28,7 @@ from tlora_megatron.ops.lora.kernel_choice import kernel_choice
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.evaluation import Scorer
 from tlora_megatron.training.formats.quantised import QuantisationCard
-from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.run.preparation import PreparedJob
 from tlora_megatron.training.run.summary import versions
 
 ENVIRONMENT = {

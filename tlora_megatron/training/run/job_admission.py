@@ -26,7 +26,7 @@ from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.formats.peft import check_adapter_directory
 from tlora_megatron.training.formats.quantised import QuantisationCard, check_same_base
 from tlora_megatron.training.metrics import METRICS_FILE
-from tlora_megatron.training.preparation import PreparedJob, prepare_job
+from tlora_megatron.training.run.preparation import PreparedJob, prepare_job
 from tlora_megatron.training.run.reading import Background, Failed, StillReading, reads_here, share
 from tlora_megatron.training.run.summary import check_resumption
 

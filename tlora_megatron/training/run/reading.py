@@ -25,7 +25,7 @@ from tlora_megatron.training.data.job_data import CachedData, JobData, TokenCach
 from tlora_megatron.training.data.tokenize import TokenSequence, fingerprint
 from tlora_megatron.training.driven_jobs import NO_DATA
 from tlora_megatron.training.formats.quantised import check_same_base, quantisation_card
-from tlora_megatron.training.preparation import PreparedJob, prepare_job
+from tlora_megatron.training.run.preparation import PreparedJob, prepare_job
 from tlora_megatron.training.run.summary import check_resumption
 
 

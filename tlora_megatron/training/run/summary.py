@@ -20,8 +20,8 @@ from tlora_megatron.config.schema import JobError
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.checkpoint import Checkpoint
 from tlora_megatron.training.loop import Loop
-from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.round_timing import describe_rounds
+from tlora_megatron.training.run.preparation import PreparedJob
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,6 @@ from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.metrics import EventSink, write_summary
 from tlora_megatron.training.nano.rounds import rank_aware_cut, start_nano_batches
 from tlora_megatron.training.packing.packing import RoundShape
-from tlora_megatron.training.preparation import PreparedJob, start_job
 from tlora_megatron.training.round_timing import RateCorrection, RoundTiming, read_correction
 from tlora_megatron.training.run.determinism import (
     check_deterministic,
@@ -52,6 +51,7 @@ from tlora_megatron.training.run.output_dir import (
     hold_output_dir,
     make_output_dir,
 )
+from tlora_megatron.training.run.preparation import PreparedJob, start_job
 from tlora_megatron.training.run.reading import check_agreement
 from tlora_megatron.training.run.report import Report
 from tlora_megatron.training.run.summary import run_times, summarize, summarize_nano_batches

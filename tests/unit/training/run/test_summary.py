@@ -18,8 +18,8 @@ from tlora_megatron.config.job import DataSpec, JobSpec, OptimizerSpec, Schedule
 from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.formats.checkpoint import Checkpoint
-from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.run import reading, summary
+from tlora_megatron.training.run.preparation import PreparedJob
 from tlora_megatron.training.run.reading import Background, Failed, StillReading
 from tlora_megatron.training.run.summary import check_resumption
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tlora_megatron.training import commands
-from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.job_saves import SavePolicy, StagedJob
+from tlora_megatron.training.resident import commands
+from tlora_megatron.training.resident.commands import JobCommands
 from tlora_megatron.training.resident.staging import Failed
 
 Event = tuple[str, str | None, Mapping[str, Any]]
