@@ -1,6 +1,6 @@
-"""Each thing that can be wrong with the input ends `tlora train` with one sentence and exit code 2.
+"""What can be wrong with the input ends `tlora train` with one sentence and exit code 2.
 
-One end-to-end assertion each; the unit tests of configuration, data and formats hold the rest.
+A few of each kind, end to end; the unit tests of configuration, data and formats hold the rest.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "\n".join([ROW, json.dumps({"text": "x" * 60}), json.dumps({"text": "y" * 70})])
     )
     (folder / "longer.jsonl").write_text(json.dumps({"text": "z" * 300}))
-    (folder / "blank.jsonl").write_text("\n\n")
     (folder / "empty").mkdir()
     for name, scale in (("not_finite", math.nan), ("huge", 1e30)):
         spoilt = Path(shutil.copytree(folder / "adapter", folder / name))
@@ -81,10 +80,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             spoilt / "adapter_model.safetensors",
             lambda found, scale=scale: {key: value * scale for key, value in found.items()},
         )
-    for name, shape in {"narrow": {"hidden_size": 32}, "small": {"vocab_size": 100}}.items():
-        other = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, **shape}
-        save_tiny_tokenizer(make_tiny_model(folder / name, "llama", **other))
-    make_tiny_model(folder / "bare", "llama", num_hidden_layers=2)
     return folder
 
 
@@ -129,16 +124,6 @@ def assert_refused(outcome: Outcome, *sentences: str) -> None:
 
 
 REFUSED: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
-    "a file that is missing": (
-        [{}, {"data": {"eval": "nowhere.jsonl"}}],
-        [],
-        ["jobs[1].data.eval must be an existing file, got ", "nowhere.jsonl", "job1"],
-    ),
-    "a file of blank lines": (
-        [{"data": {"train": "{inputs}/blank.jsonl"}}],
-        [],
-        ["data.train must hold at least one line, got none: job 'job0'"],
-    ),
     "a sequence beyond the micro-batch": (
         [{"data": {"train": "{inputs}/long.jsonl"}}],
         ["run.micro_batch_tokens=60", "jobs.job0.max_seq_len=99"],
@@ -154,11 +139,6 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
         [],
         ["schedule.warmup_steps of job 'job0' must be below its", "steps, got 9"],
     ),
-    "an adapter of another rank": (
-        [{"init_from": "{inputs}/adapter", "lora": {"rank": 8}}],
-        [],
-        ["job 'job0': init_from adapter's rank must be the job's 8, got 4"],
-    ),
     "an adapter without weights": (
         [{"init_from": "{inputs}/empty"}],
         [],
@@ -168,22 +148,6 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
         [{"init_from": "{inputs}/not_finite"}],
         [],
         ["job 'job0': init_from adapter", "must be finite, got NaN or inf"],
-    ),
-    "an adapter of another base": (
-        [{"init_from": "{inputs}/adapter"}],
-        ["base_model.path={inputs}/narrow"],
-        ["adapter {inputs}/adapter: ", "down_proj.lora_b must have shape [32, 4], got [64, 4]"],
-    ),
-    "a token beyond the vocabulary": (
-        [{}],
-        ["base_model.path={inputs}/small"],
-        # "b" is byte 98, and a byte b is token 8 + b.
-        ["below the model's vocabulary 100, got 108: job 'job0'", "{inputs}/good.jsonl line 1"],
-    ),
-    "no tokenizer": (
-        [{}],
-        ["base_model.path={inputs}/bare"],
-        ["base_model must hold a tokenizer (", "got none in {inputs}/bare"],
     ),
     "an output folder below a file": (
         [{}],
@@ -202,19 +166,11 @@ def test_what_cannot_be_trained(case: str, train: Train, inputs: Path) -> None:
     assert_refused(train(*jobs, overrides=overrides), *sentences)
 
 
-@pytest.mark.parametrize(
-    ("layout", "sentence"),
-    [
-        ("tp_size=2", "world size must be a multiple of tp_size * pp_size * cp_size = 2, got 3"),
-        ("pp_size=3", "num_layers must be a multiple of pp_size=3, got 2"),
-    ],
-)
-def test_sizes_that_do_not_divide(
-    layout: str, sentence: str, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_that_do_not_divide(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes themselves are never started."""
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert_refused(train(overrides=[f"parallel.{layout}"]), sentence)
+    rule = "world size must be a multiple of tp_size * pp_size * cp_size = 2, got 3"
+    assert_refused(train(overrides=["parallel.tp_size=2"]), rule)
 
 
 def test_long_sequences_are_cut_and_counted(train: Train, inputs: Path) -> None:
@@ -254,22 +210,9 @@ def test_an_adapter_of_a_base_of_another_name_is_warned_about(
     assert "job job1: init_from" not in outcome.err
 
 
-UP = "model.layers.1.mlp.up_proj.weight"
-
-
 def cut(base: Path) -> None:
     path = base / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-
-
-def reshape(base: Path) -> None:
-    change_tensors(base / "model.safetensors", lambda found: found | {UP: found[UP][:-1].clone()})
-
-
-def drop(base: Path) -> None:
-    change_tensors(
-        base / "model.safetensors", lambda found: {k: v for k, v in found.items() if k != UP}
-    )
 
 
 def other_model(base: Path) -> None:
@@ -278,25 +221,18 @@ def other_model(base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "sentences"),
+    ("spoil", "sentence"),
     [
-        (cut, ["{base}/model.safetensors must be a complete safetensors file, got "]),
-        (reshape, [f"{UP} must have shape [96, 64], got [95, 64]"]),
-        (drop, [f"{{base}} must hold the tensor {UP}, got "]),
-        (
-            lambda base: change_json(base / "config.json", model_type="gpt2"),
-            ["model_type must be one of llama, mistral, qwen2, qwen3, ", "mixtral", "got 'gpt2'"],
-        ),
-        (other_model, ["the model must give the text of {base}/base_fingerprint.json"]),
+        (cut, "{base}/model.safetensors must be a complete safetensors file, got "),
+        (other_model, "the model must give the text of {base}/base_fingerprint.json"),
     ],
 )
 def test_a_spoilt_base(
-    spoil: Callable[[Path], None], sentences: list[str], train: Train, inputs: Path, tmp_path: Path
+    spoil: Callable[[Path], None], sentence: str, train: Train, inputs: Path, tmp_path: Path
 ) -> None:
     base = Path(shutil.copytree(inputs / "base", tmp_path / "base"))
     spoil(base)
-    outcome = train(overrides=[f"base_model.path={base}"])
-    assert_refused(outcome, *(sentence.format(base=base) for sentence in sentences))
+    assert_refused(train(overrides=[f"base_model.path={base}"]), sentence.format(base=base))
 
 
 BAD = [

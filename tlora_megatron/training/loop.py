@@ -280,10 +280,6 @@ class Loop:
         """Finishes what is being written and closes the files; a second call does nothing."""
         self.saves.close()
 
-    def job_dir(self, job: JobState) -> Path:
-        """The job's folder, `OUT/jobs/NAME`."""
-        return self.files.folder(job)
-
     def _begin(self, jobs: Sequence[JobState]) -> None:
         """Evaluates jobs before their first step, and ends those that are past their last one."""
         done = [job for job in jobs if job.is_done]

@@ -338,22 +338,3 @@ class BusyShare:
     def share(self) -> float | None:
         """Share of the replicas' time in which they compute; None before any round."""
         return self._busy_ps / self._time_ps if self._time_ps else None
-
-
-def describe_rounds(
-    timing: RoundTiming | None,
-    rule: RoundRule | None,
-    busy: BusyShare,
-    over_predicted: float | None,
-) -> dict[str, Any] | None:
-    """Values for `summary.json`; None without speeds of replicas."""
-    if timing is None:
-        return None
-    return {
-        "round_depth": timing.depth,
-        "shared_out_by": "tokens" if rule is None else "predicted time",
-        "depth": 1 if rule is None else rule.depth,
-        "predicted_busy_share": busy.share,
-        "speeds_from": timing.source,
-        "measured_over_predicted": over_predicted if timing.in_seconds else None,
-    }

@@ -57,19 +57,6 @@ def test_the_first_step_starts_and_none_runs_once_all_is_over() -> None:
     assert kinds.found == ["begun", "progress", "progress"]
 
 
-def test_another_may_run_the_round() -> None:
-    loop = loop_over(running_job(), Kinds())
-    ran: list[str] = []
-
-    def run_round() -> list[Any]:
-        ran.append("elsewhere")
-        return []
-
-    assert loop.step(run_round) == []
-    assert ran == ["elsewhere"]
-    assert loop.train_time_s > 0
-
-
 class StopBehind(RunWatch):
     """All ranks have agreed to stop behind a round."""
 

@@ -214,7 +214,7 @@ class RequestExecutor:
                 job.to_score = rest
 
     def loads(self) -> dict[str, int | None]:
-        """How far states are read that jobs wait for; see `agreement.Readiness`."""
+        """How far states are read that jobs wait for; see `staging.Readiness`."""
         return self._files.loads()
 
     def advance(self, news: News | None, ready: Mapping[str, bool]) -> None:

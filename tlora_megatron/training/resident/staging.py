@@ -198,7 +198,7 @@ class Stager:
         return self._ordered[name].found
 
     def state(self, name: str) -> int | None:
-        """How far an ordered job is prepared, in the form that `agreement.Readiness` takes."""
+        """How far an ordered job is prepared, in the form that `Readiness` takes."""
         found = self.found(name)
         if found is None:
             return None

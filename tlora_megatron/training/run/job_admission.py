@@ -1,4 +1,4 @@
-"""Checks before training that a job's results can be written where they belong."""
+"""Admits the jobs of a run that can start: their data, and the folders of their results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tlora_megatron.training.formats.peft import check_adapter_directory
 from tlora_megatron.training.formats.quantised import QuantisationCard, check_same_base
 from tlora_megatron.training.metrics import METRICS_FILE
 from tlora_megatron.training.run.preparation import PreparedJob, prepare_job
-from tlora_megatron.training.run.reading import Background, Failed, StillReading, reads_here, share
+from tlora_megatron.training.run.reading import Background, Failed, reads_here, share
 from tlora_megatron.training.run.summary import check_resumption
 
 
@@ -107,7 +107,7 @@ class JobAdmission:
         self._stops = config.run.on_job_error == "stop"
         self._reading = self._start_reading(tokenizer_dir) if reads_here() else None
         if self._reading is not None and os.environ.get("WORLD_SIZE", "1") == "1":
-            with suppress(StillReading):
+            with suppress(TimeoutError):
                 self._take(self._reading.result(_SMALL_DATA_S))
 
     def settle(self) -> None:

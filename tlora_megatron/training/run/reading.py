@@ -1,4 +1,4 @@
-"""Reads single jobs over one base model: for a service, whose jobs come one at a time."""
+"""Reads jobs: single ones for a service, and those of a run in one process of each node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as StillReading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -142,9 +141,6 @@ def content_digest(config: RunConfig, prepared: Sequence[PreparedJob]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-__all__ = ["Background", "Failed", "StillReading", "reads_here", "share"]
-
-
 class Failed(NamedTuple):
     """The reason for which a job, or the whole run, cannot be read."""
 
@@ -182,7 +178,7 @@ class Background(Generic[_T]):
         """Waits for the result, or the error that the work has raised.
 
         Raises:
-            StillReading: if it takes longer than `timeout_s`.
+            TimeoutError: if it takes longer than `timeout_s`.
         """
         return self._future.result(timeout_s)
 

@@ -242,18 +242,14 @@ class TrainingRun:
         summary = summarize(loop, groups, self._jobs.rejected, nano_batches)
         summary["run"] |= self.facts
         write_summary(self.output_dir, summary)
-        self._try_report(report)
+        try:
+            report.write()
+        except (ImportError, OSError, ValueError) as error:  # training is done
+            logger.warning("%s could not be written: %s", self.output_dir / "report.html", error)
         # The user has waited for the report, too.
         summary["run"] |= run_times()
         write_summary(self.output_dir, summary)
         return summary
-
-    def _try_report(self, report: Report) -> None:
-        """Writes the report; training is done, so what hinders it is a warning."""
-        try:
-            report.write()
-        except (ImportError, OSError, ValueError) as error:
-            logger.warning("%s could not be written: %s", self.output_dir / "report.html", error)
 
     def _fingerprint(
         self, groups: ParallelGroups, linears: Linears, engine: Scorer
