@@ -16,7 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -223,10 +223,8 @@ def read_correction(correction: RateCorrection, output_dir: Path) -> None:
     """Takes up what an earlier part of the run has kept; collective over the world."""
     found: list[str | None] = [None]
     if dist.get_rank() == 0:
-        try:
+        with suppress(OSError):
             found = [(output_dir / CORRECTION_FILE).read_text()]
-        except OSError:
-            found = [None]
     dist.broadcast_object_list(found, src=0)
     if found[0] is not None:
         correction.restore(found[0])

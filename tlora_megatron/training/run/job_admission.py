@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -101,9 +102,8 @@ class JobAdmission:
         self.prepared: list[PreparedJob] = []
         self._config = config
         self._spec = spec
-        self._base_model = base_model
-        self._quantisation = quantisation
-        self._resuming = resuming
+        given: dict[str, Any] = {"base_model": base_model, "quantisation": quantisation}
+        self._prepare = partial(prepare_for, config, spec, resuming=resuming, **given)
         self._stops = config.run.on_job_error == "stop"
         self._reading = self._start_reading(tokenizer_dir) if reads_here() else None
         if self._reading is not None and os.environ.get("WORLD_SIZE", "1") == "1":
@@ -151,26 +151,14 @@ class JobAdmission:
         outcomes: _Outcomes = []
         for job, read in zip_longest(self._config.jobs, readings):
             try:
-                outcomes.append(self._prepare(job, tokenizer, read))
+                if isinstance(read, Failed):
+                    raise ValueError(read.message)
+                outcomes.append(self._prepare(job, tokenizer, data=read))
             except ValueError as error:
                 outcomes.append(error)
                 if self._stops:
                     break
         return outcomes
-
-    def _prepare(self, job: JobSpec, tokenizer: Any, read: JobData | Failed | None) -> PreparedJob:
-        if isinstance(read, Failed):
-            raise ValueError(read.message)
-        return prepare_for(
-            self._config,
-            self._spec,
-            job,
-            tokenizer,
-            base_model=self._base_model,
-            quantisation=self._quantisation,
-            resuming=self._resuming,
-            data=read,
-        )
 
     def _take(self, outcomes: _Outcomes | Failed) -> None:
         if isinstance(outcomes, Failed):

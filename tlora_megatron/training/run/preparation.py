@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tlora_megatron.layers.slab import AdapterSlab, Copier, initial_factor, spli
 from tlora_megatron.model.backbone import Backbone, over_base, warn_of_expert_rank
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
 from tlora_megatron.training.data.mapped_tokens import lengths_of
+from tlora_megatron.training.data.tokenize import fingerprint
 from tlora_megatron.training.driven_jobs import NO_DATA, DrivenState, OpenPlan
 from tlora_megatron.training.formats.checkpoint import Checkpoint, find_checkpoint
 from tlora_megatron.training.formats.peft import AdapterFile, load_adapter
@@ -133,6 +136,15 @@ class PreparedJob:
         if self.checkpoint is None or self.spec.driven:
             return False
         return self.checkpoint.step >= self.plan.num_steps
+
+    @property
+    def digest(self) -> str:
+        """Digest of everything that its steps follow from; paths may differ by node."""
+        no_paths = {"data": None, "init_from": None, "resume_from": None}
+        step = 0 if self.checkpoint is None else self.checkpoint.step
+        prints = [self.data.fingerprint, fingerprint(self.data.eval)]
+        content = [asdict(self.spec) | no_paths, *prints, step]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
 def prepare_job(

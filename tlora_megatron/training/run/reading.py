@@ -21,7 +21,7 @@ from tlora_megatron.model.backbone import check_block_sizes
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.data.job_data import CachedData, JobData, TokenCache, TokenizerFolder
-from tlora_megatron.training.data.tokenize import TokenSequence, fingerprint
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.driven_jobs import NO_DATA
 from tlora_megatron.training.formats.quantised import check_same_base, quantisation_card
 from tlora_megatron.training.run.preparation import PreparedJob, prepare_job
@@ -131,13 +131,9 @@ def _gather(mine: Any) -> list[Any]:
 
 def content_digest(config: RunConfig, prepared: Sequence[PreparedJob]) -> str:
     """Digest of everything that packing and updates follow from; paths may differ by node."""
-    no_paths = {"data": None, "init_from": None, "resume_from": None}
     run = asdict(config.run) | {"output_dir": None}
     base = asdict(config.base_model) | {"path": None, "config": None}
-    content: list[Any] = [run, base]
-    for job in prepared:
-        content += [asdict(job.spec) | no_paths]
-        content += [job.data.fingerprint, fingerprint(job.data.eval)]
+    content = [run, base, [job.digest for job in prepared]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

@@ -54,18 +54,6 @@ _AXES = ("tp", "pp", "cp", "dp")
 _MISSING = "—"
 
 
-def write_report(output_dir: Path) -> Path:
-    """Writes `OUT/report.html` from config.json, summary.json and the metrics; returns its path.
-
-    It may be called while the run goes on; files that do not exist yet count as empty.
-
-    Raises:
-        ImportError: if matplotlib is missing.
-        ValueError: if a file of the run is corrupt.
-    """
-    return Report(output_dir).write()
-
-
 class Report:
     """A run's page, whose curves can be drawn on a thread before its summary is known."""
 
@@ -80,7 +68,14 @@ class Report:
         self._thread.start()
 
     def write(self) -> Path:
-        """Writes the page of what the folder holds now; see `write_report`."""
+        """Writes `OUT/report.html` from config.json, summary.json and metrics; returns its path.
+
+        It may be called while the run goes on; files that do not exist yet count as empty.
+
+        Raises:
+            ImportError: if matplotlib is missing.
+            ValueError: if a file of the run is corrupt.
+        """
         if self._thread is not None:
             self._thread.join()
         path = self._output_dir / "report.html"
