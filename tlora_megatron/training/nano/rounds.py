@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -134,9 +134,7 @@ class _Measured:
     """A step whose agreed time is not known yet."""
 
     agreement: Agreement
-    tokens: int
-    mix_key: str
-    most: int
+    own: StepTime
     num_jobs: int
     job_steps: dict[str, int]
     """Steps done by each of the run's jobs, by name."""
@@ -199,11 +197,11 @@ class NanoRounds:
         if not has_waited:
             return
         count, done = self.controller.count, self._pending
+        mix, most = mix_key(jobs), self._most
+        own = StepTime(time_s=self._time_s, tokens=self._tokens, mix_key=mix, most=most)
         self._pending = _Measured(
             agreement=Agreement(self._time_s, self._switch.room(), self._device),
-            tokens=self._tokens,
-            mix_key=mix_key(jobs),
-            most=self._most,
+            own=own,
             num_jobs=len(jobs),
             job_steps=self._job_steps,
             count=count,
@@ -229,10 +227,8 @@ class NanoRounds:
     def _take(self, done: _Measured) -> None:
         """Tells the controller a step's time, unless its count has changed meanwhile."""
         agreed = done.agreement.read()
-        self._limit_count(agreed.room, done.most)
-        step = StepTime(
-            time_s=agreed.time_s, tokens=done.tokens, mix_key=done.mix_key, most=done.most
-        )
+        self._limit_count(agreed.room, done.own.most)
+        step = replace(done.own, time_s=agreed.time_s)
         if done.count == self.controller.count:
             self.controller.next_count(step)
         self._write(step, done)

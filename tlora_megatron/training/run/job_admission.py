@@ -102,8 +102,14 @@ class JobAdmission:
         self.prepared: list[PreparedJob] = []
         self._config = config
         self._spec = spec
-        given: dict[str, Any] = {"base_model": base_model, "quantisation": quantisation}
-        self._prepare = partial(prepare_for, config, spec, resuming=resuming, **given)
+        self._prepare = partial(
+            prepare_for,
+            config,
+            spec,
+            base_model=base_model,
+            quantisation=quantisation,
+            resuming=resuming,
+        )
         self._stops = config.run.on_job_error == "stop"
         self._reading = self._start_reading(tokenizer_dir) if reads_here() else None
         if self._reading is not None and os.environ.get("WORLD_SIZE", "1") == "1":
