@@ -106,8 +106,3 @@ def test_jobs_without_checkpoint_due(every_s: float, has_checkpoint: bool, due_s
     saves = SavePolicy(0, every_s, has_checkpoint, saved_s=100.0)
     for now_s in (100.0, 102.0, 104.0, 159.0, 161.0):
         assert (saves.late_s(now_s) >= 0) == (now_s - 100.0 >= due_s)
-
-
-def test_steps_and_time_ask_for_saves_on_their_own() -> None:
-    assert [step for step in range(1, 9) if SavePolicy(3).is_due(step)] == [3, 6]
-    assert not any(SavePolicy(0, 1.0).is_due(step) for step in range(1, 9))

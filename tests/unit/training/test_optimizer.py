@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -54,19 +53,6 @@ def test_steps_equal_torch_job_by_job(groups: ParallelGroups) -> None:
     assert updates == [8, 4, 3]
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3, 1.0, 1e6])
-def test_a_clipped_gradient_has_its_limit(max_grad_norm: float, groups: ParallelGroups) -> None:
-    """The first moment after one step is `(1 - beta1)` times the gradient that was used."""
-    bank = make_bank()
-    flat = random_gradient(bank, 0, 1)
-    accumulate(bank, 0, flat)
-    spec = replace(SPECS[0], max_grad_norm=max_grad_norm)
-    step_adapters(bank, groups, [request(0, 0)._replace(spec=spec)])
-    used = bank.adapters[0].slab.exp_avg / (1 - spec.betas[0])
-    limit = min(max_grad_norm or math.inf, float(flat.norm()))
-    assert float(used.norm()) == pytest.approx(limit, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("loss", "poison"),
     [(math.nan, None), (math.inf, None), (-math.inf, None), (1.0, math.nan), (1.0, math.inf),
@@ -115,16 +101,6 @@ def test_weights_that_overflow_stay_out_of_the_arenas_and_stop_their_job(
     assert math.isnan(outcomes[1].loss)
     master = bank.adapters[1].slab.master[-1]
     assert torch.equal(master, torch.tensor(value)) or master.isnan(), "it is not made up"
-
-
-def test_an_update_that_overflows_stops_its_job_at_the_next_step(groups: ParallelGroups) -> None:
-    bank = make_bank()
-    for step in range(2):
-        accumulate(bank, 0, random_gradient(bank, 0, step))
-        outcome = step_adapters(bank, groups, [request(0, step, lr=3e38)])[0]
-        assert outcome.applied == (step == 0)
-    assert not bank.adapters[0].slab.master.isfinite().all(), "the case must overflow"
-    assert torch.cat(bank._copies[0]).isfinite().all()
 
 
 def test_an_idle_job_does_not_move_and_keeps_its_gradient(groups: ParallelGroups) -> None:
