@@ -27,11 +27,11 @@ from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.runtime.resident import open_resident
 from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.formats.quantised import quantisation_card
-from tlora_megatron.training.preparation import PreparedJob
-from tlora_megatron.training.resident import staging
+from tlora_megatron.training.resident.staging import ReadOrder
 from tlora_megatron.training.run.job_admission import prepare_for
+from tlora_megatron.training.run.preparation import PreparedJob
 
-_digest_of = staging.digest_of
+_digest = PreparedJob.digest
 _LEAVES = ("ended", "left", "refused")
 
 
@@ -126,10 +126,10 @@ def note_slabs() -> list[weakref.ref[AdapterSlab]]:
 def digest_with_rank(prepared: PreparedJob) -> str:
     """A digest that says the ranks read unlike data, for jobs whose names ask for it."""
     rank = str(dist.get_rank()) if prepared.spec.name.startswith("unlike") else ""
-    return (rank + _digest_of(prepared))[:32]
+    return (rank + _digest.fget(prepared))[:32]
 
 
-def reads_files(config: RunConfig) -> staging.ReadOrder:
+def reads_files(config: RunConfig) -> ReadOrder:
     """Reads the files that an order's document names."""
     base = config.base_model
     spec, tokenizer = read_model_spec(base.config_file), load_tokenizer(base.folder)
@@ -150,7 +150,7 @@ def main() -> None:
     config = read_gang_config(sections, folder, output_dir=folder / "out")
     script = Script(folder)
     slabs = note_slabs()
-    staging.digest_of = digest_with_rank  # type: ignore[assignment]
+    PreparedJob.digest = property(digest_with_rank)  # type: ignore[method-assign]
     with open_resident(
         config, events=script, read_order=reads_files(config), may_write=script.may_write
     ) as loop:

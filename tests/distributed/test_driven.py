@@ -136,7 +136,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return found
 
 
-def check_undisturbed(found: dict[str, Any]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_jobs_and_errors_change_no_bit(layout: str, run: Runs) -> None:
+    found = run(layout)
     assert found["beside"] == found["alone"]
     assert found["reloaded"] == found["later"]
     # The next step's first request, without gradients.
@@ -144,12 +146,6 @@ def check_undisturbed(found: dict[str, Any]) -> None:
     huge, *good = found["overflows"][1:]
     assert "gradient must be finite" in huge
     assert good == [None, None]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_jobs_and_errors_change_no_bit(layout: str, run: Runs) -> None:
-    found = run(layout)
-    check_undisturbed(found)
     assert "rank must be 4" in found["load_refused"]
     assert found["ordinary_beside"] == found["ordinary_alone"]
     assert found["digests"]["j2"] == found["digests"]["j5"]

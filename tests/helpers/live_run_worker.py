@@ -21,8 +21,8 @@ from tests.helpers.lean import draw_no_reports, keep_imports_from_collector
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime import controller
 from tlora_megatron.runtime.controller import train_run
-from tlora_megatron.training.live_run import LiveFolder, Request, with_live_changes
 from tlora_megatron.training.resident.staging import Order, Stager
+from tlora_megatron.training.run.live_run import LiveFolder, Request, with_live_changes
 from tlora_megatron.training.signals import StopSignals
 
 

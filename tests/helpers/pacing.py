@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from tlora_megatron.training.commands import JobCommands
+from tlora_megatron.training.resident.commands import JobCommands
 
 _FILE = "may_reach"
 _HELD_S = 20.0

@@ -146,14 +146,14 @@ def data_of(config: Path, name: str) -> JobData:
     return load_job_data(job, load_tokenizer(config.parent / "base"), spec.vocab_size)
 
 
-@torch.no_grad()
 def score(model: PeftModel, sequences: Sequence[TokenSequence]) -> Score:
     total, count, exact = 0.0, 0, 0
     for sequence in sequences:
         is_target = torch.as_tensor(sequence.is_target)[1:]
         tokens = torch.as_tensor(sequence.tokens).long()
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1][is_target]
         labels = tokens[1:][is_target]
-        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1][is_target]
         total += functional.cross_entropy(logits, labels, reduction="sum").item()
         count += len(labels)
         exact += bool((logits.argmax(-1) == labels).all())

@@ -1,6 +1,6 @@
-"""Each thing that can be wrong with the input ends `tlora train` with one sentence and exit code 2.
+"""What can be wrong with the input ends `tlora train` with one sentence and exit code 2.
 
-One end-to-end assertion each; the unit tests of configuration, data and formats hold the rest.
+A few of each kind, end to end; the unit tests of configuration, data and formats hold the rest.
 """
 
 from __future__ import annotations
@@ -77,9 +77,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         huge / "adapter_model.safetensors",
         lambda found: {key: value * 1e30 for key, value in found.items()},
     )
-    for name, shape in {"narrow": {"hidden_size": 32}, "small": {"vocab_size": 100}}.items():
-        other = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, **shape}
-        save_tiny_tokenizer(make_tiny_model(folder / name, "llama", **other))
+    sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "hidden_size": 32}
+    save_tiny_tokenizer(make_tiny_model(folder / "narrow", "llama", **sizes))
     return folder
 
 
@@ -124,11 +123,6 @@ def assert_refused(outcome: Outcome, *sentences: str) -> None:
 
 
 REFUSED: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
-    "a file that is missing": (
-        [{}, {"data": {"eval": "nowhere.jsonl"}}],
-        [],
-        ["jobs[1].data.eval must be an existing file, got ", "nowhere.jsonl", "job1"],
-    ),
     "a sequence beyond the micro-batch": (
         [{"data": {"train": "{inputs}/long.jsonl"}}],
         ["run.micro_batch_tokens=60", "jobs.job0.max_seq_len=99"],
@@ -148,12 +142,6 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], list[str], list[str]]] = {
         [{"init_from": "{inputs}/adapter"}],
         ["base_model.path={inputs}/narrow"],
         ["adapter {inputs}/adapter: ", "down_proj.lora_b must have shape [32, 4], got [64, 4]"],
-    ),
-    "a token beyond the vocabulary": (
-        [{}],
-        ["base_model.path={inputs}/small"],
-        # "b" is byte 98, and a byte b is token 8 + b.
-        ["below the model's vocabulary 100, got 108: job 'job0'", "{inputs}/good.jsonl line 1"],
     ),
     "an output folder below a file": (
         [{}],
@@ -216,18 +204,9 @@ def test_an_adapter_of_a_base_of_another_name_is_warned_about(
     assert "job job1: init_from" not in outcome.err
 
 
-UP = "model.layers.1.mlp.up_proj.weight"
-
-
 def cut(base: Path) -> None:
     path = base / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-
-
-def drop(base: Path) -> None:
-    change_tensors(
-        base / "model.safetensors", lambda found: {k: v for k, v in found.items() if k != UP}
-    )
 
 
 def other_model(base: Path) -> None:
@@ -236,24 +215,18 @@ def other_model(base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "sentences"),
+    ("spoil", "sentence"),
     [
-        (cut, ["{base}/model.safetensors must be a complete safetensors file, got "]),
-        (drop, [f"{{base}} must hold the tensor {UP}, got "]),
-        (
-            lambda base: change_json(base / "config.json", model_type="gpt2"),
-            ["model_type must be one of llama, mistral, qwen2, qwen3, ", "mixtral", "got 'gpt2'"],
-        ),
-        (other_model, ["the model must give the text of {base}/base_fingerprint.json"]),
+        (cut, "{base}/model.safetensors must be a complete safetensors file, got "),
+        (other_model, "the model must give the text of {base}/base_fingerprint.json"),
     ],
 )
 def test_a_spoilt_base(
-    spoil: Callable[[Path], None], sentences: list[str], train: Train, inputs: Path, tmp_path: Path
+    spoil: Callable[[Path], None], sentence: str, train: Train, inputs: Path, tmp_path: Path
 ) -> None:
     base = Path(shutil.copytree(inputs / "base", tmp_path / "base"))
     spoil(base)
-    outcome = train(overrides=[f"base_model.path={base}"])
-    assert_refused(outcome, *(sentence.format(base=base) for sentence in sentences))
+    assert_refused(train(overrides=[f"base_model.path={base}"]), sentence.format(base=base))
 
 
 BAD = [

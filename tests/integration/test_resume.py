@@ -200,7 +200,7 @@ class TestElsewhere:
     def test_alone_in_the_same_folder(self, config: Path, copy_of_half: Path, whole: Path) -> None:
         other = {name: records(copy_of_half, name) for name in NAMES if name != "everything"}
         alone = with_jobs(config, "alone.json", "everything")
-        summary = train_until(alone, copy_of_half, SPLIT)
+        summary = train_until(alone, copy_of_half, SPLIT, "run.resume=always")
         assert summary["jobs"].keys() == {"everything"}
         assert_same_job(copy_of_half, whole, "everything", rel=1e-6)
         assert starts(copy_of_half)[-1] == {"everything": 6}
@@ -355,10 +355,6 @@ class TestRefusals:
             "jobs.attention.lora.target_modules=[q_proj]",
             "job 'attention': lora.target_modules must be ['q_proj', 'v_proj'] as in its",
         ),
-        (
-            "jobs.everything.max_steps=5",
-            "max_steps of job 'everything' must be at least the 6 steps that its checkpoint",
-        ),
         ("jobs.everything.batch_size=4", "job 'everything': batch_size must be 5 as in its check"),
         ("jobs.everything.seed=8", "job 'everything': seed must be 7 as in its checkpoint"),
         ("jobs.everything.max_seq_len=99", "job 'everything': max_seq_len must be 100 as in its"),
@@ -450,12 +446,6 @@ class TestRefusals:
             r".*\('everything', 0\).* on rank 1 and .*\('everything', 6\).* on rank 0",
         ):
             train_until(config, copy_of_half, SPLIT)
-
-    def test_always_goes_on_with_a_run(self, config: Path, copy_of_half: Path) -> None:
-        saved = saved_steps(copy_of_half)
-        stop = ("everything", 7)
-        train_until(config, copy_of_half, SPLIT, "run.resume=always", stop=stop)
-        assert starts(copy_of_half)[-1] == saved
 
 
 def _content(folder: Path) -> dict[Path, bytes]:

@@ -45,7 +45,7 @@ def convert_adapter(args: argparse.Namespace) -> int:
     import torch
 
     from tlora_megatron.training.formats import peft as peft_format
-    from tlora_megatron.training.preparation import shared_by_experts
+    from tlora_megatron.training.run.preparation import shared_by_experts
 
     adapter = shared_by_experts(peft_format.load_adapter(source, model=spec), str(source))
     stored = peft_format.stored_dtype(source)

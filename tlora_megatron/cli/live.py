@@ -16,7 +16,7 @@ from tlora_megatron.config.reader import ConfigError, apply_override, must, read
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.config.sections import as_job_list, ignored_job_settings, job_to_dict, read_jobs
-from tlora_megatron.training.live_run import LiveRun
+from tlora_megatron.training.run.live_run import TOKENS, LiveRun
 from tlora_megatron.training.run.output_dir import CONFIG_NAME
 
 _SECTIONS = ("jobs", "defaults")
@@ -133,7 +133,7 @@ def _request(job: JobSpec, config: RunConfig, live: LiveRun) -> Mapping[str, Any
 
     reader = JobReader(
         config.base_model,
-        TokenCache(live.tokens),
+        TokenCache(live.output_dir / TOKENS),
         micro_batch_tokens=config.longest_sequence,
         tp_size=config.parallel.most_tp,
     )

@@ -193,7 +193,7 @@ class MultiLoRATrainer(Trainer):
         engine.loop.drain()
         own = output_dir is None or _is_same(output_dir, self.args.output_dir)
         for job in engine.loop.jobs:
-            written = engine.loop.job_dir(job) / "adapter"
+            written = engine.loop.files.folder(job) / "adapter"
             directory = written if own else Path(str(output_dir)) / job.name
             if job.is_active:
                 engine.export(job.name, directory)

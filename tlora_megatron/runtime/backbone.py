@@ -30,9 +30,9 @@ from tlora_megatron.runtime.own_replica import (
     warn_of_sharding,
 )
 from tlora_megatron.training.formats.hf_convert import Rounding
+from tlora_megatron.training.nano.rounds import NanoSettings
 from tlora_megatron.training.run.determinism import let_segments_grow, set_environment
 from tlora_megatron.training.run.fingerprint import check_base_of_run
-from tlora_megatron.training.run.nano_setup import nano_settings
 from tlora_megatron.training.run.training_run import DTYPES, Linears
 from tlora_megatron.training.super_model import Engine
 
@@ -258,7 +258,7 @@ def open_backbone(
         spec, layout, tp_rank=groups.tp_rank, pp_rank=groups.pp_rank, place=groups.expert_place
     )
     budget = groups.budgets(config.run.micro_batch_tokens)[groups.dp_rank]
-    nano = nano_settings(config.run, spec, dtype, budget)
+    nano = NanoSettings.of_run(config.run, spec, dtype, budget)
     engine = MegatronEngine(model, groups, spec.vocab_size, nano)
     with timeline.phase("base"):
         check_base_of_run(engine, groups, config, in_fp8=quantisation is not None)

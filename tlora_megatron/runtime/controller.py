@@ -20,17 +20,17 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.runtime.backbone import know_base, open_backbone
 from tlora_megatron.runtime.own_replica import resolve_round_timing
 from tlora_megatron.runtime.recompute_choice import choose_recompute, resolve_lora_sharding
-from tlora_megatron.training.commands import Command, JobCommands
 from tlora_megatron.training.data.job_data import TokenCache, TokenizerFolder
 from tlora_megatron.training.formats.quantised import quantisation_card
-from tlora_megatron.training.live_run import TOKENS, LiveChanges, LiveFolder, Request
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.metrics import EventSink
-from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.resident.commands import Command, JobCommands
 from tlora_megatron.training.resident.staging import Stager
 from tlora_megatron.training.run.determinism import frozen_gc, keep_fingerprints
 from tlora_megatron.training.run.job_admission import check_fits_linears, prepare_for
+from tlora_megatron.training.run.live_run import TOKENS, LiveChanges, LiveFolder, Request
 from tlora_megatron.training.run.output_dir import CONFIG_NAME
+from tlora_megatron.training.run.preparation import PreparedJob
 from tlora_megatron.training.run.training_run import Linears, TrainingRun
 from tlora_megatron.training.signals import StopSignals
 

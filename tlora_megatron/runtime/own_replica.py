@@ -24,8 +24,8 @@ from tlora_megatron.planner.cost.replica_rate import replica_rate
 from tlora_megatron.runtime.planning.plan_inputs import profile_of_gpu
 from tlora_megatron.runtime.recompute_choice import job_load
 from tlora_megatron.training.formats.hf_convert import check_layout
-from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.round_timing import RoundTiming
+from tlora_megatron.training.run.preparation import PreparedJob
 
 logger = logging.getLogger(__name__)
 

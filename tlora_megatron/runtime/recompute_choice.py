@@ -29,7 +29,7 @@ from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.planning.plan_inputs import plan_hardware, plan_model, profile_of_gpu
 from tlora_megatron.training.packing.round_packer import row_multiple
-from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.run.preparation import PreparedJob
 from tlora_megatron.training.run.training_run import Linears
 
 logger = logging.getLogger(__name__)

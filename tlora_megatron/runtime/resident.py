@@ -28,19 +28,18 @@ from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.runtime.backbone import Rendezvous, know_base, open_backbone
 from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
-from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.driven_requests import Clients
 from tlora_megatron.training.formats.quantised import QuantisationCard, quantisation_card
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.metrics import EventSink
-from tlora_megatron.training.nano.rounds import rank_aware_cut
+from tlora_megatron.training.nano.rounds import rank_aware_cut, start_nano_batches
 from tlora_megatron.training.packing.packing import RoundShape
-from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.resident.commands import JobCommands
 from tlora_megatron.training.resident.staging import ReadOrder, Stager
 from tlora_megatron.training.run.determinism import check_deterministic
 from tlora_megatron.training.run.job_admission import check_fits_linears
-from tlora_megatron.training.run.nano_setup import start_nano_batches
+from tlora_megatron.training.run.preparation import PreparedJob
 from tlora_megatron.training.run.training_run import DTYPES, Linears, allow_open_files
 from tlora_megatron.training.run_watch import RunWatch
 from tlora_megatron.training.super_model import Engine, SuperModel
@@ -158,7 +157,9 @@ def _make_loop(
         evaluation="interleave",
         placeholders="if_unportioned",
         summaries="jobs",
-        nano_rounds=start_nano_batches(run, super_model, resuming=False, traces=False),
+        nano_rounds=start_nano_batches(
+            run, super_model.engine.nano_batches, opened.groups, (), resuming=False, traces=False
+        ),
         watch=watch,
     )
     usual = LoraSpec(rank=_USUAL_RANK, target_modules=_off_experts(shape.targets))

@@ -26,7 +26,13 @@ from safetensors.numpy import save
 from tlora_megatron.channel import RequestFolder
 from tlora_megatron.files import modified_s, read_json, write_json
 from tlora_megatron.service.home import Home
-from tlora_megatron.training.driven_requests import Answer, Request, RequestError, check_request
+from tlora_megatron.training.driven_requests import (
+    Answer,
+    Clients,
+    Request,
+    RequestError,
+    check_request,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -178,8 +184,8 @@ class RequestLog:
         return self._folder.result(_name(number))
 
 
-class RequestLogs:
-    """The requests that wait in jobs' folders; `training.driven_requests.Clients`.
+class RequestLogs(Clients):
+    """The requests that wait in jobs' folders.
 
     A thread writes answers, in their order; `may_write` is asked by a job's name before.
     """

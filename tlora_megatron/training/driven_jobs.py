@@ -95,7 +95,6 @@ class DrivenState(JobState):
 
     @property
     def is_idle(self) -> bool:
-        """True while it has no part in rounds."""
         return not self.queue
 
     @property
@@ -109,7 +108,6 @@ class DrivenState(JobState):
         return mix_ints(self.spec.seed, self.running.number if self.running else 0)
 
     def items_ahead(self) -> list[Item]:
-        """Sequences that wait."""
         return self.queue
 
     def begin_batch(self, device: torch.device) -> None:
@@ -186,7 +184,6 @@ class DrivenState(JobState):
         return held
 
     def progress(self) -> dict[str, Any]:
-        """Values that a checkpoint keeps."""
         own = {"job": self.name, "requests": self.counted, "saved": self.saving}
         return {**JobState.progress(self), _JOURNAL: own}
 

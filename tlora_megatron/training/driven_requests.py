@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -257,27 +257,28 @@ def _check_load(request: Request) -> None:
         raise _must("optimizer", "be true or false", optimizer)
 
 
-def _check_nothing(request: Request) -> None:
-    _known(request, ())
-
-
 _PARAMS = {
     "optim_step": _check_adam,
     "save_state": _check_save,
     "save_for_sampler": _check_save,
     "load_state": _check_load,
-    "leave": _check_nothing,
+    "leave": lambda request: _known(request, ()),
 }
 
 
-class Clients(Protocol):
-    """The requests of all driven jobs, by the jobs' names and by number from 1."""
+class Clients:
+    """The requests of all driven jobs, by the jobs' names and by number from 1.
+
+    This one has none, for a loop without such jobs.
+    """
 
     def has_request(self, job: str, number: int) -> bool:
         """True if the request is there; asked on the first rank, many times a second."""
+        return False
 
     def is_answered(self, job: str, number: int) -> bool:
         """True if it was answered, maybe by somebody before; asked on the first rank."""
+        return False
 
     def read(self, job: str, number: int) -> Request:
         """Reads a request that the first rank has seen; every rank does.
@@ -285,6 +286,7 @@ class Clients(Protocol):
         Raises:
             RequestError: if it is damaged: the same on every rank.
         """
+        raise AssertionError("nobody has asked")
 
     def answer(self, job: str, number: int, answer: Answer) -> None:
         """Has a request answered, unless it was before; on the first rank. Does not wait."""
@@ -301,32 +303,4 @@ class Clients(Protocol):
 
     def state_folder(self, path: str) -> Path:
         """The folder of a state that `save_state` answered as `path`."""
-
-
-class NoClients:
-    """Stands where no job is driven."""
-
-    def has_request(self, job: str, number: int) -> bool:
-        """No."""
-        return False
-
-    def is_answered(self, job: str, number: int) -> bool:
-        """No."""
-        return False
-
-    def read(self, job: str, number: int) -> Request:
-        """Never called."""
-        raise AssertionError("nobody has asked")
-
-    def answer(self, job: str, number: int, answer: Answer) -> None:
-        """Never called."""
-
-    def flush(self, job: str | None) -> None:
-        """Nothing is under way."""
-
-    def covered(self, job: str, number: int) -> None:
-        """Nothing is kept."""
-
-    def state_folder(self, path: str) -> Path:
-        """Never called."""
         raise AssertionError("nobody has asked")

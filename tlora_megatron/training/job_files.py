@@ -88,8 +88,8 @@ class JobFiles:
         if not self._has_metrics:
             return None
         # A process that was killed may have left what its last save replaced.
-        checkpoints = Path(self._run.output_dir) / "jobs" / job.name / "checkpoints"
-        remove_old_checkpoints(checkpoints, job.step, partial(self.permit, job.name))
+        permit = partial(self.permit, job.name)
+        remove_old_checkpoints(self.folder(job) / "checkpoints", job.step, permit)
         return JobMetrics(
             Path(self._run.output_dir),
             job.name,

@@ -26,7 +26,7 @@ class Loop:
     """Runs rounds with what is due behind each: metrics, evaluation, checkpoints, export.
 
     `run` trains all jobs to their ends. `step` runs one round, for callers with a loop of their
-    own, who call `close` at the end. `commands.JobCommands` lets jobs join and leave.
+    own, who call `close` at the end. `resident.commands.JobCommands` lets jobs join and leave.
 
     Args:
         events: takes what happens, on every rank that has one; None = it is not reported.
@@ -279,10 +279,6 @@ class Loop:
     def close(self) -> None:
         """Finishes what is being written and closes the files; a second call does nothing."""
         self.saves.close()
-
-    def job_dir(self, job: JobState) -> Path:
-        """The job's folder, `OUT/jobs/NAME`."""
-        return self.files.folder(job)
 
     def _begin(self, jobs: Sequence[JobState]) -> None:
         """Evaluates jobs before their first step, and ends those that are past their last one."""

@@ -187,20 +187,17 @@ class JobMetrics:
             self._file.flush()
         except OSError as error:
             self._warn_of_disk(error)
-        self._add_events(record["step"], known)
+        step = record["step"]
+        if self._events is not None:
+            try:
+                for tag, value in known.items():
+                    self._events.add_scalar(tag, value, step)
+            except OSError as error:
+                # Its writing thread has died of this error and would raise it again every time.
+                self._events = None
+                self._warn_of_disk(error)
         if self._wandb is not None:
-            self._wandb.log({"step": record["step"], **known})
-
-    def _add_events(self, step: int, scalars: dict[str, float]) -> None:
-        if self._events is None:
-            return
-        try:
-            for tag, value in scalars.items():
-                self._events.add_scalar(tag, value, step)
-        except OSError as error:
-            # Its writing thread has died of this error and would raise it again every time.
-            self._events = None
-            self._warn_of_disk(error)
+            self._wandb.log({"step": step, **known})
 
     def _warn_of_disk(self, error: OSError) -> None:
         if not self._warned_of_disk:

@@ -28,8 +28,6 @@ from tlora_megatron.parallel.groups import ParallelGroups
 
 _RUN = 1 << 12
 """Elements whose squares are added in fp32: the sum is then right to about 1e-6."""
-
-
 _PHASE = 16
 """Bytes that a reduction loads at once."""
 

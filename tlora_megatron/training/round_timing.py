@@ -12,11 +12,12 @@ checkpoints, so that a run that goes on shares its rounds out as it would have.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,8 @@ from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.packing.packing import Round
 from tlora_megatron.training.packing.portions import RoundRule, rank_ends_ps, round_ends_ps
+
+logger = logging.getLogger(__name__)
 
 DEPTHS = (1, 2, 4)
 """Depths that are compared."""
@@ -81,11 +84,11 @@ def choose_depth(jobs: Sequence[Batches], rates: Sequence[ReplicaRate]) -> list[
 
 def outlook(jobs: Sequence[Batches], rates: Sequence[ReplicaRate], depth: int) -> Outlook:
     """Predicts rounds of one depth from the first batches of every job."""
-    rounds = TimedQueues(jobs, rates, depth)
+    rounds = _timed_rounds(jobs, rates, depth)
     number = sequences = busy_ps = time_ps = smallest_rows = 0
     smallest = min(range(len(jobs)), key=lambda slot: sum(jobs[slot](0)))
     while number < _FEWEST_ROUNDS or (number < _MOST_ROUNDS and sequences < _SEQUENCES):
-        taken = rounds.next_round(number)
+        taken = next(rounds)
         lengths = [rows for own in taken for rows in own]
         shares = [
             [[lengths[i] for i in part] for part in share] for share in share_out(lengths, rates)
@@ -102,31 +105,26 @@ def outlook(jobs: Sequence[Batches], rates: Sequence[ReplicaRate], depth: int) -
     )
 
 
-class TimedQueues:
-    """Rows of sequences that wait for rounds by time, a batch of every job after the other."""
+def _timed_rounds(
+    jobs: Sequence[Batches], rates: Sequence[ReplicaRate], depth: int
+) -> Iterator[list[list[int]]]:
+    """Yields rounds by time, without end: the rows of each slot's sequences in each of them.
 
-    def __init__(self, jobs: Sequence[Batches], rates: Iterable[ReplicaRate], depth: int) -> None:
-        self._jobs = jobs
-        self._rates = tuple(rates)
-        self._rooms = [rate.longest for rate in self._rates] * depth
-        self._left: list[list[int]] = [[] for _ in jobs]
-        self._begun = [0] * len(jobs)
+    Every job's batches come one after the other.
+    """
+    rooms = [rate.longest for rate in rates] * depth
+    left: list[list[int]] = [[] for _ in jobs]
+    begun = [0] * len(jobs)
+    for number in itertools.count():
+        for slot, batches in enumerate(jobs):
+            if not left[slot]:
+                left[slot] = list(batches(begun[slot]))
+                begun[slot] += 1
+            left[slot] = [left[slot][i] for i in turns(left[slot], rates)]
+        counts = admit(left, first_slot=number, rooms=rooms)
+        yield [own[:count] for own, count in zip(left, counts, strict=True)]
+        left = [own[count:] for own, count in zip(left, counts, strict=True)]
 
-    def next_round(self, first_slot: int) -> list[list[int]]:
-        """Takes a round: the rows of each slot's sequences in it."""
-        for slot, batches in enumerate(self._jobs):
-            if not self._left[slot]:
-                self._left[slot] = list(batches(self._begun[slot]))
-                self._begun[slot] += 1
-            left = self._left[slot]
-            self._left[slot] = [left[i] for i in turns(left, self._rates)]
-        counts = admit(self._left, first_slot=first_slot, rooms=self._rooms)
-        taken = [left[:count] for left, count in zip(self._left, counts, strict=True)]
-        self._left = [left[count:] for left, count in zip(self._left, counts, strict=True)]
-        return taken
-
-
-logger = logging.getLogger(__name__)
 
 CORRECTION_FILE = "rounds.json"
 """In the output folder."""
@@ -223,10 +221,8 @@ def read_correction(correction: RateCorrection, output_dir: Path) -> None:
     """Takes up what an earlier part of the run has kept; collective over the world."""
     found: list[str | None] = [None]
     if dist.get_rank() == 0:
-        try:
+        with suppress(OSError):
             found = [(output_dir / CORRECTION_FILE).read_text()]
-        except OSError:
-            found = [None]
     dist.broadcast_object_list(found, src=0)
     if found[0] is not None:
         correction.restore(found[0])
@@ -338,22 +334,3 @@ class BusyShare:
     def share(self) -> float | None:
         """Share of the replicas' time in which they compute; None before any round."""
         return self._busy_ps / self._time_ps if self._time_ps else None
-
-
-def describe_rounds(
-    timing: RoundTiming | None,
-    rule: RoundRule | None,
-    busy: BusyShare,
-    over_predicted: float | None,
-) -> dict[str, Any] | None:
-    """Values for `summary.json`; None without speeds of replicas."""
-    if timing is None:
-        return None
-    return {
-        "round_depth": timing.depth,
-        "shared_out_by": "tokens" if rule is None else "predicted time",
-        "depth": 1 if rule is None else rule.depth,
-        "predicted_busy_share": busy.share,
-        "speeds_from": timing.source,
-        "measured_over_predicted": over_predicted if timing.in_seconds else None,
-    }

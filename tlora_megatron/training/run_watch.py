@@ -142,7 +142,8 @@ class HangWatch:
         return max(_LOOK_S, 3 * self._period_s)
 
     def _watch(self) -> None:
-        self._find_keeper()
+        with suppress(RuntimeError):  # the host of the store is that of rank 0
+            self._keeper = Beat.read(self._store.get("0")).host if self._store else self._keeper
         count, still_s, ticks, last_s = 0, 0.0, -1, time.monotonic()
         before: Sequence[Beat] | None = None
         before_s = 0.0
@@ -196,11 +197,6 @@ class HangWatch:
             return f"the run cannot stop behind its round, in {self._place}: {sentence}"
         limit = f"{self._patience_s:g} s (run.hang_timeout_s)"
         return f"the run has stood still for {limit}, in {self._place}: {sentence}"
-
-    def _find_keeper(self) -> None:
-        """Learns the host of the store, which is that of rank 0, while it answers."""
-        with suppress(RuntimeError):
-            self._keeper = Beat.read(self._store.get("0")).host if self._store else self._keeper
 
     def _publish(self, beat: Beat) -> None:
         if self._store is None:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import NamedTuple
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -158,7 +157,7 @@ def signal_pipe(numbers: Sequence[signal.Signals]) -> Iterator[SignalPipe]:
     taken = {n: handler for n in numbers if (handler := signal.getsignal(n)) in defaults}
     earlier = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in taken:
-        signal.signal(number, _nothing)
+        signal.signal(number, lambda *_: None)  # called beside writing to the pipe
     try:
         yield SignalPipe(reading, frozenset(map(int, taken)))
     finally:
@@ -166,7 +165,3 @@ def signal_pipe(numbers: Sequence[signal.Signals]) -> Iterator[SignalPipe]:
             signal.signal(number, handler)
         signal.set_wakeup_fd(earlier)
         os.close(writing)
-
-
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """Python calls a handler beside writing to the pipe."""

@@ -31,9 +31,8 @@ from tlora_megatron.layers.multi_adapter import MultiAdapter, attach
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import quantised_on_reading
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
-from tlora_megatron.training.nano.rounds import rank_aware_cut
+from tlora_megatron.training.nano.rounds import NanoSettings, rank_aware_cut
 from tlora_megatron.training.packing.packing import PackedBatch, RoundShape
-from tlora_megatron.training.run.nano_setup import nano_settings
 from tlora_megatron.training.super_model import SuperModel
 
 
@@ -61,7 +60,7 @@ class OwnTrainer:
         loras = [job.spec.lora for job in theirs.jobs]
         bank = AdapterBank(run.sites, loras, dtype=dtype, device=groups.device)
         attach(run.linears, bank)
-        settings = nano_settings(session._run.config.run, spec, dtype)
+        settings = NanoSettings.of_run(session._run.config.run, spec, dtype)
         run.engine.nano_batches = NanoBatches([run.engine.model], run.groups, settings)
         run.engine.nano_batches.set_count(case.nano)
         self.ran: list[PackedBatch] = []

@@ -41,14 +41,14 @@ from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
-from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.job_saves import SavePolicy, StagedJob
 from tlora_megatron.training.loop import Loop
-from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.resident.commands import JobCommands
 from tlora_megatron.training.resident.staging import Order, Stager
 from tlora_megatron.training.run.determinism import frozen_gc
+from tlora_megatron.training.run.preparation import PreparedJob
 from tlora_megatron.training.super_model import SuperModel
 
 MUST = {"join, median": 50.0, "resident over train": 0.5, "20 joins in 10 min": 2.0}

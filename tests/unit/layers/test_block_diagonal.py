@@ -40,7 +40,7 @@ from tlora_megatron.planner.candidate import Plan, job_misfit
 from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.training.formats.peft import export_adapter, load_adapter
-from tlora_megatron.training.preparation import fit_to_job
+from tlora_megatron.training.run.preparation import fit_to_job
 
 CPU = torch.device("cpu")
 SPEC = dataclasses.replace(SMALL, hidden_size=32, ffn_size=48)

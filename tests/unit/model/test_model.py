@@ -19,7 +19,7 @@ from tlora_megatron.model.spec import (
     read_model_spec,
 )
 from tlora_megatron.training.data.tokenize import load_tokenizer
-from tlora_megatron.training.preparation import prepare_job
+from tlora_megatron.training.run.preparation import prepare_job
 
 SIZES = {
     "num_hidden_layers": 3, "hidden_size": 320, "num_attention_heads": 32, "intermediate_size": 64,

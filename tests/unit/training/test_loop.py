@@ -57,19 +57,6 @@ def test_the_first_step_starts_and_none_runs_once_all_is_over() -> None:
     assert kinds.found == ["begun", "progress", "progress"]
 
 
-def test_another_may_run_the_round() -> None:
-    loop = loop_over(running_job(), Kinds())
-    ran: list[str] = []
-
-    def run_round() -> list[Any]:
-        ran.append("elsewhere")
-        return []
-
-    assert loop.step(run_round) == []
-    assert ran == ["elsewhere"]
-    assert loop.train_time_s > 0
-
-
 class StopBehind(RunWatch):
     """All ranks have agreed to stop behind a round."""
 
@@ -135,8 +122,3 @@ def test_a_job_whose_gang_died_keeps_most_of_what_the_next_one_does(lives_s: flo
     assert waits == sorted(waits)
     assert waits[-1] <= 61
     assert len(waits) < 8 + lives_s / 60
-
-
-def test_steps_and_time_ask_for_saves_on_their_own() -> None:
-    assert [step for step in range(1, 9) if SavePolicy(3).is_due(step)] == [3, 6]
-    assert not any(SavePolicy(0, 1.0).is_due(step) for step in range(1, 9))

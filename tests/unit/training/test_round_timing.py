@@ -24,7 +24,6 @@ from tlora_megatron.training.round_timing import (
     RateCorrection,
     RoundTiming,
     choose_depth,
-    describe_rounds,
     outlook,
 )
 
@@ -51,8 +50,9 @@ def content(*replicas: tuple[int, ...]) -> Round:
     return Round(replicas=made)
 
 
-def test_depth_1_balances_tokens_as_ever() -> None:
+def test_by_tokens_at_depth_1_and_for_jobs_with_portions() -> None:
     assert timing(1).rule([job(5)], speaks=False) is None
+    assert timing("auto").rule([job(5), job(5, portion_tokens=8)], speaks=False) is None
 
 
 def test_a_given_depth_is_taken() -> None:
@@ -65,10 +65,6 @@ def test_a_given_depth_is_taken() -> None:
 def test_auto_knows_where_depth_is_of_no_use(replicas: int, stages: int, depth: int | None) -> None:
     rule = timing("auto", replicas, stages).rule([job(5)], speaks=False)
     assert (None if rule is None else rule.depth) == depth
-
-
-def test_auto_leaves_jobs_with_portions_as_they_are() -> None:
-    assert timing("auto").rule([job(5), job(5, portion_tokens=8)], speaks=False) is None
 
 
 def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
@@ -87,16 +83,6 @@ def test_the_busy_share_is_of_all_rounds() -> None:
     busy.add(made.ends_ps(content((10,), (10,))))
     busy.add(made.ends_ps(content((10,), ())))
     assert busy.share == 0.75
-    assert describe_rounds(None, None, busy, None) is None
-    found = describe_rounds(made, None, busy, 1.1)
-    assert found == {
-        "round_depth": 1,
-        "shared_out_by": "tokens",
-        "depth": 1,
-        "predicted_busy_share": 0.75,
-        "speeds_from": "a test",
-        "measured_over_predicted": 1.1,
-    }
 
 
 FAST = ReplicaRate(token_ps=32_000, square_ps=64, fixed_ps=320, longest=100)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import weakref
 from collections import Counter
@@ -26,9 +25,8 @@ from tlora_megatron.ops.routing import Document, pack_micro_batch
 from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.optimizer import square_sum
-from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.run import reading, training_run
-from tlora_megatron.training.run.output_dir import claim_output_dir
+from tlora_megatron.training.run.preparation import PreparedJob
 
 
 class _Calls(TorchDispatchMode):
@@ -120,21 +118,6 @@ def test_a_large_slab_s_norm_is_right(numel: int) -> None:
     flat = torch.full((numel,), 1e-3)
     expected = float(flat.double().square().sum())
     assert square_sum(flat).item() == pytest.approx(expected, rel=3e-6)
-
-
-def test_nodes_share_an_output_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other node's process, of the same id, removes whatever file is named after the id."""
-    touch = Path.touch
-
-    def touch_then_lose(path: Path, *args: Any, **kwargs: Any) -> None:
-        touch(path, *args, **kwargs)
-        if str(os.getpid()) in path.name:
-            path.unlink()
-
-    monkeypatch.setattr(Path, "touch", touch_then_lose)
-    config = config_for(tmp_path)
-    assert claim_output_dir(tmp_path, config) is False
-    assert not list(tmp_path.iterdir())
 
 
 def test_many_jobs_may_keep_their_metrics_open() -> None:

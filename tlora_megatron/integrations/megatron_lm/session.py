@@ -48,10 +48,10 @@ from tlora_megatron.integrations.megatron_lm.same_model import (
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.fingerprint_file import read_fingerprint
 from tlora_megatron.training.loop import Loop
+from tlora_megatron.training.nano.rounds import NanoSettings
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.run.determinism import set_environment
 from tlora_megatron.training.run.fingerprint import check_base
-from tlora_megatron.training.run.nano_setup import nano_settings
 from tlora_megatron.training.run.training_run import DTYPES, ShardingResolver, TrainingRun
 from tlora_megatron.training.signals import StopSignals
 from tlora_megatron.training.super_model import StepReport
@@ -144,7 +144,7 @@ class Session:
             groups,
             vocab_size=spec.vocab_size,
             seq_length=self._args.seq_length,
-            nano=nano_settings(config.run, spec, DTYPES[config.base_model.dtype]),
+            nano=NanoSettings.of_run(config.run, spec, DTYPES[config.base_model.dtype]),
             head=self._compute.head,
             parts=self._compute.parts,
         )

@@ -14,8 +14,8 @@ from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import JobOrder
 from tlora_megatron.training.data.job_data import TokenCache
 from tlora_megatron.training.data.jsonl_file import JsonlFile
-from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.run.job_admission import check_job_folders
+from tlora_megatron.training.run.preparation import PreparedJob
 from tlora_megatron.training.run.reading import JobReader
 
 

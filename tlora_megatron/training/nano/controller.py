@@ -114,16 +114,13 @@ class HysteresisController:
         """The count that a check compares with the choice."""
 
     def chosen(self, mix_key: str) -> int | None:
-        """The choice for a mix; None before there is one."""
         return self._chosen.get(mix_key)
 
     def resume(self, mix_key: str, count: int) -> None:
-        """Goes on with an earlier run's choice for a mix."""
         self._chosen[mix_key] = self.kept = self.count = max(1, min(count, self.limit))
         self.phase = "keep"
 
     def next_count(self, step: StepTime) -> int:
-        """Takes the time of the step just done; returns the next count."""
         if step.mix_key != self._mix:
             self._begin_mix(step)
             return self.count
@@ -289,11 +286,9 @@ class AimdController:
         return self.count
 
     def resume(self, mix_key: str, count: int) -> None:
-        """Goes on with an earlier run's choice for a mix."""
         self.count = max(1, min(count, self.limit))
 
     def next_count(self, step: StepTime) -> int:
-        """Takes the time of the step just done; returns the next count."""
         if self._skip or not step.tokens:
             self._skip = max(0, self._skip - 1)
             return self.count

@@ -11,16 +11,19 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.parallel.collectives import DEFAULT_MAX_BYTES, Kind
+from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano_cuts import CutDocuments, RowCosts, cut_by_length
 from tlora_megatron.parallel.overlap import LaneRoom
 from tlora_megatron.training.job_state import JobState
@@ -33,6 +36,8 @@ from tlora_megatron.training.nano.controller import (
 from tlora_megatron.training.nano.trace import NOTHING, NanoTrace, Resumed, TraceLine
 from tlora_megatron.training.packing.packing import Round
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NanoSettings:
@@ -42,6 +47,27 @@ class NanoSettings:
     """Mechanism of the tensor-parallel collectives; see `RunSpec.tensor_collectives`."""
     max_bytes: int = DEFAULT_MAX_BYTES
     """Bytes of the largest collective of a nano-batch; larger ones are sent in pieces."""
+
+    @classmethod
+    def of_run(
+        cls,
+        run: RunSpec,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        micro_batch_tokens: int | None = None,
+    ) -> NanoSettings:
+        """Returns the settings that a run's engine is built with.
+
+        The largest collective carries half a micro-batch plus 25 %, because cuts fall between
+        documents.
+
+        Args:
+            micro_batch_tokens: budget of this process's replica; None = the run's.
+        """
+        row_bytes = spec.hidden_size * dtype.itemsize
+        tokens = micro_batch_tokens or run.micro_batch_tokens
+        max_bytes = min(tokens * row_bytes * 5 // 8, DEFAULT_MAX_BYTES)
+        return cls(transport=run.tensor_collectives, max_bytes=max_bytes)
 
 
 class NanoSwitch(Protocol):
@@ -59,9 +85,6 @@ class NanoSwitch(Protocol):
 
     def close(self) -> None:
         """Releases what the collectives hold; collective over the world."""
-
-
-logger = logging.getLogger(__name__)
 
 
 def rank_aware_cut(spec: Backbone, jobs: Sequence[JobState]) -> CutDocuments:
@@ -111,9 +134,7 @@ class _Measured:
     """A step whose agreed time is not known yet."""
 
     agreement: Agreement
-    tokens: int
-    mix_key: str
-    most: int
+    own: StepTime
     num_jobs: int
     job_steps: dict[str, int]
     """Steps done by each of the run's jobs, by name."""
@@ -176,11 +197,11 @@ class NanoRounds:
         if not has_waited:
             return
         count, done = self.controller.count, self._pending
+        mix, most = mix_key(jobs), self._most
+        own = StepTime(time_s=self._time_s, tokens=self._tokens, mix_key=mix, most=most)
         self._pending = _Measured(
             agreement=Agreement(self._time_s, self._switch.room(), self._device),
-            tokens=self._tokens,
-            mix_key=mix_key(jobs),
-            most=self._most,
+            own=own,
             num_jobs=len(jobs),
             job_steps=self._job_steps,
             count=count,
@@ -206,10 +227,8 @@ class NanoRounds:
     def _take(self, done: _Measured) -> None:
         """Tells the controller a step's time, unless its count has changed meanwhile."""
         agreed = done.agreement.read()
-        self._limit_count(agreed.room, done.most)
-        step = StepTime(
-            time_s=agreed.time_s, tokens=done.tokens, mix_key=done.mix_key, most=done.most
-        )
+        self._limit_count(agreed.room, done.own.most)
+        step = replace(done.own, time_s=agreed.time_s)
         if done.count == self.controller.count:
             self.controller.next_count(step)
         self._write(step, done)
@@ -272,3 +291,49 @@ def mix_key(jobs: Sequence[JobState]) -> str:
     """Returns a short hash of the jobs in the slots, placeholders of failed ones included."""
     names = [f"{job.name}\0{job.is_active}" for job in jobs]
     return hashlib.blake2s("\n".join(names).encode(), digest_size=6).hexdigest()
+
+
+def start_nano_batches(
+    run: RunSpec,
+    switch: NanoSwitch | None,
+    groups: ParallelGroups,
+    jobs: Sequence[JobState],
+    *,
+    resuming: bool,
+    traces: bool = True,
+) -> NanoRounds | None:
+    """Sets the number of nano-batches that a run asks for, once the backbone has its adapters.
+
+    Collective over the world.
+
+    Returns:
+        What chooses the number from now on; None where it stays as it is.
+    """
+    if switch is None or run.nano_batches == 1 or not _all_have_tp(groups):
+        return None
+    # Two make the engine ready for any number, or say why there can be none.
+    switch.set_count(2 if run.nano_batches == "auto" else run.nano_batches)
+    if run.nano_batches != "auto" or switch.count == 1:
+        return None
+    return NanoRounds(
+        run.nano_controller,
+        switch,
+        NanoTrace(Path(run.output_dir)) if traces and groups.is_writer else None,
+        jobs=jobs,
+        device=groups.device,
+        resuming=resuming,
+    )
+
+
+def _all_have_tp(groups: ParallelGroups) -> bool:
+    """True where all ranks are in tensor-parallel groups of one size; collective over the world.
+
+    Numbers of nano-batches are agreed over the world, and replicas of other sizes have none.
+    """
+    sizes = [0] * dist.get_world_size()
+    dist.all_gather_object(sizes, groups.layout.tp_size)
+    if len(set(sizes)) > 1 and groups.is_writer:
+        logger.warning(
+            "run.nano_batches has no effect, micro-batches run whole: replicas differ in tp_size"
+        )
+    return len(set(sizes)) == 1 and sizes[0] > 1

@@ -37,8 +37,8 @@ from tlora_megatron.training.driven_requests import (
 )
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_adapters
-from tlora_megatron.training.preparation import PreparedJob, start_job
 from tlora_megatron.training.resident.saved_states import StateFiles
+from tlora_megatron.training.run.preparation import PreparedJob, start_job
 from tlora_megatron.training.super_model import Engine, StepReport, SuperModel
 
 
@@ -214,7 +214,7 @@ class RequestExecutor:
                 job.to_score = rest
 
     def loads(self) -> dict[str, int | None]:
-        """How far states are read that jobs wait for; see `agreement.Readiness`."""
+        """How far states are read that jobs wait for; see `staging.Readiness`."""
         return self._files.loads()
 
     def advance(self, news: News | None, ready: Mapping[str, bool]) -> None:

@@ -123,7 +123,7 @@ class StateFiles:
         return False
 
     def loads(self) -> dict[str, int | None]:
-        """How far states are read, in the form that `agreement.Readiness` takes; by jobs' names."""
+        """How far states are read, in the form that `staging.Readiness` takes; by jobs' names."""
         return {name: load.state for name, load in self._loads.items()}
 
     def is_loading(self, job: DrivenState) -> bool:
@@ -150,9 +150,8 @@ class StateFiles:
         job.updates = found.updates
         model.bank.refresh(next(i for i, other in enumerate(model.jobs) if other is job))
         job.moved(load.number, applied=True)
-        self._loop.saves.make_due(
-            job.name
-        )  # its state may be replaced, and a replay would take that
+        # The state that it read may be replaced, and a replay would take that.
+        self._loop.saves.make_due(job.name)
         self._answer(job, load.number, Answer(values={"step": job.updates}))
 
     def forget(self, names: Collection[str]) -> None:

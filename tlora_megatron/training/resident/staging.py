@@ -5,12 +5,11 @@ Only JSON travels: as bytes over gloo, which costs neither the GPU nor the round
 
 from __future__ import annotations
 
-import hashlib
 import json
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +18,12 @@ import torch.distributed as dist
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab, Copier
 from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.training.data.tokenize import fingerprint
 from tlora_megatron.training.formats.hf_checkpoint import all_finite
 from tlora_megatron.training.job_saves import SavePolicy, StagedJob
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.metrics import JobMetrics
-from tlora_megatron.training.preparation import PreparedJob, start_job
 from tlora_megatron.training.resident.saved_states import LockedRing
+from tlora_megatron.training.run.preparation import PreparedJob, start_job
 
 _HEAD = 8
 _ROOM = 4096
@@ -149,15 +147,6 @@ class _Ordered:
     is_dropped: bool = False
 
 
-def digest_of(prepared: PreparedJob) -> str:
-    """Digest of everything that a job's steps follow from; paths may differ by node."""
-    no_paths = {"data": None, "init_from": None, "resume_from": None}
-    step = 0 if prepared.checkpoint is None else prepared.checkpoint.step
-    data = prepared.data
-    content = [asdict(prepared.spec) | no_paths, data.fingerprint, fingerprint(data.eval), step]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
-
-
 class Stager:
     """Prepares one job after another on a thread.
 
@@ -198,7 +187,7 @@ class Stager:
         return self._ordered[name].found
 
     def state(self, name: str) -> int | None:
-        """How far an ordered job is prepared, in the form that `agreement.Readiness` takes."""
+        """How far an ordered job is prepared, in the form that `Readiness` takes."""
         found = self.found(name)
         if found is None:
             return None
@@ -272,7 +261,7 @@ class Stager:
             state, copied = self._fill(slab, prepared, order)
             return StagedJob(
                 state=state,
-                digest=digest_of(prepared),
+                digest=prepared.digest,
                 copied=copied,
                 metrics=self._open_metrics(state),
                 saving=SavePolicy(

@@ -28,7 +28,7 @@ from tlora_megatron.ops.lora.kernel_choice import kernel_choice
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.evaluation import Scorer
 from tlora_megatron.training.formats.quantised import QuantisationCard
-from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.run.preparation import PreparedJob
 from tlora_megatron.training.run.summary import versions
 
 ENVIRONMENT = {
@@ -225,21 +225,17 @@ def keep_fingerprints(
     for job in jobs:
         if job.is_done:
             continue
-        path = output_dir / "jobs" / job.spec.name / FILE_NAME
-        if fingerprint is None:
-            _forget(path, job.spec.name)
-            continue
-        kept = _with_earlier({**fingerprint, "portion_tokens": job.spec.portion_tokens}, job)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(kept, indent=2), mode=BY_UMASK)
-
-
-def _forget(path: Path, name: str) -> None:
-    if path.exists():
-        logger.warning(
-            "job %s goes on without run.deterministic, so its bits are promised no more", name
-        )
-        path.unlink()
+        name = job.spec.name
+        path = output_dir / "jobs" / name / FILE_NAME
+        if fingerprint is not None:
+            kept = _with_earlier({**fingerprint, "portion_tokens": job.spec.portion_tokens}, job)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps(kept, indent=2), mode=BY_UMASK)
+        elif path.exists():
+            logger.warning(
+                "job %s goes on without run.deterministic, so its bits are promised no more", name
+            )
+            path.unlink()
 
 
 def _with_earlier(mine: dict[str, Any], job: PreparedJob) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checks before training that a job's results can be written where they belong."""
+"""Admits the jobs of a run that can start: their data, and the folders of their results."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.formats.peft import check_adapter_directory
 from tlora_megatron.training.formats.quantised import QuantisationCard, check_same_base
 from tlora_megatron.training.metrics import METRICS_FILE
-from tlora_megatron.training.preparation import PreparedJob, prepare_job
-from tlora_megatron.training.run.reading import Background, Failed, StillReading, reads_here, share
+from tlora_megatron.training.run.preparation import PreparedJob, prepare_job
+from tlora_megatron.training.run.reading import Background, Failed, reads_here, share
 from tlora_megatron.training.run.summary import check_resumption
 
 
@@ -101,13 +102,18 @@ class JobAdmission:
         self.prepared: list[PreparedJob] = []
         self._config = config
         self._spec = spec
-        self._base_model = base_model
-        self._quantisation = quantisation
-        self._resuming = resuming
+        self._prepare = partial(
+            prepare_for,
+            config,
+            spec,
+            base_model=base_model,
+            quantisation=quantisation,
+            resuming=resuming,
+        )
         self._stops = config.run.on_job_error == "stop"
         self._reading = self._start_reading(tokenizer_dir) if reads_here() else None
         if self._reading is not None and os.environ.get("WORLD_SIZE", "1") == "1":
-            with suppress(StillReading):
+            with suppress(TimeoutError):
                 self._take(self._reading.result(_SMALL_DATA_S))
 
     def settle(self) -> None:
@@ -151,26 +157,14 @@ class JobAdmission:
         outcomes: _Outcomes = []
         for job, read in zip_longest(self._config.jobs, readings):
             try:
-                outcomes.append(self._prepare(job, tokenizer, read))
+                if isinstance(read, Failed):
+                    raise ValueError(read.message)
+                outcomes.append(self._prepare(job, tokenizer, data=read))
             except ValueError as error:
                 outcomes.append(error)
                 if self._stops:
                     break
         return outcomes
-
-    def _prepare(self, job: JobSpec, tokenizer: Any, read: JobData | Failed | None) -> PreparedJob:
-        if isinstance(read, Failed):
-            raise ValueError(read.message)
-        return prepare_for(
-            self._config,
-            self._spec,
-            job,
-            tokenizer,
-            base_model=self._base_model,
-            quantisation=self._quantisation,
-            resuming=self._resuming,
-            data=read,
-        )
 
     def _take(self, outcomes: _Outcomes | Failed) -> None:
         if isinstance(outcomes, Failed):

@@ -1,4 +1,4 @@
-"""Reads single jobs over one base model: for a service, whose jobs come one at a time."""
+"""Reads jobs: single ones for a service, and those of a run in one process of each node."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as StillReading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -22,10 +21,11 @@ from tlora_megatron.model.backbone import check_block_sizes
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.data.job_data import CachedData, JobData, TokenCache, TokenizerFolder
-from tlora_megatron.training.data.tokenize import TokenSequence, fingerprint
+from tlora_megatron.training.data.mapped_tokens import MappedSequences, lengths_of
+from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.driven_jobs import NO_DATA
 from tlora_megatron.training.formats.quantised import check_same_base, quantisation_card
-from tlora_megatron.training.preparation import PreparedJob, prepare_job
+from tlora_megatron.training.run.preparation import PreparedJob, prepare_job
 from tlora_megatron.training.run.summary import check_resumption
 
 
@@ -132,17 +132,10 @@ def _gather(mine: Any) -> list[Any]:
 
 def content_digest(config: RunConfig, prepared: Sequence[PreparedJob]) -> str:
     """Digest of everything that packing and updates follow from; paths may differ by node."""
-    no_paths = {"data": None, "init_from": None, "resume_from": None}
     run = asdict(config.run) | {"output_dir": None}
     base = asdict(config.base_model) | {"path": None, "config": None}
-    content: list[Any] = [run, base]
-    for job in prepared:
-        content += [asdict(job.spec) | no_paths]
-        content += [job.data.fingerprint, fingerprint(job.data.eval)]
+    content = [run, base, [job.digest for job in prepared]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-__all__ = ["Background", "Failed", "StillReading", "reads_here", "share"]
 
 
 class Failed(NamedTuple):
@@ -153,14 +146,6 @@ class Failed(NamedTuple):
 
 Readings = Sequence[JobData | Failed] | Failed
 """Data of one job after the other, up to the first that stops the run; or why there is none."""
-
-
-class _Packed(NamedTuple):
-    """Sequences end to end: a million of small arrays would take long to send."""
-
-    tokens: np.ndarray
-    is_target: np.ndarray
-    lengths: list[int]
 
 
 def reads_here() -> bool:
@@ -182,7 +167,7 @@ class Background(Generic[_T]):
         """Waits for the result, or the error that the work has raised.
 
         Raises:
-            StillReading: if it takes longer than `timeout_s`.
+            TimeoutError: if it takes longer than `timeout_s`.
         """
         return self._future.result(timeout_s)
 
@@ -206,44 +191,22 @@ def share(mine: Readings | None) -> Readings | None:
     dist.all_gather_object(missing, mine is None)
     if not any(missing):
         return None
-    message = [_pack(mine) if dist.get_rank() == 0 and mine is not None else None]
+    message: list[Any] = [None]
+    if dist.get_rank() == 0 and mine is not None:
+        message = [mine if isinstance(mine, Failed) else [_joined(one) for one in mine]]
     dist.broadcast_object_list(message, src=0)
-    return _unpack(message[0]) if mine is None else None
+    return message[0] if mine is None else None
 
 
-def _pack(readings: Readings) -> Any:
-    if isinstance(readings, Failed):
-        return readings
-    return [one if isinstance(one, Failed) else _pack_job(one) for one in readings]
+def _joined(reading: JobData | Failed) -> JobData | Failed:
+    """Puts a job's sequences end to end: a million of small arrays would take long to send."""
+    if isinstance(reading, Failed):
+        return reading
+    return replace(reading, train=_join(reading.train), eval=_join(reading.eval))
 
 
-def _unpack(message: Any) -> Readings:
-    if isinstance(message, Failed):
-        return message
-    return [one if isinstance(one, Failed) else _unpack_job(*one) for one in message]
-
-
-def _pack_job(data: JobData) -> tuple[_Packed, _Packed, int, int]:
-    return _join(data.train), _join(data.eval), data.num_truncated, data.num_dropped
-
-
-def _unpack_job(train: _Packed, evaluation: _Packed, truncated: int, dropped: int) -> JobData:
-    return JobData(
-        train=_cut(train), eval=_cut(evaluation), num_truncated=truncated, num_dropped=dropped
-    )
-
-
-def _join(sequences: Sequence[TokenSequence]) -> _Packed:
+def _join(sequences: Sequence[TokenSequence]) -> MappedSequences:
     tokens = [np.empty(0, np.int32), *(sequence.tokens for sequence in sequences)]
     targets = [np.empty(0, bool), *(sequence.is_target for sequence in sequences)]
-    lengths = [len(sequence.tokens) for sequence in sequences]
-    return _Packed(np.concatenate(tokens), np.concatenate(targets), lengths)
-
-
-def _cut(packed: _Packed) -> tuple[TokenSequence, ...]:
-    ends = np.cumsum(packed.lengths).tolist()
-    begins = [0, *ends[:-1]]
-    return tuple(
-        TokenSequence(packed.tokens[begin:end], packed.is_target[begin:end])
-        for begin, end in zip(begins, ends, strict=False)
-    )
+    ends = np.cumsum(lengths_of(sequences))
+    return MappedSequences(np.concatenate(tokens), np.concatenate(targets), ends)

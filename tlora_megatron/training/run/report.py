@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ from tlora_megatron.page import (
     tiles,
 )
 from tlora_megatron.timeline import time_line
-from tlora_megatron.training.nano.trace import TraceLine, read_trace
+from tlora_megatron.training.nano.trace import read_trace
 from tlora_megatron.training.run.curves import (
     SMOOTH_ABOVE,
     Curve,
@@ -39,30 +39,6 @@ from tlora_megatron.training.run.curves import (
     read_jobs,
     scatter,
 )
-
-
-def nano_section(output_dir: Path) -> str:
-    """The section as HTML; empty if the run did not choose its number of nano-batches."""
-    lines = read_trace(output_dir)
-    if not lines:
-        return ""
-    counts = sorted({line.nano_batches for line in lines})
-    colors = {count: (count - 1) % NUM_COLORS for count in counts}
-    curves = {colors[count]: _step_times(lines, count) for count in counts}
-    names = legend({str(count): css_color(colors[count]) for count in counts})
-    return (
-        "<h2>Nano-batches</h2><p>Milliseconds per thousand tokens over the measured steps, by the "
-        f"number of nano-batches; kept at the end: <b>{lines[-1].kept}</b></p>"
-        f"<figure>{scatter(curves)}{names}</figure>"
-    )
-
-
-def _step_times(lines: Sequence[TraceLine], count: int) -> Curve:
-    """The steps with this number of nano-batches, and their milliseconds per thousand tokens."""
-    mine = [line for line in lines if line.nano_batches == count and line.tokens]
-    steps = np.array([line.step for line in mine], dtype=float)
-    return steps, np.array([1e6 * line.time_s / line.tokens for line in mine])
-
 
 _TITLES = {
     "loss": "Loss",
@@ -76,18 +52,6 @@ loss and gradient norm are smoothed, with the raw values behind. Dots: evaluatio
 _Draw = Callable[[ReportJob, str, PanelStyle], str]
 _AXES = ("tp", "pp", "cp", "dp")
 _MISSING = "—"
-
-
-def write_report(output_dir: Path) -> Path:
-    """Writes `OUT/report.html` from config.json, summary.json and the metrics; returns its path.
-
-    It may be called while the run goes on; files that do not exist yet count as empty.
-
-    Raises:
-        ImportError: if matplotlib is missing.
-        ValueError: if a file of the run is corrupt.
-    """
-    return Report(output_dir).write()
 
 
 class Report:
@@ -104,7 +68,14 @@ class Report:
         self._thread.start()
 
     def write(self) -> Path:
-        """Writes the page of what the folder holds now; see `write_report`."""
+        """Writes `OUT/report.html` from config.json, summary.json and metrics; returns its path.
+
+        It may be called while the run goes on; files that do not exist yet count as empty.
+
+        Raises:
+            ImportError: if matplotlib is missing.
+            ValueError: if a file of the run is corrupt.
+        """
         if self._thread is not None:
             self._thread.join()
         path = self._output_dir / "report.html"
@@ -122,35 +93,23 @@ class Report:
         config, summary = (found or {} for found in files)
         jobs = read_jobs(folder, config, summary)
         run = summary.get("run", {})
-        title = folder.resolve().name
-        return _page(title, config, run, jobs, self._panel, nano_section(folder))
+        keys = [key for key in _TITLES if _is_matched(jobs) or key != "eval_exact_match"]
+        style = PanelStyle.for_jobs(jobs)
+        cards = "".join(_card(job, keys, style, self._panel) for job in jobs)
+        written = time.strftime("%Y-%m-%d %H:%M %Z")
+        return document(
+            folder.resolve().name,
+            f"{_outcome(run, jobs)} · written {written}",
+            f"{tiles(_main_numbers(config, run, jobs))}{facts(_facts(config, run))}"
+            f"{_times(run)}<h2>Jobs</h2>{_table(jobs)}{_together(jobs, style)}"
+            f"<h2>Curves by job</h2>{_READING}{cards}{_nano_section(folder)}",
+        )
 
     def _panel(self, job: ReportJob, key: str, style: PanelStyle) -> str:
         name = (job.index, job.name, len(job.records), key, style)
         if name not in self._drawn:
             self._drawn[name] = panel(job, key, style)
         return self._drawn[name]
-
-
-def _page(
-    title: str,
-    config: dict[str, Any],
-    run: dict[str, Any],
-    jobs: list[ReportJob],
-    draw: _Draw,
-    nano: str,
-) -> str:
-    keys = [key for key in _TITLES if _is_matched(jobs) or key != "eval_exact_match"]
-    style = PanelStyle.for_jobs(jobs)
-    cards = "".join(_card(job, keys, style, draw) for job in jobs)
-    written = time.strftime("%Y-%m-%d %H:%M %Z")
-    return document(
-        title,
-        f"{_outcome(run, jobs)} · written {written}",
-        f"{tiles(_main_numbers(config, run, jobs))}{facts(_facts(config, run))}"
-        f"{_times(run)}<h2>Jobs</h2>{_table(jobs)}{_together(jobs, style)}"
-        f"<h2>Curves by job</h2>{_READING}{cards}{nano}",
-    )
 
 
 def _outcome(run: dict[str, Any], jobs: list[ReportJob]) -> str:
@@ -321,4 +280,24 @@ def _card(job: ReportJob, keys: list[str], style: PanelStyle, draw: _Draw) -> st
         f'<section class="card" id="job-{job.index}" style="--job:{job.color}"><h3>{_link(job)}'
         f"{_status(job)}</h3><p>{line}</p>"
         f"{panels(pictures, columns=columns, least_px=least_px)}</section>"
+    )
+
+
+def _nano_section(output_dir: Path) -> str:
+    """Step times by number of nano-batches; empty if the run did not choose its number."""
+    lines = read_trace(output_dir)
+    if not lines:
+        return ""
+    curves: dict[int, Curve] = {}
+    counts = sorted({line.nano_batches for line in lines})
+    colors = {count: (count - 1) % NUM_COLORS for count in counts}
+    for count, color in colors.items():
+        mine = [line for line in lines if line.nano_batches == count and line.tokens]
+        steps = np.array([line.step for line in mine], dtype=float)
+        curves[color] = steps, np.array([1e6 * line.time_s / line.tokens for line in mine])
+    names = legend({str(count): css_color(color) for count, color in colors.items()})
+    return (
+        "<h2>Nano-batches</h2><p>Milliseconds per thousand tokens over the measured steps, by the "
+        f"number of nano-batches; kept at the end: <b>{lines[-1].kept}</b></p>"
+        f"<figure>{scatter(curves)}{names}</figure>"
     )

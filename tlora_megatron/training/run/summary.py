@@ -20,8 +20,7 @@ from tlora_megatron.config.schema import JobError
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.checkpoint import Checkpoint
 from tlora_megatron.training.loop import Loop
-from tlora_megatron.training.preparation import PreparedJob
-from tlora_megatron.training.round_timing import describe_rounds
+from tlora_megatron.training.run.preparation import PreparedJob
 
 logger = logging.getLogger(__name__)
 
@@ -160,9 +159,19 @@ def summarize_nano_batches(loop: Loop) -> dict[str, Any] | None:
 def _balance(loop: Loop) -> dict[str, Any] | None:
     """Says how rounds were shared out among replicas; None where one runs alone."""
     model = loop.super_model
-    over = None if model.correction is None else model.correction.over_predicted
-    found = describe_rounds(model.timing, model.rule, model.busy, over)
-    if found is not None and model.timing is not None and model.timing.cp_rates is not None:
+    timing, rule, correction = model.timing, model.rule, model.correction
+    if timing is None:
+        return None
+    over = correction.over_predicted if timing.in_seconds and correction is not None else None
+    found: dict[str, Any] = {
+        "round_depth": timing.depth,
+        "shared_out_by": "tokens" if rule is None else "predicted time",
+        "depth": 1 if rule is None else rule.depth,
+        "predicted_busy_share": model.busy.share,
+        "speeds_from": timing.source,
+        "measured_over_predicted": over,
+    }
+    if timing.cp_rates is not None:
         ran = sorted(model.cp_sizes_run.items())
         found["micro_batches_by_cp_size"] = {str(size): count for size, count in ran}
     return found

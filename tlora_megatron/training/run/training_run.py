@@ -36,9 +36,8 @@ from tlora_megatron.training.formats.quantised import QuantisationCard
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.metrics import EventSink, write_summary
-from tlora_megatron.training.nano.rounds import rank_aware_cut
+from tlora_megatron.training.nano.rounds import rank_aware_cut, start_nano_batches
 from tlora_megatron.training.packing.packing import RoundShape
-from tlora_megatron.training.preparation import PreparedJob, start_job
 from tlora_megatron.training.round_timing import RateCorrection, RoundTiming, read_correction
 from tlora_megatron.training.run.determinism import (
     check_deterministic,
@@ -46,13 +45,13 @@ from tlora_megatron.training.run.determinism import (
     run_fingerprint,
 )
 from tlora_megatron.training.run.job_admission import JobAdmission
-from tlora_megatron.training.run.nano_setup import start_nano_batches
 from tlora_megatron.training.run.output_dir import (
     CONFIG_NAME,
     claim_output_dir,
     hold_output_dir,
     make_output_dir,
 )
+from tlora_megatron.training.run.preparation import PreparedJob, start_job
 from tlora_megatron.training.run.reading import check_agreement
 from tlora_megatron.training.run.report import Report
 from tlora_megatron.training.run.summary import run_times, summarize, summarize_nano_batches
@@ -204,14 +203,12 @@ class TrainingRun:
             quantisation=self.quantisation,
             has_metrics=groups.is_writer,
         )
+        switch, run = engine.nano_batches, self.config.run
+        nano_rounds = start_nano_batches(
+            run, switch, groups, super_model.jobs, resuming=self._resuming
+        )
         self.loop = Loop(
-            super_model,
-            self.spec,
-            self.config.run,
-            files,
-            self.events,
-            nano_rounds=start_nano_batches(self.config.run, super_model, resuming=self._resuming),
-            watch=watch,
+            super_model, self.spec, run, files, self.events, nano_rounds=nano_rounds, watch=watch
         )
         self._open.callback(self.loop.close)
         return self.loop
@@ -245,18 +242,14 @@ class TrainingRun:
         summary = summarize(loop, groups, self._jobs.rejected, nano_batches)
         summary["run"] |= self.facts
         write_summary(self.output_dir, summary)
-        self._try_report(report)
+        try:
+            report.write()
+        except (ImportError, OSError, ValueError) as error:  # training is done
+            logger.warning("%s could not be written: %s", self.output_dir / "report.html", error)
         # The user has waited for the report, too.
         summary["run"] |= run_times()
         write_summary(self.output_dir, summary)
         return summary
-
-    def _try_report(self, report: Report) -> None:
-        """Writes the report; training is done, so what hinders it is a warning."""
-        try:
-            report.write()
-        except (ImportError, OSError, ValueError) as error:
-            logger.warning("%s could not be written: %s", self.output_dir / "report.html", error)
 
     def _fingerprint(
         self, groups: ParallelGroups, linears: Linears, engine: Scorer

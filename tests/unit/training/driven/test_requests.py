@@ -18,14 +18,15 @@ from tlora_megatron.training.driven_requests import (
     RequestError,
     check_request,
 )
-from tlora_megatron.training.packing.packing import Item, Placed, fill_rows, pack
+from tlora_megatron.training.packing.packing import Item, PackedBatch, Placed, fill_rows, pack
 from tlora_megatron.training.packing.row_arrays import join_rows
 
 ARRAYS: dict[str, np.ndarray] = {
     "lengths": np.array([2, 1], np.int32),
-    "tokens": np.array([5, 6, 7], np.int32),
-    "targets": np.array([6, 7, 1], np.int64),
+    "tokens": np.array([10, 11, 12], np.int32),
+    "targets": np.array([70, 0, 72], np.int64),
 }
+"""Sequences of 2 and 1 tokens, whose targets are not the input shifted."""
 SAMPLED = {name: np.zeros(3, np.float32) for name in ("logprobs", "advantages")}
 
 
@@ -87,9 +88,9 @@ def test_refusals(wrong: Request, sentence: str) -> None:
 
 
 def test_what_only_the_base_knows() -> None:
-    check_request(request(), vocab_size=8, longest=2)
-    with pytest.raises(RequestError, match="below 7, the vocabulary, got 7"):
-        check_request(request(), vocab_size=7)
+    check_request(request(), vocab_size=73, longest=2)
+    with pytest.raises(RequestError, match="below 72, the vocabulary, got 72"):
+        check_request(request(), vocab_size=72)
     with pytest.raises(RequestError, match="a sequence must have at most 1 tokens here, got 2"):
         check_request(request(), longest=1)
 
@@ -97,22 +98,12 @@ def test_what_only_the_base_knows() -> None:
 TOKENS = np.array([3, 4, 5, 6], np.int32)
 
 
-def sent(loss: str, **more: object) -> Request:
-    """Sequences of 2 and 1 tokens, whose targets are not the input shifted."""
-    arrays = {
-        "lengths": np.array([2, 1], np.int32),
-        "tokens": np.array([10, 11, 12], np.int32),
-        "targets": np.array([70, 0, 72], np.int64),
-    }
-    return Request(op="forward_backward", params={"loss_fn": loss}, arrays=arrays | more)  # type: ignore[arg-type]
-
-
 def placed() -> list[Placed]:
     """A job's own sequence, a client's with weights, and one of reinforcement learning."""
     own = Item(TokenSequence(TOKENS, np.array([False, False, True, True])), 0, 0, 0.5)
-    weighted = items_of(sent("cross_entropy", weights=np.array([0, 2, 0.5], np.float32)))
+    weighted = items_of(request(weights=np.array([0, 2, 0.5], np.float32)))
     values = {name: np.arange(3, dtype=np.float32) + 1 for name in ("logprobs", "advantages")}
-    clipped = items_of(sent("ppo", **values))
+    clipped = items_of(request("ppo", **values))
     return [
         Placed(0, own),
         *(Placed(1, item) for item in weighted),
@@ -120,11 +111,15 @@ def placed() -> list[Placed]:
     ]
 
 
-def test_every_row_has_what_was_sent_with_it() -> None:
+@pytest.fixture
+def batch() -> PackedBatch:
     cpu = torch.device("cpu")
-    batch = pack(
+    return pack(
         placed(), num_tokens=16, num_slots=3, dropout_keys=(), cp_rank=0, cp_size=1, device=cpu
     )
+
+
+def test_every_row_has_what_was_sent_with_it(batch: PackedBatch) -> None:
     assert batch.tokens[0, :9].tolist() == [3, 4, 5, 10, 11, 12, 10, 11, 12]
     assert batch.labels[0, :9].tolist() == [0, 5, 6, 70, 0, 72, 70, 0, 72]
     assert batch.weights[:9].tolist() == [0, 0.5, 0.5, 0, 2, 0.5, 1, 1, 1]
@@ -141,11 +136,7 @@ def test_every_row_has_what_was_sent_with_it() -> None:
     assert inputs.high_T[6:9].tolist() == torch.full((3,), 1.2).tolist()
 
 
-def test_own_rows_keep_their_bits_and_sent_ones_are_told_as_they_are() -> None:
-    cpu = torch.device("cpu")
-    batch = pack(
-        placed(), num_tokens=16, num_slots=3, dropout_keys=(), cp_rank=0, cp_size=1, device=cpu
-    )
+def test_own_rows_keep_their_bits_and_sent_ones_are_told_as_they_are(batch: PackedBatch) -> None:
     assert batch.sent is not None
     nll_T = torch.rand(16, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
     losses_T, told_T = batch.sent.losses(nll_T, batch.weights)

@@ -22,7 +22,7 @@ from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.training.formats.peft import export_adapter, load_adapter
-from tlora_megatron.training.preparation import fit_to_job
+from tlora_megatron.training.run.preparation import fit_to_job
 
 OWN = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 FUSED = ("experts.linear_fc1", "experts.linear_fc2")

@@ -21,7 +21,7 @@ from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, DataSpec, Jo
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.training.formats import peft as peft_format
 from tlora_megatron.training.formats.peft import export_adapter, load_adapter
-from tlora_megatron.training.preparation import fit_to_job
+from tlora_megatron.training.run.preparation import fit_to_job
 
 LORA = LoraSpec(rank=4, alpha=8.0, target_modules=("q_proj", "down_proj"))
 Q_KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

@@ -145,13 +145,6 @@ def test_a_new_mix_does_not_keep_what_is_no_faster_than_one(seed: int) -> None:
     assert controller.kept == 1
 
 
-def test_a_mix_that_soon_ends_is_not_explored() -> None:
-    controller = HysteresisController()
-    run(controller, (1.0, 0.9, 0.95, 1.0), 50, mix_key="a")
-    for index in range(10):
-        assert set(run(controller, (1.0, 0.9, 0.95, 1.0), 9, mix_key=f"b{index}")) == {2}
-
-
 def test_a_choice_that_has_become_slow_is_found_out() -> None:
     controller = HysteresisController()
     run(controller, (1.0, 0.9, 0.95, 1.0), 50)

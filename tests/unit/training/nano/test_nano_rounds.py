@@ -159,16 +159,6 @@ def test_one_number_of_steps_is_of_all_jobs_together(tmp_path: Path) -> None:
     assert records(tmp_path) == old[:40]
 
 
-def test_a_resumed_run_reads_no_more_of_its_trace_than_it_needs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    Run(tmp_path).train(60)
-    path = tmp_path / TRACE_FILE
-    path.write_text("a note\n" + path.read_text())
-    Run(tmp_path, resuming=True)
-    assert not caplog.records
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

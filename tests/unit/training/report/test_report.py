@@ -18,7 +18,7 @@ from tlora_megatron.training.metrics import JobMetrics, write_summary
 from tlora_megatron.training.run import curves as report_curves
 from tlora_megatron.training.run import report
 from tlora_megatron.training.run.curves import PanelStyle, ReportJob, has_dots, overview, read_jobs
-from tlora_megatron.training.run.report import Report, write_report
+from tlora_megatron.training.run.report import Report
 
 pytest.importorskip("matplotlib")
 
@@ -50,7 +50,7 @@ def write_config(out: Path, names: list[str]) -> None:
 
 
 def page_of(out: Path) -> tuple[str, Page]:
-    path = write_report(out)
+    path = Report(out).write()
     assert path == out / "report.html"
     text = path.read_text(encoding="utf-8")
     return text, Page(text)
@@ -286,16 +286,16 @@ def test_without_matplotlib_pip_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     message = "an HTML report needs matplotlib; pip install matplotlib"
     with pytest.raises(ImportError, match=message):
-        write_report(tmp_path)
+        Report(tmp_path).write()
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '"x"'])
 def test_corrupt_summary_is_refused_and_the_old_report_stays(tmp_path: Path, text: str) -> None:
     write_job(tmp_path, "a", 3)
-    before = write_report(tmp_path).read_bytes()
+    before = Report(tmp_path).write().read_bytes()
     (tmp_path / "summary.json").write_text(text)
     with pytest.raises(ValueError, match=r"summary\.json must hold a JSON object, got"):
-        write_report(tmp_path)
+        Report(tmp_path).write()
     assert (tmp_path / "report.html").read_bytes() == before
 
 

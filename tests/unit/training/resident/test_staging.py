@@ -16,7 +16,7 @@ from tests.helpers.launch import HANG_S
 from tlora_megatron.training.job_saves import SavePolicy, StagedJob
 from tlora_megatron.training.resident import staging
 from tlora_megatron.training.resident.saved_states import LockedRing
-from tlora_megatron.training.resident.staging import Agreement, Readiness, Stager, gather_texts
+from tlora_megatron.training.resident.staging import Stager
 
 
 class DroppedWhenFound:
@@ -106,16 +106,3 @@ def test_buffers_are_not_filled_again_before_they_are_copied(
     stream.finish()
     for target, value in zip(targets, values, strict=True):
         assert torch.equal(target, value)
-
-
-def test_one_process_agrees_with_itself() -> None:
-    agreement = Agreement(None)
-    for word in ({"commands": []}, {"commands": [{"kind": "note", "text": "é" * 9000}]}):
-        agreement.begin(word)
-        assert agreement.read() == word
-    assert gather_texts(None, "why") == ["why"]
-
-
-def test_jobs_that_are_prepared_or_refused_are_known_others_are_not() -> None:
-    assert Readiness(None, {"a": 5, "b": None, "c": -1}).read() == {"a": True, "c": False}
-    assert Readiness(None, {}).read() == {}

@@ -98,9 +98,6 @@ def test_a_run_goes_on_over_the_same_base_alone(tmp_path: Path) -> None:
     said = "with a run over another base_model: dtype 'float32' instead of 'bfloat16'$"
     with pytest.raises(ValueError, match=said):
         claim_output_dir(tmp_path, config)
-    del base["dtype"]  # of a version that lacked the key
-    (tmp_path / "config.json").write_text(json.dumps({"base_model": base}))
-    assert claim_output_dir(tmp_path, config)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 import threading
 from dataclasses import asdict, replace
@@ -18,9 +19,9 @@ from tlora_megatron.config.job import DataSpec, JobSpec, OptimizerSpec, Schedule
 from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.formats.checkpoint import Checkpoint
-from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.run import reading, summary
-from tlora_megatron.training.run.reading import Background, Failed, StillReading
+from tlora_megatron.training.run.preparation import PreparedJob
+from tlora_megatron.training.run.reading import Background, Failed
 from tlora_megatron.training.run.summary import check_resumption
 
 SPEC = JobSpec(name="a", data=DataSpec(train="a.jsonl"), batch_size=4, max_steps=20)
@@ -113,27 +114,42 @@ def test_the_version_of_megatron_core_is_that_in_use(monkeypatch: pytest.MonkeyP
     assert summary.versions()["megatron-core"] == "0.99.0"
 
 
+def test_the_balance_of_replicas_is_told_with_what_was_measured() -> None:
+    timing = SimpleNamespace(depth="auto", source="a test", in_seconds=True, cp_rates=None)
+    model = SimpleNamespace(
+        timing=timing, rule=None, busy=SimpleNamespace(share=0.75),
+        correction=SimpleNamespace(over_predicted=1.1),
+    )  # fmt: skip
+    loop: Any = SimpleNamespace(super_model=model)
+    assert summary._balance(loop) == {
+        "round_depth": "auto", "shared_out_by": "tokens", "depth": 1, "predicted_busy_share": 0.75,
+        "speeds_from": "a test", "measured_over_predicted": 1.1,
+    }  # fmt: skip
+    model.timing = None
+    assert summary._balance(loop) is None
+
+
 def sequence(length: int) -> TokenSequence:
     tokens = np.arange(length, dtype=np.int32) + 7 * length
     return TokenSequence(tokens, tokens % 3 == 1)
 
 
-def test_packed_readings_are_the_same() -> None:
+def test_sent_readings_are_the_same() -> None:
     train = tuple(map(sequence, (3, 1, 8)))
     data = JobData(train=train, eval=(), num_truncated=2, num_dropped=1)
-    whole, failed = reading._unpack(reading._pack([data, Failed("line 3")]))  # type: ignore[misc]
+    sent = pickle.dumps([reading._joined(one) for one in (data, Failed("line 3"))])
+    whole, failed = pickle.loads(sent)
     assert failed == Failed("line 3")
     assert isinstance(whole, JobData)
     assert whole.fingerprint == data.fingerprint
     assert [len(s.tokens) for s in whole.train] == [3, 1, 8]
-    assert (whole.eval, whole.num_truncated, whole.num_dropped) == ((), 2, 1)
-    assert reading._unpack(reading._pack(Failed("all"))) == Failed("all")
+    assert (len(whole.eval), whole.num_truncated, whole.num_dropped) == (0, 2, 1)
 
 
 def test_background_work_can_be_waited_for_in_part() -> None:
     go = threading.Event()
     work = Background(go.wait)
-    with pytest.raises(StillReading):
+    with pytest.raises(TimeoutError):
         work.result(0.01)
     go.set()
     assert work.result() is True

@@ -231,8 +231,3 @@ def test_the_first_rounds_have_longer(monkeypatch: pytest.MonkeyPatch, run: Run)
         patience.append(run.watch._patience_s)
         run.watch.end_round()
     assert patience == [600.0, 600.0, 600.0, LIMIT_S]
-
-
-def test_a_beat_is_read_as_it_is_written() -> None:
-    beat = Beat(12, 3.25, "node-7.cluster", "round 412")
-    assert Beat.read(beat.line().encode()) == beat

@@ -115,11 +115,6 @@ class LiveRun:
         if not os.access(self._folder, os.W_OK | os.X_OK):
             raise ValueError(f"the run in {output_dir} must be your own, got somebody else's")
 
-    @property
-    def tokens(self) -> Path:
-        """The folder where the run's processes look for tokens."""
-        return self.output_dir / TOKENS
-
     def ask(
         self, body: Mapping[str, Any], wait: Callable[[float], None] = time.sleep
     ) -> Mapping[str, Any]:

@@ -1,11 +1,13 @@
-"""Takes an adapter that was read from files as the first factors of a job."""
+"""Prepares a job: reads all that it starts from, checks that it fits, and fills its adapter."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tlora_megatron.layers.slab import AdapterSlab, Copier, initial_factor, spli
 from tlora_megatron.model.backbone import Backbone, over_base, warn_of_expert_rank
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
 from tlora_megatron.training.data.mapped_tokens import lengths_of
+from tlora_megatron.training.data.tokenize import fingerprint
 from tlora_megatron.training.driven_jobs import NO_DATA, DrivenState, OpenPlan
 from tlora_megatron.training.formats.checkpoint import Checkpoint, find_checkpoint
 from tlora_megatron.training.formats.peft import AdapterFile, load_adapter
@@ -25,6 +28,8 @@ from tlora_megatron.training.formats.peft_config import FUSED_PARTS, hf_targets
 from tlora_megatron.training.formats.peft_experts import common_matrix
 from tlora_megatron.training.formats.quantised import QuantisationCard
 from tlora_megatron.training.job_state import JobState
+
+logger = logging.getLogger(__name__)
 
 
 def fit_to_job(adapter: AdapterFile, job: JobSpec) -> dict[str, Tensor]:
@@ -113,9 +118,6 @@ def _scaling_text(lora: LoraSpec) -> str:
     return f"{lora.scaling:g} (alpha {lora.alpha:g} / {root} {lora.rank})"
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedJob:
     """A job that can start."""
@@ -134,6 +136,15 @@ class PreparedJob:
         if self.checkpoint is None or self.spec.driven:
             return False
         return self.checkpoint.step >= self.plan.num_steps
+
+    @property
+    def digest(self) -> str:
+        """Digest of everything that its steps follow from; paths may differ by node."""
+        no_paths = {"data": None, "init_from": None, "resume_from": None}
+        step = 0 if self.checkpoint is None else self.checkpoint.step
+        prints = [self.data.fingerprint, fingerprint(self.data.eval)]
+        content = [asdict(self.spec) | no_paths, *prints, step]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
 def prepare_job(
@@ -180,8 +191,7 @@ def prepare_job(
             adapter = load_adapter(Path(job.init_from), model=spec)
         except ValueError as error:
             raise ValueError(f"job {job.name!r}: init_from {error}") from error
-        _warn_of_other_base(job, adapter.base_model, base_model)
-        _warn_of_other_codes(job, adapter.quantisation, quantisation)
+        _warn_of_other_base(job, adapter, base_model, quantisation)
         imported = fit_to_job(adapter, job)
     plan = OpenPlan() if job.driven else BatchPlan.for_job(job, len(data.train))
     if not job.driven and job.schedule.warmup_steps >= plan.num_steps:
@@ -240,22 +250,20 @@ def _check_lengths(
         )
 
 
-def _warn_of_other_base(job: JobSpec, theirs: str | None, ours: str) -> None:
+def _warn_of_other_base(
+    job: JobSpec, adapter: AdapterFile, base_model: str, quantisation: QuantisationCard | None
+) -> None:
     """Warns of another base; no error, since a hub name and a folder may hold the same weights."""
-    if theirs is not None and Path(theirs).name != Path(ours).name:
+    trained_on, codes = adapter.base_model, adapter.quantisation
+    if trained_on is not None and Path(trained_on).name != Path(base_model).name:
         logger.warning(
             "job %s: init_from %s was trained on %s and goes on over %s",
-            job.name, job.init_from, theirs, ours,
+            job.name, job.init_from, trained_on, base_model,
         )  # fmt: skip
-
-
-def _warn_of_other_codes(
-    job: JobSpec, theirs: QuantisationCard | None, ours: QuantisationCard | None
-) -> None:
-    if theirs is not None and theirs != ours:
+    if codes is not None and codes != quantisation:
         logger.warning(
             "job %s: init_from %s was trained over %s and goes on over %s",
-            job.name, job.init_from, theirs, ours or "unquantised weights",
+            job.name, job.init_from, codes, quantisation or "unquantised weights",
         )  # fmt: skip
 
 

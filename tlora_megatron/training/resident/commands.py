@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.training.driven_requests import Clients, NoClients
+from tlora_megatron.training.driven_requests import Clients
 from tlora_megatron.training.job_saves import StagedJob
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import Loop
@@ -89,7 +89,7 @@ class JobCommands:
         round_every_s: float = 2.0,
     ) -> None:
         self.loop = loop
-        self.requests = RequestExecutor(loop, clients or NoClients())
+        self.requests = RequestExecutor(loop, clients or Clients())
         self._stager = stager
         self._group = group
         self._emit = loop.reports.emit if events is None else events.emit

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tlora_megatron.training import commands
-from tlora_megatron.training.commands import JobCommands
 from tlora_megatron.training.job_saves import SavePolicy, StagedJob
+from tlora_megatron.training.resident import commands
+from tlora_megatron.training.resident.commands import JobCommands
 from tlora_megatron.training.resident.staging import Failed
 
 Event = tuple[str, str | None, Mapping[str, Any]]
@@ -23,13 +23,12 @@ class CountedLoop:
 
     def __init__(self) -> None:
         self.super_model = SimpleNamespace(groups=SimpleNamespace(is_writer=True), jobs=())
-        self.files = SimpleNamespace(may_write=lambda name: name not in self.lost)
+        self.files = SimpleNamespace(may_write=lambda _: True)
         self.saves = SimpleNamespace(due_by_time=list, save_moved=lambda _: None)
         self.saver = SimpleNamespace(wait_for_room=lambda job: self.calls.append(job.name))
         self.events: list[Event] = []
         self.reports = SimpleNamespace(emit=lambda *event: self.events.append(event))
         self.jobs: list[str] = []
-        self.lost: set[str] = set()
         self.calls: list[object] = []
         self.fails: Exception | None = None
         self.rounds = self.tokens = 0
@@ -170,23 +169,10 @@ def test_joins_at_once_share_the_first_round(comes: bool, monkeypatch: pytest.Mo
     assert rounds[0] == (("a", "b") if comes else ("a",))
 
 
-def test_what_cannot_join_is_refused_with_its_reason() -> None:
-    loop, stager = CountedLoop(), Stager(a=Failed("its data are gone"))
-    orders = [{"kind": "prepare", "job": "a"}, {"kind": "join", "job": "a"}]
-    events = serve(loop, stager, Script([*orders, {"kind": "join", "job": "z"}], []))
-    told = {job: body["error"] for kind, job, body in events if kind == "refused"}
-    assert told["a"] == "its data are gone"
-    assert "'z' must be prepared before it joins" in told["z"]
-    assert not loop.jobs
-    assert not stager.ordered
-
-
-def test_a_job_whose_files_are_another_s_leaves_unsaved() -> None:
-    loop = CountedLoop()
-    loop.jobs, loop.lost = ["a", "b"], {"a"}
-    serve(loop, Stager(), Script([]))
-    assert ("leave", "a", False, True) in loop.calls
-    assert loop.jobs == ["b"]
+def test_a_join_that_nothing_was_prepared_for_is_refused() -> None:
+    (told, _) = serve(CountedLoop(), Stager(), Script([{"kind": "join", "job": "z"}], []))
+    assert told[0] == "refused"
+    assert "'z' must be prepared before it joins" in told[2]["error"]
 
 
 @pytest.mark.parametrize("fails_in", ["round", "join"])
@@ -208,14 +194,3 @@ def test_a_job_that_leaves_is_saved_once_there_is_room() -> None:
     loop.jobs = ["a", "b"]
     serve(loop, Stager(), Script([{"kind": "leave", "job": "a"}], []))
     assert loop.calls.index("a") < loop.calls.index(("leave", "a", True, False))
-
-
-def test_commands_behind_a_round_of_the_run_need_no_serving() -> None:
-    loop, stager = CountedLoop(), Stager(a=staged("a"))
-    running, prepares = loop, stager  # type: Any, Any
-    served = JobCommands(running, prepares, None)
-    orders: Any = Script([{"kind": "prepare", "job": "a"}, {"kind": "join", "job": "a"}])
-    for has_commands in (False, True, False):
-        served.behind_round(orders, has_commands=has_commands)
-    assert [kind for kind, *_ in loop.events] == ["prepared", "joined"]
-    assert (loop.jobs, loop.rounds, orders.looks) == (["a"], 0, [])

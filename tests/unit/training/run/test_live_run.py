@@ -13,8 +13,8 @@ import pytest
 from tlora_megatron.config.load import read_config
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.training import live_run as module
-from tlora_megatron.training.live_run import (
+from tlora_megatron.training.run import live_run as module
+from tlora_megatron.training.run.live_run import (
     FILE_NAME,
     FOLDER,
     LiveChanges,
