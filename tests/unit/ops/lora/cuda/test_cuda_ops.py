@@ -128,11 +128,15 @@ def test_outputs_and_gradients_are_the_definitions(name: str, run: type) -> None
     assert bench.machine.launches == ["rows", "gemm", "rows", "gemm", "sums"]
 
 
+@pytest.mark.parametrize("cuts", [(130,), (1, 2, 451), (130, 260, 390)], ids=str)
 @pytest.mark.parametrize("name", ["ragged segments", "one adapter among rows without"])
-def test_dropout_scales_once_and_masks_three_times(name: str, run: type) -> None:
+def test_dropout_scales_once_and_masks_three_times_in_windows_too(
+    name: str, cuts: tuple[int, ...], run: type
+) -> None:
     case, rows, x, dy = make(name, dropout=(0.3, 0.1, 0.9))
+    num_rows = rows.ends[-1]
     check(run(case)(x, dy, rows), definition(case, x, dy, rows))
-    shards = [(0, 130), (130, rows.ends[-1])]
+    shards = list(itertools.pairwise((0, *(c for c in cuts if c < num_rows), num_rows)))
     bench = run(case)
     found = bench(x, dy, rows, shards)
     check(found, definition(case, x, dy, rows))
@@ -157,19 +161,6 @@ def test_s_and_ds_are_written_in_both_forms(name: str, run: type) -> None:
         torch.testing.assert_close(flat[: ext.numel()].view_as(ext), ext)
         written = flat[ext.numel() :].view_as(row_form)
         torch.testing.assert_close(written, row_form, equal_nan=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cuts", [(350,), (130,), (1, 2, 699), (130, 260, 390)], ids=str)
-@pytest.mark.parametrize("name", ["ragged segments", "one adapter among rows without"])
-def test_windows_of_x_add_up(name: str, cuts: tuple[int, ...], run: type) -> None:
-    case, rows, x, dy = make(name)
-    num_rows = rows.ends[-1]
-    shards = list(itertools.pairwise((0, *(c for c in cuts if c < num_rows), num_rows)))
-    bench = run(case)
-    found = bench(x, dy, rows, shards)
-    check(found, definition(case, x, dy, rows))
-    assert torch.equal(s_of_windows(bench, x, rows, shards), found["s"].nan_to_num(nan=0.0))
 
 
 def s_of_windows(
@@ -258,7 +249,7 @@ PORTIONS = make_rows((900, 40, 0, 300), 21, budget=4000, cuts=(150, 500, 520, 10
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", [(), (0.3, 0.1, 0.5, 0.0)], ids=["", "dropout"])
 def test_portions_add_up_as_micro_batches_one_after_another(
-    dropout: tuple[float, ...], run: type, cuda_ops: ModuleType, monkeypatch: pytest.MonkeyPatch
+    dropout: tuple[float, ...], run: type
 ) -> None:
     ranks = [(24, 0, 8), (8, 8, 8), (16, 16, 16), (130, 4, 0)]
     case = make_case(ranks, QKV, IN_SIZE, dtype=torch.float64, dropout=dropout)
