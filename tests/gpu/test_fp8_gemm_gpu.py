@@ -11,13 +11,14 @@ import torch
 from tests.gpu.test_kernels_gpu import CASES, DROPOUT, WHOLE, WORKLOADS, mask_case
 from tests.helpers.kernel_case import (
     KernelCase,
+    compare,
     gradients,
     make_case,
     make_rows,
+    operands,
     poisoned_memory,
     reference,
 )
-from tests.helpers.linear_case import error
 from tlora_megatron.ops.lora.cuda_calls import GemmTile
 from tlora_megatron.ops.lora.linear_ops import BoundLinear, LinearOps
 from tlora_megatron.ops.quantised import cuda
@@ -119,11 +120,7 @@ def check(case: KernelCase, weight: QuantWeight, rows: RowGroups) -> None:
     x, dy = operands(case, rows.ends[-1])
     with poisoned_memory():
         actual = run(cuda_ops().bind(case.factors, rows), case, weight, x, dy)
-    expected = expected_of(case, weight, x, dy, rows)
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.isfinite(actual[name]).all(), name
-        assert error(actual[name], value) < WITH_RANKS, name
+    compare(actual, expected_of(case, weight, x, dy, rows), WITH_RANKS)
 
 
 def cuda_ops() -> LinearOps:
@@ -139,11 +136,6 @@ def fp8_case(
     columns, ranks = LINEARS[linear]
     case = make_case(ranks, columns, in_size, dtype=BF16, device="cuda", dropout=dropout)
     return case, quantised(case.weight_NK.float(), kind)
-
-
-def operands(case: KernelCase, num_rows: int, seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
-    x = draw(num_rows, case.weight_NK.shape[1], seed=seed).to(BF16)
-    return x, draw(num_rows, case.out_size, seed=seed + 1).to(BF16)
 
 
 @pytest.mark.parametrize("dropout", [(), DROPOUT], ids=["no dropout", "dropout"])
