@@ -25,6 +25,7 @@ from tests.helpers.kernel_case import (
     make_case,
     make_rows,
     operands,
+    poisoned_memory,
     reference,
 )
 from tlora_megatron.ops.exactness import Exactness
@@ -40,16 +41,7 @@ IN_SIZE = 136
 
 
 @pytest.fixture
-def poison() -> Iterator[None]:
-    """Torch hands out memory full of NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
-@pytest.fixture
-def run(poison: None, monkeypatch: pytest.MonkeyPatch) -> type[SimpleNamespace]:
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SimpleNamespace]]:
     """Makes `Bench`: `CudaOps` of a case with the machine in place of the GPU."""
 
     class Bench(SimpleNamespace):
@@ -79,7 +71,8 @@ def run(poison: None, monkeypatch: pytest.MonkeyPatch) -> type[SimpleNamespace]:
                     found[name] = grad + found[name] if name in found and name[1] == "A" else grad
             return {"y": y, "dx": dx, "s": s, "ds": ds, **found}
 
-    return Bench
+    with poisoned_memory():
+        yield Bench
 
 
 def make(
