@@ -17,7 +17,7 @@ from tests.unit.ops.quantised.test_quant_kernels import (
     odd_rows,
     row_error,
 )
-from tlora_megatron.ops.frozen.norm_weight import NormWeight
+from tlora_megatron.ops.frozen.parts import NormWeight
 from tlora_megatron.ops.frozen.rms_norm import Beside, add_rms_norm_vjp
 from tlora_megatron.ops.frozen.rotary import unpack_qkv_vjp
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.helpers.kernel_case import poisoned_memory
 from tests.unit.ops.frozen.test_frozen_kernels import KINDS, head_norms, wide_norms
-from tlora_megatron.ops.frozen.norm_weight import NormWeight
+from tlora_megatron.ops.frozen.parts import NormWeight
 from tlora_megatron.ops.frozen.rms_norm import (
     add_rms_norm_vjp,
     norm_into,

@@ -38,7 +38,7 @@ from tlora_megatron.layers.multi_adapter import (
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.lora.linear_ops import Base
-from tlora_megatron.ops.quantised.tensor_scale import (
+from tlora_megatron.ops.quantised.rows import (
     ONE_SCALE,
     UNIT,
     Largest,

@@ -250,8 +250,10 @@ def attend_documents(
         k_KGD: in span order, as v; the local rows without context parallelism.
         sight: a window and sinks, if there are any.
     """
-    attend = attend_varlen if runs_flash(q_TND) else attend_spans
-    return attend(q_TND, k_KGD, v_KGD, micro_batch, scale, sight)
+    if not runs_flash(q_TND):
+        return attend_spans(q_TND, k_KGD, v_KGD, micro_batch, scale, sight)
+    lengths = _lengths(micro_batch, q_TND, k_KGD.shape[1])
+    return varlen_attention(q_TND, k_KGD, v_KGD, lengths, scale, sight)
 
 
 def attend_documents_vjp(
@@ -313,19 +315,6 @@ def _attend_one_span(
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out[0].transpose(0, 1)
-
-
-def attend_varlen(
-    q_TND: torch.Tensor,
-    k_KGD: torch.Tensor,
-    v_KGD: torch.Tensor,
-    micro_batch: MicroBatchView,
-    scale: float,
-    sight: Sight = WHOLE,
-) -> torch.Tensor:
-    """`attend_documents` in one flash-attention kernel."""
-    lengths = _lengths(micro_batch, q_TND, k_KGD.shape[1])
-    return varlen_attention(q_TND, k_KGD, v_KGD, lengths, scale, sight)
 
 
 def _lengths(micro_batch: MicroBatchView, q_TND: torch.Tensor, key_heads: int) -> CumulativeLengths:

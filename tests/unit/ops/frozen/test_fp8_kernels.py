@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.helpers.interpreter import DEVICE, INTERPRETED, RUNS
 from tests.unit.ops.frozen.test_frozen_kernels import draw, head_norms
 from tlora_megatron.ops.frozen import parts, rms_norm, rotary
-from tlora_megatron.ops.frozen.norm_weight import NormWeight
+from tlora_megatron.ops.frozen.parts import NormWeight
 from tlora_megatron.ops.quantised.rows import GROUP, encode_rows, handed_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight
 
