@@ -19,7 +19,7 @@ from tests.helpers.kernel_case import (
     poisoned_memory,
     reference,
 )
-from tlora_megatron.ops.lora.cuda_calls import GemmTile
+from tlora_megatron.ops.lora.cuda_arguments import GemmTile
 from tlora_megatron.ops.lora.linear_ops import BoundLinear, LinearOps
 from tlora_megatron.ops.quantised import cuda
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, decode, encode, encode_rows

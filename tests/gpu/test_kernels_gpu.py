@@ -23,7 +23,7 @@ from tests.helpers.kernel_case import (
     run,
 )
 from tlora_megatron.ops.dropout import dropout_reference
-from tlora_megatron.ops.lora.cuda_calls import GemmTile
+from tlora_megatron.ops.lora.cuda_arguments import GemmTile
 from tlora_megatron.ops.lora.kernel_choice import problem_of
 from tlora_megatron.ops.row_groups import RowGroups
 

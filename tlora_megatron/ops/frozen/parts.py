@@ -86,7 +86,7 @@ def has_own_gemm(x: torch.Tensor, weight_NK: torch.Tensor) -> bool:
     otherwise, divides long sums by the number of rows."""
     if not runs_cuda(x):
         return False
-    from tlora_megatron.ops.lora.cuda_operands import fit_gemm
+    from tlora_megatron.ops.lora.cuda_arguments import fit_gemm
 
     return fit_gemm(*weight_NK.shape)
 
@@ -99,8 +99,8 @@ def _own_gemm(
     *,
     transposed: bool,
 ) -> torch.Tensor:
+    from tlora_megatron.ops.lora.cuda_arguments import gemm_tile
     from tlora_megatron.ops.lora.cuda_calls import gemm, multiprocessors
-    from tlora_megatron.ops.lora.cuda_operands import gemm_tile
 
     out = x.new_empty(len(x), weight_NK.shape[0 if transposed else 1])
     tile = gemm_tile(exactness.row_budget, out.shape[1], multiprocessors(x.device) // 2)

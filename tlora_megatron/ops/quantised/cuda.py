@@ -11,15 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.lora.cuda_arguments import DgradArguments, Fp8GemmArguments, packer
-from tlora_megatron.ops.lora.cuda_calls import (
+from tlora_megatron.ops.lora.cuda_arguments import (
+    DgradArguments,
+    Fp8GemmArguments,
     GemmTile,
-    RankPart,
-    gemm_arguments,
-    launch,
-    multiprocessors,
+    fit_gemm,
+    gemm_tile,
+    packer,
 )
-from tlora_megatron.ops.lora.cuda_operands import fit_gemm, gemm_tile
+from tlora_megatron.ops.lora.cuda_calls import RankPart, gemm_arguments, launch, multiprocessors
 from tlora_megatron.ops.lora.kernel_choice import runs_cuda
 from tlora_megatron.ops.quantised.rows import QuantRows, handed_rows
 from tlora_megatron.ops.quantised.weight_codes import WeightCodes

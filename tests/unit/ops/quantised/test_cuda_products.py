@@ -10,8 +10,8 @@ import torch
 
 from tests.helpers.kernel_case import make_case, make_rows
 from tlora_megatron.ops.lora import cuda_calls
-from tlora_megatron.ops.lora.cuda_arguments import STRUCTS
-from tlora_megatron.ops.lora.cuda_calls import Arenas, Dropout, GemmTile, RankForm, RankPart
+from tlora_megatron.ops.lora.cuda_arguments import STRUCTS, Arenas, GemmTile
+from tlora_megatron.ops.lora.cuda_calls import Dropout, RankForm, RankPart
 from tlora_megatron.ops.lora.cuda_ops import CudaOps, RankedBase
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.lora.torch_ops import TorchOps

@@ -19,7 +19,6 @@ from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.ops.lora import cuda_ops
-from tlora_megatron.ops.lora.cuda_operands import CudaSite
 from tlora_megatron.ops.lora.rank_places import gather_or_zero
 from tlora_megatron.ops.lora.torch_ops import TorchOps
 
@@ -65,7 +64,7 @@ def test_what_the_kernels_take_lies_at_16_bytes(
             [Adapter(name=str(i), lora=r, slab=bank.new_slab(r)) for i, r in enumerate(loras)]
         )
         for factors in (*bank.fused_factors.values(), *bank.s_lora_a_factors.values()):
-            is_taken = factors.cached(CudaSite).is_supported
+            is_taken = factors.cached(cuda_ops.CudaSite).is_supported
             taken.append(is_taken)
             held = [t for t in (factors.lora_a, *factors.lora_b) if t.stride(0)]
             grads = [g for t in (factors.grad_a, factors.grad_b) for slot in t for g in slot]
@@ -74,6 +73,9 @@ def test_what_the_kernels_take_lies_at_16_bytes(
             assert not is_taken or not any(address % 16 for address in rows)
         for index, own in bank.s_lora_a_factors.items():
             whole = bank.fused_factors[index]
-            assert own.cached(CudaSite).is_supported == whole.cached(CudaSite).is_supported
+            assert (
+                own.cached(cuda_ops.CudaSite).is_supported
+                == whole.cached(cuda_ops.CudaSite).is_supported
+            )
     assert all(taken) == ((hidden, ffn) == (512, 1536))
     assert any(taken) or hidden < 512
