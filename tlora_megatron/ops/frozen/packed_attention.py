@@ -29,11 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlora_megatron.ops.frozen.attention_plan import classes_of
 from tlora_megatron.ops.frozen.exact_attention import (
     BackwardCalls,
     backward_calls,
     backward_in_calls,
-    classes_on,
 )
 from tlora_megatron.ops.frozen.parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.host_copy import to_device
@@ -344,14 +344,20 @@ def _cumulative_lengths(
 def _backward_calls(
     micro_batch: MicroBatchView, heads: tuple[int, int], device: torch.device
 ) -> BackwardCalls:
-    assert micro_batch.exactness is not None
+    exactness = micro_batch.exactness
+    assert exactness is not None
     assert micro_batch.cp_size == 1, "context parallelism cuts documents by row number"
     documents = [piece.document for piece in micro_batch.pieces]
     return backward_calls(
         [document.length for document in documents],
         [document.slot == micro_batch.num_slots for document in documents],
         heads[0],
-        classes_on(*heads, micro_batch.exactness, device),
+        classes_of(
+            *heads,
+            torch.cuda.get_device_properties(device).multi_processor_count,
+            exactness.short_document,
+            exactness.long_document,
+        ),
         device,
         micro_batch.num_tokens,
     )
