@@ -9,7 +9,7 @@
 // The tensor cores read 8-bit operands along the contraction only, and W [N, K] lies along K. So the kernel computes
 // dx^T = W^T dy^T: W^T comes from registers, where `ldmatrix` with its transposition of 16-bit elements and a byte
 // permutation put it; dy lies right as it is. Of a warp's 16 features, rows g and g + 8 of a product's fragment are
-// features 2 g and 2 g + 1. tests/unit/ops/quantised/test_dgrad_fragments.py goes through both on paper.
+// features 2 g and 2 g + 1, and the 16 x 16 of A are put together in the same order.
 //
 // A cluster of two blocks computes 256 rows x 256 features: each block 128 features, sharing dy and ext by multicast.
 // Warpgroup 0 copies (fp8_dgrad_copies.cuh), warpgroups 1 and 2 multiply 64 features each.

@@ -11,9 +11,9 @@
 // ascending order of k, to a second set of accumulators in fp32. Rank chunks follow, behind the base and its scales. A row's
 // result depends on its own codes, its scales and W alone.
 //
-// A warp loads its 16 rows of a stage by `ldmatrix` (tests/unit/ops/quantised/test_gemm_fragments.py: that is a product's
-// first operand as it is) and multiplies them by slices of W's columns: while one slice is multiplied, the slice before is
-// added. The whole result of a tile has shared memory of its own: the next tile's products run while it is stored.
+// A warp loads its 16 rows of a stage by `ldmatrix`, whose registers are a product's first operand as they are, and
+// multiplies them by slices of W's columns: while one slice is multiplied, the slice before is added. The whole result of
+// a tile has shared memory of its own: the next tile's products run while it is stored.
 //
 // A unit of its own compiles each width (fp8_gemm_*.cu), fp8_gemm.cu checks and chooses.
 #pragma once

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.ops.exactness import Exactness
-from tlora_megatron.ops.frozen.packed_attention import Sight, attend_spans, attend_varlen
+from tlora_megatron.ops.frozen.packed_attention import Sight, attend_documents, attend_spans
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
 
 pytestmark = pytest.mark.gpu
@@ -54,9 +54,9 @@ def test_varlen_equals_spans(
 
 
 def check(view: MicroBatchView, tensors: list[Tensor], weights: Tensor, *sight: Sight) -> None:
-    """Output and gradients of `attend_varlen` are those of the spans in fp32."""
+    """Output and gradients of `attend_documents` are those of the spans in fp32."""
     results = []
-    for attend in (attend_spans, attend_varlen):
+    for attend in (attend_spans, attend_documents):
         used = [t.float() if attend is attend_spans else t for t in tensors]
         used = [t.detach().requires_grad_() for t in used]
         out = attend(*used, view, 0.125, *sight)
@@ -99,7 +99,7 @@ def test_gradients_are_bitwise_the_same_where_torch_is_asked_for_it(
     results = []
     try:
         for _ in range(4):
-            out = attend_varlen(*tensors, view, 0.125)
+            out = attend_documents(*tensors, view, 0.125)
             results.append((out, *torch.autograd.grad(out.float().square().sum(), tensors)))
     finally:
         torch.use_deterministic_algorithms(before)

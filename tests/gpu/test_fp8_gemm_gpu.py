@@ -8,21 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gpu.test_kernels_gpu import CASES, DROPOUT, QKV, WHOLE
-from tests.gpu.test_kernels_gpu import WORKLOADS as ALL_WORKLOADS
+from tests.gpu.test_kernels_gpu import CASES, DROPOUT, WHOLE, WORKLOADS, mask_case
 from tests.helpers.kernel_case import (
     KernelCase,
+    compare,
     gradients,
     make_case,
     make_rows,
+    operands,
     poisoned_memory,
     reference,
 )
-from tests.helpers.linear_case import error
-from tlora_megatron.ops.lora.cuda_calls import GemmTile
+from tlora_megatron.ops.lora.cuda_arguments import GemmTile
 from tlora_megatron.ops.lora.linear_ops import BoundLinear, LinearOps
 from tlora_megatron.ops.quantised import cuda
-from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode, encode_rows
+from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, decode, encode, encode_rows
 from tlora_megatron.ops.quantised.weight import (
     QuantWeight,
     encode_weight,
@@ -42,8 +42,6 @@ lose at worst, where all have one sign (measured at K = 14,336)."""
 WITH_RANKS = 1.2e-2
 """The bound of the bf16 kernels' tests: s and dS are rounded to bf16."""
 LINEARS = {name: case for name, case in CASES.items() if name != "odd columns"}
-LINEARS["large ranks"] = (QKV, [[128, 128, 128], [16, 16, 16], [0, 100, 0], [8, 8, 8]])
-WORKLOADS = {name: lengths for name, lengths in ALL_WORKLOADS.items() if name != "one adapter"}
 SIZES = ((256, 768, 512), (300, 520, 400), (1, 16, 16), (4097, 1096, 1040), (129, 136, 2064))
 """Rows, columns, terms of the sum: whole tiles, and tails of 16 terms and 8 columns."""
 
@@ -85,21 +83,13 @@ def row_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_products_without_adapters(sizes: tuple[int, int, int], kind: Kind) -> None:
     num_rows, n, k = sizes
     weight = quantised(draw(n, k, seed=1), kind)
-    x, dy = draw(num_rows, k, seed=2).to(BF16), draw(num_rows, n, seed=3).to(BF16)
-    rows, dy_rows = weight.rows_of(x), weight.gradient_rows_of(dy)
-    bias = draw(n, seed=4).to(BF16)
-    expected = forward_product(rows, weight.codes_NK, weight.scales, BF16)
+    x, bias = draw(num_rows, k, seed=2).to(BF16), draw(n, seed=4).to(BF16)
+    expected = forward_product(weight.rows_of(x), weight.codes_NK, weight.scales, BF16)
     with poisoned_memory():
         y = cuda.product(x, weight, None, None)
         with_bias = cuda.product(x, weight, bias, None)
     assert row_error(y, expected) < MOST
     assert row_error(with_bias, expected + bias) < MOST
-    if n % 16:
-        return
-    gradient = input_gradient(dy_rows, weight.codes_NK, weight.scales, BF16)
-    with poisoned_memory():
-        dx = weight.ranked_dgrad(dy, None)
-    assert row_error(dx, gradient) < MOST
 
 
 def run(
@@ -130,11 +120,7 @@ def check(case: KernelCase, weight: QuantWeight, rows: RowGroups) -> None:
     x, dy = operands(case, rows.ends[-1])
     with poisoned_memory():
         actual = run(cuda_ops().bind(case.factors, rows), case, weight, x, dy)
-    expected = expected_of(case, weight, x, dy, rows)
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.isfinite(actual[name]).all(), name
-        assert error(actual[name], value) < WITH_RANKS, name
+    compare(actual, expected_of(case, weight, x, dy, rows), WITH_RANKS)
 
 
 def cuda_ops() -> LinearOps:
@@ -150,11 +136,6 @@ def fp8_case(
     columns, ranks = LINEARS[linear]
     case = make_case(ranks, columns, in_size, dtype=BF16, device="cuda", dropout=dropout)
     return case, quantised(case.weight_NK.float(), kind)
-
-
-def operands(case: KernelCase, num_rows: int, seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
-    x = draw(num_rows, case.weight_NK.shape[1], seed=seed).to(BF16)
-    return x, draw(num_rows, case.out_size, seed=seed + 1).to(BF16)
 
 
 @pytest.mark.parametrize("dropout", [(), DROPOUT], ids=["no dropout", "dropout"])
@@ -176,26 +157,28 @@ def test_any_number_of_adapters(num_adapters: int) -> None:
 
 
 @pytest.mark.parametrize("dropout", [(), DROPOUT], ids=["no dropout", "dropout"])
+@pytest.mark.parametrize(("linear", "slot"), [("large ranks", 1), ("q k v", 2)])
 def test_bits_are_those_of_the_job_in_other_company_whatever_the_tiles(
-    dropout: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+    linear: str, slot: int, dropout: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neighbours of other ranks before it, NaN and loud ones, and no neighbours at all."""
-    case, weight = fp8_case("large ranks", dropout, in_size=1040)
+    """Of a job and of one without adapters here: alone, and beside others, NaN and loud ones."""
+    case, weight = fp8_case(linear, dropout, in_size=1040)
     own_x, own_dy = operands(case, 1300, seed=1)
     found = []
-    companies = ((5, 1300, 700, 333), (711, 1300, 3, 600), (0, 1300, 0, 0), (711, 1300, 3, 600))
-    for number, lengths in enumerate(companies):
+    companies = ((5, 700, 333), (711, 3, 600), (0, 0, 0), (711, 3, 600))
+    for number, others in enumerate(companies):
         columns = (128, 192, 256, 256)[number]
         monkeypatch.setattr(cuda, "tile_of", lambda *_, c=columns: GemmTile(c))
+        lengths = (*others[:slot], 1300, *others[slot:])
         rows = make_rows(lengths, padding=4000 - sum(lengths))
         x, dy = operands(case, 4000, seed=20 + number)
-        own = slice(rows.ends[0], rows.ends[1])
+        own = slice(rows.ends[slot - 1], rows.ends[slot])
         if number == 3:
             x[: own.start] = dy[: own.start] = float("nan")
             x[own.stop :] = dy[own.stop :] = 1e30
         x[own], dy[own] = own_x, own_dy
         actual = run(cuda_ops().bind(case.factors, rows), case, weight, x, dy)
-        kept = {n: v for n, v in actual.items() if n[2:].startswith("[1]")}
+        kept = {n: v for n, v in actual.items() if n[2:].startswith(f"[{slot}]")}
         found.append(kept | {n: actual[n][own] for n in ("y", "dx")})
         if number == 3:
             assert actual["y"][: own.start].isnan().all()
@@ -263,3 +246,76 @@ def test_codes_handed_with_a_tensor_are_taken(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(y, expected["y"])
     assert len(calls) == 1
     assert "tlora_quant_rows" not in x.__dict__
+
+
+GUARD = 8
+ROUNDED = 3e-3
+"""Share of a row's norm: bf16 rounds to 2^-9, 1.1e-3 on average; sums of FP8 products add 1e-4."""
+SCALES: tuple[Kind, ...] = ("channel", "block")
+
+
+def dgrad(rows: QuantRows, weight: QuantWeight) -> torch.Tensor:
+    """The kernel's result without adapters; writes beyond it and elements not written fail."""
+    num_rows, size = len(rows.codes_TK), weight.shape[1]
+    memory = torch.full((num_rows + GUARD, size), torch.nan, dtype=BF16, device="cuda")
+    cuda.fp8_dgrad(rows, weight, memory[:num_rows])
+    assert memory[num_rows:].isnan().all(), "rows behind the last must not be written"
+    return memory[:num_rows]
+
+
+@pytest.mark.parametrize("of", ["n", "feature"])
+def test_every_row_reads_its_n_and_every_feature_is_in_its_place(of: str) -> None:
+    """Codes of W tell where they stand; rows of dy are one-hot, so dx is what they read."""
+    index = torch.arange(128, device="cuda")
+    numbers = torch.tensor([*range(1, 127), 129, 130], dtype=torch.uint8, device="cuda")
+    names_NK = numbers[index[:, None] if of == "n" else index[None, :]].expand(128, 128)
+    one_hot = encode(torch.eye(128, device="cuda")).repeat(2, 1)
+    weight = QuantWeight(names_NK.contiguous(), torch.ones(128, device="cuda"))
+    dx_TK = dgrad(QuantRows(one_hot, torch.ones(256, device="cuda")), weight)
+    assert torch.equal(dx_TK, decode(names_NK, BF16).repeat(2, 1))
+
+
+SHAPES = [(1, 16, 16), (63, 144, 272), (257, 4096, 528), (300, 1040, 128), (130, 28672, 256)]
+
+
+def far_apart(num_rows: int, weight: QuantWeight) -> QuantRows:
+    """Codes of gradients' rows whose sizes are up to a million apart."""
+    spread = 10 ** draw(num_rows, 1, seed=2).clamp(-3, 3)
+    return weight.gradient_rows_of((draw(num_rows, weight.num_columns, seed=1) * spread).to(BF16))
+
+
+@pytest.mark.parametrize("kind_of_scales", SCALES)
+@pytest.mark.parametrize("shape", [*SHAPES, (2048, 1024, 8192)], ids=str)
+def test_input_gradient_without_adapters(shape: tuple[int, int, int], kind_of_scales: Kind) -> None:
+    num_rows, n, k = shape
+    weight = quantised(draw(n, k), kind_of_scales)
+    rows = far_apart(num_rows, weight)
+    expected = input_gradient(rows, weight.codes_NK, weight.scales, torch.float64)
+    assert row_error(dgrad(rows, weight), expected) < ROUNDED
+
+
+def test_long_sums_of_one_sign_are_promoted() -> None:
+    """Unpromoted FP8 sums lose a bit more than they keep: a mean error of one sign of 1e-2."""
+    weight = encode_weight(draw(14336, 256).abs())
+    rows = weight.gradient_rows_of(draw(256, 14336, seed=1).abs().to(BF16))
+    expected = input_gradient(rows, weight.codes_NK, weight.scales, torch.float64)
+    assert abs(float(((dgrad(rows, weight).double() - expected) / expected).mean())) < 1e-3
+
+
+@pytest.mark.parametrize("kind_of_scales", SCALES)
+def test_large_input_gradients_are_bitwise_equal(kind_of_scales: Kind) -> None:
+    weight = quantised(draw(6144, 4096), kind_of_scales)
+    rows = far_apart(8192, weight)
+    first, *others = (dgrad(rows, weight) for _ in range(4))
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_the_mask_of_the_input_gradient_is_that_of_the_definition() -> None:
+    case, rows, ones, keep = mask_case(BF16)
+    zeros = torch.zeros(256, 256, device="cuda", dtype=torch.uint8)
+    nothing = QuantWeight(zeros, torch.ones(256, device="cuda"))
+    bound = cuda_ops().bind(case.factors, rows)
+    ds = torch.ones_like(bound.down(ones))
+    dx_TK = bound.product_dgrad(torch.zeros_like(ones), ds, nothing)
+    tile = slice(512, 768)  # of one slot only: all of dS is 1 there
+    assert torch.equal(dx_TK[tile] != 0, keep[tile])

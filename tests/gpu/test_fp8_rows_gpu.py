@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.ops.frozen.test_fp8_kernels import assert_codes, weight_of
+from tests.unit.ops.frozen.test_fp8_kernels import assert_codes, check_swiglu, weight_of
 from tests.unit.ops.frozen.test_frozen_kernels import head_norms
 from tests.unit.ops.quantised.test_quant_kernels import (
     assert_same_rows,
@@ -17,8 +17,7 @@ from tests.unit.ops.quantised.test_quant_kernels import (
     odd_rows,
     row_error,
 )
-from tlora_megatron.ops.frozen.norm_weight import NormWeight
-from tlora_megatron.ops.frozen.parts import swiglu_vjp
+from tlora_megatron.ops.frozen.parts import NormWeight
 from tlora_megatron.ops.frozen.rms_norm import Beside, add_rms_norm_vjp
 from tlora_megatron.ops.frozen.rotary import unpack_qkv_vjp
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
@@ -82,16 +81,15 @@ def test_products_against_the_definition(kind: str, shape: tuple[int, int]) -> N
     rows, back = weight.rows_of(x), weight.gradient_rows_of(dy)
     y = forward_product(rows, weight.codes_NK, weight.scales, x.dtype)
     dx = input_gradient(back, weight.codes_NK, weight.scales, x.dtype)
-    wide = launch_forward(rows, weight.codes_NK, weight.scales, torch.float32, None)
+    given = weight.codes_NK, weight.scales
+    wide = launch_forward(rows, *given, torch.float32, None)
     assert row_error(wide, y) < 2e-3
-    assert row_error(launch_input_gradient(
-        back, weight.codes_NK, weight.scales, torch.float32, None
-    ), dx) < 2e-3  # fmt: skip
+    assert row_error(launch_input_gradient(back, *given, torch.float32, None), dx) < 2e-3
     onto, onto_back = torch.randn_like(y).bfloat16(), torch.randn_like(dx).bfloat16()
-    rounded = launch_forward(rows, weight.codes_NK, weight.scales, x.dtype, onto.clone())
+    rounded = launch_forward(rows, *given, x.dtype, onto.clone())
     # In one instruction with the scales: rounding twice would change several in a hundred.
     assert (rounded != (wide + onto).bfloat16()).float().mean() < 1e-3, "rounded once"
-    found = launch_input_gradient(back, weight.codes_NK, weight.scales, x.dtype, onto_back.clone())
+    found = launch_input_gradient(back, *given, x.dtype, onto_back.clone())
     assert row_error(found, dx + onto_back) < 4e-3
 
 
@@ -144,17 +142,7 @@ def test_other_tiles_give_the_same_codes() -> None:
 @pytest.mark.parametrize("width", [14336, 7168, 28672])
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_swiglu_leaves_codes(kind: str, width: int) -> None:
-    x, dy = (torch.randn(301, size, device="cuda").bfloat16() for size in (2 * width, width))
-    x[7, 5] = math.nan
-    row, column = weight_of(kind, 16, width), weight_of(kind, 2 * width, 16)
-    plain, plain_back = swiglu_vjp(x)
-    y, back = swiglu_vjp(x, row, column)
-    dx = back(dy)
-    torch.testing.assert_close(y, plain, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(dx, plain_back(dy), rtol=0, atol=0, equal_nan=True)
-    assert_codes(y, row)
-    if width <= 14336:  # wider rows do not fit the registers
-        assert_codes(dx, column, gradient=True)
+    check_swiglu(301, width, kind, torch.bfloat16)
 
 
 @pytest.mark.parametrize("width", [4096, 8192, 1000])

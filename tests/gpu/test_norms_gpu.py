@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.kernel_case import poisoned_memory
 from tests.unit.ops.frozen.test_frozen_kernels import KINDS, head_norms, wide_norms
-from tlora_megatron.ops.frozen.norm_weight import NormWeight
+from tlora_megatron.ops.frozen.parts import NormWeight
 from tlora_megatron.ops.frozen.rms_norm import (
     add_rms_norm_vjp,
     norm_into,
@@ -30,12 +31,8 @@ TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3, torch.float32: 4e-6}
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Fresh memory holds NaN until it is written."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
+    with poisoned_memory():
+        yield
 
 
 def draw(*shape: int, dtype: torch.dtype) -> Tensor:

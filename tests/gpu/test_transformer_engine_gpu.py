@@ -13,7 +13,7 @@ import torch
 from tests.helpers.launch import REPO, python, torchrun
 from tests.helpers.te_models import NEEDS_TE
 from tlora_megatron.layers.te_fp8 import _rows
-from tlora_megatron.ops.quantised.tensor_scale import Largest
+from tlora_megatron.ops.quantised.rows import Largest
 
 SCRIPT = REPO / "tests" / "helpers" / "te_gradients.py"
 pytestmark = NEEDS_TE

@@ -15,14 +15,8 @@ import numpy as np
 import torch
 
 from tlora_megatron.ops.dropout import dropout_reference
-from tlora_megatron.ops.lora.cuda_calls import (
-    Arenas,
-    Dropout,
-    GemmTile,
-    RankForm,
-    RankPart,
-    SumOperands,
-)
+from tlora_megatron.ops.lora.cuda_arguments import Arenas, GemmTile
+from tlora_megatron.ops.lora.cuda_calls import Dropout, RankForm, RankPart, SumOperands
 from tlora_megatron.ops.lora.linear_ops import OutputColumns, SiteFactors, SiteTables
 from tlora_megatron.ops.lora.plan_tensors import ITEM_FIELDS, WorkItems
 

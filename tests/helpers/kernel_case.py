@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tests.helpers.linear_case import error
 from tlora_megatron.ops.dropout import SEED_COLUMNS, dropout_reference, mix_ints
 from tlora_megatron.ops.lora.linear_ops import LinearOps, OutputColumns, SiteFactors
 from tlora_megatron.ops.lora.tiling import RankLayout
@@ -219,6 +220,27 @@ def _fill_gradients(factors: SiteFactors) -> None:
             grad.normal_(generator=generator)
 
 
+def operands(case: KernelCase, num_rows: int, seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws x and the gradient of y."""
+    weight = case.weight_NK
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    x, dy = (
+        torch.randn(num_rows, size, generator=generator, device=weight.device).to(weight.dtype)
+        for size in reversed(weight.shape)
+    )
+    return x, dy
+
+
+def compare(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
+) -> None:
+    """Each by name: finite, and with an error below this share of the norm."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.isfinite(actual[name]).all(), name
+        assert error(actual[name], value) < tolerance, name
+
+
 def run(
     ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
 ) -> dict[str, torch.Tensor]:
@@ -284,7 +306,7 @@ def reference(
 ) -> dict[str, torch.Tensor]:
     """Output and every gradient by name: `ops.lora.linear_ops` in fp64, by autograd."""
     factors, device = case.factors, x_TK.device
-    x = x_TK.double().requires_grad_()
+    x = x_TK.detach().double().requires_grad_()
     dropped = x
     if factors.has_dropout and rows.dropout_keys:
         p_T = torch.tensor((*case.p_S, 0.0), device=device)[rows.row_slots(device)]

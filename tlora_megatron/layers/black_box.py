@@ -26,8 +26,7 @@ from torch import Tensor
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.linear import Computed, LinearLayout, with_vjp
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.ops.frozen.norm_weight import NormWeight
-from tlora_megatron.ops.frozen.parts import Vjp
+from tlora_megatron.ops.frozen.parts import NormWeight, Vjp
 from tlora_megatron.ops.frozen.rms_norm import rms_norm_once_reference
 from tlora_megatron.ops.lora.linear_ops import BoundLinear, SiteFactors
 from tlora_megatron.ops.routing import MicroBatchView

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.ops.lora.linear_ops import Base
-from tlora_megatron.ops.quantised.tensor_scale import UNIT, Largest, take_largest
+from tlora_megatron.ops.quantised.rows import UNIT, Largest, take_largest
 
 _CLASSES = {
     "delayed": "DelayedScaling",

@@ -23,7 +23,7 @@ from tlora_megatron.layers.multi_adapter import (
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.te_fp8 import computes_fp8, is_plain, te_base
 from tlora_megatron.ops.frozen.parts import Vjp
-from tlora_megatron.ops.quantised.tensor_scale import ONE_SCALE, OneScale
+from tlora_megatron.ops.quantised.rows import ONE_SCALE, OneScale
 from tlora_megatron.ops.routing import MicroBatchView
 from tlora_megatron.parallel.lanes import Lane
 

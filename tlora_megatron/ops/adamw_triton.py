@@ -141,7 +141,12 @@ def _tables(
     ints[0].fill_(_NO_BLOCK)
     first_blocks = itertools.accumulate(blocks[:-1], initial=0)
     int_rows = [
-        (first, u.master.numel(), *_addresses(u), _clip_address(u))
+        (
+            first,
+            u.master.numel(),
+            *_addresses(u),
+            u.clip.data_ptr() if isinstance(u.clip, Tensor) else 0,
+        )
         for first, u in zip(first_blocks, updates, strict=True)
     ]
     float_rows = [_hyper_parameters(update) for update in updates]
@@ -158,11 +163,6 @@ def _addresses(update: AdamUpdate) -> tuple[int, int, int, int]:
         update.exp_avg.data_ptr(),
         update.exp_avg_sq.data_ptr(),
     )
-
-
-def _clip_address(update: AdamUpdate) -> int:
-    """0 where the multiplier is a number."""
-    return update.clip.data_ptr() if isinstance(update.clip, Tensor) else 0
 
 
 def _hyper_parameters(update: AdamUpdate) -> tuple[float, ...]:

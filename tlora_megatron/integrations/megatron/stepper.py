@@ -18,8 +18,7 @@ from tlora_megatron.integrations.megatron.key_cache import (
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention, Rotary
 from tlora_megatron.integrations.megatron.layer.modules import mix
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.frozen.norm_weight import HeadNorms
-from tlora_megatron.ops.frozen.parts import Vjp
+from tlora_megatron.ops.frozen.parts import HeadNorms, Vjp
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.routing import MicroBatchView, use_micro_batch

@@ -39,7 +39,7 @@ from tlora_megatron.ops.experts.branch import (
     expert_products,
 )
 from tlora_megatron.ops.experts.factors import OuterFactors, OuterSide, OuterTarget
-from tlora_megatron.ops.lora.kernel_choice import forced_kernels, kernel_choice, runs_triton
+from tlora_megatron.ops.lora.kernel_choice import runs_cuda, runs_triton
 from tlora_megatron.ops.lora.torch_ops import accumulate
 
 InputSums = Callable[[PlacedRows], None]
@@ -123,15 +123,10 @@ def _triton_ops() -> Any:
 
 def _cuda_ops(x: Tensor, weight: Tensor) -> Any:
     """The ops of Hopper; None where they do not run, or do not take a linear."""
-    if not x.is_cuda or not _has_cuda_kernels(x.device, x.dtype, forced_kernels()):
+    if not runs_cuda(x):
         return None
     ops = _made_cuda_ops()
     return ops if ops.takes(x, weight) else None
-
-
-@functools.cache
-def _has_cuda_kernels(device: torch.device, dtype: torch.dtype, forced: str | None) -> bool:
-    return kernel_choice(device, dtype).name == "cuda"
 
 
 @functools.cache

@@ -15,11 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.attention_plan import (
     Classes,
     DocumentRun,
-    classes_of,
     document_runs,
     rows_of_none,
 )
@@ -53,17 +51,6 @@ class BackwardCalls(NamedTuple):
     gaps: tuple[tuple[int, int], ...]
     """Rows of padding."""
     num_streams: int = NUM_STREAMS
-
-
-def classes_on(heads: int, key_heads: int, exactness: Exactness, device: torch.device) -> Classes:
-    """Returns the classes of a model's documents on a GPU."""
-    return classes_of(
-        heads,
-        key_heads,
-        torch.cuda.get_device_properties(device).multi_processor_count,
-        exactness.short_document,
-        exactness.long_document,
-    )
 
 
 def backward_calls(

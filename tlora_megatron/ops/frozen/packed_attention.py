@@ -29,11 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlora_megatron.ops.frozen.attention_plan import classes_of
 from tlora_megatron.ops.frozen.exact_attention import (
     BackwardCalls,
     backward_calls,
     backward_in_calls,
-    classes_on,
 )
 from tlora_megatron.ops.frozen.parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.host_copy import to_device
@@ -250,8 +250,10 @@ def attend_documents(
         k_KGD: in span order, as v; the local rows without context parallelism.
         sight: a window and sinks, if there are any.
     """
-    attend = attend_varlen if runs_flash(q_TND) else attend_spans
-    return attend(q_TND, k_KGD, v_KGD, micro_batch, scale, sight)
+    if not runs_flash(q_TND):
+        return attend_spans(q_TND, k_KGD, v_KGD, micro_batch, scale, sight)
+    lengths = _lengths(micro_batch, q_TND, k_KGD.shape[1])
+    return varlen_attention(q_TND, k_KGD, v_KGD, lengths, scale, sight)
 
 
 def attend_documents_vjp(
@@ -315,19 +317,6 @@ def _attend_one_span(
     return out[0].transpose(0, 1)
 
 
-def attend_varlen(
-    q_TND: torch.Tensor,
-    k_KGD: torch.Tensor,
-    v_KGD: torch.Tensor,
-    micro_batch: MicroBatchView,
-    scale: float,
-    sight: Sight = WHOLE,
-) -> torch.Tensor:
-    """`attend_documents` in one flash-attention kernel."""
-    lengths = _lengths(micro_batch, q_TND, k_KGD.shape[1])
-    return varlen_attention(q_TND, k_KGD, v_KGD, lengths, scale, sight)
-
-
 def _lengths(micro_batch: MicroBatchView, q_TND: torch.Tensor, key_heads: int) -> CumulativeLengths:
     heads, device = (q_TND.shape[1], key_heads), q_TND.device
     return micro_batch.cached(
@@ -355,14 +344,20 @@ def _cumulative_lengths(
 def _backward_calls(
     micro_batch: MicroBatchView, heads: tuple[int, int], device: torch.device
 ) -> BackwardCalls:
-    assert micro_batch.exactness is not None
+    exactness = micro_batch.exactness
+    assert exactness is not None
     assert micro_batch.cp_size == 1, "context parallelism cuts documents by row number"
     documents = [piece.document for piece in micro_batch.pieces]
     return backward_calls(
         [document.length for document in documents],
         [document.slot == micro_batch.num_slots for document in documents],
         heads[0],
-        classes_on(*heads, micro_batch.exactness, device),
+        classes_of(
+            *heads,
+            torch.cuda.get_device_properties(device).multi_processor_count,
+            exactness.short_document,
+            exactness.long_document,
+        ),
         device,
         micro_batch.num_tokens,
     )

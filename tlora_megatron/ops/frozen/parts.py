@@ -1,4 +1,4 @@
-"""Parts of the frozen backbone: products, SwiGLU, and the forms of each without autograd.
+"""Parts of the frozen backbone: products, SwiGLU, weights of norms, and forms without autograd.
 
 Each part has two forms: one that autograd differentiates, and a `*_vjp`, which returns the result
 and its vector-Jacobian product as a function. The second costs the host no graph, node or hook. Its
@@ -9,9 +9,8 @@ Shapes: T rows, K features in, N features out, F features of the gate, x is `[..
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +18,9 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
 from tlora_megatron.ops.exactness import Exactness
-from tlora_megatron.ops.lora.kernel_choice import kernel_choice, runs_triton
+from tlora_megatron.ops.lora.kernel_choice import runs_cuda, runs_triton
 from tlora_megatron.ops.lora.linear_ops import Base, base_dgrad, base_product
-from tlora_megatron.ops.quantised.tensor_scale import ONE_SCALE, OneScale
+from tlora_megatron.ops.quantised.rows import ONE_SCALE, OneScale
 from tlora_megatron.ops.quantised.weight import QuantWeight
 
 Vjp = Callable[..., Any]
@@ -85,16 +84,11 @@ def frozen_dgrad(dy_TN: torch.Tensor, base: Base, exactness: Exactness | None) -
 def has_own_gemm(x: torch.Tensor, weight_NK: torch.Tensor) -> bool:
     """True if the GEMM of the adapted linears can compute a product: cuBLAS, which computes it
     otherwise, divides long sums by the number of rows."""
-    if not x.is_cuda or not _kernels_are_ours(x.device, x.dtype):
+    if not runs_cuda(x):
         return False
-    from tlora_megatron.ops.lora.cuda_operands import fit_gemm
+    from tlora_megatron.ops.lora.cuda_arguments import fit_gemm
 
     return fit_gemm(*weight_NK.shape)
-
-
-@functools.cache
-def _kernels_are_ours(device: torch.device, dtype: torch.dtype) -> bool:
-    return kernel_choice(device, dtype).name == "cuda"
 
 
 def _own_gemm(
@@ -105,14 +99,32 @@ def _own_gemm(
     *,
     transposed: bool,
 ) -> torch.Tensor:
+    from tlora_megatron.ops.lora.cuda_arguments import gemm_tile
     from tlora_megatron.ops.lora.cuda_calls import gemm, multiprocessors
-    from tlora_megatron.ops.lora.cuda_operands import gemm_tile
 
     out = x.new_empty(len(x), weight_NK.shape[0 if transposed else 1])
     tile = gemm_tile(exactness.row_budget, out.shape[1], multiprocessors(x.device) // 2)
     weight_NK = weight_NK.contiguous()
     gemm(x.contiguous(), weight_NK, out, tile, transposed=transposed, bias_N=bias_N)
     return out
+
+
+class NormWeight(NamedTuple):
+    """The frozen weight of a norm, and how the norm rounds."""
+
+    weight_H: torch.Tensor
+    eps: float
+    zero_centered: bool = False
+    """The weight is held less 1; such a norm rounds once."""
+    rounds_once: bool = True
+    """Behind the weight, and not before it too."""
+
+
+class HeadNorms(NamedTuple):
+    """Norms of single heads of queries and keys, which are equal but for the weights `[D]`."""
+
+    query: NormWeight
+    key: NormWeight
 
 
 def swiglu_reference(x: torch.Tensor) -> torch.Tensor:

@@ -20,11 +20,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tlora_megatron.ops.frozen.norm_weight import NormWeight
-from tlora_megatron.ops.frozen.parts import Vjp, vjp_by_autograd
+from tlora_megatron.ops.frozen.parts import NormWeight, Vjp, vjp_by_autograd
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
-from tlora_megatron.ops.quantised.rows import GROUP
-from tlora_megatron.ops.quantised.tensor_scale import ONE_SCALE, OneScale
+from tlora_megatron.ops.quantised.rows import GROUP, ONE_SCALE, OneScale
 from tlora_megatron.ops.quantised.weight import QuantWeight
 
 

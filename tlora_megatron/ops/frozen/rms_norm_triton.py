@@ -8,9 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tlora_megatron.ops.frozen.norm_weight import NormWeight
-from tlora_megatron.ops.quantised.rows import QuantRows, hand_rows
-from tlora_megatron.ops.quantised.tensor_scale import PARTS, find_largest
+from tlora_megatron.ops.frozen.parts import NormWeight
+from tlora_megatron.ops.quantised.rows import PARTS, QuantRows, find_largest, hand_rows
 from tlora_megatron.ops.quantised.triton_rows import (
     empty_codes,
     rounds_by_hand,

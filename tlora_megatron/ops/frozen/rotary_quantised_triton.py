@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tlora_megatron.ops.frozen.norm_weight import HeadNorms
+from tlora_megatron.ops.frozen.parts import HeadNorms
 from tlora_megatron.ops.frozen.rotary_triton import load_weight, norm_back, pairs
 from tlora_megatron.ops.quantised.rows import QuantRows, hand_rows
 from tlora_megatron.ops.quantised.triton_rows import (

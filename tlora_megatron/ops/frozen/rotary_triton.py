@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tlora_megatron.ops.frozen.norm_weight import HeadNorms
+from tlora_megatron.ops.frozen.parts import HeadNorms
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
 _ROWS = 32

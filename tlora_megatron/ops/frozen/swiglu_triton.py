@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tlora_megatron.ops.quantised.rows import QuantRows, hand_rows
-from tlora_megatron.ops.quantised.tensor_scale import PARTS, find_largest
+from tlora_megatron.ops.quantised.rows import PARTS, QuantRows, find_largest, hand_rows
 from tlora_megatron.ops.quantised.triton_rows import (
     abs_bits,
     code_columns,

@@ -1,9 +1,18 @@
-"""The structs that the functions of `csrc/` take, field by field."""
+"""The structs that the functions of `csrc/` take, field by field, and the linears that fit them."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tlora_megatron.ops.dropout import SEED_COLUMNS
+from tlora_megatron.ops.lora.linear_ops import OutputColumns, SiteFactors
+from tlora_megatron.ops.lora.tiling import ROW_TILE
 
 MAX_TARGETS = 4
 """Targets of one linear: `kMaxTargets` of lora.cuh."""
@@ -170,3 +179,97 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "exchange": ExchangeArguments,
 }
 """The struct that each function of the library takes."""
+
+
+class Arenas:
+    """Factors of one linear, named once for all launches that read them.
+
+    Args:
+        arenas: `[rows, columns]`: one a target, or one that all targets share.
+        columns: a target's: which columns of the wide tensor its arena holds; empty = the shared
+            arena holds all.
+    """
+
+    def __init__(self, arenas: tuple[Tensor, ...], columns: tuple[OutputColumns, ...]) -> None:
+        self.arenas, self.columns = arenas, columns
+        argument = Factors()
+        for i, arena in enumerate(arenas):
+            argument.at[i] = arena.data_ptr()
+            argument.rows[i], argument.width[i] = arena.shape
+        for i, c in enumerate(columns):
+            argument.columns[i] = Columns(c.groups, c.stride, c.begin, c.width)
+        self.argument = bytes(argument)
+
+
+_SPEEDS = ((256, 1.0), (192, 0.93), (128, 0.9))
+"""Widths of tiles and the share of the widest's speed that each reaches (H200, gemm_times of
+docs/measurements)."""
+_MAX_COLUMNS = 256 * 256
+"""`kMaxColumnTiles` of gemm_tiles.cuh, all of the widest."""
+
+
+class GemmTile(NamedTuple):
+    """How a GEMM is divided among thread blocks."""
+
+    columns: int
+    """Columns of a tile: 128, 192 or 256."""
+    group: int = 8
+    """Row tiles whose column tiles are computed one after another."""
+
+
+def is_supported(factors: SiteFactors) -> bool:
+    """Returns True if the kernels can compute a linear, whatever the micro-batch.
+
+    Beside its sizes they need gradients at 16 bytes: bulk copies fault elsewhere, and an odd size
+    of one linear shifts others' gradients in the slabs.
+    """
+    sizes = (factors.size_in, factors.size_out)
+    return factors.is_aligned and not why_not_sizes(factors.columns, *sizes, factors.first_column)
+
+
+def why_not_sizes(
+    columns: Sequence[OutputColumns], size_in: int, size_out: int, first_column: int
+) -> str | None:
+    """Returns why the kernels cannot compute linears of such sizes; None if they can.
+
+    They need rows of whole 16 bytes, fused columns in 64s, and shards of x that begin where a block
+    of the dropout mask does.
+    """
+    if not fit_gemm(size_in, size_out):
+        return f"sizes must be multiples of 8, up to {_MAX_COLUMNS}, got {size_in} and {size_out}"
+    if first_column % SEED_COLUMNS:
+        return f"shards of the input must have multiples of {SEED_COLUMNS} features"
+    if any(not c.is_whole and (c.begin % 64 or c.width % 64 or c.stride % 64) for c in columns):
+        return "fused outputs must come in multiples of 64 features"
+    if len(columns) > MAX_TARGETS:
+        return f"targets must be at most {MAX_TARGETS}, got {len(columns)}"
+    return None
+
+
+def fit_gemm(*sizes: int) -> bool:
+    """True if the GEMM takes a weight of these sizes."""
+    return not any(size % 8 or size > _MAX_COLUMNS for size in sizes)
+
+
+@functools.cache
+def gemm_tile(
+    row_budget: int, columns: int, clusters: int, speeds: tuple[tuple[int, float], ...] = _SPEEDS
+) -> GemmTile:
+    """Returns how a GEMM is divided into tiles on a GPU of so many clusters.
+
+    Narrow tiles pay where the widest leaves much of the last wave idle.
+
+    Args:
+        row_budget: `RowGroups.row_budget`.
+        speeds: widths of tiles, and the share of the widest's speed that each reaches.
+    """
+    row_tiles = -(-row_budget // ROW_TILE)
+
+    def efficiency(pair: tuple[int, float]) -> float:
+        width, speed = pair
+        tiles = row_tiles * -(-columns // width)
+        used = row_budget * columns / (tiles * ROW_TILE * width)
+        return speed * used * tiles / (-(-tiles // clusters) * clusters)
+
+    allowed = [pair for pair in speeds if columns * 256 <= _MAX_COLUMNS * pair[0]]
+    return GemmTile(max(allowed, key=efficiency)[0])

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from tlora_megatron.ops.kernel_build import load_extension
 from tlora_megatron.ops.lora.cuda_arguments import (
-    Columns,
-    Factors,
+    Arenas,
     GemmArguments,
+    GemmTile,
     RowsArguments,
     SumsArguments,
     packer,
 )
 from tlora_megatron.ops.lora.cuda_work_items import rank_columns
-from tlora_megatron.ops.lora.linear_ops import OutputColumns, SiteTables
+from tlora_megatron.ops.lora.linear_ops import SiteTables
 from tlora_megatron.ops.lora.plan_tensors import ITEM_FIELDS, PlanTensors, WorkItems
 from tlora_megatron.ops.lora.rank_places import Elements, PlacesBuilder, chunk_form, first_rows
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE
@@ -76,11 +76,10 @@ def form_places(rows: RowGroups, plan: PlanTensors) -> PlacesBuilder:
 
 def rank_form(plan: PlanTensors) -> RankForm:
     """Returns the form of a plan's s and dS, equal for all segments of as many rows."""
-    return plan.cached(RankForm, _form)
-
-
-def _form(plan: PlanTensors) -> RankForm:
-    return RankForm(plan.num_chunks * RANK_CHUNK, plan.num_rows, rank_columns(plan.layout))
+    return plan.cached(
+        RankForm,
+        lambda p: RankForm(p.num_chunks * RANK_CHUNK, p.num_rows, rank_columns(p.layout)),
+    )
 
 
 class Dropout(NamedTuple):
@@ -101,26 +100,6 @@ class Dropout(NamedTuple):
 _GEMM, _ROWS, _SUMS = map(packer, (GemmArguments, RowsArguments, SumsArguments))
 
 
-class Arenas:
-    """Factors of one linear, named once for all launches that read them.
-
-    Args:
-        arenas: `[rows, columns]`: one a target, or one that all targets share.
-        columns: a target's: which columns of the wide tensor its arena holds; empty = the shared
-            arena holds all.
-    """
-
-    def __init__(self, arenas: tuple[Tensor, ...], columns: tuple[OutputColumns, ...]) -> None:
-        self.arenas, self.columns = arenas, columns
-        argument = Factors()
-        for i, arena in enumerate(arenas):
-            argument.at[i] = arena.data_ptr()
-            argument.rows[i], argument.width[i] = arena.shape
-        for i, c in enumerate(columns):
-            argument.columns[i] = Columns(c.groups, c.stride, c.begin, c.width)
-        self.argument = bytes(argument)
-
-
 class RankPart(NamedTuple):
     """The product that a GEMM adds to the base: s with `lora_b`, or dS with `lora_a`."""
 
@@ -134,15 +113,6 @@ class RankPart(NamedTuple):
     chunk_rows: Tensor
     """int32 `[C]`: first row of each chunk in its arena."""
     dropout: Dropout | None
-
-
-class GemmTile(NamedTuple):
-    """How a GEMM is divided among thread blocks."""
-
-    columns: int
-    """Columns of a tile: 128, 192 or 256."""
-    group: int = 8
-    """Row tiles whose column tiles are computed one after another."""
 
 
 def gemm(

@@ -19,10 +19,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from tlora_megatron.ops.lora.cuda_arguments import Arenas, GemmTile, gemm_tile, is_supported
 from tlora_megatron.ops.lora.cuda_calls import (
-    Arenas,
     Dropout,
-    GemmTile,
     RankPart,
     SumOperands,
     form_places,
@@ -32,8 +31,15 @@ from tlora_megatron.ops.lora.cuda_calls import (
     rank_rows,
     rank_sums,
 )
-from tlora_megatron.ops.lora.cuda_operands import CudaSite, gemm_tile, sums_of
-from tlora_megatron.ops.lora.cuda_work_items import DOWN, UP, row_bounds, row_items, row_parts
+from tlora_megatron.ops.lora.cuda_work_items import (
+    DOWN,
+    UP,
+    row_bounds,
+    row_items,
+    row_parts,
+    sum_sizes,
+    sums_of,
+)
 from tlora_megatron.ops.lora.linear_ops import (
     Base,
     BoundLinear,
@@ -84,6 +90,29 @@ class RankedBase(FrozenBase, Protocol):
     def ranked_dgrad(self, dy_TN: Tensor, rank: RankPart | None) -> Tensor:
         """Returns `dy W + mask(rank part)` `[T, K]`."""
         ...
+
+
+class CudaSite:
+    """Operands that all launches of one linear share: `factors.cached(CudaSite)`.
+
+    They hold as long as the factors stay where they are.
+    """
+
+    def __init__(self, factors: SiteFactors) -> None:
+        self.is_supported = is_supported(factors)
+        """True if these kernels can compute the linear; if not, ask for nothing below."""
+        self.sizes = sum_sizes(factors.columns, factors.size_in, factors.size_out)
+        self._lora_a, self._lora_b, self._columns = factors.lora_a, factors.lora_b, factors.columns
+
+    @functools.cached_property
+    def a(self) -> Arenas:
+        """The arena of `lora_a`."""
+        return Arenas((self._lora_a,), ())
+
+    @functools.cached_property
+    def b(self) -> Arenas:
+        """The arenas of `lora_b`."""
+        return Arenas(self._lora_b, self._columns)
 
 
 class CudaOps:

@@ -20,6 +20,7 @@ from tlora_megatron.ops.lora.plan_tensors import (
     ItemBounds,
     ItemList,
     PlanTensors,
+    WorkItems,
     item_array,
     spread,
 )
@@ -316,3 +317,68 @@ def rows_per_run(row_budget: int, features: int, blocks: int) -> int:
     """
     wanted = row_budget * -(-features // BLOCK_FEATURES) / blocks
     return min(4096, max(256, 2 ** round(np.log2(max(wanted, 1)))))
+
+
+@dataclass(frozen=True, eq=False)
+class SumSizes:
+    """The sizes of a linear that decide the work of rank_sums.cu, besides a plan.
+
+    There is one object for equal sizes: a work list is found by its address, whichever of the
+    model's linears asks.
+    """
+
+    columns: tuple[OutputColumns, ...]
+    in_columns: int
+    out_columns: int
+
+
+sum_sizes = functools.cache(SumSizes)
+
+
+def sum_inputs(
+    sizes: SumSizes,
+    row_budget: int,
+    num_rows: int,
+    window: tuple[int, int],
+    blocks: int,
+    kinds: tuple[int, ...],
+) -> tuple[SumInput, ...]:
+    """Returns x over a window of rows and dy over all rows, as the sums of dA and dB read them."""
+    down = SumInput(
+        kind=DOWN,
+        columns=(),
+        in_columns=sizes.in_columns,
+        rows_per_run=rows_per_run(row_budget, sizes.in_columns, blocks),
+        window=window,
+    )
+    up = SumInput(
+        kind=UP,
+        columns=sizes.columns,
+        in_columns=sizes.out_columns,
+        # Of all outputs: which of them have adapters follows from a job's neighbours.
+        rows_per_run=rows_per_run(row_budget, sizes.out_columns, blocks),
+        window=(0, num_rows),
+    )
+    return tuple(each for each in (down, up) if each.kind in kinds)
+
+
+def sums_of(
+    plan: PlanTensors,
+    sizes: SumSizes,
+    row_budget: int,
+    window: tuple[int, int],
+    blocks: int,
+    kinds: tuple[int, ...] = (DOWN, UP),
+) -> WorkItems:
+    """Returns the work of rank_sums.cu in a micro-batch, over x's rows of a window.
+
+    Args:
+        blocks: multiprocessors of the GPU.
+        kinds: which sums: of x, of dy or of both.
+    """
+    inputs = functools.partial(sum_inputs, sizes, row_budget, plan.num_rows, window, blocks, kinds)
+    return plan.work_items(
+        (sizes, window, blocks, kinds),
+        lambda plan: sum_items(plan, inputs()),
+        lambda plan: sum_bounds(plan, inputs()),
+    )

@@ -82,6 +82,16 @@ def _device_runs_triton(device: torch.device, forced_torch: bool) -> bool:
     return not forced_torch and triton_problem(device) is None
 
 
+def runs_cuda(x: Tensor) -> bool:
+    """Returns True if a tensor gets the CUDA kernels; may build the CUDA extension."""
+    return x.is_cuda and _device_runs_cuda(x.device, x.dtype, forced_kernels())
+
+
+@functools.cache
+def _device_runs_cuda(device: torch.device, dtype: torch.dtype, forced: Kernels | None) -> bool:
+    return kernel_choice(device, dtype).name == "cuda"
+
+
 def problem_of(name: Kernels, device: torch.device, dtype: torch.dtype) -> str | None:
     """Returns why an implementation cannot run, None where it can; may build the CUDA extension."""
     if name == "torch":

@@ -71,7 +71,6 @@ class WorkItems:
         self.count = len(first.items) if bounds is None else bounds.items
         """Programs to launch; those beyond the last item leave at once."""
         self.workspace = first.workspace if bounds is None else bounds.workspace
-        self._workspace_bound = self.workspace
         device = plan.device
         sizes = {"items": max(self.count, 1) * ITEM_FIELDS, "borders": len(first.borders)}
         self._tables = FixedTables(sizes, device)
@@ -99,9 +98,9 @@ class WorkItems:
     def update(self, plan: PlanTensors) -> None:
         """Writes the items of the plan's present micro-batch in place."""
         fresh = self._build(plan)
-        if fresh.workspace > self._workspace_bound:
+        if fresh.workspace > self.workspace:
             raise ValueError(
-                f"workspace must be at most {self._workspace_bound} units, got {fresh.workspace}"
+                f"workspace must be at most {self.workspace} units, got {fresh.workspace}"
             )
         self._tables.write({"items": fresh.items})
 

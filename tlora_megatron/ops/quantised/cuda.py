@@ -1,30 +1,26 @@
 """Products with FP8 weights on Hopper GPUs, adapters included, and their input gradient.
 
-csrc/fp8_gemm.cuh says what it computes; the input gradient has a kernel of its own
-(`dgrad` below). A row's bits depend on that row and the weight alone, not on the tiles.
-
-csrc/fp8_dgrad.cuh says how. No second copy of the weight is made, not even for the while.
+csrc/fp8_gemm.cuh says what it computes, csrc/fp8_dgrad.cuh how the input gradient comes without a
+second copy of the weight. A row's bits depend on that row and the weight alone, not on the tiles.
 
 Shapes: T rows, K features in, N features out.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.lora.cuda_arguments import DgradArguments, Fp8GemmArguments, packer
-from tlora_megatron.ops.lora.cuda_calls import (
+from tlora_megatron.ops.lora.cuda_arguments import (
+    DgradArguments,
+    Fp8GemmArguments,
     GemmTile,
-    RankPart,
-    gemm_arguments,
-    launch,
-    multiprocessors,
+    fit_gemm,
+    gemm_tile,
+    packer,
 )
-from tlora_megatron.ops.lora.cuda_operands import fit_gemm, gemm_tile
-from tlora_megatron.ops.lora.kernel_choice import kernel_choice
+from tlora_megatron.ops.lora.cuda_calls import RankPart, gemm_arguments, launch, multiprocessors
+from tlora_megatron.ops.lora.kernel_choice import runs_cuda
 from tlora_megatron.ops.quantised.rows import QuantRows, handed_rows
 from tlora_megatron.ops.quantised.weight_codes import WeightCodes
 
@@ -32,17 +28,16 @@ _SPEEDS = ((256, 1.0), (192, 0.99), (128, 0.88))
 """Widths of tiles and the share of the widest's speed that each reaches on an H200."""
 _BLOCK_SPEEDS = tuple(pair for pair in _SPEEDS if pair[0] != 192)
 """A tile of scales of blocks must be whole blocks wide."""
-_GEMM = packer(Fp8GemmArguments)
+_GEMM, _DGRAD = packer(Fp8GemmArguments), packer(DgradArguments)
 
 
 def takes(x: Tensor, weight: WeightCodes) -> bool:
     """True if our kernels compute the products of x, or of a gradient, with a weight."""
     return (
-        x.is_cuda
-        and x.dtype == torch.bfloat16
+        x.dtype == torch.bfloat16
         and not any(size % 16 for size in weight.shape)
         and fit_gemm(*weight.shape)
-        and _kernels_are_ours(x.device, x.dtype)
+        and runs_cuda(x)
     )
 
 
@@ -124,20 +119,10 @@ def tile_of(out_TN: Tensor, weight: WeightCodes) -> GemmTile:
     )
 
 
-@functools.cache
-def _kernels_are_ours(device: torch.device, dtype: torch.dtype) -> bool:
-    return kernel_choice(device, dtype).name == "cuda"
-
-
-_ARGUMENTS = packer(DgradArguments)
-
-
-def dgrad_with_ranks(
-    dy_TN: torch.Tensor, weight: WeightCodes, rank: RankPart | None
-) -> torch.Tensor:
+def dgrad_with_ranks(dy_TN: Tensor, weight: WeightCodes, rank: RankPart | None) -> Tensor:
     """Returns `dy W + mask(rank part)`, with dy's codes from who made dy or made here.
 
-    `cuda_products.takes` says for which weights.
+    `takes` says for which weights.
 
     Args:
         rank: of a dS that the kernel before has made.
@@ -158,7 +143,7 @@ def dgrad_with_ranks(
 def fp8_dgrad(
     dy_rows: QuantRows,
     weight: WeightCodes,
-    dx_TK: torch.Tensor,
+    dx_TK: Tensor,
     *,
     rank: RankPart | None = None,
     overlaps_previous_kernel: bool = False,
@@ -185,5 +170,5 @@ def fp8_dgrad(
         rank,
     )
     block_scales = weight.scales.data_ptr() if weight.kind == "block" else 0
-    arguments = _ARGUMENTS.pack(plain, dy_rows.scales.data_ptr(), block_scales)
+    arguments = _DGRAD.pack(plain, dy_rows.scales.data_ptr(), block_scales)
     launch("fp8_dgrad", arguments, dx_TK)

@@ -13,6 +13,11 @@ Codes that a kernel made together with a tensor hang on the tensor object itself
 between that kernel and the linear knows of them. They are a memo: a linear that finds none
 quantises by itself, and gets the same codes. Taking them drops them, so that they do not outlive
 the product where the tensor is kept for the backward pass.
+
+With one scale for a whole tensor, as Transformer Engine's current scaling has it, the scale follows
+from the largest magnitude, which is known only behind the last element. A kernel that makes a
+tensor finds it on the way and leaves it there, so that the linear reads the tensor once, to cast
+it, and not twice. A linear that finds nothing has Transformer Engine quantise, to the same bits.
 """
 
 from __future__ import annotations
@@ -122,7 +127,7 @@ _NAME = "tlora_quant_rows"
 
 class _Handed(NamedTuple):
     rows: Any
-    """`QuantRows`, or what else makes codes of x cheaper (`tensor_scale.Largest`)."""
+    """`QuantRows`, or what else makes codes of x cheaper (`Largest`)."""
     fold: Tensor | None
     version: int
     address: int
@@ -162,3 +167,53 @@ def take_handed(x: Tensor) -> _Handed | None:
     if handed is None or handed.version != x._version or handed.address != x.data_ptr():
         return None
     return handed
+
+
+PARTS = 256
+"""Places of one largest magnitude, so that thread blocks do not all wait for the same one."""
+UNIT = 16
+"""Divides the elements of a tensor that is cast, as FP8's GEMMs ask of rows: several are read and
+written at once."""
+_TENSORS = 256
+"""Tensors whose places are set to zero together."""
+
+
+class OneScale:
+    """Stands for a linear that quantises what it reads with one scale for all of it."""
+
+
+ONE_SCALE = OneScale()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Largest:
+    """The largest magnitude of a tensor, in parts."""
+
+    parts: Tensor
+    """int32 `[PARTS]`: bits of non-negative fp32 values, of which the largest counts."""
+
+
+_PLACES: dict[tuple[int, int], list[Tensor]] = {}
+"""Device and stream -> parts that hold zero and have no tensor yet."""
+
+
+def find_largest(x: Tensor) -> Tensor:
+    """Returns the parts, all zero, into which the kernel that writes x puts its largest magnitude.
+
+    They already hang on x: whoever launches that kernel next need do nothing more.
+    """
+    device = x.device.index or 0
+    stream = torch._C._cuda_getCurrentRawStream(device) if x.is_cuda else 0
+    places = _PLACES.setdefault((device, stream), [])
+    if not places:
+        zeros = torch.zeros(_TENSORS, PARTS, dtype=torch.int32, device=x.device)
+        places.extend(zeros.unbind())
+    parts = places.pop()
+    hand_rows(x, Largest(parts))
+    return parts
+
+
+def take_largest(x: Tensor) -> Largest | None:
+    """Takes the largest magnitude of x off it; None if none was found, or x has changed since."""
+    handed = take_handed(x)
+    return handed.rows if handed is not None and isinstance(handed.rows, Largest) else None

@@ -1,4 +1,4 @@
-"""Kernels of `ops.quantised.tensor_scale`: the largest magnitude in passing, and the cast."""
+"""Kernels of FP8 with one scale a tensor: the largest magnitude in passing, and the cast."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tlora_megatron.ops.quantised.tensor_scale import PARTS, UNIT, Largest
+from tlora_megatron.ops.quantised.rows import PARTS, UNIT, Largest
 from tlora_megatron.ops.quantised.triton_rows import code_columns
 from tlora_megatron.ops.warm_kernel import WarmKernel
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, decode, encode_rows, handed_rows
+from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows, handed_rows
 
 Kind = Literal["channel", "block"]
 
@@ -66,15 +66,6 @@ class WeightCodes:
         Scales of channels cannot be taken out of dgrad's sum over N.
         """
         return self.scales if self.kind == "channel" else None
-
-    def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """Returns `[N, K]`, multiplied in `dtype`."""
-        num_rows, num_columns = self.shape
-        scales = self.scales.to(dtype)
-        if self.kind == "channel":
-            return decode(self.codes_NK, dtype) * scales[:, None]
-        wide = scales.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
-        return decode(self.codes_NK, dtype) * wide[:num_rows, :num_columns]
 
     def rows_of(self, x_TK: Tensor) -> QuantRows:
         """Returns x as the forward product takes it, taken from who made x or quantised now."""

@@ -23,7 +23,7 @@ from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.kernel_build import built_library
-from tlora_megatron.ops.lora.cuda_operands import why_not_sizes
+from tlora_megatron.ops.lora.cuda_arguments import why_not_sizes
 from tlora_megatron.ops.lora.kernel_choice import kernel_choice
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.evaluation import Scorer

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.helpers.interpreter import DEVICE, INTERPRETED, RUNS
 from tests.unit.ops.frozen.test_frozen_kernels import draw, head_norms
 from tlora_megatron.ops.frozen import parts, rms_norm, rotary
-from tlora_megatron.ops.frozen.norm_weight import NormWeight
+from tlora_megatron.ops.frozen.parts import NormWeight
 from tlora_megatron.ops.quantised.rows import GROUP, encode_rows, handed_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight
 
@@ -60,6 +60,10 @@ def assert_codes(x: Tensor, weight: QuantWeight, *, gradient: bool = False) -> N
 @KINDS
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (5, 200)])
 def test_swiglu(rows: int, width: int, kind: str, dtype: torch.dtype) -> None:
+    check_swiglu(rows, width, kind, dtype)
+
+
+def check_swiglu(rows: int, width: int, kind: str, dtype: torch.dtype) -> None:
     x, dy = draw(rows, 2 * width, dtype=dtype, scale=2.0), draw(rows, width, dtype=dtype)
     if rows > 1:
         x[1, 3] = torch.nan
@@ -70,7 +74,8 @@ def test_swiglu(rows: int, width: int, kind: str, dtype: torch.dtype) -> None:
     for found, same in ((y, plain), (dx, expected)):
         torch.testing.assert_close(found, same, rtol=0, atol=0, equal_nan=True)
     assert_codes(y, row)
-    assert_codes(dx, column, gradient=True)
+    if width <= 14336:  # wider rows do not fit the registers
+        assert_codes(dx, column, gradient=True)
 
 
 @RUNS

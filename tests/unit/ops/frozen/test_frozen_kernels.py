@@ -19,7 +19,7 @@ from tests.helpers.interpreter import COMPILES, DEVICE, INTERPRETED, RUNS, compi
 from tlora_megatron.ops.frozen import losses as cross_entropy
 from tlora_megatron.ops.frozen import parts as swiglu
 from tlora_megatron.ops.frozen import rms_norm, rotary
-from tlora_megatron.ops.frozen.norm_weight import HeadNorms, NormWeight
+from tlora_megatron.ops.frozen.parts import HeadNorms, NormWeight
 
 TOLERANCE = {
     torch.float32: 2e-6,

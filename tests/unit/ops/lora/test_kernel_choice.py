@@ -80,7 +80,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         cache.cache_clear()
 
 
-def test_cpu_takes_torch(machine: Machine) -> None:
+@pytest.mark.parametrize("forced", [None, ""])
+def test_cpu_takes_torch(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, forced: str | None
+) -> None:
+    if forced is not None:
+        monkeypatch.setenv("TLORA_KERNELS", forced)
     for dtype in (*HALF, torch.float32):
         assert choice.kernel_choice(CPU, dtype) == KernelChoice("torch", "no GPU")
 
@@ -111,27 +116,28 @@ def test_the_choice_and_its_reason(
     assert choice.kernel_choice(GPU, dtype) == KernelChoice(name, reason)  # type: ignore[arg-type]
 
 
-def test_a_failed_build_warns_once_and_is_not_tried_again(
-    machine: Machine, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("missing", "dtypes", "name", "said", "loads"),
+    [
+        ({"extension": "nvcc was not found"}, HALF[:1] * 3, "triton", "nvcc was not found", 1),
+        ({"triton": "No module"}, (*HALF, torch.float32), "torch", "pip install triton", 0),
+    ],
+)
+def test_what_is_missing_is_warned_about_and_tried_once(
+    machine: Machine,
+    caplog: pytest.LogCaptureFixture,
+    missing: dict[str, str],
+    dtypes: tuple[torch.dtype, ...],
+    name: str,
+    said: str,
+    loads: int,
 ) -> None:
-    machine.set((9, 0), extension="nvcc was not found")
+    machine.set((9, 0), **missing)
     with caplog.at_level(logging.WARNING, logger="tlora_megatron"):
-        names = {choice.kernel_choice(GPU, HALF[0]).name for _ in range(3)}
-    assert names == {"triton"}
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "nvcc was not found" in caplog.text
-    assert machine.loads == 1
-
-
-def test_without_triton_a_gpu_warns_once(
-    machine: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
-    machine.set((9, 0), triton="No module named 'triton'")
-    with caplog.at_level(logging.WARNING, logger="tlora_megatron"):
-        names = {choice.kernel_choice(GPU, dtype).name for dtype in (*HALF, torch.float32)}
-    assert names == {"torch"}
+        assert {choice.kernel_choice(GPU, dtype).name for dtype in dtypes} == {name}
     (record,) = caplog.records
-    assert "pip install triton" in record.getMessage()
+    assert said in record.getMessage()
+    assert machine.loads == loads
 
 
 def test_a_gpu_that_is_too_old_or_fp32_is_no_reason_to_warn(
@@ -204,11 +210,6 @@ def test_interpreted_triton_runs_on_the_cpu_where_it_is_forced(
     assert choice.kernel_choice(CPU, torch.bfloat16).name == "torch"
     monkeypatch.setenv("TLORA_KERNELS", "triton")
     assert choice.kernel_choice(CPU, torch.bfloat16).name == "triton"
-
-
-def test_an_empty_word_forces_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TLORA_KERNELS", "")
-    assert choice.kernel_choice(CPU, torch.float32).reason == "no GPU"
 
 
 def test_one_object_of_the_chosen_class(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

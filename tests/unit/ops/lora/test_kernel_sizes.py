@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.cuda_cases import FUSED_AND_Q, QKV, WHOLE
-from tlora_megatron.ops.lora.cuda_operands import gemm_tile, is_supported
+from tlora_megatron.ops.lora.cuda_arguments import gemm_tile, is_supported
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.lora.tiling import (
     BackwardUpConfig,

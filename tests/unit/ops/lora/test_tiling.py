@@ -105,26 +105,6 @@ def test_runs_cover_each_segment_s_window_once(case: Case, rows: int, parts: int
     assert sorted(seen) == expected
 
 
-@given(st.integers(1, 2000), st.integers(0, 2000), st.integers(0, 999), st.integers(1, 5))
-@fast
-def test_runs_of_a_segment_depend_on_its_length_alone(
-    length: int, before: int, after: int, others: int
-) -> None:
-    def own_runs(slot: int, begin: int, ends: tuple[int, ...]) -> list[tuple[int, ...]]:
-        layout = RankLayout(ranks=((8,),) * (len(ends) - 1))
-        runs = row_runs(ends, layout, 512, (0, ends[-1]))
-        return [
-            (run.begin - begin, run.end - begin, run.part, run.parts)
-            for run in runs
-            if run.slot == slot
-        ]
-
-    alone = own_runs(0, 0, (length, length))
-    cuts = [before * i // others for i in range(1, others + 1)]
-    together = (*cuts, before + length, before + length + after)
-    assert own_runs(others, before, together) == alone
-
-
 @given(cases(), st.data(), st.sampled_from([16, 64, 300]), st.booleans())
 @fast
 def test_runs_and_borders_of_portions_are_those_of_each_alone(

@@ -10,8 +10,8 @@ import torch
 
 from tests.helpers.kernel_case import make_case, make_rows
 from tlora_megatron.ops.lora import cuda_calls
-from tlora_megatron.ops.lora.cuda_arguments import STRUCTS
-from tlora_megatron.ops.lora.cuda_calls import Arenas, Dropout, GemmTile, RankForm, RankPart
+from tlora_megatron.ops.lora.cuda_arguments import STRUCTS, Arenas, GemmTile
+from tlora_megatron.ops.lora.cuda_calls import Dropout, RankForm, RankPart
 from tlora_megatron.ops.lora.cuda_ops import CudaOps, RankedBase
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.lora.torch_ops import TorchOps
@@ -117,8 +117,8 @@ def test_a_linear_asks_a_base_that_takes_ranks(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_only_bf16_of_whole_16s_on_our_gpus_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_kernels_are_ours", lambda *_: True)
-    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=None)
+    monkeypatch.setattr(cuda, "runs_cuda", lambda x: True)
+    on_gpu = SimpleNamespace(dtype=torch.bfloat16)
     assert cuda.takes(on_gpu, CHANNELS)  # type: ignore[arg-type]
     odd = encode_weight(torch.zeros(N, K + 8))
     assert not cuda.takes(on_gpu, odd)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.interpreter import COMPILES, DEVICE, INTERPRETED, RUNS, compiled_for
-from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode, encode_rows
+from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, decode_rows, encode, encode_rows
 from tlora_megatron.ops.quantised.weight import (
     QuantWeight,
     encode_weight,
@@ -91,6 +91,14 @@ def draw_weight(kind: str, num_rows: int, num_columns: int) -> QuantWeight:
         return channels
     scales = torch.rand(-(-num_rows // GROUP), -(-num_columns // GROUP), generator=generator)
     return QuantWeight(channels.codes_NK, (scales + 0.5) * 1e-2)
+
+
+def values_of(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
+    """Returns `[N, K]`, multiplied in `dtype`."""
+    codes, scales = weight.codes_NK, weight.scales
+    if scales.dim() == 2:
+        scales = scales.repeat_interleave(GROUP, 0)[: len(codes)]
+    return decode_rows(QuantRows(codes, scales), dtype)
 
 
 def products(weight: QuantWeight, x: Tensor, dy: Tensor, ontos: tuple[Any, Any]) -> list[Tensor]:

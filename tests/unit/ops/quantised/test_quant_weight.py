@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.linear_case import JOBS, SPEC, Case, error
-from tests.unit.ops.quantised.test_quant_kernels import draw_weight
+from tests.unit.ops.quantised.test_quant_kernels import draw_weight, values_of
 from tlora_megatron.layers.linear import multi_lora_linear_vjp
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.parts import frozen_dgrad, frozen_product
@@ -35,7 +35,7 @@ def test_products_equal_the_formulas(
 ) -> None:
     weight = draw_weight(kind, *shape)
     x, dy = torch.randn(7, shape[1], dtype=dtype), torch.randn(7, shape[0], dtype=dtype)
-    whole = weight.dequantise(torch.float64)
+    whole = values_of(weight, torch.float64)
     x_read = decode_rows(encode_rows(x, group=weight.group), torch.float64)
     assert _error(weight.forward(x), x_read @ whole.t()) < limit
     if kind == "channel":
@@ -50,7 +50,7 @@ def test_products_equal_the_formulas(
 def test_products_are_close_to_those_of_the_values(kind: str) -> None:
     weight = draw_weight(kind, 264, 392)
     x, dy = torch.randn(9, 392).bfloat16(), torch.randn(9, 264).bfloat16()
-    whole = weight.dequantise(torch.float64)
+    whole = values_of(weight, torch.float64)
     assert weight.forward(x).dtype == weight.dgrad(dy).dtype == torch.bfloat16
     assert _error(weight.forward(x), x.double() @ whole.t()) < 0.04
     assert _error(weight.dgrad(dy), dy.double() @ whole) < 0.04

@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.helpers.interpreter import DEVICE, INTERPRETED, RUNS
 from tests.unit.ops.frozen.test_frozen_kernels import draw
 from tlora_megatron.ops.frozen import parts, rms_norm
-from tlora_megatron.ops.frozen.norm_weight import NormWeight
-from tlora_megatron.ops.quantised.tensor_scale import (
+from tlora_megatron.ops.frozen.parts import NormWeight
+from tlora_megatron.ops.quantised.rows import (
     ONE_SCALE,
     find_largest,
     take_largest,

@@ -27,6 +27,7 @@ from tests.helpers.fp8_folders import (
 )
 from tests.helpers.one_process import one_process_groups
 from tests.helpers.tiny_models import make_tiny_model
+from tests.unit.ops.quantised.test_quant_kernels import values_of
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.megatron import model as backbone
@@ -82,7 +83,7 @@ def held(directory: Path, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
         if tensor.name in scales:
             source.put_scales(tensor, scales[tensor.name])
     return parameters | {
-        name: QuantWeight(parameters[name], scales[name]).dequantise(torch.float32)
+        name: values_of(QuantWeight(parameters[name], scales[name]), torch.float32)
         for name in scales
     }
 
@@ -123,7 +124,7 @@ def test_a_model_is_built_of_a_published_folder(tmp_path: Path, kind: Format) ->
     assert quantisation.num_bytes(spec) == held_bytes
     expected = held(directory, 0, 1)
     for name, weight in weights.items():
-        assert torch.equal(weight.dequantise(torch.float32), expected[f"{name}.weight"]), name
+        assert torch.equal(values_of(weight, torch.float32), expected[f"{name}.weight"]), name
     state = model.state_dict()
     assert torch.equal(state[WIDE_DOWN], expected[WIDE_DOWN].bfloat16())
 

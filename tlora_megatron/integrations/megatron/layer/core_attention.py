@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import PackedRotaryEmbedding
 from tlora_megatron.integrations.megatron.process_groups import groups_by_size
 from tlora_megatron.model.gpt_oss import GptOssAttention
-from tlora_megatron.ops.frozen.norm_weight import HeadNorms
 from tlora_megatron.ops.frozen.packed_attention import (
     WHOLE,
     Sight,
     attend_documents,
     attend_documents_vjp,
 )
-from tlora_megatron.ops.frozen.parts import Vjp, vjp_by_autograd
+from tlora_megatron.ops.frozen.parts import HeadNorms, Vjp, vjp_by_autograd
 from tlora_megatron.ops.frozen.rotary import unpack_qkv, unpack_qkv_vjp
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.quantised.weight import QuantWeight

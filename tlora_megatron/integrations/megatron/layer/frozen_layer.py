@@ -28,8 +28,7 @@ from tlora_megatron.integrations.megatron.layer.frozen_sublayer import (
 from tlora_megatron.integrations.megatron.layer.modules import does_more
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm, head_norm_modules
 from tlora_megatron.layers.quantised_linear import held_codes
-from tlora_megatron.ops.frozen.norm_weight import HeadNorms
-from tlora_megatron.ops.frozen.parts import Vjp, swiglu, swiglu_vjp
+from tlora_megatron.ops.frozen.parts import HeadNorms, Vjp, swiglu, swiglu_vjp
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.lanes import Lane, current_lane
 

@@ -28,11 +28,9 @@ from tlora_megatron.integrations.megatron.layer.modules import (
 from tlora_megatron.layers.linear import QuantisedInput, gather_codes, takes_codes
 from tlora_megatron.layers.quantised_linear import held_codes
 from tlora_megatron.layers.transformer_engine import one_scale
-from tlora_megatron.ops.frozen.norm_weight import NormWeight
-from tlora_megatron.ops.frozen.parts import Vjp
+from tlora_megatron.ops.frozen.parts import NormWeight, Vjp
 from tlora_megatron.ops.frozen.rms_norm import Beside, norm_into
-from tlora_megatron.ops.quantised.rows import pass_rows
-from tlora_megatron.ops.quantised.tensor_scale import OneScale
+from tlora_megatron.ops.quantised.rows import OneScale, pass_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.routing import MicroBatchView, bind_current
 from tlora_megatron.parallel.lane_tape import VjpSublayer, VjpTape

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.modules import built_class, does_more
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.frozen.norm_weight import HeadNorms, NormWeight
-from tlora_megatron.ops.frozen.parts import Vjp
+from tlora_megatron.ops.frozen.parts import HeadNorms, NormWeight, Vjp
 from tlora_megatron.ops.frozen.rms_norm import (
     Beside,
     add_rms_norm,

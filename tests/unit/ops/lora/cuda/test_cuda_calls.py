@@ -10,15 +10,8 @@ import pytest
 import torch
 
 from tlora_megatron.ops.lora import cuda_calls
-from tlora_megatron.ops.lora.cuda_arguments import STRUCTS, Factors, packer
-from tlora_megatron.ops.lora.cuda_calls import (
-    Arenas,
-    Dropout,
-    GemmTile,
-    RankForm,
-    RankPart,
-    SumOperands,
-)
+from tlora_megatron.ops.lora.cuda_arguments import STRUCTS, Arenas, Factors, GemmTile, packer
+from tlora_megatron.ops.lora.cuda_calls import Dropout, RankForm, RankPart, SumOperands
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
 
 X, W, OUT = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((6, 8), (16, 8), (6, 16)))

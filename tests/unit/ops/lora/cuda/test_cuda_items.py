@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.helpers.cuda_cases import FUSED_AND_Q, GATE_UP, QKV, WHOLE
 from tests.helpers.item_machine import BLOCK_ROWS, kernel_width
 from tests.helpers.kernel_case import make_rows
-from tlora_megatron.ops.lora import cuda_operands
 from tlora_megatron.ops.lora.cuda_work_items import (
     DOWN,
     UP,
     SumInput,
+    SumSizes,
     moved_bytes,
     rank_columns,
     row_bounds,
@@ -25,6 +25,7 @@ from tlora_megatron.ops.lora.cuda_work_items import (
     row_parts,
     rows_per_run,
     sum_bounds,
+    sum_inputs,
     sum_items,
 )
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
@@ -69,7 +70,7 @@ def test_row_items_write_every_chunk_of_both_halves_once(
         assert item[9] + item[6] * RANK_CHUNK <= rank_columns(plan.layout)
 
 
-def sum_inputs(
+def short_runs(
     plan: PlanTensors, columns: tuple[OutputColumns, ...], window: tuple[int, int]
 ) -> tuple[SumInput, SumInput]:
     """x over a window and dy over all rows, in short runs."""
@@ -88,7 +89,7 @@ def test_parts_of_sums_lie_apart_and_count_for_themselves(
 ) -> None:
     plan, columns = made
     window = data.draw(st.integers(0, plan.num_rows)), plan.num_rows
-    found = sum_items(plan, sum_inputs(plan, columns, window))
+    found = sum_items(plan, short_runs(plan, columns, window))
     room = []
     blocks: dict[int, list[np.ndarray]] = {}
     for item in found.items:
@@ -118,7 +119,7 @@ def test_sums_cover_every_rank_row_feature_and_row_once(
 ) -> None:
     plan, columns = made
     covered: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for item in sum_items(plan, sum_inputs(plan, columns, (0, plan.num_rows))).items:
+    for item in sum_items(plan, short_runs(plan, columns, (0, plan.num_rows))).items:
         for chunk in range(int(item[6])):
             key = (int(item[14]), int(item[8]) + chunk * RANK_CHUNK, int(item[4]))
             covered.setdefault(key, []).append((int(item[0]), int(item[1])))
@@ -158,8 +159,8 @@ def test_runs_do_not_follow_from_the_targets_of_neighbours() -> None:
     )
 
     def runs(*columns: OutputColumns) -> list[int]:
-        sizes = cuda_operands.SumSizes(columns, 4096, 6144)
-        inputs = cuda_operands.sum_inputs(sizes, 8192, 8192, (0, 8192), 132, (DOWN, UP))
+        sizes = SumSizes(columns, 4096, 6144)
+        inputs = sum_inputs(sizes, 8192, 8192, (0, 8192), 132, (DOWN, UP))
         return [each.rows_per_run for each in inputs]
 
     assert runs(query, value) == runs(key) == runs(query, key, value)
@@ -178,7 +179,7 @@ def plan_of(packing: list[tuple[tuple[int, int], list[int]]], padding: int) -> P
 
 def own_sums(plan: PlanTensors, slot: int) -> list[tuple[object, ...]]:
     """A slot's items of sums, with rows and arena rows from its own first, and its borders."""
-    found = sum_items(plan, sum_inputs(plan, GATE_UP, (0, plan.num_rows)))
+    found = sum_items(plan, short_runs(plan, GATE_UP, (0, plan.num_rows)))
     begin, arena = (0, *plan.ends)[slot], plan.layout.a_begin[slot][0]
     own = []
     for item in found.items.tolist():
@@ -198,7 +199,7 @@ def test_sums_that_move_most_come_first_and_of_equal_ones_those_of_dy(
     made: tuple[PlanTensors, tuple[OutputColumns, ...]],
 ) -> None:
     plan, columns = made
-    items = sum_items(plan, sum_inputs(plan, columns, (0, plan.num_rows))).items
+    items = sum_items(plan, short_runs(plan, columns, (0, plan.num_rows))).items
     moved = moved_bytes(items)
     keys = [(-size, item[14] != UP) for size, item in zip(moved, items, strict=True)]
     assert keys == sorted(keys)
@@ -219,7 +220,7 @@ def test_bounds_hold_for_any_micro_batch_of_as_many_rows(
     for per_target in (False, True):
         bound = row_bounds(safe, per_target=per_target)
         assert len(row_items(other, per_target=per_target).items) <= bound.items
-    inputs = sum_inputs(plan, columns, window)
+    inputs = short_runs(plan, columns, window)
     found, limit = sum_items(other, inputs), sum_bounds(safe, inputs)
     assert len(found.items) <= limit.items
     assert found.workspace <= limit.workspace

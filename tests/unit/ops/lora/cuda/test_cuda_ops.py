@@ -7,24 +7,29 @@ import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.cuda_cases import CASES, QKV, WHOLE, rank_rows_by_definition
+pytest.importorskip("triton")
+
+from tests.helpers.cuda_cases import CASES, QKV, WHOLE
 from tests.helpers.item_machine import ItemMachine
 from tests.helpers.kernel_case import (
     KernelCase,
     assert_portions_add_up,
+    compare,
     gradients,
     make_case,
     make_rows,
+    operands,
+    poisoned_memory,
     reference,
 )
-from tests.helpers.linear_case import error
 from tlora_megatron.ops.exactness import Exactness
+from tlora_megatron.ops.lora import cuda_ops
 from tlora_megatron.ops.lora.linear_ops import are_aligned
 from tlora_megatron.ops.lora.plan_tensors import update_plans
 from tlora_megatron.ops.lora.torch_ops import TorchLinear, TorchOps
@@ -36,26 +41,7 @@ IN_SIZE = 136
 
 
 @pytest.fixture
-def poison() -> Iterator[None]:
-    """Torch hands out memory full of NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
-@pytest.fixture
-def cuda_ops() -> ModuleType:
-    pytest.importorskip("triton")
-    from tlora_megatron.ops.lora import cuda_ops
-
-    return cuda_ops
-
-
-@pytest.fixture
-def run(
-    cuda_ops: ModuleType, poison: None, monkeypatch: pytest.MonkeyPatch
-) -> type[SimpleNamespace]:
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SimpleNamespace]]:
     """Makes `Bench`: `CudaOps` of a case with the machine in place of the GPU."""
 
     class Bench(SimpleNamespace):
@@ -85,7 +71,8 @@ def run(
                     found[name] = grad + found[name] if name in found and name[1] == "A" else grad
             return {"y": y, "dx": dx, "s": s, "ds": ds, **found}
 
-    return Bench
+    with poisoned_memory():
+        yield Bench
 
 
 def make(
@@ -98,44 +85,30 @@ def make(
     return case, rows, *operands(case, rows.ends[-1])
 
 
-def operands(case: KernelCase, num_rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(
-        torch.randn(num_rows, size, generator=generator, dtype=torch.float64)
-        for size in (IN_SIZE, case.out_size)
-    )
-
-
-def definition(
-    case: KernelCase, x: torch.Tensor, dy: torch.Tensor, rows: RowGroups
-) -> dict[str, torch.Tensor]:
-    """`reference`, which asks for the gradient of what it is given."""
-    return reference(case, x.clone(), dy, rows)
-
-
 def check(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() - {"s", "ds"} == expected.keys()
-    for name, value in expected.items():
-        assert torch.isfinite(actual[name]).all(), name
-        assert error(actual[name], value) < 1e-6, name
+    compare({n: value for n, value in actual.items() if n not in ("s", "ds")}, expected, 1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_the_definitions(name: str, run: type) -> None:
     case, rows, x, dy = make(name)
     bench = run(case)
-    check(bench(x, dy, rows), definition(case, x, dy, rows))
+    check(bench(x, dy, rows), reference(case, x, dy, rows))
     assert bench.machine.launches == ["rows", "gemm", "rows", "gemm", "sums"]
 
 
+@pytest.mark.parametrize("cuts", [(130,), (1, 2, 451), (130, 260, 390)], ids=str)
 @pytest.mark.parametrize("name", ["ragged segments", "one adapter among rows without"])
-def test_dropout_scales_once_and_masks_three_times(name: str, run: type) -> None:
+def test_dropout_scales_once_and_masks_three_times_in_windows_too(
+    name: str, cuts: tuple[int, ...], run: type
+) -> None:
     case, rows, x, dy = make(name, dropout=(0.3, 0.1, 0.9))
-    check(run(case)(x, dy, rows), definition(case, x, dy, rows))
-    shards = [(0, 130), (130, rows.ends[-1])]
+    num_rows = rows.ends[-1]
+    check(run(case)(x, dy, rows), reference(case, x, dy, rows))
+    shards = list(itertools.pairwise((0, *(c for c in cuts if c < num_rows), num_rows)))
     bench = run(case)
     found = bench(x, dy, rows, shards)
-    check(found, definition(case, x, dy, rows))
+    check(found, reference(case, x, dy, rows))
     assert torch.equal(s_of_windows(bench, x, rows, shards), found["s"].nan_to_num(nan=0.0))
 
 
@@ -144,32 +117,7 @@ def test_dropout_scales_once_and_masks_three_times(name: str, run: type) -> None
 def test_any_tile_and_any_gpu_give_the_same(tile: int, multiprocessors: int, run: type) -> None:
     case, rows, x, dy = make("whole fused beside q")
     bench = run(case, tile=tile, multiprocessors=multiprocessors)
-    check(bench(x, dy, rows), definition(case, x, dy, rows))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_s_and_ds_are_written_in_both_forms(name: str, run: type) -> None:
-    case, rows, x, dy = make(name)
-    actual = run(case)(x, dy, rows)
-    for flat, values, per_target in ((actual["s"], x, False), (actual["ds"], dy, True)):
-        ext, row_form = rank_rows_by_definition(case, values, rows, per_target=per_target)
-        torch.testing.assert_close(flat[: ext.numel()].view_as(ext), ext)
-        written = flat[ext.numel() :].view_as(row_form)
-        torch.testing.assert_close(written, row_form, equal_nan=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cuts", [(350,), (130,), (1, 2, 699), (130, 260, 390)], ids=str)
-@pytest.mark.parametrize("name", ["ragged segments", "one adapter among rows without"])
-def test_windows_of_x_add_up(name: str, cuts: tuple[int, ...], run: type) -> None:
-    case, rows, x, dy = make(name)
-    num_rows = rows.ends[-1]
-    shards = list(itertools.pairwise((0, *(c for c in cuts if c < num_rows), num_rows)))
-    bench = run(case)
-    found = bench(x, dy, rows, shards)
-    check(found, definition(case, x, dy, rows))
-    assert torch.equal(s_of_windows(bench, x, rows, shards), found["s"].nan_to_num(nan=0.0))
+    check(bench(x, dy, rows), reference(case, x, dy, rows))
 
 
 def s_of_windows(
@@ -247,7 +195,7 @@ def test_with_exactness_a_neighbours_dropout_chooses_no_kernel(neighbour: float,
     rows = replace(make_rows((60, 40), 28), exactness=Exactness())
     x, dy = operands(case, rows.ends[-1])
     bench = run(case)
-    check(bench(x, dy, rows), definition(case, x, dy, rows))
+    check(bench(x, dy, rows), reference(case, x, dy, rows))
     assert bench.machine.masked_gemms == [False, True]
 
 
@@ -258,17 +206,17 @@ PORTIONS = make_rows((900, 40, 0, 300), 21, budget=4000, cuts=(150, 500, 520, 10
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", [(), (0.3, 0.1, 0.5, 0.0)], ids=["", "dropout"])
 def test_portions_add_up_as_micro_batches_one_after_another(
-    dropout: tuple[float, ...], run: type, cuda_ops: ModuleType, monkeypatch: pytest.MonkeyPatch
+    dropout: tuple[float, ...], run: type
 ) -> None:
     ranks = [(24, 0, 8), (8, 8, 8), (16, 16, 16), (130, 4, 0)]
     case = make_case(ranks, QKV, IN_SIZE, dtype=torch.float64, dropout=dropout)
     x, dy = operands(case, PORTIONS.ends[-1])
     bench = run(case, multiprocessors=200)
-    check(bench(x, dy, PORTIONS), definition(case, x, dy, PORTIONS))
+    check(bench(x, dy, PORTIONS), reference(case, x, dy, PORTIONS))
     for ops in (bench.ops, TorchOps()):
         assert_portions_add_up(ops, case, x, dy, PORTIONS)
     shards = [(0, 510), (510, 1100), (1100, PORTIONS.ends[-1])]
-    check(bench(x, dy, PORTIONS, shards), definition(case, x, dy, PORTIONS))
+    check(bench(x, dy, PORTIONS, shards), reference(case, x, dy, PORTIONS))
 
 
 def test_rows_without_adapters_go_through_the_same_gemm(run: type) -> None:
@@ -277,7 +225,7 @@ def test_rows_without_adapters_go_through_the_same_gemm(run: type) -> None:
     rows = make_rows((0, 300, 0), 5)
     x, dy = operands(case, rows.ends[-1])
     bench = run(case)
-    check(bench(x, dy, rows), definition(case, x, dy, rows))
+    check(bench(x, dy, rows), reference(case, x, dy, rows))
     assert bench.machine.launches == ["gemm", "gemm"]
 
 
@@ -309,12 +257,12 @@ def test_an_update_in_place_is_another_micro_batch(other: tuple[int, ...], run: 
     num_rows = rows.ends[-1]
     bench = run(case, graph_safe=True)
     shards = [(0, 200), (200, num_rows)]
-    check(bench(x, dy, rows, shards), definition(case, x, dy, rows))
+    check(bench(x, dy, rows, shards), reference(case, x, dy, rows))
     fresh = make_rows(other, num_rows - sum(other))
     update_plans(rows, fresh, CPU)
-    check(bench(x, dy, rows, shards), definition(case, x, dy, fresh))
+    check(bench(x, dy, rows, shards), reference(case, x, dy, fresh))
     update_plans(rows, rows, CPU)
-    check(bench(x, dy, rows, shards), definition(case, x, dy, rows))
+    check(bench(x, dy, rows, shards), reference(case, x, dy, rows))
 
 
 def test_a_plan_keeps_no_activations(run: type) -> None:
@@ -340,7 +288,7 @@ def test_a_plan_goes_with_its_micro_batch(run: type) -> None:
         gc.enable()
 
 
-def test_gradients_off_16_bytes_go_to_the_fallback(cuda_ops: ModuleType) -> None:
+def test_gradients_off_16_bytes_go_to_the_fallback() -> None:
     """They lie so where another linear of the model has an odd size: a slab holds all in a row."""
     case, rows, *_ = make("one adapter")
     shifted = torch.zeros(1 + 16 * IN_SIZE)[1:].view(16, IN_SIZE)

@@ -23,9 +23,11 @@ from tests.helpers.kernel_case import (
     WHOLE,
     KernelCase,
     assert_portions_add_up,
+    compare,
     gradients,
     make_case,
     make_rows,
+    operands,
     poisoned_memory,
     reference,
     run,
@@ -92,23 +94,7 @@ def made(
     """A case, its rows, and their x and dy."""
     columns, ranks = CASES[name]
     case = make_case(ranks, columns, K, dtype=dtype, dropout=dropout)
-    return case, rows, *draw(case, rows.ends[-1])
-
-
-def draw(case: KernelCase, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    dtype = case.weight_NK.dtype
-    x = torch.randn(num_rows, case.weight_NK.shape[1], generator=generator)
-    return x.to(dtype), torch.randn(num_rows, case.out_size, generator=generator).to(dtype)
-
-
-def compare(
-    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
-) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.isfinite(actual[name]).all(), name
-        assert error(actual[name], value) < tolerance, name
+    return case, rows, *operands(case, rows.ends[-1])
 
 
 @pytest.mark.slow
@@ -203,7 +189,7 @@ def test_the_branch_reads_what_the_cuda_kernels_write(monkeypatch: pytest.Monkey
     columns, ranks, lengths, padding = CUDA_CASES["missing targets"]
     case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
     rows, factors = make_rows(lengths, padding), case.factors
-    x, dy = draw(case, rows.ends[-1])
+    x, dy = operands(case, rows.ends[-1])
     machine = ItemMachine(factors)
     bound = cuda_ops.CudaOps(TritonOps(), up_config=SMALL.up).bind(factors, rows)
     for name in ("rank_rows", "multiprocessors"):
@@ -231,7 +217,7 @@ def test_ranks_that_share_make_the_definition(is_fallback: bool) -> None:
     case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
     case = dataclasses.replace(case, factors=shifted_gradients(case.factors))
     rows = make_rows(lengths, padding)
-    x, dy = draw(case, rows.ends[-1])
+    x, dy = operands(case, rows.ends[-1])
     with poisoned_memory():
         ops = TritonOps(config=SMALL)
         found = run_shared(cuda_ops.CudaOps(ops) if is_fallback else ops, case, x, dy, rows)
@@ -325,7 +311,7 @@ def test_gradients_are_bitwise_those_of_the_job_alone(monkeypatch: pytest.Monkey
     found = []
     for segments in ((0, 70, 0, 0), (5, 70, 3, 9), (130, 70, 33, 1)):
         rows = make_rows(segments)
-        x, dy = draw(case, rows.ends[-1])
+        x, dy = operands(case, rows.ends[-1])
         x[rows.ends[0] : rows.ends[1]], dy[rows.ends[0] : rows.ends[1]] = own_x, own_dy
         found.append(run(ops, case, x, dy, rows))
     for p in range(3):
