@@ -138,7 +138,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_jobs_and_errors_change_no_bit(layout: str, run: Runs) -> None:
-    found = run(layout)
+    check_undisturbed(run(layout))
+
+
+def check_undisturbed(found: dict[str, Any]) -> None:
     assert found["beside"] == found["alone"]
     assert found["reloaded"] == found["later"]
     # The next step's first request, without gradients.

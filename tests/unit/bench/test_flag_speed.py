@@ -11,17 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.bench.flag_speed.cases import Case, Place, make_row, show
+from scripts.bench.flag_speed.cases import Case, Place
 from scripts.bench.flag_speed.stock import cut_by_job
-from scripts.bench.harness.kernel_table import kind_of
 from tests.helpers.launch import python
 from tlora_megatron.ops.routing import Document, pack_micro_batch
 from tlora_megatron.training.packing.packing import PackedBatch
-
-COLUMNS = (
-    "gpu,world,commit,megatron_lm,impl,precision,layout,mode,rows,tokens,step_ms,floor_ms,"
-    "peak_bytes"
-)
 
 
 def make_case(**changes: Any) -> Case:
@@ -62,16 +56,6 @@ def test_what_overlaps_is_asked_for_and_in_the_layout(tmp_path: Path) -> None:
         assert place.environment(case, tmp_path)["UB_SKIPMC"] == "1"
 
 
-def test_rows_have_the_columns_of_the_table() -> None:
-    common = {"gpu": "GPU", "megatron_lm": "core", "floor_ms": 10.0}
-    rows = [
-        make_row(make_case(), mode, common, {"step_ms": ms, "tokens": 250, "peak_bytes": 2**30})
-        for mode, ms in (("flag", 12.0), ("flag_modules", 15.0), ("own", 11.0), ("floor", 10.0))
-    ]
-    assert ",".join(rows[0]) == COLUMNS
-    assert "12.0 ms, 1.200x floor, 1.091x own, 1.000x flag, 250 tokens" in show(rows[0], rows)
-
-
 def test_a_micro_batch_is_cut_into_one_for_each_job() -> None:
     documents = [Document(slot=0, length=3), Document(slot=2, length=2), Document(slot=2, length=4)]
     rows = torch.arange(12)
@@ -84,20 +68,6 @@ def test_a_micro_batch_is_cut_into_one_for_each_job() -> None:
     assert second.tokens.tolist() == [[3, 4, 5, 6, 7, 8, 0, 0]]
     assert second.labels[0, second.target_rows].tolist() == [4, 6, 8]
     assert second.view.positions(rows.device)[:6].tolist() == [0, 1, 0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("_forward_kernel", "our norm and SwiGLU"),
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "GEMM"),
-        ("void fp8_dgrad::kernel<256>(Problem)", "FP8 GEMM, its rank part inside"),
-        ("void lora_gemm<...>", "rank-extended GEMM, rows and sums of ranks"),
-        ("something", "other"),
-    ],
-)
-def test_kinds_of_kernels(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
 
 
 @pytest.mark.slow

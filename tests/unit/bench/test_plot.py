@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from scripts.bench import plot
-from scripts.bench.linear.results import read_csv
 
 
 def _row(policy: str, seed: int, jct_s: float, rate: float) -> dict[str, str]:
@@ -41,9 +40,3 @@ def test_rows_become_a_picture(repo: Path, tmp_path: Path, what: str, rows: str)
     file, picture = repo / f"scripts/bench/results/{rows}.csv", tmp_path / "picture.png"
     assert plot.main([what, "--csv", str(file), "--out", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_dropout_must_be_of_the_rows(repo: Path, tmp_path: Path) -> None:
-    rows = read_csv([repo / "scripts/bench/results/lora_linear.csv"])
-    with pytest.raises(ValueError, match=r"dropout must be one of the CSV's, got 0\.5"):
-        plot.plot_linear(rows, 0.5, tmp_path / "picture.png")

@@ -30,15 +30,6 @@ def test_rows_of_other_columns_are_refused_and_the_file_stays(
     assert path.read_text() == "gpu,us\n1,2\n"
 
 
-def test_rows_written_anew_replace_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    rows.append_rows(path, [{"gpu": 1, "us": 2}])
-    rows.write_rows(path, [{"ms": 3}])
-    rows.write_rows(path, [])
-    rows.append_rows(path, [])
-    assert path.read_text() == "ms\n3\n"
-
-
 def test_the_commit_is_the_checkout_s_wherever_a_bench_is_started(
     repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
