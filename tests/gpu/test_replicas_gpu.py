@@ -103,6 +103,7 @@ def test_losses_and_norms_are_those_of_alike_replicas(
     for job in NAMES:
         assert losses(out, job) == pytest.approx(losses(alike, job), rel=2e-2), job
         found, expected = norms(out, job), norms(alike, job)
-        # The first steps begin at the same weights; later ones drift as bf16 does.
-        assert found[:2] == pytest.approx(expected[:2], rel=3e-2), job
+        # The first step begins at the same weights; AdamW's first step has the size of the rate
+        # whatever the gradient, so where bf16 rounds one to the other sign, weights part.
+        assert found[0] == pytest.approx(expected[0], rel=1e-2), job
         assert found == pytest.approx(expected, rel=0.2), job

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+import tests.helpers  # noqa: F401  (here already: a checkout has a folder `tests`, too)
+
 
 def main() -> None:
     prepare()

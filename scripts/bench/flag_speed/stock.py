@@ -140,7 +140,7 @@ class StockModes:
         self.version = load_bridge(case.bridge)
         self._make = partial(StockTrainer, session)
         self._takes_steps = case.jobs == ONE_JOB
-        engine = session._engine
+        engine = session.engine
         take = engine.take_losses
 
         def watched() -> list[torch.Tensor]:
@@ -197,7 +197,7 @@ class StockTrainer:
 
     def __init__(self, session: Any, settings: dict[str, Any]) -> None:
         before = allocated()
-        theirs = language_models(session._engine.chunks)[0]
+        theirs = language_models(session.engine.chunks)[0]
         job: JobSpec = session.loop.super_model.jobs[0].spec
         settings = dict(settings)
         fuses = settings.pop("use_transformer_engine_op_fuser", False)
@@ -219,9 +219,9 @@ class StockTrainer:
         config.grad_scale_func = self._optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
         self._positions: Callable[[PackedBatch], torch.Tensor] = partial(
-            PackedBatch.positions, device=session._engine.groups.device
+            PackedBatch.positions, device=session.engine.groups.device
         )
-        self._seq_length = session._engine.seq_length
+        self._seq_length = session.engine.seq_length
         self.held_bytes = allocated() - before
 
     def step(self, batches: list[PackedBatch]) -> torch.Tensor:

@@ -214,7 +214,7 @@ class Turns:
 
     def _start(self, session: Any) -> None:
         """Watches which micro-batches the trainer gets, and makes our own trainer beside it."""
-        feed = session._feed
+        feed = session.feed
         fill = feed.fill
 
         def watched(batches: Sequence[PackedBatch]) -> None:
@@ -237,7 +237,7 @@ class Turns:
         bank = session.loop.super_model.bank
         linears = [
             (module.tlora_adapters.site, module)
-            for model in language_models(session._engine.chunks)
+            for model in language_models(session.engine.chunks)
             for module in model.modules()
             if isinstance(module, MultiAdapter)
         ]
@@ -249,7 +249,7 @@ class Turns:
 
     def _floor(self, session: Any) -> Callable[[], None]:
         """Forward and input gradients of the trainer's model, on micro-batches that it has run."""
-        engine, batches = session._engine, list(self._whole)
+        engine, batches = session.engine, list(self._whole)
         config = language_models(engine.chunks)[0].config
 
         def run() -> None:
