@@ -66,7 +66,7 @@ def _mirror_alone(repo: Path, root: Path) -> Path:
     (root / "eval.jsonl").write_text("".join(rows[:32]))
     data = {"train": str(folder / "data" / "mirror_train.jsonl"), "eval": str(root / "eval.jsonl")}
     document |= {
-        "base_model": {"path": str(folder / "base"), "dtype": "float32"},
+        "base_model": {"path": str(folder / "base")},
         "parallel": {},
         "run": {**document["run"], "checkpoint_every_steps": 30},
         "jobs": [{**job, "data": data, "max_steps": 60, "eval_every_steps": 60}],

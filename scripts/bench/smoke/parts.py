@@ -122,8 +122,8 @@ def parts_on_gpu(checkout: Path, layers: int | None) -> list[Part]:
     """
     cut = () if layers is None else ("--layers", str(layers))
     flag = ("--megatron-lm", str(checkout), "--layers", "16")
-    bf16 = "--precision bf16 --modes own --turns 1 --rounds 6"
-    fp8 = "--precision fp8 --modes own floor --turns 1 --rounds 5"
+    bf16 = "--precision bf16 --modes own --turns 1 --rounds 4"
+    fp8 = "--precision fp8 --modes own floor --turns 1 --rounds 4"
     engine = "flag_speed --impl transformer_engine"
     return [
         _part("step", f"step {_STEP} --turns 2 --rounds 2 --warmup 1", *_MIX, *cut),
