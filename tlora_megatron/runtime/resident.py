@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,7 +38,7 @@ from tlora_megatron.training.nano.rounds import rank_aware_cut, start_nano_batch
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.resident.commands import JobCommands
 from tlora_megatron.training.resident.staging import ReadOrder, Stager
-from tlora_megatron.training.run.determinism import check_deterministic
+from tlora_megatron.training.run.determinism import ENVIRONMENT, check_deterministic
 from tlora_megatron.training.run.job_admission import check_fits_linears
 from tlora_megatron.training.run.preparation import PreparedJob
 from tlora_megatron.training.run.training_run import DTYPES, Linears, allow_open_files
@@ -111,6 +112,8 @@ class _Opened(NamedTuple):
 
 def _open_base(config: RunConfig, rendezvous: Rendezvous | None) -> _Opened:
     timeline.begin_run()
+    # On CPUs, too, a job has its bits in any company; MKL reads this at its first product.
+    os.environ.setdefault("MKL_CBWR", ENVIRONMENT["MKL_CBWR"])
     rank, world_size = (None, None) if rendezvous is None else rendezvous[1:]
     known = know_base(
         config, rank=rank, world_size=world_size, refuses_gpt_oss="the base of a service"
