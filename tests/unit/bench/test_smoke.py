@@ -157,6 +157,10 @@ def test_a_failed_part_fails_the_run_and_the_others_are_measured(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not os.environ.get("TLORA_ALL_TESTS"),
+    reason="scripts/test.sh gpu runs the parts; TLORA_ALL_TESTS=1 runs them on a CPU, too",
+)
 def test_all_parts_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     file = tmp_path / "smoke.json"

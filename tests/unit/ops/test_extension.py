@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import re
 import subprocess
@@ -51,15 +52,17 @@ class Built:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Compiles the sources once, with reports on registers, which change no code.
 
-    Units whose registers no test reads are hardly optimised: that halves their time.
+    Units whose registers no test reads are hardly optimised: that halves their time. What was
+    compiled stays in pytest's cache as long as sources and this file are the same.
     """
-    folder = tmp_path_factory.mktemp("built")
+    kept = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    folder = request.config.cache.mkdir(f"{kernel_build.built_library().stem}_{kept}")
     cache, said = folder / "cache", folder / "said"
-    cache.mkdir()
-    said.mkdir()
+    cache.mkdir(exist_ok=True)
+    said.mkdir(exist_ok=True)
     script = f"""\
 for out; do :; done
 words="{said}/$(basename "$out").txt"
@@ -69,7 +72,7 @@ cat "$words" >&2
 exit 1"""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TLORA_CACHE_DIR", str(cache))
-        fake_compiler(folder, script, patch)
+        fake_compiler(tmp_path_factory.mktemp("nvcc"), script, patch)
         kernel_build.load_extension.cache_clear()
         library = kernel_build.load_extension().path
     return Built(cache, library, said)
