@@ -11,7 +11,7 @@
 #   TLORA_TEST_WORKERS   tests at a time; default: one a core, and one for waits, at most 8
 #   TLORA_TEST_PATIENCE  factor on the limits that end what hangs; no test says anything about speed
 #   TLORA_TEST_SEED      what tests draw their inputs by; default 0; "fresh" draws them anew and says how
-# About 15 minutes on two idle cores, quick about one, gpu seven on an H200.
+# About 13 minutes on two idle cores, quick about one, gpu six on an H200.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 quick=""
