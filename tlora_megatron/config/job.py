@@ -196,7 +196,7 @@ class ScheduleSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceSpec:
-    """A job's wishes to a service that runs many on one cluster; `tlora train` has none."""
+    """What a job asks of a service that runs many on one cluster; `tlora train` ignores it."""
 
     gpus: int = rule(
         "GPUs that the job would hold if it trained alone; max_slowdown is measured by its speed "
