@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -299,6 +300,7 @@ def _become_rank(request: Request, rank: int, port_pipe: int) -> NoReturn:
         output = os.open(request.output, os.O_WRONLY | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        faulthandler.enable()
         os.environ.clear()
         os.environ.update(request.environment)
         if request.nproc is not None:

@@ -98,6 +98,30 @@ def test_weights_follow_the_seed(shape_only: Path) -> None:
     assert runs["other"] != runs["first"]
 
 
+_NEW_VARIABLES = """
+import os, pathlib, sys
+from tlora_megatron.runtime import controller
+from tests.helpers.train_worker import train_until
+
+know_base, names = controller.know_base, []
+
+def know(config):
+    known = know_base(config)
+    names.extend(os.environ)
+    return known
+
+controller.know_base = know
+train_until(*map(pathlib.Path, sys.argv[1:]))
+print("new:", sorted(set(os.environ) - set(names)))
+"""
+
+
+def test_no_variable_is_new_once_a_thread_reads_data(shape_only: Path, tmp_path: Path) -> None:
+    """setenv moves the variables that the tokenizer's getenv reads: one rank in thousands died."""
+    said = forked("-c", _NEW_VARIABLES, shape_only, tmp_path / "out")
+    assert said.splitlines()[-1] == "new: []"
+
+
 def test_the_phases_of_a_process_add_up_to_what_its_user_waits(tmp_path: Path) -> None:
     config = make_scenario(tmp_path, JOBS[:1], num_steps=2)
     begin_s = time.monotonic()

@@ -20,6 +20,7 @@ from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation, base_quantisation
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.ops.exactness import keep_rows_apart
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.overlap import set_queues
 from tlora_megatron.runtime.own_replica import (
@@ -60,6 +61,9 @@ def _wake() -> None:
 
 logger = logging.getLogger(__name__)
 
+_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+"""What Megatron sets to 1 as it builds a model. glibc moves all variables for a new one, and a
+thread that tokenizes asks for one meanwhile: it would read freed memory."""
 EXPECTED = 0.0265
 """|D - W| / |W| of normal weights; e4m3 has three bits of mantissa."""
 _OUTLIER = 1.25
@@ -184,6 +188,9 @@ def know_base(
     if config.run.recompute == "auto":
         let_segments_grow()
     set_queues(overlaps=_overlaps(config, own.layout))
+    keep_rows_apart()
+    for name in _ATTENTION:
+        os.environ.setdefault(name, "1")
     wake_device()
     return KnownBase(spec, quantisation, own)
 
