@@ -153,6 +153,9 @@ class EventHandler:
             self._context.remember(live)
         if live.trial_saves:
             saved_alone(self._context, live)
+        elif live.was_tried and len(gang.members) > 1:
+            live.was_tried = False
+            self._context.remember(live)
 
     def _not_saved(self, gang: LiveGang, live: LiveJob, event: GangEvent) -> None:
         context = self._context

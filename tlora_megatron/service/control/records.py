@@ -83,7 +83,7 @@ class LiveJob:
     trial_saves: int = 0
     """Checkpoints that it has to make alone before it may train in company again; 0 = no trial."""
     was_tried: bool = False
-    """It has had its trial: set apart again, it stays so."""
+    """It has had its trial, but saved nothing in company since: set apart again, it stays so."""
     failed_saves: int = 0
     saves_soon: bool = False
     """Its last gang died with it: the next one saves it soon."""

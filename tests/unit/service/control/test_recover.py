@@ -249,7 +249,11 @@ def test_a_job_whose_gang_died_is_saved_soon_until_it_leaves_one_in_order(
     assert not orders[-1]["saves_soon"]
 
 
-def test_a_job_that_was_set_apart_is_trusted_again_once(root: Path) -> None:
+@pytest.mark.parametrize(("saves_in_company", "until"), [(False, "from now on"), (True, "until 3")])
+def test_a_job_that_was_set_apart_is_trusted_again_once(
+    root: Path, saves_in_company: bool, until: str
+) -> None:
+    """And as if for the first time once it has trained on in company."""
     service = LiveService(root)
     job, good = service.submit("one", steps=600, batch=2), service.submit("two", steps=600, batch=2)
 
@@ -270,10 +274,14 @@ def test_a_job_that_was_set_apart_is_trusted_again_once(root: Path) -> None:
     assert "alone" not in service.job(job).schedule
     service.restart()
     good = service.submit("three", steps=60, batch=2)
+    if saves_in_company:
+        service.run(600, until=lambda: {job, good} <= set(service.gang.jobs))
+        last = service.store.events.last()
+        service.run(600, until=lambda: bool(service.store.events.after(last, kinds=["saved"])))
     service.run(600, until=lambda: set_apart(2))
     service.run()
     assert service.sentences("quarantined")[-1].startswith("job 'one' was in 3 gangs")
-    assert "alone from now on" in service.sentences("quarantined")[-1]
+    assert f"alone {until}" in service.sentences("quarantined")[-1]
     assert service.states() == {"one": "finished", "two": "cancelled", "three": "finished"}
 
 
