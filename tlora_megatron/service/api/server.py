@@ -94,6 +94,11 @@ class Limits:
             await self._app(scope, body.receive, send_unless_refused)
         except ApiError as error:
             body.error = error
+        except asyncio.CancelledError:  # the service ends, and has waited long enough for this
+            if has_begun:
+                raise
+            sentence = "the service stops now; ask again when it runs"
+            body.error = ApiError(503, sentence, headers={"Retry-After": "5"})
         if body.error is not None and not has_begun:
             await _refuse(send, body.error, format_of(self._formats, scope["path"]))
 

@@ -251,8 +251,8 @@ class OwnSampler(Sampler):
         child.pipe.send(order)
         while not child.pipe.receive():
             if child.pipe.is_over:
-                await child.ended()
-                words = last_words(self._log(socket))
+                code = await child.ended()
+                words = last_words(self._log(socket)) or f"it ended with code {code}"
                 raise SamplerUnavailable(f"the sampler of {base} cannot be started: {words}")
             await asyncio.sleep(LOOK_S)
 
