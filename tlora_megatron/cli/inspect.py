@@ -23,6 +23,7 @@ from tlora_megatron.model.quantisation import ADAPTER_METADATA
 _EPILOG = """\
 examples:
   tlora inspect configs/quickstart.yaml --set defaults.lora.rank=8
+  tlora inspect configs/quickstart.yaml --data
   tlora inspect runs/quickstart
   tlora inspect runs/quickstart/jobs/mirror/adapter --json
   tlora inspect kernels
@@ -49,6 +50,12 @@ def add_parser(commands: Any) -> None:
     )
     add_config_arguments(parser)
     parser.add_argument(
+        "--data",
+        action="store_true",
+        help="with a configuration file: tokenize each job's data; show rows, tokens, steps and "
+        "one row as it is trained, or the first five bad lines",
+    )
+    parser.add_argument(
         "--build",
         action="store_true",
         help="with 'kernels': compile the CUDA kernels into the cache, also without a GPU, as for "
@@ -59,18 +66,20 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows what is at `PATH`, or the kernels."""
+    """Shows what is at `PATH`, or the kernels; returns 1 if `--data` finds bad data."""
     path = Path(args.path)
     if (path.is_dir() or args.path == KERNELS) and (args.overrides or args.output_dir):
         raise ValueError(f"--set and --output-dir must be given with a config file, got {path}")
     if args.build and args.path != KERNELS:
         raise ValueError(f"--build must be given with {KERNELS}, got {path}")
+    if args.data and (path.is_dir() or args.path == KERNELS):
+        raise ValueError(f"--data must be given with a config file, got {path}")
     document, show = _found(args, path)
     if args.json:
         print(json.dumps(document, indent=2))
     else:
         show(open_console())
-    return 0
+    return int(args.data and any("errors" in data for data in document["jobs"].values()))
 
 
 def _found(
@@ -88,6 +97,13 @@ def _found(
     if not path.is_dir():
         config = load_config(args.path, args.overrides, args.output_dir)
         errors = [asdict(error) for error in config.job_errors]
+        if args.data:
+            # Not at the top, as above: it needs the extra [train].
+            from tlora_megatron.cli.inspect_data import describe_data, print_data
+
+            data = describe_data(config)
+            document = {"kind": "data", "jobs": data, "job_errors": errors}
+            return document, lambda console: print_data(console, data)
         document = {"kind": "config", **config_to_dict(config), "job_errors": errors}
         return document, lambda console: print_config(console, config)
     if (path / ADAPTER_CONFIG).is_file():

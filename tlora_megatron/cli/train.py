@@ -185,7 +185,9 @@ class RichProgress:
     def _left(self) -> list[str]:
         """When all jobs that have an end are there, as a list of one; empty = unknown."""
         now_s = self._clock()
-        going = [job for job in self._jobs.values() if not job.is_done and job.max_steps is not None]
+        going = [
+            job for job in self._jobs.values() if not job.is_done and job.max_steps is not None
+        ]
         known = [left_s for job in going if (left_s := job.left_s(now_s)) is not None]
         if not known or len(known) < len(going):
             return []
