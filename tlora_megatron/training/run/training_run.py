@@ -128,6 +128,8 @@ class TrainingRun:
         self._signals = signals
         self._open = ExitStack()
         self._resuming = claim_output_dir(self.output_dir, config)
+        if self._resuming:
+            self.facts["resumed"] = True
         with timeline.phase("data"):
             self._jobs = JobAdmission(
                 config,
