@@ -91,7 +91,11 @@ def _found(
         from tlora_megatron.cli.inspect_kernels import describe_kernels, print_kernels
 
         if args.build:
-            _build_kernels()
+            from tlora_megatron.ops import kernel_build
+
+            logging.getLogger(kernel_build.__name__).setLevel(logging.INFO)
+            if not (library := kernel_build.built_library()).exists():
+                kernel_build.build(library)
         kernels = describe_kernels()
         return {"kind": "kernels", **kernels}, lambda console: print_kernels(console, kernels)
     if not path.is_dir():
@@ -119,15 +123,6 @@ def _found(
         summary = {"run": {}, "jobs": {path.name: summary}}
     document = {"kind": "run", "path": str(path), **summary}
     return document, lambda console: print_run(console, summary, str(path))
-
-
-def _build_kernels() -> None:
-    from tlora_megatron.ops import kernel_build
-
-    logging.getLogger(kernel_build.__name__).setLevel(logging.INFO)
-    library = kernel_build.built_library()
-    if not library.exists():
-        kernel_build.build(library)
 
 
 def read_adapter(path: Path) -> dict[str, Any]:

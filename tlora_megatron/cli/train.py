@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,12 +52,11 @@ class _JobState:
     def is_done(self) -> bool:
         return self.max_steps is not None and self.step >= self.max_steps
 
-    def left_s(self, now_s: float) -> float | None:
-        """Seconds that it still takes at its mean pace; None = unknown."""
-        if self.max_steps is None or self.step == self.first_step:
-            return None
-        left = self.max_steps - self.step
-        return left * (now_s - self.begin_s) / (self.step - self.first_step)
+    def left_s(self, now_s: float) -> float:
+        """Seconds that it still takes at its mean pace; inf = unknown."""
+        done = self.step - self.first_step
+        left = (self.max_steps or self.step) - self.step
+        return left * (now_s - self.begin_s) / done if done else math.inf
 
 
 class _Bars(Progress):
@@ -185,17 +185,13 @@ class RichProgress:
     def _left(self) -> list[str]:
         """When all jobs that have an end are there, as a list of one; empty = unknown."""
         now_s = self._clock()
-        going = [
-            job for job in self._jobs.values() if not job.is_done and job.max_steps is not None
-        ]
-        known = [left_s for job in going if (left_s := job.left_s(now_s)) is not None]
-        if not known or len(known) < len(going):
+        going = [job for job in self._jobs.values() if not job.is_done and job.max_steps]
+        left_s = max((job.left_s(now_s) for job in going), default=math.inf)
+        if left_s == math.inf:
             return []
-        left_s = max(known)
-        for unit, seconds in (("h", 3600), ("min", 60)):
-            if left_s >= 2 * seconds:
-                return [f"~{left_s / seconds:.0f} {unit} left"]
-        return [f"~{left_s:.0f} s left"]
+        units = {"h": 3600, "min": 60, "s": 1}
+        unit = next(unit for unit, seconds in units.items() if left_s >= 2 * seconds or unit == "s")
+        return [f"~{left_s / units[unit]:.0f} {unit} left"]
 
     def _line(self, names: list[str], *left: str) -> str:
         minutes, seconds = divmod(int(self._clock() - self._start_s), 60)

@@ -145,8 +145,7 @@ class JobFiles:
         has_waited = False
         while True:
             try:
-                result = write()
-                break
+                return write()
             except OSError as error:
                 if error.errno not in _FULL or not self._waits_for_room():
                     raise
@@ -154,9 +153,6 @@ class JobFiles:
                     logger.warning("%s waits for room on the disk: %s", what, error)
             has_waited = True
             time.sleep(_TRY_AGAIN_S)
-        if has_waited:
-            logger.warning("%s found room on the disk", what)
-        return result
 
     def log_step(self, report: StepReport) -> None:
         """Writes one optimizer step, where metrics are written."""

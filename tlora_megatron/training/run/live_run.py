@@ -36,8 +36,6 @@ TOKENS = f"{FOLDER}/tokens"
 """Below the output folder: a cache of the tokens of jobs that are added."""
 _LOOK_S = 0.05
 ALIVE_S = 1.0
-TAKEN_S = 2.0
-"""How long an answer stays at the run's end until whoever asked has taken it."""
 _LARGEST_BYTES = 1 << 20
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -97,7 +95,7 @@ class LiveFolder:
     def close(self) -> None:
         """Removes the folder, once the last answers are taken; a second call does nothing."""
         self._open.clear()
-        while time.monotonic() < self._answered_s + TAKEN_S and self._requests.answered():
+        while time.monotonic() < self._answered_s + 2 * ALIVE_S and self._requests.answered():
             time.sleep(_LOOK_S)
         with suppress(OSError):
             _remove(self.folder)
