@@ -118,7 +118,7 @@ def _found(
             f"PATH must be a config file, or a directory with {ADAPTER_CONFIG} or summary.json, "
             f"got {path}"
         )
-    summary = _object_in(path / "summary.json")
+    summary = read_object(path / "summary.json") or {}
     if "jobs" not in summary:  # of one job of a service, in the job's own folder
         summary = {"run": {}, "jobs": {path.name: summary}}
     document = {"kind": "run", "path": str(path), **summary}
@@ -130,7 +130,7 @@ def read_adapter(path: Path) -> dict[str, Any]:
     # Not at the top: safetensors belongs to the extra [train], and configs can be shown without it.
     from safetensors import SafetensorError, safe_open
 
-    config = _object_in(path / ADAPTER_CONFIG)
+    config = read_object(path / ADAPTER_CONFIG) or {}
     weights = path / ADAPTER_WEIGHTS
     try:
         with safe_open(weights, framework="numpy") as file:
@@ -157,10 +157,3 @@ def read_adapter(path: Path) -> dict[str, Any]:
         "dtypes": dtypes,
         "file_bytes": weights.stat().st_size,
     }
-
-
-def _object_in(path: Path) -> dict[str, Any]:
-    found = read_object(path)
-    if found is None:
-        raise ValueError(f"{path} must be there, got no such file")
-    return found

@@ -76,7 +76,7 @@ class RichProgress:
     """Shows events as live bars if `console` is a terminal, otherwise as a line now and then.
 
     Args:
-        resumes: an earlier run has left its jobs here; where each goes on is said.
+        resumes: an earlier run was here, though its jobs may have no checkpoints.
     """
 
     def __init__(
@@ -139,11 +139,12 @@ class RichProgress:
         self._start_s = self._last_line_s = self._clock()
         for name, (step, max_steps) in jobs.items():
             self._add(name, step, max_steps)
-        if self._resumes:
+        resumes = self._resumes or any(job.step for job in self._jobs.values())
+        if resumes:
             self._print(f"going on: {', '.join(map(_describe_start, self._jobs.items()))}")
         if self._bars is not None:
             self._bars.start()
-        elif not self._resumes:
+        elif not resumes:
             self._print(f"training {len(jobs)} jobs: {', '.join(jobs)}")
 
     def _add(self, name: str, step: int, max_steps: int | None) -> None:
