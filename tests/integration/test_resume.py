@@ -26,9 +26,10 @@ from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tests.helpers.train_worker import Recorder, starts, train_until, wait_for_saves
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
-from tlora_megatron.training import metrics
+from tlora_megatron.training import job_files, metrics
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.metrics import read_metrics
+from tlora_megatron.training.run_watch import RunWatch
 from tlora_megatron.training.saving.saver import Saver
 
 NAMES = tuple(job["name"] for job in JOBS)
@@ -540,6 +541,39 @@ class TestFullDisk:
         summary = train_until(config, tmp_path, SPLIT)
         assert {job["status"] for job in summary["jobs"].values()} == {"finished"}
         assert_same_job(tmp_path, whole, "everything", rel=1e-6)
+
+    def test_what_jobs_end_with_waits_for_room(
+        self,
+        run: Callable[..., Any],
+        tmp_path: Path,
+        whole: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        waits = iter([True] * 4)
+        monkeypatch.setattr(job_files, "_FULL", (errno.EFBIG,))
+        monkeypatch.setattr(job_files, "_TRY_AGAIN_S", 0.0)
+        monkeypatch.setattr(
+            RunWatch, "waits_for_room", lambda _: next(waits, False) or limit_files(None) or True
+        )
+        summary, disk = run(size_bytes=500, begin=("everything", 12), until=("everything", 99))
+        assert {job["status"] for job in summary["jobs"].values()} == {"finished"}
+        assert "its last checkpoint waits for room on the disk: [Errno 27]" in caplog.text
+        assert not disk.told("everything")
+        for name in NAMES:
+            assert records(tmp_path, name) == records(whole, name)
+            assert find_checkpoint(checkpoints(tmp_path, name)).step == NUM_STEPS
+
+    def test_metrics_that_a_disk_refused_are_whole_later(self, tmp_path: Path) -> None:
+        job = metrics.JobMetrics(tmp_path, "j", tensorboard=False, wandb_project=None)
+        limit_files(100)
+        for step in range(1, 200):
+            job.log_step(step, 1.0, 1.0, 1.0, 1, 1, 1.0)
+        assert not job.close()
+        assert job.path.stat().st_size == 100
+        limit_files(None)
+        assert job.close()
+        assert [line["step"] for line in read_metrics(job.path)] == list(range(1, 200))
 
     def test_tensorboard_is_given_up(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

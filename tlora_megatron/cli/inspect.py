@@ -23,6 +23,7 @@ from tlora_megatron.model.quantisation import ADAPTER_METADATA
 _EPILOG = """\
 examples:
   tlora inspect configs/quickstart.yaml --set defaults.lora.rank=8
+  tlora inspect configs/quickstart.yaml --data
   tlora inspect runs/quickstart
   tlora inspect runs/quickstart/jobs/mirror/adapter --json
   tlora inspect kernels
@@ -49,6 +50,12 @@ def add_parser(commands: Any) -> None:
     )
     add_config_arguments(parser)
     parser.add_argument(
+        "--data",
+        action="store_true",
+        help="with a configuration file: tokenize each job's data; show rows, tokens, steps and "
+        "one row as it is trained, or the first five bad lines",
+    )
+    parser.add_argument(
         "--build",
         action="store_true",
         help="with 'kernels': compile the CUDA kernels into the cache, also without a GPU, as for "
@@ -59,18 +66,20 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows what is at `PATH`, or the kernels."""
+    """Shows what is at `PATH`, or the kernels; returns 1 if `--data` finds bad data."""
     path = Path(args.path)
     if (path.is_dir() or args.path == KERNELS) and (args.overrides or args.output_dir):
         raise ValueError(f"--set and --output-dir must be given with a config file, got {path}")
     if args.build and args.path != KERNELS:
         raise ValueError(f"--build must be given with {KERNELS}, got {path}")
+    if args.data and (path.is_dir() or args.path == KERNELS):
+        raise ValueError(f"--data must be given with a config file, got {path}")
     document, show = _found(args, path)
     if args.json:
         print(json.dumps(document, indent=2))
     else:
         show(open_console())
-    return 0
+    return int(args.data and any("errors" in data for data in document["jobs"].values()))
 
 
 def _found(
@@ -82,12 +91,23 @@ def _found(
         from tlora_megatron.cli.inspect_kernels import describe_kernels, print_kernels
 
         if args.build:
-            _build_kernels()
+            from tlora_megatron.ops import kernel_build
+
+            logging.getLogger(kernel_build.__name__).setLevel(logging.INFO)
+            if not (library := kernel_build.built_library()).exists():
+                kernel_build.build(library)
         kernels = describe_kernels()
         return {"kind": "kernels", **kernels}, lambda console: print_kernels(console, kernels)
     if not path.is_dir():
         config = load_config(args.path, args.overrides, args.output_dir)
         errors = [asdict(error) for error in config.job_errors]
+        if args.data:
+            # Not at the top, as above: it needs the extra [train].
+            from tlora_megatron.cli.inspect_data import describe_data, print_data
+
+            data = describe_data(config)
+            document = {"kind": "data", "jobs": data, "job_errors": errors}
+            return document, lambda console: print_data(console, data)
         document = {"kind": "config", **config_to_dict(config), "job_errors": errors}
         return document, lambda console: print_config(console, config)
     if (path / ADAPTER_CONFIG).is_file():
@@ -98,20 +118,11 @@ def _found(
             f"PATH must be a config file, or a directory with {ADAPTER_CONFIG} or summary.json, "
             f"got {path}"
         )
-    summary = _object_in(path / "summary.json")
+    summary = read_object(path / "summary.json") or {}
     if "jobs" not in summary:  # of one job of a service, in the job's own folder
         summary = {"run": {}, "jobs": {path.name: summary}}
     document = {"kind": "run", "path": str(path), **summary}
     return document, lambda console: print_run(console, summary, str(path))
-
-
-def _build_kernels() -> None:
-    from tlora_megatron.ops import kernel_build
-
-    logging.getLogger(kernel_build.__name__).setLevel(logging.INFO)
-    library = kernel_build.built_library()
-    if not library.exists():
-        kernel_build.build(library)
 
 
 def read_adapter(path: Path) -> dict[str, Any]:
@@ -119,7 +130,7 @@ def read_adapter(path: Path) -> dict[str, Any]:
     # Not at the top: safetensors belongs to the extra [train], and configs can be shown without it.
     from safetensors import SafetensorError, safe_open
 
-    config = _object_in(path / ADAPTER_CONFIG)
+    config = read_object(path / ADAPTER_CONFIG) or {}
     weights = path / ADAPTER_WEIGHTS
     try:
         with safe_open(weights, framework="numpy") as file:
@@ -146,10 +157,3 @@ def read_adapter(path: Path) -> dict[str, Any]:
         "dtypes": dtypes,
         "file_bytes": weights.stat().st_size,
     }
-
-
-def _object_in(path: Path) -> dict[str, Any]:
-    found = read_object(path)
-    if found is None:
-        raise ValueError(f"{path} must be there, got no such file")
-    return found

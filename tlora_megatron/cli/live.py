@@ -145,7 +145,8 @@ def _request(job: JobSpec, config: RunConfig, live: LiveRun) -> Mapping[str, Any
 
 def _sentence(name: str, answer: Mapping[str, Any], output_dir: Path) -> str:
     if "error" in answer:
-        return f"error: job {name}: {answer['error']}"
+        error = str(answer["error"])
+        return f"error: {error}" if repr(name) in error else f"error: job {name}: {error}"
     if "num_steps" in answer:
         return (
             f"job {name} has joined the run in {output_dir} behind round {answer['round']}, at "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +186,8 @@ def _show_deployments(args: argparse.Namespace, inputs: PlanInputs, space: Searc
     if result.best is None:
         return 1
     if args.write is not None:
-        path = Path(args.write[1])
-        line = write_deployment(path, inputs.config, result.best, inputs.hardware)
-        notes = open_console(stderr=args.json)
-        notes.print(f"written: {path}")
-        print_missing(notes, inputs.config)
-        notes.print(f"start it: {line}")
+        line = write_deployment(Path(args.write[1]), inputs.config, result.best, inputs.hardware)
+        _tell_written(args, inputs, [line])
     return 0
 
 
@@ -311,8 +308,12 @@ def _write(
         )
     except OSError as error:
         raise must("--write", "name a file that can be written", path, str(error)) from None
+    _tell_written(args, inputs, lines)
+
+
+def _tell_written(args: argparse.Namespace, inputs: PlanInputs, lines: Sequence[str]) -> None:
     notes = open_console(stderr=args.json)
-    notes.print(f"written: {path}")
+    notes.print(f"written: {args.write[1]}")
     print_missing(notes, inputs.config)
     for line in lines:
         notes.print(f"start it: {line}")

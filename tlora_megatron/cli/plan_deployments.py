@@ -67,7 +67,7 @@ def print_idle(
         sequences = sum(job.batch_size for job in jobs)
         share = thrifty.cost.tokens_per_s / best.cost.tokens_per_s
         console.print(
-            f"{num_gpus - used:,} of {num_gpus:,} GPUs are wasted on {sequences:,} sequences in "
+            f"more than {used:,} of {num_gpus:,} GPUs hardly help with {sequences:,} sequences in "
             f"all batches: plan {rank} has {share:.1%} of the best plan's speed on {used:,}",
             style="yellow",
         )

@@ -129,13 +129,9 @@ def print_missing(console: Console, config: RunConfig) -> None:
     named = [path for job in config.jobs for path in (job.data.train, job.data.eval) if path]
     missing = [path for path in dict.fromkeys(named) if not Path(path).is_file()]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        console.print(
-            f"note: {missing[0]}{more} must lie where the run starts, and are not on this machine"
-            if more
-            else f"note: {missing[0]} must lie where the run starts, and is not on this machine",
-            style="yellow",
-        )
+        more, are = (f" and {len(missing) - 1} more", "are") if len(missing) > 1 else ("", "is")
+        told = f"must lie where the run starts, and {are} not on this machine"
+        console.print(f"note: {missing[0]}{more} {told}", style="yellow")
 
 
 def _print_plans(

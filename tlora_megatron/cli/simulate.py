@@ -6,7 +6,6 @@ import argparse
 import json
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -16,9 +15,8 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
 
-from tlora_megatron.cli.tables import check_output, open_console
+from tlora_megatron.cli.tables import check_output, make_table, open_console
 from tlora_megatron.config.reader import must, read_spec
 from tlora_megatron.scheduler.registry import POLICIES
 from tlora_megatron.sim.cluster import FaultRates, load_cluster
@@ -224,10 +222,8 @@ def _print_table(
     )
     for reason, count in study.trace.dropped.items():
         console.print(f"left out: {count:,} jobs, {reason}", style="dim")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("policy", no_wrap=True)
-    for name in (*COLUMNS, "run in"):
-        table.add_column(name, justify="right")
+    numbers = (*COLUMNS, "run in")
+    table = make_table("policy", *numbers, right=numbers)
     for entry in runs:
         table.add_row(entry.policy, *cells_of(entry, runs[0]), f"{entry.wall_s:.1f} s")
     for row in [] if yardsticks is None else yardstick_rows(yardsticks, runs[0]):

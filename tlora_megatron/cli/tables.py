@@ -66,6 +66,8 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 _STATUS_STYLE = {"finished": "green", "running": "yellow", "failed": "red", "rejected": "red"}
+_RESULTS = {"eval_loss": "{:.4g}", "exact_match": "{:.1%}"}
+_WHEN = ("before", "after")
 _BUSY_ENOUGH = 0.9
 """Predicted busy share below which another way to share rounds out is named."""
 
@@ -73,12 +75,13 @@ _BUSY_ENOUGH = 0.9
 def print_run(console: Console, summary: dict[str, Any], output_dir: str) -> None:
     """Prints from `summary.json` a run's jobs before and after, its speed, and results."""
     jobs = summary.get("jobs", {})
-    table = make_table(
-        "job", "status", "rank", "steps", "eval loss", "exact match", "tokens", words=("job",)
-    )
+    is_evaluated = any(_is_evaluated(job) for job in jobs.values())
+    results = ("eval loss", "exact match") if is_evaluated else ("last loss",)
+    table = make_table("job", "status", "rank", "steps", *results, "tokens", words=("job",))
     for name, job in jobs.items():
         style = _STATUS_STYLE.get(job.get("status"), "")
-        table.add_row(name, *_run_cells(job), style=style if style == "red" else "")
+        cells = _run_cells(job, is_evaluated=is_evaluated)
+        table.add_row(name, *cells, style=style if style == "red" else "")
     console.print(table, soft_wrap=False)
     for name, job in jobs.items():
         if job.get("reason"):
@@ -162,20 +165,28 @@ def make_table(*columns: str, right: Collection[str] = (), words: Collection[str
     return table
 
 
-def _run_cells(job: dict[str, Any]) -> tuple[str, ...]:
+def _is_evaluated(job: dict[str, Any]) -> bool:
+    return any(job.get(f"{key}_{when}") is not None for key in _RESULTS for when in _WHEN)
+
+
+def _run_cells(job: dict[str, Any], *, is_evaluated: bool) -> tuple[str, ...]:
     total, blocks = job.get("max_steps"), job.get("num_blocks", 1)
+    if is_evaluated:
+        results = [_change(job, key, form) for key, form in _RESULTS.items()]
+    else:
+        loss = job.get("last_loss")
+        results = ["-" if loss is None else _RESULTS["eval_loss"].format(loss)]
     return (
         job.get("status", "-"),
         _text(job.get("rank")) + (f" / {blocks} blocks" if blocks > 1 else ""),
         _text(job.get("steps")) + (f"/{total}" if total is not None else ""),
-        _change(job, "eval_loss", "{:.4g}"),
-        _change(job, "exact_match", "{:.1%}"),
+        *results,
         _text(job.get("tokens")),
     )
 
 
 def _change(job: dict[str, Any], key: str, form: str) -> str:
-    values = (job.get(f"{key}_before"), job.get(f"{key}_after"))
+    values = tuple(job.get(f"{key}_{when}") for when in _WHEN)
     if values == (None, None):
         return "-"
     return " -> ".join("-" if value is None else form.format(value) for value in values)

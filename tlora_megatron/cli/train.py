@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ranks import cli_command, run_ranks, threads_per_rank
 from tlora_megatron.training.run.live_run import with_live_changes
+from tlora_megatron.training.run.output_dir import CONFIG_NAME
 from tlora_megatron.training.signals import StopSignals, exit_code
 
 _MOST_JOBS_IN_A_LINE = 8
@@ -41,12 +43,20 @@ _MOST_JOBS_IN_A_LINE = 8
 class _JobState:
     step: int
     max_steps: int | None
+    first_step: int
+    begin_s: float
     loss: float | None = None
     bar: TaskID | None = None
 
     @property
     def is_done(self) -> bool:
         return self.max_steps is not None and self.step >= self.max_steps
+
+    def left_s(self, now_s: float) -> float:
+        """Seconds that it still takes at its mean pace; inf = unknown."""
+        done = self.step - self.first_step
+        left = (self.max_steps or self.step) - self.step
+        return left * (now_s - self.begin_s) / done if done else math.inf
 
 
 class _Bars(Progress):
@@ -63,10 +73,21 @@ _LINE_EVERY_S = 5.0
 
 
 class RichProgress:
-    """Shows events as live bars if `console` is a terminal, otherwise as a line now and then."""
+    """Shows events as live bars if `console` is a terminal, otherwise as a line now and then.
 
-    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        resumes: an earlier run was here, though its jobs may have no checkpoints.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        resumes: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._console = console
+        self._resumes = resumes
         self._clock = clock
         self._start_s = self._last_line_s = clock()
         self._tokens_per_s: float | None = None
@@ -118,9 +139,12 @@ class RichProgress:
         self._start_s = self._last_line_s = self._clock()
         for name, (step, max_steps) in jobs.items():
             self._add(name, step, max_steps)
+        resumes = self._resumes or any(job.step for job in self._jobs.values())
+        if resumes:
+            self._print(f"going on: {', '.join(map(_describe_start, self._jobs.items()))}")
         if self._bars is not None:
             self._bars.start()
-        else:
+        elif not resumes:
             self._print(f"training {len(jobs)} jobs: {', '.join(jobs)}")
 
     def _add(self, name: str, step: int, max_steps: int | None) -> None:
@@ -128,7 +152,7 @@ class RichProgress:
             bar = self._jobs[name].bar
             if bar is not None:
                 self._bars.remove_task(bar)
-        self._jobs[name] = _JobState(step=step, max_steps=max_steps)
+        self._jobs[name] = _JobState(step, max_steps, step, self._clock())
         if self._bars is not None:
             self._jobs[name].bar = self._bars.add_task(
                 name, total=max_steps, completed=step, loss="", lr=""
@@ -145,7 +169,7 @@ class RichProgress:
     def _show_rate(self, tokens_per_s: float) -> None:
         self._tokens_per_s = tokens_per_s
         if self._bars is not None:
-            self._bars.footer = f"{tokens_per_s:,.0f} tokens/s"
+            self._bars.footer = "  ".join([f"{tokens_per_s:,.0f} tokens/s", *self._left()])
         else:
             self._print_line_if_due()
 
@@ -156,17 +180,37 @@ class RichProgress:
         now_s = self._clock()
         if now_s - self._last_line_s >= _LINE_EVERY_S:
             self._last_line_s = now_s
-            self._print(self._line([n for n, job in self._jobs.items() if not job.is_done]))
+            names = [name for name, job in self._jobs.items() if not job.is_done]
+            self._print(self._line(names, *self._left()))
 
-    def _line(self, names: list[str]) -> str:
+    def _left(self) -> list[str]:
+        """When all jobs that have an end are there, as a list of one; empty = unknown."""
+        now_s = self._clock()
+        going = [job for job in self._jobs.values() if not job.is_done and job.max_steps]
+        left_s = max((job.left_s(now_s) for job in going), default=math.inf)
+        if left_s == math.inf:
+            return []
+        units = {"h": 3600, "min": 60, "s": 1}
+        unit = next(unit for unit, seconds in units.items() if left_s >= 2 * seconds or unit == "s")
+        return [f"~{left_s / units[unit]:.0f} {unit} left"]
+
+    def _line(self, names: list[str], *left: str) -> str:
         minutes, seconds = divmod(int(self._clock() - self._start_s), 60)
         parts = [f"[{minutes:02d}:{seconds:02d}]"]
         if self._tokens_per_s is not None:
             parts.append(f"{self._tokens_per_s:,.0f} tokens/s")
+        parts += left
         parts += [_describe(name, self._jobs[name]) for name in names[:_MOST_JOBS_IN_A_LINE]]
         if len(names) > _MOST_JOBS_IN_A_LINE:
             parts.append(f"and {len(names) - _MOST_JOBS_IN_A_LINE} more")
         return "  ".join(parts)
+
+
+def _describe_start(item: tuple[str, _JobState]) -> str:
+    name, job = item
+    if job.is_done:
+        return f"{name} has ended"
+    return f"{name} {'continues' if job.step else 'begins'} at step {job.step}"
 
 
 def _describe(name: str, job: _JobState) -> str:
@@ -300,7 +344,8 @@ def _train(
     if is_main:
         for name in _DECISIONS:
             logging.getLogger(name).setLevel(logging.INFO)
-    show = RichProgress(open_console(stderr=stderr)) if is_main else None
+    resumes = config.run.resume != "never" and (Path(config.run.output_dir) / CONFIG_NAME).is_file()
+    show = RichProgress(open_console(stderr=stderr), resumes=resumes) if is_main else None
     try:
         summary = train_run(config, show, signals)
     finally:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.reader import ConfigError, must
+from tlora_megatron.config.rules import PORTION_STEP_TOKENS
 from tlora_megatron.config.schema import ParallelSpec, ReplicaSpec, RunConfig, RunSpec
 from tlora_megatron.config.sections import short_form
 
@@ -16,8 +17,6 @@ DETERMINISM_COST = (
 """The cost in words; docs/determinism.md has its parts."""
 MOST_TP = 2
 """A sum of two is the same in either order; of more, a ring begins where the place decides."""
-_PORTION = 1024
-"""Default portions are multiples of this."""
 _OVER_EXPERTS = "over a base with routed experts"
 _ON_EXPERTS = ("gate_proj", "up_proj", "down_proj", "linear_fc1", "linear_fc2")
 _NO_BITS = "an expert's rows come in any number, which moves the last bits"
@@ -268,5 +267,5 @@ def _exact_sharding(parallel: ParallelSpec) -> Literal["fold", "s_lora"]:
 
 def _portion(job: JobSpec, micro_batch_tokens: int) -> int:
     """The least multiple of 1,024 that covers a batch, at most half a micro-batch."""
-    covers = -(-job.batch_size * job.max_seq_len // _PORTION) * _PORTION
-    return max(1, min(covers, micro_batch_tokens // 2))
+    steps = -(-job.batch_size * job.max_seq_len // PORTION_STEP_TOKENS)
+    return max(1, min(steps * PORTION_STEP_TOKENS, micro_batch_tokens // 2))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.training.formats.atomic_directory import NotPermitted
@@ -21,6 +25,12 @@ from tlora_megatron.training.saving.saver import (
 )
 from tlora_megatron.training.super_model import StepReport
 
+logger = logging.getLogger(__name__)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_TRY_AGAIN_S = 2.0
+T = TypeVar("T")
+
 
 class JobFiles:
     """The files of jobs in the folders `OUT/jobs/NAME`.
@@ -28,6 +38,8 @@ class JobFiles:
     Args:
         may_write: asked by a job's name right before anything in its folder changes, also on the
             writer's thread.
+        waits_for_room: asked again and again, on any thread, while a full disk refuses what a job
+            ends with; False = refusals are errors.
     """
 
     def __init__(
@@ -38,6 +50,7 @@ class JobFiles:
         quantisation: QuantisationCard | None,
         has_metrics: bool,
         may_write: Callable[[str], bool] = lambda _: True,
+        waits_for_room: Callable[[], bool] = lambda: False,
     ) -> None:
         self.saved_step: dict[str, int] = {}
         """The step of each job's last save, or at which it began."""
@@ -46,6 +59,7 @@ class JobFiles:
         self._quantisation = quantisation
         self._has_metrics = has_metrics
         self.may_write = may_write
+        self._waits_for_room = waits_for_room
         self.before_checkpoint: Callable[[str], None] = lambda _: None
         """Called by a job's name, on the writer's thread, right before a checkpoint takes its
         name: what it counts must be on the disk before."""
@@ -106,14 +120,39 @@ class JobFiles:
             self._metrics[job.name] = metrics
 
     def close(self, name: str) -> None:
-        """Ends the metrics of a job."""
-        if name in self._metrics:
-            self._metrics.pop(name).close()
+        """Ends the metrics of a job; lines that the disk refuses are kept."""
+        if name in self._metrics and self._metrics[name].close():
+            self._metrics.pop(name)
 
     def close_all(self) -> None:
-        """Ends the metrics of all jobs; a second call does nothing."""
+        """Ends the metrics of all jobs; a second call tries again what the disk has refused."""
+        for name in list(self._metrics):
+            self.close(name)
+
+    def settle(self) -> None:
+        """Waits for room for the lines of metrics that the disk has refused."""
         for metrics in self._metrics.values():
-            metrics.close()
+            with suppress(OSError):  # a warning was logged
+                self.with_room(f"job {metrics.job_name}: its metrics", metrics.flush)
+        self.close_all()
+
+    def with_room(self, what: str, write: Callable[[], T]) -> T:
+        """Writes something, again and again as long as a full disk refuses it and it is to wait.
+
+        Raises:
+            OSError: if the disk refuses for another reason, or nothing is to wait.
+        """
+        has_waited = False
+        while True:
+            try:
+                return write()
+            except OSError as error:
+                if error.errno not in _FULL or not self._waits_for_room():
+                    raise
+                if not has_waited:
+                    logger.warning("%s waits for room on the disk: %s", what, error)
+            has_waited = True
+            time.sleep(_TRY_AGAIN_S)
 
     def log_step(self, report: StepReport) -> None:
         """Writes one optimizer step, where metrics are written."""
@@ -139,7 +178,8 @@ class JobFiles:
         """Returns the target that makes a checkpoint of the job's snapshot."""
         permit = partial(self._permit_checkpoint, job.name)
         directory = self.folder(job) / "checkpoints"
-        return checkpoint_target(directory, job, on_error, self._quantisation, permit)
+        target = checkpoint_target(directory, job, on_error, self._quantisation, permit)
+        return self._waiting(f"job {job.name}: its last checkpoint", target, job)
 
     def adapter(
         self, job: JobState, on_error: Callable[[Exception], None], directory: Path | None = None
@@ -151,7 +191,8 @@ class JobFiles:
         """
         permit = partial(self.permit, job.name)
         directory = self.folder(job) / "adapter" if directory is None else directory
-        return adapter_target(directory, self._base_model, on_error, self._quantisation, permit)
+        target = adapter_target(directory, self._base_model, on_error, self._quantisation, permit)
+        return self._waiting(f"job {job.name}: its adapter", target, job)
 
     def state(
         self,
@@ -171,6 +212,14 @@ class JobFiles:
             self.permit(job.name)
 
         return state_target(directory, job, on_error, self._quantisation, permit)
+
+    def _waiting(self, what: str, target: Target, job: JobState) -> Target:
+        """The target, which waits for room if it is of a job's end."""
+        if not job.is_done:
+            return target
+        return target._replace(
+            write=lambda snapshot: self.with_room(what, lambda: target.write(snapshot))
+        )
 
     def _permit_checkpoint(self, name: str) -> None:
         self.before_checkpoint(name)

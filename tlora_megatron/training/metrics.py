@@ -69,9 +69,9 @@ class JobMetrics:
     """Appends one job's numbers to `OUT/jobs/NAME/metrics.jsonl`, TensorBoard and W&B.
 
     Construct it on global rank 0 only, and once a job at a time: the file has one writer. Each
-    line is flushed when it is written, so a SIGKILL loses at most the line being written. A disk
-    that refuses a line costs no training: one warning is logged, and what is still in the file's
-    buffer goes out with a later line. Close it, or use it as a context manager.
+    line is written at once, so a SIGKILL loses at most that line. A disk that refuses one costs no
+    training: one warning is logged, and the rest of it goes out with a later line. Close it, or use
+    it as a context manager.
 
     Args:
         tensorboard: write events to `OUT/jobs/NAME/tensorboard`; without the package one warning is
@@ -107,7 +107,9 @@ class JobMetrics:
         self._wandb = (
             _open_wandb(folder, job_name, wandb_project, resume_step) if wandb_project else None
         )
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
+        self._unwritten = b""
+        """What the disk has refused, from the middle of a line perhaps."""
 
     def log_step(
         self,
@@ -157,17 +159,29 @@ class JobMetrics:
         record = {"step": step, "eval_loss": eval_loss, "eval_exact_match": exact_match}
         self._write(record, {f"eval/{tag}": record[name] for name, tag in _EVAL_SCALARS.items()})
 
-    def close(self) -> None:
-        """Closes the file and ends the TensorBoard and W&B streams; a second call does nothing."""
+    def flush(self) -> None:
+        """Writes what the disk has refused; raises an `OSError` if it still does."""
+        while self._unwritten and self._may_write():
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def close(self) -> bool:
+        """Ends the TensorBoard and W&B streams, and closes the file unless the disk refuses lines.
+
+        Returns:
+            True if the file is closed; else a later call tries again.
+        """
         try:
-            self._file.close()
             if self._events is not None:
                 self._events.close()
+            if not self._file.closed:
+                self.flush()
+            self._file.close()
         except OSError as error:
             self._warn_of_disk(error)
         if self._wandb is not None:
             self._wandb.finish()
         self._events = self._wandb = None
+        return self._file.closed
 
     def __enter__(self) -> JobMetrics:
         return self
@@ -183,8 +197,8 @@ class JobMetrics:
             strict["nonfinite"] = True
         known = {tag: value for tag, value in scalars.items() if value is not None}
         try:
-            self._file.write(json.dumps(strict, allow_nan=False) + "\n")
-            self._file.flush()
+            self._unwritten += json.dumps(strict, allow_nan=False).encode() + b"\n"
+            self.flush()
         except OSError as error:
             self._warn_of_disk(error)
         step = record["step"]

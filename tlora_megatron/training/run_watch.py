@@ -360,6 +360,11 @@ class RunWatch:
         if self._hangs is not None:
             self._hangs.close()
 
+    def waits_for_room(self) -> bool:
+        """Notes a wait for room on the disk; False once a signal asks the run to stop."""
+        self.tick("a wait for room on the disk")
+        return self._signals is None or not self._signals.received
+
     def wait_for_all(self) -> None:
         """Waits until every rank has stopped and come here."""
         if self.agreement is not None:

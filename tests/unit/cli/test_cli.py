@@ -230,7 +230,7 @@ class TestProgress:
         out = io.StringIO()
         show = RichProgress(Console(file=out, width=200), clock=lambda: now_s)
         show.emit("begun", None, {"jobs": {"one": [2, 10], "two": [0, 3], "three": [0, None]}})
-        show.emit("stepped", "one", {"step": 3, "loss": 1.5, "lr": 1e-3})
+        show.emit("stepped", "one", {"step": 4, "loss": 1.5, "lr": 1e-3})
         show.emit("stepped", "two", {"step": 3, "loss": 1.0, "lr": 1e-3})
         assert len(out.getvalue().splitlines()) == 1
         now_s = 65.0
@@ -239,10 +239,19 @@ class TestProgress:
         show.close()
         show.close()
         assert out.getvalue().splitlines()[1:] == [
-            "[01:05]  1,234 tokens/s  one 3/10 loss 1.5000  three 0",
+            "[01:05]  1,234 tokens/s  ~3 min left  one 4/10 loss 1.5000  three 0",
             "two: finished",
-            "[01:05]  1,234 tokens/s  one 3/10 loss 1.5000  two 3/3 loss 1.0000  three 0",
+            "[01:05]  1,234 tokens/s  one 4/10 loss 1.5000  two 3/3 loss 1.0000  three 0",
         ]
+
+    @pytest.mark.parametrize("terminal", [False, True])
+    def test_a_run_that_goes_on_says_where(self, terminal: bool) -> None:
+        out = io.StringIO()
+        show = RichProgress(Console(file=out, width=99, force_terminal=terminal), resumes=True)
+        show.emit("begun", None, {"jobs": {"math": [62, 90], "new": [0, 9], "bad": [9, 9]}})
+        show.close()
+        first = out.getvalue().splitlines()[0]
+        assert first == "going on: math continues at step 62, new begins at step 0, bad has ended"
 
     def test_many_jobs_stay_one_line(self) -> None:
         out = io.StringIO()

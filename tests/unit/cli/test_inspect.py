@@ -16,6 +16,8 @@ from tests.helpers.commands import Tlora
 from tests.helpers.launch import imported
 from tests.unit.cli.conftest import JOB_RESULT, RUN_RESULT
 
+QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
+
 
 @pytest.fixture
 def adapter_dir(tmp_path: Path) -> Path:
@@ -60,6 +62,19 @@ def test_config(config_file: Path, tlora: Tlora) -> None:
     assert content["kind"] == "config"
     assert content["jobs"][0]["lora"]["rank"] == 16
     assert content["job_errors"] == []
+
+
+def test_data_as_trained_and_bad_lines(tmp_path: Path, tlora: Tlora) -> None:
+    (tmp_path / "bad").write_text('{"text": "x"}\n{"prompt": "x"}\n\n' + "[]\n" * 9)
+    words = (QUICKSTART, "--data", f"--set=jobs.sums.data.train={tmp_path / 'bad'}")
+    out = tlora("inspect", *words, code=1)
+    assert '<s>What is "cinimug" from back to front?\n⟦guminic</s>⟧\n' in out
+    assert [line[-1] for line in out.splitlines() if "bad line " in line] == [*"24567"]
+    jobs = tlora.json("inspect", *words, code=1)["jobs"]
+    mirror = {"rows": 800, "eval_rows": 96, "tokens": 36_008, "learnt": 5_604}
+    assert jobs["mirror"].items() >= (mirror | {"steps_an_epoch": 100, "steps": 160}).items()
+    assert len(jobs["sums"]["errors"]) == 5
+    assert "--data must be given with a config file" in tlora("inspect", tmp_path, "--data", code=2)
 
 
 def test_config_shows_replicas(config_file: Path, tlora: Tlora) -> None:
@@ -123,6 +138,16 @@ def test_run(run_dir: Path, tlora: Tlora) -> None:
     assert re.search(r"two +failed +32 / 4 blocks +5/5", out)
     content = tlora.json("inspect", run_dir)
     assert (content["kind"], content["jobs"]["one"]) == ("run", JOB_RESULT)
+
+
+def test_jobs_without_evaluation_have_a_training_loss(run_dir: Path, tlora: Tlora) -> None:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    for job in summary["jobs"].values():
+        job.update({key: None for key in job if key.startswith(("eval_", "exact_"))})
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    out = tlora("inspect", run_dir)
+    assert re.search(r"rank +steps +last loss +tokens", out)
+    assert re.search(r"one +finished +4 +5/5 +0.5 +12,345", out)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,9 @@ class Run:
         while not self._over.wait(0.01):
             for request in self._folder.take():
                 self.requests.append(request.body)
-                step = {"step": 4} if request.body["job"] == "narrow" else {"error": "no such"}
+                name = request.body["job"]
+                error = "no such" if name == "x" else f"job {name!r} must still train"
+                step = {"step": 4} if name == "narrow" else {"error": error}
                 joins = {"round": 7, "from_step": 0, "num_steps": 9}
                 is_add = request.body["kind"] == "add"
                 self._folder.answer(request.number, joins if is_add else step)
@@ -189,6 +191,8 @@ def test_jobs_are_checked_tokenized_and_told(config: Path, run: Run, tlora: Tlor
     assert (run.output_dir / TOKENS / added["tokens"]["train"] / ENTRY_NAME).is_file()
     assert cancelled == {"kind": "cancel", "job": "narrow"}
     assert tlora("train", run.output_dir, "--cancel", "x", code=1) == "error: job x: no such\n"
+    said = tlora("train", run.output_dir, "--cancel", "y", code=1)
+    assert said == "error: job 'y' must still train\n"
     assert tlora.json("train", run.output_dir, "--cancel", "x", code=1) == {
         "x": {"error": "no such"}
     }

@@ -59,6 +59,7 @@ class LiveFolder:
         self._requests = _requests_in(self.folder)
         self._open: set[str] = set()
         """Requests without an answer."""
+        self._answered_s = 0.0
         _remove(self.folder)
         for folder in (self.folder, self._requests.requests, self._requests.answers):
             folder.mkdir(mode=0o700)
@@ -87,12 +88,15 @@ class LiveFolder:
         """Answers a request, once."""
         if number in self._open:
             self._open.remove(number)
+            self._answered_s = time.monotonic()
             with suppress(OSError):
                 self._requests.answer(number, json.dumps(body).encode())
 
     def close(self) -> None:
-        """Removes the folder: no more are taken. A second call does nothing."""
+        """Removes the folder, once the last answers are taken; a second call does nothing."""
         self._open.clear()
+        while time.monotonic() < self._answered_s + 2 * ALIVE_S and self._requests.answered():
+            time.sleep(_LOOK_S)
         with suppress(OSError):
             _remove(self.folder)
 
@@ -133,7 +137,9 @@ class LiveRun:
         looked_s = time.monotonic()
         while True:
             with suppress(FileNotFoundError):
-                return _read(requests.result(number))
+                answer = _read(requests.result(number))
+                requests.drop_answer(number)
+                return answer
             if time.monotonic() - looked_s > ALIVE_S:
                 looked_s = time.monotonic()
                 if not self._folder.is_dir() or not is_held(self.output_dir):

@@ -48,16 +48,20 @@ def fit_to_job(adapter: AdapterFile, job: JobSpec) -> dict[str, Tensor]:
         rank, given = ours.rank_of(target), theirs.rank_of(target)
         if given != rank:
             what = "expert_rank" if target in EXPERT_TARGETS else "rank"
-            raise ValueError(f"{where}'s {what} must be the job's {rank}, got {given}")
+            raise ValueError(
+                f"{where}'s {what} must be the job's {rank}, got {given}; an adapter keeps its "
+                f"rank: set lora.{what}: {given}, or start without init_from"
+            )
     if theirs.num_blocks != ours.num_blocks:
         raise ValueError(
             f"{where}'s num_blocks must be the job's {ours.num_blocks}, got {theirs.num_blocks} "
             f"(1 is a standard adapter)"
         )
     if not math.isclose(theirs.scaling, ours.scaling, rel_tol=1e-6):
+        alpha = ours.alpha * theirs.scaling / ours.scaling
         raise ValueError(
             f"{where}'s scaling must be the job's {_scaling_text(ours)}, "
-            f"got {_scaling_text(theirs)}"
+            f"got {_scaling_text(theirs)}; set lora.alpha: {alpha:g}"
         )
     if set(theirs.target_modules) != set(wanted):
         raise ValueError(

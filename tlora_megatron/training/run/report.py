@@ -153,11 +153,12 @@ def _main_numbers(
     sizes = {axis: layout.get(f"{axis}_size") for axis in _AXES}
     shape = " · ".join(f"{axis.upper()} {size}" for axis, size in sizes.items() if size)
     wall, rate = run.get("wall_time_s"), run.get("tokens_per_s")
+    since = " since it was continued" if run.get("resumed") else ""
     return {
-        "tokens per second": _MISSING if rate is None else f"{rate:,.0f}",
+        f"tokens per second{since}": _MISSING if rate is None else f"{rate:,.0f}",
         f"jobs ({_counts(jobs)})": str(len(jobs)),
         f"processes ({shape or 'layout not known yet'})": _plain(run.get("world_size")),
-        "wall time": _MISSING if wall is None else str(timedelta(seconds=round(wall))),
+        f"wall time{since}": _MISSING if wall is None else str(timedelta(seconds=round(wall))),
     }
 
 
@@ -186,7 +187,10 @@ def _times(run: dict[str, Any]) -> str:
 
 
 def _table(jobs: list[ReportJob]) -> str:
-    shown = [name for name in _COLUMNS if _is_matched(jobs) or name != "Exact match"]
+    hidden = set() if _is_matched(jobs) else {"Exact match"}
+    if not any(job.fact("truncated_sequences", 0) for job in jobs):
+        hidden.add("Rows cut")
+    shown = [name for name in _COLUMNS if name not in hidden]
     rows = ([_COLUMNS[name](job) for name in shown] for job in jobs)
     return table(shown, rows, num_words=2)
 
@@ -237,6 +241,7 @@ _COLUMNS: dict[str, Callable[[ReportJob], str]] = {
         job, "exact_match", job.curve("eval_exact_match")[1], _percent
     ),
     "Tokens": lambda job: f"{job.fact('tokens', int(job.curve('tokens')[1].sum())):,}",
+    "Rows cut": lambda job: _text(job.fact("truncated_sequences")),
     "Skipped": lambda job: _text(
         job.fact("skipped_steps", sum(bool(r.get("skipped")) for r in job.records))
     ),

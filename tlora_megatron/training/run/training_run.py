@@ -128,6 +128,8 @@ class TrainingRun:
         self._signals = signals
         self._open = ExitStack()
         self._resuming = claim_output_dir(self.output_dir, config)
+        if self._resuming:
+            self.facts["resumed"] = True
         with timeline.phase("data"):
             self._jobs = JobAdmission(
                 config,
@@ -202,6 +204,7 @@ class TrainingRun:
             base_model=self.base_model,
             quantisation=self.quantisation,
             has_metrics=groups.is_writer,
+            waits_for_room=watch.waits_for_room,
         )
         switch, run = engine.nano_batches, self.config.run
         nano_rounds = start_nano_batches(
@@ -241,14 +244,16 @@ class TrainingRun:
             return {}
         summary = summarize(loop, groups, self._jobs.rejected, nano_batches)
         summary["run"] |= self.facts
-        write_summary(self.output_dir, summary)
+        loop.files.settle()
+        write = partial(write_summary, self.output_dir, summary)
+        loop.files.with_room("the run's summary", write)
         try:
             report.write()
         except (ImportError, OSError, ValueError) as error:  # training is done
             logger.warning("%s could not be written: %s", self.output_dir / "report.html", error)
         # The user has waited for the report, too.
         summary["run"] |= run_times()
-        write_summary(self.output_dir, summary)
+        loop.files.with_room("the run's summary", write)
         return summary
 
     def _fingerprint(

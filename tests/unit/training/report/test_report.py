@@ -128,12 +128,21 @@ def test_finished_run_shows_its_summary(tmp_path: Path) -> None:
     job = {"status": "finished", "steps": 10, "max_steps": 10, "rank": 24, "last_loss": 0.125}
     job |= {"eval_loss_before": 4.5, "eval_loss_after": 0.0005, "exact_match_before": 0.0}
     job |= {"exact_match_after": 0.97, "tokens": 123456, "skipped_steps": 0, "num_blocks": 4}
+    job |= {"truncated_sequences": 77}
+    run |= {"resumed": True}
     versions = {"torch": "2.13.0"}
     write_summary(tmp_path, {"run": run | {"versions": versions}, "jobs": {"a": job}})
     text, page = page_of(tmp_path)
-    for shown in ("14,250", "TP 2 · PP 1 · CP 1 · DP 4", "1:02:00", "2.13.0", "123,456"):
+    for shown in (
+        "14,250",
+        "TP 2 · PP 1 · CP 1 · DP 4",
+        "1:02:00",
+        "2.13.0",
+        "123,456",
+        "wall time since it was continued",
+    ):
         assert shown in text, shown
-    for shown in ("10 / 10", "24 / 4 blocks", "0.125", "5e-4", "97 %"):
+    for shown in ("10 / 10", "24 / 4 blocks", "0.125", "5e-4", "97 %", "77"):
         assert shown in page.words, shown
     assert "finished · written" in text
 
