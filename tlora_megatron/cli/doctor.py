@@ -28,7 +28,7 @@ examples:
 It changes no job and no table, and asks nobody outside of this host but the service's database.
 exit code: 0 all is well or worth a look, 1 something is wrong
 """
-_PORT = 8017
+PORT = 8017
 _GB = 1 << 30
 _LEAST_GB, _FEW_GB = 1, 10
 _LEAST_SHM_GB = 1
@@ -251,22 +251,22 @@ def _port() -> Finding:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", _PORT))
-            return Finding("port", "ok", f"{_PORT} is free")
+            probe.bind(("127.0.0.1", PORT))
+            return Finding("port", "ok", f"{PORT} is free")
         except OSError:
-            asked = http.client.HTTPConnection("127.0.0.1", _PORT, timeout=_WAIT_S)
+            asked = http.client.HTTPConnection("127.0.0.1", PORT, timeout=_WAIT_S)
     try:
         asked.request("GET", "/readyz")
         word = asked.getresponse().read(20).decode(errors="replace")
     except (OSError, http.client.HTTPException):
         word = ""
     if word == "ready":
-        return Finding("port", "ok", f"a service answers at {_PORT}: {word}")
+        return Finding("port", "ok", f"a service answers at {PORT}: {word}")
     if word in ("store", "controller", "bases"):
-        found = f"a service answers at {_PORT}, and not ready: {word}"
+        found = f"a service answers at {PORT}, and not ready: {word}"
         return Finding("port", "look", found, "docs/operations.md says what to do")
     remedy = "tlora serve --http PORT takes another one"
-    return Finding("port", "look", f"another program has {_PORT}", remedy)
+    return Finding("port", "look", f"another program has {PORT}", remedy)
 
 
 def _own_name() -> Finding:

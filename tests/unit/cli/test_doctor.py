@@ -133,7 +133,7 @@ def test_trouble_is_found(
     with listen(Place("127.0.0.1", 0)) as taken:
         if harm == "port":
             monkeypatch.setattr(doctor, "_WAIT_S", 0.1)
-            monkeypatch.setattr(doctor, "_PORT", taken.getsockname()[1])
+            monkeypatch.setattr(doctor, "PORT", taken.getsockname()[1])
         got = found(root, check)
     assert got[0] == level
     assert words in got[1]
@@ -144,7 +144,7 @@ def test_a_service_that_answers_has_its_port(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_api(tmp_path / "s") as api, listening(api.app) as address:
-        monkeypatch.setattr(doctor, "_PORT", int(address.rpartition(":")[2]))
-        port = doctor._PORT
+        monkeypatch.setattr(doctor, "PORT", int(address.rpartition(":")[2]))
+        port = doctor.PORT
         level, words, _ = found(tmp_path, "port")
         assert (level, words) == ("look", f"a service answers at {port}, and not ready: controller")
