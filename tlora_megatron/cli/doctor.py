@@ -30,14 +30,13 @@ exit code: 0 all is well or worth a look, 1 something is wrong
 """
 PORT = 8017
 _GB = 1 << 30
-_LEAST_GB, _FEW_GB = 1, 10
-_LEAST_SHM_GB = 1
+_LEAST_GB, _FEW_GB, _LEAST_SHM_GB = 1, 10, 1
 _MOST_APART_S = 2.0
 _WAIT_S = 20.0
 _NEEDED = ("torch", "megatron-core", "transformers")
 _PEERS = (*_NEEDED, *("peft", "triton", "deepspeed", "ray", "vllm", "tinker", "transformer-engine"))
 
-_RESTORE = "docs/operations.md says how a store is restored"
+_ONE_CLOCK = "let both follow one NTP server"
 
 Level = Literal["ok", "look", "wrong"]
 _STYLES: dict[Level, str] = {"ok": "", "look": "yellow", "wrong": "red"}
@@ -97,31 +96,30 @@ def examine(root: Path) -> Iterator[Finding]:
     yield _own_name()
 
 
+def _said(*words: str) -> str:
+    """What a command prints; raises `OSError` or `SubprocessError`."""
+    done = subprocess.run(words, capture_output=True, text=True, timeout=_WAIT_S, check=True)
+    return done.stdout.strip()
+
+
 def _driver() -> Iterator[Finding]:
     """GPUs by their driver and by torch, and what compiles kernels for them."""
-    words = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    if shutil.which(words[0]) is None:
-        if any(path.read_text().strip() == "0x10de" for path in _vendors()):
+    try:
+        gpus = _said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    except FileNotFoundError:
+        vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+        if any(path.read_text().strip() == "0x10de" for path in vendors):
             remedy = "install NVIDIA's driver; in a container: --gpus all, or the device plug-in"
             yield Finding("driver", "wrong", "an NVIDIA device, and no nvidia-smi", remedy)
         else:
             yield Finding("driver", "ok", "no NVIDIA GPU: the CPU trains")
-        return
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_WAIT_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stdout", "") or str(error)
+        found = f"nvidia-smi fails: {getattr(error, 'stdout', None) or error}"
         remedy = "restart the host or load the driver again; dmesg tells more"
-        yield Finding("driver", "wrong", f"nvidia-smi fails: {said.strip()}", remedy)
-        return
-    gpus = done.stdout.strip().splitlines()
-    yield Finding("driver", "ok", f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU")
-    if gpus:
+        yield Finding("driver", "wrong", found.strip(), remedy)
+    else:
+        yield Finding("driver", "ok", gpus.replace("\n", "; "))
         yield _kernels()
-
-
-def _vendors() -> Iterator[Path]:
-    return Path("/sys/bus/pci/devices").glob("*/vendor")
 
 
 def _kernels() -> Finding:
@@ -130,17 +128,15 @@ def _kernels() -> Finding:
     try:
         import torch
 
-        if not torch.cuda.is_available():
-            remedy = "install a torch for the driver's CUDA: https://pytorch.org/get-started"
-            return Finding("kernels", "wrong", f"torch {torch.__version__} sees no GPU", remedy)
         library, compiler = built_library(), find_compiler()
     except (ImportError, ExtensionUnavailable) as error:
         return Finding("kernels", "wrong", str(error), "pip install 'tlora-megatron[train]'")
-    if library.exists():
-        return Finding("kernels", "ok", f"CUDA kernels: {library}")
-    if compiler is not None:
-        remedy = "tlora inspect kernels --build compiles them before the first gang waits for it"
-        return Finding("kernels", "ok", f"{compiler} compiles on first use", remedy)
+    if not torch.cuda.is_available():
+        remedy = "install a torch for the driver's CUDA: https://pytorch.org/get-started"
+        return Finding("kernels", "wrong", f"torch {torch.__version__} sees no GPU", remedy)
+    if library.exists() or compiler is not None:
+        found = str(library) if library.exists() else f"{compiler} compiles them on first use"
+        return Finding("kernels", "ok", found)
     remedy = "install nvcc or copy the cache of a host that has it; tlora inspect kernels says more"
     return Finding("kernels", "look", "no nvcc: Triton's kernels train", remedy)
 
@@ -195,7 +191,7 @@ def _folder(root: Path) -> Iterator[Finding]:
     yield Finding("service", "ok", f"{root} can be written")
     if apart_s > _MOST_APART_S:
         found = f"its disk's clock and this host's are {apart_s:.0f} s apart"
-        yield Finding("clock", "look", found, "let both follow one NTP server")
+        yield Finding("clock", "look", found, _ONE_CLOCK)
 
 
 def _store(root: Path) -> Finding:
@@ -210,41 +206,36 @@ def _store(root: Path) -> Finding:
                 if connection.dialect.name == "sqlite":
                     said = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
                     if said != "ok":
-                        return Finding(
-                            "store", "wrong", str(said), "docs/operations.md: restore it"
-                        )
+                        raise StoreError(str(said))
             if version != newest():
                 found = f"its tables have version {version}, this package's {newest()}"
                 if version > newest():
                     return Finding("store", "wrong", found, "install the newer tlora-megatron")
                 return Finding("store", "look", found, "tlora serve brings it up: copy it before")
-            apart_s = abs(store.database.clock() - time.time())
-            if apart_s > _MOST_APART_S:
-                found = f"its server's clock and this host's are {apart_s:.0f} s apart"
-                return Finding("store", "look", found, "let both follow one NTP server")
+            now_s = store.database.clock()
+            if abs(now_s - time.time()) > _MOST_APART_S:
+                found = f"its server's clock and this host's differ by {now_s - time.time():.0f} s"
+                return Finding("store", "look", found, _ONE_CLOCK)
             held = store.lock.holder()
             if held is None or not held.owner:
                 return Finding("store", "ok", "whole; no controller runs")
-            found = f"{held.who} gave a sign of life {time.time() - held.beat_at:.0f} s ago"
+            found = f"whole; {held.who} gave a sign of life {now_s - held.beat_at:.0f} s ago"
             if store.lock.is_held():
-                return Finding("store", "ok", f"whole; {found}")
-            return Finding("store", "look", f"whole; {found}", "tlora serve takes its jobs up")
+                return Finding("store", "ok", found)
+            return Finding("store", "look", found, "tlora serve takes its jobs up")
     except (StoreError, ValueError, ImportError) as error:
-        return Finding("store", "wrong", str(error), _RESTORE)
+        return Finding("store", "wrong", str(error), "docs/operations.md: how it is restored")
 
 
 def _synchronised() -> Finding:
-    words = ("timedatectl", "show", "--property", "NTPSynchronized", "--value")
     try:
-        said = subprocess.run(words, capture_output=True, text=True, timeout=_WAIT_S).stdout.strip()
+        said = _said("timedatectl", "show", "--property", "NTPSynchronized", "--value")
     except (OSError, subprocess.SubprocessError):
-        said = ""
+        return Finding("clock", "ok", "no timedatectl to ask")
     if said == "no":
         remedy = "start chronyd or systemd-timesyncd: hosts of a service compare times"
         return Finding("clock", "look", "follows no NTP server", remedy)
-    return Finding(
-        "clock", "ok", "follows an NTP server" if said else "there is no timedatectl to ask"
-    )
+    return Finding("clock", "ok", "follows an NTP server")
 
 
 def _port() -> Finding:

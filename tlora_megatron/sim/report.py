@@ -163,17 +163,6 @@ _SHADES = (
 Row = dict[str, str | int | float | None]
 """One line of a CSV file, by column."""
 
-_JSON_KEYS = (
-    "mean_jct_s",
-    "p50_jct_s",
-    "p95_jct_s",
-    "p99_jct_s",
-    "makespan_s",
-    "throughput_tokens_per_s",
-    "gpu_utilisation",
-    "max_slowdown",
-    "jobs_finished",
-)
 _JOB_COLUMNS = (
     *("policy", "job", "tenant", "num_gpus", "submit_s", "start_s", "end_s", "status"),
     *("isolated_s", "jct_s", "slowdown", "max_slowdown"),
@@ -189,11 +178,7 @@ def as_document(
         "cluster": study.cluster.name,
         "load": study.load if math.isfinite(study.load) else None,
         "seed": study.options.seed,
-        "policies": {
-            run.policy: {key: getattr(run.summary, key) for key in _JSON_KEYS}
-            | {"wall_s": run.wall_s}
-            for run in runs
-        },
+        "policies": {run.policy: asdict(run.summary) | {"wall_s": run.wall_s} for run in runs},
         "yardsticks": None if yardsticks is None else asdict(yardsticks),
     }
 

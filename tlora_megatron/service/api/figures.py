@@ -99,7 +99,9 @@ class Figures(Collector):
         words = "1 while a controller gives signs of life."
         yield _gauges("served", words, (), {(): self._service.is_served})
         yield from self._jobs()
-        yield _incidents(self._new_incidents())
+        words = "What a controller has said of trouble since this process of HTTP was first asked."
+        counts = {(what,): count for what, count in self._new_incidents().items()}
+        yield _gauges("incidents", words, ("what",), counts, CounterMetricFamily)
         disk = shutil.disk_usage(self._service.home.root)
         words = "Bytes of the disk that holds the service's folder."
         yield _gauges("disk_bytes", words, ("state",), {("all",): disk.total, ("free",): disk.free})
@@ -182,14 +184,6 @@ def _groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     yield _gauges("group_predicted_over_measured", words, ("gang",), ratios)
 
 
-def _incidents(counts: Mapping[str, int]) -> Metric:
-    words = "What a controller has said of trouble since this process of HTTP was first asked."
-    found = CounterMetricFamily("tlora_incidents", words, labels=("what",))
-    for what, count in counts.items():
-        found.add_metric((what,), count)
-    return found
-
-
 def _changed_at(folder: Path) -> float:
     """When a folder got or lost a file; 0 if it is not there."""
     try:
@@ -198,8 +192,14 @@ def _changed_at(folder: Path) -> float:
         return 0.0
 
 
-def _gauges(name: str, words: str, labels: tuple[str, ...], values: Mapping[Any, float]) -> Metric:
-    found = GaugeMetricFamily(f"tlora_{name}", words, labels=labels)
+def _gauges(
+    name: str,
+    words: str,
+    labels: tuple[str, ...],
+    values: Mapping[Any, float],
+    family: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
+) -> Metric:
+    found = family(f"tlora_{name}", words, labels=labels)
     for of, value in values.items():
         found.add_metric(of, value)
     return found
