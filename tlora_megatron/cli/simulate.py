@@ -29,7 +29,7 @@ from tlora_megatron.sim.report import (
     summary_rows,
     write_csv,
     write_report,
-    yardstick_rows,
+    yardstick_row,
 )
 from tlora_megatron.sim.study import Options, PolicyRun, Study, Yardsticks, check_policies
 from tlora_megatron.sim.trace import TraceShape, read_trace
@@ -214,6 +214,6 @@ def _print_table(
     table = make_table("policy", *COLUMNS, "run in", right=(*COLUMNS, "run in"))
     for entry in runs:
         table.add_row(entry.policy, *cells_of(entry, runs[0]), f"{entry.wall_s:.1f} s")
-    for row in [] if yardsticks is None else yardstick_rows(yardsticks, runs[0]):
-        table.add_row(*row)
+    if yardsticks is not None:
+        table.add_row(*yardstick_row(yardsticks, runs[0]))
     console.print(table, soft_wrap=False)

@@ -105,7 +105,9 @@ def open_http(
     place = place._replace(port=listener.getsockname()[1])
     words = [*passed_on_words(args), "--log-format", args.log_format]
     with Front(home, listener, words=words, say=say):
-        say(f"page: {place.url}/#token={own_token(home, store)}")
+        token = own_token(home, store)
+        logs_secrets = args.log_format == "text"
+        say(f"page: {place.url}/" + (f"#token={token}" if logs_secrets else ""))
         if not place.is_loopback:
             say("other hosts can connect, and nothing is encrypted: put a proxy with TLS before it")
         yield

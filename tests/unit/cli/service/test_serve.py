@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -15,8 +16,10 @@ from rich.console import Console
 from tests.helpers.commands import Tlora
 from tests.helpers.launch import HANG_S
 from tests.helpers.stored_jobs import finish, put_job, serve_gang, start
+from tlora_megatron.cli.main import build_parser
 from tlora_megatron.cli.service.board import Board, Speeds, layout_words
 from tlora_megatron.cli.service.jobs import duration_words
+from tlora_megatron.cli.service.serve import open_http
 from tlora_megatron.cli.tables import JsonConsole
 from tlora_megatron.service.front import Place, listen
 from tlora_megatron.service.home import Home
@@ -156,6 +159,13 @@ def test_without_a_terminal_it_prints_each_change_once(
         f"{name} starting -> running",
         f"{name} running -> finished",
     ]
+
+
+def test_a_log_in_json_holds_no_token(home: Home, store: Store) -> None:
+    words = ["serve", "--http", "0", "--sampler", "off", "--log-format", "json"]
+    said: list[str] = []
+    with open_http(build_parser().parse_args(words), home, store, said.append):
+        assert re.fullmatch(r"page: http://127\.0\.0\.1:\d+/", said[0])
 
 
 def test_a_log_in_json_is_an_object_a_line(

@@ -219,7 +219,8 @@ def test_the_dashboard_asks_for_all_figures_and_no_others(busy: Api) -> None:
         labels.setdefault(name, set()).update(re.findall(r"(\w+)=", given))
     shown = json.loads((REPO / "deploy/grafana.json").read_text())
     asked = {one["expr"] for panel in shown["panels"] for one in panel["targets"]}
-    for expression in asked:
+    alerts = (REPO / "docs/operations.md").read_text()
+    for expression in asked | set(re.findall(r"`(\S*tlora_[^`]+)`", alerts)):
         names = re.findall(r"tlora_\w+", expression)
         assert set(names) <= set(labels), expression
         used = set(re.findall(r"(\w+)[=!]", expression))
