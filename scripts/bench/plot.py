@@ -173,7 +173,7 @@ COLORS = {
     "tlora_best": "#b8559a",
     "tlora_elastic": "#c0392b",
 }
-YARDSTICKS = {"malleable_jct_s": "malleable SRPT (estimate)", "least_jct_s": "no policy beats"}
+YARDSTICKS = {"least_jct_s": "no policy beats"}
 METRICS = {
     "mean_jct_s": "mean JCT: isolated / policy",
     "throughput_tokens_per_s": "tokens/s: policy / isolated",

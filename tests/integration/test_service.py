@@ -7,8 +7,11 @@ A long job trains when two short ones are submitted; they join it, end, and have
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from tests.helpers.scenario import losses
 from tests.helpers.served_http import Served, serving
 from tlora_megatron.config.load import read_config
 from tlora_megatron.runtime import controller
-from tlora_megatron.service.home import VARIABLE
+from tlora_megatron.service.home import VARIABLE, Home
 
 QUICKSTART = REPO / "configs" / "quickstart"
 BASE = {"path": str(QUICKSTART / "base"), "dtype": "float32"}
@@ -73,6 +76,18 @@ def trained_alone(service: Served, ids: dict[str, str], output: Path) -> None:
     controller.train_run(read_config(run_of(jobs) | {"run": run}, output))
 
 
+def copied(home: Home, to: Path) -> Home:
+    """Copies a service that runs, as docs/operations.md says: its store, then its folders."""
+    to.mkdir(mode=0o700)
+    copy = Home(to)
+    with closing(sqlite3.connect(home.store)) as store, closing(sqlite3.connect(copy.store)) as new:
+        store.backup(new)
+    shutil.copytree(
+        home.root, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns("store.sqlite*")
+    )
+    return copy
+
+
 def portion_of(service: Served, job_id: str) -> int:
     """The portion that the gang was told, which is what counts."""
     lines = [
@@ -86,7 +101,9 @@ def portion_of(service: Served, job_id: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_service_from_its_start_to_its_end(service: Served, tmp_path: Path, tlora: Tlora) -> None:
+def test_a_service_from_its_start_to_its_end(
+    service: Served, tmp_path: Path, tlora: Tlora, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service.wait_until(service.home.store.is_file, "store")
     long_file, short_file = tmp_path / "long.json", tmp_path / "short.yaml"
     long_file.write_text(json.dumps({"base_model": BASE, **job("long", 100_000)}))
@@ -101,6 +118,7 @@ def test_a_service_from_its_start_to_its_end(service: Served, tmp_path: Path, tl
     assert {name: rows[name]["step"] for name in SHORT} == SHORT
     assert rows["long"]["state"] == "running", "it goes on beside them"
     assert len(list(service.home.gangs.iterdir())) == 1, "all were in one super-model"
+    copy = copied(service.home, tmp_path / "copy")
 
     tlora("cancel", "long")
     service.wait_until(lambda: listed(tlora)["long"]["state"] == "cancelled", "cancelling")
@@ -120,3 +138,11 @@ def test_a_service_from_its_start_to_its_end(service: Served, tmp_path: Path, tl
     service.process.send_signal(signal.SIGINT)
     assert service.process.wait(HANG_S) == 0, service.log.read_text()
     assert all(rank.is_over for rank in service.ranks())
+
+    monkeypatch.setenv(VARIABLE, str(copy.root))
+    name = rows["long"]["id"]
+    steps = len(losses(copy.root, name))
+    with serving(copy.root, tmp_path / "copy.log") as restored:
+        restored.wait_until(lambda: len(losses(copy.root, name)) > steps, "step behind the copy")
+    assert listed(tlora)["long"]["state"] == "running"
+    assert {listed(tlora)[short]["state"] for short in SHORT} == {"finished"}

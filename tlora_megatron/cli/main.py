@@ -14,11 +14,12 @@ from contextlib import suppress
 from typing import Any
 
 import tlora_megatron
-from tlora_megatron.cli import convert, inspect, plan, profile, simulate, train
+from tlora_megatron.cli import convert, doctor, inspect, plan, profile, simulate, train
 from tlora_megatron.cli.service import actions, jobs, serve, tokens
 from tlora_megatron.cli.tables import global_rank, open_console
 from tlora_megatron.config.reader import ConfigError, nearest
 from tlora_megatron.runtime.ranks import describe_failure
+from tlora_megatron.service.logs import formatter
 
 _OTHER_RANKS_WAIT_S = 5.0
 _EPILOG = """\
@@ -41,7 +42,8 @@ VARIABLES = (
 logger = logging.getLogger(__name__)
 
 _ADD_PARSERS = (
-    *(module.add_parser for module in (train, inspect, convert, plan, profile, simulate, serve)),
+    *(module.add_parser for module in (train, inspect, convert, plan, profile, simulate)),
+    *(doctor.add_parser, serve.add_parser),
     *(jobs.add_submit_parser, jobs.add_parser, actions.add_logs_parser, actions.add_parser),
     *(actions.add_adapters_parser, tokens.add_parser),
 )
@@ -55,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         failure while running, or a run with a job that did not finish; 130 on Ctrl-C.
     """
     args = build_parser().parse_args(argv)
-    configure_logging(logging.WARNING if global_rank() == 0 else logging.ERROR)
+    level = logging.WARNING if global_rank() == 0 else logging.ERROR
+    configure_logging(level, getattr(args, "log_format", "text"))
     tell_of_misspelt_variables()
     try:
         code = int(args.command(args))
@@ -126,13 +129,13 @@ class _StderrHandler(logging.Handler):
         print(self.format(record), file=sys.stderr)
 
 
-def configure_logging(level: int) -> None:
+def configure_logging(level: int, log_format: str = "text") -> None:
     """Shows the package's log messages of this level and above."""
     logger = logging.getLogger("tlora_megatron")
     logger.setLevel(level)
     if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
         handler = _StderrHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        handler.setFormatter(formatter(log_format, "%(levelname)s: %(message)s"))
         logger.addHandler(handler)
 
 

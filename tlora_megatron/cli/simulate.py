@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -28,7 +29,7 @@ from tlora_megatron.sim.report import (
     summary_rows,
     write_csv,
     write_report,
-    yardstick_rows,
+    yardstick_row,
 )
 from tlora_megatron.sim.study import Options, PolicyRun, Study, Yardsticks, check_policies
 from tlora_megatron.sim.trace import TraceShape, read_trace
@@ -73,7 +74,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of all random draws (default: 0)")
     _add_trace_arguments(parser)
-    _add_fault_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--csv", metavar="FILE", help="write a CSV file with a row per policy")
     parser.add_argument(
@@ -83,54 +83,43 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(command=run)
 
 
+_SHAPE = {
+    "load": "offered load: arrivals are stretched or squeezed until the jobs, each alone, ask for "
+    "so many times the GPUs' time between first and last submission (default: as recorded)",
+    "sample": "share of the jobs to keep (default: {:g})",
+    "gpu_divisor": "divisor of each job's GPUs (default: {:g})",
+}
 _FAULTS = {
-    "job_failures": "share of jobs that fail (default: 0)",
-    "cancellations": "share of jobs that are cancelled (default: 0)",
+    "job_failures": "share of jobs that fail (default: {:g})",
+    "cancellations": "share of jobs that are cancelled (default: {:g})",
     "node_mtbf_hours": "mean hours between failures of a node; 0: no failures (default)",
     "node_repair_hours": "hours until a failed node is back (default: {:g})",
 }
 
 
 def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    default = TraceShape()
     group = parser.add_argument_group("changes to the trace")
+    _add_floats(group, TraceShape(), _SHAPE)
     add = group.add_argument
-    add(
-        "--load",
-        type=float,
-        default=default.load,
-        help="offered load: arrivals are stretched or squeezed until the jobs, each alone, ask for "
-        "so many times the GPUs' time between first and last submission (default: as recorded)",
-    )
     add(
         "--only-completed", action="store_true", help="leave out jobs that failed or were cancelled"
     )
     add(
-        "--sample",
-        type=float,
-        default=default.sample,
-        help="share of the jobs to keep (default: 1)",
-    )
-    add(
-        "--gpu-divisor",
-        type=float,
-        default=default.gpu_divisor,
-        help="divisor of each job's GPUs (default: 1)",
-    )
-    add(
         "--oversize",
         choices=("skip", "clamp"),
-        default=default.oversize,
+        default=TraceShape().oversize,
         help="jobs larger than the cluster: leave out, or give all GPUs (default: skip)",
     )
     add("--jobs", type=int, metavar="N", help="keep only the first N jobs")
     add("--max-slowdown", type=float, help="bound on every job's slowdown (default: the mix's)")
-
-
-def _add_fault_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("failures and cancellations")
-    for name, what in _FAULTS.items():
-        default = getattr(FaultRates(), name)
+    _add_floats(group, FaultRates(), _FAULTS)
+
+
+def _add_floats(group: Any, defaults: TraceShape | FaultRates, words: Mapping[str, str]) -> None:
+    """Adds an option for each number of a section."""
+    for name, what in words.items():
+        default = getattr(defaults, name)
         option = f"--{name.replace('_', '-')}"
         group.add_argument(option, type=float, default=default, help=what.format(default))
 
@@ -222,10 +211,9 @@ def _print_table(
     )
     for reason, count in study.trace.dropped.items():
         console.print(f"left out: {count:,} jobs, {reason}", style="dim")
-    numbers = (*COLUMNS, "run in")
-    table = make_table("policy", *numbers, right=numbers)
+    table = make_table("policy", *COLUMNS, "run in", right=(*COLUMNS, "run in"))
     for entry in runs:
         table.add_row(entry.policy, *cells_of(entry, runs[0]), f"{entry.wall_s:.1f} s")
-    for row in [] if yardsticks is None else yardstick_rows(yardsticks, runs[0]):
-        table.add_row(*row)
+    if yardsticks is not None:
+        table.add_row(*yardstick_row(yardsticks, runs[0]))
     console.print(table, soft_wrap=False)

@@ -20,6 +20,7 @@ from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.quantisation import base_quantisation, read_published_format
 from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.service.logs import json_line
 from tlora_megatron.timeline import time_line
 
 
@@ -63,6 +64,20 @@ def open_console(*, stderr: bool = False) -> Console:
         highlight=False,
         soft_wrap=True,
     )
+
+
+class JsonConsole(Console):
+    """A console that prints each sentence as an object on a line; it draws no tables."""
+
+    def __init__(self) -> None:
+        super().__init__(force_terminal=False)
+
+    def print(self, *objects: Any, **_: Any) -> None:
+        self.tell(" ".join(map(str, objects)))
+
+    def tell(self, message: str, **more: object) -> None:
+        """Prints a sentence with further fields."""
+        print(json_line("info", "serve", message, **more), file=self.file, flush=True)
 
 
 _STATUS_STYLE = {"finished": "green", "running": "yellow", "failed": "red", "rejected": "red"}

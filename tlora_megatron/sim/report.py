@@ -163,17 +163,6 @@ _SHADES = (
 Row = dict[str, str | int | float | None]
 """One line of a CSV file, by column."""
 
-_JSON_KEYS = (
-    "mean_jct_s",
-    "p50_jct_s",
-    "p95_jct_s",
-    "p99_jct_s",
-    "makespan_s",
-    "throughput_tokens_per_s",
-    "gpu_utilisation",
-    "max_slowdown",
-    "jobs_finished",
-)
 _JOB_COLUMNS = (
     *("policy", "job", "tenant", "num_gpus", "submit_s", "start_s", "end_s", "status"),
     *("isolated_s", "jct_s", "slowdown", "max_slowdown"),
@@ -189,11 +178,7 @@ def as_document(
         "cluster": study.cluster.name,
         "load": study.load if math.isfinite(study.load) else None,
         "seed": study.options.seed,
-        "policies": {
-            run.policy: {key: getattr(run.summary, key) for key in _JSON_KEYS}
-            | {"wall_s": run.wall_s}
-            for run in runs
-        },
+        "policies": {run.policy: asdict(run.summary) | {"wall_s": run.wall_s} for run in runs},
         "yardsticks": None if yardsticks is None else asdict(yardsticks),
     }
 
@@ -284,7 +269,7 @@ def _page(study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None
         (f"{swatch(colors[run.policy])}{html.escape(run.policy)}", *cells_of(run, runs[0]))
         for run in runs
     ]
-    rows += [] if yardsticks is None else yardstick_rows(yardsticks, runs[0])
+    rows += [] if yardsticks is None else [yardstick_row(yardsticks, runs[0])]
     return document(
         f"{study.trace.name} on {study.cluster.name}",
         f"{len(study.jobs):,} jobs; policies are compared with {runs[0].policy}",
@@ -322,15 +307,11 @@ def cells_of(run: PolicyRun, first: PolicyRun) -> tuple[str, ...]:
     )
 
 
-def yardstick_rows(yardsticks: Yardsticks, first: PolicyRun) -> list[tuple[str, ...]]:
-    """Rows below those of the policies; they have a mean completion time only."""
-    base_s = first.summary.mean_jct_s
-    named = {
-        "malleable SRPT, est.": yardsticks.malleable_jct_s,
-        "no policy beats": yardsticks.least_jct_s,
-    }
+def yardstick_row(yardsticks: Yardsticks, first: PolicyRun) -> tuple[str, ...]:
+    """The row below those of the policies; it has a mean completion time only."""
+    least_s, base_s = yardsticks.least_jct_s, first.summary.mean_jct_s
     rest = ("",) * (len(COLUMNS) - 2)
-    return [(name, _hours(jct_s), _times(base_s, jct_s), *rest) for name, jct_s in named.items()]
+    return ("no policy beats", _hours(least_s), _times(base_s, least_s), *rest)
 
 
 def _hours(seconds: float) -> str:

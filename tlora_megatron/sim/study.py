@@ -13,7 +13,7 @@ from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policy import RegroupCost, Rules
 from tlora_megatron.scheduler.registry import make_policy
-from tlora_megatron.sim.bounds import least_mean_jct_s, malleable_mean_jct_s
+from tlora_megatron.sim.bounds import least_mean_jct_s
 from tlora_megatron.sim.cluster import ClusterSpec, FaultRates, draw_faults
 from tlora_megatron.sim.ledger import Ledger, Summary, summarise
 from tlora_megatron.sim.simulator import Simulator
@@ -55,12 +55,10 @@ class PolicyRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Yardsticks:
-    """Mean completion times that policies are held against."""
+    """What policies are held against."""
 
-    malleable_jct_s: float
-    """An estimate: each job alone, shortest remaining time first, resized and pre-empted freely."""
     least_jct_s: float
-    """A bound: no policy ends jobs earlier on average."""
+    """Mean completion time that no policy beats."""
 
 
 class Study:
@@ -115,16 +113,13 @@ class Study:
         return self.offered_load if asked is None else asked
 
     def yardsticks(self) -> Yardsticks | None:
-        """A bound, and an estimate of what is within reach; None with faults."""
+        """A bound of the mean completion time; None with faults."""
         if self.options.faults != FaultRates():
             return None
         num_gpus = self.cluster.shape.num_gpus
         quotas = {quota.tenant: quota.gpus for quota in self.cluster.quotas}
         jobs = [j for j in self.jobs if j.num_gpus <= quotas.get(j.tenant, num_gpus)]
-        return Yardsticks(
-            malleable_jct_s=malleable_mean_jct_s(jobs, self.speeds, num_gpus),
-            least_jct_s=least_mean_jct_s(jobs, self.speeds, num_gpus),
-        )
+        return Yardsticks(least_jct_s=least_mean_jct_s(jobs, self.speeds, num_gpus))
 
     def run(self, policy: str, on_progress: Callable[[float], None] | None = None) -> PolicyRun:
         """Replays the trace under a policy; raises `ValueError` or `InvariantError`."""

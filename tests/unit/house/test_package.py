@@ -160,7 +160,9 @@ def test_the_wheel_says_what_it_is(built: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("folder", ["tlora_megatron", "csrc", "scripts", "configs", "tests"])
+@pytest.mark.parametrize(
+    "folder", ["tlora_megatron", "csrc", "deploy", "scripts", "configs", "tests"]
+)
 def test_the_sdist_holds_the_repository(built: Path, folder: str) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:

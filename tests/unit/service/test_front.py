@@ -33,9 +33,10 @@ def test_a_process_that_is_killed_starts_again_and_no_connection_is_refused(tmp_
     listener = listen(Place("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/jobs"
     said: list[str] = []
+    words = ["--sampler", "off", "--log-format", "json"]
     with open_store(home.store) as store:
         token = own_token(home, store)
-        with Front(home, listener, words=["--sampler", "off"], say=said.append) as front:
+        with Front(home, listener, words=words, say=said.append) as front:
             answer = httpx.get(url, headers=bearer(token), timeout=HANG_S)
             assert answer.json()["jobs"] == []
             assert front.child is not None

@@ -18,7 +18,6 @@ from tlora_megatron.sim.bounds import (
     fluid_s,
     least_mean_jct_s,
     limits_of,
-    malleable_mean_jct_s,
     mean_busy_s,
 )
 from tlora_megatron.sim.cluster import FaultRates, Faults, draw_faults
@@ -289,31 +288,3 @@ def test_groups_beyond_the_limits_are_named() -> None:
     assert exceeded_by(fast, world.speeds) == []
     slow = Limits(fastest={kind: 900.0}, full={"base": 1000.0, "other": 1000.0})
     assert exceeded_by(slow, world.speeds) == [f"kinds ({kind},) on 1 GPUs: 1000 tokens/s"]
-
-
-@pytest.mark.parametrize(
-    ("short_at_s", "short_s", "ends"),
-    [
-        (0, 10, (110, 10)),
-        # Paused at 50, back at 60, ready at 120.
-        (50, 10, (170, 60)),
-        # Ahead of what is left of the other, but nothing is saved by going first.
-        (50, 50, (100, 150)),
-    ],
-)
-def test_malleable_jobs_are_paused_for_shorter_ones(
-    short_at_s: float, short_s: float, ends: tuple[float, float]
-) -> None:
-    world = World(job(0, 100, batch=FULL), job(short_at_s, short_s, batch=FULL))
-    expected = (ends[0] + ends[1] - short_at_s) / 2
-    assert malleable_mean_jct_s(world.jobs, world.speeds, 1) == pytest.approx(expected)
-
-
-def test_malleable_jobs_grow_and_shrink() -> None:
-    world = World(job(0, 4000, batch=4 * FULL), gpus_per_node=4)
-    assert malleable_mean_jct_s(world.jobs, world.speeds, 4) == pytest.approx(1000)
-    world.add(500, 600, batch=FULL)
-    # On four GPUs until 500, on two from 560 with 2,000 s of one GPU left until the other has
-    # ended at 1,100; on four again from 1,160 with 920 s left.
-    expected = ((1160 + 920 / 4) + 600) / 2
-    assert malleable_mean_jct_s(world.jobs, world.speeds, 4) == pytest.approx(expected)

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tlora_megatron.cli.service.jobs import count_words, duration_words, job_table, progress_words
-from tlora_megatron.cli.tables import make_table
+from tlora_megatron.cli.tables import JsonConsole, make_table
 
 if TYPE_CHECKING:
     from tlora_megatron.service.store import Gang, Job, Store
@@ -78,9 +78,15 @@ class Board:
         self._ends.set()
         self._thread.join()
 
-    def say(self, sentence: str) -> None:
-        """Prints a sentence of the controller, above the table if there is one."""
-        self._console.print(f"{time.strftime('%H:%M:%S')}  {sentence}")
+    def say(self, sentence: str, **more: object) -> None:
+        """Prints a sentence of the controller, above the table if there is one.
+
+        `more` are fields of a log in JSON.
+        """
+        if isinstance(self._console, JsonConsole):
+            self._console.tell(sentence, **more)
+        else:
+            self._console.print(f"{time.strftime('%H:%M:%S')}  {sentence}")
 
     def _run(self) -> None:
         from tlora_megatron.service.store import StoreError
@@ -120,7 +126,9 @@ class Board:
             events = self._store.events.after(seq, kinds=_CHANGES, limit=_PAGE)
             for event in events:
                 if event.job is not None:
-                    self.say(change_words(self._store.jobs.get(event.job), event.kind, event.body))
+                    job = self._store.jobs.get(event.job)
+                    words = change_words(job, event.kind, event.body)
+                    self.say(words, job=job.id, name=job.name, tenant=job.tenant)
             seq = events[-1].seq if len(events) == _PAGE else last
         return seq
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from tlora_megatron.cli.service.board import Board
 from tlora_megatron.cli.service.in_folder import add_service_argument, service_folder
-from tlora_megatron.cli.tables import open_console
+from tlora_megatron.cli.tables import JsonConsole, open_console
 from tlora_megatron.config.reader import must
 from tlora_megatron.scheduler.registry import DEFAULT_POLICY, POLICIES
 from tlora_megatron.service.home import Home, remember_store, store_place
+from tlora_megatron.service.logs import add_log_format
 from tlora_megatron.service.settings import (
     add_passed_on_arguments,
     check_bases,
@@ -102,8 +103,11 @@ def open_http(
     place = Place.read(args.http)
     listener = listen(place)
     place = place._replace(port=listener.getsockname()[1])
-    with Front(home, listener, words=passed_on_words(args), say=say):
-        say(f"page: {place.url}/#token={own_token(home, store)}")
+    words = [*passed_on_words(args), "--log-format", args.log_format]
+    with Front(home, listener, words=words, say=say):
+        token = own_token(home, store)
+        logs_secrets = args.log_format == "text"
+        say(f"page: {place.url}/" + (f"#token={token}" if logs_secrets else ""))
         if not place.is_loopback:
             say("other hosts can connect, and nothing is encrypted: put a proxy with TLS before it")
         yield
@@ -195,6 +199,7 @@ def add_parser(commands: Any) -> None:
         help="let jobs train on when the controller is stopped; the next one takes them up",
     )
     add_http_arguments(parser)
+    add_log_format(parser)
     parser.set_defaults(command=run)
 
 
@@ -233,7 +238,7 @@ def run(args: argparse.Namespace) -> int:
         engine = _make_engine(args, home)
         try:
             title = _title(args, home, engine)
-            console = open_console()
+            console = JsonConsole() if args.log_format == "json" else open_console()
             for sentence in take_up_sessions(home, store):
                 console.print(sentence)
             console.print(f"serving {title}; Ctrl-C stops")

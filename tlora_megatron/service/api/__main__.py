@@ -14,6 +14,7 @@ from tlora_megatron.service.api.server import make_app, make_server, prepare_pro
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.front import Place, listen
 from tlora_megatron.service.home import Home, store_place
+from tlora_megatron.service.logs import add_log_format, formatter
 from tlora_megatron.service.settings import (
     add_passed_on_arguments,
     keep_sessions_s,
@@ -26,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serves until a signal, or until the end of a parent that has asked to be watched."""
     args = _parser().parse_args(argv)
     os.umask(0o077)
-    logging.basicConfig(level=logging.WARNING, format="http: %(levelname)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter(args.log_format, "http: %(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of strangers' bytes
     home = Home.open(args.folder)
     listener = listen(Place.read(args.http)) if args.fd is None else socket.socket(fileno=args.fd)
@@ -61,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         "--watch-stdin", action="store_true", help="end when the standard input ends"
     )
     add_passed_on_arguments(parser)
+    add_log_format(parser)
     return parser
 
 

@@ -21,12 +21,12 @@ from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import tlora_megatron
-from tlora_megatron.service.api import gate
+from tlora_megatron.service.api import gate, probes
+from tlora_megatron.service.api.figures import Latencies
 from tlora_megatron.service.api.gate import ApiError, Format, format_of, native_format, secret_of
 from tlora_megatron.service.api.native import archives, history, jobs
 from tlora_megatron.service.api.openai import routes as openai
 from tlora_megatron.service.api.page import router as page
-from tlora_megatron.service.api.page.facts import Latencies
 from tlora_megatron.service.api.sampling import routes as sampling
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import router as tinker
@@ -89,7 +89,8 @@ class Limits:
                 await send(message)
 
         try:
-            check_host(headers, self._hosts, is_change=scope["method"] not in _READS)
+            hosts = None if scope["path"] in probes.PATHS else self._hosts
+            check_host(headers, hosts, is_change=scope["method"] not in _READS)
             body.check_length(headers.get(b"content-length"))
             await self._app(scope, body.receive, send_unless_refused)
         except ApiError as error:
@@ -312,6 +313,7 @@ def make_app(service: Service, hosts: Collection[str] | None = None) -> FastAPI:
         app.include_router(room.router(service))
     app.include_router(page.docs_router())
     app.include_router(page.router(service))
+    app.include_router(probes.router(service))
     app.include_router(sampling.router(service))
     app.include_router(tinker.router(service))
     app.include_router(openai.router(service))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from sqlalchemy import ColumnElement, Connection, bindparam, desc, func, select, update
 
@@ -38,6 +38,15 @@ class JobFields(TypedDict, total=False):
     tokens: int
     loss: float | None
     error: str | None
+
+
+class Tally(NamedTuple):
+    """What some jobs are together."""
+
+    jobs: int
+    tokens: int
+    oldest_at: float
+    """When the first of them was submitted."""
 
 
 class Jobs(Part):
@@ -230,12 +239,12 @@ class Jobs(Part):
         with self._database.read() as connection:
             return {state: int(count) for state, count in connection.execute(query)}
 
-    def unfinished(self) -> dict[tuple[str, JobState], int]:
-        """Number of jobs that are not over, by tenant and state."""
-        columns = (_JOB.tenant, _JOB.state, func.count())
-        query = select(*columns).where(_JOB.state.not_in(OVER)).group_by(_JOB.tenant, _JOB.state)
+    def tallies(self) -> dict[tuple[str, JobState], Tally]:
+        """The jobs of each tenant in each state, summed up."""
+        sums = (func.count(), func.sum(_JOB.tokens), func.min(_JOB.submitted_at))
+        query = select(_JOB.tenant, _JOB.state, *sums).group_by(_JOB.tenant, _JOB.state)
         with self._database.read() as connection:
-            return {(of, state): count for of, state, count in connection.execute(query)}
+            return {(of, state): Tally(*found) for of, state, *found in connection.execute(query)}
 
     def document(self, job: str) -> dict[str, Any]:
         """The job as an entry of `jobs` in a run's configuration."""

@@ -218,12 +218,12 @@ def newest() -> int:
 def bring_up(database: Database) -> None:
     """Makes the tables of an empty database, or changes older ones; refuses newer ones."""
     with database.read() as connection:
-        if _version(connection) == newest():
+        if version_of(connection) == newest():
             return
     with database.write() as connection:
         if connection.dialect.name == "postgresql":
             connection.exec_driver_sql(f"CREATE SCHEMA IF NOT EXISTS {_NAMESPACE}")
-        version = _version(connection)
+        version = version_of(connection)
         if version is None:
             tables.metadata.create_all(connection)
             connection.execute(tables.schema_version.insert().values(version=newest()))
@@ -238,7 +238,8 @@ def bring_up(database: Database) -> None:
         connection.execute(update(tables.schema_version).values(version=newest()))
 
 
-def _version(connection: Connection) -> int | None:
+def version_of(connection: Connection) -> int | None:
+    """The version of the tables; None before there are any."""
     if not inspect(connection).has_table(tables.schema_version.name):
         return None
     return connection.execute(select(tables.schema_version.c.version)).scalar_one()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import re
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -14,10 +16,14 @@ from rich.console import Console
 from tests.helpers.commands import Tlora
 from tests.helpers.launch import HANG_S
 from tests.helpers.stored_jobs import finish, put_job, serve_gang, start
+from tlora_megatron.cli.main import build_parser
 from tlora_megatron.cli.service.board import Board, Speeds, layout_words
 from tlora_megatron.cli.service.jobs import duration_words
+from tlora_megatron.cli.service.serve import open_http
+from tlora_megatron.cli.tables import JsonConsole
 from tlora_megatron.service.front import Place, listen
 from tlora_megatron.service.home import Home
+from tlora_megatron.service.logs import formatter
 from tlora_megatron.service.store import Progress, Store, StoreError
 
 
@@ -153,6 +159,37 @@ def test_without_a_terminal_it_prints_each_change_once(
         f"{name} starting -> running",
         f"{name} running -> finished",
     ]
+
+
+def test_a_log_in_json_holds_no_token(home: Home, store: Store) -> None:
+    words = ["serve", "--http", "0", "--sampler", "off", "--log-format", "json"]
+    said: list[str] = []
+    with open_http(build_parser().parse_args(words), home, store, said.append):
+        assert re.fullmatch(r"page: http://127\.0\.0\.1:\d+/", said[0])
+
+
+def test_a_log_in_json_is_an_object_a_line(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = put_job(store)
+    board = Board(store, JsonConsole(), "a service")
+    board.say_changes(0)
+    board.say("the store refuses to write")
+    change, trouble = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert {
+        "message": f"a ({job}) submitted",
+        "tenant": "ann",
+        "job": job,
+    }.items() <= change.items()
+    assert (trouble["level"], trouble["message"]) == ("info", "the store refuses to write")
+    broken = (ValueError, ValueError("x\ny"), None)
+    record = logging.LogRecord("tlora", logging.ERROR, "", 0, "got %d", (3,), broken)
+    found = json.loads(formatter("json", "").format(record))
+    assert (found["level"], found["message"], found["error"]) == (
+        "error",
+        "got 3",
+        "ValueError: x\ny",
+    )
 
 
 def test_it_goes_on_when_the_store_answers_again(

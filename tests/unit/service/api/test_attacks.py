@@ -23,14 +23,14 @@ from fastapi.testclient import TestClient
 
 from tests.helpers.http_service import Api, bearer, job, listening, posted, put_file
 from tests.helpers.launch import HANG_S
-from tlora_megatron.service.api import server
+from tlora_megatron.service.api import probes, server
 from tlora_megatron.service.front import Place
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.prepare.submission import PrepareRules, Refused, Submission
 from tlora_megatron.service.prepare.worker import validate
 from tlora_megatron.service.store import NewUpload
 
-PUBLIC = {"/", "/docs", "/openapi.json", "/api/v1/healthz"}
+PUBLIC = {"/", "/docs", "/openapi.json", "/api/v1/healthz", *probes.PATHS}
 """Paths that tell nothing of any tenant."""
 FILE = "file-0123456789abcdef01234567"
 

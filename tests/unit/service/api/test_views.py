@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import httpx
 import pytest
 
 from tests.helpers.http_service import Api, bearer, listening
-from tests.helpers.launch import HANG_S
+from tests.helpers.launch import HANG_S, REPO
 from tests.helpers.live_service import folder_in_memory
 from tests.helpers.shown_service import ShownService, shown_service
 from tests.helpers.stored_jobs import put_job
@@ -197,6 +198,8 @@ def test_prometheus_is_told_all_figures(busy: Api) -> None:
         'tlora_group_predicted_over_measured{gang="g1"}',
         "tlora_decide_seconds_count",
         "tlora_join_seconds_sum",
+        'tlora_checkpoint_age_seconds{tenant="ann"}',
+        'tlora_disk_bytes{state="free"}',
         'tlora_http_request_seconds_bucket{le="0.1",method="GET",route="/v1/cluster",status="2xx"}',
         'tlora_http_request_seconds_count{method="GET",route="/v1/curves/{job}",status="4xx"}',
         'tlora_http_request_seconds_count{method="GET",route="none",status="4xx"}',
@@ -206,6 +209,27 @@ def test_prometheus_is_told_all_figures(busy: Api) -> None:
     assert refused.status_code == 403
     assert "must have the scope scrape" in refused.json()["error"]["message"]
     assert client.get("/v1/cluster").status_code == 403, "a scraper sees no jobs"
+
+
+def test_the_dashboard_asks_for_all_figures_and_no_others(busy: Api) -> None:
+    ask(busy, "/v1/cluster")
+    text = busy.client("prom", ("scrape",)).get("/metrics").text
+    labels: dict[str, set[str]] = {}
+    for name, given in re.findall(r"^(tlora_\w+)(?:{(.*)})? ", text, re.MULTILINE):
+        labels.setdefault(name, set()).update(re.findall(r"(\w+)=", given))
+    shown = json.loads((REPO / "deploy/grafana.json").read_text())
+    asked = {one["expr"] for panel in shown["panels"] for one in panel["targets"]}
+    alerts = (REPO / "docs/operations.md").read_text()
+    for expression in asked | set(re.findall(r"`(\S*tlora_[^`]+)`", alerts)):
+        names = re.findall(r"tlora_\w+", expression)
+        assert set(names) <= set(labels), expression
+        used = set(re.findall(r"(\w+)[=!]", expression))
+        for words in re.findall(r"(?:by|ignoring) \((.*?)\)", expression):
+            used |= set(words.split(", "))
+        assert used <= set().union(*(labels[name] for name in names)), expression
+    families = set(re.findall(r"^# TYPE (tlora_\w+) ", text, re.MULTILINE))
+    families -= {"tlora_http_request_seconds_created"}
+    assert [name for name in families if not any(name in one for one in asked)] == []
 
 
 def test_a_service_that_nobody_serves(api: Api) -> None:

@@ -1,4 +1,4 @@
-"""What the page and Prometheus are shown of a service and its jobs, as who looks may see it."""
+"""What the page is shown of a service and its jobs, as who looks may see it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.history import last_rows
@@ -149,122 +144,3 @@ def read_curve(path: Path, points: int) -> list[Point]:
     size = -(-len(steps) // points)
     runs = [steps[begin : begin + size] for begin in range(0, len(steps), size)]
     return [Point(run[-1].step, sum(p.loss for p in run) / len(run)) for run in runs]
-
-
-_HTTP = CollectorRegistry()
-_LATENCY = Histogram(
-    "tlora_http_request_seconds",
-    "Time until an answer begins.",
-    ("method", "route", "status"),
-    buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5, 30),
-    registry=_HTTP,
-)
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-"""Clients may make up others, each of which would be kept for ever."""
-_TIMES = {
-    "decide": "Time that the policy took to decide.",
-    "join": "Time that the neighbours of a newcomer stood still.",
-    "start": "Time from a gang's start until its base was loaded.",
-}
-
-
-class Latencies:
-    """Notes how long each request waited for the beginning of its answer."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        begin_s = time.perf_counter()
-
-        async def noting(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                method = scope["method"] if scope["method"] in _METHODS else "other"
-                labels = (method, _route(scope), f"{message['status'] // 100}xx")
-                _LATENCY.labels(*labels).observe(time.perf_counter() - begin_s)
-            await send(message)
-
-        await self._app(scope, receive, noting)
-
-
-def _route(scope: Scope) -> str:
-    """The template of a request's path: paths hold ids, of which there is no end."""
-    if scope.get("route") is None:
-        return "none"
-    path = str(scope["path"])
-    for name, value in scope.get("path_params", {}).items():
-        before, found, after = path.rpartition(f"/{value}")
-        path = f"{before}/{{{name}}}{after}" if found else path
-    return path
-
-
-def exposition(service: Service, num_listeners: int) -> bytes:
-    """All figures of a service and of this process's requests."""
-    registry = CollectorRegistry()
-    registry.register(_Figures(service, num_listeners))
-    return bytes(generate_latest(registry) + generate_latest(_HTTP))
-
-
-class _Figures:
-    """Collects what the store shows at one moment."""
-
-    def __init__(self, service: Service, num_listeners: int) -> None:
-        self._facts = read_facts(service, frozenset())
-        self._jobs = service.store.jobs.unfinished()
-        self._num_listeners = num_listeners
-
-    def collect(self) -> Iterator[Metric]:
-        words = "1 while a controller gives signs of life."
-        yield _gauges("served", words, (), {(): self._facts.is_served})
-        words = "Open streams of the page."
-        yield _gauges("stream_listeners", words, (), {(): self._num_listeners})
-        words = "Jobs that are not over."
-        yield _gauges("jobs", words, ("tenant", "state"), dict(sorted(self._jobs.items())))
-        board, living = self._facts.board("cluster"), self._facts.living
-        used = self._facts.board("figures").get("gpus_used", 0) if living else 0
-        gpus = {
-            ("all",): sum(node["gpus"] for node in board.get("nodes", ())),
-            ("held",): sum(len(gang.spec.gpus) for gang in living),
-            ("used",): used,
-            ("set_aside",): len(board.get("set_aside", ())),
-        }
-        words = "GPUs that there are, that gangs hold, that train."
-        yield _gauges("gpus", words, ("state",), gpus)
-        yield from _groups(self._facts.board("groups").get("groups", ()))
-        figures = self._facts.board("figures")
-        for name, words in _TIMES.items():
-            tally = figures.get(name, {})
-            count, total = tally.get("count", 0), tally.get("sum_s", 0.0)
-            found = f"tlora_{name}_seconds"
-            yield SummaryMetricFamily(found, words, count_value=count, sum_value=total)
-
-
-def _groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
-    states = Counter((group["state"],) for group in groups)
-    yield _gauges("groups", "Gangs that live.", ("state",), dict(sorted(states.items())))
-    members = {(group["gang"],): len(group["members"]) for group in groups}
-    yield _gauges("group_members", "Jobs of each gang.", ("gang",), members)
-    speeds = {
-        (group["gang"], kind): group[f"{kind}_tokens_per_s"]
-        for group in groups
-        for kind in ("measured", "predicted")
-        if group[f"{kind}_tokens_per_s"] is not None
-    }
-    yield _gauges("group_tokens_per_second", "Speed of each gang.", ("gang", "kind"), speeds)
-    ratios = {
-        (gang,): speeds[gang, "predicted"] / speed
-        for (gang, kind), speed in speeds.items()
-        if kind == "measured" and speed and speeds.get((gang, "predicted"))
-    }
-    words = "Predicted over measured speed."
-    yield _gauges("group_predicted_over_measured", words, ("gang",), ratios)
-
-
-def _gauges(name: str, words: str, labels: tuple[str, ...], values: Mapping[Any, float]) -> Metric:
-    found = GaugeMetricFamily(f"tlora_{name}", words, labels=labels)
-    for of, value in values.items():
-        found.add_metric(of, value)
-    return found

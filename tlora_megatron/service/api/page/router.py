@@ -18,13 +18,13 @@ from importlib.resources import files
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
-from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from fastapi.responses import HTMLResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from tlora_megatron.service.api.gate import Caller, Reader, Scraper, missing, too_many_streams
+from tlora_megatron.service.api.figures import LISTENERS
+from tlora_megatron.service.api.gate import Caller, Reader, missing, too_many_streams
 from tlora_megatron.service.api.page import views
-from tlora_megatron.service.api.page.facts import Facts, Viewer, exposition, read_curve, read_facts
+from tlora_megatron.service.api.page.facts import Facts, Viewer, read_curve, read_facts
 from tlora_megatron.service.api.page.views import PARTS, decision_page, jobs_of
 from tlora_megatron.service.api.service import STREAM_HEADERS, Service, happens
 from tlora_megatron.service.store import NotFound, StoreError
@@ -97,10 +97,6 @@ class Watching:
         self._task: asyncio.Task[None] | None = None
         self._revoked: frozenset[str] = frozenset()
 
-    @property
-    def num_listeners(self) -> int:
-        return sum(sight.listeners for sight in self._sights.values())
-
     def check_room(self, viewer: Viewer) -> None:
         sight = self._sights.get((viewer.tenant, viewer.sees_all))
         if sight is not None and sight.listeners >= MOST_STREAMS:
@@ -111,6 +107,7 @@ class Watching:
         key = (viewer.tenant, viewer.sees_all)
         sight = self._sights.setdefault(key, _Sight(viewer))
         sight.listeners += 1
+        LISTENERS.inc()
         try:
             if self._task is None or self._task.done():
                 self._changed = asyncio.Event()
@@ -127,6 +124,7 @@ class Watching:
             yield b"event: revoked\ndata: {}\n\n"
         finally:
             sight.listeners -= 1
+            LISTENERS.dec()
             if not sight.listeners:
                 self._sights.pop(key, None)
 
@@ -238,12 +236,6 @@ def router(service: Service) -> APIRouter:
     @routes.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def index() -> HTMLResponse:
         return HTMLResponse(page(), headers=HEADERS)
-
-    @routes.get("/metrics", response_class=PlainTextResponse, tags=["metrics"])
-    async def metrics(caller: Scraper) -> PlainTextResponse:
-        """All figures, for Prometheus. Takes a token of the scope `scrape` or `admin`."""
-        text = await service.read(exposition, service, watching.num_listeners)
-        return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
     @routes.get("/v1/stream")
     async def stream(caller: Reader, mine: Mine = False) -> StreamingResponse:
