@@ -9,17 +9,22 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING, BinaryIO
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
 
-from tlora_megatron.service.api.gate import ApiError, refused
-from tlora_megatron.service.home import Home, make_folder
-from tlora_megatron.service.store import NewUpload
+from tlora_megatron.service.api.gate import ApiError, Caller, refused
+from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.home import make_folder
+from tlora_megatron.service.store import NewUpload, Upload
 from tlora_megatron.training.data.rows import parse_row
 
 if TYPE_CHECKING:
@@ -80,9 +85,12 @@ _MOST_PARTS = 16
 
 
 class FormReader:
-    """Reads the form of one request of this content type; `on_data` takes the file's bytes."""
+    """Reads the form of one request of this content type; `on_data` takes the file's bytes.
 
-    def __init__(self, content_type: str, on_data: Callable[[bytes], None]) -> None:
+    The file is in a field of this name; `fields` holds the others.
+    """
+
+    def __init__(self, content_type: str, field: str, on_data: Callable[[bytes], None]) -> None:
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary:
@@ -91,7 +99,8 @@ class FormReader:
             )
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
-        """File name in the field `file`; None: there was none."""
+        """Name of the file; None: there was none."""
+        self._field = field
         self._on_data = on_data
         self._name = self._header = self._value = b""
         self._disposition = b""
@@ -122,7 +131,8 @@ class FormReader:
         if not self._ended:
             raise ValueError("the body must end with its boundary, got one that was cut")
         if self.filename is None:
-            raise ValueError("file must be given: a part of the form with a file's name")
+            rule = "must be given: a part of the form with a file's name"
+            raise ValueError(f"{self._field} {rule}")
 
     def _on_part_begin(self) -> None:
         self._disposition = self._value = b""
@@ -144,7 +154,7 @@ class FormReader:
     def _on_headers_finished(self) -> None:
         _, options = parse_options_header(self._disposition)
         self._name = options.get(b"name", b"")
-        self._is_file = self._name == b"file" and b"filename" in options
+        self._is_file = self._name == self._field.encode() and b"filename" in options
         if self._is_file:
             if self.filename is not None:
                 raise ValueError("a form must hold one file, got two")
@@ -171,6 +181,8 @@ class FormReader:
 
 PURPOSE = "fine-tune"
 LARGEST_FILE = 2**30
+AT_ONCE = 16
+"""Files of a tenant on their way: until they are there, none counts for the others' limit."""
 _PARTIAL = ".partial-"
 _LEFT_S = 86400.0
 """No upload takes as long: what a killed process has left is removed."""
@@ -179,80 +191,156 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Arrival:
-    """A file on its way into a tenant's folder; it has no name there before it is whole."""
+    """Bytes on their way into a file, which has no name in its folder before it is whole.
 
-    def __init__(self, home: Home, tenant: str, content_type: str, most_bytes: int) -> None:
-        self.id = f"file-{secrets.token_hex(12)}"
-        self._path = home.upload(tenant, self.id)
-        folder = make_folder(self._path.parent)
-        for path in folder.glob(f"{_PARTIAL}*"):
+    Args:
+        path: what it becomes.
+        most_bytes: that it may have.
+        lines: checks them while they arrive; None = they are a part of a file.
+    """
+
+    def __init__(self, path: Path, most_bytes: int, lines: LineCheck | None = None) -> None:
+        folder = make_folder(path.parent)
+        for left in folder.glob(f"{_PARTIAL}*"):
             with suppress(OSError):
-                if time.time() - path.stat().st_mtime > _LEFT_S:
-                    path.unlink()
-        self._partial = folder / f"{_PARTIAL}{self.id}"
-        self._most_bytes = min(LARGEST_FILE, most_bytes)
-        self._size = 0
+                if time.time() - left.stat().st_mtime > _LEFT_S:
+                    left.unlink()
+        self.path = path
+        self.size = 0
+        self._partial = folder / f"{_PARTIAL}{path.name}"
+        self._most_bytes = most_bytes
         self._digest = hashlib.sha256()
-        self._lines = LineCheck("file")
-        self._form = FormReader(content_type, self._take)
+        self._lines = lines
         self._file: BinaryIO = open(os.open(self._partial, _NEW, 0o600), "wb")  # noqa: SIM115
 
-    def feed(self, part: bytes) -> None:
+    def take(self, data: bytes) -> None:
         """Takes the next bytes; raises `ApiError` or `ValueError` if they are refused."""
-        self._form.feed(part)
+        self.size += len(data)
+        if self.size > self._most_bytes:
+            raise refused("file", f"have at most {self._most_bytes:,} bytes", "more", status=413)
+        if self._lines is not None:
+            self._lines.feed(data)
+        self._digest.update(data)
+        self._file.write(data)
 
-    def end(self) -> NewUpload:
-        """Checks the purpose, and what arrived as a whole, and gives the file its name."""
-        self._form.end()
-        fields = dict(self._form.fields)
-        purpose = fields.pop("purpose", None)
-        if purpose != PURPOSE:
-            raise refused("purpose", f"be {PURPOSE}", purpose)
-        if fields:
-            name = next(iter(fields)).partition("[")[0]
-            raise ApiError(400, f"{name:.80} must be left out: files stay until they are deleted")
-        self._lines.end()
+    def end(self) -> None:
+        """Checks the lines as a whole, and gives the file its name."""
+        if self._lines is not None:
+            self._lines.end()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        os.rename(self._partial, self._path)
-        return NewUpload(
-            id=self.id,
-            name=_display_name(self._form.filename or ""),
-            purpose=purpose,
-            digest=self._digest.hexdigest(),
-            size=self._size,
-            facts={"rows": self._lines.rows, "kinds": self._lines.kinds},
-        )
+        os.rename(self._partial, self.path)
 
     def close(self) -> None:
         """Removes what did not become a file."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
 
-    def forget(self) -> None:
-        self._path.unlink(missing_ok=True)
+    def row(self, name: str, purpose: str = PURPOSE, **facts: Any) -> NewUpload:
+        """The row of what has ended, under a client's name for it."""
+        if self._lines is not None:
+            facts |= {"rows": self._lines.rows, "kinds": self._lines.kinds}
+        return NewUpload(
+            id=self.path.name,
+            name=_display_name(name),
+            purpose=purpose,
+            digest=self._digest.hexdigest(),
+            size=self.size,
+            facts=facts,
+        )
 
-    def _take(self, data: bytes) -> None:
-        self._size += len(data)
-        if self._size > self._most_bytes:
-            raise refused("file", f"have at most {self._most_bytes:,} bytes", "more", status=413)
-        self._lines.feed(data)
-        self._digest.update(data)
-        self._file.write(data)
+
+class Room(NamedTuple):
+    """What a tenant may send."""
+
+    most_bytes: int
+    besides: int
+    """Bytes that APIs keep for it beside its files."""
 
 
-async def receive(arrival: Arrival, parts: AsyncIterator[bytes]) -> NewUpload:
-    """Takes a whole request, or raises `ApiError`; checks and writes beside the event loop."""
+class Incoming:
+    """What tenants send: counted while it comes, and held to their limits."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._counts: Counter[str] = Counter()
+
+    @contextmanager
+    def one(self, caller: Caller) -> Iterator[None]:
+        """Counts one more while it comes; refuses one too many."""
+        if self._counts[caller.tenant] >= AT_ONCE:
+            rule = f"send at most {AT_ONCE} files at a time, got one more: try again when some are"
+            raise ApiError(429, f"a tenant must {rule} there", headers={"Retry-After": "5"})
+        self._counts[caller.tenant] += 1
+        try:
+            yield
+        finally:
+            self._counts[caller.tenant] -= 1
+
+    async def room(self, caller: Caller, *, apart: int = 0) -> Room:
+        """The room that a tenant has left, where `apart` of its bytes do not count."""
+        service = self._service
+        held = await service.read(service.store.uploads.bytes_of, caller.tenant)
+        besides = await service.read(service.quota.beside_uploads, caller.tenant, fresh=True)
+        besides -= apart
+        return Room(max(0, caller.limits.upload_bytes - held - besides), besides)
+
+    def file(self, caller: Caller, room: Room) -> Arrival:
+        """A new training file of a tenant."""
+        return self.arrival(caller, min(LARGEST_FILE, room.most_bytes), LineCheck("file"))
+
+    def arrival(self, caller: Caller, most: int, lines: LineCheck | None = None) -> Arrival:
+        """A new file of a tenant."""
+        id = f"file-{secrets.token_hex(12)}"
+        return Arrival(self._service.home.upload(caller.tenant, id), most, lines)
+
+    async def keep(self, caller: Caller, new: NewUpload, room: Room) -> Upload:
+        """Writes the row of a file that is on the disk; if that is refused there is no file."""
+        add = partial(
+            self._service.store.uploads.add,
+            new,
+            tenant=caller.tenant,
+            most_bytes=caller.limits.upload_bytes,
+            besides=room.besides,
+        )
+        try:
+            return await self._service.change(add)
+        except BaseException:
+            self._service.home.upload(caller.tenant, new.id).unlink(missing_ok=True)
+            raise
+
+
+async def receive(arrival: Arrival, request: Request, field: str) -> FormReader:
+    """Takes a form's one file whole, or raises `ApiError`; checks and writes in a thread."""
+
+    def end() -> None:
+        form.end()
+        if field == "file":
+            check_fields(form.fields)
+        arrival.end()
+
     try:
-        async for part in parts:
+        form = FormReader(request.headers.get("content-type", ""), field, arrival.take)
+        async for part in request.stream():
             if part:
-                await run_in_threadpool(arrival.feed, part)
-        return await run_in_threadpool(arrival.end)
+                await run_in_threadpool(form.feed, part)
+        await run_in_threadpool(end)
+        return form
     except ValueError as error:
-        raise ApiError(400, str(error), param="file", code="invalid_file") from error
+        raise ApiError(400, str(error), param=field, code="invalid_file") from error
     finally:
         await run_in_threadpool(arrival.close)
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Refuses another purpose, and what would let a file go by itself."""
+    if fields.get("purpose") != PURPOSE:
+        raise refused("purpose", f"be {PURPOSE}", fields.get("purpose"))
+    for field in fields.keys() - {"purpose"}:
+        name = field.partition("[")[0][:80]
+        sentence = f"{name} must be left out: files stay until they are deleted"
+        raise ApiError(400, sentence, param=name, code="unsupported_parameter")
 
 
 def _display_name(name: str) -> str:
