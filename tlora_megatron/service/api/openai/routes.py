@@ -17,6 +17,7 @@ from tlora_megatron.service.api.openai.objects import (
     job_of_results,
     model_object,
     model_of,
+    no_model,
     page_object,
     results_csv,
     results_object,
@@ -149,12 +150,12 @@ def models_router(service: Service) -> APIRouter:
         try:
             job = service.store.jobs.find(split_model(model).job or "", tenant=caller.tenant)
         except NotFound:
-            raise missing("a model", model) from None
+            raise no_model(model) from None
         if job.state is JobState.FINISHED:
             for found in _adapters(service, [job]):
                 if model.startswith(found["id"]):
                     return {**found, "id": model}
-        raise missing("a model", model)
+        raise no_model(model)
 
     return routes
 

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tlora_megatron.config.sections import plain
 from tlora_megatron.runtime.sampling.values import SamplingParams
-from tlora_megatron.service.api.gate import ApiError, Caller, missing, refused
+from tlora_megatron.service.api.gate import ApiError, Caller, refused
 from tlora_megatron.service.api.native.jobs import own_job
-from tlora_megatron.service.api.openai.objects import split_model
+from tlora_megatron.service.api.openai.objects import no_model, split_model
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.prepare.submission import base_key
 from tlora_megatron.service.settings import base_of_job
@@ -48,7 +48,7 @@ def find_model(service: Service, caller: Caller, name: str) -> Model:
     try:
         job = own_job(service, asked.job or name, caller.tenant)
     except ApiError:
-        raise missing("model", name) from None
+        raise no_model(name) from None
     folder = _adapter(service, job) if asked.step is None else _saved(service, job, asked.step)
     step = job.step if asked.step is None else asked.step
     base_name, version = base_of_job(service.home, job.id), f"{job.id}@step-{step}"

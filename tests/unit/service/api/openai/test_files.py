@@ -18,7 +18,13 @@ from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.sections import read_job
 from tlora_megatron.service.api.gate import ApiError
 from tlora_megatron.service.api.openai import parts, uploads
-from tlora_megatron.service.api.openai.submitting import Asked, check_request, job_entry, numbers_of
+from tlora_megatron.service.api.openai.submitting import (
+    Asked,
+    Start,
+    check_request,
+    job_entry,
+    numbers_of,
+)
 from tlora_megatron.service.store import TenantLimits
 
 
@@ -195,8 +201,8 @@ def test_lines_are_checked_however_they_are_cut() -> None:
 def spec_of(**body: Any) -> JobSpec:
     asked = Asked(model="base", training_file="file-a", **body)
     check_request(asked)
-    numbers = numbers_of(asked)
-    return read_job(job_entry(asked, numbers, name="a", train="t", validation=None), None)
+    entry = job_entry(asked, numbers_of(asked), Start("base"), name="a", train="t", validation=None)
+    return read_job(entry, None)
 
 
 def supervised(**numbers: Any) -> dict[str, Any]:
