@@ -40,6 +40,10 @@ class SamplingParams:
     top_k: int | None = None
     """None = all tokens"""
     top_p: float = 1.0
+    presence_penalty: float = 0.0
+    """taken from the logit of every token that the sequence has generated"""
+    frequency_penalty: float = 0.0
+    """taken from it as often as the token was generated"""
     seed: int | None = None
     """None = drawn for each request"""
     stop: tuple[str, ...] = ()
@@ -54,6 +58,9 @@ class SamplingParams:
             _check(name, f"at least {least}", value, value is None or value >= least)
         _check("temperature", "between 0 and 100", self.temperature, 0 <= self.temperature <= 100)
         _check("top_p", "above 0 and at most 1", self.top_p, 0 < self.top_p <= 1)
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(name, "between -2 and 2", value, -2 <= value <= 2)
         _check("stop", "texts that are not empty", list(self.stop), all(self.stop))
         most = MOST_TOP_LOGPROBS
         held = 0 <= self.top_logprobs <= most

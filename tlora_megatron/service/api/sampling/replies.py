@@ -5,15 +5,17 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt, TopLogprobs
 from tlora_megatron.service.api.sampling.bodies import Model
+from tlora_megatron.service.api.sampling.calls import Turn
 from tlora_megatron.service.sampling.sampler import Sampler
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+ReadCalls = Callable[[Sequence[int]], Awaitable[Turn | None]]
 Scored = tuple[Sequence[int], Sequence[float | None], Sequence[TopLogprobs | None]]
 """Tokens, their log-probabilities, and the likeliest ones in their places; the last may be empty"""
 
@@ -176,22 +178,45 @@ class CompletionForm(Form):
 
 
 class ChatForm(Form):
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`; `read_calls` finds calls in whole texts, where tools are offered."""
 
     _prefix = "chatcmpl"
     _objects = ("chat.completion", "chat.completion.chunk")
 
+    def __init__(
+        self, model: Model, names: TokenNames, wants_logprobs: bool, read_calls: ReadCalls | None
+    ) -> None:
+        super().__init__(model, names, wants_logprobs)
+        self._read_calls = read_calls
+        self._held: dict[int, list[Piece]] = {}
+        """Pieces of each choice: where there may be calls, its text is told at its end."""
+
+    async def _told(self, tokens: Sequence[int], text: str) -> dict[str, Any]:
+        """Content and calls of a message."""
+        turn = None if self._read_calls is None else await self._read_calls(tokens)
+        if turn is None:
+            return {"content": text}
+        calls = [
+            {
+                **{"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function"},
+                "function": call._asdict(),
+            }
+            for number, call in enumerate(turn.calls)
+        ]
+        return {"content": turn.content or None, "tool_calls": calls}
+
     async def whole(self, index: int, prompt: int, answer: Answer) -> dict[str, Any]:
         (sequence,) = answer.sequences
+        told = await self._told(sequence.tokens, sequence.text)
         logprobs = None
         if self._wants_logprobs:
             scored = (sequence.tokens, sequence.logprobs, sequence.top_logprobs)
             logprobs = await self._names.for_chat(scored)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": sequence.text, "refusal": None},
+            "message": {"role": "assistant", "refusal": None, **told},
             "logprobs": logprobs,
-            "finish_reason": sequence.stop_reason,
+            "finish_reason": "tool_calls" if "tool_calls" in told else sequence.stop_reason,
         }
 
     async def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -199,11 +224,19 @@ class ChatForm(Form):
         if self._wants_logprobs:
             scored = (piece.tokens, piece.logprobs, piece.top_logprobs)
             logprobs = await self._names.for_chat(scored)
+        told: dict[str, Any] = {"content": piece.text}
+        if self._read_calls is not None:
+            held = self._held.setdefault(index, [])
+            held.append(piece)
+            told = {}
+            if piece.stop_reason is not None:
+                tokens = [token for one in held for token in one.tokens]
+                told = await self._told(tokens, "".join(one.text for one in held))
         return {
             "index": index,
-            "delta": {"content": piece.text},
+            "delta": told,
             "logprobs": logprobs,
-            "finish_reason": piece.stop_reason,
+            "finish_reason": "tool_calls" if "tool_calls" in told else piece.stop_reason,
         }
 
     def opening(self, index: int) -> dict[str, Any] | None:
