@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -26,7 +27,7 @@ from tlora_megatron.service.api.openai.objects import (
 from tlora_megatron.service.api.openai.uploads import (
     PURPOSE,
     Incoming,
-    receive,
+    read_form,
 )
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.history import History
@@ -39,11 +40,8 @@ def files_router(service: Service, incoming: Incoming) -> APIRouter:
     @routes.post("")
     async def create(request: Request, caller: Submitter) -> dict[str, Any]:
         """Takes a file of JSON lines, as `multipart/form-data` with `purpose=fine-tune`."""
-        with incoming.one(caller):
-            room = await incoming.room(caller)
-            arrival = await service.read(incoming.file, caller, room)
-            form = await receive(arrival, request, "file")
-            return file_object(await incoming.keep(caller, arrival.row(form.filename or ""), room))
+        write = partial(read_form, request, "file")
+        return file_object(await incoming.take(caller, write))
 
     @routes.get("")
     def page(

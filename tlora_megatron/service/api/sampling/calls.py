@@ -61,7 +61,7 @@ class CallForm:
         same = takewhile(lambda both: both[0] == both[1], zip(*texts, strict=False))
         turn = texts[1][len(list(same)) :]
         opening, found, rest = turn.partition(_NAME)
-        start = rest.rfind("{", 0, rest.find(*_ARGUMENTS))
+        start = rest.rfind("{", 0, rest.find(next(iter(_ARGUMENTS))))
         arguments, end = _object(rest[start:]) if found and start >= 0 else ({}, 0)
         if arguments != _ARGUMENTS or not opening.strip():
             rule = "be left out: the base's chat template writes no call as a name and JSON"
