@@ -306,7 +306,7 @@ def gather(prompts: Sequence[Prompt], pieces: Iterable[Piece]) -> list[Answer]:
         own = scores.get(number)
         answers.append(
             Answer(
-                sequences=tuple(_sampled(parts[number, sample]) for sample in range(wanted)),
+                sequences=tuple(joined(parts[number, sample]) for sample in range(wanted)),
                 prompt_logprobs=own.logprobs if own and prompt.prompt_logprobs else None,
                 top_prompt_logprobs=own.top if own and prompt.top_prompt_logprobs else None,
             )
@@ -314,7 +314,8 @@ def gather(prompts: Sequence[Prompt], pieces: Iterable[Piece]) -> list[Answer]:
     return answers
 
 
-def _sampled(pieces: Sequence[Piece]) -> Sampled:
+def joined(pieces: Sequence[Piece]) -> Sampled:
+    """A sequence of all its pieces."""
     last = pieces[-1]
     assert last.stop_reason is not None, "a sequence has an end"
     return Sampled(

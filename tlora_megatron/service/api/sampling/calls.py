@@ -10,77 +10,71 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 from tlora_megatron.service.api.gate import ApiError
 from tlora_megatron.service.sampling.sampler import Sampler
 
-_NAME, _ARGUMENTS = "tlora_name", {"tlora_key": "tlora_value"}
-_CALL = {"name": _NAME, "arguments": _ARGUMENTS}
-_ASKED: Mapping[str, Any] = {"role": "user", "content": "tlora_question"}
-_ANSWER: Mapping[str, Any] = {
-    **{"role": "assistant", "content": ""},
-    "tool_calls": [{"id": "tloracall", "type": "function", "function": _CALL}],
-}
-
-
-class Call(NamedTuple):
-    """A call of a tool."""
-
-    name: str
-    arguments: str
-    """JSON of an object, as it was generated."""
-
-
-class Turn(NamedTuple):
-    """An answer in parts."""
-
-    content: str
-    """What stands before the calls."""
-    calls: tuple[Call, ...]
+_NAME, _KEY, _VALUE = "tlora_name", "tlora_key", "tlora_value"
+_CALL = {"name": _NAME, "arguments": {_KEY: _VALUE}}
+_CHAT: Sequence[Mapping[str, Any]] = (
+    {"role": "user", "content": "tlora_question"},
+    {
+        **{"role": "assistant", "content": ""},
+        "tool_calls": [{"id": "tloracall", "type": "function", "function": _CALL}],
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
-class CallForm:
-    """The texts around a call: before its name, between name and arguments, and behind these."""
+class CallReader:
+    """Reads the answers of one base to a request with tools."""
 
+    sampler: Sampler
+    base: str
+    names: Collection[str]
+    """Of the tools."""
     opening: str
+    """Stands before a call's name."""
     between: str
+    """Stands between name and arguments."""
     tail: str
-    """With all that follows when the turn is over."""
+    """Stands behind these, with all that follows when the turn is over."""
 
     @classmethod
     async def learn(
         cls, sampler: Sampler, base: str, tools: Sequence[Mapping[str, Any]]
-    ) -> CallForm:
-        """Reads them off a base's template; raises `ApiError` if it writes calls otherwise."""
+    ) -> CallReader:
+        """Reads the form of calls off a base's template; `ApiError` if it writes them otherwise."""
         texts = [
             await sampler.decode(base, await sampler.encode(base, messages, tools=tools))
-            for messages in ([_ASKED], [_ASKED, _ANSWER])
+            for messages in (_CHAT[:1], _CHAT)
         ]
         same = takewhile(lambda both: both[0] == both[1], zip(*texts, strict=False))
-        turn = texts[1][len(list(same)) :]
-        opening, found, rest = turn.partition(_NAME)
-        start = rest.rfind("{", 0, rest.find(next(iter(_ARGUMENTS))))
-        arguments, end = _object(rest[start:]) if found and start >= 0 else ({}, 0)
-        if arguments != _ARGUMENTS or not opening.strip():
+        opening, _, rest = texts[1][len(list(same)) :].partition(_NAME)
+        start = rest.rfind("{", 0, max(0, rest.find(_KEY)))
+        arguments, end = _object(rest[start:])
+        if arguments != _CALL["arguments"] or not opening.strip():
             rule = "be left out: the base's chat template writes no call as a name and JSON"
             raise ApiError(400, f"tools must {rule}", param="tools", code="unsupported_parameter")
-        return cls(opening.lstrip(), rest[:start], rest[start + end :])
+        names = {tool["function"]["name"] for tool in tools}
+        return cls(sampler, base, names, opening.lstrip(), rest[:start], rest[start + end :])
 
-    def read(self, text: str, names: Collection[str]) -> Turn | None:
-        """The calls of tools of these names in an answer; None if it is a text alone."""
+    async def read(self, tokens: Sequence[int]) -> tuple[str, list[dict[str, str]]] | None:
+        """The text before the calls, and name and arguments of each; None if it is a text alone."""
+        text = await self.sampler.decode(self.base, tokens)
         content, found, rest = text.partition(self.opening)
-        calls: list[Call] = []
+        calls: list[dict[str, str]] = []
         while found:
             name, _, rest = rest.partition(self.between)
             arguments, end = _object(rest)
             after, found, following = rest[end:].partition(self.opening)
-            if name not in names or arguments is None or not self.tail.startswith(after.rstrip()):
+            is_call = name in self.names and arguments is not None
+            if not is_call or not self.tail.startswith(after.rstrip()):
                 return None
-            calls.append(Call(name, rest[:end]))
+            calls.append({"name": name, "arguments": rest[:end]})
             rest = following
-        return Turn(content.strip(), tuple(calls)) if calls else None
+        return (content.strip(), calls) if calls else None
 
 
 def _object(text: str) -> tuple[dict[str, Any] | None, int]:

@@ -22,7 +22,7 @@ from tlora_megatron.service.api.sampling.bodies import (
     SamplingBody,
     find_model,
 )
-from tlora_megatron.service.api.sampling.calls import CallForm, Turn
+from tlora_megatron.service.api.sampling.calls import CallReader
 from tlora_megatron.service.api.sampling.replies import ChatForm, CompletionForm, Form, TokenNames
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.sampling.sampler import (
@@ -99,17 +99,10 @@ class _Asked:
     async def chat(self, body: ChatBody) -> Any:
         with _sentences(self._model):
             sampler, base, tools = self._sampler, self._model.base, body.offered
-            calls = await CallForm.learn(sampler, base, tools) if tools else None
-            names = [tool["function"]["name"] for tool in tools]
-
-            async def read_calls(answer: Sequence[int]) -> Turn | None:
-                assert calls is not None, "tools are offered"
-                return calls.read(await sampler.decode(base, answer), names)
-
+            calls = await CallReader.learn(sampler, base, tools) if tools else None
             tokens = await sampler.encode(base, body.conversation, tools=tools)
             prompts = [self._prompt(body, tokens, body.chosen)]
-            reader = read_calls if tools else None
-            form = ChatForm(self._model, self._names, bool(body.logprobs), reader)
+            form = ChatForm(self._model, self._names, bool(body.logprobs), calls)
             return await self._reply(body, prompts, form)
 
     def _prompt(self, body: SamplingBody, tokens: Sequence[int], params: Any) -> Prompt:

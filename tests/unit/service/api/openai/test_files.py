@@ -163,7 +163,7 @@ def test_parts_are_refused_and_given_up(
         ),
         (
             {"purpose": "x" * 2000},
-            "must be multipart/form-data, got Part exceeded maximum size of 1KB",
+            "got Part exceeded maximum size of 1KB",
         ),
     ],
 )
