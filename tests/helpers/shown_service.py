@@ -84,6 +84,8 @@ class ShownService:
             for at in range(self._told.get(job, 0) + 1, step + 1):
                 row = {"step": at, "loss": loss_at(number, at), "tokens": TOKENS}
                 file.write(json.dumps(row) + "\n")
+                if at % 50 == 0:
+                    file.write(json.dumps({"step": at, "eval_loss": 0.1 + row["loss"]}) + "\n")
         self._told[job] = step
         report = Progress(job=job, step=step, tokens=step * TOKENS, loss=loss_at(number, step))
         self.live.store.jobs.progress([report])

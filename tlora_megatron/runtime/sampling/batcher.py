@@ -25,6 +25,7 @@ from tlora_megatron.runtime.sampling.tracks import (
     Track,
     choose,
     log_probabilities,
+    penalise,
     top_of,
 )
 from tlora_megatron.runtime.sampling.values import (
@@ -266,7 +267,7 @@ class Batcher:
             return
         params = [track.request.prompt.params for track in tracks]
         draws = [track.draws for track in tracks if track.draws is not None]
-        chosen = choose(logits_nV, params, draws)
+        chosen = choose(penalise(logits_nV, tracks), params, draws)
         logprobs_nV = log_probabilities(logits_nV)
         index = torch.tensor(chosen, device=logits_nV.device)[:, None]
         logprobs = logprobs_nV.gather(1, index)[:, 0].tolist()

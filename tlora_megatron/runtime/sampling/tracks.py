@@ -9,6 +9,7 @@ Shapes: n sequences, V tokens of the vocabulary.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -161,3 +162,18 @@ class Track:
     def num_new(self) -> int:
         """Tokens that were generated."""
         return len(self.tokens) - len(self.request.prompt.tokens)
+
+
+def penalise(logits_nV: Tensor, tracks: Sequence[Track]) -> Tensor:
+    """Logits less the penalties of the tokens that each sequence has generated."""
+    found_nV = logits_nV
+    for row, track in enumerate(tracks):
+        params = track.request.prompt.params
+        if track.num_new and (params.presence_penalty or params.frequency_penalty):
+            counts = Counter(track.tokens[-track.num_new :])
+            times = torch.tensor(list(counts.values()), dtype=torch.float32).to(logits_nV.device)
+            found_nV = logits_nV.clone() if found_nV is logits_nV else found_nV
+            found_nV[row, list(counts)] -= (
+                params.presence_penalty + params.frequency_penalty * times
+            )
+    return found_nV

@@ -40,6 +40,10 @@ class SamplingParams:
     top_k: int | None = None
     """None = all tokens"""
     top_p: float = 1.0
+    presence_penalty: float = 0.0
+    """taken from the logit of every token that the sequence has generated"""
+    frequency_penalty: float = 0.0
+    """taken from it as often as the token was generated"""
     seed: int | None = None
     """None = drawn for each request"""
     stop: tuple[str, ...] = ()
@@ -54,6 +58,9 @@ class SamplingParams:
             _check(name, f"at least {least}", value, value is None or value >= least)
         _check("temperature", "between 0 and 100", self.temperature, 0 <= self.temperature <= 100)
         _check("top_p", "above 0 and at most 1", self.top_p, 0 < self.top_p <= 1)
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(name, "between -2 and 2", value, -2 <= value <= 2)
         _check("stop", "texts that are not empty", list(self.stop), all(self.stop))
         most = MOST_TOP_LOGPROBS
         held = 0 <= self.top_logprobs <= most
@@ -299,7 +306,7 @@ def gather(prompts: Sequence[Prompt], pieces: Iterable[Piece]) -> list[Answer]:
         own = scores.get(number)
         answers.append(
             Answer(
-                sequences=tuple(_sampled(parts[number, sample]) for sample in range(wanted)),
+                sequences=tuple(joined(parts[number, sample]) for sample in range(wanted)),
                 prompt_logprobs=own.logprobs if own and prompt.prompt_logprobs else None,
                 top_prompt_logprobs=own.top if own and prompt.top_prompt_logprobs else None,
             )
@@ -307,7 +314,8 @@ def gather(prompts: Sequence[Prompt], pieces: Iterable[Piece]) -> list[Answer]:
     return answers
 
 
-def _sampled(pieces: Sequence[Piece]) -> Sampled:
+def joined(pieces: Sequence[Piece]) -> Sampled:
+    """A sequence of all its pieces."""
     last = pieces[-1]
     assert last.stop_reason is not None, "a sequence has an end"
     return Sampled(

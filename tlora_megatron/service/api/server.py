@@ -40,6 +40,7 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 MOST_BYTES = 8 << 20
 MOST_BYTES_OF: Mapping[str, int] = {
     "/v1/files": (1 << 30) + (1 << 20),
+    "/v1/uploads": 65 << 20,
     "/api/v1/forward_backward": 65 << 20,
 }
 """Beginning of a path -> bytes of a body."""

@@ -126,9 +126,14 @@ class OwnSampler(Sampler):
                     told[key] += 1
                     yield piece
 
-    async def encode(self, base: str, text: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        name = "text" if isinstance(text, str) else "messages"
-        return (await self._ask_one(base, {"op": "encode", name: text}))["tokens"]
+    async def encode(
+        self,
+        base: str,
+        text: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        said = {"text": text} if isinstance(text, str) else {"messages": text, "tools": tools}
+        return (await self._ask_one(base, {"op": "encode", **said}))["tokens"]
 
     async def decode(self, base: str, tokens: Sequence[int]) -> str:
         return (await self._ask_one(base, {"op": "decode", "tokens": list(tokens)}))["text"]

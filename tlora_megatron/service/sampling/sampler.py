@@ -68,8 +68,13 @@ class Sampler:
         """Returns one answer a prompt."""
         return gather(prompts, [piece async for piece in self.stream(base, prompts)])
 
-    async def encode(self, base: str, text: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the tokens of a text, or of messages by the base's chat template.
+    async def encode(
+        self,
+        base: str,
+        text: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """Returns the tokens of a text, or of messages and tools by the base's chat template.
 
         What they ask for comes next: an assistant's turn is begun.
         """

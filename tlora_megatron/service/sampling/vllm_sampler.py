@@ -101,7 +101,12 @@ class VllmSampler(Sampler):
             for task in tasks:
                 task.cancel()
 
-    async def encode(self, base: str, text: str | Sequence[Mapping[str, Any]]) -> list[int]:
+    async def encode(
+        self,
+        base: str,
+        text: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         if isinstance(text, str):
             body: dict[str, Any] = {"prompt": text}
         else:
@@ -109,7 +114,7 @@ class VllmSampler(Sampler):
                 read_messages(text)  # vLLM passes over keys that it does not know
             except ValueError as error:
                 raise SamplingRefused(str(error)) from error
-            body = {"messages": list(text)}
+            body = {"messages": list(text)} | ({"tools": list(tools)} if tools else {})
         answer = await self._post(base, "/tokenize", {"model": base, **body})
         return [int(token) for token in answer["tokens"]]
 

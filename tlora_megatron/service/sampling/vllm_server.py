@@ -35,6 +35,8 @@ def to_request(model: str, prompt: Prompt) -> dict[str, Any]:
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k or 0,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
         "seed": params.seed,
         "stop": list(params.stop),
         "stop_token_ids": list(params.stop_tokens),

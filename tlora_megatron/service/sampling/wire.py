@@ -2,8 +2,8 @@
 
 A connection carries one request, `{"op": ..., ...}`, and is closed to take it back. `generate`,
 with `prompts` and `seed`, is answered by `{"piece": ...}` for each piece and `{"done": true}`;
-`encode`, with `text` or `messages`, by `{"tokens": [...]}`; `decode`, with `tokens` and `each`, by
-`text` or `texts`. `{"error": SENTENCE}` may take an answer's place.
+`encode`, with `text` or `messages` and `tools`, by `{"tokens": [...]}`; `decode`, with `tokens` and
+`each`, by `text` or `texts`. `{"error": SENTENCE}` may take an answer's place.
 """
 
 from __future__ import annotations

@@ -157,6 +157,25 @@ def test_end_tokens_stop_texts_and_lengths() -> None:
     assert text == "b"
 
 
+class Constant(Counting):
+    """A model that likes two tokens, whatever comes before."""
+
+    def logits(self, hidden_nH: torch.Tensor) -> torch.Tensor:
+        logits_nV = torch.zeros(len(hidden_nH), VOCAB_SIZE)
+        logits_nV[:, 5], logits_nV[:, 6] = 1.0, 0.8
+        return logits_nV
+
+
+def test_penalties_are_of_generated_tokens_and_log_probabilities_the_model_s() -> None:
+    asked = Asked(make(Constant()))
+    for fields in ({}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}):
+        asked.ask(5, max_tokens=4, **fields)
+    asked.finish()
+    assert [asked.tokens(n) for n in range(3)] == [[5, 5, 5, 5], [5, 6, 5, 5], [5, 6, 5, 6]]
+    pieces = [piece for piece in asked.told if isinstance(piece, Piece)]
+    assert len({(*piece.tokens, *piece.logprobs) for piece in pieces}) == 2
+
+
 @pytest.mark.parametrize(("rows", "most_new"), [(4000, 30), (200, 6), (64, 1)])
 def test_no_length_means_what_the_base_and_a_part_of_the_memory_have(
     rows: int, most_new: int

@@ -7,16 +7,28 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from openai import OpenAI
 
 from tests.helpers.http_service import BASE, Api, bearer, listening
+from tests.helpers.tiny_tokenizer import (
+    EOS_ID,
+    NO_CALLS_TEMPLATE,
+    TOOL,
+    TOOLS_TEMPLATE,
+    byte_ids,
+    tiny_tokenizer,
+)
 from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.runtime.sampling.batcher import Words
 from tlora_megatron.runtime.sampling.values import Piece, Prompt
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.sampling.own import OwnSampler
+from tlora_megatron.service.sampling.process import SamplingProcess
 from tlora_megatron.service.sampling.sampler import (
     Sampler,
     SamplerBusy,
@@ -94,11 +106,103 @@ def test_harmless_fields_are_passed_over(api: Api, sampler: Scripted) -> None:
 
 
 def test_what_is_not_there_is_refused_by_name(api: Api) -> None:
-    fields = {"tools": [{}], "best_of": 2, "presence_penalty": 1, "nonsense": 1}
+    fields = {"tools": [{}], "best_of": 2, "presence_penalty": 3, "nonsense": 1}
     for name, value in fields.items():
         answer = api.client().post("/v1/completions", json=request(9, **{name: value}))
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == name
+
+
+class Calling(Sampler):
+    """Answers by the tokenizer that a process of ours would have, always the same."""
+
+    def __init__(self, answer: str, template: str = TOOLS_TEMPLATE) -> None:
+        self.answer, self.asked = answer, ""
+        words = Words(
+            tokenizer=tiny_tokenizer(chat_template=template),
+            eos=frozenset(),
+            vocab_size=300,
+            max_positions=4096,
+        )
+        self.process = SamplingProcess(SimpleNamespace(words=words), 1.0)  # type: ignore[arg-type]
+
+    async def encode(self, base: str, text: Any, tools: Any = ()) -> list[int]:
+        return self.process._encode({"messages": text, "tools": tools})
+
+    async def decode(self, base: str, tokens: Sequence[int]) -> str:
+        return str(self.process._decode({"tokens": tokens})["text"])
+
+    async def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
+        self.asked = await self.decode(base, prompts[0].tokens)
+        for letter in self.answer:
+            yield Piece(prompt=0, tokens=tuple(byte_ids(letter)), logprobs=(-1.0,), text=letter)
+        yield Piece(prompt=0, tokens=(EOS_ID,), logprobs=(-1.0,), stop_reason="stop")
+
+    async def close(self) -> None: ...
+
+
+CHAT = {"model": BASE, "messages": [{"role": "user", "content": "Rome?"}], "tools": [TOOL]}
+
+
+def call(name: str, arguments: str) -> str:
+    return f'{{"name": "{name}", "arguments": {arguments}}}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        ("Sunny.", "Sunny.", []),
+        ("I look. " + call("get_weather", '{"city": "Rome"}'), "I look.", ['{"city": "Rome"}']),
+        (call("get_weather", "{}") + call("get_weather", '{"a": 1}'), None, ["{}", '{"a": 1}']),
+        (call("launch", "{}"), call("launch", "{}"), []),
+        (call("get_weather", "[1]"), call("get_weather", "[1]"), []),
+        (call("get_weather", "{}") + " or so", call("get_weather", "{}") + " or so", []),
+    ],
+)
+def test_calls_of_tools_are_read_as_the_template_writes_them(
+    api: Api, answer: str, content: str | None, calls: list[str]
+) -> None:
+    api.service.sampler = sampler = Calling(answer)
+    with listening(api.app) as address, OpenAI(base_url=f"{address}/v1", api_key=api.token()) as ai:
+        (whole,) = ai.chat.completions.create(**CHAT).choices
+        chunks = list(ai.chat.completions.create(**CHAT, stream=True))
+    assert '"name": "get_weather"' in sampler.asked
+    assert whole.finish_reason == ("tool_calls" if calls else "stop")
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    told = "".join(delta.content or "" for delta in deltas) or None
+    assert (whole.message.content, told) == (content, content)
+    streamed = [one for delta in deltas for one in delta.tool_calls or ()]
+    for found in (whole.message.tool_calls or [], streamed):
+        assert [one.function.arguments for one in found] == calls
+    assert chunks[-1].choices[0].finish_reason == whole.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "no call can be forced"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "calls are not counted"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]},
+            "tools[0].function.strict",
+            "arguments are not held to a schema",
+        ),
+        ({"response_format": {"type": "json_object"}}, "response_format", "held to a format"),
+        ({"top_logprobs": 2}, "top_logprobs", "must come with logprobs: true"),
+        ({"messages": []}, "messages", "messages is refused"),
+        ({}, None, "must be written by the chat template"),
+    ],
+)
+def test_what_answers_cannot_be_held_to_is_refused(
+    api: Api, fields: dict[str, Any], param: str | None, told: str
+) -> None:
+    api.service.sampler = Calling("", NO_CALLS_TEMPLATE)
+    answer = api.client().post("/v1/chat/completions", json=CHAT | fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (
+        400, "invalid_request_error", param,
+    )  # fmt: skip
+    assert told in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

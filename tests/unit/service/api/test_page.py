@@ -54,9 +54,15 @@ def wait_for(page: Page, selector: str) -> None:
     page.locator(selector).first.wait_for()
 
 
-def overflow(page: Page) -> int:
-    """Pixels by which the page is wider than its window."""
-    return int(page.evaluate("document.documentElement.scrollWidth - innerWidth"))
+def cut(page: Page) -> list[str]:
+    """What is wider than the window, or than the element that holds it."""
+    wide = "e.scrollWidth > Math.min(innerWidth, e.clientWidth || innerWidth) + 1"
+    return list(
+        page.evaluate(
+            f"[...document.querySelectorAll('html, body *')].filter(e => {wide})"
+            ".map(e => e.tagName + '#' + e.id)"
+        )
+    )
 
 
 def picture(page: Page, name: str, height: int) -> None:
@@ -83,7 +89,10 @@ def test_an_admin_sees_queue_groups_machines_and_reasons(browser: Browser, site:
         reasons = page.locator("#decisions").inner_text()
         assert "1 job starts on 1 GPU: alone" in reasons
         assert "times as much as in turn" in reasons
-        assert overflow(page) <= 0
+        waits = page.locator("#jobs tr", has_text="wider-batch").inner_text()
+        assert "it asks for 4 GPUs, and 3 can be used now" in waits
+        assert page.locator("#jobs th").last.inner_text() == "duration"
+        assert cut(page) == []
         picture(page, "service_page", 1290)
 
 
@@ -94,7 +103,7 @@ def test_markup_in_a_name_is_text(browser: Browser, site: Site) -> None:
         assert page.locator("script").count() == 1
 
 
-def test_a_loss_curve_grows(browser: Browser, site: Site) -> None:
+def test_a_loss_curve_grows_and_is_large_on_a_click(browser: Browser, site: Site) -> None:
     with opened(browser, site.of()) as page:
         figure = page.locator(f'#losses [data-job="{site.shown.ids["support-tone"]}"]')
         figure.locator("path.curve").wait_for()
@@ -106,6 +115,11 @@ def test_a_loss_curve_grows(browser: Browser, site: Site) -> None:
             ".getAttribute('aria-label') !== before",
             arg=[site.shown.ids["support-tone"], before],
         )
+        figure.locator("svg").click()
+        large = page.locator("#job svg")
+        large.locator("path.validation").wait_for()
+        assert "validation loss" in str(large.get_attribute("aria-label"))
+        assert large.bounding_box()["width"] > 3 * figure.bounding_box()["width"]  # type: ignore[index]
 
 
 def test_the_queue_is_filtered_and_a_job_opened_by_keyboard(browser: Browser, site: Site) -> None:
@@ -125,11 +139,16 @@ def test_the_queue_is_filtered_and_a_job_opened_by_keyboard(browser: Browser, si
         page.get_by_role("dialog").wait_for(state="hidden")
 
 
-def test_a_narrow_window_in_the_dark(browser: Browser, site: Site) -> None:
-    narrow = {"viewport": {"width": 400, "height": 800}, "color_scheme": "dark"}
+def test_nothing_is_cut_on_a_phone_in_the_dark(browser: Browser, site: Site) -> None:
+    narrow = {"viewport": {"width": 375, "height": 800}, "color_scheme": "dark"}
     with opened(browser, site.of("ann", ADMIN), **narrow) as page:
         wait_for(page, ".member")
-        assert overflow(page) <= 0
+        wait_for(page, "#losses .validation")
+        assert cut(page) == []
+        page.get_by_role("button", name="wide-batch").click()
+        page.get_by_role("dialog").wait_for()
+        assert cut(page) == []
+        page.keyboard.press("Escape")
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert paper == "rgb(18, 22, 28)"
         picture(page, "service_page_narrow", 1290)

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.http_service import Api, bearer, listening
 from tests.helpers.launch import HANG_S, REPO
 from tests.helpers.live_service import folder_in_memory
-from tests.helpers.shown_service import ShownService, shown_service
+from tests.helpers.shown_service import ShownService, loss_at, shown_service
 from tests.helpers.stored_jobs import put_job
 from tlora_megatron.service.api.page import router, views
 from tlora_megatron.service.api.page.facts import Viewer, read_facts
@@ -133,7 +133,9 @@ def test_decisions_by_pages(busy: Api) -> None:
 
 def test_a_curve_is_thinned_and_its_owners(busy: Api, shown: ShownService) -> None:
     job = shown.ids["support-tone"]
-    points = ask(busy, f"/v1/curves/{job}?points=50")["points"]
+    found = ask(busy, f"/v1/curves/{job}?points=50")
+    points, evaluations = found["points"], found["evaluations"]
+    assert evaluations[0] == [50, pytest.approx(loss_at(1, 50) + 0.1)]
     assert 25 <= len(points) <= 50
     assert points[0][1] > points[-1][1]
     assert points[-1][0] == max(step for step, _ in points)

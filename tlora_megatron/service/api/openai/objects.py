@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tlora_megatron.service.api.gate import ApiError, missing
 from tlora_megatron.service.history import Told
 from tlora_megatron.service.store import Job, JobState, Upload
 
@@ -104,7 +105,9 @@ def job_object(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_of(job: Job, asked: Mapping[str, Any]) -> str:
-    return adapter_name(asked["model"], job.tenant, asked["suffix"], job.id)
+    """The name of the model that a job trains: of its base, also where it continues another one."""
+    base = asked.get("base", asked["model"])
+    return adapter_name(base, job.tenant, asked["suffix"], job.id)
 
 
 def _error(job: Job) -> dict[str, Any] | None:
@@ -140,6 +143,13 @@ def _file(id: str, size: int, created: float, name: str, purpose: str) -> dict[s
         "status": "processed",
         "status_details": None,
     }
+
+
+def no_model(name: str) -> ApiError:
+    """The error for a model that is not there, or is another tenant's."""
+    error = missing("model", name)
+    error.code = "model_not_found"
+    return error
 
 
 def model_object(name: str, created: float, owner: str) -> dict[str, Any]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, Response
 
-from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter, missing
+from tlora_megatron.service.api.gate import Caller, Reader, Submitter, missing
 from tlora_megatron.service.api.native.jobs import own_job
-from tlora_megatron.service.api.openai import jobs
+from tlora_megatron.service.api.openai import jobs, parts
 from tlora_megatron.service.api.openai.jobs import asked_of
 from tlora_megatron.service.api.openai.objects import (
     adapter_name,
@@ -18,35 +18,30 @@ from tlora_megatron.service.api.openai.objects import (
     job_of_results,
     model_object,
     model_of,
+    no_model,
     page_object,
     results_csv,
     results_object,
     split_model,
 )
-from tlora_megatron.service.api.openai.uploads import Arrival, receive
+from tlora_megatron.service.api.openai.uploads import (
+    PURPOSE,
+    Incoming,
+    read_form,
+)
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.history import History
 from tlora_megatron.service.store import Job, JobState, NotFound, Upload
 
-AT_ONCE = 16
-"""Files of a tenant on their way: until they are there, none counts for the others' limit."""
 
-
-def files_router(service: Service) -> APIRouter:
+def files_router(service: Service, incoming: Incoming) -> APIRouter:
     routes = APIRouter(prefix="/v1/files", tags=["openai"])
-    arriving: Counter[str] = Counter()
 
     @routes.post("")
     async def create(request: Request, caller: Submitter) -> dict[str, Any]:
         """Takes a file of JSON lines, as `multipart/form-data` with `purpose=fine-tune`."""
-        if arriving[caller.tenant] >= AT_ONCE:
-            rule = f"send at most {AT_ONCE} files at a time, got one more: try again when some are"
-            raise ApiError(429, f"a tenant must {rule} there", headers={"Retry-After": "5"})
-        arriving[caller.tenant] += 1
-        try:
-            return file_object(await _receive(service, request, caller))
-        finally:
-            arriving[caller.tenant] -= 1
+        write = partial(read_form, request, "file")
+        return file_object(await incoming.take(caller, write))
 
     @routes.get("")
     def page(
@@ -60,12 +55,16 @@ def files_router(service: Service) -> APIRouter:
         """Lists the caller's files, without those of results; of one content with `sha256`."""
         if sha256 is not None:  # the oldest: a client that asks again gets the same one
             same = service.store.uploads.page(
-                tenant=caller.tenant, digest=sha256, limit=1, newest_first=False
+                tenant=caller.tenant,
+                purpose=PURPOSE,
+                digest=sha256,
+                limit=1,
+                newest_first=False,
             )
             return page_object([file_object(upload) for upload in same], has_more=False)
         found = service.store.uploads.page(
             tenant=caller.tenant,
-            purpose=purpose,
+            purpose=purpose or PURPOSE,
             after=after,
             limit=limit + 1,
             newest_first=order == "desc",
@@ -102,29 +101,6 @@ def files_router(service: Service) -> APIRouter:
         return FileResponse(path, media_type="application/jsonl")
 
     return routes
-
-
-async def _receive(service: Service, request: Request, caller: Caller) -> Upload:
-    """Streams a file to the disk and writes its row; keeps neither if one is refused."""
-    limit = caller.limits.upload_bytes
-    held = await service.read(service.store.uploads.bytes_of, caller.tenant)
-    besides = await service.read(service.quota.beside_uploads, caller.tenant, fresh=True)
-    content_type = request.headers.get("content-type", "")
-    try:
-        arrival = await service.read(
-            Arrival, service.home, caller.tenant, content_type, max(0, limit - held - besides)
-        )
-    except ValueError as error:
-        raise ApiError(400, str(error), param="file") from error
-    new = await receive(arrival, request.stream())
-    add = service.store.uploads.add
-    try:
-        return await service.change(
-            lambda: add(new, tenant=caller.tenant, most_bytes=limit, besides=besides)
-        )
-    except BaseException:
-        arrival.forget()
-        raise
 
 
 def _own(service: Service, file: str, caller: Caller) -> Upload:
@@ -172,12 +148,12 @@ def models_router(service: Service) -> APIRouter:
         try:
             job = service.store.jobs.find(split_model(model).job or "", tenant=caller.tenant)
         except NotFound:
-            raise missing("a model", model) from None
+            raise no_model(model) from None
         if job.state is JobState.FINISHED:
             for found in _adapters(service, [job]):
                 if model.startswith(found["id"]):
                     return {**found, "id": model}
-        raise missing("a model", model)
+        raise no_model(model)
 
     return routes
 
@@ -200,7 +176,9 @@ def _adapters(service: Service, jobs: list[Job]) -> list[dict[str, Any]]:
 
 
 def router(service: Service) -> APIRouter:
-    routes = APIRouter()
-    for make in (files_router, jobs.router, models_router):
-        routes.include_router(make(service))
+    routes, incoming = APIRouter(), Incoming(service)
+    for make in (files_router, parts.router):
+        routes.include_router(make(service, incoming))
+    for made in (jobs.router(service), models_router(service)):
+        routes.include_router(made)
     return routes

@@ -10,7 +10,7 @@ import secrets
 import uuid
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr
@@ -19,6 +19,7 @@ from tlora_megatron.config.job import JobSpec, OptimizerSpec
 from tlora_megatron.config.reader import ConfigError, check_partial, merge, nearest
 from tlora_megatron.service.api.gate import ApiError, Caller, missing, refused
 from tlora_megatron.service.api.openai.objects import DOOR, split_model
+from tlora_megatron.service.api.sampling.bodies import ADAPTER, find_model
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting import submit
 from tlora_megatron.service.prepare.submission import ASKED
@@ -120,8 +121,18 @@ def numbers_of(asked: Asked) -> Numbers:
     )
 
 
+class Start(NamedTuple):
+    """What a job begins with."""
+
+    base: str
+    init_from: str | None = None
+    """Of the adapter that it continues."""
+    lora: Mapping[str, Any] = {}
+    """The section of that adapter's job, of which only the dropout may change."""
+
+
 def job_entry(
-    asked: Asked, numbers: Numbers, *, name: str, train: str, validation: str | None
+    asked: Asked, numbers: Numbers, start: Start, *, name: str, train: str, validation: str | None
 ) -> dict[str, Any]:
     """The entry of `jobs` that a checked request means.
 
@@ -130,10 +141,15 @@ def job_entry(
     """
     settings = settings_of(asked.metadata or {})
     check_partial(JobSpec, settings, "metadata.tlora")
+    for key, value in settings.get("lora", {}).items():
+        if start.lora and key != "dropout" and value != start.lora[key]:
+            raise refused(f"metadata.tlora.lora.{key}", f"be the model's {start.lora[key]}", value)
     lr = float(settings.get("optimizer", {}).get("lr", AUTO_LR))
     entry: dict[str, Any] = {
         "name": name,
         "data": {"train": train, "eval": validation},
+        "init_from": start.init_from,
+        "lora": start.lora,
         "batch_size": numbers.batch_size,
         "seed": asked.seed or 0,
     }
@@ -237,16 +253,18 @@ class Submitting:
         """Submits a request's job, or finds it for a retry; with what is remembered of it."""
         numbers = numbers_of(asked)
         check_request(asked)
-        await self._service.read(self._check_names, asked, caller)
+        start = await self._service.read(self._start, asked.model, caller)
+        await self._service.read(self._check_files, asked, caller)
         async with self._turns.setdefault(f"{caller.tenant}/{_key(asked)}", asyncio.Lock()):
             known = await self._service.read(self._known, asked, caller) if is_retry else None
-            return known or await self._submit(asked, numbers, caller)
+            return known or await self._submit(asked, numbers, start, caller)
 
     async def _submit(
-        self, asked: Asked, numbers: Numbers, caller: Caller
+        self, asked: Asked, numbers: Numbers, start: Start, caller: Caller
     ) -> tuple[Job, dict[str, Any]]:
         remembered = {
             "door": DOOR,
+            "base": start.base,
             "seed": asked.seed or 0,
             "hyperparameters": numbers.model_dump(),
             **{name: getattr(asked, name) for name in _REMEMBERED},
@@ -255,11 +273,12 @@ class Submitting:
             entry = job_entry(
                 asked,
                 numbers,
+                start,
                 name=f"{asked.suffix or 'ft'}-{secrets.token_hex(4)}",
                 train=asked.training_file,
                 validation=asked.validation_file,
             )
-            document = {"base_model": asked.model, "jobs": [entry]}
+            document = {"base_model": start.base, "jobs": [entry]}
             key = f"{_key(asked)}{uuid.uuid4().hex}"
             accepted = await submit(self._service, caller, document, key=key, asked=remembered)
         except ConfigError as error:
@@ -272,9 +291,8 @@ class Submitting:
         known = jobs.newest_of_key(_key(asked), tenant=caller.tenant, within_s=RETRIED_WITHIN_S)
         return None if known is None else (known, jobs.document(known.id)[ASKED])
 
-    def _check_names(self, asked: Asked, caller: Caller) -> None:
-        """Refuses a base or a file that is not there, in the names of the request's fields."""
-        self._check_base(asked.model)
+    def _check_files(self, asked: Asked, caller: Caller) -> None:
+        """Refuses a file that is not there, in the name of the request's field."""
         for name in ("training_file", "validation_file"):
             file = getattr(asked, name)
             try:
@@ -285,16 +303,29 @@ class Submitting:
                 error.status, error.param = 400, name
                 raise error from None
 
-    def _check_base(self, model: str) -> None:
-        bases = self._service.bases()
+    def _start(self, model: str, caller: Caller) -> Start:
+        """What the name of a base, or of a model that was trained here, stands for."""
+        bases, name = self._service.bases(), split_model(model)
         if model in bases:
-            return
-        if split_model(model).job is not None:
-            raise refused("model", "be a base: an adapter is not trained on here", model)
-        hint = nearest(model, bases) or f"the service offers {', '.join(bases) or 'none'}"
-        error = refused("model", "be a base of the service", model, hint)
-        error.code = "model_not_found"
-        raise error
+            return Start(model)
+        if name.job is None:
+            known = f"{', '.join(bases) or 'none'}, and the models that it has trained (ft:...)"
+            hint = nearest(model, bases) or f"the service offers {known}"
+            error = refused("model", "be a base of the service", model, hint)
+            error.code = "model_not_found"
+            raise error
+        try:
+            found = find_model(self._service, caller, model)
+        except ApiError as error:
+            error.status = 400
+            raise
+        if name.step is not None:
+            remedy = "a checkpoint goes on as resume_from of a native job"
+            raise refused("model", "be of a whole job", model, remedy)
+        if found.base not in bases:
+            raise refused("model", "be over a base that the service offers", model)
+        document = self._service.store.jobs.document(name.job)["document"]
+        return Start(found.base, f"jobs/{name.job}/{ADAPTER}", document["lora"])
 
 
 def _key(asked: Asked) -> str:

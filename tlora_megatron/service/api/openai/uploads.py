@@ -9,22 +9,21 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.concurrency import run_in_threadpool
+from fastapi import Request, UploadFile
+from python_multipart.multipart import parse_options_header
+from starlette.formparsers import MultiPartException, MultiPartParser
 
-from tlora_megatron.service.api.gate import ApiError, refused
-from tlora_megatron.service.home import Home, make_folder
-from tlora_megatron.service.store import NewUpload
+from tlora_megatron.service.api.gate import ApiError, Caller, refused
+from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.home import make_folder
+from tlora_megatron.service.store import NewUpload, Upload
 from tlora_megatron.training.data.rows import parse_row
-
-if TYPE_CHECKING:
-    from python_multipart.multipart import MultipartCallbacks
-
 
 LONGEST_LINE = 4 * 2**20
 """Bytes; a line is held in memory."""
@@ -76,101 +75,67 @@ class LineCheck:
 
 
 _LARGEST_FIELD = 1024
-_MOST_PARTS = 16
+_MOST_FIELDS = 16
 
 
-class FormReader:
-    """Reads the form of one request of this content type; `on_data` takes the file's bytes."""
+class _Form(MultiPartParser):
+    """Reads a form whose one file goes to an arrival while it comes."""
 
-    def __init__(self, content_type: str, on_data: Callable[[bytes], None]) -> None:
-        kind, options = parse_options_header(content_type)
-        boundary = options.get(b"boundary")
-        if kind != b"multipart/form-data" or not boundary:
-            raise ValueError(
-                f"a file must come as multipart/form-data with a boundary, got {content_type!r:.80}"
-            )
-        self.fields: dict[str, str] = {}
-        self.filename: str | None = None
-        """File name in the field `file`; None: there was none."""
-        self._on_data = on_data
-        self._name = self._header = self._value = b""
-        self._disposition = b""
-        self._is_file = False
-        self._parts = 0
-        self._ended = False
-        callbacks: MultipartCallbacks = {
-            "on_part_begin": self._on_part_begin,
-            "on_header_field": self._on_header_field,
-            "on_header_value": self._on_header_value,
-            "on_header_end": self._on_header_end,
-            "on_headers_finished": self._on_headers_finished,
-            "on_part_data": self._on_part_data,
-            "on_part_end": self._on_part_end,
-            "on_end": self._on_end,
-        }
-        self._parser = MultipartParser(boundary, callbacks)
+    has_ended = False
 
-    def feed(self, part: bytes) -> None:
-        """Reads the next bytes; raises `ValueError` if they are no part of such a form."""
-        try:
-            self._parser.write(part)
-        except FormParserError as error:
-            raise ValueError(f"the body must be multipart/form-data, got {error}") from error
+    def __init__(self, request: Request, arrival: Arrival) -> None:
+        limits = {"max_fields": _MOST_FIELDS, "max_part_size": _LARGEST_FIELD}
+        super().__init__(request.headers, request.stream(), max_files=1, **limits)
+        self._arrival: Any = arrival
 
-    def end(self) -> None:
-        """Refuses a form that is not whole."""
-        if not self._ended:
-            raise ValueError("the body must end with its boundary, got one that was cut")
-        if self.filename is None:
-            raise ValueError("file must be given: a part of the form with a file's name")
+    def on_headers_finished(self) -> None:
+        super().on_headers_finished()
+        part = self._current_part
+        if part.file is not None:
+            part.file.file.close()
+            part.file = UploadFile(self._arrival, filename=part.file.filename)
 
-    def _on_part_begin(self) -> None:
-        self._disposition = self._value = b""
-        self._parts += 1
-        if self._parts > _MOST_PARTS:
-            raise ValueError(f"a form must have at most {_MOST_PARTS} parts, got more")
-
-    def _on_header_field(self, data: bytes, begin: int, end: int) -> None:
-        self._header += data[begin:end]
-
-    def _on_header_value(self, data: bytes, begin: int, end: int) -> None:
-        self._value += data[begin:end]
-
-    def _on_header_end(self) -> None:
-        if self._header.lower() == b"content-disposition":
-            self._disposition = self._value
-        self._header = self._value = b""
-
-    def _on_headers_finished(self) -> None:
-        _, options = parse_options_header(self._disposition)
-        self._name = options.get(b"name", b"")
-        self._is_file = self._name == b"file" and b"filename" in options
-        if self._is_file:
-            if self.filename is not None:
-                raise ValueError("a form must hold one file, got two")
-            self.filename = options[b"filename"].decode("utf-8", "replace")
-
-    def _on_part_data(self, data: bytes, begin: int, end: int) -> None:
-        if self._is_file:
-            self._on_data(data[begin:end])
-            return
-        self._value += data[begin:end]
-        if len(self._value) > _LARGEST_FIELD:
-            raise ValueError(
-                f"a field of a form must have at most {_LARGEST_FIELD} bytes, got more"
-            )
-
-    def _on_part_end(self) -> None:
-        if not self._is_file:
-            name = self._name.decode("utf-8", "replace")
-            self.fields[name] = self._value.decode("utf-8", "replace")
-
-    def _on_end(self) -> None:
-        self._ended = True
+    def on_end(self) -> None:
+        self.has_ended = True
 
 
-PURPOSE = "fine-tune"
+async def read_form(request: Request, field: str, arrival: Arrival) -> str:
+    """Takes the file in a form's field, and returns its name; raises `ValueError` if it is none."""
+    content_type = request.headers.get("content-type", "")
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        rule = "must come as multipart/form-data with a boundary"
+        raise ValueError(f"a file {rule}, got {content_type!r:.80}")
+    form = _Form(request, arrival)
+    try:
+        fields = dict(await form.parse())
+    except MultiPartException as error:
+        raise ValueError(f"the body must be multipart/form-data, got {error.message}") from error
+    if not form.has_ended:
+        raise ValueError("the body must end with its boundary, got one that was cut")
+    file = fields.pop(field, None)
+    if not isinstance(file, UploadFile):
+        raise ValueError(f"{field} must be given: a part of the form with a file's name")
+    if field == "file":
+        check_fields(fields)
+    return file.filename or ""
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Refuses another purpose, and what would let a file go by itself."""
+    if fields.get("purpose") != PURPOSE:
+        raise refused("purpose", f"be {PURPOSE}", fields.get("purpose"))
+    for field in fields.keys() - {"purpose"}:
+        name = field.partition("[")[0][:80]
+        sentence = f"{name} must be left out: files stay until they are deleted"
+        raise ApiError(400, sentence, param=name, code="unsupported_parameter")
+
+
+PURPOSE, PART = "fine-tune", "upload.part"
 LARGEST_FILE = 2**30
+LARGEST_PART = 64 << 20
+AT_ONCE = 16
+"""Files of a tenant on their way: until they are there, none counts for the others' limit."""
 _PARTIAL = ".partial-"
 _LEFT_S = 86400.0
 """No upload takes as long: what a killed process has left is removed."""
@@ -181,81 +146,109 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 class Arrival:
     """A file on its way into a tenant's folder; it has no name there before it is whole."""
 
-    def __init__(self, home: Home, tenant: str, content_type: str, most_bytes: int) -> None:
-        self.id = f"file-{secrets.token_hex(12)}"
-        self._path = home.upload(tenant, self.id)
-        folder = make_folder(self._path.parent)
-        for path in folder.glob(f"{_PARTIAL}*"):
+    def __init__(self, path: Path, most_bytes: int, lines: LineCheck | None) -> None:
+        folder = make_folder(path.parent)
+        for left in folder.glob(f"{_PARTIAL}*"):
             with suppress(OSError):
-                if time.time() - path.stat().st_mtime > _LEFT_S:
-                    path.unlink()
-        self._partial = folder / f"{_PARTIAL}{self.id}"
-        self._most_bytes = min(LARGEST_FILE, most_bytes)
-        self._size = 0
-        self._digest = hashlib.sha256()
-        self._lines = LineCheck("file")
-        self._form = FormReader(content_type, self._take)
+                if time.time() - left.stat().st_mtime > _LEFT_S:
+                    left.unlink()
+        self._path = path
+        self._partial = folder / f"{_PARTIAL}{path.name}"
+        self._most_bytes = most_bytes
+        self._lines = lines
+        self.size = 0
+        self.digest = hashlib.sha256()
         self._file: BinaryIO = open(os.open(self._partial, _NEW, 0o600), "wb")  # noqa: SIM115
 
-    def feed(self, part: bytes) -> None:
+    def write(self, data: bytes) -> None:
         """Takes the next bytes; raises `ApiError` or `ValueError` if they are refused."""
-        self._form.feed(part)
+        self.size += len(data)
+        if self.size > self._most_bytes:
+            raise refused("file", f"have at most {self._most_bytes:,} bytes", "more", status=413)
+        if self._lines is not None:
+            self._lines.feed(data)
+        self.digest.update(data)
+        self._file.write(data)
 
-    def end(self) -> NewUpload:
-        """Checks the purpose, and what arrived as a whole, and gives the file its name."""
-        self._form.end()
-        fields = dict(self._form.fields)
-        purpose = fields.pop("purpose", None)
-        if purpose != PURPOSE:
-            raise refused("purpose", f"be {PURPOSE}", purpose)
-        if fields:
-            name = next(iter(fields)).partition("[")[0]
-            raise ApiError(400, f"{name:.80} must be left out: files stay until they are deleted")
-        self._lines.end()
+    def seek(self, place: int) -> None:
+        """Does nothing: nobody reads it here, as forms would."""
+
+    def end(self) -> None:
+        """Checks the lines as a whole, and gives the file its name."""
+        if self._lines is not None:
+            self._lines.end()
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
         os.rename(self._partial, self._path)
-        return NewUpload(
-            id=self.id,
-            name=_display_name(self._form.filename or ""),
-            purpose=purpose,
-            digest=self._digest.hexdigest(),
-            size=self._size,
-            facts={"rows": self._lines.rows, "kinds": self._lines.kinds},
-        )
 
     def close(self) -> None:
         """Removes what did not become a file."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
 
-    def forget(self) -> None:
-        self._path.unlink(missing_ok=True)
 
-    def _take(self, data: bytes) -> None:
-        self._size += len(data)
-        if self._size > self._most_bytes:
-            raise refused("file", f"have at most {self._most_bytes:,} bytes", "more", status=413)
-        self._lines.feed(data)
-        self._digest.update(data)
-        self._file.write(data)
+class Incoming:
+    """What tenants send: counted while it comes, and held to their limits."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._counts: Counter[str] = Counter()
+
+    async def take(
+        self,
+        caller: Caller,
+        write: Callable[[Arrival], Awaitable[str]],
+        *,
+        part_of: str | None = None,
+        apart: int = 0,
+        **facts: Any,
+    ) -> Upload:
+        """Keeps a training file, or a part of an upload; if it is refused there is none.
+
+        Args:
+            write: writes it, and returns its owner's name for it.
+            apart: bytes of the tenant that do not count meanwhile.
+        """
+        service, tenant = self._service, caller.tenant
+        if self._counts[tenant] >= AT_ONCE:
+            rule = f"send at most {AT_ONCE} files at a time, got one more: try again when some are"
+            raise ApiError(429, f"a tenant must {rule} there", headers={"Retry-After": "5"})
+        self._counts[tenant] += 1
+        is_part, lines = part_of is not None, LineCheck("file")
+        most, limit = LARGEST_PART if is_part else LARGEST_FILE, caller.limits.upload_bytes
+        path = service.home.upload(tenant, f"file-{secrets.token_hex(12)}")
+        add = service.store.uploads.add
+        try:
+            held = await service.read(service.store.uploads.bytes_of, tenant)
+            besides = await service.read(service.quota.beside_uploads, tenant, fresh=True) - apart
+            most = max(0, min(most, limit - held - besides))
+            arrival = await service.read(Arrival, path, most, None if is_part else lines)
+            try:
+                name = await write(arrival)
+                await service.read(arrival.end)
+            finally:
+                await service.read(arrival.close)
+            new = NewUpload(
+                id=path.name,
+                name=part_of or display_name(name),
+                purpose=PART if is_part else PURPOSE,
+                digest=arrival.digest.hexdigest(),
+                size=arrival.size,
+                facts=facts if is_part else {**facts, "rows": lines.rows, "kinds": lines.kinds},
+            )
+            return await service.change(
+                lambda: add(new, tenant=tenant, most_bytes=limit, besides=besides)
+            )
+        except BaseException as error:
+            path.unlink(missing_ok=True)
+            if isinstance(error, ValueError):
+                raise ApiError(400, str(error), param="file", code="invalid_file") from error
+            raise
+        finally:
+            self._counts[tenant] -= 1
 
 
-async def receive(arrival: Arrival, parts: AsyncIterator[bytes]) -> NewUpload:
-    """Takes a whole request, or raises `ApiError`; checks and writes beside the event loop."""
-    try:
-        async for part in parts:
-            if part:
-                await run_in_threadpool(arrival.feed, part)
-        return await run_in_threadpool(arrival.end)
-    except ValueError as error:
-        raise ApiError(400, str(error), param="file", code="invalid_file") from error
-    finally:
-        await run_in_threadpool(arrival.close)
-
-
-def _display_name(name: str) -> str:
+def display_name(name: str) -> str:
     """The client's name of a file, without folders and what cannot be printed."""
     last = name.replace("\\", "/").rpartition("/")[2]
     return "".join(c for c in last if c.isprintable())[:_LONGEST_NAME] or "file"

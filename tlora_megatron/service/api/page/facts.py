@@ -135,10 +135,16 @@ class Point(NamedTuple):
     loss: float
 
 
-def read_curve(path: Path, points: int) -> list[Point]:
-    """Losses over steps, thinned by means over equal runs of steps; [] before the first step."""
+def read_curves(path: Path, points: int) -> dict[str, list[Point]]:
+    """Losses of steps and of evaluations, each [] before the first one."""
     rows = last_rows(path, most_bytes=_MOST_BYTES)
-    steps = [Point(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
+    names = {"points": "loss", "evaluations": "eval_loss"}
+    return {name: _thinned(rows, loss, points) for name, loss in names.items()}
+
+
+def _thinned(rows: Sequence[Mapping[str, Any]], name: str, points: int) -> list[Point]:
+    """A loss over steps, thinned by means over equal runs of steps."""
+    steps = [Point(row["step"], row[name]) for row in rows if row.get(name) is not None]
     if len(steps) <= points:
         return steps
     size = -(-len(steps) // points)

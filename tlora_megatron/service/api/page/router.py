@@ -24,7 +24,7 @@ from starlette.concurrency import run_in_threadpool
 from tlora_megatron.service.api.figures import LISTENERS
 from tlora_megatron.service.api.gate import Caller, Reader, missing, too_many_streams
 from tlora_megatron.service.api.page import views
-from tlora_megatron.service.api.page.facts import Facts, Viewer, read_curve, read_facts
+from tlora_megatron.service.api.page.facts import Facts, Viewer, read_curves, read_facts
 from tlora_megatron.service.api.page.views import PARTS, decision_page, jobs_of
 from tlora_megatron.service.api.service import STREAM_HEADERS, Service, happens
 from tlora_megatron.service.store import NotFound, StoreError
@@ -295,15 +295,15 @@ def _add_views(routes: APIRouter, service: Service) -> None:
     async def curve(
         job: str, caller: Reader, points: Annotated[int, Query(ge=2, le=2000)] = 300
     ) -> dict[str, Any]:
-        """A job's loss over its steps, thinned to a number of points."""
+        """A job's losses of steps and of evaluations, each thinned to a number of points."""
         try:
             row = await service.read(service.store.jobs.get, job)
         except NotFound:
             raise missing("a job's id", job) from None
         if not viewer_of(caller).may_see(row):
             raise missing("a job's id", job)
-        found = await service.read(read_curve, service.home.job(row.id) / METRICS_FILE, points)
-        return {"job": row.id, "points": found}
+        path = service.home.job(row.id) / METRICS_FILE
+        return {"job": row.id, **await service.read(read_curves, path, points)}
 
 
 def viewer_of(caller: Caller, *, mine: bool = False) -> Viewer:

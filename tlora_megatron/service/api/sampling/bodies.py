@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tlora_megatron.config.sections import plain
 from tlora_megatron.runtime.sampling.values import SamplingParams
-from tlora_megatron.service.api.gate import ApiError, Caller, missing, refused
+from tlora_megatron.service.api.gate import ApiError, Caller, refused
 from tlora_megatron.service.api.native.jobs import own_job
-from tlora_megatron.service.api.openai.objects import split_model
+from tlora_megatron.service.api.openai.objects import no_model, split_model
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.prepare.submission import base_key
 from tlora_megatron.service.settings import base_of_job
@@ -48,7 +48,7 @@ def find_model(service: Service, caller: Caller, name: str) -> Model:
     try:
         job = own_job(service, asked.job or name, caller.tenant)
     except ApiError:
-        raise missing("model", name) from None
+        raise no_model(name) from None
     folder = _adapter(service, job) if asked.step is None else _saved(service, job, asked.step)
     step = job.step if asked.step is None else asked.step
     base_name, version = base_of_job(service.home, job.id), f"{job.id}@step-{step}"
@@ -84,18 +84,20 @@ _PASSED_OVER = frozenset(
 """Fields that change nothing of what is generated."""
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "logit_bias": ({},),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
 """Fields that are not there, with the values that ask for nothing."""
+_INSTEAD: Mapping[str, str] = {
+    "functions": "send tools",
+    "response_format": "no answer can be held to a format here: ask for it in the messages",
+}
 
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -116,6 +118,8 @@ class SamplingBody(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=128)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = None
     stop: Text | Annotated[list[Text], Field(max_length=4)] | None = None
     stream: bool | None = None
@@ -139,8 +143,7 @@ class SamplingBody(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is None or name in _PASSED_OVER or value in _NOTHING.get(name, ()):
                 continue
-            rule = "be left out: this service has it not"
-            raise refused(name, rule, value)
+            raise _not_there(name, "be left out: this service has it not", value)
 
     def params(self, max_tokens: int | None, top_logprobs: int) -> SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -149,12 +152,20 @@ class SamplingBody(BaseModel):
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k if self.top_k and self.top_k > 0 else None,
             top_p=1.0 if self.top_p is None else self.top_p,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
             seed=self.seed,
             stop=tuple(stop),
             stop_tokens=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             top_logprobs=top_logprobs,
         )
+
+
+def _not_there(name: str, rule: str, value: Any) -> ApiError:
+    error = refused(name, rule, value, _INSTEAD.get(name, ""))
+    error.code = "unsupported_parameter"
+    return error
 
 
 Tokens = Annotated[list[int], Field(min_length=1)]
@@ -178,6 +189,22 @@ class CompletionBody(SamplingBody):
         return self.params(most, self.logprobs or 0)
 
 
+class Function(BaseModel):
+    """What a tool is called by."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """What an answer may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
 class ChatBody(SamplingBody):
     """The body of `/v1/chat/completions`."""
 
@@ -186,6 +213,31 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Any = None
+
+    def check_rest(self) -> None:
+        """As every body's; refuses what answers cannot be held to."""
+        super().check_rest()
+        if self.top_logprobs and not self.logprobs:
+            raise refused("top_logprobs", "come with logprobs: true", self.top_logprobs)
+        if self.tool_choice not in (None, "auto", "none"):
+            raise _not_there(
+                "tool_choice", "be auto or none: no call can be forced", self.tool_choice
+            )
+        if self.offered and (self.model_extra or {}).get("parallel_tool_calls") is False:
+            raise _not_there("parallel_tool_calls", "be true: calls are not counted", False)
+        for index, tool in enumerate(self.tools or ()):
+            if tool.function.strict:
+                rule = "be false: arguments are not held to a schema"
+                raise _not_there(f"tools[{index}].function.strict", rule, True)
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the chat template writes."""
+        tools = self.tools if self.tool_choice != "none" else None
+        hidden = {"function": {"strict"}}
+        return [tool.model_dump(exclude=hidden, exclude_unset=True) for tool in tools or ()]
 
     @property
     def chosen(self) -> SamplingParams:

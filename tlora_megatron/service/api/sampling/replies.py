@@ -9,8 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt, TopLogprobs
+from tlora_megatron.runtime.sampling.values import (
+    Answer,
+    Piece,
+    Prompt,
+    Sampled,
+    TopLogprobs,
+    joined,
+)
 from tlora_megatron.service.api.sampling.bodies import Model
+from tlora_megatron.service.api.sampling.calls import CallReader
 from tlora_megatron.service.sampling.sampler import Sampler
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -176,35 +184,53 @@ class CompletionForm(Form):
 
 
 class ChatForm(Form):
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`; `calls` reads those in whole texts, where tools are offered."""
 
     _prefix = "chatcmpl"
     _objects = ("chat.completion", "chat.completion.chunk")
 
+    def __init__(
+        self, model: Model, names: TokenNames, wants_logprobs: bool, calls: CallReader | None
+    ) -> None:
+        super().__init__(model, names, wants_logprobs)
+        self._calls = calls
+        self._held: dict[int, list[Piece]] = {}
+        """Pieces of each choice: where there may be calls, its text is told at its end."""
+
     async def whole(self, index: int, prompt: int, answer: Answer) -> dict[str, Any]:
         (sequence,) = answer.sequences
-        logprobs = None
-        if self._wants_logprobs:
-            scored = (sequence.tokens, sequence.logprobs, sequence.top_logprobs)
-            logprobs = await self._names.for_chat(scored)
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": sequence.text, "refusal": None},
-            "logprobs": logprobs,
-            "finish_reason": sequence.stop_reason,
-        }
+        told = await self._told(sequence)
+        message = {"role": "assistant", "refusal": None, **told}
+        return await self._choice(index, {"message": message}, sequence, told)
 
     async def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        told: dict[str, Any] = {"content": piece.text}
+        if self._calls is not None:
+            held = self._held.setdefault(index, [])
+            held.append(piece)
+            told = {} if piece.stop_reason is None else await self._told(joined(held))
+        return await self._choice(index, {"delta": told}, piece, told)
+
+    async def _told(self, sequence: Sampled) -> dict[str, Any]:
+        """Content and calls of a message."""
+        read = None if self._calls is None else await self._calls.read(sequence.tokens)
+        if read is None:
+            return {"content": sequence.text}
+        calls = [
+            {"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            | {"function": call}
+            for number, call in enumerate(read[1])
+        ]
+        return {"content": read[0] or None, "tool_calls": calls}
+
+    async def _choice(
+        self, index: int, said: dict[str, Any], of: Piece | Sampled, told: Mapping[str, Any]
+    ) -> dict[str, Any]:
         logprobs = None
         if self._wants_logprobs:
-            scored = (piece.tokens, piece.logprobs, piece.top_logprobs)
-            logprobs = await self._names.for_chat(scored)
-        return {
-            "index": index,
-            "delta": {"content": piece.text},
-            "logprobs": logprobs,
-            "finish_reason": piece.stop_reason,
-        }
+            logprobs = await self._names.for_chat((of.tokens, of.logprobs, of.top_logprobs))
+        reason = "tool_calls" if "tool_calls" in told else of.stop_reason
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return {

@@ -22,6 +22,7 @@ from tlora_megatron.service.api.sampling.bodies import (
     SamplingBody,
     find_model,
 )
+from tlora_megatron.service.api.sampling.calls import CallReader
 from tlora_megatron.service.api.sampling.replies import ChatForm, CompletionForm, Form, TokenNames
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.sampling.sampler import (
@@ -97,9 +98,11 @@ class _Asked:
 
     async def chat(self, body: ChatBody) -> Any:
         with _sentences(self._model):
-            tokens = await self._sampler.encode(self._model.base, body.conversation)
+            sampler, base, tools = self._sampler, self._model.base, body.offered
+            calls = await CallReader.learn(sampler, base, tools) if tools else None
+            tokens = await sampler.encode(base, body.conversation, tools=tools)
             prompts = [self._prompt(body, tokens, body.chosen)]
-            form = ChatForm(self._model, self._names, bool(body.logprobs))
+            form = ChatForm(self._model, self._names, bool(body.logprobs), calls)
             return await self._reply(body, prompts, form)
 
     def _prompt(self, body: SamplingBody, tokens: Sequence[int], params: Any) -> Prompt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,14 @@ from tlora_megatron.config.job import JobSpec, LoraSpec
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.sections import read_job
 from tlora_megatron.service.api.gate import ApiError
-from tlora_megatron.service.api.openai import uploads
-from tlora_megatron.service.api.openai.submitting import Asked, check_request, job_entry, numbers_of
+from tlora_megatron.service.api.openai import parts, uploads
+from tlora_megatron.service.api.openai.submitting import (
+    Asked,
+    Start,
+    check_request,
+    job_entry,
+    numbers_of,
+)
 from tlora_megatron.service.store import TenantLimits
 
 
@@ -95,6 +102,56 @@ def test_sizes_have_limits(client: OpenAI, api: Api, monkeypatch: pytest.MonkeyP
     assert len(list(folder_of(api).iterdir())) == 1
 
 
+def test_a_file_comes_in_parts(client: OpenAI, api: Api) -> None:
+    whole = {"file": CHATS, "filename": "../c.jsonl", "bytes": len(CHATS), "part_size": 100}
+    md5 = hashlib.md5(CHATS).hexdigest()
+    send = client.uploads.upload_file_chunked
+    done = send(**whole, mime_type="text/jsonl", purpose="fine-tune", md5=md5)
+    assert (done.status, done.filename) == ("completed", "c.jsonl")
+    assert done.file is not None
+    assert client.files.content(done.file.id).read() == CHATS
+    row = api.store.uploads.get(done.file.id, tenant="ann")
+    assert (row.digest, row.facts["rows"]) == (hashlib.sha256(CHATS).hexdigest(), 3)
+    assert [file.id for file in client.files.list()] == [done.file.id]
+    assert [path.name for path in folder_of(api).iterdir()] == [done.file.id]
+    again = client.uploads.complete(done.id, part_ids=["x"])
+    assert again == done, "an answer that was lost is given again"
+    with pytest.raises(openai.BadRequestError, match="upload must be pending, got 'completed'"):
+        client.uploads.cancel(done.id)
+
+
+def test_parts_are_refused_and_given_up(
+    client: OpenAI, client_of: Callable[..., OpenAI], api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = {"filename": "c", "mime_type": "text/jsonl", "purpose": "fine-tune"}
+    uploads_of, size = client.uploads, len(CHATS)
+    for changes, told in (
+        ({"purpose": "batch"}, "purpose must be fine-tune"),
+        ({"expires_after": {"anchor": "created_at", "seconds": 3600}}, "expires_after must be"),
+        ({"bytes": 2**40}, "bytes"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=told):
+            uploads_of.create(**{"bytes": size, **begin, **changes})  # type: ignore[arg-type]
+    made = uploads_of.create(bytes=size, **begin)  # type: ignore[arg-type]
+    part = uploads_of.parts.create(made.id, data=CHATS[:-1]).id
+    with pytest.raises(openai.NotFoundError, match="upload must be one of yours"):
+        client_of("bob").uploads.parts.create(made.id, data=b"x")
+    for ids, told in (([part], f"hold the {size} bytes"), ([made.id], "parts of the upload")):
+        with pytest.raises(openai.BadRequestError, match=told):
+            uploads_of.complete(made.id, part_ids=ids)
+    broken = uploads_of.parts.create(made.id, data=b"{").id
+    with pytest.raises(openai.BadRequestError, match=r"must be JSON, got .*: file line 3"):
+        uploads_of.complete(made.id, part_ids=[part, broken])
+    assert uploads_of.cancel(made.id).status == "cancelled"
+    old = uploads_of.create(bytes=size, **begin).id  # type: ignore[arg-type]
+    uploads_of.parts.create(old, data=b"x")
+    monkeypatch.setattr(parts, "KEPT_S", -1)
+    with pytest.raises(openai.NotFoundError, match="upload must be one of yours"):
+        uploads_of.cancel(old)
+    uploads_of.create(bytes=1, **begin)  # type: ignore[arg-type]
+    assert list(folder_of(api).iterdir()) == [], "what is old goes when another one begins"
+
+
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
@@ -104,7 +161,10 @@ def test_sizes_have_limits(client: OpenAI, api: Api, monkeypatch: pytest.MonkeyP
             {"purpose": "fine-tune", "expires_after[seconds]": "3600"},
             "expires_after must be left out",
         ),
-        ({"purpose": "x" * 2000}, "a field of a form must have at most 1024 bytes"),
+        (
+            {"purpose": "x" * 2000},
+            "got Part exceeded maximum size of 1KB",
+        ),
     ],
 )
 def test_fields_of_the_form(still: Still, fields: dict[str, str], told: str) -> None:
@@ -144,8 +204,8 @@ def test_lines_are_checked_however_they_are_cut() -> None:
 def spec_of(**body: Any) -> JobSpec:
     asked = Asked(model="base", training_file="file-a", **body)
     check_request(asked)
-    numbers = numbers_of(asked)
-    return read_job(job_entry(asked, numbers, name="a", train="t", validation=None), None)
+    entry = job_entry(asked, numbers_of(asked), Start("base"), name="a", train="t", validation=None)
+    return read_job(entry, None)
 
 
 def supervised(**numbers: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import openai
@@ -14,7 +15,10 @@ from openai import OpenAI
 from tests.helpers.http_service import BASE, Api, bearer
 from tests.helpers.stored_jobs import finish, serve_gang, start, write_steps
 from tests.unit.service.api.openai.conftest import Still
+from tlora_megatron.config.sections import plain
+from tlora_megatron.files import write_json
 from tlora_megatron.service.api.openai import submitting
+from tlora_megatron.service.home import JOB_NAME, make_folder
 from tlora_megatron.service.store import JobState
 
 STEPS = [
@@ -160,10 +164,48 @@ def test_a_job_s_life(
     assert client.models.retrieve(BASE).object == "model"
     other = client_of("bob")
     assert [model.id for model in other.models.list()] == [BASE]
-    with pytest.raises(openai.NotFoundError, match="a model must be one of yours"):
+    with pytest.raises(openai.NotFoundError, match="model must be one of yours") as caught:
         other.models.retrieve(name)
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
     with pytest.raises(openai.NotFoundError):
         other.fine_tuning.jobs.list(after=job.id)
+
+
+def test_a_model_that_was_trained_is_continued(
+    client: OpenAI, client_of: Callable[..., OpenAI], file: str, api: Api
+) -> None:
+    metadata = {"tlora.lora.rank": "4", "tlora.lora.target_modules": "q_proj,v_proj"}
+    first = create(client, file, suffix="s", metadata=metadata)
+    name = f"ft:{BASE}:ann:s:{first.id}"
+
+    def go_on(client: OpenAI, model: str = name, **options: Any) -> Any:
+        return client.fine_tuning.jobs.create(model=model, training_file=file, **options)
+
+    with pytest.raises(openai.BadRequestError, match="model must be of a job that has finished"):
+        go_on(client)
+    train(api, first.id)
+    finish(api.store, first.id)
+    make_folder(api.home.job(first.id) / "adapter")
+    base = plain(asdict(api.service.bases()[BASE]))
+    write_json(api.home.job(first.id) / JOB_NAME, {"base_model": base})
+    second = go_on(client, suffix="t", metadata={"tlora.lora.dropout": "0.5"})
+    document = api.store.jobs.document(second.id)["document"]
+    assert document["init_from"] == str(api.home.job(first.id) / "adapter")
+    assert (document["lora"]["rank"], document["lora"]["dropout"]) == (4, 0.5)
+    assert document["lora"]["target_modules"] == ["q_proj", "v_proj"]
+    assert second.model == name
+    with pytest.raises(openai.BadRequestError, match="rank must be the model's 4, got 8"):
+        go_on(client, metadata={"tlora.lora.rank": "8"})
+    with pytest.raises(openai.BadRequestError, match="checkpoint that is there"):
+        go_on(client, f"{name}:ckpt-step-2")
+    with pytest.raises(openai.BadRequestError, match="model must be one of yours"):
+        go_on(client_of("bob"))
+    start(api.store, second.id)
+    finish(api.store, second.id)
+    trained = f"ft:{BASE}:ann:t:{second.id}"
+    assert client.fine_tuning.jobs.retrieve(second.id).fine_tuned_model == trained
+    assert [model.id for model in client.models.list()] == [BASE, trained, name]
+    assert client.models.retrieve(trained).id == trained
 
 
 def test_checkpoints_have_pages(client: OpenAI, file: str, api: Api) -> None:
@@ -212,7 +254,7 @@ def test_actions_are_asked(client: OpenAI, file: str, api: Api) -> None:
     ("body", "param", "told"),
     [
         ({"model": "gpt-4o"}, "model", "model must be a base of the service, got 'gpt-4o'"),
-        ({"model": "ft:quickstart:ann::j1aaaa"}, "model", "an adapter is not trained on here"),
+        ({"model": "ft:quickstart:ann::j1aaaa"}, "model", "model must be one of yours"),
         ({"training_file": "file-x"}, "training_file", "training_file must be one of yours"),
         ({"validation_file": "../x"}, "validation_file", "validation_file must be one of yours"),
         ({"method": {"type": "dpo"}}, "method.type", "method.type must be supervised"),

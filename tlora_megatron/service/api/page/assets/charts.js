@@ -1,6 +1,6 @@
 // Curves of losses, and the time line of GPUs, as SVG in the width that there is.
 
-const CURVE = { width: 260, height: 88, left: 4, right: 4, top: 6, bottom: 16 };
+const CURVE = { width: 260, height: 88, left: 4, right: 4, top: 6, bottom: 16, levels: 1 };
 
 function bounds(points) {
   let [low, high] = [Infinity, -Infinity];
@@ -11,31 +11,50 @@ function bounds(points) {
   return low === high ? [low - 0.5, high + 0.5] : [low, high];
 }
 
-// One job's loss over its steps; `size` may be another than the small one.
-function curve(points, size = CURVE) {
-  const { width, height, left, right, top, bottom } = { ...CURVE, ...size };
-  const label = points.length
-    ? `loss ${precise(points.at(-1)[1])} at step ${points.at(-1)[0]}, from ${precise(points[0][1])}`
-    : "no step yet";
+// What a curve shows, for those who do not see it.
+function curveWords({ points, evaluations }) {
+  if (!points.length) return "no step yet";
+  const words = `loss ${precise(points.at(-1)[1])} at step ${points.at(-1)[0]}, from ${precise(points[0][1])}`;
+  const last = evaluations.at(-1);
+  return last ? `${words}; validation loss ${precise(last[1])} at step ${last[0]}` : words;
+}
+
+// One job's losses over its steps; `size` may be another than the small one, with `levels` named.
+function curve(own, size = CURVE) {
+  const { width, height, left, right, top, bottom, levels } = { ...CURVE, ...size };
+  const { points, evaluations } = own;
+  const label = curveWords(own);
   const frame = { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label };
   if (points.length < 2) {
-    return s("svg", frame, s("text", { x: left, y: height - 4 }, label));
+    return s("svg", { ...frame, viewBox: `0 0 ${width} 24` }, s("text", { x: 0, y: 16 }, label));
   }
-  const [low, high] = bounds(points);
-  const [first, last] = [points[0][0], points.at(-1)[0]];
+  const all = [...points, ...evaluations];
+  const [low, high] = bounds(all);
+  const first = Math.min(points[0][0], evaluations[0]?.[0] ?? Infinity);
+  const last = Math.max(points.at(-1)[0], evaluations.at(-1)?.[0] ?? 0);
   const x = (step) => left + ((step - first) / (last - first || 1)) * (width - left - right);
   const y = (loss) => top + ((high - loss) / (high - low)) * (height - top - bottom);
-  const line = points.map(([step, loss]) => `${x(step).toFixed(1)} ${y(loss).toFixed(1)}`);
+  const line = (of) => of.map(([step, loss]) => `${x(step).toFixed(1)} ${y(loss).toFixed(1)}`).join("L");
   const floor = height - bottom;
+  const rules = Array.from({ length: levels }, (_, place) => {
+    const loss = levels > 1 ? low + (place / (levels - 1)) * (high - low) : high;
+    const at = levels > 1 ? { x: left - 6, y: y(loss) + 4 } : { x: width - right, y: top + 8 };
+    return [
+      levels > 1 ? s("line", { class: "rule", x1: left, x2: width - right, y1: y(loss), y2: y(loss) }) : null,
+      s("text", { ...at, "text-anchor": "end" }, precise(loss)),
+    ];
+  });
   return s(
     "svg",
     frame,
     s("line", { class: "rule", x1: left, x2: width - right, y1: floor, y2: floor }),
-    s("path", { class: "area", d: `M${x(first)} ${floor}L${line.join("L")}L${x(last)} ${floor}Z` }),
-    s("path", { class: "curve", d: `M${line.join("L")}`, "vector-effect": "non-scaling-stroke" }),
-    s("text", { x: left, y: height - 4 }, `step ${first}`),
+    rules.flat(),
+    s("path", { class: "area", d: `M${x(points[0][0])} ${floor}L${line(points)}L${x(points.at(-1)[0])} ${floor}Z` }),
+    s("path", { class: "curve", d: `M${line(points)}` }),
+    evaluations.length ? s("path", { class: "validation", d: `M${line(evaluations)}` }) : null,
+    evaluations.map(([step, loss]) => s("circle", { class: "dot", cx: x(step), cy: y(loss), r: 2.5 })),
+    s("text", { x: left, y: height - 4 }, `step ${count(first)}`),
     s("text", { x: width - right, y: height - 4, "text-anchor": "end" }, count(last)),
-    s("text", { x: width - right, y: top + 8, "text-anchor": "end" }, precise(high)),
   );
 }
 

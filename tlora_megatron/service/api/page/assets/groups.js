@@ -103,25 +103,29 @@ function drawGroups(groups) {
   show(byId("groups"), groups.length ? h("div", { class: "groups" }, groups.map(drawGroup)) : none);
 }
 
-// Losses: the past is asked for once, then every event adds a point.
+// Losses: the past is asked for, then every event adds a point; evaluations are asked for again.
 const curves = new Map();
 const MOST_POINTS = 600;
+const OLD_S = 60;
 
 async function begin(id) {
-  const own = { points: [], ready: false };
+  const own = curves.get(id) ?? { points: [], evaluations: [] };
+  own.at = now();
   curves.set(id, own);
   try {
-    const { points } = await get(`/v1/curves/${encodeURIComponent(id)}`);
+    const { points, evaluations } = await get(`/v1/curves/${encodeURIComponent(id)}`);
     const last = points.length ? points.at(-1)[0] : -1;
     own.points = [...points, ...own.points.filter(([step]) => step > last)];
+    own.evaluations = evaluations;
   } catch {
     // The past is missing then; what comes is drawn.
   }
-  own.ready = true;
 }
 
 function addLoss(member) {
-  if (!curves.has(member.id)) begin(member.id).then(() => drawLosses());
+  const known = curves.get(member.id);
+  const isOld = known?.evaluations.length && now() - known.at > OLD_S;
+  if (!known || isOld) begin(member.id).then(() => drawLosses());
   const { points } = curves.get(member.id);
   if (!isNumber(member.loss)) return;
   while (points.length && points.at(-1)[0] > member.step) points.pop();
@@ -141,9 +145,9 @@ function drawLosses() {
   const figures = shown.map(({ group, member }) =>
     h(
       "figure",
-      { class: `card ${colour(group.gang)}`, "data-job": member.id },
+      { class: `card ${colour(group.gang)}`, "data-job": member.id, onclick: () => openJob(member.id) },
       h("figcaption", {}, jobLink(member, "loss"), h("b", {}, precise(member.loss))),
-      curve(curves.get(member.id).points, size),
+      curve(curves.get(member.id), size),
     ),
   );
   show(byId("losses"), figures);

@@ -118,6 +118,7 @@ addEventListener("hashchange", () => location.hash.startsWith("#token=") && conn
 addEventListener("resize", () => {
   drawTimeline();
   drawLosses();
+  drawJob();
 });
 setInterval(() => byId("board").hidden || drawTimeline(), 5000);
 connect();
