@@ -200,13 +200,6 @@ def larger_numbers(num_gpus: int, hardware: HardwareProfile) -> Iterator[int]:
             yield nodes * node
 
 
-def other_machines(
-    question: Question, ask: Ask, profiles: tuple[HardwareProfile, ...]
-) -> Iterator[Remedy]:
-    """Proposes the machine with the smallest GPUs that are enough, as many as were asked for."""
-    return _first_that_fits(roomier(question, profiles), ask)
-
-
 def roomier(question: Question, profiles: tuple[HardwareProfile, ...]) -> list[Remedy]:
     """Changes to machines with larger GPUs, the smallest of these first."""
     larger = [p for p in profiles if p.memory_bytes > question.hardware.memory_bytes]
@@ -266,7 +259,7 @@ def advise(
         shorter(question, hunt.ask),
         one_node(question, hunt.ask, machines),
         more_gpus(question, hunt.ask, machines),
-        other_machines(question, hunt.ask, machines),
+        _first_that_fits(roomier(question, machines), hunt.ask),
     )
     found = tuple(single) or tuple(_pairs(question, hunt.ask, machines))
     return Advice(found, "" if found else _why_none(question, machines, hunt))
