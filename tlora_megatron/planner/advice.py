@@ -10,7 +10,7 @@ from typing import Any
 
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.fit import Dropped, Drops, fitting_plans
+from tlora_megatron.planner.fit import Dropped, Drops, Fit
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import MOST_GPUS
@@ -306,15 +306,9 @@ class _Hunt:
         vpp_size = question.space.vpp_size or 1
         runs_in = question.space.runs_in or ("train" if vpp_size == 1 else None)
         space = replace(question.space, vpp_size=vpp_size, runs_in=runs_in)
-        plans = fitting_plans(
-            question.spec,
-            question.jobs,
-            question.hardware,
-            question.num_gpus,
-            space,
-            drops,
-            most_budgets=1,
-        )
+        fit = Fit(question.spec, question.jobs, question.hardware, space, drops)
+        layouts = fit.layouts.on_all(question.num_gpus)
+        plans = chain.from_iterable(fit.plans(layout, most_budgets=1) for layout in layouts)
         plan = next((plan for plan, _ in plans), None)
         if plan is None and (least := drops.least_memory()) is not None:
             over = least[0] / question.hardware.memory_bytes

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.queue import Job
+from tlora_megatron.sim.ledger import mean
 
 _FULL_TOKENS = 16_384
 """Tokens of a step for each GPU that keep it at full speed, unless a job has more."""
@@ -127,13 +128,13 @@ def least_mean_jct_s(jobs: Sequence[Job], speeds: Speeds, num_gpus: int) -> floa
 
 def alone_s(demands: Sequence[Demand]) -> float:
     """Mean of the jobs' own fastest times."""
-    return _mean([demand.fastest_s for demand in demands])
+    return mean([demand.fastest_s for demand in demands])
 
 
 def fluid_s(demands: Sequence[Demand], num_gpus: int) -> float:
     """Mean completion time on one machine that serves the job with the least work left."""
     served = _serve(demands, num_gpus, lambda demand, left_s: left_s)
-    return _mean([s.end_s - d.submit_s for s, d in zip(served, demands, strict=True)])
+    return mean([s.end_s - d.submit_s for s, d in zip(served, demands, strict=True)])
 
 
 def mean_busy_s(demands: Sequence[Demand], num_gpus: int) -> float:
@@ -142,7 +143,7 @@ def mean_busy_s(demands: Sequence[Demand], num_gpus: int) -> float:
     A job that ends at C cannot have done its work around a time later than C less half that time.
     """
     served = _serve(demands, num_gpus, lambda demand, left_s: demand.gpu_s)
-    return _mean(
+    return mean(
         [s.mean_busy_s + d.fastest_s / 2 - d.submit_s for s, d in zip(served, demands, strict=True)]
     )
 
@@ -186,10 +187,6 @@ def _serve(
             left_s -= run_s
             heapq.heappush(queue, (first(demand, left_s), index, left_s))
     return served
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
 
 
 _PAUSE_S = 60.0
@@ -251,24 +248,20 @@ class _Cluster:
                 total_s += then_s - task.submit_s
             now_s = then_s
             while come < len(self._jobs) and self._jobs[come].submit_s <= now_s:
-                self._wait(self._task(self._jobs[come]))
+                job = self._jobs[come]
+                rates = self._speeds.sizes(job.kind, self._num_gpus)
+                task = _Task(
+                    index=job.index,
+                    submit_s=job.submit_s,
+                    tokens=job.tokens,
+                    left=job.tokens,
+                    rates=rates,
+                    fastest=max(rates.values()),
+                )
+                insort(self._waiting, (task.place, task))
                 come += 1
             self._apply(self._shares(), now_s)
         return total_s / max(1, len(self._jobs))
-
-    def _task(self, job: Job) -> _Task:
-        rates = self._speeds.sizes(job.kind, self._num_gpus)
-        return _Task(
-            index=job.index,
-            submit_s=job.submit_s,
-            tokens=job.tokens,
-            left=job.tokens,
-            rates=rates,
-            fastest=max(rates.values()),
-        )
-
-    def _wait(self, task: _Task) -> None:
-        insort(self._waiting, (task.place, task))
 
     def _train(self, now_s: float, then_s: float) -> list[_Task]:
         """Trains until `then_s`, and returns the jobs that end then."""
@@ -341,4 +334,4 @@ class _Cluster:
         self._running = list(shares)
         for task in paused:
             task.gpus = 0
-            self._wait(task)
+            insort(self._waiting, (task.place, task))

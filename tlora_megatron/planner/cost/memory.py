@@ -36,12 +36,7 @@ from tlora_megatron.planner.cost.expert_adapters import (
     kept_inputs,
     routed_bytes,
 )
-from tlora_megatron.planner.cost.experts import (
-    check_predictable,
-    expert_split,
-    shared_bytes,
-    shared_weights,
-)
+from tlora_megatron.planner.cost.experts import check_predictable, expert_split, shared_bytes
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad
 
@@ -247,7 +242,9 @@ def _layer_bytes(spec: ModelSpec, plan: Plan, size: int) -> float:
     tp_size, split = plan.tp_size, expert_split(spec, plan)
     names = itertools.chain.from_iterable(dense_linears(spec).values())
     linears = sum(_linear_bytes(spec, linear, tp_size, size) for linear in names)
-    linears += 0 if split is None else (split.weights + shared_weights(spec)) * size
+    # The weight of a shared expert's sigmoid is whole on every rank.
+    sigmoid = 0 if spec.shared_ffn_size is None else spec.hidden_size
+    linears += 0 if split is None else (split.weights + sigmoid) * size
     norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
     biases = (spec.q_size + 2 * spec.kv_size) / tp_size if spec.qkv_bias else 0
     return linears + (norms + biases) * size

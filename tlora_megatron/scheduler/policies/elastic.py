@@ -20,7 +20,6 @@ class Sizes:
     """Numbers of GPUs for single jobs, as their speeds suggest."""
 
     def __init__(self, speeds: Speeds, num_gpus: int) -> None:
-        """Begins for a cluster of so many GPUs."""
         self._speeds = speeds
         self._num_gpus = num_gpus
 
