@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
+from tlora_megatron.scheduler.policies.tlora import EXPECTED
 from tlora_megatron.scheduler.queue import Job
 from tlora_megatron.sim.ledger import mean
 
@@ -190,8 +191,6 @@ def _serve(
 
 
 _PAUSE_S = 60.0
-_EXPECTED = 0.05
-"""Added to the number of jobs that wait, so that no job takes GPUs that bring it nothing."""
 _WORTH_A_GPU = 0.1
 """Share of a pause that each further GPU must save."""
 _DONE = 1e-9
@@ -291,7 +290,7 @@ class _Cluster:
         """The best number of GPUs: the job's own time, and what that costs those who wait."""
         best, least = 0, math.inf
         for size, rate in task.rates.items():
-            others = max(0, behind - (free - size)) + _EXPECTED
+            others = max(0, behind - (free - size)) + EXPECTED
             cost = (1 + others * size / self._num_gpus) / rate
             if size <= free and cost < least:
                 best, least = size, cost

@@ -198,8 +198,8 @@ class ResidualGrouping(_Grouping):
 
 _MOST_HOSTS = 8
 """Hosts tried for a job, most residual capacity first; limits the time a decision takes."""
-_EXPECTED = 0.05
-"""Added to the number of jobs held up, so that a job never takes GPUs that bring it nothing."""
+EXPECTED = 0.05
+"""Added to the number of jobs that wait, so that a job never takes GPUs that bring it nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -313,5 +313,5 @@ class _Sizes:
         if rates is None:
             return (float("inf"), num_gpus)
         time_s = waiting.tokens_left / rates.total
-        others_share = (others + _EXPECTED) / self._num_gpus
+        others_share = (others + EXPECTED) / self._num_gpus
         return (time_s * (1 + others_share * num_gpus), num_gpus)

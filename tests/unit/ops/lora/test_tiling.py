@@ -1,4 +1,4 @@
-"""Sizes that kernels support, their tiles, and work lists that hold every row's work exactly once."""
+"""Sizes that kernels support, their tiles, and work lists that hold every row's work once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Triton's quantiser, products of codes and casts by one scale a tensor, against their definition."""
+"""Triton's quantiser, products of codes and casts by one scale a tensor, against their definition.
+
+On a GPU they run as they are, elsewhere in the process of `test_interpreted_kernels`. What the
+compiler makes of the products is read on any machine. That the bits of casts are Transformer
+Engine's is shown in `tests/gpu/test_transformer_engine_gpu.py`.
+"""
 
 from __future__ import annotations
 
