@@ -11,6 +11,7 @@ from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policy import ClusterShape, Policy, RegroupCost, Rules
 from tlora_megatron.scheduler.queue import Job
 from tlora_megatron.scheduler.registry import make_policy
+from tlora_megatron.sim.cluster import Faults
 from tlora_megatron.sim.ledger import Ledger
 from tlora_megatron.sim.simulator import Simulator
 
@@ -123,7 +124,8 @@ class World:
         if isinstance(policy, str):
             policy = make_policy(policy, self.speeds, Rules(cost=cost, **(rules or {})))
         world = {"jobs": self.jobs, "shape": self.shape, "speeds": self.speeds}
-        return Simulator(**world, policy=policy, cost=cost, **more).run()
+        calm: dict[str, Any] = {"faults": Faults(), "quotas": {}} | more
+        return Simulator(**world, policy=policy, cost=cost, **calm).run()
 
     def ends(self, policy: str, **more: Any) -> list[float]:
         """When each job ends, in order of submission."""

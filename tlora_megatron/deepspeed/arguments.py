@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
 from transformers import Trainer, TrainingArguments
 
-from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.integrations.deepspeed.job_defaults import TrainerValue, TrainerValues
 
@@ -53,12 +52,6 @@ def refuse_what_is_not_taken(kind: type[Trainer], given: Mapping[str, Any]) -> N
             raise NotImplementedError(
                 f"{kind.__name__}.{name} must not be overridden: rounds of many jobs never call it"
             )
-
-
-def check_evaluation(strategy: Any, jobs: Sequence[JobSpec]) -> None:
-    """Refuses a strategy of evaluation where no job has data for it."""
-    if strategy != "no" and not any(job.data.eval for job in jobs):
-        raise must("args.eval_strategy", "be no without data.eval in any job", strategy.value)
 
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")

@@ -23,7 +23,6 @@ from tlora_megatron.cli.tables import open_console
 from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.deepspeed.arguments import (
     NOT_TAKEN,
-    check_evaluation,
     deepspeed_source,
     logs_every_round,
     refuse_what_is_not_taken,
@@ -77,7 +76,10 @@ class MultiLoRATrainer(Trainer):
         self._settings = read_settings(
             model, source, output_dir=str(args.output_dir), trainer=trainer_values(args)
         )
-        check_evaluation(args.eval_strategy, self._settings.run.jobs)
+        has_data = any(job.data.eval for job in self._settings.run.jobs)
+        if args.eval_strategy != "no" and not has_data:
+            given = args.eval_strategy.value
+            raise must("args.eval_strategy", "be no without data.eval in any job", given)
         # Trainer wants a data set for eval_strategy.
         super().__init__(model=model, args=args, **{**kwargs, "eval_dataset": []})
         self.eval_dataset = None

@@ -10,7 +10,7 @@ from typing import Any
 
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.fit import Dropped, Drops, fitting_plans
+from tlora_megatron.planner.fit import Dropped, Drops, Fit
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import MOST_GPUS
@@ -200,13 +200,6 @@ def larger_numbers(num_gpus: int, hardware: HardwareProfile) -> Iterator[int]:
             yield nodes * node
 
 
-def other_machines(
-    question: Question, ask: Ask, profiles: tuple[HardwareProfile, ...]
-) -> Iterator[Remedy]:
-    """Proposes the machine with the smallest GPUs that are enough, as many as were asked for."""
-    return _first_that_fits(roomier(question, profiles), ask)
-
-
 def roomier(question: Question, profiles: tuple[HardwareProfile, ...]) -> list[Remedy]:
     """Changes to machines with larger GPUs, the smallest of these first."""
     larger = [p for p in profiles if p.memory_bytes > question.hardware.memory_bytes]
@@ -266,7 +259,7 @@ def advise(
         shorter(question, hunt.ask),
         one_node(question, hunt.ask, machines),
         more_gpus(question, hunt.ask, machines),
-        other_machines(question, hunt.ask, machines),
+        _first_that_fits(roomier(question, machines), hunt.ask),
     )
     found = tuple(single) or tuple(_pairs(question, hunt.ask, machines))
     return Advice(found, "" if found else _why_none(question, machines, hunt))
@@ -313,15 +306,9 @@ class _Hunt:
         vpp_size = question.space.vpp_size or 1
         runs_in = question.space.runs_in or ("train" if vpp_size == 1 else None)
         space = replace(question.space, vpp_size=vpp_size, runs_in=runs_in)
-        plans = fitting_plans(
-            question.spec,
-            question.jobs,
-            question.hardware,
-            question.num_gpus,
-            space,
-            drops,
-            most_budgets=1,
-        )
+        fit = Fit(question.spec, question.jobs, question.hardware, space, drops)
+        layouts = fit.layouts.on_all(question.num_gpus)
+        plans = chain.from_iterable(fit.plans(layout, most_budgets=1) for layout in layouts)
         plan = next((plan for plan, _ in plans), None)
         if plan is None and (least := drops.least_memory()) is not None:
             over = least[0] / question.hardware.memory_bytes

@@ -326,21 +326,6 @@ def _is_open(plan: Plan) -> bool:
     return plan.num_micro_batches is None
 
 
-def fitting_plans(
-    spec: ModelSpec,
-    jobs: Sequence[JobLoad],
-    hardware: HardwareProfile,
-    num_gpus: int,
-    space: SearchSpace,
-    drops: Drops,
-    most_budgets: int | None = None,
-) -> Iterator[tuple[Plan, MemoryUse]]:
-    """All plans on all the GPUs that fit into memory, with the smallest budgets of each layout."""
-    fit = Fit(spec, jobs, hardware, space, drops)
-    for layout in fit.layouts.on_all(num_gpus):
-        yield from fit.plans(layout, most_budgets)
-
-
 def budgets(jobs: Sequence[JobLoad], layout: Plan, space: SearchSpace) -> list[int]:
     """Budgets worth trying: from the longest sequence or portion up to all batches together."""
     longest = max(max(job.lengths.longest, job.longest_eval) for job in jobs)

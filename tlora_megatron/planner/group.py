@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from tlora_megatron.config.job import EXPERT_TARGETS
@@ -32,7 +33,11 @@ _REFERENCES = ((8, 8), (1, 4))
 _FEW_RANKS = 2
 """On routed experts in a further mix of the same sizes, whose jobs adapt all linears."""
 
-_JobKey = tuple[object, ...]
+_key = attrgetter(
+    *("rank", "targets", "batch_size", "lengths", "dropout", "target_share"),
+    *("num_blocks", "expert_rank", "shares_outer"),
+)
+"""What the speed of a job depends on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +68,7 @@ class GroupModel:
         self.spec = spec
         self.hardware = hardware
         self._rates = Rates(hardware)
-        self._ids: dict[_JobKey, int] = {}
+        self._ids: dict[object, int] = {}
         self._choices: dict[tuple[int, tuple[int, ...]], _Choice] = {}
         self._layouts: dict[int, dict[Plan, None]] = {}
         """By number of GPUs those worth trying; they do not depend on earlier questions."""
@@ -75,7 +80,7 @@ class GroupModel:
             jobs = [replace(job, targets=on_experts(job.targets)) for job in jobs]
         if num_gpus < 1:
             raise ValueError(f"num_gpus must be at least 1, got {num_gpus}")
-        ids = [self._id(job) for job in jobs]
+        ids = [self._ids.setdefault(_key(job), len(self._ids)) for job in jobs]
         order = sorted(range(len(jobs)), key=ids.__getitem__)
         key = num_gpus, tuple(ids[i] for i in order)
         if key not in self._choices:
@@ -99,20 +104,6 @@ class GroupModel:
             return False
         use = MemoryModel(self.spec, jobs, self.hardware).use(plan)
         return use.total_bytes <= self.hardware.memory_bytes
-
-    def _id(self, job: JobLoad) -> int:
-        key = (
-            job.rank,
-            job.targets,
-            job.batch_size,
-            job.lengths,
-            job.dropout,
-            job.target_share,
-            job.num_blocks,
-            job.expert_rank,
-            job.shares_outer,
-        )
-        return self._ids.setdefault(key, len(self._ids))
 
     def _best(self, jobs: Sequence[JobLoad], num_gpus: int) -> _Choice:
         model = CostModel(self.spec, jobs, self.hardware, rates=self._rates, looked_at=_LOOKED_AT)

@@ -38,8 +38,6 @@ class RankedPlan:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The result of a search."""
-
     plans: tuple[RankedPlan, ...]
     """Plans that fit, fastest first."""
     dropped: tuple[Dropped, ...]
@@ -140,7 +138,9 @@ class _Hunt:
                 ranked = self._ranked(plan, memory)
                 best = max(best, ranked.cost.tokens_per_s)
                 found.append(ranked)
-        if self._space.wants("train") and _num_layouts(found, _NEAR * best) < _DEEPENED:
+        # Layouts with a plan that surely comes before all of the slow ones.
+        near = {own.plan.layout for own in found if _place(own)[0] < -_rounded(_NEAR * best)}
+        if self._space.wants("train") and len(near) < _DEEPENED:
             found += [self._ranked(*own) for own in slow]  # some may come near in deeper rounds
         return [own for own in self._with_deeper(found) if own.cost.tokens_per_s >= _NEAR * best]
 
@@ -154,12 +154,6 @@ class _Hunt:
         if not self._space.wants("train"):
             return found
         return sorted([*found, *_deeper(self._model, found)], key=_place)
-
-
-def _num_layouts(found: Sequence[RankedPlan], tokens_per_s: float) -> int:
-    """The number of layouts with a plan that surely comes before any of so many tokens a second."""
-    least = _rounded(tokens_per_s)
-    return len({own.plan.layout for own in found if _place(own)[0] < -least})
 
 
 def _deeper(model: CostModel, found: Sequence[RankedPlan]) -> Iterator[RankedPlan]:

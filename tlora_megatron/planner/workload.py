@@ -199,18 +199,21 @@ class JobLoad:
     often there is one."""
 
     def __post_init__(self) -> None:
-        if self.num_blocks < 1:
-            raise ValueError(
-                f"num_blocks of job {self.name!r} must be at least 1, got {self.num_blocks}"
-            )
         of_experts = EXPERT_TARGETS + FUSED_EXPERT_TARGETS + SHARED_EXPERT_TARGETS
         known = HF_TARGETS + MEGATRON_TARGETS + of_experts
+        blocks = max(1, self.num_blocks)
         rules = (
+            ("num_blocks", "be at least 1", self.num_blocks, self.num_blocks >= 1),
             ("rank", "be at least 1", self.rank, self.rank >= 1),
             ("batch_size", "be at least 1", self.batch_size, self.batch_size >= 1),
             ("dropout", "be in [0, 1)", self.dropout, 0 <= self.dropout < 1),
             ("target_share", "be in (0, 1]", self.target_share, 0 < self.target_share <= 1),
-            ("rank", "be a multiple of num_blocks", self.rank, self.rank % self.num_blocks == 0),
+            (
+                "rank",
+                "be a multiple of num_blocks",
+                self.rank,
+                self.rank % blocks == 0,
+            ),
             ("targets", "name at least one linear", self.targets, bool(self.targets)),
             ("targets", f"be among {', '.join(known)}", self.targets, {*self.targets} <= {*known}),
         )

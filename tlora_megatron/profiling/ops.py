@@ -23,7 +23,6 @@ from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batc
 from tlora_megatron.planner.cost.adapter_sizes import RANK_CHUNK
 from tlora_megatron.planner.hardware import AttentionPoint, GemmPoint
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.profiling.sizes import ProfileSizes
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.profiling.timer import DeviceTimer
 
@@ -207,11 +206,6 @@ def _segments(tokens: int, count: int) -> list[int]:
     weights = [0.5 + (0.618034 * i) % 1.0 for i in range(1, count + 1)]
     ends = [round(tokens * w / sum(weights)) for w in itertools.accumulate(weights)]
     return [end - begin for begin, end in itertools.pairwise([0, *ends])]
-
-
-def lora_plan(sizes: ProfileSizes) -> list[tuple[ModelSpec, int]]:
-    """Settings of `measure_lora`, most important first."""
-    return [(spec, tokens) for tokens in sizes.lora_tokens for spec in sizes.lora_specs]
 
 
 _MOST_SETS = 4

@@ -29,7 +29,6 @@ from tlora_megatron.planner.hardware import (
 from tlora_megatron.profiling.ops import (
     LoraSample,
     copy_bytes_per_s,
-    lora_plan,
     measure_attention,
     measure_fp8_gemm,
     measure_gemm,
@@ -209,8 +208,10 @@ class _Measurement:
                 yield from measure_fp8_gemm(self.timer, shape, self.sizes.fp8_rows, self.dtype)
 
     def _lora(self) -> Iterator[LoraSample]:
-        adapters = self.sizes.lora_adapters
-        for spec, tokens in self._within(lora_plan(self.sizes), "lora"):
+        adapters, sizes = self.sizes.lora_adapters, self.sizes
+        # The most important first.
+        settings = [(spec, tokens) for tokens in sizes.lora_tokens for spec in sizes.lora_specs]
+        for spec, tokens in self._within(settings, "lora"):
             yield from measure_lora(self.timer, spec, tokens, adapters, self.dtype, self.world_size)
             self._release()
 

@@ -63,7 +63,11 @@ def formed(
 ) -> Group:
     """Forms a group on `gpus`; it trains after its save, move and re-plan, and others' saves."""
     ready_s = max([now_s + vacated_s, *(group.ready_s for group, _ in parts.running)])
-    ready_s += _pause_s(parts, gpus, cost)
+    sources = {group.number: group for group, _ in parts.running}
+    stay = next((group.number for group in sources.values() if group.gpus == gpus), None)
+    moved = [member.job for group, member in parts.running if group.number != stay]
+    moved += [waiting.job for waiting in parts.joining if waiting.has_state]
+    ready_s += cost.pause_s(tuple(sources.values()), gpus, moved)
     by_kind = rates.by_kind
     members = [
         replace(
@@ -129,14 +133,6 @@ def paused(
     )
 
 
-def _pause_s(parts: Parts, gpus: tuple[int, ...], cost: RegroupCost) -> float:
-    sources = {group.number: group for group, _ in parts.running}
-    stay = next((group.number for group in sources.values() if group.gpus == gpus), None)
-    moved = [member.job for group, member in parts.running if group.number != stay]
-    moved += [waiting.job for waiting in parts.joining if waiting.has_state]
-    return cost.pause_s(tuple(sources.values()), gpus, moved)
-
-
 def speeds_in_bounds(jobs: list[Job], by_kind: Mapping[int, float]) -> bool:
     """True if each job, by the speed of its kind, is at least as fast as its bound demands."""
     return all(by_kind[job.kind] * (1 + _TOLERANCE) >= job.least_tokens_per_s for job in jobs)
@@ -182,7 +178,6 @@ class Fleet:
     def __init__(
         self, *, shape: ClusterShape, speeds: Speeds, quotas: Mapping[str, int] | None = None
     ) -> None:
-        """Begins with all GPUs free."""
         self.cluster = ClusterState(shape=shape, free=FreeGpus.all_of(shape), quotas=quotas or {})
         self.changes = ChangeLog()
         self._speeds = speeds
@@ -225,7 +220,10 @@ class Fleet:
         parts = Parts(running=tuple((group, m) for m in group.members if m.job.index not in gone))
         if not len(parts):
             return
-        rates = self._speeds.rates(parts.kinds, len(group.gpus)) or _present(parts)
+        rates = self._speeds.rates(parts.kinds, len(group.gpus))
+        if rates is None:  # those that they have now
+            now = {member.job.kind: member.tokens_per_s for _, member in parts.running}
+            rates = GroupRates(now, sum(m.tokens_per_s for _, m in parts.running), 0.0)
         rest = carried_on(group, parts, rates=rates, now_s=now_s, number=self.next_number())
         self.open(rest)
         self.changes.regrouped.add(rest.number)
@@ -352,9 +350,3 @@ class Fleet:
     def next_number(self) -> int:
         self._num_groups += 1
         return self._num_groups
-
-
-def _present(parts: Parts) -> GroupRates:
-    """The speeds that running members have now."""
-    by_kind = {member.job.kind: member.tokens_per_s for _, member in parts.running}
-    return GroupRates(by_kind, sum(member.tokens_per_s for _, member in parts.running), 0.0)

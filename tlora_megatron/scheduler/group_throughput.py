@@ -59,10 +59,6 @@ class Speeds:
         self._sizes: dict[tuple[int, int], Mapping[int, float]] = {}
 
     @property
-    def bases(self) -> tuple[str, ...]:
-        return tuple(self._models)
-
-    @property
     def num_estimates(self) -> int:
         return len(self._memo)
 

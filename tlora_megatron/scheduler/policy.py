@@ -176,12 +176,14 @@ class ClusterState:
     @property
     def may_run(self) -> MayRun:
         """Tests whether a quota lets a waiting job run; None without quotas."""
-        return self._within_quota if self.quotas else None
+        return self.within_quota if self.quotas else None
 
-    def _within_quota(self, waiting: Waiting) -> bool:
+    def within_quota(self, waiting: Waiting, further: int = 0) -> bool:
+        """True if the quota of a job's tenant has room for it beside `further` GPUs."""
         job = waiting.job
         quota = self.quotas.get(job.tenant)
-        return quota is None or self.tenant_gpus.get(job.tenant, 0) + job.num_gpus <= quota
+        held = self.tenant_gpus.get(job.tenant, 0) + further
+        return quota is None or held + job.num_gpus <= quota
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -166,20 +166,6 @@ MayRun = Callable[[Waiting], bool] | None
 """Test that leaves out jobs held back by a quota; None: no job is held back."""
 
 
-def _by_arrival(waiting: Waiting) -> _Key:
-    job = waiting.job
-    return (-job.priority, job.submit_s, job.index)
-
-
-def _by_size(waiting: Waiting) -> _Key:
-    left_s = 0.0 if waiting.job.is_open else waiting.isolated_left_s  # its client waits
-    return (-waiting.job.priority, left_s, waiting.job.index)
-
-
-def _by_due(waiting: Waiting) -> _Key:
-    return (waiting.job.due_s, waiting.job.submit_s, waiting.job.index)
-
-
 class WaitingQueue:
     """The jobs that hold no GPUs. Policies only read it; the simulator adds and removes jobs."""
 
@@ -260,7 +246,16 @@ class WaitingQueue:
         return list(islice(filter(may_run, (entries[key[2]] for key in keys)), limit))
 
 
-_KEYS = {"arrival": _by_arrival, "size": _by_size, "due": _by_due}
+_KEYS: dict[str, Callable[[Waiting], _Key]] = {
+    "arrival": lambda w: (-w.job.priority, w.job.submit_s, w.job.index),
+    # Of a driven job the client waits.
+    "size": lambda w: (
+        -w.job.priority,
+        0.0 if w.job.is_open else w.isolated_left_s,
+        w.job.index,
+    ),
+    "due": lambda w: (w.job.due_s, w.job.submit_s, w.job.index),
+}
 
 
 _NUM_QUANTILES = 8
@@ -291,7 +286,7 @@ def coarse_load(load: JobLoad) -> JobLoad:
         lengths=coarse_lengths(load.lengths),
         dropout=ANY_DROPOUT if load.dropout else 0.0,
         target_share=math.ceil(load.target_share * _SHARE_STEPS) / _SHARE_STEPS,
-        longest_eval=_length(load.longest_eval, up=True) if load.longest_eval else 0,
+        longest_eval=load.longest_eval and _on_grid(load.longest_eval, up=True),
     )
 
 
@@ -299,8 +294,8 @@ def coarse_lengths(lengths: LengthHistogram) -> LengthHistogram:
     """Eight equally likely lengths on a geometric grid; the longest is never rounded down."""
     ends = list(accumulate(share for _, share in lengths.pairs))
     means = [_mean_between(lengths, ends, i) for i in range(_NUM_QUANTILES)]
-    rounded = [_length(mean, up=False) for mean in means]
-    rounded[-1] = _length(lengths.longest, up=True)
+    rounded = [_on_grid(mean) for mean in means]
+    rounded[-1] = _on_grid(lengths.longest, up=True)
     return LengthHistogram.from_counts((length, 1.0) for length in rounded)
 
 
@@ -315,11 +310,7 @@ def _mean_between(lengths: LengthHistogram, ends: Sequence[float], quantile: int
     return max(1.0, total * _NUM_QUANTILES)
 
 
-def _length(value: float, *, up: bool) -> int:
-    return _on_grid(value, _LENGTHS_PER_OCTAVE, up=up)
-
-
-def _on_grid(value: float, per_octave: int, *, up: bool = False) -> int:
+def _on_grid(value: float, per_octave: int = _LENGTHS_PER_OCTAVE, *, up: bool = False) -> int:
     """The nearest power of `2 ** (1 / per_octave)`, or the next one up, as a whole number."""
     exponent = math.log2(max(1.0, value)) * per_octave
     whole = math.ceil(exponent - _ROUNDING) if up else round(exponent)

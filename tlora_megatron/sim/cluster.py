@@ -46,8 +46,6 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultRates:
-    """Rates of failures and cancellations."""
-
     job_failures: float = rule(
         "share of jobs that fail, at a random point of their work", default=0.0, ge=0, le=1
     )
@@ -119,8 +117,6 @@ def _draw_outages(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegroupSpec:
-    """Pauses of groups that change."""
-
     admit_s: float = rule("pause in seconds when a job joins a running group", ge=0)
     replan_s: float = rule(
         "pause in seconds when a group gets other GPUs: plan, process groups, warm-up", ge=0

@@ -199,7 +199,7 @@ def summarise(
     makespan = max(record.end_s for record in records) - first
     # From the first to the last submission; the makespan if the mean job takes longer.
     window = max(record.job.submit_s for record in records) - first
-    if window < _mean([record.job.isolated_s for record in records]):
+    if window < mean([record.job.isolated_s for record in records]):
         window = makespan
     end = first + window
     finished = [record for record in records if record.status == "finished"]
@@ -214,7 +214,7 @@ def summarise(
     gpu_s = math.fsum(held_s)
     capacity_s = num_gpus * window
     return Summary(
-        mean_jct_s=_mean(jcts),
+        mean_jct_s=mean(jcts),
         p50_jct_s=quantile(jcts, 0.5),
         p95_jct_s=quantile(jcts, 0.95),
         p99_jct_s=quantile(jcts, 0.99),
@@ -227,9 +227,9 @@ def summarise(
         jobs_cancelled=count["cancelled"],
         jobs_rejected=count["rejected"],
         gpu_allocation=_ratio(gpu_s, capacity_s),
-        mean_queueing_s=_mean(waits),
+        mean_queueing_s=mean(waits),
         p95_queueing_s=quantile(waits, 0.95),
-        mean_slowdown=_mean(slowdowns),
+        mean_slowdown=mean(slowdowns),
         mean_group_size=_ratio(math.fsum(weighted_s), gpu_s),
         lost_tokens=math.fsum(record.lost_tokens for record in records),
         window_s=window,
@@ -249,7 +249,8 @@ def quantile(ordered: Sequence[float], q: float) -> float:
     return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else 0.0
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """The mean; 0 without values."""
     return math.fsum(values) / len(values) if values else 0.0
 
 

@@ -21,7 +21,6 @@ from tlora_megatron.sim.ledger import Ledger
 _SAME_MOMENT_S = 1e-7
 """Members of a group that end within this time of each other end in one event."""
 _PROGRESS_EVERY = 500
-_NO_FAULTS = Faults()
 
 
 class Simulator:
@@ -35,8 +34,8 @@ class Simulator:
         policy: Policy,
         speeds: Speeds,
         cost: RegroupCost,
-        faults: Faults = _NO_FAULTS,
-        quotas: Mapping[str, int] | None = None,
+        faults: Faults,
+        quotas: Mapping[str, int],
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
         """Prepares a run.
@@ -45,7 +44,6 @@ class Simulator:
             jobs: in order of submission; `Job.index` is the place in the list.
             speeds: speeds of groups; the same object that the policy asks.
             cost: pauses of groups that change.
-            faults: failures and cancellations; by default there are none.
             quotas: most GPUs by tenant.
             on_progress: called from time to time with the share of the jobs that have ended.
         """
@@ -64,7 +62,7 @@ class Simulator:
             shape=shape,
             speeds=speeds,
             faults=faults,
-            quotas=quotas or {},
+            quotas=quotas,
             events=self._events,
             ledger=self._ledger,
         )

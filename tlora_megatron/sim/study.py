@@ -28,8 +28,6 @@ from tlora_megatron.sim.workload import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Options of a study."""
-
     shape: TraceShape = field(default_factory=TraceShape)
     seed: int = 0
     max_slowdown: float | None = None

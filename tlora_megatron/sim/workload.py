@@ -24,8 +24,6 @@ from tlora_megatron.sim.trace import Trace, TraceRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseShare:
-    """The share of jobs on one base model."""
-
     name: str = rule("jobs of one name can train together", nonempty=True)
     config: str = rule("its config.json, relative to the mix", nonempty=True)
     share: float = rule("share of the jobs", gt=0)
@@ -33,24 +31,18 @@ class BaseShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntShare:
-    """The share of jobs with one rank or batch size."""
-
     value: int = rule("the rank, or sequences per step", ge=1)
     share: float = rule("share of the jobs", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropoutShare:
-    """The share of jobs with one dropout rate."""
-
     value: float = rule("probability of dropout", ge=0, lt=1)
     share: float = rule("share of the jobs", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetsShare:
-    """The share of jobs with one choice of linears."""
-
     value: tuple[str, ...] = rule(
         "names of the linears", nonempty=True, choices=HF_TARGETS + MEGATRON_TARGETS
     )
@@ -59,8 +51,6 @@ class TargetsShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthsShare:
-    """The share of jobs with the sequence lengths of one data set."""
-
     name: str = rule("name of the data set", nonempty=True)
     tokens: tuple[int, ...] = rule("equally likely lengths, ascending", nonempty=True, ge=1)
     share: float = rule("share of the jobs", gt=0)

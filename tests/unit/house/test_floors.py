@@ -36,7 +36,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "pydantic": (f"{PACKAGE}.service.api", f"{PACKAGE}.integrations.deepspeed"),
     "tinker": (f"{PACKAGE}.service.api.tinker",),
     "google.protobuf": (f"{PACKAGE}.service.api.tinker.protobuf",),
-    "ray": (f"{PACKAGE}.service.engines.ray.bridge", f"{PACKAGE}.service.engines.ray.probe_auth"),
+    "ray": (f"{PACKAGE}.service.engines.ray.bridge",),
     f"{PACKAGE}.integrations.megatron.cpu": (
         f"{PACKAGE}.integrations.megatron",
         f"{PACKAGE}.integrations.megatron_lm.cpu",

@@ -19,7 +19,7 @@ from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.model.deployment import ReplicaRate
 from tlora_megatron.planner.rounds.load import ExpectedRounds, Part, part_of, spread_of
 from tlora_megatron.planner.rounds.model import RoundModel
-from tlora_megatron.planner.rounds.packer import Packer, num_micro_batches, timed_load
+from tlora_megatron.planner.rounds.packer import Packer, RoundShape, num_micro_batches, timed_load
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import (
@@ -152,7 +152,7 @@ def test_micro_batches_a_round_are_the_packers(
 
 
 def expected_rounds(jobs: list[JobLoad], **layout: int) -> ExpectedRounds:
-    return RoundModel(jobs).expected(**layout)
+    return RoundModel(jobs).expected(RoundShape(**layout))
 
 
 def test_rounds_with_room_for_all_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,20 +161,20 @@ def test_rounds_with_room_for_all_are_packed_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Packer, "run_round", lambda *args: packed.append(args) or run_round(*args))
     lengths = LengthHistogram.from_counts([(64, 3), (512, 1)])
     model = RoundModel([job(batch_size=8, lengths=lengths)])
-    first = model.expected(micro_batch_tokens=4096, dp_size=4, pp_size=2)
+    first = model.expected(RoundShape(4096, 4, 2))
     once = len(packed)
     for budget, dp_size, pp_size in ((8192, 4, 2), (4096, 8, 1), (4096, 2, 4), (65536, 1, 8)):
-        other = model.expected(micro_batch_tokens=budget, dp_size=dp_size, pp_size=pp_size)
+        other = model.expected(RoundShape(budget, dp_size, pp_size))
         assert other == replace(first, fullest=tuple((pp_size, n) for _, n in first.fullest))
     assert len(packed) == once
-    model.expected(micro_batch_tokens=512, dp_size=1, pp_size=1)  # has to wait
+    model.expected(RoundShape(512, 1, 1))  # has to wait
     assert len(packed) > once
 
 
 def test_every_job_gets_room_and_large_batches_step_in_the_end() -> None:
     # Each round holds two sequences; a batch of 1,000 takes more rounds than are looked at.
     many = [job(f"job{i}", batch_size=1000 if i == 0 else 1) for i in range(60)]
-    load = expected_rounds(many, micro_batch_tokens=256, dp_size=1, pp_size=1).load(128)
+    load = expected_rounds(many, capacity=256, dp_size=1, pp_size=1).load(128)
     assert min(load.job_tokens) > 0
     assert 0 < load.steps[0] < 0.001
     assert load.tokens == pytest.approx(256)
@@ -185,8 +185,8 @@ def test_a_batch_that_hardly_fits_waits_for_room_now_and_then() -> None:
     # (45 of 1,024 draws), 1,900 (10), 2,000 (1): these take a second round for one to three more.
     lengths = LengthHistogram.from_counts([(100, 1), (200, 1)])
     mix = [job(batch_size=10, lengths=lengths)]
-    waiting = expected_rounds(mix, micro_batch_tokens=1700, dp_size=1, pp_size=1).load(1)
-    roomy = expected_rounds(mix, micro_batch_tokens=2000, dp_size=1, pp_size=1).load(1)
+    waiting = expected_rounds(mix, capacity=1700, dp_size=1, pp_size=1).load(1)
+    roomy = expected_rounds(mix, capacity=2000, dp_size=1, pp_size=1).load(1)
     assert roomy.steps[0] == 1
     assert roomy.tokens == pytest.approx(1500)
     assert waiting.steps[0] == pytest.approx(1 / (1 + 56 / 1024), abs=0.03)
@@ -200,7 +200,7 @@ def test_a_batch_that_hardly_fits_waits_for_room_now_and_then() -> None:
 def test_large_batches_over_the_room_leave_rounds_with_their_rest() -> None:
     # One job, room for 970 of its 1,100 sequences: rounds of 970 and 130.
     large = [job(batch_size=1100, lengths=LengthHistogram.single(10))]
-    load = expected_rounds(large, micro_batch_tokens=10000, dp_size=1, pp_size=1).load(1)
+    load = expected_rounds(large, capacity=10000, dp_size=1, pp_size=1).load(1)
     assert load.steps[0] == pytest.approx(1 / 2)
     assert load.tokens == pytest.approx(5500)
 
@@ -225,7 +225,7 @@ def test_rounds_hold_what_the_real_packer_puts_into_them(
         for i, (batch, counts) in enumerate(mix)
     ]
     model = RoundModel(jobs, looked_at=256)  # 24 rounds where batches wait, not hundreds
-    expected = model.expected(micro_batch_tokens=512, dp_size=dp_size, pp_size=pp_size)
+    expected = model.expected(RoundShape(512, dp_size, pp_size))
     num_rounds = len(expected.fullest)
     tokens, fullest, bins = _packed(jobs, 512, dp_size, pp_size, num_rounds)
     assert [count for count, _ in expected.fullest] == [count for count, _ in fullest]
@@ -321,7 +321,7 @@ def test_large_rounds_are_shared_fairly() -> None:
         job("many", batch_size=1600, lengths=LengthHistogram.single(100)),
         job("few", batch_size=10, lengths=LengthHistogram.single(1000)),
     ]
-    load = expected_rounds(jobs, micro_batch_tokens=1000, dp_size=64, pp_size=1).load(1)
+    load = expected_rounds(jobs, capacity=1000, dp_size=64, pp_size=1).load(1)
     assert load.job_sequences == (pytest.approx(400), pytest.approx(10))
     assert load.steps == (pytest.approx(1 / 4), pytest.approx(1))
     assert load.tokens == pytest.approx(50000)

@@ -45,7 +45,10 @@ class JobSums:
         key = id(sequences), bins, id(values)
         found = self._present.get(key)
         if found is None:
-            total = _dot(self._shares(sequences, bins), values)
+            shares = id(sequences), bins  # of micro-batches in which each job is
+            if shares not in self._parts:
+                self._parts[shares] = [min(1.0, n / bins) for n in sequences], sequences
+            total = _dot(self._parts[shares][0], values)
             found = self._present[key] = total, sequences, values
         return found[0]
 
@@ -59,14 +62,6 @@ class JobSums:
         if found is None:
             never = math.prod(1 - min(1.0, share) for share in {round(s, 3) for s in shares})
             found = self._any[id(shares)] = 1 - never, shares
-        return found[0]
-
-    def _shares(self, sequences: _Row, bins: float) -> list[float]:
-        """The share of micro-batches in which each job is."""
-        key = id(sequences), bins
-        found = self._parts.get(key)
-        if found is None:
-            found = self._parts[key] = [min(1.0, n / bins) for n in sequences], sequences
         return found[0]
 
 
@@ -301,11 +296,13 @@ def _job_counts(spec: ModelSpec, job: JobLoad, linear: str, plan: Plan) -> _JobC
         # Picked out forward: of own rows of A, or of a partial sum; backward: of the whole dS.
         placed = own + _FORMS * chunked(rank), rank + _FORMS * chunked(own)
     targets = len(widths)
+    # rank_exchange sums s as it lies, in two forms.
+    width = _FORMS * chunked(rank) if plan.lora_sharding == "rank_exchange" else rank
     return _JobCounts(
         rank_columns=chunked(rank) * sum(widths),
         rank_inputs=float(chunked(own) * in_size * targets),
         gradients=sum(own * in_size + rank * width for width in widths),
-        exchanged=float((job.num_blocks == 1) * _width(plan, rank) * targets),
+        exchanged=float((job.num_blocks == 1) * width * targets),
         placed=(float(placed[0] * targets), float(placed[1] * targets)),
         widest=float(chunked(rank) * targets),
     )
@@ -336,11 +333,6 @@ def exchange_of(plan: Plan, counts: LoraCounts) -> Exchange:
     always: tuple[CollectiveOp, ...] = ("all_reduce",)
     under_sp = always if plan.sequence_parallel else ()
     return Exchange(under_sp, always) if counts.gathers else Exchange(always, under_sp)
-
-
-def _width(plan: Plan, rank: int) -> int:
-    """Values exchanged per row and target; rank_exchange sums s as it lies, in two forms."""
-    return _FORMS * chunked(rank) if plan.lora_sharding == "rank_exchange" else rank
 
 
 def _passes(

@@ -161,7 +161,11 @@ class CostModel:
         device[0] += parts.embedding_s
         device[-1] += parts.head_s
         works = list(zip(sizes, device, strict=True))
-        waited = {work: _waits_for(host * work[0], work[1], load) for work in set(works)}
+        waited = {
+            (layers, own): own
+            + sum(share * max(0.0, host * layers - size * own) for share, size in load.sizes)
+            for layers, own in set(works)
+        }
         stages = [waited[work] for work in works]
         mean, slowest = sum(stages) / len(stages), max(stages)
         count = load.micro_batches
@@ -201,9 +205,8 @@ class CostModel:
         spread = load.spread
         if spread is None or load.tokens == 0:
             return 0.0, 1.0
-        slowest = spread.slowest_rows(curvature)
-        wait = slowest / spread.charged_rows(curvature) - 1
-        return max(0.0, wait), min(1.0, spread.mean_rows(curvature) / slowest)
+        wait = spread.slowest_rows(curvature) / spread.charged_rows(curvature) - 1
+        return max(0.0, wait), spread.busy_share(curvature)
 
     def fastest_split(self, plan: Plan) -> Plan:
         """The plan with its fastest number of nano-batches: one over a base with experts."""
@@ -329,9 +332,3 @@ class CostModel:
 def _adapter(job: JobLoad) -> object:
     """What the size of a job's adapter depends on."""
     return job.rank, job.targets, job.num_blocks, job.expert_rank, job.shares_outer
-
-
-def _waits_for(host_s: float, device_s: float, load: RoundLoad) -> float:
-    """The mean over micro-batches of the longer of host and device time."""
-    waits = sum(share * max(0.0, host_s - size * device_s) for share, size in load.sizes)
-    return device_s + waits

@@ -41,11 +41,6 @@ class SharedBytes(NamedTuple):
     """Of its backward, beside the gradient that the routed experts have returned."""
 
 
-def shared_weights(spec: ModelSpec) -> int:
-    """Elements of the sigmoid's weight, whole on every rank; 0 without a shared expert."""
-    return 0 if spec.shared_ffn_size is None else spec.hidden_size
-
-
 def gate_passes(spec: ModelSpec, size: int) -> tuple[float, float]:
     """Bytes read and written for a row by the gate and the sum, forward and backward.
 

@@ -17,24 +17,26 @@ from tlora_megatron.model.quantisation import BLOCK
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import (
+    ALL_LINEARS,
+    COLUMN_PARALLEL,
+    PLACES_BYTES,
     adapter_elements,
+    chunked,
     copied_elements,
     dense_linears,
+    keeps_whole,
     local_shape,
+    shares_all,
     spread_elements,
 )
 from tlora_megatron.planner.cost.expert_adapters import (
+    KeptInputs,
     copied_expert_elements,
     expert_elements,
+    kept_inputs,
     routed_bytes,
 )
-from tlora_megatron.planner.cost.experts import check_predictable, expert_split, shared_weights
-from tlora_megatron.planner.cost.saved_activations import (
-    kept_bytes,
-    row_shards,
-    saved_inputs,
-    workspace_bytes,
-)
+from tlora_megatron.planner.cost.experts import check_predictable, expert_split, shared_bytes
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad
 
@@ -139,19 +141,15 @@ class MemoryModel:
         self._layers: dict[object, _LayerUse] = {}
         self._layer_bytes: dict[object, float] = {}
 
-    def use(
-        self, plan: Plan, rows: float | None = None, micro_batches: float | None = None
-    ) -> MemoryUse:
+    def use(self, plan: Plan, rows: float | None = None) -> MemoryUse:
         """Predicts the memory of the pipeline stage that needs most.
 
         Args:
             rows: of a micro-batch over its CP ranks; None: the whole budget, or all batches
                 together.
-            micro_batches: micro-batches of a round; None: as many as fill the pipeline.
         """
         rows = most_rows(self._batches, plan) if rows is None else rows
-        most = plan.num_micro_batches or 4 * plan.pp_size
-        in_round = most if micro_batches is None else math.ceil(micro_batches)
+        in_round = plan.num_micro_batches or 4 * plan.pp_size
         stages = {0, plan.pp_size - 1}
         if not plan.is_even and plan.pp_size > 2:
             stages.add(1)  # of the middle stages, it has most micro-batches in flight
@@ -210,15 +208,23 @@ class MemoryModel:
         # before that, slices of it are gathered.
         refresh = layers * layer.largest_slab * (3 if slices > 1 else 2) * size - activations
         workspace = max(local_rows * layer.workspace_bytes, refresh)
-        head = _head_bytes(spec, plan, local_rows, size) if is_last else 0.0
+        # Logits of some rows, gathered hidden states, and twice all rows' gradients.
+        columns, height = -(-spec.vocab_size // plan.tp_size), min(HEAD_ROWS, local_rows)
+        head = height * (columns + spec.hidden_size) + 4 * local_rows * spec.hidden_size
+        head *= size * is_last
         sizes_of_groups = plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size, plan.ep_size
         groups = sum(n > 1 for n in sizes_of_groups)
         # A save gathers one fp32 buffer of one adapter at a time, while the next round runs.
         parts = plan.tp_size * plan.pp_size
         received = max(sizes) * parts if is_first and parts > 1 else 0
         gathered = (received + layers * (slices > 1)) * layer.largest_slab * 4
+        key = plan.tp_size, plan.ep_size, plan.expert_tp_size
+        if key not in self._layer_bytes:
+            self._layer_bytes[key] = _layer_bytes(spec, plan, size)
+        tables = 1 if is_first and is_last and spec.tied_embeddings else is_first + is_last
+        ends = (tables * columns + is_last) * spec.hidden_size * size  # and the last norm
         terms = (
-            self._base_bytes(plan, layers, is_first=is_first, is_last=is_last),
+            layers * self._layer_bytes[key] + ends,
             layers * layer.copies * size,
             layers * (layer.slabs + layer.spread) * 4,
             layers * layer.slabs * 12 / slices,
@@ -231,28 +237,20 @@ class MemoryModel:
         )
         return terms, stage
 
-    def _base_bytes(self, plan: Plan, layers: int, *, is_first: bool, is_last: bool) -> float:
-        spec, tp_size = self.spec, plan.tp_size
-        key = tp_size, plan.ep_size, plan.expert_tp_size
-        if key not in self._layer_bytes:
-            self._layer_bytes[key] = _layer_bytes(spec, plan, self._size)
-        table = -(-spec.vocab_size // tp_size) * spec.hidden_size
-        tables = 1 if is_first and is_last and spec.tied_embeddings else is_first + is_last
-        final_norm = spec.hidden_size if is_last else 0
-        return layers * self._layer_bytes[key] + (tables * table + final_norm) * self._size
-
 
 def _layer_bytes(spec: ModelSpec, plan: Plan, size: int) -> float:
     tp_size, split = plan.tp_size, expert_split(spec, plan)
     names = itertools.chain.from_iterable(dense_linears(spec).values())
-    linears = sum(linear_bytes(spec, linear, tp_size, size) for linear in names)
-    linears += 0 if split is None else (split.weights + shared_weights(spec)) * size
+    linears = sum(_linear_bytes(spec, linear, tp_size, size) for linear in names)
+    # The weight of a shared expert's sigmoid is whole on every rank.
+    sigmoid = 0 if spec.shared_ffn_size is None else spec.hidden_size
+    linears += 0 if split is None else (split.weights + sigmoid) * size
     norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
     biases = (spec.q_size + 2 * spec.kv_size) / tp_size if spec.qkv_bias else 0
     return linears + (norms + biases) * size
 
 
-def linear_bytes(spec: ModelSpec, linear: str, tp_size: int, size: int) -> float:
+def _linear_bytes(spec: ModelSpec, linear: str, tp_size: int, size: int) -> float:
     """Bytes of a frozen linear's weight on one rank: elements, or codes and scales."""
     columns, inner = local_shape(spec, linear, tp_size)
     share = spec.fp8_share(linear)
@@ -276,8 +274,123 @@ def chunks_in_flight(plan: Plan, stage: int, in_round: float) -> float:
     return min(in_round * plan.vpp_size, 2 * behind + (plan.vpp_size - 1) * plan.pp_size + 1)
 
 
-def _head_bytes(spec: ModelSpec, plan: Plan, local_rows: float, size: int) -> float:
-    """Bytes of the head: logits of some rows, gathered hidden states, twice all rows' gradients."""
-    columns = -(-spec.vocab_size // plan.tp_size)
-    height = min(HEAD_ROWS, local_rows)
-    return (height * (columns + spec.hidden_size) + 4 * local_rows * spec.hidden_size) * size
+def row_shards(plan: Plan) -> int:
+    """Number of tensor-parallel ranks that share the rows between tensor-parallel regions."""
+    return plan.tp_size if plan.sequence_parallel else 1
+
+
+class SavedInputs(NamedTuple):
+    """Tensors that linears with adapters keep for backward."""
+
+    ranks: dict[str, float]
+    """Elements of s per row, by linear: columns of the widest rank, and of each row's own in whole
+    chunks; 0 without adapters."""
+    whole: frozenset[str]
+    """Linears whose input is kept gathered under sequence parallelism (`keeps_whole`)."""
+    places: float
+    """Bytes per row of the micro-batch for all layers together: positions for s_lora."""
+    experts: KeptInputs = KeptInputs()
+    """What adapters on routed experts need."""
+
+    def shards(self, linear: str, shard: int) -> int:
+        """Number of ranks that share the rows of a linear's input; `shard`: between linears."""
+        return 1 if linear in self.whole else shard
+
+
+def saved_inputs(spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan) -> SavedInputs:
+    """Returns what the adapters of a mix keep in a layer."""
+    ranks, whole, places = {}, set(), 0.0
+    for linear, members in ALL_LINEARS.items():
+        counts = [sum(target in job.targets for target in members) for job in jobs]
+        pairs = list(zip(jobs, counts, strict=True))
+        each = [chunked(job.local_rank(plan.tp_size)) * n for job, n in pairs]
+        ranks[linear] = max(each, default=0) + sum(each) / max(len(each), 1)
+        if linear in COLUMN_PARALLEL and keeps_whole(jobs, linear, plan):
+            whole.add(linear)
+        values = [shares_all(plan, job) * job.rank * n for job, n in pairs]
+        places += PLACES_BYTES * max(values, default=0)
+    split = expert_split(spec, plan)
+    experts = KeptInputs() if split is None else kept_inputs(spec, jobs, split)
+    return SavedInputs(ranks, frozenset(whole), places, experts)
+
+
+def kept_bytes(
+    spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int, *, part: str = "all"
+) -> float:
+    """Bytes of activations that a layer keeps until backward, per row of the micro-batch.
+
+    Without recompute: the residual stream in front of both norms, rotated queries, keys and values,
+    attention's output and log-sums, gate and up, and if heads are normed the projection; of linears
+    with adapters also the input (attention keeps that of `linear_proj` already) and the rank-sized
+    s.
+
+    Args:
+        part: `all` of what the plan keeps; `mlp` or `layer`, what these keep when they run again.
+    """
+    hidden, tp, shard, ranks = spec.hidden_size, plan.tp_size, row_shards(plan), saved.ranks
+    if plan.recompute == "full" and part == "all":
+        return hidden * size / shard
+    stream = 2 * hidden * size / shard + 8
+    attention = (2 * spec.q_size + 2 * spec.kv_size) * size / tp + 4 * spec.num_heads / tp
+    if spec.qk_norm:
+        attention += (spec.q_size + 2 * spec.kv_size) * size / tp
+    attention += (ranks["linear_qkv"] > 0) * hidden * size / saved.shards("linear_qkv", shard)
+    attention += (ranks["linear_qkv"] + ranks["linear_proj"]) * size
+    mlp = _mlp_bytes(spec, saved, plan, size, part)
+    if part == "mlp":
+        return mlp
+    if plan.recompute == "selective" and part == "all":
+        mlp = hidden * size / shard  # the checkpoint's input
+    return stream + attention + mlp
+
+
+def _mlp_bytes(spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int, part: str) -> float:
+    """Bytes that an MLP keeps, or routed experts.
+
+    What experts keep for rows that came to them is left out of `all`: its sum over layers is known
+    better than one layer's.
+    """
+    split = expert_split(spec, plan)
+    if split is not None:
+        of_experts = routed_bytes(split, size, saved.experts)
+        again = 0.0 if part == "all" else split.fullest() * of_experts.kept_routed
+        keeps_input = not _keeps_same_rows(saved.experts, plan)
+        shared = shared_bytes(spec, saved.ranks, plan, size, keeps_input=keeps_input)
+        return of_experts.kept + again + shared.kept
+    hidden, tp, shard, ranks = spec.hidden_size, plan.tp_size, row_shards(plan), saved.ranks
+    mlp = 2 * spec.ffn_size * size / tp
+    mlp += (ranks["linear_fc1"] > 0) * hidden * size / saved.shards("linear_fc1", shard)
+    mlp += (ranks["linear_fc2"] > 0) * spec.ffn_size * size / tp
+    mlp += (ranks["linear_fc1"] + ranks["linear_fc2"]) * size
+    return mlp
+
+
+def _keeps_same_rows(routed: KeptInputs, plan: Plan) -> bool:
+    """True if adapters on routed experts keep the rows of a shared expert, too."""
+    keeps = routed.first_summed > 0 or (routed.reads_routed and plan.ep_size == 1)
+    return keeps and not (plan.sequence_parallel and plan.expert_tp == plan.tp_size)
+
+
+def workspace_bytes(spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int) -> float:
+    """Workspace in bytes of one layer's backward, per row.
+
+    It holds the gradients of gate, up and their product, or what experts work in, the gradient of
+    the residual stream (gathered under sequence parallelism), and what the layer recomputes.
+    """
+    split = expert_split(spec, plan)
+    if split is None:
+        gradients = (3 * spec.ffn_size / plan.tp_size + 3 * spec.hidden_size) * size
+    else:
+        routed = routed_bytes(split, size, saved.experts)
+        # A shared expert's backward comes behind theirs, when what they kept is gone.
+        shared = shared_bytes(spec, saved.ranks, plan, size, keeps_input=False).workspace
+        beside = shared - routed.kept - routed.kept_routed
+        if _keeps_same_rows(saved.experts, plan) and saved.ranks["shared_fc1"]:
+            beside += spec.hidden_size * size
+        gradients = max(routed.workspace, beside) + 3 * spec.hidden_size * size
+    shapes = [local_shape(spec, linear, plan.tp_size) for linear, _ in spec.fp8_linears]
+    gradients += max((columns for columns, _ in shapes), default=0)  # FP8 codes of dy
+    if plan.recompute == "none":
+        return gradients
+    part = "mlp" if plan.recompute == "selective" else "layer"
+    return gradients + kept_bytes(spec, saved, plan, size, part=part)

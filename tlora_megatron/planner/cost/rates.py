@@ -72,17 +72,19 @@ def over_nodes_s(
     Raises:
         ValueError: if the profile has no link between nodes.
     """
-    link = hardware.inter_node
-    if link is None:
-        raise ValueError(f"inter_node must be given for {span.ranks} GPUs of several nodes")
+    link = _link_between(span, hardware)
     if op == "p2p":
         return link.latency_s + size_bytes / hardware.gpu_network_bytes_per_s
     knows_cards = hardware.nics_per_node is not None
     rails = hardware.gpu_network_bytes_per_s * (span.local if knows_cards else 1)
     near = hardware.intra_node.bytes_per_s if span.local > 1 else math.inf
     turns = 2 if op == "all_reduce" else 1
-    start_s = turns * _tree_start_s(span, hardware)
-    ring_start_s = max(start_s, turns * _ring_start_s(span)) if knows_cards else start_s
+    # Latencies of one way through the levels of a tree, and around a ring.
+    outer = math.ceil(math.log2(span.nodes))
+    inner = math.ceil(math.log2(span.ranks)) - outer
+    start_s = turns * (outer * link.latency_s + inner * hardware.intra_node.latency_s)
+    around_s = (span.ranks - span.nodes) * _STEP_S + (span.nodes - 1) * _NETWORK_STEP_S
+    ring_start_s = max(start_s, turns * (_RING_S + around_s)) if knows_cards else start_s
     share = turns * (span.ranks - 1) / span.ranks
     ring_s = ring_start_s + share * size_bytes / min(rails, near)
     if op != "all_reduce" or not knows_cards:
@@ -101,26 +103,17 @@ def all_to_all_over_nodes_s(span: Span, size_bytes: float, hardware: HardwarePro
     Raises:
         ValueError: if the profile has no link between nodes.
     """
-    link = hardware.inter_node
-    if link is None:
-        raise ValueError(f"inter_node must be given for {span.ranks} GPUs of several nodes")
+    link = _link_between(span, hardware)
     far, near = span.ranks - span.local, span.local - 1
     over_network_s = far * size_bytes / span.ranks / hardware.gpu_network_bytes_per_s
     in_node_s = near * size_bytes / span.ranks / hardware.intra_node.bytes_per_s
     return link.latency_s + max(over_network_s, in_node_s)
 
 
-def _tree_start_s(span: Span, hardware: HardwareProfile) -> float:
-    """Latencies of one way through the levels of a tree."""
-    assert hardware.inter_node is not None, "several nodes must have a link"
-    outer = math.ceil(math.log2(span.nodes))
-    inner = math.ceil(math.log2(span.ranks)) - outer
-    return outer * hardware.inter_node.latency_s + inner * hardware.intra_node.latency_s
-
-
-def _ring_start_s(span: Span) -> float:
-    """Latencies of one way around a ring; they grow with the number of its GPUs."""
-    return _RING_S + (span.ranks - span.nodes) * _STEP_S + (span.nodes - 1) * _NETWORK_STEP_S
+def _link_between(span: Span, hardware: HardwareProfile) -> Link:
+    if hardware.inter_node is None:
+        raise ValueError(f"inter_node must be given for {span.ranks} GPUs of several nodes")
+    return hardware.inter_node
 
 
 _GROUP_TILE = 128

@@ -132,11 +132,8 @@ class RoundModel:
         self._sampled: dict[tuple[int, int, int], ReplicaSpread | None] = {}
         self._full: dict[tuple[int, int, int, int, bool], RoundLoad] = {}
 
-    def expected(self, *, micro_batch_tokens: int, dp_size: int, pp_size: int) -> ExpectedRounds:
-        """The expected rounds for a layout and its budget."""
-        return self._expected_of(RoundShape(micro_batch_tokens, dp_size, pp_size))
-
-    def _expected_of(self, shape: RoundShape) -> ExpectedRounds:
+    def expected(self, shape: RoundShape) -> ExpectedRounds:
+        """The expected rounds of a layout with its budget."""
         if shape not in self._expected:
             found, first_of = self._expect(shape), self._rows.setdefault
             self._expected[shape] = replace(
@@ -159,9 +156,7 @@ class RoundModel:
         """The mean round with rows padded to a multiple; `spreads` also finds replicas' parts."""
         key = (micro_batch_tokens, dp_size, pp_size, row_multiple, spreads)
         if key not in self._loads:
-            expected = self.expected(
-                micro_batch_tokens=micro_batch_tokens, dp_size=dp_size, pp_size=pp_size
-            )
+            expected = self.expected(RoundShape(micro_batch_tokens, dp_size, pp_size))
             spread = None
             if spreads:
                 spread = self._spread(expected, micro_batch_tokens, dp_size, pp_size)
@@ -185,7 +180,7 @@ class RoundModel:
         """
         key = (capacity, rows, dp_size, num_micro_batches, spreads)
         if key not in self._full:
-            expected = self._expected_of(RoundShape(capacity, dp_size, 1, num_micro_batches))
+            expected = self.expected(RoundShape(capacity, dp_size, 1, num_micro_batches))
             self._full[key] = RoundLoad(
                 micro_batches=num_micro_batches,
                 rows=rows,
@@ -248,7 +243,10 @@ class RoundModel:
         sequences = sum(job.batch_size for job in jobs)
         packed = min(sequences, shape.room / min(job.lengths.mean for job in jobs))
         if packed > _MOST_SEQUENCES:
-            return fluid_rounds(jobs, shape, self._flow_of(shape))
+            key = shape.capacity * shape.dp_size, shape.pp_size, shape.fixed
+            if key not in self._flows:
+                self._flows[key] = fluid_flow(jobs, shape)
+            return fluid_rounds(jobs, shape, self._flows[key])
         rounds = max(_FEWEST_ROUNDS, len(jobs))  # every job has the first turn once
         if _never_waits(jobs, shape.capacity, shape.dp_size * fewest):
             least = _SEQUENCES_OF_FULL // sequences if shape.fixed and shape.dp_size > 1 else 0
@@ -260,12 +258,6 @@ class RoundModel:
             looked_at = min(self._looked_at // int(packed + 1), _MOST_ROUNDS)
             rounds = max(rounds, looked_at, 3 * _FEWEST_ROUNDS)
         return packed_rounds(Packer(self._batches, shape), rounds)
-
-    def _flow_of(self, shape: RoundShape) -> Flow:
-        key = shape.capacity * shape.dp_size, shape.pp_size, shape.fixed
-        if key not in self._flows:
-            self._flows[key] = fluid_flow(self._jobs, shape)
-        return self._flows[key]
 
     def _whole_of(self, bins: int, least: int = 0) -> ExpectedRounds:
         """Rounds of so many micro-batches with room for all batches; `least` of them or more."""

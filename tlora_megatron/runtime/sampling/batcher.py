@@ -19,11 +19,11 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.runtime.backbone import know_base, open_backbone
 from tlora_megatron.runtime.sampling.adapters import AdapterShelf
 from tlora_megatron.runtime.sampling.tracks import (
-    Draws,
     Request,
     Tell,
     Track,
     choose,
+    draws_of,
     log_probabilities,
     penalise,
     top_of,
@@ -247,7 +247,7 @@ class Batcher:
                 rows=rows + own[sample * size : (sample + 1) * size],
                 cached=track.cached,
                 sample=sample,
-                draws=Draws(request.seed, sample),
+                draws=draws_of(request.seed, sample),
                 text=TextStream(self.words.tokenizer, request.prompt.params.stop),
             )
             for sample in range(count)

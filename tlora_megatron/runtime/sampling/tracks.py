@@ -27,16 +27,10 @@ from tlora_megatron.runtime.sampling.values import (
 )
 
 
-class Draws:
-    """The numbers of one sequence, in [0, 1)."""
-
-    def __init__(self, seed: int, sample: int) -> None:
-        # A text is hashed by sha512: neighbouring seeds have nothing in common.
-        self._random = random.Random(f"{seed}/{sample}")
-
-    def next(self) -> float:
-        """The next number."""
-        return self._random.random()
+def draws_of(seed: int, sample: int) -> random.Random:
+    """The generator of one sequence's numbers."""
+    # A text is hashed by sha512: neighbouring seeds have nothing in common.
+    return random.Random(f"{seed}/{sample}")
 
 
 def log_probabilities(logits_nV: Tensor) -> Tensor:
@@ -45,7 +39,7 @@ def log_probabilities(logits_nV: Tensor) -> Tensor:
 
 
 def choose(
-    logits_nV: Tensor, params: Sequence[SamplingParams], draws: Sequence[Draws]
+    logits_nV: Tensor, params: Sequence[SamplingParams], draws: Sequence[random.Random]
 ) -> list[int]:
     """Chooses the next token of each sequence; of equal ones, the smallest.
 
@@ -55,7 +49,9 @@ def choose(
     drawn = [i for i, one in enumerate(params) if one.temperature > 0]
     if drawn:
         rows = torch.tensor(drawn, device=logits_nV.device)
-        found = _draw(logits_nV[rows], [params[i] for i in drawn], [draws[i].next() for i in drawn])
+        found = _draw(
+            logits_nV[rows], [params[i] for i in drawn], [draws[i].random() for i in drawn]
+        )
         for index, token in zip(drawn, found, strict=True):
             chosen[index] = token
     return chosen
@@ -155,7 +151,7 @@ class Track:
     """tokens that the cache holds"""
     sample: int | None = None
     """None = the prompt"""
-    draws: Draws | None = None
+    draws: random.Random | None = None
     text: TextStream | None = None
 
     @property

@@ -19,8 +19,6 @@ def _check(name: str, rule: str, value: object, is_held: bool) -> None:
 
 
 class TokenLogprob(NamedTuple):
-    """A token and its log-probability."""
-
     token: int
     logprob: float
 
@@ -97,8 +95,6 @@ StopReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """One sequence."""
-
     tokens: tuple[int, ...]
     """with the token that ended it"""
     logprobs: tuple[float, ...]

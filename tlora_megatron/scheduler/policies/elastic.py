@@ -8,19 +8,15 @@ from dataclasses import dataclass
 from tlora_megatron.scheduler.fleet import Parts
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
-from tlora_megatron.scheduler.policies.tlora import NetBenefit, list_schedule
+from tlora_megatron.scheduler.policies.tlora import EXPECTED, NetBenefit, list_schedule
 from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision
 from tlora_megatron.scheduler.queue import Group, Job, Waiting, WaitingQueue
-
-_EXPECTED = 0.05
-"""Added to the number of jobs that wait, so that a job never takes GPUs that bring it nothing."""
 
 
 class Sizes:
     """Numbers of GPUs for single jobs, as their speeds suggest."""
 
     def __init__(self, speeds: Speeds, num_gpus: int) -> None:
-        """Begins for a cluster of so many GPUs."""
         self._speeds = speeds
         self._num_gpus = num_gpus
 
@@ -37,7 +33,7 @@ class Sizes:
 
     def by_cost(self, waiting: Waiting, num_waiting: int) -> list[int]:
         """Numbers of GPUs, the best first: the job's own time, and what it delays."""
-        share = (num_waiting + _EXPECTED) / self._num_gpus
+        share = (num_waiting + EXPECTED) / self._num_gpus
         found = self.of(waiting.job)
         return sorted(found, key=lambda g: (waiting.tokens_left / found[g] * (1 + share * g), g))
 

@@ -132,14 +132,9 @@ class TentativeGroups:
 
     def within_quota(self, waiting: Waiting) -> bool:
         """True if the quota of the job's tenant has room for it beside the accepted proposals."""
-        job = waiting.job
         if waiting.pause is not None:
             return True  # its tenant is charged while it is paused
-        quota = self._cluster.quotas.get(job.tenant)
-        if quota is None:
-            return True
-        held = self._cluster.tenant_gpus.get(job.tenant, 0) + self._asked.get(job.tenant, 0)
-        return held + job.num_gpus <= quota
+        return self._cluster.within_quota(waiting, self._asked.get(waiting.job.tenant, 0))
 
     def reserve(self, num_gpus: int) -> None:
         """Reserves, for one of the first jobs, the nodes that become free first."""

@@ -156,7 +156,9 @@ class ResidualGrouping(_Grouping):
         for waiting in hosts.candidates(left):
             key = (hosts.is_new(waiting), waiting.job.base)
             if key not in ranked:
-                ranked[key] = self._tiers(tentative, hosts.of(waiting))
+                ranked[key] = [[], [], []]
+                for group in hosts.of(waiting):
+                    insort(ranked[key][tentative.shape.tier(group.gpus)], self._rank(group))
             found = self._tightest(tentative, ranked[key], waiting)
             if found is None:
                 continue
@@ -173,12 +175,6 @@ class ResidualGrouping(_Grouping):
 
     def _rank(self, group: Group) -> _Ranked:
         return (self.speeds.residual(group.kinds, len(group.gpus)), group.number)
-
-    def _tiers(self, tentative: TentativeGroups, groups: list[Group]) -> list[list[_Ranked]]:
-        tiers: list[list[_Ranked]] = [[], [], []]
-        for group in groups:
-            tiers[tentative.shape.tier(group.gpus)].append(self._rank(group))
-        return [sorted(tier) for tier in tiers]
 
     def _tightest(
         self, tentative: TentativeGroups, tiers: list[list[_Ranked]], waiting: Waiting
@@ -202,8 +198,8 @@ class ResidualGrouping(_Grouping):
 
 _MOST_HOSTS = 8
 """Hosts tried for a job, most residual capacity first; limits the time a decision takes."""
-_EXPECTED = 0.05
-"""Added to the number of jobs held up, so that a job never takes GPUs that bring it nothing."""
+EXPECTED = 0.05
+"""Added to the number of jobs that wait, so that a job never takes GPUs that bring it nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -317,5 +313,5 @@ class _Sizes:
         if rates is None:
             return (float("inf"), num_gpus)
         time_s = waiting.tokens_left / rates.total
-        others_share = (others + _EXPECTED) / self._num_gpus
+        others_share = (others + EXPECTED) / self._num_gpus
         return (time_s * (1 + others_share * num_gpus), num_gpus)

@@ -72,7 +72,9 @@ def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Valid
     from tlora_megatron.training.run.reading import JobReader
 
     home = Home(Path(rules.root))
-    files = _files_of(submission, rules)
+    # A job that came over the network reads what it reaches without a link in the service's folder.
+    within = rules.data_root if submission.tenant is None else rules.root
+    files = UserFiles(None if within is None else Path(within))
     job, base = submission.job_spec(), read_base_model(dict(submission.base_model), Path("/"))
     if files.root is not None and submission.tenant is None:  # it is still there and allowed
         files.open_file(base.config_file, "base_model").close()
@@ -107,19 +109,15 @@ def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Valid
     return found
 
 
-def _files_of(submission: Submission, rules: PrepareRules) -> UserFiles:
-    """The files that a job may read; one that came over the network: those in the service's folder
-    that it reaches without a link."""
-    if submission.tenant is not None:
-        return UserFiles(Path(rules.root))
-    return UserFiles(None if rules.data_root is None else Path(rules.data_root))
-
-
 def _accepted(
     job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules, spec: ModelSpec
 ) -> Validated:
     """Fixes a job's portions, which keep its bits; over routed experts nothing does."""
-    measured = _guess(job) if job.driven else _measure(read)
+    measured: dict[str, Any] = {"longest": job.max_seq_len}
+    if job.driven:  # nobody knows what its client will send
+        measured["lengths"] = guessed_lengths(job.max_seq_len).pairs
+    else:
+        measured = _measure(read)
     if job.batch_size > (rows := measured.get("sequences", job.batch_size)):
         logger.warning(
             "job %r has a batch_size of %d and %d rows of data: a step takes each row %.3g times",
@@ -163,11 +161,6 @@ def _measure(read: ReadJob) -> dict[str, Any]:
         "num_truncated": data.num_truncated,
         "num_dropped": data.num_dropped,
     }
-
-
-def _guess(job: JobSpec) -> dict[str, Any]:
-    """The same of a job of which nobody knows what its client will send."""
-    return {"longest": job.max_seq_len, "lengths": guessed_lengths(job.max_seq_len).pairs}
 
 
 class _Listener(logging.Handler):

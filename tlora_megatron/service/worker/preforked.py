@@ -54,8 +54,11 @@ def serve_orders(*, forks: bool) -> None:
     pipe.send({"ready": True})
     children: dict[int, tuple[int, GangFolder, int]] = {}
     while not pipe.is_over:
-        for descriptor in _readable([pipe.fileno(), *children]):
-            if descriptor != pipe.fileno():
+        poll = select.poll()
+        for descriptor in (pipe.fileno(), *children):
+            poll.register(descriptor, select.POLLIN)
+        for descriptor in sorted((ready for ready, _ in poll.poll()), reverse=True):
+            if descriptor != pipe.fileno():  # children come before stdin
                 _note_end(*children.pop(descriptor))
                 os.close(descriptor)
                 continue
@@ -100,14 +103,6 @@ def _note_end(child: int, folder: GangFolder, rank: int) -> None:
     _, status = os.waitpid(child, 0)
     with suppress(OSError):
         folder.write(f"exit_{rank}", str(os.waitstatus_to_exitcode(status)))
-
-
-def _readable(descriptors: list[int]) -> list[int]:
-    """Waits for one of them; children come before stdin."""
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    return sorted((descriptor for descriptor, _ in poll.poll()), reverse=True)
 
 
 if __name__ == "__main__":

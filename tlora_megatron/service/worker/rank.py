@@ -148,7 +148,8 @@ class RankProcess:
 
     def fail(self, error: BaseException) -> int:
         """Says why this process ends; returns its exit code."""
-        out_of_memory = is_out_of_memory(error)
+        kind = type(error).__name__  # of a GPU's error, which torch defines
+        out_of_memory = isinstance(error, MemoryError) or kind == "OutOfMemoryError"
         is_lost = is_lost_connection(error)
         self._say(describe_failure(error), out_of_memory=out_of_memory, is_lost=is_lost)
         return OUT_OF_MEMORY if out_of_memory else FAILED
@@ -228,11 +229,6 @@ def _tokens_to_score(home: Home, base: Mapping[str, Any], config: RunConfig) -> 
         return []
     most = min(MOST_TOKENS, config.longest_sequence)
     return [int(token) for token in tokens[:most]]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True if a GPU or the host had no memory for what was asked."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def _set_up(spec: GangSpec, rank: int) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers.tiny_tokenizer import EOS_ID, byte_ids, tiny_tokenizer
 from tlora_megatron.runtime.sampling import adapters
-from tlora_megatron.runtime.sampling.tracks import Draws, choose, log_probabilities, top_of
+from tlora_megatron.runtime.sampling.tracks import choose, draws_of, log_probabilities, top_of
 from tlora_megatron.runtime.sampling.values import (
     AdapterKey,
     SamplingParams,
@@ -23,13 +23,13 @@ from tlora_megatron.runtime.sampling.values import (
 PROBABILITIES = (0.1, 0.4, 0.2, 0.3)
 
 
-class Numbers(Draws):
+class Numbers:
     """Draws that are known."""
 
     def __init__(self, *numbers: float) -> None:
         self._numbers = list(numbers)
 
-    def next(self) -> float:
+    def random(self) -> float:
         return self._numbers.pop(0)
 
 
@@ -79,7 +79,7 @@ def test_rows_have_their_own_parameters_and_numbers() -> None:
 
 
 def test_frequencies_are_the_probabilities() -> None:
-    draws = [Draws(3, 0)]
+    draws = [draws_of(3, 0)]
     logits = torch.tensor([PROBABILITIES]).log()
     found = Counter(choose(logits, [SamplingParams()], draws)[0] for _ in range(4000))
     for token, expected in enumerate(PROBABILITIES):
@@ -87,8 +87,8 @@ def test_frequencies_are_the_probabilities() -> None:
 
 
 def test_draws_differ_by_seed_and_sample_alone() -> None:
-    assert Draws(1, 2).next() == Draws(1, 2).next()
-    assert len({Draws(seed, sample).next() for seed in range(5) for sample in range(5)}) == 25
+    assert draws_of(1, 2).random() == draws_of(1, 2).random()
+    assert len({draws_of(seed, sample).random() for seed in range(5) for sample in range(5)}) == 25
 
 
 def test_top_tokens_with_their_log_probabilities() -> None:

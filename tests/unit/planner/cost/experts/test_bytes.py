@@ -35,8 +35,12 @@ from tlora_megatron.parallel import collectives
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.expert_adapters import expert_elements, kept_inputs, routed_bytes
 from tlora_megatron.planner.cost.experts import expert_split, shared_bytes
-from tlora_megatron.planner.cost.memory import COMMUNICATOR_BYTES
-from tlora_megatron.planner.cost.saved_activations import kept_bytes, saved_inputs, workspace_bytes
+from tlora_megatron.planner.cost.memory import (
+    COMMUNICATOR_BYTES,
+    kept_bytes,
+    saved_inputs,
+    workspace_bytes,
+)
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 ROWS, HIDDEN = 256, 64
