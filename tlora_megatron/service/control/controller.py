@@ -64,7 +64,7 @@ class Controller:
             engine=cast(GangEngine, GuardedEngine(engine)),
             settings=settings,
             pricing=pricing,
-            state=SchedulerState(Machines.of(engine.nodes()), pricing, first_name=0),
+            state=SchedulerState(Machines.of(engine.nodes()), pricing, last_gang=0),
             clock=clock or steady_clock(store.database.clock),
             cost=RegroupCost(),
             on_said=on_said,

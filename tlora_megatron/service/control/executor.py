@@ -107,6 +107,7 @@ class Executor:
         )
         ref = {"pool": pool} | ({"one_by_one": True} if target.one_by_one else {})
         context.store.gangs.add(spec, engine_ref=ref)
+        context.state.last_gang = max(context.state.last_gang, int(target.gang.removeprefix("g")))
         now_s = context.clock()
         context.state.gangs[target.gang] = LiveGang(
             name=target.gang,

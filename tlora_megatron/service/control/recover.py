@@ -33,7 +33,8 @@ def take_over(context: Context) -> int:
     """Rebuilds the state from the store and the engine; returns the number of the last event."""
     snapshot = context.store.load()
     machines = Machines.of(context.engine.nodes())
-    context.state = SchedulerState(machines, context.pricing, first_name=snapshot.last_event)
+    last_gang = context.store.gangs.last_number()
+    context.state = SchedulerState(machines, context.pricing, last_gang=last_gang)
     context.posts, context.leases, context.starts, context.progress = [], [], [], {}
     for row in snapshot.jobs:
         context.state.add(live_job(row))

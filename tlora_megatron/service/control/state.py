@@ -6,6 +6,7 @@ is rebuilt from the store whenever a controller starts or has lost track.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,8 +40,8 @@ _SHARED_MEMORY = 0.85
 class SchedulerState:
     """A controller's knowledge of jobs that wait, of groups as decided, and of gangs that run."""
 
-    def __init__(self, machines: Machines, pricing: Pricing, *, first_name: int) -> None:
-        """Begins with an empty cluster; gangs get names with numbers above `first_name`."""
+    def __init__(self, machines: Machines, pricing: Pricing, *, last_gang: int) -> None:
+        """Begins with an empty cluster; `last_gang` is the number of the last gang that started."""
         self.machines = machines
         self.pricing = pricing
         self.jobs: dict[str, LiveJob] = {}
@@ -58,7 +59,7 @@ class SchedulerState:
         """When a gang that died may be started again."""
         self.one_by_one: set[str] = set()
         """Gangs whose jobs join alone, after a first round that failed."""
-        self._last_name = first_name
+        self.last_gang = last_gang
 
     # Jobs
 
@@ -239,7 +240,9 @@ class SchedulerState:
         for gang in self.gangs.values():
             if gang.name not in taken and self._takes_over(gang, group):
                 return gang.name
-        return self.next_name()
+        taken |= self.gangs.keys()
+        names = (f"g{number}" for number in itertools.count(self.last_gang + 1))
+        return next(name for name in names if name not in taken)
 
     def _holds(self, gang: LiveGang, group: Group) -> bool:
         """True if the gang can take the group's members as it runs."""
@@ -261,13 +264,6 @@ class SchedulerState:
         free.take(gang.gpus)
         self.fleet.cluster.groups[group.number] = replace(group, gpus=gang.gpus)
         return True
-
-    def next_name(self) -> str:
-        while True:
-            self._last_name += 1
-            name = f"g{self._last_name}"
-            if name not in self.gangs and name not in self.names.values():
-                return name
 
     def adopt(self, gang: LiveGang, members: Iterable[LiveJob], now_s: float) -> None:
         """Takes up a gang that runs already, with those of its jobs that stay."""

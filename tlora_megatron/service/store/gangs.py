@@ -40,6 +40,12 @@ class Gangs(Part):
         with self._database.read() as connection:
             return 1 + (connection.execute(query).scalar() or 0)
 
+    def last_number(self) -> int:
+        """The highest number N of a gang `gN` that was ever started; 0 = none was."""
+        with self._database.read() as connection:
+            names = connection.execute(select(_GANG.name).distinct()).scalars()
+            return max((int(name[1:]) for name in names if name[1:].isdigit()), default=0)
+
     def add(self, spec: GangSpec, *, engine_ref: Mapping[str, Any] | None = None) -> Gang:
         """Notes a gang that is about to be started, of the next epoch after an ended one."""
         with self._database.write() as connection:

@@ -77,6 +77,15 @@ def test_all_machines_are_gone_for_a_while(root: Path) -> None:
     assert set(service.states().values()) == {"finished"}
 
 
+def test_the_names_of_gangs_count_on_behind_a_restart(root: Path) -> None:
+    service = LiveService(root)
+    for name in ("one", "two", "three"):
+        service.restart()
+        service.submit(name, steps=5)
+        service.run(6000, until=lambda: not service.store.gangs.live())
+    assert {gang.name for gang in service.store.gangs.since(0)} == {"g1", "g2", "g3"}
+
+
 def test_a_row_that_cannot_be_read_fails_its_job_only(root: Path) -> None:
     service = LiveService(root)
     odd = NewJob(name="odd", document={"from": "elsewhere"}, base="base", key="odd")
