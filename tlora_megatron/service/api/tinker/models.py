@@ -23,6 +23,7 @@ from tlora_megatron.service.api.tinker.context import (
 )
 from tlora_megatron.service.api.tinker.names import ModelId, Refused, RequestId, TinkerRoute
 from tlora_megatron.service.api.tinker.sessions import is_local, leave
+from tlora_megatron.service.settings import Settings
 from tlora_megatron.service.store import Job, Model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -157,8 +158,8 @@ def model_document(
     if seed is None:  # one that a retry of the same request gets again
         seed = int.from_bytes(hashlib.sha256(model.id.encode()).digest()[:4], "big") >> 1
     document = _document(model, lora, seed)
-    if max_positions is not None:
-        document["max_seq_len"] = min(1024, max_positions)
+    longest = Settings().micro_batch_tokens  # every gang's micro-batch holds so many
+    document["max_seq_len"] = min(longest, max_positions or longest)
     _apply_settings(document, model.user_metadata or {})
     return document
 

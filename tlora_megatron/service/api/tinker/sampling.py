@@ -227,7 +227,7 @@ async def _draw(context: TenantContext, request: RequestId) -> None:
                 )
             prompt = bodies.as_prompt(body, None if folder is None else str(folder), asked["seed"])
             answers = await _source(context).generate(sampler.base, [prompt])
-        content = encode_sample(answers[0], body.prompt_logprobs_last_n)
+        content = encode_sample(answers[0], body)
     except (sampling.SamplingRefused, UnknownId) as error:
         sentence = context.service.outward(str(error), context.tenant)
         await read(files.fail, sentence, "user")
@@ -264,7 +264,7 @@ class SampleFiles:
 
     def __init__(self, folder: Path, seq_id: int) -> None:
         self.asked_file = folder / f"{seq_id}.json"
-        self._answer_file = folder / f"{seq_id}.pb"
+        self.answer_file = folder / f"{seq_id}.pb"
         self._error_file = folder / f"{seq_id}.error"
 
     def ask(self, body: Mapping[str, Any]) -> bool:
@@ -284,7 +284,7 @@ class SampleFiles:
         return found
 
     def answer(self, content: bytes) -> None:
-        write_atomic(self._answer_file, content, durable=False)
+        write_atomic(self.answer_file, content, durable=False)
 
     def fail(self, error: str, category: str) -> None:
         text = json.dumps({"error": error, "category": category})
@@ -293,7 +293,7 @@ class SampleFiles:
     def result(self) -> bytes | Mapping[str, Any] | None:
         """The answer, or why there is none; None = not yet."""
         try:
-            return self._answer_file.read_bytes()
+            return self.answer_file.read_bytes()
         except FileNotFoundError:
             pass
         try:
