@@ -5,7 +5,6 @@ The answer to a request for samples holds it: of every token the likeliest ones 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -125,8 +124,7 @@ def _find(context: TenantContext, session: str, sequence_id: str) -> _Sampled:
     sequences = decode_sample(answer) if isinstance(answer, bytes) else []
     if asked is None or not _is_recorded(asked["body"]) or int(number) >= len(sequences):
         raise unknown
-    for file in (files.asked_file, files.answer_file):
-        os.utime(file)
+    files.keep_longer()
     tokens, likely, logprobs = sequences[int(number)]
     if len(likely) != len(tokens) or likely.shape[1] < RECORDED_TOKENS:
         raise unknown
