@@ -27,6 +27,7 @@ from tlora_megatron.service.api.tinker.context import (
     Submitting,
     TenantContext,
     Waiting,
+    positions_of,
     respond,
 )
 from tlora_megatron.service.api.tinker.models import check_optimizer, loaded_document, submit_model
@@ -303,7 +304,8 @@ def _draft(
     )
     _check_base(context, model.base, saved)
     state = read_json(saved.folder / _STATE)
-    return model, loaded_document(model, state), _load_request(context, saved, body)
+    document = loaded_document(model, state, positions_of(context.base(model.base)))
+    return model, document, _load_request(context, saved, body)
 
 
 def _loadable(context: TenantContext, path: str) -> Saved:

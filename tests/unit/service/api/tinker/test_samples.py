@@ -107,8 +107,13 @@ def test_a_setting_that_is_not_there_is_refused() -> None:
     newer = {"max_tokens": 1, "temperature": 0.5, "min_k": None, "penalty": 0.0}
     bodies.check_sample(bodies.Sample.model_validate({"prompt": prompt, "sampling_params": newer}))
     asks = {"prompt": prompt, "sampling_params": newer | {"min_p": 0.1}}
-    with pytest.raises(Refused, match=r"sampling_params.min_p must be left out: .* got 0.1"):
-        bodies.check_sample(bodies.Sample.model_validate(asks))
+    image = {"prompt": {"chunks": [{"type": "image", "data": "x"}]}, "sampling_params": {}}
+    for sentence, wrong in {
+        r"sampling_params.min_p must be left out: .* got 0.1": asks,
+        "prompt must be tokens of text, got a chunk of 'image'": image,
+    }.items():
+        with pytest.raises(Refused, match=sentence):
+            bodies.check_sample(bodies.Sample.model_validate(wrong))
 
 
 def test_any_tokens_are_scored_in_the_place_of_the_prompt_s(
