@@ -18,4 +18,7 @@ make() { # NAME PIP_ARGUMENTS...
 }
 
 make old --no-deps --ignore-installed tinker==0.25.0
-make cookbook tinker-cookbook==0.5.8 tinker==0.38.0
+# It asks for a newer tml-renderers than there is, which only models of Thinking Machines need.
+make cookbook --no-deps tinker-cookbook==0.6.1
+"$python" -m pip --python "$folder/cookbook/bin/python" install --quiet tinker==0.38.0 aiohttp blobfile chz cloudpickle datasets \
+    math-verify pillow pylatexenc pyrage sympy termcolor textarena tiktoken tml-renderers

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.driven_client import batch
-from tests.helpers.driven_worker import ADAM, BETA, CLIP, LOSSES, sampled
+from tests.helpers.driven_worker import ADAM, BETA, CLIP, LOSSES, RUNS, sampled
 from tests.helpers.gang_driver import quickstart_base
 from tests.helpers.sampling_case import Reference
 from tests.helpers.standing_world import forked_result
@@ -88,7 +88,33 @@ def _documented(loss: str, p: torch.Tensor, given: dict[str, torch.Tensor]) -> t
         return -torch.min(away.exp() * a, away.exp().clamp(0.8, 1.2) * a).sum()
     if loss == "cispo":
         return -(away.exp().clamp(0.0, 4.0).detach() * p * a).sum()
+    if loss == "gspo":
+        parts = (p, a, away, given["sequence_ratio_mask"])
+        return sum(gspo(*one) for one in zip(*(_split(x, given) for x in parts), strict=True))
+    if loss == "stable_reinforce":
+        parts = zip(*(_split(x, given) for x in (p, a, given["logprobs"])), strict=True)
+        return sum(centred(*(x.reshape(RUNS, -1) for x in one)) for one in parts)
     return -(p * a - 0.5 * BETA * away**2).sum()
+
+
+def _split(values: torch.Tensor, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The values of each datum, whose sequences are neighbours of one length."""
+    lengths = given["lengths"].tolist()
+    runs = RUNS if len(lengths) > 3 else 1
+    return list(values.split([length * runs for length in lengths[::runs]]))
+
+
+def gspo(p: torch.Tensor, a: torch.Tensor, away: torch.Tensor, mask: torch.Tensor) -> Any:
+    log_ratio = away.detach()[mask != 0].mean()
+    ratio = torch.exp(log_ratio + p - p.detach())
+    return -torch.min(ratio * a, ratio.clamp(1 - 3e-4, 1 + 4e-4) * a).sum()
+
+
+def centred(p: torch.Tensor, a: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """REINFORCE less the mean of its score under the sampler, whose tail has the trainer's form."""
+    tail = (1 - q.exp().sum(0)).clamp(min=0) / (1 - p.exp().sum(0))
+    weight = (q.exp() - tail * p.exp()).detach()
+    return (-a[0] * (p[0] - (weight * p).sum(0))).sum()
 
 
 def check_loop(found: dict[str, Any], root: Path, steps: int, base: str) -> None:
@@ -100,8 +126,8 @@ def check_loop(found: dict[str, Any], root: Path, steps: int, base: str) -> None
 
 
 def test_loop_has_the_losses_of_peft(tmp_path: Path) -> None:
-    found = drive("oracle", tmp_path, 4)
-    check_loop(found, tmp_path, 4, quickstart_base()["path"])
+    found = drive("oracle", tmp_path, len(LOSSES))
+    check_loop(found, tmp_path, len(LOSSES), quickstart_base()["path"])
     check_scores(found["scores"])
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.helpers.driven_client import Client, batch
+from tests.helpers.driven_client import VOCABULARY, Client, batch
 from tests.helpers.gang_driver import GangDriver, quickstart_base, quickstart_jobs
 from tests.helpers.gang_worker import pids, run_case
 from tlora_megatron.service.engines.local import LocalEngine
@@ -26,7 +26,9 @@ ADAM = {"learning_rate": 5e-3, "beta2": 0.999, "eps": 1e-5, "weight_decay": 0.01
 """With 1e-8 a gradient that is rounding alone would move its element by a whole learning rate, here
 as with PEFT, but not the same way."""
 CLIP, BETA = 0.5, 0.1
-LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
+LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce")
+RUNS = 2
+"""Targets of a token under stable_reinforce."""
 STEPS = 4
 
 
@@ -54,10 +56,17 @@ def sampled(seed: int, loss: str) -> dict[str, Any]:
     del arrays["weights"]
     generator = np.random.default_rng(seed)
     count = len(arrays["tokens"])
-    return arrays | {
-        "logprobs": -20 * generator.random(count).astype(np.float32),
-        "advantages": generator.standard_normal(count).astype(np.float32) * 1e-3,
-    }
+    arrays["advantages"] = generator.standard_normal(count).astype(np.float32) * 1e-3
+    if loss == "gspo":
+        arrays["sequence_ratio_mask"] = (generator.random(count) < 0.5).astype(np.float32)
+    if loss == "stable_reinforce":
+        ends = np.cumsum(arrays["lengths"])
+        rows = np.concatenate([np.tile(one, RUNS) for one in np.split(np.arange(count), ends[:-1])])
+        lengths = np.repeat(arrays.pop("lengths"), RUNS)
+        arrays = {name: array[rows] for name, array in arrays.items()} | {"lengths": lengths}
+        arrays["targets"] = generator.integers(0, VOCABULARY, len(rows))
+    count = len(arrays["tokens"])
+    return arrays | {"logprobs": -1 - 19 * generator.random(count).astype(np.float32)}
 
 
 def step(
@@ -71,13 +80,14 @@ def step(
     """
     loss = LOSSES[number % len(LOSSES)]
     config = {"beta": BETA} if loss == "dro" else {}
+    more = {"runs": [RUNS] * 3} if loss == "stable_reinforce" else {}
     first = client.ask("forward_backward", batch(number))
     if moves:
         client.good(first)
         move(client.driver, client.job)
     failing = wrong(client, number) if disturbed else None
     second = client.ask(
-        "forward_backward", sampled(number, loss), loss_fn=loss, loss_fn_config=config
+        "forward_backward", sampled(number, loss), loss_fn=loss, loss_fn_config=config, **more
     )
     moved = client.ask("optim_step", grad_clip_norm=CLIP, **ADAM)
     row = [client.good(moved).metrics["grad_norm"], *values(client, first)]

@@ -61,7 +61,11 @@ class PlayedModels:
     def _answer(self, job: str, number: int, request: Request) -> Answer:
         if request.has_sequences:
             logprobs = -0.1 * request.arrays["targets"].astype(np.float32)
-            return Answer(logprobs=logprobs, metrics={"loss:sum": float(-logprobs.sum())})
+            told = {
+                key: request.params[key] for key in ("runs", "loss_fn") if key in request.params
+            }
+            metrics = {"loss:sum": float(-logprobs.sum())}
+            return Answer(logprobs=logprobs, values=told, metrics=metrics)
         if request.op == "optim_step":
             return Answer(metrics={"grad_norm": 0.5}, values={"step": 1})
         if request.op in ("save_state", "save_for_sampler"):

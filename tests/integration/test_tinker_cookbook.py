@@ -14,13 +14,16 @@ import pytest
 
 from tests.helpers.launch import HANG_S, REPO
 from tests.helpers.scenario import losses
-from tests.helpers.served_http import ServedHttp, serving_quickstart
+from tests.helpers.served_http import ServedHttp, serving_http, serving_quickstart
+from tests.helpers.tinker.cookbook_recipes import ANSWERER, MODEL, RECIPES, lay_out
 from tlora_megatron.config.load import read_config
 from tlora_megatron.runtime import controller
 
 QUICKSTART = REPO / "configs" / "quickstart"
 SCRIPTS = REPO / "tests" / "helpers" / "tinker"
 STEPS = 5
+ANSWERS = "How do I sign in?\n\n"
+"""What a recipe may ask its user."""
 ROLE_COLON = """{{- bos_token }}{%- for message in messages %}
 {%- if message['role'] == 'assistant' -%}
 Assistant:{% generation %}{{ ' ' + message['content'] + '\\n\\nUser:' }}{% endgeneration %}
@@ -39,16 +42,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHttp]:
         yield found
 
 
-def run(served: ServedHttp, script: str, *words: object) -> None:
+def run(served: ServedHttp, *words: object, folder: Path = QUICKSTART) -> str:
     """Runs a script of the cookbook where the name of the base leads to its tokenizer, too."""
     env = {**os.environ, "TINKER_BASE_URL": served.address, "TINKER_API_KEY": served.token("ann")}
-    env.update(TINKER_TELEMETRY="0", HF_HUB_OFFLINE="1")
+    env.update(TINKER_TELEMETRY="0", HF_HUB_OFFLINE="1", HF_HOME=str(served.home.root / "hub"))
     env.pop("PYTHONPATH", None)
-    command = [os.environ["COOKBOOK_PYTHON"], str(SCRIPTS / script), *map(str, words)]
     result = subprocess.run(
-        command, cwd=QUICKSTART, env=env, capture_output=True, text=True, timeout=HANG_S
-    )
+        [os.environ["COOKBOOK_PYTHON"], *map(str, words)],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=HANG_S, input=ANSWERS,
+    )  # fmt: skip
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
+    return result.stdout
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
@@ -99,16 +103,34 @@ def trained_here(served: ServedHttp, rows: Path, folder: Path) -> list[float]:
 def test_supervised_loop_has_the_losses_of_tlora_train(served: ServedHttp, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     conversations(rows)
-    run(served, "cookbook_supervised.py", rows, tmp_path / "log", STEPS)
+    run(served, SCRIPTS / "cookbook_supervised.py", rows, tmp_path / "log", STEPS)
     found = [step["train_mean_nll"] for step in logged(tmp_path / "log")]
     assert found == pytest.approx(trained_here(served, rows, tmp_path), rel=1e-5)
     (saved,) = map(json.loads, (tmp_path / "log/checkpoints.jsonl").read_text().splitlines())
     assert saved["state_path"].startswith("tinker://")
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "stable_reinforce"])
 def test_reinforcement_loop_learns(served: ServedHttp, tmp_path: Path, loss: str) -> None:
-    run(served, "cookbook_rl.py", tmp_path / "log", 12, loss)
+    run(served, SCRIPTS / "cookbook_rl.py", tmp_path / "log", 12, loss)
     rewards = [step["env/all/reward/total"] for step in logged(tmp_path / "log")]
     assert len(rewards) == 12
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5
+
+
+@pytest.fixture(scope="module")
+def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServedHttp, Path]]:
+    """A service whose base and data lie where the recipes look for them."""
+    folder = tmp_path_factory.mktemp("recipes")
+    lay_out(folder)
+    bases = [f"--base={name}={folder / name}" for name in (MODEL, ANSWERER)]
+    with serving_http(folder / "service", folder / "serve.log", *bases, "--sampler=own") as served:
+        yield served, folder
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_run(kitchen: tuple[ServedHttp, Path], recipe: str) -> None:
+    served, folder = kitchen
+    shutil.rmtree(folder / "log", ignore_errors=True)
+    module = f"tinker_cookbook.recipes.{recipe.split()[0]}"
+    run(served, "-m", module, *RECIPES[recipe], folder=folder)

@@ -12,10 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tlora_megatron.ops.dropout import mix_ints
-from tlora_megatron.ops.frozen.losses import KINDS, TokenInputs, token_losses
+from tlora_megatron.ops.frozen.losses import (
+    CROSS_ENTROPY,
+    KINDS,
+    TokenInputs,
+    TokenLosses,
+    token_losses,
+)
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
+from tlora_megatron.training.driven_losses import losses_of_data, runs_twice
 from tlora_megatron.training.driven_requests import Request
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.packing.packing import Item, MicroBatch, Placed
@@ -63,7 +70,7 @@ class DrivenState(JobState):
     """Number of the last request of which all ranks know."""
     running: Running | None = None
     to_score: list[Item] | None = None
-    """The rest of a request that runs without gradients."""
+    """The rest of a request that runs without gradients, maybe before it runs with them."""
     has_grad: bool = False
     """The gradient holds requests that no step has used."""
     counted: int = 0
@@ -123,7 +130,7 @@ class DrivenState(JobState):
         nll_T = torch.zeros(count, device=device)
         self.running = Running(number=number, request=request, nll_T=nll_T, grad=grad)
         items = items_of(request)
-        if request.op == "forward":
+        if request.op == "forward" or runs_twice(request):
             self.to_score = items
         else:
             self.queue = items
@@ -132,6 +139,21 @@ class DrivenState(JobState):
     def has_run(self) -> bool:
         """True if all sequences of its request have run."""
         return self.running is not None and not self.queue and not self.to_score
+
+    def runs_again(self, logprobs: np.ndarray) -> bool:
+        """Queues a request with the slopes that its scores give; False if it needs none.
+
+        Args:
+            logprobs: of its tokens.
+        """
+        assert self.running is not None, "a request must run"
+        request, is_scored = self.running.request, self.to_score is not None
+        if request.op == "forward" or not is_scored:
+            return False
+        slope_T = losses_of_data(request, logprobs).slope_T
+        self.running.nll_T.zero_()  # another rank may run a token this time
+        self.to_score, self.queue = None, items_of(request, -slope_T.float().numpy())
+        return True
 
     def end(self, *, is_good: bool, loss: float) -> None:
         """Keeps the gradient of the request that has run, or makes it what it was before."""
@@ -195,13 +217,18 @@ class DrivenState(JobState):
             self.done = self.known = self.counted = self.saved_count = int(own["requests"])
 
 
-def items_of(request: Request) -> list[Item]:
-    """The sequences of a request as they are packed."""
-    arrays, kind = request.arrays, KINDS[request.loss_fn]
-    weights = arrays.get("weights")
+def items_of(request: Request, weights: np.ndarray | None = None) -> list[Item]:
+    """The sequences of a request as they are packed.
+
+    Args:
+        weights: of the tokens, instead of the request's own.
+    """
+    arrays, kind = request.arrays, KINDS.get(request.loss_fn, CROSS_ENTROPY)
+    if weights is None:
+        weights = arrays.get("weights")
     if weights is None:
         weights = np.ones(len(arrays["tokens"]), np.float32)
-    inputs = None if kind == KINDS["cross_entropy"] else loss_inputs(request)
+    inputs = None if kind == CROSS_ENTROPY else loss_inputs(request)
     items, begin = [], 0
     for index, length in enumerate(arrays["lengths"].tolist()):
         rows = slice(begin, begin + length)
@@ -287,17 +314,8 @@ def judge(request: Request, logprobs: np.ndarray) -> Verdict:
     Args:
         logprobs: of its tokens, fp32.
     """
-    kind = KINDS[request.loss_fn]
     logprob_T = torch.from_numpy(logprobs)
-    weights = request.arrays.get("weights")
-    weights_T = torch.ones_like(logprob_T)
-    if weights is not None:
-        weights_T = torch.from_numpy(np.asarray(weights, np.float32))
-    inputs = None
-    if kind != KINDS["cross_entropy"]:
-        kind_T = torch.full_like(logprob_T, kind, dtype=torch.int8)
-        inputs = TokenInputs(kind_T, *torch.from_numpy(loss_inputs(request)))
-    losses = token_losses(logprob_T, weights_T, inputs, {kind})
+    losses = _losses(request, logprob_T)
     for what, values_T in (
         ("log-probability", logprob_T),
         ("loss", losses.loss_T),
@@ -310,3 +328,17 @@ def judge(request: Request, logprobs: np.ndarray) -> Verdict:
             error = f"the {what} must be finite, {where}; the request has changed nothing"
             return Verdict(float("nan"), error)
     return Verdict(float(losses.loss_T.double().sum()), None)
+
+
+def _losses(request: Request, logprob_T: Tensor) -> TokenLosses:
+    if runs_twice(request):
+        return losses_of_data(request, logprob_T.numpy())
+    kind, weights = KINDS[request.loss_fn], request.arrays.get("weights")
+    weights_T = torch.ones_like(logprob_T)
+    if weights is not None:
+        weights_T = torch.from_numpy(np.asarray(weights, np.float32))
+    inputs = None
+    if kind != CROSS_ENTROPY:
+        kind_T = torch.full_like(logprob_T, kind, dtype=torch.int8)
+        inputs = TokenInputs(kind_T, *torch.from_numpy(loss_inputs(request)))
+    return token_losses(logprob_T, weights_T, inputs, {kind})

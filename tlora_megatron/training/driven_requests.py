@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -55,8 +56,16 @@ LOSSES: dict[str, Loss] = {
         needs=_SAMPLED, may_have=_CLIPS, config=dict(zip(_CLIPS, (0.0, 4.0), strict=True))
     ),
     "dro": Loss(needs=_SAMPLED, config={"beta": None}),
+    "gspo": Loss(
+        needs=(*_SAMPLED, "sequence_ratio_mask"),
+        config=dict(zip(_CLIPS, (1 - 3e-4, 1 + 4e-4), strict=True)),
+    ),
+    "stable_reinforce": Loss(needs=_SAMPLED),
 }
-"""The losses by the names and with the defaults of Tinker's documentation."""
+"""The losses by the names and with the defaults of Tinker's documentation; the clips of `gspo` are
+its paper's."""
+UNKNOWN_LOGPROB = -1e4
+"""Under `stable_reinforce`, of a token whose log-probability in sampling is not known."""
 
 
 class AdamParams(NamedTuple):
@@ -91,6 +100,12 @@ class Request:
     def loss_fn(self) -> str:
         """Name of its loss."""
         return str(self.params.get("loss_fn", "cross_entropy"))
+
+    @property
+    def runs(self) -> Sequence[int]:
+        """Sequences of each datum, which differ in their targets; they are neighbours."""
+        found: Sequence[int] = self.params.get("runs") or [1] * len(self.arrays["lengths"])
+        return found
 
     def loss_config(self) -> dict[str, float]:
         """The settings of its loss, with defaults."""
@@ -154,7 +169,7 @@ def _known(request: Request, known: tuple[str, ...]) -> None:
 
 
 def _check_loss(request: Request) -> None:
-    _known(request, ("loss_fn", "loss_fn_config"))
+    _known(request, ("loss_fn", "loss_fn_config", "runs"))
     loss = LOSSES.get(request.loss_fn)
     if loss is None:
         raise _must("loss_fn", f"be among {', '.join(LOSSES)}", request.loss_fn)
@@ -191,6 +206,7 @@ def _check_arrays(request: Request) -> None:
     _check_kind("lengths", lengths, "i")
     if not len(lengths) or int(lengths.min()) < 1:
         raise _must("sequences", "hold at least one token each", lengths.tolist()[:8])
+    _check_runs(request.runs, lengths.tolist())
     total = int(lengths.astype(np.int64).sum())
     for name, array in arrays.items():
         if name == "lengths":
@@ -198,6 +214,15 @@ def _check_arrays(request: Request) -> None:
         _check_kind(name, array, "i" if name in ("tokens", "targets") else "f")
         if len(array) != total:
             raise _must(name, f"have one value for each of {total} tokens", len(array))
+
+
+def _check_runs(runs: object, lengths: list[int]) -> None:
+    if not isinstance(runs, list) or not all(isinstance(one, int) and one > 0 for one in runs):
+        raise _must("runs", "be whole numbers above 0", runs)
+    left = iter(lengths)
+    alike = [len(set(itertools.islice(left, one))) == 1 for one in runs]
+    if not all(alike) or sum(runs) != len(lengths):
+        raise _must("runs", "be those of data with sequences of one length each", runs)
 
 
 def _check_kind(name: str, array: np.ndarray, kind: str) -> None:

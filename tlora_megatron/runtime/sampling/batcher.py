@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,8 @@ class Batcher:
 
     def _check_tokens(self, prompt: Prompt) -> None:
         words = self.words
-        wrong = (token for token in prompt.tokens if not 0 <= token < words.vocab_size)
+        asked = itertools.chain(prompt.tokens, *prompt.targets)
+        wrong = (token for token in asked if not 0 <= token < words.vocab_size)
         worst = next(wrong, None)
         if worst is not None:
             raise ValueError(f"tokens must be between 0 and {words.vocab_size - 1}, got {worst}")
@@ -217,6 +219,9 @@ class Batcher:
                 return
             if count := request.prompt.top_prompt_logprobs:
                 request.top += [top_of(row, count) for row in logprobs_nV]
+            wanted = request.prompt.targets[first - 1 + begin :]
+            for row, tokens in zip(logprobs_nV, wanted, strict=False):
+                request.targets.append(tuple(row[list(tokens)].tolist()))
 
     def _go_on(self, ready: Sequence[tuple[Track, int]], hidden_TH: Tensor) -> None:
         """Gives each sequence its next token, and each prompt that is read its samples."""
@@ -236,7 +241,8 @@ class Batcher:
         request, rows = track.request, track.rows
         if request.wants_scores:
             top = tuple(request.top) if request.prompt.top_prompt_logprobs else ()
-            scores = Scores(logprobs=tuple(request.logprobs), top=top)
+            targets = tuple(request.targets)
+            scores = Scores(logprobs=tuple(request.logprobs), top=top, targets=targets)
             request.tell(Piece(prompt=request.number, scores=scores))
         own = request.rows[len(rows) :]
         size, count = request.own_rows, request.prompt.num_samples if request.most_new else 0

@@ -111,6 +111,7 @@ class Request:
     """sequences that have not ended"""
     logprobs: list[float | None] = field(default_factory=lambda: [None])
     top: list[TopLogprobs | None] = field(default_factory=lambda: [None])
+    targets: list[tuple[float, ...]] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -126,7 +127,8 @@ class Request:
     def wants_scores(self) -> bool:
         """True if the prompt's own tokens are to be scored."""
         prompt = self.prompt
-        return prompt.prompt_logprobs or prompt.top_prompt_logprobs > 0 or self.most_new == 0
+        wanted = prompt.prompt_logprobs or prompt.top_prompt_logprobs > 0 or self.most_new == 0
+        return wanted or bool(prompt.targets)
 
     @property
     def num_ends(self) -> int:

@@ -80,9 +80,13 @@ class Prompt:
     num_samples: int = 1
     prompt_logprobs: bool = False
     top_prompt_logprobs: int = 0
+    targets: tuple[tuple[int, ...], ...] = ()
+    """tokens to score in the place of each of the prompt's but the first; empty = none"""
 
     def __post_init__(self) -> None:
         _check("prompt", "at least one token", "none", bool(self.tokens))
+        rows = len(self.targets)
+        _check("targets", "of each token but the first", rows, rows in (0, len(self.tokens) - 1))
         held = 1 <= self.num_samples <= MOST_SAMPLES
         _check("num_samples", f"between 1 and {MOST_SAMPLES}", self.num_samples, held)
         most = MOST_TOP_LOGPROBS
@@ -118,6 +122,8 @@ class Scores:
     """None for the first token"""
     top: tuple[TopLogprobs | None, ...] = ()
     """empty where none were asked for"""
+    targets: tuple[tuple[float, ...], ...] = ()
+    """of the prompt's targets"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +153,7 @@ class Answer:
     """none where max_tokens is 0"""
     prompt_logprobs: tuple[float | None, ...] | None = None
     top_prompt_logprobs: tuple[TopLogprobs | None, ...] | None = None
+    target_logprobs: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,6 +312,7 @@ def gather(prompts: Sequence[Prompt], pieces: Iterable[Piece]) -> list[Answer]:
                 sequences=tuple(joined(parts[number, sample]) for sample in range(wanted)),
                 prompt_logprobs=own.logprobs if own and prompt.prompt_logprobs else None,
                 top_prompt_logprobs=own.top if own and prompt.top_prompt_logprobs else None,
+                target_logprobs=own.targets if own else (),
             )
         )
     return answers

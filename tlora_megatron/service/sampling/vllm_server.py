@@ -25,6 +25,8 @@ _TOKEN = "token_id:"
 
 def to_request(model: str, prompt: Prompt) -> dict[str, Any]:
     """The body; it streams unless the prompt is to be scored, which vLLM does not in a stream."""
+    if prompt.targets:
+        raise SamplingRefused("target_prompt_logprobs must be left out: vLLM does not score them")
     params, scored = prompt.params, wants_scores(prompt)
     body: dict[str, Any] = {
         "model": model,

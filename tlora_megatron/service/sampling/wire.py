@@ -54,8 +54,9 @@ def prompt_from_json(value: Any) -> Prompt:
     for name in ("stop", "stop_tokens"):
         if name in params:
             params[name] = tuple(params[name])
-    tokens = found.pop("tokens", ())
-    return Prompt(tokens=tuple(map(int, tokens)), params=SamplingParams(**params), **found)
+    found["tokens"] = tuple(map(int, found.get("tokens", ())))
+    found["targets"] = tuple(map(tuple, found.get("targets", ())))
+    return Prompt(params=SamplingParams(**params), **found)
 
 
 def piece_from_json(value: Mapping[str, Any]) -> Piece:
@@ -66,7 +67,8 @@ def piece_from_json(value: Mapping[str, Any]) -> Piece:
     found["top_logprobs"] = tuple(map(_top, found.get("top_logprobs", ())))
     if scores := found.get("scores"):
         top = tuple(None if one is None else _top(one) for one in scores.get("top", ()))
-        found["scores"] = Scores(logprobs=tuple(scores["logprobs"]), top=top)
+        targets = tuple(map(tuple, scores.get("targets", ())))
+        found["scores"] = Scores(logprobs=tuple(scores["logprobs"]), top=top, targets=targets)
     return Piece(**found)
 
 

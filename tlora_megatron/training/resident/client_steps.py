@@ -5,7 +5,8 @@ reads them, and results are gathered before any rank uses them.
 
 1. Begin: the next request of each job is read and checked; a wrong one is answered with a sentence
    and has changed nothing. Sequences of `forward_backward` are a batch like any other, in portions
-   of their own; those of `forward` run without gradients, a micro-batch between rounds.
+   of their own; those of `forward` run without gradients, a micro-batch between rounds, and so do
+   first those of a loss whose slopes depend on all of a datum (`driven_losses`).
 2. Answer: one all-reduce gathers the log-probabilities of all requests that the round has ended.
    The host computes the loss from them, and a thread writes the answer. If anything is not finite,
    the gradient is what it was before.
@@ -258,12 +259,16 @@ class RequestExecutor:
             running = job.running
             assert running is not None, "it has run"
             verdict = judge(running.request, logprobs)
+            if verdict.error is None and job.runs_again(logprobs):
+                continue
             job.end(is_good=verdict.error is None, loss=verdict.loss)
             if verdict.error is not None:
                 self._refuse(job, running.number, verdict.error)
                 continue
-            metrics = {"loss:sum": verdict.loss}
-            self._answer(job, running.number, Answer(metrics=metrics, logprobs=logprobs))
+            metrics, params = {"loss:sum": verdict.loss}, running.request.params
+            told = {key: params[key] for key in ("runs", "loss_fn") if "runs" in params}
+            answer = Answer(metrics=metrics, values=told, logprobs=logprobs)
+            self._answer(job, running.number, answer)
 
     def _carry_out(self, jobs: Sequence[DrivenState]) -> bool:
         """Carries out the next request of every job that has one; False if none has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -284,15 +285,20 @@ def prompts_of(case: Opened, count: int = 3) -> list[Prompt]:
     """Prompts of several lengths for every adapter; one is longer than a step."""
     generator = torch.Generator().manual_seed(7)
     lengths = [5, 70, 17][:count]
+    drawn = [
+        torch.randint(8, 200, (length,), generator=generator).tolist()
+        for length in lengths
+        for _ in case.adapters
+    ]
     return [
         Prompt(
-            tokens=(1, *torch.randint(8, 200, (length,), generator=generator).tolist()),
+            tokens=(1, *tokens),
             adapter=adapter,
             prompt_logprobs=True,
             top_prompt_logprobs=2,
+            targets=tuple((9, token) for token in tokens),
         )
-        for length in lengths
-        for adapter in case.adapters.values()
+        for tokens, adapter in zip(drawn, itertools.cycle(case.adapters.values()), strict=False)
     ]
 
 
@@ -311,6 +317,7 @@ def test_greedy_tokens_and_log_probabilities_are_those_of_peft(case: Opened) -> 
             assert answer.prompt_logprobs is not None
             scored = torch.tensor([*answer.prompt_logprobs[1:], *found.logprobs])
             torch.testing.assert_close(scored, expected, atol=TOLERANCE, rtol=1e-6)
+            assert [row[1] for row in answer.target_logprobs] == list(answer.prompt_logprobs[1:])
             assert answer.top_prompt_logprobs is not None
             tops = [top and len(top) for top in answer.top_prompt_logprobs]
             assert tops == [None, *[2] * (len(prompt.tokens) - 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,9 @@ ARRAYS: dict[str, np.ndarray] = {
     "targets": np.array([70, 0, 72], np.int64),
 }
 """Sequences of 2 and 1 tokens, whose targets are not the input shifted."""
-SAMPLED = {name: np.zeros(3, np.float32) for name in ("logprobs", "advantages")}
+NAMES = ("logprobs", "advantages", "sequence_ratio_mask")
+EXTRA = {name: np.zeros(3, np.float32) for name in NAMES}
+SAMPLED = {name: EXTRA[name] for name in NAMES[:2]}
 
 
 def request(loss: str = "cross_entropy", config: Any = None, **arrays: np.ndarray) -> Request:
@@ -42,7 +45,7 @@ def asked(op: str, **params: Any) -> Request:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_takes_what_it_needs(loss: str) -> None:
-    arrays = {name: SAMPLED[name] for name in LOSSES[loss].needs}
+    arrays = {name: EXTRA[name] for name in LOSSES[loss].needs}
     check_request(request(loss, {"beta": 0.1} if loss == "dro" else None, **arrays))
 
 
@@ -57,7 +60,12 @@ def test_defaults_are_those_of_the_documentation() -> None:
     ("wrong", "sentence"),
     [
         (asked("jump"), "op must be among forward_backward"),
-        (request("gspo"), "loss_fn must be among cross_entropy"),
+        (request("custom"), "loss_fn must be among cross_entropy"),
+        (request("gspo", **SAMPLED), "gspo must have sequence_ratio_mask for every token"),
+        (request("stable_reinforce", {"kl_coeff": 1}, **SAMPLED), "loss_fn_config of stable_r"),
+        (replace(request(), params={"runs": [2]}), "runs must be those of data with sequences of"),
+        (replace(request(), params={"runs": [1]}), "runs must be those of data with sequences of"),
+        (replace(request(), params={"runs": "2"}), "runs must be whole numbers above 0"),
         (request("ppo"), "ppo must have logprobs for every token, got none"),
         (request("dro", **SAMPLED), "loss_fn_config of dro must hold beta"),
         (request("dro", {"beta": -1}, **SAMPLED), "beta must be at least 0"),

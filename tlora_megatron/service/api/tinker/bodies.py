@@ -7,6 +7,7 @@ one that asks for something is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any
 
 from fastapi import Body
@@ -20,6 +21,9 @@ Word = Annotated[str, Body(embed=True, max_length=256)]
 _Text = Annotated[str, Field(max_length=256)]
 _Count = Annotated[int, Field(ge=0, lt=10**9)]
 _SeqId = Annotated[int, Field(ge=1, lt=10**9)]
+RECORDED_TOKENS = 4
+"""Likeliest tokens of a place that `record_stability_info` keeps; a sequence then trains as often,
+once for each."""
 _Metadata = Annotated[Mapping[_Text, Any], Field(max_length=64)]
 
 
@@ -153,6 +157,28 @@ class SamplingParams(_Settings):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
+class TargetIds(_Body):
+    """Tokens to score in the place of each of a prompt's but the first: a table, dense or CSR."""
+
+    data: list[Annotated[int, Field(ge=-1, lt=2**31)]]
+    shape: Annotated[list[_Count], Field(min_length=2, max_length=2)]
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each row, without the cells that ask for nothing."""
+        ends, (count, width) = self.sparse_crow_indices, self.shape
+        if ends is None and len(self.data) == count * width:
+            ends = list(range(0, len(self.data) + 1, max(1, width)))
+        ends = ends or [0]
+        falls = any(end < begin for begin, end in pairwise(ends))
+        if len(ends) != count + 1 or falls or (ends[0], ends[-1]) != (0, len(self.data)):
+            rule = f"be a whole table of {count} rows"
+            raise Refused(f"target_prompt_logprobs must {rule}, got {len(self.data)} values")
+        rows = (self.data[begin:end] for begin, end in pairwise(ends))
+        return tuple(tuple(token for token in row if token >= 0) for row in rows)
+
+
 class Sample(_Body):
     """Body of `asample`."""
 
@@ -166,7 +192,7 @@ class Sample(_Body):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
     topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
-    target_prompt_logprobs: Any = None
+    target_prompt_logprobs: TargetIds | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     record_stability_info: bool | None = None
@@ -175,14 +201,8 @@ class Sample(_Body):
 def check_sample(body: Sample) -> None:
     """Refuses what this service does not sample; raises `Refused` naming the field."""
     body.sampling_params.check_rest("sampling_params")
-    unknown = {
-        "target_prompt_logprobs": body.target_prompt_logprobs is not None,
-        "prompt_alt_tokens_k": body.prompt_alt_tokens_k > 0,
-        "record_stability_info": bool(body.record_stability_info),
-    }
-    for name, is_asked in unknown.items():
-        if is_asked:
-            raise Refused(f"{name} must be left out: this service does not do that")
+    if body.prompt_alt_tokens_k > 0:
+        raise Refused("prompt_alt_tokens_k must be left out: this service does not do that")
     for chunk in body.prompt.chunks:
         if chunk.type != "encoded_text":
             raise Refused(f"prompt must be tokens of text, got a chunk of {chunk.type!r:.80}")
@@ -200,13 +220,17 @@ def as_prompt(body: Sample, adapter: str | None, seed: int) -> values.Prompt:
     `adapter` None = the base alone, `seed` where the client gave none.
     """
     tokens = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
+    top_logprobs, targets = body.topk_sample_logprobs, body.target_prompt_logprobs
+    if body.record_stability_info:
+        top_logprobs = max(top_logprobs, RECORDED_TOKENS)
     return values.Prompt(
         tokens=tokens,
         adapter=adapter,
-        params=_params(body.sampling_params, body.topk_sample_logprobs, seed),
+        params=_params(body.sampling_params, top_logprobs, seed),
         num_samples=body.num_samples,
         prompt_logprobs=bool(body.prompt_logprobs),
         top_prompt_logprobs=body.topk_prompt_logprobs,
+        targets=() if targets is None else targets.rows(),
     )
 
 

@@ -69,7 +69,7 @@ def _content(request: RequestId, model: Model, answer: Answer) -> Content:
     if request.op in ("forward_backward", "forward"):
         if answer.logprobs is None or answer.lengths is None:
             return {"error": "the answer must have log-probabilities", "category": "server"}
-        return encode_pass(answer.logprobs, answer.lengths.tolist(), answer.metrics)
+        return encode_pass(answer)
     body: dict[str, Any] = {"type": request.op}
     if request.op == "optim_step":
         return {**body, "metrics": dict(answer.metrics)}

@@ -23,6 +23,7 @@ from tlora_megatron.service.api.tinker.context import (
 )
 from tlora_megatron.service.api.tinker.names import ModelId, Refused, RequestId, TinkerRoute
 from tlora_megatron.service.api.tinker.sessions import is_local, leave
+from tlora_megatron.service.settings import Settings
 from tlora_megatron.service.store import Job, Model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -144,9 +145,7 @@ def _info(context: TenantContext, model: Model, local: bool) -> dict[str, Any]:
     }
 
 
-def model_document(
-    model: Model, seed: int | None, max_positions: int | None = None
-) -> dict[str, Any]:
+def model_document(model: Model, seed: int | None, max_positions: int | None) -> dict[str, Any]:
     """The document of a model's job; raises `ConfigError` or `Refused` if there is none."""
     targets = [*(ATTENTION if model.train_attn else ()), *(MLP if model.train_mlp else ())]
     if not targets:
@@ -156,24 +155,28 @@ def model_document(
     lora = {"rank": model.rank, "alpha": ALPHA, "dropout": 0.0, "target_modules": targets}
     if seed is None:  # one that a retry of the same request gets again
         seed = int.from_bytes(hashlib.sha256(model.id.encode()).digest()[:4], "big") >> 1
-    document = _document(model, lora, seed)
-    if max_positions is not None:
-        document["max_seq_len"] = min(1024, max_positions)
+    document = _document(model, lora, seed, max_positions)
     _apply_settings(document, model.user_metadata or {})
     return document
 
 
-def loaded_document(model: Model, state: Mapping[str, Any]) -> dict[str, Any]:
+def loaded_document(
+    model: Model, state: Mapping[str, Any], max_positions: int | None
+) -> dict[str, Any]:
     """The document of a model's job that starts from the state of another, `state.json`."""
-    document = _document(model, state["job"]["lora"], int(state["job"]["seed"]))
-    document["max_seq_len"] = state["job"].get("max_seq_len", 1024)
+    job = state["job"]
+    document = _document(model, job["lora"], int(job["seed"]), max_positions)
     settings = (model.user_metadata or {}).items()
     _apply_settings(document, {k: v for k, v in settings if k.startswith("tlora.service")})
     return document
 
 
-def _document(model: Model, lora: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def _document(
+    model: Model, lora: Mapping[str, Any], seed: int, max_positions: int | None
+) -> dict[str, Any]:
+    longest = Settings().micro_batch_tokens  # every gang's micro-batch holds so many
     return {
+        "max_seq_len": min(longest, max_positions or longest),
         "base_model": model.base,
         "name": ModelId.of(model).job_name,
         "driven": True,

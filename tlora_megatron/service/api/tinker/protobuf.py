@@ -5,28 +5,36 @@ The generated messages are loaded without an import of the SDK, which would load
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tlora_megatron.service.api.tinker.names import Refused, WireError
-from tlora_megatron.training.driven_requests import Request
+from tlora_megatron.training.driven_requests import Answer as PassAnswer
+from tlora_megatron.training.driven_requests import Op, Request
 
 if TYPE_CHECKING:
     from tlora_megatron.runtime.sampling.values import Answer, TokenLogprob
+    from tlora_megatron.service.api.tinker.bodies import Sample, TargetIds
 
 _NAME = "tinker.proto.tinker_public_pb2"
 INSTALL = "Tinker's protocol needs its messages: pip install 'tlora-megatron[tinker]'"
 MOST_BYTES = 64 * 1024 * 1024
 """A body may unpack to; the SDK sends chunks of about 5 MB."""
 _TARGETS = "target_tokens"
-_TOKEN = np.dtype("<i4")
+_TOKEN, _INDEX = np.dtype("<i4"), np.dtype("<i8")
+MOST_RUNS = 128
+"""Targets of a token."""
+MOST_TARGETS = 1 << 22
+"""Of all data of a pass: some 100 MB in the request log."""
 MEDIA_TYPE = "application/x-protobuf"
 _NO_LOGPROB = -99999.0
 """Fills the cells of a table of likely tokens that have none."""
@@ -63,6 +71,8 @@ class Pass:
     seq_id: int
     """Its number among the requests of the model, from 1."""
     request: Request
+    spans: Sequence[Sequence[Any]]
+    """Messages of each datum that say of which samples its targets are."""
 
 
 def decode_pass(body: bytes, encoding: str | None = None) -> Pass:
@@ -75,14 +85,20 @@ def decode_pass(body: bytes, encoding: str | None = None) -> Pass:
     message = _parse(_unpack(body, encoding))
     if not message.data:
         raise Refused("data must hold at least one datum, got none")
+    params: dict[str, Any] = {"loss_fn": message.loss_fn, "loss_fn_config": _config(message)}
+    arrays, runs = _arrays(message.data)
+    if runs is not None:
+        if message.loss_fn != "cross_entropy":
+            raise Refused(
+                f"target_tokens must have one dimension under {message.loss_fn!r:.80}, got two"
+            )
+        params["runs"] = runs
+    op: Op = "forward" if message.forward_only else "forward_backward"
     return Pass(
         model_id=message.model_id,
         seq_id=message.seq_id,
-        request=Request(
-            op="forward" if message.forward_only else "forward_backward",
-            params={"loss_fn": message.loss_fn, "loss_fn_config": _config(message)},
-            arrays=_arrays(message.data),
-        ),
+        request=Request(op=op, params=params, arrays=arrays),
+        spans=[datum.loss_fn_input_spans for datum in message.data],
     )
 
 
@@ -124,23 +140,44 @@ def _config(message: Any) -> dict[str, float | str]:
     return dict(message.loss_fn_config)
 
 
-def _arrays(data: Sequence[Any]) -> dict[str, np.ndarray]:
+def _arrays(data: Sequence[Any]) -> tuple[dict[str, np.ndarray], list[int] | None]:
+    """The arrays of a request; and of how many sequences each datum is, unless all are of one.
+
+    One whose tokens have several targets each is a sequence for each of them.
+    """
     names = set(data[0].loss_fn_inputs)
     tokens, columns = [], {name: [] for name in sorted(names)}  # type: ignore[var-annotated]
+    runs, room, has_tables = [], MOST_TARGETS, False
     for index, datum in enumerate(data):
         where = f"data[{index}]"
-        tokens.append(_tokens(datum.model_input, where))
+        row = _tokens(datum.model_input, where)
         _check_names(datum.loss_fn_inputs, names, where)
+        shape = [len(row), *_targets_of_a_token(datum.loss_fn_inputs[_TARGETS], where)]
+        has_tables = has_tables or len(shape) > 1
+        runs.append(shape[1] if len(shape) > 1 else 1)
+        room -= runs[-1] * len(row)
+        if room < 0:
+            raise Refused(f"data must have at most {MOST_TARGETS:,} targets together, got more")
+        tokens += [row] * runs[-1]
         for name, column in columns.items():
             what = f"{where}.loss_fn_inputs[{name!r:.80}]"
-            column.append(_row(datum.loss_fn_inputs[name], name, len(tokens[-1]), what))
+            column.append(_row(datum.loss_fn_inputs[name], name, shape, what))
     arrays = {
         "lengths": np.array([len(row) for row in tokens], np.int32),
         "tokens": np.concatenate(tokens),
     }
     for name, column in columns.items():
         arrays["targets" if name == _TARGETS else name] = np.concatenate(column)
-    return arrays
+    return arrays, runs if has_tables else None
+
+
+def _targets_of_a_token(tensor: Any, where: str) -> list[int]:
+    """How many targets each token has, if they are a table; else nothing."""
+    found = list(tensor.shape)[1:2]
+    if found and not 1 <= found[0] <= MOST_RUNS:
+        rule = f"have 1 to {MOST_RUNS} targets a token"
+        raise Refused(f"{where}.loss_fn_inputs[{_TARGETS!r}] must {rule}, got {found[0]}")
+    return found
 
 
 def _check_names(inputs: Mapping[str, Any], names: set[str], where: str) -> None:
@@ -169,17 +206,35 @@ def _tokens(chunks: Sequence[Any], where: str) -> np.ndarray:
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
-def _row(tensor: Any, name: str, length: int, what: str) -> np.ndarray:
+def _row(tensor: Any, name: str, shape: list[int], what: str) -> np.ndarray:
+    """The values of a datum's tokens; of several targets a token, those of the first ones first."""
     dtype, wanted = _dtype_of(tensor, name, what)
-    if tensor.WhichOneof("encoding") == "sparse_csr":
-        raise Refused(f"{what} must be dense, got a sparse tensor")
-    if list(tensor.shape) not in ([], [length]):
+    if list(tensor.shape) not in ([], shape):
         got = str(list(tensor.shape)[:8])
-        raise Refused(f"{what} must have a value a token, [{length}], got {got}")
-    row = _flat(tensor.dense, dtype, what)
-    if len(row) != length:
-        raise Refused(f"{what} must have a value a token, {length}, got {len(row)}")
-    return row.astype(wanted, copy=False)
+        rule = "a value a token" if len(shape) == 1 else "a value a target"
+        raise Refused(f"{what} must have {rule}, {shape}, got {got}")
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        row = _dense(tensor.sparse_csr, dtype, shape, what)
+    else:
+        row = _flat(tensor.dense, dtype, what)
+    if len(row) != math.prod(shape):
+        raise Refused(f"{what} must have a value a token, {math.prod(shape)}, got {len(row)}")
+    return row.reshape(shape).T.ravel().astype(wanted, copy=False)
+
+
+def _dense(csr: Any, dtype: np.dtype, shape: list[int], what: str) -> np.ndarray:
+    """A sparse table with 0 in all cells that it leaves out."""
+    values = _flat(csr.values, dtype, what)
+    ends, columns = (_flat(raw, _INDEX, what) for raw in (csr.crow_indices, csr.col_indices))
+    is_whole = len(shape) == 2 and len(ends) == shape[0] + 1 and len(columns) == len(values)
+    counts = np.diff(ends)
+    if not is_whole or ends[0] != 0 or ends[-1] != len(values) or (counts < 0).any():
+        raise Refused(f"{what} must be a whole sparse table, got {len(values)} values")
+    if len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]:
+        raise Refused(f"{what} must have columns below {shape[1]}, got {columns.max()}")
+    table = np.zeros(shape, dtype)
+    table[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return table.ravel()
 
 
 def _dtype_of(tensor: Any, name: str, what: str) -> tuple[np.dtype, np.dtype]:
@@ -206,32 +261,46 @@ def _flat(raw: bytes, dtype: np.dtype, what: str) -> np.ndarray:
     return np.frombuffer(raw, dtype)
 
 
-def encode_pass(
-    logprobs: np.ndarray, lengths: Sequence[int], metrics: Mapping[str, float]
-) -> bytes:
-    """The result of a forward pass.
-
-    Args:
-        logprobs: of all targets, one datum behind the other; `lengths` are tokens of each datum.
-        metrics: by names `NAME:REDUCTION`, as the SDK joins those of several chunks.
-    """
-    module = messages()
+def encode_pass(answer: PassAnswer) -> bytes:
+    """The result of a forward pass; its metrics have names `NAME:REDUCTION`, by which the SDK
+    joins those of several chunks."""
+    assert answer.logprobs is not None, "a pass has log-probabilities"
+    assert answer.lengths is not None, "a pass has sequences"
+    module, place, begin = messages(), 0, 0
     output = module.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    record = output.loss_fn_outputs.add()
-    record.num_datums = len(lengths)
-    field = record.fields["logprobs"]
-    field.dtype = module.DTYPE_FLOAT32
-    field.data = np.ascontiguousarray(logprobs, "<f4").tobytes()
-    field.offsets = (np.cumsum([0, *lengths], dtype="<i8") * 4).astype("<i8").tobytes()
-    for name, value in metrics.items():
+    runs = answer.values.get("runs")
+    lengths = answer.lengths.tolist()
+    if runs is None:
+        _add_record(output, answer.logprobs, lengths)
+    for count in runs or ():
+        length = lengths[place]
+        table = answer.logprobs[begin : begin + count * length].reshape(count, length)
+        if answer.values.get("loss_fn") == "cross_entropy":
+            _add_record(output, table.T, [length], count)
+        else:  # the others are its own business
+            _add_record(output, table[0], [length])
+        place, begin = place + count, begin + count * length
+    for name, value in answer.metrics.items():
         output.metrics[name] = value
     bytes_: bytes = output.SerializeToString()
     return bytes_
 
 
-def encode_sample(answer: Answer, last_n: int | None = None) -> bytes:
-    """The result of sampling, with log-probabilities of the prompt's last tokens; None = of all."""
-    module = messages()
+def _add_record(output: Any, values: np.ndarray, lengths: Sequence[int], *trailing: int) -> None:
+    """Adds the log-probabilities of some data, which have so many tokens each."""
+    record = output.loss_fn_outputs.add()
+    record.num_datums = len(lengths)
+    field = record.fields["logprobs"]
+    field.dtype = messages().DTYPE_FLOAT32
+    field.trailing_shape.extend(trailing)
+    field.data = np.ascontiguousarray(values, "<f4").tobytes()
+    sizes = np.cumsum([0, *lengths], dtype="<i8") * 4 * math.prod(trailing)
+    field.offsets = sizes.astype("<i8").tobytes()
+
+
+def encode_sample(answer: Answer, asked: Sample) -> bytes:
+    """The result of sampling."""
+    module, last_n = messages(), asked.prompt_logprobs_last_n
     output = module.SampleResponse()
     for sampled in answer.sequences:
         sequence = output.sequences.add()
@@ -248,8 +317,37 @@ def encode_sample(answer: Answer, last_n: int | None = None) -> bytes:
         output.prompt_logprobs = np.array(values, "<f4").tobytes()
     if answer.top_prompt_logprobs is not None:
         _fill_table(output.topk_prompt_logprobs, answer.top_prompt_logprobs)
+    if asked.target_prompt_logprobs is not None:
+        _fill_targets(output.target_prompt_logprobs, asked.target_prompt_logprobs, answer)
     bytes_: bytes = output.SerializeToString()
     return bytes_
+
+
+def _fill_targets(tensor: Any, asked: TargetIds, answer: Answer) -> None:
+    """Writes a table with the layout of what was asked, and 0 where that asked for nothing."""
+    told = chain.from_iterable(answer.target_logprobs)
+    found = np.array([next(told) if token >= 0 else 0.0 for token in asked.data], "<f4")
+    tensor.dtype = messages().DTYPE_FLOAT32
+    tensor.shape.extend(asked.shape)
+    if asked.sparse_crow_indices is None:
+        tensor.dense = found.tobytes()
+        return
+    csr = tensor.sparse_csr
+    csr.values = found.tobytes()
+    csr.crow_indices = np.array(asked.sparse_crow_indices, _INDEX).tobytes()
+    csr.col_indices = np.array(asked.sparse_col_indices or [], _INDEX).tobytes()
+
+
+def decode_sample(content: bytes) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Reads the tokens `[N]` of each sequence again, and the likeliest `[N, k]` of each place."""
+    found = []
+    for sequence in messages().SampleResponse.FromString(content).sequences:
+        table = sequence.topk_sampled_logprobs
+        shape = (table.length, table.k)
+        likely = np.frombuffer(table.token_ids, "<i4").reshape(shape)
+        logprobs = np.frombuffer(table.logprobs, "<f4").reshape(shape)
+        found.append((np.frombuffer(sequence.tokens, "<i4"), likely, logprobs))
+    return found
 
 
 def _fill_table(table: object, rows: Sequence[Sequence[TokenLogprob] | None]) -> None:

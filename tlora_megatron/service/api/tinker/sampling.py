@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import secrets
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -47,6 +49,9 @@ from tlora_megatron.service.store import Sampler
 from tlora_megatron.training.saving.writer import AdapterVersion
 
 logger = logging.getLogger(__name__)
+
+_LONGER_S = 23 * 3600.0
+"""Beyond the hour for which other samples are kept (`sessions.SAMPLES_S`)."""
 
 
 def router(service: Service, tasks: SamplingTasks) -> APIRouter:
@@ -227,7 +232,7 @@ async def _draw(context: TenantContext, request: RequestId) -> None:
                 )
             prompt = bodies.as_prompt(body, None if folder is None else str(folder), asked["seed"])
             answers = await _source(context).generate(sampler.base, [prompt])
-        content = encode_sample(answers[0], body.prompt_logprobs_last_n)
+        content = encode_sample(answers[0], body)
     except (sampling.SamplingRefused, UnknownId) as error:
         sentence = context.service.outward(str(error), context.tenant)
         await read(files.fail, sentence, "user")
@@ -244,6 +249,8 @@ async def _draw(context: TenantContext, request: RequestId) -> None:
         await read(files.fail, "the service failed to sample; its log says more", "server")
     else:
         await read(files.answer, content)
+        if body.record_stability_info:
+            await read(files.keep_longer)
 
 
 def _folder(context: TenantContext, sampler: Sampler) -> Path | None:
@@ -285,6 +292,12 @@ class SampleFiles:
 
     def answer(self, content: bytes) -> None:
         write_atomic(self._answer_file, content, durable=False)
+
+    def keep_longer(self) -> None:
+        """Lets a recorded sample be trained on for a day from now."""
+        later_s = time.time() + _LONGER_S
+        for file in (self.asked_file, self._answer_file):
+            os.utime(file, (later_s, later_s))
 
     def fail(self, error: str, category: str) -> None:
         text = json.dumps({"error": error, "category": category})

@@ -27,6 +27,7 @@ from tlora_megatron.service.api.tinker.context import (
     Submitting,
     TenantContext,
     Waiting,
+    positions_of,
     respond,
 )
 from tlora_megatron.service.api.tinker.models import check_optimizer, loaded_document, submit_model
@@ -41,6 +42,7 @@ from tlora_megatron.service.api.tinker.names import (
     TinkerRoute,
 )
 from tlora_megatron.service.api.tinker.protobuf import decode_pass
+from tlora_megatron.service.api.tinker.recorded import with_recorded
 from tlora_megatron.service.api.tinker.sampling import SamplingTasks
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import Model, OverLimit
@@ -128,7 +130,10 @@ def _take_pass(context: TenantContext, body: bytes, encoding: str | None) -> dic
     taken = decode_pass(body, encoding)
     if not 1 <= taken.seq_id < 10**9:
         raise Refused(f"seq_id must be from 1, got {taken.seq_id}")
-    return submit(context, taken.model_id, taken.seq_id, taken.request.op, taken.request)
+    request = taken.request
+    if request.loss_fn == "stable_reinforce":
+        request = with_recorded(context, taken)
+    return submit(context, taken.model_id, taken.seq_id, request.op, request)
 
 
 async def wait_for(context: TenantContext, request: RequestId) -> Content | Waiting:
@@ -299,7 +304,8 @@ def _draft(
     )
     _check_base(context, model.base, saved)
     state = read_json(saved.folder / _STATE)
-    return model, loaded_document(model, state), _load_request(context, saved, body)
+    document = loaded_document(model, state, positions_of(context.base(model.base)))
+    return model, document, _load_request(context, saved, body)
 
 
 def _loadable(context: TenantContext, path: str) -> Saved:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import tarfile
 from pathlib import Path
@@ -59,6 +60,8 @@ def test_a_loop_of_the_client_runs(played: Played) -> None:
     document = job_document(played)["document"]
     assert (document["seed"], document["driven"]) == (5, True)
     assert (document["lora"]["rank"], document["lora"]["alpha"]) == (4, 32.0)
+    config = played.api.service.bases()[BASE].config_file
+    assert document["max_seq_len"] == json.loads(config.read_text())["max_position_embeddings"]
 
 
 def test_its_info_leads_to_the_tokenizer(played: Played) -> None:

@@ -117,7 +117,7 @@ def test_requests_that_cannot_be_are_refused_and_leave_no_trace(api: Api, client
     assert garbage.status_code == 400
     assert "in protobuf, got 99 bytes that are none" in garbage.json()["error"]
     refused = {
-        "loss_fn must be among": passed("gspo"),
+        "loss_fn must be among": passed("custom"),
         "weights must be finite": passed(weights=[1.0, float("nan")]),
         "importance_sampling must have logprobs": passed("importance_sampling"),
         "cross_entropy must take": passed(advantages=[1.0, 1.0]),

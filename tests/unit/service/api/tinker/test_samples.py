@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tinker
+import torch
 from tinker import types
 
 from tests.helpers.fake_vllm import make_app
 from tests.helpers.http_service import BASE, Api, listening
 from tests.helpers.tinker.raw import Raw
 from tests.unit.service.api.tinker.conftest import Played
-from tlora_megatron.runtime.sampling.values import Answer, Prompt, Sampled
+from tlora_megatron.runtime.sampling.values import Answer, Prompt, Sampled, TokenLogprob
 from tlora_megatron.service.api.submitting import References
 from tlora_megatron.service.api.tinker import bodies
 from tlora_megatron.service.api.tinker.checkpoints import KEPT_FOR_SAMPLERS
@@ -26,6 +29,7 @@ from tlora_megatron.service.api.tinker.sessions import Reaper
 from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
 from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
 from tlora_megatron.service.sampling.vllm_server import Server
+from tlora_megatron.training.driven_requests import UNKNOWN_LOGPROB
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -51,7 +55,8 @@ class PlayedSampler:
             stop_reason="length",
             text="",
             stopped_by=None,
-            top_logprobs=(),
+            top_logprobs=(tuple(TokenLogprob(token, -token / 2) for token in (1, digit, 3, 4)),)
+            * ((prompts[0].params.max_tokens or 1) if prompts[0].params.top_logprobs else 0),
         )
         scores = (None, *(-1.0 for _ in prompts[0].tokens[1:]))
         return [
@@ -59,6 +64,7 @@ class PlayedSampler:
                 sequences=(sampled,) * prompts[0].num_samples,
                 prompt_logprobs=scores if prompts[0].prompt_logprobs else None,
                 top_prompt_logprobs=None,
+                target_logprobs=tuple(tuple(map(float, row)) for row in prompts[0].targets),
             )
         ]
 
@@ -101,8 +107,110 @@ def test_a_setting_that_is_not_there_is_refused() -> None:
     newer = {"max_tokens": 1, "temperature": 0.5, "min_k": None, "penalty": 0.0}
     bodies.check_sample(bodies.Sample.model_validate({"prompt": prompt, "sampling_params": newer}))
     asks = {"prompt": prompt, "sampling_params": newer | {"min_p": 0.1}}
-    with pytest.raises(Refused, match=r"sampling_params.min_p must be left out: .* got 0.1"):
-        bodies.check_sample(bodies.Sample.model_validate(asks))
+    image = {"prompt": {"chunks": [{"type": "image", "data": "x"}]}, "sampling_params": {}}
+    for sentence, wrong in {
+        r"sampling_params.min_p must be left out: .* got 0.1": asks,
+        "prompt must be tokens of text, got a chunk of 'image'": image,
+    }.items():
+        with pytest.raises(Refused, match=sentence):
+            bodies.check_sample(bodies.Sample.model_validate(wrong))
+
+
+def test_any_tokens_are_scored_in_the_place_of_the_prompt_s(
+    played: Played, sampler: PlayedSampler
+) -> None:
+    client = played.client().create_sampling_client(base_model=BASE).result()
+    prompt, wanted = types.ModelInput.from_ints([1, 2, 3]), torch.tensor([[5, -1], [6, 2]])
+    targets = types.TensorData.from_torch(wanted)
+    params = types.SamplingParams(max_tokens=1)
+    found = client.sample(prompt, 1, params, target_prompt_logprobs=targets).result()
+    assert found.target_prompt_logprobs is not None
+    assert found.target_prompt_logprobs.tolist() == [[5, 0], [6, 2]]
+
+
+class Trained:
+    """A model, and data of a prompt of two tokens with two that were sampled."""
+
+    def __init__(self, played: Played, **params: Any) -> None:
+        service = played.client()
+        self.model = service.create_lora_training_client(base_model=BASE, rank=4).result()
+        source = self.model.save_weights_and_get_sampling_client(record_stability_info=True)
+        self.sequence = draw(source.result(), 1, 2, **params).sequences[1]
+
+    def datum(self, spans: list[Any] | None = None, **inputs: Any) -> types.Datum:
+        """As the cookbook's `rl_loop` makes it."""
+        id, tokens = self.sequence.sequence_id, self.sequence.tokens
+        given = {
+            "target_tokens": [0, *tokens],
+            "logprobs": [0.0, *(self.sequence.logprobs or ())],
+            "advantages": [0.0, 1.0, 1.0],
+        }
+        datum = types.Datum(types.ModelInput.from_ints([1, 2, tokens[0]]), {**given, **inputs})
+        own = [
+            types.PromptProvenanceSpan(sequence_id=id, offset=1, length=1),
+            types.SampledProvenanceSpan(sequence_id=id, length=2),
+        ]
+        return replace(
+            datum, model_input_spans=[], loss_fn_input_spans=own if spans is None else spans
+        )
+
+
+def test_what_was_recorded_of_a_sample_trains_beside_it(
+    played: Played, sampler: PlayedSampler
+) -> None:
+    """The sampled token is not among the others that stand in its place."""
+    trained = Trained(played)
+    (asked,) = played.api.home.root.glob("tenants/ann/tinker/*/samples/*/*.json")
+    os.utime(asked, (0, 0))
+    passed = trained.model.forward_backward([trained.datum()], "stable_reinforce").result()
+    (told,) = (out["logprobs"].tolist() for out in passed.loss_fn_outputs)
+    assert told == pytest.approx([0, -0.7, -0.7])
+    sweep_samples(asked.parents[1], time.time() + 22 * 3600)
+    assert asked.exists()
+    request = played.models.done[-1][1]
+    assert (request.loss_fn, request.params["runs"]) == ("stable_reinforce", [4])
+    arrays = {name: array.reshape(4, -1).tolist() for name, array in request.arrays.items()}
+    assert arrays["tokens"] == [[1, 2, 7]] * 4
+    assert arrays["targets"] == [[0, 7, 7], [0, 1, 1], [0, 3, 3], [0, 4, 4]]
+    none = UNKNOWN_LOGPROB
+    likely = [[none, -token / 2, -token / 2] for token in (1, 3, 4)]
+    assert arrays["logprobs"] == [[0, -0.5, -0.5], *likely]
+    assert arrays["advantages"] == [[0, 1, 1]] * 4
+
+
+def sampled_span(id: str, length: int = 3, offset: int = 0) -> types.SampledProvenanceSpan:
+    return types.SampledProvenanceSpan(sequence_id=id, length=length, offset=offset)
+
+
+@pytest.mark.parametrize(
+    ("spans", "inputs", "sentence"),
+    [
+        ([], {}, r"data\[0\].loss_fn_input_spans must name where each of the 3 targets is from"),
+        (None, {"advantages": [1.0, 1.0, 1.0]}, "advantages must be 0 where no token was sampled"),
+        (None, {"target_tokens": [0, 7, 8]}, "target_tokens must be the tokens of"),
+        ([sampled_span("OWN")], {}, "target_tokens must be the tokens of"),
+        ([sampled_span("s1")], {}, "request_id must be one that this service gave"),
+        ([sampled_span("OWN9")], {}, "a sequence_id must be of a sample of session s"),
+    ],
+)
+def test_data_of_no_recorded_sample_are_refused(
+    played: Played, sampler: PlayedSampler, spans: Any, inputs: dict[str, Any], sentence: str
+) -> None:
+    trained = Trained(played)
+    for span in spans or ():
+        id = span.sequence_id.replace("OWN", trained.sequence.sequence_id)
+        spans = [replace(span, sequence_id=id)]
+    wrong = [trained.datum(spans, **inputs)]
+    with pytest.raises(tinker.APIStatusError, match=sentence):
+        trained.model.forward_backward(wrong, "stable_reinforce").result()
+
+
+def test_a_sample_of_a_part_of_the_tokens_is_not_recorded(
+    played: Played, sampler: PlayedSampler
+) -> None:
+    trained = Trained(played, temperature=0.5)
+    with pytest.raises(tinker.APIStatusError, match="at temperature 1 and from all tokens"):
+        trained.model.forward_backward([trained.datum()], "stable_reinforce").result()
 
 
 def test_what_is_not_sampled_is_told(played: Played, sampler: PlayedSampler) -> None:
