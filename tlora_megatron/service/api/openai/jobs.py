@@ -15,7 +15,6 @@ from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter,
 from tlora_megatron.service.api.native.jobs import own_job, shown_event
 from tlora_megatron.service.api.openai.objects import (
     DOOR,
-    checkpoint_name,
     job_object,
     model_of,
     page_object,
@@ -70,7 +69,7 @@ def checkpoint_object(
         "id": checkpoint_id(job, step),
         "object": "fine_tuning.job.checkpoint",
         "created_at": int(at),
-        "fine_tuned_model_checkpoint": checkpoint_name(model, step),
+        "fine_tuned_model_checkpoint": f"{model}:ckpt-step-{step}",
         "fine_tuning_job_id": job,
         "step_number": step,
         "metrics": metrics,

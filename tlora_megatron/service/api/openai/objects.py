@@ -14,47 +14,26 @@ from tlora_megatron.service.store import Job, JobState, Upload
 
 _JOB = r"j\d+[a-z]{4}"
 _ADAPTER = re.compile(rf"ft:.*:(?P<job>{_JOB})(?::ckpt-step-(?P<step>\d{{1,12}}))?", re.DOTALL)
-_RESULTS = re.compile(rf"file-results-(?P<job>{_JOB})")
+RESULTS = "file-results-"
 
 
 class ModelName(NamedTuple):
-    """The parts of a model's name."""
+    """The parts of a model's name; None: it is no adapter's, or no checkpoint's."""
 
-    base: str | None
-    """Name of a base, where it is no adapter's."""
     job: str | None
-    """Id of the job that trains the adapter."""
     step: int | None
-    """Step of a checkpoint."""
 
 
 def split_model(name: str) -> ModelName:
     """Reads the name of a model; nothing looks whether there is one."""
     found = _ADAPTER.fullmatch(name)
-    if found is None:
-        return ModelName(name, None, None)
-    step = found["step"]
-    return ModelName(None, found["job"], None if step is None else int(step))
+    job, step = (None, None) if found is None else found.group("job", "step")
+    return ModelName(job, None if step is None else int(step))
 
 
 def adapter_name(base: str, tenant: str, suffix: str | None, job: str) -> str:
     """The model that a job trains: `ft:BASE:TENANT:SUFFIX:JOB`."""
     return f"ft:{base}:{tenant}:{suffix or ''}:{job}"
-
-
-def checkpoint_name(adapter: str, step: int) -> str:
-    """The model as it was after a step."""
-    return f"{adapter}:ckpt-step-{step}"
-
-
-def results_id(job: str) -> str:
-    return f"file-results-{job}"
-
-
-def job_of_results(file: str) -> str | None:
-    """The job of such a file; None: another file's id."""
-    found = _RESULTS.fullmatch(file)
-    return None if found is None else found["job"]
 
 
 DOOR = "openai"
@@ -89,7 +68,7 @@ def job_object(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
         "status": STATUS[job.state],
         "training_file": asked["training_file"],
         "validation_file": asked["validation_file"],
-        "result_files": [results_id(job.id)] if is_over and job.step else [],
+        "result_files": [RESULTS + job.id] if is_over and job.step else [],
         "seed": asked["seed"],
         "hyperparameters": asked["hyperparameters"],
         "method": {
@@ -128,7 +107,7 @@ def file_object(upload: Upload) -> dict[str, Any]:
 
 def results_object(job: Job, size: int) -> dict[str, Any]:
     at = job.ended_at or job.changed_at
-    return _file(results_id(job.id), size, at, "step_metrics.csv", "fine-tune-results")
+    return _file(RESULTS + job.id, size, at, "step_metrics.csv", "fine-tune-results")
 
 
 def _file(id: str, size: int, created: float, name: str, purpose: str) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from tlora_megatron.service.api.native.jobs import own_job
 from tlora_megatron.service.api.openai import jobs, parts
 from tlora_megatron.service.api.openai.jobs import asked_of
 from tlora_megatron.service.api.openai.objects import (
+    RESULTS,
     adapter_name,
     file_object,
-    job_of_results,
     model_object,
     model_of,
     no_model,
@@ -75,9 +75,7 @@ def files_router(service: Service, incoming: Incoming) -> APIRouter:
     @routes.get("/{file}")
     def get(file: str, caller: Reader) -> dict[str, Any]:
         """Looks at one file."""
-        job = job_of_results(file)
-        if job is not None:
-            ended = _own_ended(service, job, caller)
+        if (ended := _job_of_results(service, file, caller)) is not None:
             return results_object(ended, len(_csv(service, ended)))
         return file_object(_own(service, file, caller))
 
@@ -92,10 +90,8 @@ def files_router(service: Service, incoming: Incoming) -> APIRouter:
     @routes.get("/{file}/content", response_class=Response)
     def content(file: str, caller: Reader) -> Response:
         """Gives the bytes of a file; of results as CSV."""
-        job = job_of_results(file)
-        if job is not None:
-            found = _csv(service, _own_ended(service, job, caller))
-            return Response(found, media_type="text/csv")
+        if (ended := _job_of_results(service, file, caller)) is not None:
+            return Response(_csv(service, ended), media_type="text/csv")
         upload = _own(service, file, caller)
         path = service.home.upload(caller.tenant, upload.id)
         return FileResponse(path, media_type="application/jsonl")
@@ -110,7 +106,11 @@ def _own(service: Service, file: str, caller: Caller) -> Upload:
         raise missing("a file's id", file) from None
 
 
-def _own_ended(service: Service, job: str, caller: Caller) -> Job:
+def _job_of_results(service: Service, file: str, caller: Caller) -> Job | None:
+    """The job of such a file, which has ended; None: another file's id."""
+    job = file.removeprefix(RESULTS)
+    if job == file:
+        return None
     found = own_job(service, job, caller.tenant)
     if not found.state.is_over:
         raise missing("a file's id", f"{job} before its job has ended")

@@ -54,7 +54,7 @@ class CallReader:
         opening, _, rest = texts[1][len(list(same)) :].partition(_NAME)
         start = rest.rfind("{", 0, max(0, rest.find(_KEY)))
         arguments, end = _object(rest[start:])
-        if arguments != _CALL["arguments"] or not opening.strip():
+        if arguments != _CALL["arguments"] or not opening.strip() or not start:
             rule = "be left out: the base's chat template writes no call as a name and JSON"
             raise ApiError(400, f"tools must {rule}", param="tools", code="unsupported_parameter")
         names = {tool["function"]["name"] for tool in tools}
