@@ -64,6 +64,9 @@ class Launcher:
         """Ends with exit code 2, like `tlora`, for input that the user can correct."""
         _print_no_stacks()
         show_error(error)
+        missing = error.__cause__.name if isinstance(error.__cause__, ImportError) else None
+        if (missing or "").startswith("megatron"):
+            open_console(stderr=True).print(_CHECKOUT)
         raise SystemExit(2) from error
 
 
