@@ -13,7 +13,6 @@ import logging
 import os
 import runpy
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -26,7 +25,7 @@ from tlora_megatron.cli.tables import global_rank, open_console, print_run
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.parallel.overlap import set_queues
-from tlora_megatron.runtime.ranks import is_lost_connection, join_agent, leave
+from tlora_megatron.runtime.ranks import free_port, is_lost_connection, join_agent, leave
 from tlora_megatron.training.run.determinism import set_environment
 from tlora_megatron.training.signals import STOP_SIGNALS, StopSignals
 
@@ -65,6 +64,9 @@ class Launcher:
         """Ends with exit code 2, like `tlora`, for input that the user can correct."""
         _print_no_stacks()
         show_error(error)
+        missing = error.__cause__.name if isinstance(error.__cause__, ImportError) else None
+        if (missing or "").startswith("megatron"):
+            open_console(stderr=True).print(_CHECKOUT)
         raise SystemExit(2) from error
 
 
@@ -111,11 +113,8 @@ def _meet_alone() -> None:
     """Lets one process that no torchrun started be a process group of its own."""
     if "RANK" in os.environ:
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(port))
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
 
 
 def _check_script(script: Path) -> None:

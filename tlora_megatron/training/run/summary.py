@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tlora_megatron import timeline
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.schema import JobError
+from tlora_megatron.config.sections import plain
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.checkpoint import Checkpoint
 from tlora_megatron.training.loop import Loop
@@ -77,7 +78,7 @@ def changed_settings(saved: Mapping[str, Any], job: JobSpec) -> list[str]:
     return [
         f"{name} {_text(new[name])} instead of {_text(old[name])}"
         for name in new
-        if name in old and _plain(new[name]) != old[name]
+        if name in old and plain(new[name]) != old[name]
     ]
 
 
@@ -86,13 +87,8 @@ def _settings(job: Mapping[str, Any]) -> dict[str, Any]:
     return {key: job[key] for key in _OWN if key in job} | inner
 
 
-def _plain(value: Any) -> Any:
-    """The value as JSON gives it back."""
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _text(value: Any) -> str:
-    return "null" if value is None else str(_plain(value))
+    return "null" if value is None else str(plain(value))
 
 
 def summarize(

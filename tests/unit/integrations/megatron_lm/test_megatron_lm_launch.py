@@ -60,12 +60,15 @@ def test_without_a_checkout_there_is_a_sentence(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse() -> None:
-        raise ImportError("a Megatron-LM checkout must be importable")
+        cause = ModuleNotFoundError(name="megatron.training")
+        raise ImportError("a Megatron-LM checkout must be importable") from cause
 
     monkeypatch.setattr(cpu, "install", refuse)
     with pytest.raises(SystemExit, match=r"^2$"):
         launch.main(["--cpu", str(script)])
-    assert "error: a Megatron-LM checkout must be importable" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "error: a Megatron-LM checkout must be importable" in said
+    assert "git clone --depth 1" in said
 
 
 def test_one_process_needs_no_torchrun(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
