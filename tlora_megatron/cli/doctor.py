@@ -196,9 +196,11 @@ def _folder(root: Path) -> Iterator[Finding]:
 
 def _store(root: Path) -> Finding:
     """Reads the store without bringing it up to date."""
-    from tlora_megatron.service.store import Store, StoreError
-    from tlora_megatron.service.store.store import newest, open_database, version_of
-
+    try:
+        from tlora_megatron.service.store import Store, StoreError
+        from tlora_megatron.service.store.store import newest, open_database, version_of
+    except ImportError as error:
+        return Finding("store", "wrong", str(error), "pip install 'tlora-megatron[serve]'")
     try:
         with Store(open_database(store_place(Home(root)))) as store:
             with store.database.read() as connection:
@@ -223,7 +225,7 @@ def _store(root: Path) -> Finding:
             if store.lock.is_held():
                 return Finding("store", "ok", found)
             return Finding("store", "look", found, "tlora serve takes its jobs up")
-    except (StoreError, ValueError, ImportError) as error:
+    except (StoreError, ValueError, ImportError) as error:  # psycopg may be missing
         return Finding("store", "wrong", str(error), "docs/operations.md: how it is restored")
 
 

@@ -24,14 +24,14 @@ from tlora_megatron.sim.cluster import FaultRates, load_cluster
 from tlora_megatron.sim.report import (
     COLUMNS,
     as_document,
+    bound_rows,
     cells_of,
     job_rows,
     summary_rows,
     write_csv,
     write_report,
-    yardstick_row,
 )
-from tlora_megatron.sim.study import Options, PolicyRun, Study, Yardsticks, check_policies
+from tlora_megatron.sim.study import Options, PolicyRun, Study, check_policies
 from tlora_megatron.sim.trace import TraceShape, read_trace
 from tlora_megatron.sim.workload import load_mix, shipped_mixes
 
@@ -146,17 +146,16 @@ def run(args: argparse.Namespace) -> int:
         options=_options(args),
     )
     runs = _run_all(study, policies)
-    yardsticks = study.yardsticks()
     if args.json:
-        print(json.dumps(as_document(study, runs, yardsticks), indent=2))
+        print(json.dumps(as_document(study, runs), indent=2))
     else:
-        _print_table(open_console(), study, runs, yardsticks)
+        _print_table(open_console(), study, runs)
     if args.csv:
-        write_csv(args.csv, summary_rows(study, runs, yardsticks))
+        write_csv(args.csv, summary_rows(study, runs))
     if args.jobs_csv:
         write_csv(args.jobs_csv, job_rows(runs))
     if args.html:
-        write_report(args.html, study, runs, yardsticks)
+        write_report(args.html, study, runs)
     return 0
 
 
@@ -200,9 +199,7 @@ def _run_all(study: Study, policies: list[str]) -> list[PolicyRun]:
     return runs
 
 
-def _print_table(
-    console: Console, study: Study, runs: list[PolicyRun], yardsticks: Yardsticks | None
-) -> None:
+def _print_table(console: Console, study: Study, runs: list[PolicyRun]) -> None:
     options = study.options
     console.print(
         f"{study.trace.name} on {study.cluster.name}: {len(study.jobs):,} jobs, "
@@ -214,6 +211,6 @@ def _print_table(
     table = make_table("policy", *COLUMNS, "run in", right=(*COLUMNS, "run in"))
     for entry in runs:
         table.add_row(entry.policy, *cells_of(entry, runs[0]), f"{entry.wall_s:.1f} s")
-    if yardsticks is not None:
-        table.add_row(*yardstick_row(yardsticks, runs[0]))
+    for row in bound_rows(study, runs[0]):
+        table.add_row(*row)
     console.print(table, soft_wrap=False)

@@ -6,7 +6,7 @@ import csv
 import html
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from tlora_megatron.page import (
     table,
 )
 from tlora_megatron.sim.ledger import Summary, TimeLine, quantile, spread, time_line
-from tlora_megatron.sim.study import PolicyRun, Study, Yardsticks
+from tlora_megatron.sim.study import PolicyRun, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -169,9 +169,7 @@ _JOB_COLUMNS = (
 )
 
 
-def as_document(
-    study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None
-) -> dict[str, object]:
+def as_document(study: Study, runs: Sequence[PolicyRun]) -> dict[str, object]:
     """The document that `tlora simulate --json` prints."""
     return {
         "trace": study.trace.name,
@@ -179,13 +177,11 @@ def as_document(
         "load": study.load if math.isfinite(study.load) else None,
         "seed": study.options.seed,
         "policies": {run.policy: asdict(run.summary) | {"wall_s": run.wall_s} for run in runs},
-        "yardsticks": None if yardsticks is None else asdict(yardsticks),
+        "least_jct_s": study.least_jct_s,
     }
 
 
-def summary_rows(
-    study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None
-) -> list[Row]:
+def summary_rows(study: Study, runs: Sequence[PolicyRun]) -> list[Row]:
     """One row per policy with all numbers of its summary; equal runs give equal rows."""
     about: Row = {
         "trace": study.trace.name,
@@ -197,14 +193,12 @@ def summary_rows(
         "offered_load": round(study.offered_load, 4),
         "seed": study.options.seed,
     }
-    held_against: Row = dict.fromkeys(field.name for field in fields(Yardsticks))
-    if yardsticks is not None:
-        held_against = _rounded(yardsticks)
-    return [about | {"policy": run.policy} | _rounded(run.summary) | held_against for run in runs]
+    least: Row = {"least_jct_s": _plain(study.least_jct_s)}
+    return [about | {"policy": run.policy} | _rounded(run.summary) | least for run in runs]
 
 
-def _rounded(numbers: Summary | Yardsticks) -> Row:
-    return {field.name: _plain(getattr(numbers, field.name)) for field in fields(numbers)}
+def _rounded(summary: Summary) -> Row:
+    return {name: _plain(value) for name, value in asdict(summary).items()}
 
 
 def write_csv(path: str | Path, rows: Sequence[Row]) -> None:
@@ -238,10 +232,12 @@ _SHOWN = 0.99
 """Pictures over time end when this share of the first policy's jobs have ended."""
 
 
-def write_report(
-    path: str | Path, study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None
-) -> None:
+def write_report(path: str | Path, study: Study, runs: Sequence[PolicyRun]) -> None:
     """Writes the page of a study; an `ImportError` without matplotlib."""
+    Path(path).write_text(_page(study, runs), encoding="utf-8")
+
+
+def _page(study: Study, runs: Sequence[PolicyRun]) -> str:
     until_s = quantile(sorted(record.end_s for record in runs[0].ledger.records), _SHOWN)
     pictures = {
         "Completion time": completion_times(runs),
@@ -265,15 +261,14 @@ def write_report(
         (f"{swatch(colors[run.policy])}{html.escape(run.policy)}", *cells_of(run, runs[0]))
         for run in runs
     ]
-    rows += [] if yardsticks is None else [yardstick_row(yardsticks, runs[0])]
-    page = document(
+    rows += bound_rows(study, runs[0])
+    return document(
         f"{study.trace.name} on {study.cluster.name}",
         f"{len(study.jobs):,} jobs; policies are compared with {runs[0].policy}",
         f"{facts(about)}<h2>Policies</h2>{table(('policy', *COLUMNS), rows)}"
         f"<h2>Pictures</h2>{legend(colors)}{panels(pictures, columns=2, least_px=480)}"
         f"<h2>What the GPUs do</h2>{panels(lines, columns=1, least_px=480)}",
     )
-    Path(path).write_text(page, encoding="utf-8")
 
 
 COLUMNS = (
@@ -304,11 +299,13 @@ def cells_of(run: PolicyRun, first: PolicyRun) -> tuple[str, ...]:
     )
 
 
-def yardstick_row(yardsticks: Yardsticks, first: PolicyRun) -> tuple[str, ...]:
-    """The row below those of the policies; it has a mean completion time only."""
-    least_s, base_s = yardsticks.least_jct_s, first.summary.mean_jct_s
+def bound_rows(study: Study, first: PolicyRun) -> list[tuple[str, ...]]:
+    """The row below those of the policies, of a mean completion time only; none with faults."""
+    least_s = study.least_jct_s
+    if least_s is None:
+        return []
     rest = ("",) * (len(COLUMNS) - 2)
-    return ("no policy beats", _hours(least_s), _times(base_s, least_s), *rest)
+    return [("no policy beats", _hours(least_s), _times(first.summary.mean_jct_s, least_s), *rest)]
 
 
 def _hours(seconds: float) -> str:

@@ -33,7 +33,7 @@ from tlora_megatron.scheduler.queue import WaitingQueue
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
 from tlora_megatron.sim.bounds import exceeded_by, limits_of
 from tlora_megatron.sim.report import summary_rows
-from tlora_megatron.sim.study import PolicyRun, Study, Yardsticks
+from tlora_megatron.sim.study import PolicyRun, Study
 from tlora_megatron.sim.trace import Trace
 
 SEEDS = {"tuning": (0, 1, 2, 3, 4), "held-out": (101, 102, 103, 104, 105)}
@@ -55,11 +55,12 @@ def done_in(path: Path) -> set[tuple[str, ...]]:
         }
 
 
-def check_bounds(study: Study, yardsticks: Yardsticks, runs: list[PolicyRun]) -> None:
+def check_bounds(study: Study, runs: list[PolicyRun]) -> None:
     """Ends the program if a policy beats the bound, or a group the speeds that it rests on."""
+    assert study.least_jct_s is not None, "no faults are drawn here"
     for run in runs:
-        assert yardsticks.least_jct_s <= run.summary.mean_jct_s * (1 + 1e-9), (
-            f"mean completion time must be at least {yardsticks.least_jct_s:.1f} s, got "
+        assert study.least_jct_s <= run.summary.mean_jct_s * (1 + 1e-9), (
+            f"mean completion time must be at least {study.least_jct_s:.1f} s, got "
             f"{run.summary.mean_jct_s:.1f} s with {run.policy}"
         )
     limits = limits_of(study.jobs, study.speeds, study.cluster.shape.num_gpus)
@@ -70,9 +71,7 @@ def check_bounds(study: Study, yardsticks: Yardsticks, runs: list[PolicyRun]) ->
 def run_cell(cell: Cell, policies: list[str], study: Study, commit: str) -> list[dict[str, Any]]:
     """A row for each policy, and a line on the terminal."""
     runs = [study.run(policy) for policy in policies]
-    yardsticks = study.yardsticks()
-    assert yardsticks is not None, "no faults are drawn here"
-    check_bounds(study, yardsticks, runs)
+    check_bounds(study, runs)
     about = {
         "source": cell.source,
         "variant": cell.variant,
@@ -80,7 +79,7 @@ def run_cell(cell: Cell, policies: list[str], study: Study, commit: str) -> list
         "commit": commit,
     }
     rows = []
-    for run, row in zip(runs, summary_rows(study, runs, yardsticks), strict=True):
+    for run, row in zip(runs, summary_rows(study, runs), strict=True):
         times = {
             "wall_s": round(run.wall_s, 1),
             "longest_decision_ms": round(run.longest_decide_s * 1e3, 1),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from sqlalchemy import update
@@ -53,14 +54,22 @@ def test_a_whole_service_is_well(root: Path, tlora: Tlora, monkeypatch: pytest.M
     assert not (root.parent / "none").exists()
 
 
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo no driver is loaded; exit 9", "nvidia-smi fails: no driver is loaded"),
+        ("echo NVIDIA H200, 580.95", "sees no GPU"),
+    ],
+)
 def test_what_is_wrong_is_an_exit_code(
-    root: Path, tmp_path: Path, tlora: Tlora, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, tlora: Tlora, monkeypatch: Any, script: str, words: str
 ) -> None:
     command = tmp_path / "nvidia-smi"
-    command.write_text("#!/bin/sh\necho no driver is loaded; exit 9\n")
+    command.write_text(f"#!/bin/sh\n{script}\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert "nvidia-smi fails: no driver is loaded" in tlora("doctor", root, code=1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert words in tlora("doctor", root, code=1)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +107,7 @@ def test_versions_are_held_against_the_declared_ranges(
         ("newer", "store", "wrong", "its tables have version"),
         ("older", "store", "look", "its tables have version"),
         ("damaged", "store", "wrong", "store.sqlite"),
+        ("library", "store", "wrong", "tlora_megatron.service.store"),
         ("beat", "store", "look", "gave a sign of life"),
         ("open", "service", "wrong", "must be closed to other users"),
         ("full", "disk", "wrong", "0 GiB free"),
@@ -119,6 +129,8 @@ def test_trouble_is_found(
         with open_store(root / "store.sqlite", clock=lambda: 1000.0) as store:
             store.lock.take()
             store.database.fence = None
+    elif harm == "library":
+        monkeypatch.setitem(sys.modules, "tlora_megatron.service.store", None)
     elif harm == "open":
         root.chmod(0o755)
     elif harm in ("full", "tight"):
