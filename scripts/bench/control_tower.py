@@ -133,8 +133,8 @@ def decisions(policy: str, repeats: int) -> tuple[int, float, float]:
     queue, state = crowd(study, rules)
     made = make_policy(policy, study.speeds, rules)
     changes = Changes(
-        arrived=frozenset(range(RUNNING, RUNNING + WAITING)),
-        regrouped=frozenset(range(RUNNING)),
+        arrived=set(range(RUNNING, RUNNING + WAITING)),
+        regrouped=set(range(RUNNING)),
         freed=True,
     )
     return timed(lambda: made.decide(NOW_S, queue, state, changes), repeats)

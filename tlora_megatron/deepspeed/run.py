@@ -213,7 +213,10 @@ class DeepSpeedRun:
                 stay; or if a job does not fit the base, and none is left until others are
                 installed.
         """
-        config = self._checked(jobs)
+        # Checked like a configuration that is read from a file.
+        document = config_to_dict(replace(self._run.config, jobs=tuple(jobs)))
+        base_model = self._run.config.base_model
+        config = read_config(document, Path.cwd(), targets=None, base_model=base_model)
         self.save()
         self.loop.super_model.set_jobs(())  # their room is free before the new ones' is taken
         self._run.close()
@@ -223,12 +226,6 @@ class DeepSpeedRun:
             run = replace(config.run, output_dir=str(Path(output_dir).resolve()))
             config = replace(config, run=run)
         self._run = self._open_run(config)
-
-    def _checked(self, jobs: Sequence[JobSpec]) -> RunConfig:
-        """The run's configuration with other jobs, checked like one that is read from a file."""
-        config = self._run.config
-        document = config_to_dict(replace(config, jobs=tuple(jobs)))
-        return read_config(document, Path.cwd(), targets=None, base_model=config.base_model)
 
     def save(self) -> None:
         """Checkpoints every job that still trains; they are on the disk when it returns."""

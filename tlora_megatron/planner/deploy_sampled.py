@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tlora_megatron.model.cp_dispatch import CpRates, share_among_teams
-from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.deployment import ReplicaLayout, ReplicaRate
 from tlora_megatron.model.dispatch import assign, cut, predicted_ends_ps, share_out
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import DEPTHS, Plan, RoundDepth
@@ -162,26 +162,25 @@ def outlook_of_teams(
     cp_size = plan.cp_size
     if cp_size == 1 or cp_size & (cp_size - 1) or plan.pp_size > 1:
         return None
-    rates = team_rates(spec, jobs, plan, hardware)
+    rates = CpRates(tuple(replica_rate(spec, jobs, own, hardware) for own in teams_of(plan)))
     time_of = partial(_time_of_work, jobs, rates, plan)
     without = min(time_of(depth, by_teams=False) for depth in DEPTHS)
     found = [TeamsOutlook(d, 1 - time_of(d, by_teams=True) / without) for d in DEPTHS]
     return max(found, key=lambda outlook: outlook.saved)
 
 
-def team_rates(
-    spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, hardware: HardwareProfile
-) -> CpRates:
-    """Predicts the speeds of 1, 2, 4, ... context-parallel ranks of a plan's replica."""
-    plans = [
-        replace(
-            plan,
-            cp_size=size,
-            micro_batch_tokens=max(1, plan.micro_batch_tokens * size // plan.cp_size),
-        )
-        for size in (1 << power for power in range(plan.cp_size.bit_length()))
-    ]
-    return CpRates(tuple(replica_rate(spec, jobs, own, hardware) for own in plans))
+_Whole = TypeVar("_Whole", Plan, ReplicaLayout)
+
+
+def teams_of(whole: _Whole) -> tuple[_Whole, ...]:
+    """Teams of 1, 2, 4, ... context-parallel ranks of a replica, each with its share of rows."""
+    rows, most = whole.micro_batch_tokens, whole.cp_size
+    assert rows is not None, "the run's budget is filled in"
+    sizes = [1 << power for power in range(most.bit_length())]
+    return tuple(
+        replace(whole, cp_size=size, micro_batch_tokens=max(1, rows * size // most))
+        for size in sizes
+    )
 
 
 def _time_of_work(

@@ -25,7 +25,7 @@ from tlora_megatron.training.formats.quantised import quantisation_card
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.metrics import EventSink
 from tlora_megatron.training.resident.commands import Command, JobCommands
-from tlora_megatron.training.resident.staging import Stager
+from tlora_megatron.training.resident.staging import ReadOrder, Stager
 from tlora_megatron.training.run.determinism import frozen_gc, keep_fingerprints
 from tlora_megatron.training.run.job_admission import check_fits_linears, prepare_for
 from tlora_megatron.training.run.live_run import TOKENS, LiveChanges, LiveFolder, Request
@@ -46,17 +46,16 @@ def open_for_requests(
     if agreement is None:
         yield lambda: None
         return
-    reader = _OrderReader(run, keeps=loop.super_model.groups.is_writer)
-    requests = None
+    requests, prepared = None, None
     if loop.super_model.groups.is_writer:
-        folder = open_folder(run.output_dir)
+        folder, prepared = open_folder(run.output_dir), dict[str, PreparedJob]()
         if folder is not None:
-            requests = LiveRequests(folder, loop, _Record(run, reader.prepared))
+            requests = LiveRequests(folder, loop, _Record(run, prepared))
             agreement.commands_wait = lambda: folder.has_requests
     stager = Stager(
         loop.super_model.bank,
         run.spec,
-        reader,
+        _order_reader(run, prepared),
         lambda job: _check(run, linears, loop, job),
         loop.files.open_metrics,
     )
@@ -167,29 +166,22 @@ class LiveRequests:
         self._folder.answer(request.number, body)
 
 
-class _OrderReader:
-    """Reads what a job starts from, its tokens as those who asked have kept them.
+def _order_reader(run: TrainingRun, prepared: dict[str, PreparedJob] | None) -> ReadOrder:
+    """Returns what reads all that a job starts from, its tokens as those who asked have kept them.
 
     Args:
-        keeps: jobs are kept in `prepared` until somebody takes them out.
+        prepared: gets the jobs that were read, by name, without their weights; None = nobody does.
     """
+    config, cache = run.config, TokenCache(run.output_dir / TOKENS)
 
-    def __init__(self, run: TrainingRun, *, keeps: bool) -> None:
-        self._run = run
-        self._keeps = keeps
-        self._cache = TokenCache(run.output_dir / TOKENS)
-        self.prepared: dict[str, PreparedJob] = {}
-        """The jobs that were read, by name, without their weights."""
-
-    def __call__(self, order: Mapping[str, Any]) -> PreparedJob:
-        run, config = self._run, self._run.config
+    def read(order: Mapping[str, Any]) -> PreparedJob:
         check_jobs_may_change(config.parallel, config.run)
         job = fit_job(read_job(order["document"], None), config)
         if isinstance(run.spec, ModelSpec) and run.spec.experts is not None:
             check_job_over_experts(job, config)
         source = TokenizerFolder(run.tokenizer_dir)
-        data = self._cache.load(job, source, run.spec.vocab_size, order.get("tokens")).data
-        prepared = prepare_for(
+        data = cache.load(job, source, run.spec.vocab_size, order.get("tokens")).data
+        found = prepare_for(
             config,
             run.spec,
             job,
@@ -199,9 +191,11 @@ class _OrderReader:
             resuming=True,
             data=data,
         )
-        if self._keeps:
-            self.prepared[job.name] = replace(prepared, imported=None)
-        return prepared
+        if prepared is not None:
+            prepared[job.name] = replace(found, imported=None)
+        return found
+
+    return read
 
 
 def _check(run: TrainingRun, linears: Linears, loop: Loop, prepared: PreparedJob) -> None:

@@ -21,6 +21,7 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.replica_rate import replica_rate
+from tlora_megatron.planner.deploy_sampled import teams_of
 from tlora_megatron.runtime.planning.plan_inputs import profile_of_gpu
 from tlora_megatron.runtime.recompute_choice import job_load
 from tlora_megatron.training.formats.hf_convert import check_layout
@@ -149,20 +150,6 @@ def resolve_round_timing(
         is_unlike=groups.deployment is not None,
         source=source,
         in_seconds=in_seconds,
-    )
-
-
-def teams_of(whole: ReplicaLayout) -> tuple[ReplicaLayout, ...]:
-    """Teams of 1, 2, 4, ... context-parallel ranks of a replica, each with its share of rows."""
-    assert whole.micro_batch_tokens is not None, "the run's budget is filled in"
-    sizes = [1 << power for power in range(whole.cp_size.bit_length())]
-    return tuple(
-        replace(
-            whole,
-            cp_size=size,
-            micro_batch_tokens=max(1, whole.micro_batch_tokens * size // whole.cp_size),
-        )
-        for size in sizes
     )
 
 

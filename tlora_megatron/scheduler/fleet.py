@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tlora_megatron.scheduler.group_throughput import GroupRates, Kinds, Speeds
 from tlora_megatron.scheduler.policy import (
@@ -153,25 +153,6 @@ def require(holds: bool, sentence: str) -> None:
         raise InvariantError(sentence)
 
 
-@dataclass(kw_only=True, slots=True)
-class ChangeLog:
-    """Records what happens since the last decision; its fields are those of `Changes`."""
-
-    arrived: set[int] = field(default_factory=set)
-    regrouped: set[int] = field(default_factory=set)
-    freed: bool = True
-
-    def take(self) -> Changes:
-        """Returns the changes so far and empties the log."""
-        changes = Changes(
-            arrived=frozenset(self.arrived), regrouped=frozenset(self.regrouped), freed=self.freed
-        )
-        self.arrived.clear()
-        self.regrouped.clear()
-        self.freed = False
-        return changes
-
-
 class Fleet:
     """Keeps what runs where and what each tenant holds."""
 
@@ -179,7 +160,7 @@ class Fleet:
         self, *, shape: ClusterShape, speeds: Speeds, quotas: Mapping[str, int] | None = None
     ) -> None:
         self.cluster = ClusterState(shape=shape, free=FreeGpus.all_of(shape), quotas=quotas or {})
-        self.changes = ChangeLog()
+        self.changes = Changes()
         self._speeds = speeds
         self._down: set[int] = set()
         self._where: dict[int, int] = {}

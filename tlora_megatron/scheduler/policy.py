@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from tlora_megatron.scheduler.queue import Group, Job, MayRun, Waiting, WaitingQueue
@@ -186,16 +186,22 @@ class ClusterState:
         return quota is None or held + job.num_gpus <= quota
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Changes:
     """Changes since the last decision, which let a policy skip what it has already refused."""
 
-    arrived: frozenset[int]
+    arrived: set[int] = field(default_factory=set)
     """Indices of the waiting jobs that no decision has seen yet."""
-    regrouped: frozenset[int]
+    regrouped: set[int] = field(default_factory=set)
     """Numbers of the running groups that lost members."""
-    freed: bool
+    freed: bool = True
     """True if GPUs became free."""
+
+    def take(self) -> Changes:
+        """Returns the changes so far and begins anew."""
+        changes = replace(self)
+        self.arrived, self.regrouped, self.freed = set(), set(), False
+        return changes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

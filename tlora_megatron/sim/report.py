@@ -39,45 +39,42 @@ _ROWS, _COLUMNS = 128, 480
 
 def completion_times(runs: Sequence[PolicyRun]) -> str:
     """Share of the finished jobs by completion time, a line per policy."""
-    finished = [
-        sorted(r.jct_s for r in run.ledger.records if r.status == "finished") for run in runs
-    ]
-
-    def paint(axes: Axes) -> None:
-        _shares(axes, finished)
-        axes.set_xscale("log")
-        axes.set_xlabel("completion time, s")
-        axes.set_ylabel("share of jobs")
-
-    return draw(_SIZE, "jct", paint, labels=True)
+    records = [run.ledger.records for run in runs]
+    times = [sorted(r.jct_s for r in own if r.status == "finished") for own in records]
+    return _shares("jct", "completion time, s", times, lambda axes: axes.set_xscale("log"))
 
 
 def slowdowns(runs: Sequence[PolicyRun]) -> str:
     """Share of the finished jobs by slowdown while they ran, a line per policy."""
-    values = [
-        sorted(r.slowdown for r in run.ledger.records if r.slowdown is not None) for run in runs
-    ]
-    bounds = {record.job.max_slowdown for run in runs for record in run.ledger.records}
+    records = [run.ledger.records for run in runs]
+    values = [sorted(r.slowdown for r in own if r.slowdown is not None) for own in records]
+    bounds = {record.job.max_slowdown for own in records for record in own}
 
-    def paint(axes: Axes) -> None:
-        _shares(axes, values)
+    def mark(axes: Axes) -> None:
         for bound in sorted(bounds)[:3]:
             axes.axvline(bound, color=MUTED, linewidth=0.8, linestyle="--")
-        axes.set_xlabel("(end - start) / time alone; dashed: bound")
+
+    return _shares("slowdown", "(end - start) / time alone; dashed: bound", values, mark)
+
+
+def _shares(
+    name: str, label: str, values: Iterable[list[float]], also: Callable[[Axes], None]
+) -> str:
+    """Draws cumulative shares of ascending values, about 400 points a line."""
+
+    def paint(axes: Axes) -> None:
+        for place, ordered in enumerate(values):
+            step = max(1, len(ordered) // 400)
+            points = [*range(0, len(ordered), step), len(ordered) - 1] if ordered else []
+            x = [max(ordered[i], 1e-3) for i in points]
+            y = [(i + 1) / len(ordered) for i in points]
+            axes.plot(x, y, color=paint_color(place), linewidth=1.3)
+        axes.grid(axis="x", color=GRID, linewidth=0.6)
+        also(axes)
+        axes.set_xlabel(label)
         axes.set_ylabel("share of jobs")
 
-    return draw(_SIZE, "slowdown", paint, labels=True)
-
-
-def _shares(axes: Axes, values: Iterable[list[float]]) -> None:
-    """Plots cumulative shares of ascending values, about 400 points a line."""
-    for place, ordered in enumerate(values):
-        step = max(1, len(ordered) // 400)
-        points = [*range(0, len(ordered), step), len(ordered) - 1] if ordered else []
-        x = [max(ordered[i], 1e-3) for i in points]
-        y = [(i + 1) / len(ordered) for i in points]
-        axes.plot(x, y, color=paint_color(place), linewidth=1.3)
-    axes.grid(axis="x", color=GRID, linewidth=0.6)
+    return draw(_SIZE, name, paint, labels=True)
 
 
 def over_time(runs: Sequence[PolicyRun], until_s: float) -> dict[str, str]:

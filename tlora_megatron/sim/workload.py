@@ -19,7 +19,7 @@ from tlora_megatron.planner.cost.experts import expert_split
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.queue import ANY_DROPOUT, Job
-from tlora_megatron.sim.trace import Trace, TraceRow
+from tlora_megatron.sim.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +162,14 @@ def make_jobs(
     jobs = []
     for index, row in enumerate(trace.rows):
         base, load = draw.next(row.num_gpus)
-        kind, tokens_per_s = _speed_alone(row, base, load, speeds)
+        dropout = ANY_DROPOUT if load.dropout else 0.0
+        kind = speeds.kind(base, replace(load, rank=chunked(load.rank), dropout=dropout))
+        alone = speeds.rates((kind,), row.num_gpus)
+        if alone is None:
+            raise ConfigError(
+                f"job {row.name!r} must fit into the memory of {row.num_gpus} GPUs, got rank "
+                f"{load.rank}, batch {load.batch_size} on {base}; give another --mix"
+            )
         jobs.append(
             Job(
                 index=index,
@@ -172,7 +179,7 @@ def make_jobs(
                 num_gpus=row.num_gpus,
                 submit_s=row.submit_s,
                 isolated_s=row.duration_s,
-                isolated_tokens_per_s=tokens_per_s,
+                isolated_tokens_per_s=alone.total,
                 max_slowdown=bound,
                 priority=row.priority,
                 tenant=row.tenant,
@@ -181,19 +188,6 @@ def make_jobs(
             )
         )
     return jobs
-
-
-def _speed_alone(row: TraceRow, base: str, load: JobLoad, speeds: Speeds) -> tuple[int, float]:
-    """A job's kind, and its tokens per second alone on the GPUs it asks for."""
-    dropout = ANY_DROPOUT if load.dropout else 0.0
-    kind = speeds.kind(base, replace(load, rank=chunked(load.rank), dropout=dropout))
-    rates = speeds.rates((kind,), row.num_gpus)
-    if rates is None:
-        raise ConfigError(
-            f"job {row.name!r} must fit into the memory of {row.num_gpus} GPUs, got rank "
-            f"{load.rank}, batch {load.batch_size} on {base}; give another --mix"
-        )
-    return kind, rates.total
 
 
 def state_bytes(spec: ModelSpec, load: JobLoad) -> float:

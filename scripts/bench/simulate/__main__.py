@@ -132,8 +132,8 @@ def first_decision(
     """A decision by a model that knows jobs alone, as a service does after they are submitted."""
     made = make_policy(policy, study.speeds, rules)
     changes = Changes(
-        arrived=frozenset(range(RUNNING, RUNNING + WAITING)),
-        regrouped=frozenset(range(RUNNING)),
+        arrived=set(range(RUNNING, RUNNING + WAITING)),
+        regrouped=set(range(RUNNING)),
         freed=True,
     )
     known, begin = study.speeds.num_estimates, time.process_time()

@@ -26,6 +26,7 @@ from tlora_megatron.model.deployment import Deployment, ReplicaLayout
 from tlora_megatron.model.layout import RECOMPUTES, ParallelLayout, RecomputeTable
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.replica_rate import replica_rate
+from tlora_megatron.planner.deploy_sampled import teams_of
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime import recompute_choice
 from tlora_megatron.runtime.own_replica import (
@@ -35,7 +36,6 @@ from tlora_megatron.runtime.own_replica import (
     own_replica,
     rate_of_shape,
     rate_of_team,
-    teams_of,
 )
 from tlora_megatron.runtime.recompute_choice import choose_recompute
 

@@ -24,8 +24,8 @@ _RUNNING, _WAITING = 100, 1000
 _MOST_CALLS = 400_000
 """Twice what the busiest policy takes; comparing every two waiting jobs would take millions."""
 EVERYTHING_CHANGED = Changes(
-    arrived=frozenset(range(_RUNNING, _RUNNING + _WAITING)),
-    regrouped=frozenset(range(_RUNNING)),
+    arrived=set(range(_RUNNING, _RUNNING + _WAITING)),
+    regrouped=set(range(_RUNNING)),
     freed=True,
 )
 

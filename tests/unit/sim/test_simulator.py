@@ -230,8 +230,8 @@ def test_a_policy_is_told_each_change_once() -> None:
     world.run(recorder)
     (first, start), (second, join), (third, leave) = recorder.told
     assert (first, second, third) == (0, 10, 60)
-    assert start == Changes(arrived=frozenset({0}), regrouped=frozenset(), freed=True)
-    assert join == Changes(arrived=frozenset({1}), regrouped=frozenset(), freed=False)
+    assert start == Changes(arrived={0})
+    assert join == Changes(arrived={1}, freed=False)
     assert (leave.arrived, len(leave.regrouped), leave.freed) == (frozenset(), 1, True)
 
 

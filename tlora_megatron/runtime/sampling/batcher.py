@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tlora_megatron.config.load import read_gang_config
-from tlora_megatron.integrations.megatron.key_cache import Growth, KeyCache
+from tlora_megatron.integrations.megatron.key_cache import Growth
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.model.spec import ModelSpec
@@ -41,26 +41,14 @@ from tlora_megatron.runtime.sampling.values import (
 from tlora_megatron.training.data.tokenize import load_tokenizer, stop_tokens
 from tlora_megatron.training.run.training_run import DTYPES
 
+if TYPE_CHECKING:
+    from tlora_megatron.integrations.megatron.stepper import Stepper
+
 _SCORED_ROWS = 256
 """Rows of logits that exist at a time: 131 MB of fp32 at 128,256 tokens."""
 
 _OPEN_END_SHARE = 8
 """A request that names no length reserves at most such a part of the cache's rows: others go on."""
-
-
-class Steps(Protocol):
-    """The model with its cache (`integrations.megatron.stepper`)."""
-
-    cache: KeyCache
-    step_tokens: int
-
-    def step(self, growths: Sequence[Growth], num_slots: int) -> Tensor:
-        """Computes new tokens; returns hidden states `[T, H]`."""
-        ...
-
-    def logits(self, hidden_nH: Tensor) -> Tensor:
-        """Logits of the next tokens, fp32 `[n, vocabulary]`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +65,7 @@ class Batcher:
     """Requests that wait, and sequences that grow."""
 
     def __init__(
-        self, model: Steps, shelf: AdapterShelf, words: Words, *, most_sequences: int
+        self, model: Stepper, shelf: AdapterShelf, words: Words, *, most_sequences: int
     ) -> None:
         self._model = model
         self._shelf = shelf
