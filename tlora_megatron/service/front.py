@@ -6,10 +6,12 @@ queue, and no connection is refused.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Self
@@ -22,6 +24,7 @@ from tlora_megatron.service.supervisor import Child, KeptAlive
 
 TOKEN_NAME = "http_token"
 """In the service's folder: the token of whoever serves it."""
+_FORMER_S = 5.0
 _PLACE = re.compile(r"(?:(?P<host>\[[0-9A-Fa-f:.]+\]|[^:\[\]]+):)?(?P<port>\d{1,5})")
 
 
@@ -72,19 +75,26 @@ def own_token(home: Home, store: Store) -> str:
 
 
 def listen(place: Place) -> socket.socket:
-    """A socket that listens, and that children inherit; a `ConfigError` for a bad address."""
+    """A socket that listens, and that children inherit; a `ConfigError` for a bad address.
+
+    Behind a controller that was killed its process of HTTP keeps the port for a few seconds.
+    """
     family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-    try:
-        listener = socket.create_server((place.host, place.port), family=family, backlog=2048)
+    end_s = time.monotonic() + _FORMER_S
+    while True:
+        try:
+            listener = socket.create_server((place.host, place.port), family=family, backlog=2048)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < end_s:
+                time.sleep(0.1)
+                continue
+            remedy = f"{os.strerror(error.errno or 0)}; another port may be free"
+            address = ":".join(map(str, place))
+            raise must("--http", "be a free port of this host", address, remedy) from None
         # Connections inherit it; asyncio sets it only where a socket names its protocol. Without
         # it the second part of an answer waits 40 ms for the client's acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
-    except OSError as error:
-        remedy = f"{os.strerror(error.errno or 0)}; another port may be free"
-        raise must(
-            "--http", "be a free port of this host", ":".join(map(str, place)), remedy
-        ) from None
 
 
 class Front(KeptAlive):

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,14 @@ def test_a_process_that_is_killed_starts_again_and_no_connection_is_refused(tmp_
         assert second != first
         with pytest.raises(ProcessLookupError):
             os.kill(second, 0)
+
+
+def test_a_port_is_waited_for_that_a_killed_service_has_for_seconds() -> None:
+    with listen(Place("127.0.0.1", 0)) as held:
+        place = Place(*held.getsockname())
+        timer = threading.Timer(0.3, held.close)
+        timer.start()
+        listen(place).close()
 
 
 def test_the_process_ends_with_a_controller_that_was_killed(tmp_path: Path) -> None:
