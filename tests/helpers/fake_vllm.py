@@ -40,6 +40,8 @@ class Completion(_Strict):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: list[str] = []
     stop_token_ids: list[int] = []
@@ -64,6 +66,7 @@ class Tokenize(_Strict):
     model: str
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class Detokenize(_Strict):

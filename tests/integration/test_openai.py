@@ -120,6 +120,13 @@ def test_a_job_is_what_tlora_train_trains(
     assert rows[0]["valid_loss"]
     assert rows[-1]["valid_loss"]
 
+    more = METADATA | {"tlora.max_steps": "1"}
+    file, model = job.training_file, ended.fine_tuned_model
+    next_id = jobs.create(model=model, training_file=file, seed=7, metadata=more).id
+    assert _until(served, lambda: jobs.retrieve(next_id), "succeeded", "failed").error is None
+    (step,) = [one for one in jobs.list_events(next_id, limit=100) if one.type == "metrics"]
+    assert step.data["train_loss"] < losses[0], "it goes on from what was learnt"
+
     with Client(served.address, served.token("ann")) as mine:
         adapter = mine.adapter(job.id, tmp_path / "adapter")
         steps = [event.row for event in mine.events(job.id) if event.row["kind"] == "step"]

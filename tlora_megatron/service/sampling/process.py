@@ -149,7 +149,8 @@ class SamplingProcess:
         text = message["messages"] if "messages" in message else message["text"]
         words = self._batcher.words
         tools = message.get("tools")
-        size, most = len(json.dumps([text, tools])), _TOKEN_CHARACTERS * words.max_positions
+        size, most = len(json.dumps(text)), _TOKEN_CHARACTERS * words.max_positions
+        size += len(json.dumps(tools)) if tools else 0
         if size > most:
             raise ValueError(f"prompt must have at most {most} characters, got {size}")
         if not tools:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.fake_vllm import make_app
 from tests.helpers.http_service import listening
+from tests.helpers.tiny_tokenizer import TOOL
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, SamplingParams, TokenLogprob
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
@@ -110,7 +111,7 @@ async def test_texts(tmp_path: Path, address: str) -> None:
         assert await sampler.encode("base", "ab") == [97, 98]
         assert await sampler.decode("base", [97, 98]) == "ab"
         assert await sampler.token_texts("base", [97, 98]) == ["a", "b"]
-        chat = await sampler.encode("base", [{"role": "user", "content": "x"}])
+        chat = await sampler.encode("base", [{"role": "user", "content": "x"}], tools=[TOOL])
         assert bytes(chat).startswith(b"<chat>")
 
 

@@ -13,10 +13,10 @@ from fastapi import APIRouter, Header, Query, Request
 
 from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter, missing
 from tlora_megatron.service.api.native.jobs import own_job, shown_event
+from tlora_megatron.service.api.openai.models import model_of
 from tlora_megatron.service.api.openai.objects import (
     DOOR,
     job_object,
-    model_of,
     page_object,
 )
 from tlora_megatron.service.api.openai.submitting import Asked, Submitting

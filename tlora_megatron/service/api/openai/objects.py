@@ -1,39 +1,17 @@
-"""A service's rows as the objects of the API, with the names of models and the files of results."""
+"""A service's rows as the objects of the API, with the files of results."""
 
 from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from tlora_megatron.service.api.gate import ApiError, missing
+from tlora_megatron.service.api.openai.models import model_of
 from tlora_megatron.service.history import Told
 from tlora_megatron.service.store import Job, JobState, Upload
 
-_JOB = r"j\d+[a-z]{4}"
-_ADAPTER = re.compile(rf"ft:.*:(?P<job>{_JOB})(?::ckpt-step-(?P<step>\d{{1,12}}))?", re.DOTALL)
 RESULTS = "file-results-"
-
-
-class ModelName(NamedTuple):
-    """The parts of a model's name; None: it is no adapter's, or no checkpoint's."""
-
-    job: str | None
-    step: int | None
-
-
-def split_model(name: str) -> ModelName:
-    """Reads the name of a model; nothing looks whether there is one."""
-    found = _ADAPTER.fullmatch(name)
-    job, step = (None, None) if found is None else found.group("job", "step")
-    return ModelName(job, None if step is None else int(step))
-
-
-def adapter_name(base: str, tenant: str, suffix: str | None, job: str) -> str:
-    """The model that a job trains: `ft:BASE:TENANT:SUFFIX:JOB`."""
-    return f"ft:{base}:{tenant}:{suffix or ''}:{job}"
 
 
 DOOR = "openai"
@@ -83,12 +61,6 @@ def job_object(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def model_of(job: Job, asked: Mapping[str, Any]) -> str:
-    """The name of the model that a job trains: of its base, also where it continues another one."""
-    base = asked.get("base", asked["model"])
-    return adapter_name(base, job.tenant, asked["suffix"], job.id)
-
-
 def _error(job: Job) -> dict[str, Any] | None:
     if job.state is not JobState.FAILED:
         return None
@@ -122,13 +94,6 @@ def _file(id: str, size: int, created: float, name: str, purpose: str) -> dict[s
         "status": "processed",
         "status_details": None,
     }
-
-
-def no_model(name: str) -> ApiError:
-    """The error for a model that is not there, or is another tenant's."""
-    error = missing("model", name)
-    error.code = "model_not_found"
-    return error
 
 
 def model_object(name: str, created: float, owner: str) -> dict[str, Any]:

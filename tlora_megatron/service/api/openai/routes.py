@@ -12,17 +12,19 @@ from tlora_megatron.service.api.gate import Caller, Reader, Submitter, missing
 from tlora_megatron.service.api.native.jobs import own_job
 from tlora_megatron.service.api.openai import jobs, parts
 from tlora_megatron.service.api.openai.jobs import asked_of
-from tlora_megatron.service.api.openai.objects import (
-    RESULTS,
+from tlora_megatron.service.api.openai.models import (
     adapter_name,
-    file_object,
-    model_object,
     model_of,
     no_model,
+    split_model,
+)
+from tlora_megatron.service.api.openai.objects import (
+    RESULTS,
+    file_object,
+    model_object,
     page_object,
     results_csv,
     results_object,
-    split_model,
 )
 from tlora_megatron.service.api.openai.uploads import (
     PURPOSE,

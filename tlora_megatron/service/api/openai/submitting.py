@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr
 from tlora_megatron.config.job import JobSpec, OptimizerSpec
 from tlora_megatron.config.reader import ConfigError, check_partial, merge, nearest
 from tlora_megatron.service.api.gate import ApiError, Caller, missing, refused
-from tlora_megatron.service.api.openai.objects import DOOR, split_model
-from tlora_megatron.service.api.sampling.bodies import ADAPTER, find_model
+from tlora_megatron.service.api.openai.models import ADAPTER, find_model, split_model
+from tlora_megatron.service.api.openai.objects import DOOR
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting import submit
 from tlora_megatron.service.prepare.submission import ASKED

@@ -17,7 +17,7 @@ from tlora_megatron.runtime.sampling.values import (
     TopLogprobs,
     joined,
 )
-from tlora_megatron.service.api.sampling.bodies import Model
+from tlora_megatron.service.api.openai.models import Model
 from tlora_megatron.service.api.sampling.calls import CallReader
 from tlora_megatron.service.sampling.sampler import Sampler
 

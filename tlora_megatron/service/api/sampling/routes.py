@@ -15,12 +15,11 @@ from fastapi.responses import StreamingResponse
 
 from tlora_megatron.runtime.sampling.values import Piece, Prompt
 from tlora_megatron.service.api.gate import ApiError, Caller, Submitter, native_format
+from tlora_megatron.service.api.openai.models import Model, find_model
 from tlora_megatron.service.api.sampling.bodies import (
     ChatBody,
     CompletionBody,
-    Model,
     SamplingBody,
-    find_model,
 )
 from tlora_megatron.service.api.sampling.calls import CallReader
 from tlora_megatron.service.api.sampling.replies import ChatForm, CompletionForm, Form, TokenNames
