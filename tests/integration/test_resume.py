@@ -10,6 +10,7 @@ import errno
 import json
 import resource
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training import job_files, metrics
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.metrics import read_metrics
+from tlora_megatron.training.run import training_run
 from tlora_megatron.training.run_watch import RunWatch
 from tlora_megatron.training.saving.saver import Saver
+from tlora_megatron.training.signals import StopSignals
 
 NAMES = tuple(job["name"] for job in JOBS)
 NUM_STEPS = 12
@@ -563,6 +566,29 @@ class TestFullDisk:
         for name in NAMES:
             assert records(tmp_path, name) == records(whole, name)
             assert find_checkpoint(checkpoints(tmp_path, name)).step == NUM_STEPS
+
+    @pytest.mark.parametrize("number", [0, signal.SIGTERM])
+    def test_a_summary_that_is_refused_is_named(
+        self,
+        config: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        number: int,
+    ) -> None:
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.ENOSPC if number else errno.EACCES, "no")
+
+        monkeypatch.setattr(training_run, "write_summary", refuse)
+        monkeypatch.setattr(StopSignals, "received", number)
+        arguments = load_config(config, [SPLIT], str(tmp_path)), None, StopSignals(speaks=False)
+        told = f"{tmp_path}/summary.json could not be written: "
+        if number:
+            assert train_run(*arguments)["run"]["stopped"] == "SIGTERM"
+            assert told in caplog.text
+        else:
+            with pytest.raises(OSError, match=told):
+                train_run(*arguments)
 
     def test_metrics_that_a_disk_refused_are_whole_later(self, tmp_path: Path) -> None:
         job = metrics.JobMetrics(tmp_path, "j", tensorboard=False, wandb_project=None)

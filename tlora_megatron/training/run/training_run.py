@@ -245,16 +245,26 @@ class TrainingRun:
         summary = summarize(loop, groups, self._jobs.rejected, nano_batches)
         summary["run"] |= self.facts
         loop.files.settle()
-        write = partial(write_summary, self.output_dir, summary)
-        loop.files.with_room("the run's summary", write)
+        self._write_summary(loop, summary)
         try:
             report.write()
         except (ImportError, OSError, ValueError) as error:  # training is done
             logger.warning("%s could not be written: %s", self.output_dir / "report.html", error)
         # The user has waited for the report, too.
         summary["run"] |= run_times()
-        loop.files.with_room("the run's summary", write)
+        self._write_summary(loop, summary)
         return summary
+
+    def _write_summary(self, loop: Loop, summary: dict[str, Any]) -> None:
+        """Writes it once the disk has room; a run that a signal stops does without."""
+        write = partial(write_summary, self.output_dir, summary)
+        try:
+            loop.files.with_room("the run's summary", write)
+        except OSError as error:
+            told = f"{self.output_dir}/summary.json could not be written: {error}"
+            if not loop.stopped_by:
+                raise OSError(told) from error
+            logger.warning(told)
 
     def _fingerprint(
         self, groups: ParallelGroups, linears: Linears, engine: Scorer
