@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.helpers.scenario import summary_of
+from tests.helpers.scenario import summary_of, take_fingerprint
 from tests.helpers.tiny_models import make_tiny_model, random_factors
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.cli.main import main
@@ -152,6 +152,14 @@ def test_an_adapter_of_a_base_of_another_name_is_warned_about(
     assert outcome.code == 0
     assert f"job job0: init_from {adapter} was trained on somebody/Other-1B" in outcome.err
     assert "job job1: init_from" not in outcome.err
+
+
+def test_a_base_that_is_another_model(train: Train, inputs: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(inputs / "base", tmp_path / "base"))
+    take_fingerprint(base)
+    change_json(base / "config.json", rms_norm_eps=1e-3)
+    sentence = f"the model must give the text of {base}/base_fingerprint.json"
+    assert_refused(train(overrides=[f"base_model.path={base}"]), sentence)
 
 
 BAD = [
