@@ -7,13 +7,11 @@ The reference is the untouched model (Megatron's attention and rotary embedding)
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.launch import REPO
 from tests.helpers.standing_world import forked, world
 from tests.helpers.user_models import KINDS, ROPE
 
@@ -89,13 +87,3 @@ def test_experts_cut_and_divided(reference: Path) -> None:
 
 def test_our_kernels_in_two_processes(reference: Path) -> None:
     assert "all equal" in world(WORKER, 2, reference, *OWN)
-
-
-@pytest.mark.megatron_lm
-def test_the_checkout_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The repository first: a checkout has a package `tests` of its own.
-    path = os.pathsep.join((str(REPO), os.environ["MEGATRON_LM_PATH"]))
-    monkeypatch.setenv("PYTHONPATH", path)
-    reference = tmp_path / "reference.pt"
-    forked(WORKER, reference, "reference=" + "+".join((*KINDS, "hybrid", "moe")))
-    assert "all equal" in world(WORKER, 2, reference, *TWO_PROCESSES, *OWN)

@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import (
-    assert_run_equals_oracle,
-    make_scenario,
-    oracle_results,
-    summary_of,
-)
+from tests.helpers.scenario import make_scenario, summary_of
 from tests.helpers.scenario_worlds import entry
 from tests.helpers.standing_world import world
 from tlora_megatron.config.load import load_config
@@ -24,15 +18,6 @@ from tlora_megatron.config.sections import job_to_dict
 STEPS = 10
 LORA: dict[str, Any] = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
 JOBS = [{"name": n, "lora": LORA, "batch_size": 4, "seed": i} for i, n in enumerate("abc")]
-OUTER: dict[str, Any] = {
-    "rank": 4,
-    "expert_rank": 2,
-    "expert_sharing": "outer",
-    "target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"],
-}
-EXPERT_JOBS = [job | {"lora": LORA if job["name"] == "a" else OUTER} for job in JOBS]
-"""Where experts are shared by processes: one without adapters on them, one that leaves and one that
-joins with some."""
 TRAIN = ("run.micro_batch_tokens=512", "run.portion_tokens=256", "parallel.tp_size=2")
 KEEPS_BITS = not torch.cuda.is_available()
 """Two runs of fp32 on GPUs do not have the same bits, alone or beside others."""
@@ -54,31 +39,13 @@ def _assert_same(found: list[Any], expected: list[Any]) -> None:
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-5)
 
 
-def _without_late(config: Path) -> dict[str, Any]:
-    """Takes job c out of a run's file; returns it as a request gives it."""
-    own = json.loads(config.read_text())
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("live")
+    config = make_scenario(folder, JOBS, num_steps=STEPS)
     late = job_to_dict(load_config(config).jobs[2])
-    own["jobs"] = own["jobs"][:2]
-    config.write_text(json.dumps(own))
-    return late
-
-
-@pytest.fixture(scope="module")
-def expert_oracle(folder: Path) -> dict[str, OracleResult]:
-    root = folder / "experts"
-    scenario = make_scenario(root, EXPERT_JOBS, num_steps=STEPS, model_type="qwen3_moe")
-    return oracle_results(load_config(scenario))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("live")
-
-
-@pytest.fixture(scope="module")
-def runs(folder: Path, expert_oracle: dict[str, OracleResult]) -> Path:
-    config = make_scenario(folder / "dense", JOBS, num_steps=STEPS)
-    late = _without_late(config)
+    document = json.loads(config.read_text())
+    config.write_text(json.dumps(document | {"jobs": document["jobs"][:2]}))
     wide = {**late, "name": "wide", "lora": {**late["lora"], "target_modules": ["up_proj"]}}
     requests = [
         (2, {"kind": "cancel", "job": "nobody"}),
@@ -88,26 +55,15 @@ def runs(folder: Path, expert_oracle: dict[str, OracleResult]) -> Path:
         (2, {"kind": "cancel", "job": "b"}),
         (2, {"kind": "cancel", "job": "b"}),
     ]
-    experts = folder / "experts/config.json"
-    divided = ("run.micro_batch_tokens=512", "parallel.ep_size=2")
-    over_experts = _requests_over_experts(_without_late(experts))
     cases = [
         entry(config, folder / "changed", TRAIN, requests=requests),
         entry(config, folder / "alone", TRAIN, requests=[]),
         # Resumed: all has ended or is out.
         entry(config, folder / "changed", TRAIN, requests=[]),
-        entry(experts, folder / "over experts", divided, requests=over_experts),
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
     world("tests/helpers/live_run_worker.py", 2, folder / "cases.json")
     return folder
-
-
-def _requests_over_experts(late: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-    on_experts = {**late["lora"], "target_modules": ["up_proj"]}
-    documents = [{**late, "portion_tokens": 64}, {**late, "lora": on_experts}, late]
-    requests = [{"kind": "add", "job": "c", "document": document} for document in documents]
-    return [(2, request) for request in (*requests, {"kind": "cancel", "job": "b"})]
 
 
 def test_a_job_joins_and_one_leaves_and_the_rest_keep_their_bits(runs: Path) -> None:
@@ -136,15 +92,3 @@ def test_a_job_joins_and_one_leaves_and_the_rest_keep_their_bits(runs: Path) -> 
         "c": "finished",
     }
     assert not (changed / ".live").exists()
-
-
-def test_over_experts_as_if_alone(runs: Path, expert_oracle: dict[str, OracleResult]) -> None:
-    out = runs / "over experts"
-    portions, targets, joined, left = json.loads((out / "answers.json").read_text())
-    assert portions["error"].startswith("portion_tokens of job c must be absent over a base with")
-    assert targets["error"].startswith("lora.target_modules of job 'c' must name")
-    assert (joined["from_step"], joined["num_steps"]) == (0, STEPS)
-    assert 0 < left["step"] < STEPS
-    assert_run_equals_oracle(out, "ac", runs / "experts/config.json", expert_oracle)
-    lost = [loss for _, loss in _losses(out, "b")]
-    assert lost == pytest.approx(expert_oracle["b"].losses[: left["step"]], rel=1e-5)

@@ -6,6 +6,7 @@ files it leaves.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from tests.helpers.scenario import (
     summary_of,
     take_fingerprint,
 )
-from tests.helpers.scenario_worlds import World, cases_of, worlds
+from tests.helpers.scenario_worlds import World, cases_of, entry, run_cases, worlds
 
 NAMES = tuple(job["name"] for job in JOBS)
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
@@ -45,6 +46,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "PP2 recompute by rows": ("parallel.pp_size=2", "run.recompute=auto",
          "run.gpu_memory_gb=0.3022"),
         "DP2": (),
+        "TP2+SP in nano-batches of its choice": ("parallel.tp_size=2",
+         "parallel.sequence_parallel=true", "run.nano_batches=auto"),
         "CP2": ("parallel.cp_size=2",),
         "CP2 and recompute by micro-batch": ("parallel.cp_size=2",
          "parallel.cp_by_micro_batch=true", "run.micro_batch_tokens=128", "run.round_depth=2",
@@ -90,6 +93,13 @@ def test_adapters_are_folded_unless_asked_otherwise(layout: str, run_world: Worl
     assert summary["run"]["layout"]["lora_sharding"] == "fold"
 
 
+def test_nano_batches_are_tried_and_told(run_world: World) -> None:
+    summary = summary_of(run_world(2) / "TP2+SP in nano-batches of its choice")
+    told = summary["run"]["nano_batches"]
+    assert (told["asked"], told["controller"]) == ("auto", "best")
+    assert {"1", "2"} <= told["ran"].keys()
+
+
 @pytest.mark.parametrize(("world_size", "layout"), [c for c in CASES if "by rows" in c[1]])
 def test_recompute_by_rows_is_told(output_dir: Path) -> None:
     summary = summary_of(output_dir)
@@ -116,6 +126,23 @@ def test_teams_among_four_ranks(scenario: Path) -> None:
         assert_run_equals_oracle(out / layout, NAMES, scenario)
         teams = {"1", "2", "4"} if layout.startswith("CP4") else {"1", "2"}
         assert sizes_of_teams(out / layout) == teams
+
+
+def test_jobs_begin_with_adapters_of_another_layout(
+    run_world: World, scenario: Path, tmp_path: Path
+) -> None:
+    trained, out = run_world(1) / "one process", tmp_path / "out"
+    document = json.loads(scenario.read_text())
+    for job in document["jobs"]:
+        adapter = str(trained / "jobs" / job["name"] / "adapter")
+        job |= {"init_from": adapter, "max_steps": 1, "schedule": {}}
+    config = scenario.with_name("continued.json")
+    config.write_text(json.dumps(document))
+    run_cases(2, [entry(config, out, LAYOUTS[2]["TP2+SP"])], tmp_path / "cases.json")
+    for name in NAMES:
+        first, then = (summary_of(run)["jobs"][name] for run in (trained, out))
+        assert then["eval_loss_before"] == pytest.approx(first["eval_loss_after"], rel=1e-5), name
+        assert then["eval_loss_before"] < first["eval_loss_before"], name
 
 
 def test_the_scenario_clips_and_moves(scenario: Path) -> None:

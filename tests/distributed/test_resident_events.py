@@ -79,13 +79,6 @@ def test_a_checkpoint_that_is_not_finite_is_refused(gang: Resident) -> None:
     assert f"job 'damaged': {name} must be finite in its checkpoint" in events[-1][2]["error"]
 
 
-def test_a_job_outside_the_gang_s_targets_is_refused(gang: Resident) -> None:
-    lora = {"rank": 4, "alpha": 8, "target_modules": ["linear_fc1"]}
-    events = gang.run(coming(gang, "outside", lora=lora)[:1])
-    assert told(events, "outside") == ["refused"]
-    assert "got linear_fc1; it holds adapters on down_proj, gate_proj" in events[-1][2]["error"]
-
-
 def test_a_broken_job_is_refused_and_the_others_train_on(gang: Resident) -> None:
     (gang.job_dir("broken") / "metrics.jsonl").mkdir(parents=True)
     events = gang.run(coming(gang, "whole") + coming(gang, "broken", 2))

@@ -6,11 +6,20 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from tests.helpers.expert_jobs import LORA, SHARED, expert_jobs
 from tests.helpers.oracle import OracleResult
 from tests.helpers.resident_case import Command, Resident, resident
-from tests.helpers.scenario import NUM_STEPS, assert_equals_oracle, losses, oracle_of
+from tests.helpers.scenario import (
+    NUM_STEPS,
+    assert_equals_oracle,
+    exported,
+    losses,
+    oracle_of,
+)
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.runtime.sampling.adapters import read_checkpoint
 
 UNFUSED = LORA | {"outputs": {"target_modules": ["o_proj", "down_proj"], "expert_rank": 4}}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -57,8 +66,12 @@ def test_all_get_what_they_get_alone(gang: Gang) -> None:
     for name in LORA:
         finished = {"status": "finished", "reason": None, "step": NUM_STEPS}
         assert last[name] == ("ended", finished)
-        out = opened.folder / "out"
-        assert_equals_oracle(out, name, oracle[name], opened.folder / "base")
+        out, base = opened.folder / "out", opened.folder / "base"
+        assert_equals_oracle(out, name, oracle[name], base)
+        # What is sampled from while a job trains is what it exports.
+        saved = max((opened.job_dir(name) / "checkpoints").iterdir())
+        sampled = read_checkpoint(saved, model=read_model_spec(base / "config.json")).factors
+        assert all(torch.equal(sampled[k], v) for k, v in exported(out, name, base).items())
     assert last["ill"][1]["status"] == "failed"
     assert last["cancelled"][0] == "left"
     expected = oracle["everything"].losses

@@ -1,8 +1,6 @@
 """Real gangs under `tlora_elastic`, in two worker slots, from a process that has all imported.
 
-forked("-m", "tests.helpers.elastic_worker", ROOT [EXPERTS])    prints a line of JSON
-
-EXPERTS is a base with routed experts, whose jobs then train in gangs that share them.
+forked("-m", "tests.helpers.elastic_worker", ROOT)    prints a line of JSON
 
 Prices are those of a machine whose steps take seconds, so that the policy finds the moves worth
 their pauses; the gangs' steps take milliseconds.
@@ -12,8 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +20,6 @@ from tests.helpers.gang_driver import quickstart_base, quickstart_jobs
 from tests.helpers.live_service import FloorCost
 from tests.helpers.moves import fused, moves, stays
 from tests.helpers.ruled_service import RuledService
-from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.service.control.pricing import Pricing
 from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.service.settings import Settings
@@ -33,23 +28,6 @@ GPU_TOKENS = 180
 """The long job is half as fast again on two GPUs as on one; two small ones share one GPU freely."""
 STEPS = {"long": 120, "small": 40, "other": 30, "wide": 10}
 BATCH = {"long": 6, "small": 2, "other": 2, "wide": 6}
-
-
-ON_EXPERTS = ["gate_proj", "up_proj", "down_proj"]
-OVER_EXPERTS: dict[str, dict[str, Any]] = {
-    "long": {"expert_rank": 2, "target_modules": ["q_proj", "v_proj", *ON_EXPERTS]},
-    "small": {"target_modules": ["q_proj", "o_proj"]},
-    "other": {"expert_rank": 3, "expert_sharing": "outer", "target_modules": ON_EXPERTS},
-    "wide": {"target_modules": ["down_proj"]},
-}
-"""Adapters of the jobs over experts."""
-
-
-def expert_documents() -> dict[str, dict[str, Any]]:
-    return {
-        name: job | {"lora": {"rank": 4, **OVER_EXPERTS[name]}, "portion_tokens": None}
-        for name, job in documents().items()
-    }
 
 
 def documents() -> dict[str, dict[str, Any]]:
@@ -70,28 +48,13 @@ def documents() -> dict[str, dict[str, Any]]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharingCost(FloorCost):
-    """Every gang shares the experts among all its processes."""
-
-    def plan(self, loads: Sequence[JobLoad], num_gpus: int) -> Plan:
-        return Plan(dp_size=num_gpus, ep_size=num_gpus, micro_batch_tokens=4096)
-
-
-def slow_prices(cost: type[FloorCost]) -> Pricing:
-    """Steps of a second or more, whatever they take."""
-    return Pricing(lambda section: cost(model=FloorModel(gpu_tokens=GPU_TOKENS)))
-
-
-def serve(root: Path, experts: str | None = None) -> dict[str, Any]:
-    jobs, base, cost = documents(), quickstart_base(), FloorCost
-    if experts is not None:
-        base = {"path": experts, "dtype": "float32"}
-        jobs, cost = expert_documents(), SharingCost
+def serve(root: Path) -> dict[str, Any]:
     settings = Settings(decide_in_thread=False, dwell_s=0.0, regroups_per_min=1000)
     engine = LocalEngine(root, 0, slots=2, preforked=1)
-    with RuledService(root, engine, slow_prices(cost), base, settings) as service:
-        service.make_moves(jobs, lambda step: pacing.allow(root.parent, step))
+    # Steps of a second or more, whatever they take.
+    prices = Pricing(lambda section: FloorCost(model=FloorModel(gpu_tokens=GPU_TOKENS)))
+    with RuledService(root, engine, prices, quickstart_base(), settings) as service:
+        service.make_moves(documents(), lambda step: pacing.allow(root.parent, step))
         found = stays(root)
         names = {row.id: row.name for row in service.store.jobs.page()}
         return {
@@ -99,12 +62,6 @@ def serve(root: Path, experts: str | None = None) -> dict[str, Any]:
             "moves": [asdict(m) | {"job": names[m.job]} for m in moves(found, service.store)],
             "fused": [sorted(names[job] for job in group) for group in sorted(fused(found))],
             "stays": [[names[stay.job], len(stay.gpus), stay.step] for stay in found],
-            "layouts": sorted(
-                {
-                    json.dumps(json.loads(path.read_text())["parallel"].get("ep_size", 1))
-                    for path in root.glob("gangs/*/spec.json")
-                }
-            ),
         }
 
 
@@ -112,4 +69,4 @@ if __name__ == "__main__":
     forked_children.install()
     folder = Path(sys.argv[1])
     pacing.install(folder.parent, STEPS["long"])
-    print("RESULT " + json.dumps(serve(folder, *sys.argv[2:3])))
+    print("RESULT " + json.dumps(serve(folder)))

@@ -4,14 +4,11 @@
 "seed": N | null}`. The seed chooses the process, the kind of moment and the count; none = no kill.
 The disk is slow, so that saves are under way while the jobs train.
 
-`killed_worker.py drive LIFE.json KILLS` forks one life after another in one process.
-
 `DIR/saved.txt` gets a line `JOB STEP` whenever a checkpoint is called saved.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -26,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.helpers.lean import draw_no_reports
-from tests.helpers.train_worker import at, before, in_fork
+from tests.helpers.train_worker import at, before
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.formats import atomic_directory
@@ -89,12 +86,9 @@ def check_saved(output_dir: Path) -> None:
 
 def main() -> None:
     draw_no_reports()
-    if sys.argv[1] == "drive":
-        outlive(_fork, json.loads(Path(sys.argv[2]).read_text()), int(sys.argv[3]))
-    else:
-        live(json.loads(Path(sys.argv[1]).read_text()))
-        dist.barrier()
-        dist.destroy_process_group()
+    live(json.loads(Path(sys.argv[1]).read_text()))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def live(life: dict[str, Any]) -> None:
@@ -104,13 +98,6 @@ def live(life: dict[str, Any]) -> None:
         _arm(random.Random(life["seed"]))
     config = load_config(life["config"], life["set"], life["output_dir"])
     train_run(config)
-
-
-def _fork(life: dict[str, Any]) -> None:
-    code = in_fork(functools.partial(live, life))
-    assert code in (0, -signal.SIGKILL), f"{life}: exit code {code}"
-    if code:
-        raise Killed
 
 
 def _slow_disk() -> None:

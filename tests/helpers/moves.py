@@ -1,4 +1,4 @@
-"""The moves that a service made: which job was paused, shrunk or grown, and for how long it stood.
+"""The moves that a service made: which job was paused, shrunk or grown.
 
 They are read from what gangs told: a job's stay in a gang ends when it has left with a checkpoint,
 and its next one begins to train with its next step.
@@ -48,8 +48,6 @@ class Move:
     gpus_before: int
     gpus_after: int
     at_s: float
-    pause_s: float
-    """From its leaving to its next step."""
 
 
 def stays(root: Path) -> list[Stay]:
@@ -99,7 +97,6 @@ def moves(found: Sequence[Stay], store: Store) -> list[Move]:
                     gpus_before=len(old.gpus),
                     gpus_after=len(new.gpus),
                     at_s=old.left_s,
-                    pause_s=new.first_step_s - old.left_s,
                 )
             )
     return sorted(made, key=lambda move: move.at_s)

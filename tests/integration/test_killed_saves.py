@@ -1,6 +1,7 @@
 """SIGKILL at random moments of asynchronous saves: the run ends with the bits of one without.
 
-`TLORA_KILLS=30` kills each run so many times, in one layout more, and takes three minutes.
+One process, killed at each moment that counts: test_resume. `TLORA_KILLS=30` kills each run so many
+times, in one layout more, and takes minutes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 from tests.helpers.killed_worker import Killed, outlive
 from tests.helpers.scenario import JOBS, make_scenario, records
 from tests.helpers.scenario_worlds import entry
-from tests.helpers.standing_world import forked, world
+from tests.helpers.standing_world import world
 
 WORKER = Path(__file__).parents[1] / "helpers" / "killed_worker.py"
 NAMES = tuple(job["name"] for job in JOBS)
@@ -36,11 +37,6 @@ def life_of(config: Path, name: str, *overrides: str, seed: int | None = 0) -> d
     return entry(config, config.parent / name, [*PORTIONS, *overrides], seed=seed)
 
 
-def written(path: Path, life: dict[str, Any]) -> Path:
-    path.write_text(json.dumps(life))
-    return path
-
-
 def assert_same_bits(output_dir: Path, whole: Path) -> None:
     """Metrics but times, checkpoints and adapters, byte by byte."""
     for name in NAMES:
@@ -53,28 +49,15 @@ def assert_same_bits(output_dir: Path, whole: Path) -> None:
         assert not [path for path in (output_dir / "jobs" / name).rglob(".*") if path.is_dir()]
 
 
-def finished(config: Path, name: str) -> list[Path]:
-    """The runs that reached their end."""
-    return sorted(config.parent.glob(f"{name}[0-9]*"))
-
-
-def test_one_process(config: Path) -> None:
-    whole = life_of(config, "whole")
-    forked(WORKER, "drive", written(config.with_name("w.json"), whole), 0)
-    killed = life_of(config, "killed", seed=1000)
-    log = forked(WORKER, "drive", written(config.with_name("k.json"), killed), KILLS or 4)
-    assert log.count("kill ") == (KILLS or 4)
-    for output_dir in finished(config, "killed"):
-        assert_same_bits(output_dir, config.parent / "whole0")
-
-
 @pytest.mark.parametrize("layout", ["TP2", "DP2"] if KILLS else ["TP2"])
 def test_two_processes(config: Path, layout: str) -> None:
     overrides = ("parallel.tp_size=2",) if layout == "TP2" else ()
 
     def run(life: dict[str, Any]) -> None:
         try:
-            world(WORKER, 2, written(config.with_name(f"{layout}.json"), life))
+            file = config.with_name(f"{layout}.json")
+            file.write_text(json.dumps(life))
+            world(WORKER, 2, file)
         except AssertionError as error:
             if life["seed"] is None or "SIGKILL" not in str(error):
                 raise
@@ -82,5 +65,5 @@ def test_two_processes(config: Path, layout: str) -> None:
 
     outlive(run, life_of(config, f"whole {layout}", *overrides), 0)
     outlive(run, life_of(config, f"killed {layout}", *overrides, seed=2000), KILLS or 2)
-    for output_dir in finished(config, f"killed {layout}"):
+    for output_dir in config.parent.glob(f"killed {layout}[0-9]*"):
         assert_same_bits(output_dir, config.parent / f"whole {layout}0")

@@ -38,13 +38,10 @@ SELECTIVE = "--recompute-granularity selective"
 LAYOUTS = {
     "one process": "",
     "one process alltoall full recompute": f"--single {ALLTOALL} {FULL}",
-    "one process recompute of experts": f"--single {SELECTIVE} --recompute-modules moe",
     "EP2": EP,
     "EP2 alltoall": f"{EP} {ALLTOALL}",
-    "EP2 alltoall recompute of experts": f"{EP} {ALLTOALL} {SELECTIVE} --recompute-modules moe",
     "EP2 selective recompute": f"{EP} {SELECTIVE}",
     "TP2+SP": SP,
-    "TP2+SP alltoall": f"{SP} {ALLTOALL}",
     "TP2+SP, experts whole, EP2": f"{SP} {EP} --expert-tensor-parallel-size 1",
     "TP2+SP, experts whole, EP2 alltoall full recompute": f"{SP} {EP} {ALLTOALL} {FULL} "
     "--expert-tensor-parallel-size 1",

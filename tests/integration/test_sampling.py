@@ -6,16 +6,23 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import openai
 import pytest
 
-from tests.helpers.http_service import BASE, Api, listening
-from tests.helpers.sampling_api import add_job, open_sampling_api
+from tests.helpers.http_service import BASE, Api, listening, open_api
 from tests.helpers.sampling_case import write_adapters
+from tests.helpers.stored_jobs import finish, put_job, serve_gang, start
 from tests.helpers.train_worker import train_until
+from tlora_megatron.config.sections import plain
+from tlora_megatron.files import write_json
+from tlora_megatron.service.home import JOB_NAME, Home, make_folder
+from tlora_megatron.service.sampling.own import OwnSampler, OwnSettings
+from tlora_megatron.service.settings import base_section
 
 QUESTION = 'What is "planet" from back to front?'
 
@@ -37,6 +44,19 @@ class Served(NamedTuple):
         )
 
 
+def add_job(api: Api, tenant: str, name: str, adapter: Path | None) -> str:
+    """Adds a job that has ended with an adapter, or one that runs; returns its id."""
+    base = plain(asdict(api.service.bases()[BASE]))
+    document = {"name": name, "base_model": base}
+    job = put_job(api.store, name, tenant, document=document)
+    start(api.store, job)
+    write_json(make_folder(api.home.job(job)) / JOB_NAME, document)
+    if adapter is not None:
+        shutil.copytree(adapter, api.home.job(job) / "adapter")
+        finish(api.store, job)
+    return job
+
+
 @pytest.fixture(scope="module")
 def served(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("sampling")
@@ -45,7 +65,11 @@ def served(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     job = summary["jobs"]["mirror"]
     rows = (root / "eval.jsonl").read_text().splitlines()
     random = write_adapters(repo / "configs/quickstart/base", root / "random")
-    with open_sampling_api(root / "service") as api, listening(api.app) as address:
+    home = Home.open(root / "service")
+    sampler = OwnSampler(home.root / "sampler", partial(base_section, home), OwnSettings())
+    with open_api(home.root, sampler=sampler) as api, listening(api.app) as address:
+        api.service.closers.append(sampler.close)
+        serve_gang(api.store, api.home)
         mirror = add_job(api, "ann", "mirror", out / "jobs/mirror/adapter")
         running = add_job(api, "ann", "running", None)
         checkpoints = api.home.job(running) / "checkpoints"
@@ -165,19 +189,6 @@ def test_scores_of_a_text(served: Served) -> None:
     assert answer.usage.completion_tokens == 0
 
 
-def test_stop_texts_end_a_stream(served: Served) -> None:
-    client = served.client()
-    asked = {"model": BASE, "prompt": "ab", "seed": 1, "max_tokens": 30}
-    whole = client.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0].text  # type: ignore[call-overload]
-    stop = whole[3:5]
-    stream = client.completions.create(  # type: ignore[call-overload]
-        **asked, stop=[stop, "never"], stream=True, extra_body={"ignore_eos": True}
-    )
-    chunks = list(stream)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole[: whole.index(stop)]
-    assert chunks[-1].choices[0].finish_reason == "stop"
-
-
 @pytest.mark.parametrize(
     ("changes", "status", "message"),
     [
@@ -204,16 +215,3 @@ def test_wrong_requests_are_answered_in_openai_s_format(
     assert caught.value.status_code == status
     assert re.search(message, caught.value.message)
     assert str(served.api.home.root) not in caught.value.message
-
-
-def test_messages_that_the_template_refuses(served: Served) -> None:
-    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content must be a text"):
-        served.client().chat.completions.create(model=BASE, messages=messages)  # type: ignore[arg-type]
-    with pytest.raises(openai.BadRequestError, match="max_tokens is refused"):
-        served.client().chat.completions.create(model=BASE, messages=messages, max_tokens=0)  # type: ignore[arg-type]
-    with pytest.raises(openai.BadRequestError, match=r"messages\[0\].role must be one of"):
-        served.client().chat.completions.create(
-            model=BASE,
-            messages=[{"role": "nobody", "content": "x"}],  # type: ignore[arg-type]
-        )

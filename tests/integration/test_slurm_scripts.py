@@ -179,14 +179,6 @@ def steps(out: Path) -> list[int]:
 
 @pytest.mark.megatron_lm
 @pytest.mark.slow
-def test_training_on_one_node(cluster: Slurm, tmp_path: Path) -> None:
-    job = submit(cluster, ONE_NODE, training_settings(tmp_path, 6), tmp_path / "log")
-    cluster.wait(job)
-    assert steps(tmp_path / "out") == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.megatron_lm
-@pytest.mark.slow
 def test_before_its_time_is_over_a_run_saves_and_is_requeued(
     cluster: Slurm, tmp_path: Path
 ) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 from scripts.bench.around_training import base, command
 from tlora_megatron.config.load import load_config
@@ -37,24 +33,6 @@ def test_every_job_steps_in_every_round(tmp_path: Path) -> None:
         longest = sum(job.batch_size * job.max_seq_len for job in config.jobs)
         assert longest <= config.run.micro_batch_tokens
         assert {job.max_steps for job in config.jobs} == {case.rounds}
-
-
-def test_steps_are_counted_while_the_command_runs(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text('{"step": 0, "eval_loss": 1.0}\n{"step": 1, "loss": 2.0}\n')
-    append = f"open({str(metrics)!r}, 'a').write('{{\"step\": 2, \"loss\": 2.0}}\\n')"
-    process = subprocess.Popen([sys.executable, "-c", f"{append}; input()"], stdin=subprocess.PIPE)
-    seen = []
-
-    def end_when_seen(seconds: float) -> None:
-        if metrics.read_bytes().count(b'"loss"') == 2 and process.stdin:
-            process.stdin.close()
-        seen.append(seconds)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command.time, "sleep", end_when_seen)
-        assert len(command._rounds(process, metrics, begin_s=0.0)) == 2
-    assert seen
 
 
 def test_rounds_behind_a_save_are_held_against_those_before_the_next() -> None:

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from random import Random
 
-import pytest
 import torch
 
-from scripts.bench.determinism.cases import BAD_LR, SIZES, read_mix
-from tests.helpers.exact_operations import OPERATIONS, Context, Shapes, search
+from tests.helpers.exact_operations import Context, search
 from tests.helpers.standing_world import forked
 from tlora_megatron.ops.exactness import Exactness
-
-
-@pytest.mark.parametrize(
-    "name", ["attention, long and short", "fc2, adapted by others", "sum of losses"]
-)
-def test_operations_that_do_not_leak(name: str) -> None:
-    shapes = Shapes.here()
-    exactness = Exactness(short_document=shapes.unit, long_document=2 * shapes.unit)
-    assert not any(search(OPERATIONS[name](shapes), exactness, shapes.unit, repeats=1).values())
 
 
 def leaky(context: Context, exactness: Exactness | None) -> dict[str, torch.Tensor]:
@@ -37,19 +25,6 @@ def test_what_leaks_is_named() -> None:
     assert found["place"].startswith("DIFF at row 1: y 4")
     assert found["neighbours"].startswith("DIFF rank 1: y")
     assert found["fill"].startswith("DIFF 48 rows: y 20 %")
-
-
-def test_mixes_follow_from_the_seed_and_hold_a_job_that_goes_wrong(tmp_path: Path) -> None:
-    mixes = [SIZES["8b"].mix(Random(seed), 6) for seed in range(8)]
-    assert mixes[3] == SIZES["8b"].mix(Random(3), 6)
-    for mix in mixes:
-        assert mix.own in mix.first()
-        assert mix.own in mix.second()
-        assert [plan.lr for plan in mix.first()].count(BAD_LR) == 1
-        assert 0 < mix.resume_at < 6
-        mix.write(tmp_path / "mix.json")
-        assert read_mix(tmp_path / "mix.json") == mix
-    assert len({mix.own.rank for mix in mixes}) > 3
 
 
 def test_a_tiny_model_keeps_a_job_s_bits(tmp_path: Path) -> None:

@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from scripts.bench.flag_speed.cases import Case, Place
-from scripts.bench.flag_speed.stock import cut_by_job
 from tests.helpers.launch import python
-from tlora_megatron.ops.routing import Document, pack_micro_batch
-from tlora_megatron.training.packing.packing import PackedBatch
 
 
 def make_case(**changes: Any) -> Case:
@@ -54,20 +50,6 @@ def test_what_overlaps_is_asked_for_and_in_the_layout(tmp_path: Path) -> None:
         assert ("--tp-comm-overlap-cfg" in place.command(case)) == (case is more)
         # NVLink multicast may disturb others on a shared host.
         assert place.environment(case, tmp_path)["UB_SKIPMC"] == "1"
-
-
-def test_a_micro_batch_is_cut_into_one_for_each_job() -> None:
-    documents = [Document(slot=0, length=3), Document(slot=2, length=2), Document(slot=2, length=4)]
-    rows = torch.arange(12)
-    batch = PackedBatch(
-        view=pack_micro_batch(documents, num_slots=3, num_tokens=12), tokens=rows[None],
-        labels=rows[None] + 1, weights=(rows % 2).float(), target_rows=torch.arange(1, 12, 2),
-    )  # fmt: skip
-    first, second = cut_by_job(batch, multiple=4)
-    assert first.tokens.tolist() == [[0, 1, 2, 0]]
-    assert second.tokens.tolist() == [[3, 4, 5, 6, 7, 8, 0, 0]]
-    assert second.labels[0, second.target_rows].tolist() == [4, 6, 8]
-    assert second.view.positions(rows.device)[:6].tolist() == [0, 1, 0, 1, 2, 3]
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.bench import plot
 from scripts.bench.linear import __main__ as linear
 from scripts.bench.linear import baselines, check, fused, measure, results, workload
 
@@ -71,18 +70,6 @@ def test_one_wrong_row_or_factor_is_an_error(spoil: str) -> None:
     assert _error("tlora", 3, 0.3, spoil, by=torch.nan) == torch.inf
 
 
-@pytest.mark.parametrize(("tokens", "adapters"), [(2048, 1), (2048, 64), (16384, 16), (5, 5)])
-def test_segments_are_ragged_and_sum_to_the_tokens(tokens: int, adapters: int) -> None:
-    mix = workload.adapter_mix(tokens, adapters)
-    assert sum(mix.lengths) == tokens
-    assert min(mix.lengths) >= 1
-    assert len(mix.ranks) == len(mix.scalings) == adapters
-    assert mix == workload.adapter_mix(tokens, adapters)
-    if adapters >= 16:
-        assert len({n % 8 for n in mix.lengths}) > 3
-        assert set(mix.ranks) == {8, 16, 32, 64}
-
-
 def _cells(provider: str, **values: Any) -> dict[str, Any]:
     cell = {"shape": "8b_o", "tokens": 8192, "adapters": 4, "dropout": 0.0, "ratio": 1.0}
     return {"provider": provider, **cell, **values}
@@ -142,19 +129,3 @@ def test_a_kernel_that_cannot_run_is_a_problem_not_a_crash(
     options = ["--shapes", "tiny_o", "--tokens", "40", "--adapters", "2", "--device", "cpu"]
     assert linear.main([*options, "--providers", "tlora_cuda"]) == 1
     assert "TLORA_KERNELS must name kernels that run here, got cuda" in capsys.readouterr().out
-
-
-def test_curves_share_their_shapes() -> None:
-    curves = plot.linear_curves
-    rows = [
-        _cells("tlora", ratio=1.1),
-        _cells("tlora", ratio=1.2, adapters=16),
-        _cells("tlora", ratio=9.0, shape="8b_qkv"),
-        _cells("concat", ratio=1.5),
-        _cells("frozen"),
-    ]
-    found = curves(rows, 8192, 0.0)
-    assert found == {
-        "tlora": [(4, pytest.approx(1.1)), (16, pytest.approx(1.2))],
-        "concat": [(4, pytest.approx(1.5))],
-    }

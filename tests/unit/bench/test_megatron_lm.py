@@ -1,4 +1,4 @@
-"""Failures of the benchmark of Megatron-LM's layouts; tests/integration runs it."""
+"""Failures of the benchmark of Megatron-LM's layouts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from scripts.bench.harness.processes import Life
 from scripts.bench.megatron_lm import __main__ as layouts
 from scripts.bench.megatron_lm import cases
-from tests.helpers.megatron_lm import logged
 
 COMMON = {"gpu": "H200", "versions": "torch 2", "commit": "abc", "megatron_lm": "0.19.1"}
 ALONE = {"chat": [4.0, 2.0], "code": [5.0]}
@@ -78,21 +77,3 @@ def test_how_a_run_may_end(
     layout = cases.Layout(name="x", refusal=refusal)
     sentence = layouts.failure(layout, Life(code, 3.0, output))
     assert sentence is None if expected is None else expected in sentence
-
-
-def test_what_another_rank_wrote_beside_a_log_line_is_not_of_it() -> None:
-    other = "[Rank 0] (after save) memory (MB) | allocated: 0.0 | reserved: 1.0"
-    line = " [2026-11-21] iteration        4/       4 | lm loss: 4.6E+00 | grad norm: 1.085 |"
-    expected = [{"lm loss": 4.6, "grad norm": 1.085}]
-    assert logged(f"{line}\n{other} |\n") == expected
-    assert logged(f"{line}{other} |\n\n") == expected
-    assert logged(f"{other} |{line}\n\n") == expected
-
-
-def test_layouts_that_do_not_fit_are_left_out() -> None:
-    on_gpus = layouts.chosen([], 2, on_cpu=False)
-    assert max(layout.world for layout in on_gpus) == 2
-    assert any(layout.transformer_engine for layout in on_gpus)
-    on_cpu = layouts.chosen([], 2, on_cpu=True)
-    assert on_cpu == [layout for layout in on_gpus if not layout.transformer_engine]
-    assert len({layout.folder for layout in cases.LAYOUTS}) == len(cases.LAYOUTS)

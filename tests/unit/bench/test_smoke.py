@@ -11,9 +11,8 @@ import pytest
 from scripts.bench.harness.rows import append_rows
 from scripts.bench.smoke import __main__ as smoke
 from scripts.bench.smoke import parts
-from scripts.bench.smoke.figures import Rows, figures, show
+from scripts.bench.smoke.figures import figures, show
 from scripts.bench.smoke.parts import Part, parts_on_gpu, run_parts
-from tests.helpers.launch import python
 
 ALL = figures("six layers", "six layers")
 STATED = {
@@ -66,17 +65,6 @@ def test_a_figure_is_short(tmp_path: Path, name: str, value: float, short: bool)
     assert (found.value, found.short) == (value, short)
     assert ("SHORT: " + name in show([found])) == short
     assert not figure.measure(file, compares=False).short
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_a_row_that_is_not_there_once_is_named(tmp_path: Path, count: int) -> None:
-    file = tmp_path / "rows.csv"
-    row = {"mode": "flag", "step_ms": "1.0"}
-    append_rows(file, [row, *[row | {"mode": "own"}] * count])
-    rows = Rows(column="step_ms", row={"mode": "flag"}, over={"mode": "own"})
-    message = rf"rows\.csv must have one row with .*'own'.*, got {count}"
-    with pytest.raises(LookupError, match=message):
-        rows.read(file)
 
 
 WRITES = """
@@ -154,23 +142,3 @@ def test_a_failed_part_fails_the_run_and_the_others_are_measured(
     assert "train.csv must have one row with" in found["failures"][1], "submit wrote none"
     assert [figure["value"] for figure in found["figures"]] == [3.0]
     assert "FAILED smoke: step: exit status 1" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not os.environ.get("TLORA_ALL_TESTS"),
-    reason="scripts/test.sh gpu runs the parts; TLORA_ALL_TESTS=1 runs them on a CPU, too",
-)
-def test_all_parts_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    file = tmp_path / "smoke.json"
-    output = python("-m", "scripts.bench.smoke", "--size", "toy", "--json", file)
-    found = json.loads(file.read_text())
-    assert found["failures"] == []
-    left_out = set(found["skipped"])
-    assert left_out >= {"flag te bf16", "flag te fp8"}
-    toy = figures("toy", "toy")
-    names = [figure.name for figure in toy if figure.part not in left_out]
-    assert [figure["name"] for figure in found["figures"]] == names
-    assert all(figure["value"] > 0 and not figure["short"] for figure in found["figures"])
-    assert "skipped: flag te fp8: needs a GPU and Transformer Engine" in output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import re
 from collections.abc import Sequence
@@ -28,13 +27,9 @@ TINY = {
 }  # fmt: skip
 
 
-def mixes(**changes: Any) -> list[Any]:
-    options = {"vocab_size": 96, "target_share": 1.0, "dropout": 0.0, "longest": 2048} | changes
-    return jobs.make_mixes(options.pop("lengths", None), **options)
-
-
 def test_jobs_are_those_of_the_issue_and_the_same_every_time() -> None:
-    first, second = mixes(), mixes()
+    drawn: dict[str, Any] = {"target_share": 1.0, "dropout": 0.0, "longest": 2048}
+    first, second = (jobs.make_mixes(None, vocab_size=96, **drawn) for _ in range(2))
     for mix, again in zip(first, second, strict=True):
         assert len(mix.specs) == 8
         assert {spec.lora.rank for spec in mix.specs} == {4, 8, 16, 24, 32, 64}
@@ -50,35 +45,11 @@ def test_jobs_are_those_of_the_issue_and_the_same_every_time() -> None:
         )
 
 
-def test_drawn_lengths_have_the_stated_quantiles() -> None:
-    lengths = sorted(len(s.tokens) - 1 for mix in mixes() for data in mix.data for s in data)
-    at = {q: lengths[int(q * len(lengths))] for q in (0.25, 0.5, 0.75, 0.9)}
-    assert at[0.25] == pytest.approx(278, rel=0.03)
-    assert at[0.5] == pytest.approx(313, rel=0.04)
-    assert at[0.75] == pytest.approx(446, rel=0.15)
-    assert at[0.9] == pytest.approx(837, rel=0.2)
-
-
 @pytest.mark.shared
 def test_the_stated_quantiles_are_the_data_s(shared_data: Path) -> None:
     lengths = sorted(jobs._read_lengths(shared_data / "lengths" / "lengths.csv.gz"))
     for quantile, tokens in zip(jobs._QUANTILES, jobs._TOKENS, strict=True):
         assert lengths[min(int(len(lengths) * quantile), len(lengths) - 1)] == tokens, quantile
-
-
-@pytest.mark.parametrize(
-    ("name", "share", "targets"),
-    [("lengths.csv", 1.0, 307), ("lengths.csv.gz", 0.5, 154), ("lengths.csv", 0.0, 1)],
-)
-def test_lengths_from_a_file(name: str, share: float, targets: int, tmp_path: Path) -> None:
-    text = "prompt_tokens,completion_tokens\n1,2\n300,7\n5000,1\n"
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
-    for mix in mixes(lengths=path, target_share=share):
-        for sequence in (sequence for data in mix.data for sequence in data):
-            assert len(sequence.tokens) - 1 == 307
-            assert int(sequence.is_target.sum()) == targets
-            assert not sequence.is_target[0]
 
 
 @pytest.fixture
@@ -155,23 +126,6 @@ def test_bases_of_two_precisions_take_turns_beside_other_stacks(
     assert {row["tokens"] for row in rows} == {"512"}
     for floor, together in (rows[:2], rows[2:4]):
         assert floor["step_ms"] == floor["floor_ms"] == together["floor_ms"]
-
-
-@pytest.mark.parametrize("name", jobs.EQUAL_STEPS)
-def test_steps_have_as_many_tokens_as_they_say(name: str) -> None:
-    mix = jobs.equal_steps(name, vocab_size=96, dropout=0.0)
-    for spec, data in zip(mix.specs, mix.data, strict=True):
-        lengths = [len(sequence.tokens) - 1 for sequence in data[: spec.batch_size]]
-        assert sum(lengths) == jobs.EQUAL_STEPS[name]
-        assert max(lengths) <= 1024
-
-
-def test_a_full_micro_batch_holds_one_batch_of_every_job() -> None:
-    mix = jobs.full_micro_batch(8192, vocab_size=96, dropout=0.1)
-    assert sum(len(s.tokens) - 1 for data in mix.data for s in data) == 8192
-    assert [spec.batch_size for spec in mix.specs] == [len(data) for data in mix.data]
-    assert [len(spec.lora.target_modules) for spec in mix.specs] == [7, 7, 4, 7, 7, 4, 7, 7]
-    assert {spec.lora.dropout for spec in mix.specs} == {0.1}
 
 
 @pytest.mark.parametrize(

@@ -356,13 +356,6 @@ def test_settings_without_effect_are_named(folder: Path) -> None:
     assert ignored_settings(load(folder, document())) == ()
 
 
-@pytest.mark.parametrize("value", [1, 3, "auto"])
-def test_nano_batches_are_a_number_or_auto(folder: Path, value: int | str) -> None:
-    content = document(run={"output_dir": "out", "nano_batches": value})
-    assert load(folder, content).run.nano_batches == value
-    assert load(folder, document(), f"run.nano_batches={value}").run.nano_batches == value
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -38,19 +38,6 @@ def settled(*jobs: dict[str, Any], parallel: dict[str, Any] | None = None, **run
     )
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "max_seq_len", "micro_batch", "expected"),
-    [(1, 100, 8192, 1024), (4, 256, 8192, 1024), (4, 257, 8192, 2048), (8, 1024, 8192, 4096),
-     (8, 1024, 16384, 8192), (8, 1024, 256, 128), (1, 2, 1, 1)],
-)  # fmt: skip
-def test_a_portion_covers_a_batch_within_half_a_micro_batch(
-    batch_size: int, max_seq_len: int, micro_batch: int, expected: int
-) -> None:
-    job = {"batch_size": batch_size, "max_seq_len": max_seq_len}
-    found = settled(job, {**job, "portion_tokens": 77}, micro_batch_tokens=micro_batch)
-    assert [job.portion_tokens for job in found.jobs] == [expected, 77]
-
-
 def test_without_the_key_nothing_changes() -> None:
     found = settled({}, deterministic=False, nano_batches="auto", parallel={"cp_size": 2})
     assert found.jobs[0].portion_tokens is None

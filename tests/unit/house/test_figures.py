@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from scripts.figures.__main__ import REPO, main
 from scripts.figures.check import checked
-from scripts.figures.pages import figure_spans
-from scripts.figures.rows import rounds_to
-from scripts.figures.stale import stale_lines
 
 PAGE = """# Speed
 Together they reach **1,234 tokens/s**, 20 %
@@ -127,70 +123,6 @@ def test_a_file_must_say_what_it_measures(repo: Path) -> None:
     problems = checked(repo).problems
     assert "docs/figures.yaml: measures must name the folders that steps measures" in problems
     assert "docs/figures.yaml: what other measures must exist, got gone" in problems
-
-
-@pytest.mark.parametrize(
-    ("text", "value", "agrees"),
-    [
-        ("17,445", 17444.7, True),
-        ("17,445", 17444.4, False),
-        ("1.10", 1.1049, True),
-        ("1.10", 1.1051, False),
-        ("-2", -2.3, True),
-        ("+6.8", 6.83, True),
-        ("3.0e-7", 3.03e-7, True),
-        ("3.0e-7", 3.1e-7, False),
-    ],
-)
-def test_a_value_is_rounded_as_the_text_is(text: str, value: float, agrees: bool) -> None:
-    assert rounds_to(text, value) == agrees
-
-
-@pytest.mark.parametrize(
-    ("text", "figures"),
-    [
-        ("1.08x of 8B, 16 to 64 ms and 7,236", ["1.08", "16", "64", "7,236"]),
-        ("from 3, 4 and 5.5 GiB to -2 %", ["3", "4", "5.5", "-2"]),
-        ("Llama-3.1-8B, Liger 0.8.5, core_v0.19, commit 3e00848, bf16, 26 layouts", []),
-        ("`8.5 ms`, [a page](b-1.5.md) and ![2.5 s](c.png)", []),
-    ],
-)
-def test_what_counts_as_a_figure_in_a_sentence(text: str, figures: list[str]) -> None:
-    found = [text[start:end] for start, end in figure_spans(text, all_numbers=False)]
-    assert found == figures
-
-
-def git(repo: Path, *arguments: str) -> str:
-    who = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.org"]
-    command = ["git", *who, *arguments]
-    return subprocess.run(command, cwd=repo, check=True, capture_output=True, text=True).stdout
-
-
-def test_a_row_is_stale_when_its_code_has_changed_since(repo: Path) -> None:
-    git(repo, "init", "-q")
-    git(repo, "commit", "-q", "--allow-empty", "-m", "measured here")
-    measured = git(repo, "rev-parse", "--short=7", "HEAD").strip()
-    for file in ("docs/page.md", "scripts/bench/results/steps.csv"):
-        change(repo / file, "aaa1111", measured)
-    git(repo, "add", "docs", "scripts")
-    git(repo, "commit", "-q", "-m", "nothing that is measured")
-    before = list(stale_lines(repo, checked(repo)))
-    assert before == [
-        "steps.csv  bbb2222  2 figures  the commit is not in this clone, so nobody knows",
-        "    docs/page.md, Speed: 20; 1,028",
-    ]
-
-    (repo / "code/kernel.py").write_text("faster")
-    git(repo, "add", "code")
-    git(repo, "commit", "-q", "-m", "what is measured")
-    later = list(stale_lines(repo, checked(repo)))
-    assert f"steps.csv  {measured}  5 figures  1 later changes of code" in later
-    assert "    docs/page.md, Speed: 1,234; 20; 1,234; 41.5; 1.10" in later
-
-
-def test_without_git_no_row_is_known_as_stale(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(repo.parent))
-    assert "there is no git here" in next(iter(stale_lines(repo, checked(repo))))
 
 
 def test_the_program_returns_1_for_a_figure_that_differs_and_0_for_a_stale_one(

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from scripts import gpu_tests
 from scripts.gpu_tests import (
     RECORD,
     TREES,
     Outcome,
     digests,
-    measure_smoke,
     read_report,
     status,
     write_record,
@@ -114,27 +112,10 @@ def test_the_line_says_what_has_changed(tree: Path) -> None:
     assert is_good, "CI fails only on a record that says so"
 
 
-def test_without_git_the_folders_are_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = record(tree)
-    (tree / "csrc" / "file.py").write_text("2\n")
-    monkeypatch.setattr(gpu_tests, "_num_changed", lambda *_: None)
-    assert "since then files that they cover have changed, in csrc" in status(path, tree)[0]
-
-
 def test_a_failed_record_fails(tree: Path) -> None:
     line, is_good = status(record(tree, passed=False), tree)
     assert "FAILED" in line
     assert not is_good
-
-
-@pytest.mark.parametrize(
-    ("short", "words"), [(0, None), (1, "1 smoke figure"), (2, "2 smoke figures")]
-)
-def test_the_line_counts_short_figures(tree: Path, short: int, words: str | None) -> None:
-    figures = [{"short": number < short} for number in range(3)]
-    line, is_good = status(record(tree, smoke={"figures": figures}), tree)
-    assert line.endswith("has changed" if words is None else f"has changed; {words} short")
-    assert is_good, "a short figure is no failure"
 
 
 GREEN = Outcome(passed=1, failures=(), skipped={})
@@ -151,48 +132,6 @@ def test_what_cannot_be_measured_is_a_failure(tmp_path: Path, failures: list[str
     assert kept["commit"] == "def"
     assert kept["smoke"] == smoke
     assert kept["passed"] == (not failures)
-
-
-@pytest.mark.parametrize("writes", [True, False])
-def test_figures_come_from_the_smoke_run(monkeypatch: pytest.MonkeyPatch, writes: bool) -> None:
-    def run(command: tuple[str, ...], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert command[1:5] == ("-m", "scripts.bench.smoke", "--commit", "abc")
-        if writes:
-            Path(command[command.index("--json") + 1]).write_text('{"figures": [1]}')
-        return subprocess.CompletedProcess(command, 1)
-
-    monkeypatch.setattr(gpu_tests.subprocess, "run", run)
-    found = measure_smoke("abc")
-    if writes:
-        assert found == {"figures": [1]}
-    else:
-        assert found["failures"] == ["exit status 1, no figures"]
-
-
-@pytest.mark.parametrize(
-    ("words", "measures"), [([], True), (["--no-smoke"], False), (["--", "-k", "one"], False)]
-)
-def test_figures_are_measured_behind_whole_runs(
-    monkeypatch: pytest.MonkeyPatch, words: list[str], measures: bool
-) -> None:
-    measured: list[str] = []
-    written: list[Any] = []
-
-    def measure(commit: str) -> dict[str, Any]:
-        measured.append(commit)
-        return {}
-
-    def write(*arguments: Any) -> bool:
-        written.append(arguments)
-        return True
-
-    monkeypatch.setattr(gpu_tests, "run", lambda *_: (GREEN, 1.0))
-    monkeypatch.setattr(gpu_tests, "measure_smoke", measure)
-    monkeypatch.setattr(gpu_tests, "write_record", write)
-    assert gpu_tests.main(["--commit", "abc", *words]) == 0
-    assert measured == (["abc"] if measures else [])
-    assert len(written) == ("--" not in words)
-    assert all(arguments[3] == ({} if measures else None) for arguments in written)
 
 
 def test_the_record_in_the_tree_is_whole() -> None:

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.data.rows import Row
 from tlora_megatron.training.data.tokenize import tokenize_rows
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 BASE = CONFIGS / "quickstart" / "base"
 CONFIG = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text(encoding="utf-8"))
-PARTS = [(job["name"], part) for job in CONFIG["jobs"] for part in ("train", "eval")]
 
 
 def rows_of(name: str, part: str) -> list[dict[str, str]]:
@@ -50,14 +48,6 @@ def test_config_points_at_what_is_there_and_jobs_differ():
     assert any(job["lora"].get("dropout", 0) > 0 for job in jobs)
 
 
-@pytest.mark.parametrize("text", ["", " a  b , c!\n\n", '{"k": "v"}', "naïve — 数 \t\x00"])
-def test_tokenizer_gives_the_text_back(tokenizer, text):
-    ids = tokenizer(text).input_ids
-    assert ids[0] == tokenizer.bos_token_id
-    assert ids[1:] == [3 + byte for byte in text.encode()]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == text
-
-
 def test_a_chat_has_the_tokens_of_a_prompt_and_its_completion(tokenizer):
     row = rows_of("mirror", "train")[0]
     asked = {"role": "user", "content": row["prompt"].removesuffix("\n")}
@@ -66,19 +56,6 @@ def test_a_chat_has_the_tokens_of_a_prompt_and_its_completion(tokenizer):
     apart, chat = tokenize_rows(rows, tokenizer)
     assert chat.tokens.tolist() == apart.tokens.tolist()
     assert chat.is_target.tolist() == apart.is_target.tolist()
-
-
-@pytest.mark.parametrize(("name", "part"), PARTS)
-def test_rows_tokenise_within_vocabulary_and_length(tokenizer, name, part):
-    vocab_size = read_model_spec(BASE / "config.json").vocab_size
-    (job,) = (job for job in CONFIG["jobs"] if job["name"] == name)
-    rows = rows_of(name, part)
-    assert len(rows) >= {"train": 200, "eval": 64}[part]
-    for row in rows:
-        ids = [*tokenizer(row["prompt"] + row["completion"]).input_ids, tokenizer.eos_token_id]
-        assert row["completion"]
-        assert max(ids) < vocab_size
-        assert len(ids) <= job["max_seq_len"]
 
 
 @pytest.mark.parametrize("name", [job["name"] for job in CONFIG["jobs"]])
