@@ -121,8 +121,9 @@ def stop_sentence(number: int, rounds: int, jobs: Sequence[str], unsaved: Sequen
 
     Args:
         rounds: those that this start of the run has done.
-        unsaved: those of them that could not be written.
+        unsaved: jobs that could not be written, ones that have ended included.
     """
+    unsaved = [name for name in unsaved if name in jobs]
     saved = f"all {len(jobs)} jobs are saved" if len(jobs) > 1 else f"job {jobs[0]} is saved"
     if unsaved:
         names = ", ".join(unsaved)

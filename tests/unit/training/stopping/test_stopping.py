@@ -123,7 +123,7 @@ def test_the_line_says_what_is_saved() -> None:
     said = "stopped by SIGTERM after round 412; all 3 jobs are saved; the same command continues"
     assert stop_sentence(15, 412, names, ()) == said
     assert "; job a is saved; " in stop_sentence(15, 1, ["a"], ())
-    assert "; 2 of 3 jobs are saved, but not b; " in stop_sentence(15, 1, names, ["b"])
+    assert "; 2 of 3 jobs are saved, but not b; " in stop_sentence(15, 1, names, ["ended", "b"])
 
 
 LIMIT_S = 0.4
