@@ -18,13 +18,11 @@ from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.deploy_kinds import (
-    Division,
     Kind,
     LengthClass,
     Prices,
     all_kinds,
     divide,
-    kinds_by_rows,
     length_classes,
     longest_of,
     most_rows,
@@ -71,11 +69,14 @@ class Problem:
 
     def bound_of(self, kinds: Sequence[int]) -> float:
         """No deployment of these kinds alone ends sooner; infinite if a class fits none."""
+        return self.gpu_s(kinds) / self.num_gpus
+
+    def gpu_s(self, kinds: Sequence[int]) -> float:
+        """GPU seconds of all work, each class on the one of these kinds where it costs least."""
         by_class = zip(*(self.costs[k] for k in kinds), strict=True)
         gpus = [self.gpus[k] for k in kinds]
         priced = (min(g * s for g, s in zip(gpus, own, strict=True)) for own in by_class)
-        gpu_s: float = sum(priced)
-        return gpu_s / self.num_gpus
+        return sum(priced, start=0.0)
 
 
 def best_counts(problem: Problem) -> list[Counts]:
@@ -128,7 +129,7 @@ class _Search:
                     break
 
     def _add(self, within: _Set, counts: tuple[int, ...]) -> float:
-        makespan = within.divide(counts).makespan_s
+        makespan = within.makespan_s(counts)
         self.found.append(Counts(makespan, within.kinds, counts))
         self.found.sort()
         del self.found[_KEPT:]
@@ -144,25 +145,22 @@ class _Set:
         self.gpus = tuple(problem.gpus[k] for k in kinds)
         self._costs = [problem.costs[k] for k in kinds]
         self._num_gpus = problem.num_gpus
-        by_class = zip(*self._costs, strict=True)
-        value = sum(min(g * s for g, s in zip(self.gpus, own, strict=True)) for own in by_class)
-        self._prices = [Prices(tuple(map(float, self.gpus)), value)]
+        self._prices = [Prices(tuple(map(float, self.gpus)), problem.gpu_s(kinds))]
 
     def bound_s(self, counts: Sequence[int]) -> float:
         """No division of the work over these replicas ends sooner."""
         return max(prices.bound_s(counts) for prices in self._prices)
 
-    def divide(self, counts: Sequence[int]) -> Division:
+    def makespan_s(self, counts: Sequence[int]) -> float:
         """Divides the work, and keeps the prices."""
         division = divide(self._costs, counts)
         self._prices.append(division.prices)
-        return division
+        return division.makespan_s
 
     def start(self) -> tuple[int, ...]:
         """Counts near those that the bound would have, with the rest given to the smallest."""
-        by_class = zip(*self._costs, strict=True)
         loads = [0.0] * len(self.kinds)
-        for own in by_class:
+        for own in zip(*self._costs, strict=True):
             priced = [g * s for g, s in zip(self.gpus, own, strict=True)]
             kind = priced.index(min(priced))
             loads[kind] += priced[kind]
@@ -284,13 +282,13 @@ def deploy(
     refuse_experts(spec.experts, "the base of replicas of any kinds")
     if num_gpus < 1:
         raise ValueError(f"num_gpus must be at least 1, got {num_gpus}")
-    kinds = all_kinds(spec, jobs, hardware, num_gpus, space or SearchSpace())
+    space = space or SearchSpace()
+    kinds, by_rows = all_kinds(spec, jobs, hardware, num_gpus, space)
     classes, longest = length_classes(jobs), longest_of(jobs)
-    most = (space and space.micro_batch_tokens) or most_rows(longest)
+    most = space.micro_batch_tokens or most_rows(longest)
     one_tp = bool(spec.fp8_linears) or any(job.num_blocks > 1 for job in jobs)
     kept = _kept([kind for kind in kinds if kind.curve.budget <= most], classes, one_tp=one_tp)
     problem = _problem(kept, classes, num_gpus)
-    by_rows = kinds_by_rows(spec, jobs, hardware, num_gpus, space or SearchSpace())
     bound_s = _problem([*kinds, *by_rows], classes, num_gpus).bound_s
     alike = _alike([*kinds, *by_rows], classes, num_gpus, longest)
     found = best_counts(problem) if kept else []

@@ -136,12 +136,17 @@ def all_kinds(
     hardware: HardwareProfile,
     num_gpus: int,
     space: SearchSpace,
-) -> list[Kind]:
-    """The kinds that fit into memory: of each layout and recompute the largest budgets."""
+) -> tuple[list[Kind], list[Kind]]:
+    """The kinds that fit into memory, of each layout and recompute those of the largest budgets.
+
+    The second list has those with `run.recompute: auto`, where that leaves a choice; replicas of
+    these are alike.
+    """
     memory = MemoryModel(spec, jobs, hardware)
     curves = CurveModel(spec, jobs, hardware)
     recomputes = RECOMPUTES if space.recompute is None else (space.recompute,)
-    longest, found = longest_of(jobs), []
+    longest = longest_of(jobs)
+    most, found, by_rows = most_rows(longest), list[Kind](), list[Kind]()
     for layout in _layouts(hardware, num_gpus):
         if not space.allows(layout) or job_misfit(jobs, layout) is not None:
             continue
@@ -152,9 +157,15 @@ def all_kinds(
                     continue
                 if memory.use(plan, float(budget)).total_bytes <= hardware.memory_bytes:
                     found.append(Kind(plan, curves.curve(plan)))
-                    if budget <= most_rows(longest):
+                    if budget <= most:
                         break
-    return found
+        chunks = chunk_multiple(layout)
+        rows = space.micro_batch_tokens or -(-most // chunks) * chunks
+        whole = replace(layout, micro_batch_tokens=rows)
+        if layout.pp_size == 1 and space.recompute is None and misfit(spec, whole) is None:
+            kind = kind_by_rows(memory, curves, whole, hardware.memory_bytes)
+            by_rows += [] if kind is None else [kind]
+    return found, by_rows
 
 
 def _layouts(hardware: HardwareProfile, num_gpus: int) -> Iterator[Plan]:
@@ -182,30 +193,6 @@ def _budgets(longest: int, layout: Plan, space: SearchSpace) -> list[int]:
 def most_rows(longest: int) -> int:
     """The largest budget of replicas to mix: `_MOST_ROWS`, or what holds the longest sequence."""
     return max(-(-longest // 1024) * 1024, _MOST_ROWS)
-
-
-def kinds_by_rows(
-    spec: ModelSpec,
-    jobs: Sequence[JobLoad],
-    hardware: HardwareProfile,
-    num_gpus: int,
-    space: SearchSpace,
-) -> list[Kind]:
-    """Kinds with `run.recompute: auto`, where that leaves a choice; for replicas that are alike."""
-    memory = MemoryModel(spec, jobs, hardware)
-    curves = CurveModel(spec, jobs, hardware)
-    most = most_rows(longest_of(jobs))
-    found = []
-    for layout in _layouts(hardware, num_gpus) if space.recompute is None else ():
-        chunks = chunk_multiple(layout)
-        rows = space.micro_batch_tokens or -(-most // chunks) * chunks
-        whole = replace(layout, micro_batch_tokens=rows)
-        if layout.pp_size > 1 or not space.allows(layout) or misfit(spec, whole) is not None:
-            continue
-        kind = kind_by_rows(memory, curves, whole, hardware.memory_bytes)
-        if kind is not None and job_misfit(jobs, layout) is None:
-            found.append(kind)
-    return found
 
 
 def kind_by_rows(

@@ -133,11 +133,6 @@ class SearchSpace:
         """True if plans of a program are looked for."""
         return self.runs_in in (None, runner)
 
-    @property
-    def shards_states(self) -> bool:
-        """True if replicas divide optimizer states; written for DeepSpeed, plans have ZeRO-1."""
-        return bool(self.shard_optimizer) or self.runs_in == "deepspeed"
-
     def allows(self, plan: Plan) -> bool:
         """True if the plan keeps to the fixed values."""
         most_tp = 1 if self.runs_in == "deepspeed" else MOST_TP
@@ -208,6 +203,7 @@ class Layouts:
 
     def _of_sizes(self, tp: int, pp: int, cp: int, dp: int) -> Iterator[Plan]:
         space = self._space
+        shards_states = space.shard_optimizer or space.runs_in == "deepspeed"  # by ZeRO-1
         ways = divisions(self._spec.num_layers, pp, self._head) or (EVEN,)
         for ends in ways if space.runs_in != "deepspeed" else (EVEN,):
             for vpp in self._vpp_sizes(pp, ends):
@@ -221,7 +217,7 @@ class Layouts:
                         cp_size=cp,
                         dp_size=dp,
                         sequence_parallel=sequence_parallel,
-                        shard_optimizer=space.shards_states and dp * cp > 1,
+                        shard_optimizer=bool(shards_states) and dp * cp > 1,
                     )
                     yield from filter(space.allows, with_experts(self._spec, plan))
 

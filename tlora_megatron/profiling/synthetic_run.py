@@ -6,6 +6,7 @@ import gc
 import itertools
 import statistics
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -232,11 +233,8 @@ def measure_stretch(
         times = []
         for layers in (_FEW, _MANY):
             spec = replace(sizes.layer_spec, num_layers=layers)
-            run = SyntheticRun(spec, layout, dtype=dtype)
-            try:
+            with closing(SyntheticRun(spec, layout, dtype=dtype)) as run:
                 times.append(_sustained_s(timer, run, sizes.layer_tokens, layout.dp_size))
-            finally:
-                run.close()
         plan = Plan(tp_size=tp_size, sequence_parallel=True)
         cost = _layer_cost(profile, sizes, plan)
         beyond = (times[1] - times[0]) / (_MANY - _FEW) - (cost.total_s - cost.tp_comm_s)
@@ -264,13 +262,10 @@ def _measure(
     timer: DeviceTimer, sizes: ProfileSizes, layers: int, dtype: torch.dtype, world_size: int
 ) -> _Times:
     spec = replace(sizes.layer_spec, num_layers=layers)
-    run = SyntheticRun(spec, ParallelLayout(dp_size=world_size), dtype=dtype)
-    try:
+    with closing(SyntheticRun(spec, ParallelLayout(dp_size=world_size), dtype=dtype)) as run:
         full_s = _sustained_s(timer, run, sizes.layer_tokens, world_size)
         few_s, all_s = _step_s(timer, run, sizes.few_tokens, _JOBS, world_size)
         _, one_s = _step_s(timer, run, sizes.few_tokens, 1, world_size)
-    finally:
-        run.close()
     return _Times(full_s, few_s, one_s, all_s)
 
 

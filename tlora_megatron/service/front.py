@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,11 +21,13 @@ from tlora_megatron.config.reader import must
 from tlora_megatron.files import write_atomic
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.store import LOCAL, SCOPES, Store
-from tlora_megatron.service.supervisor import Child, KeptAlive
+from tlora_megatron.service.supervisor import Child
 
 TOKEN_NAME = "http_token"
 """In the service's folder: the token of whoever serves it."""
 _FORMER_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_JOIN_S = 5.0
 _PLACE = re.compile(r"(?:(?P<host>\[[0-9A-Fa-f:.]+\]|[^:\[\]]+):)?(?P<port>\d{1,5})")
 
 
@@ -97,10 +100,11 @@ def listen(place: Place) -> socket.socket:
         return listener
 
 
-class Front(KeptAlive):
-    """Keeps the process of HTTP running; a context manager that closes the listener at the end.
+class Front:
+    """Keeps the process of HTTP running; a context manager that ends it and closes the listener.
 
-    `words` are further arguments of the process; `say` tells a person what happens.
+    The pause before another one starts doubles while they do not live long. `words` are further
+    arguments of the process; `say` tells a person what happens.
     """
 
     def __init__(
@@ -112,16 +116,43 @@ class Front(KeptAlive):
         say: Callable[[str], None],
     ) -> None:
         self._listener = listener
-        descriptor = listener.fileno()
-        command = [
+        self._command = [
             *(sys.executable, "-m", "tlora_megatron.service.api", str(home.root)),
-            *("--fd", str(descriptor), "--watch-stdin", *words),
+            *("--fd", str(listener.fileno()), "--watch-stdin", *words),
         ]
-        super().__init__(
-            lambda: Child(command, wire="stdin", pass_fds=[descriptor]),
-            lambda code: say(f"the process of HTTP ended with code {code}: it starts again"),
-        )
+        self._say = say
+        self.child: Child | None = None
+        """The process that runs now."""
+        self._guard = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tlora-front", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
 
     def __exit__(self, *_: object) -> None:
-        super().__exit__()
+        self._stop.set()
+        with self._guard:
+            child = self.child
+        if child is not None:
+            child.end()
+        self._thread.join(_JOIN_S)
         self._listener.close()
+
+    def _run(self) -> None:
+        pause_s, descriptor = _FIRST_PAUSE_S, self._listener.fileno()
+        while True:
+            begin_s = time.monotonic()
+            with self._guard:
+                if self._stop.is_set():
+                    return
+                self.child = Child(self._command, wire="stdin", pass_fds=[descriptor])
+            code = self.child.wait()
+            if self._stop.is_set():
+                return
+            self.child.close()
+            is_well = time.monotonic() - begin_s > _LONGEST_PAUSE_S
+            pause_s = _FIRST_PAUSE_S if is_well else min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._say(f"the process of HTTP ended with code {code}: it starts again")
+            self._stop.wait(pause_s)

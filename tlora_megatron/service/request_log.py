@@ -194,13 +194,10 @@ class RequestLogs(Clients):
         self._home = Home(root)
         self._may_write = may_write
         self._logs: dict[str, RequestLog] = {}
-        self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
-        self._open = 0
-        self._changed = threading.Condition()
+        self._tasks: queue.Queue[tuple[str, Callable[[], None]]] = queue.Queue()
         self._thread: threading.Thread | None = None
 
     def has_request(self, job: str, number: int) -> bool:
-        """True if the request is there."""
         return self._of(job).has_request(number)
 
     def is_answered(self, job: str, number: int) -> bool:
@@ -232,8 +229,7 @@ class RequestLogs(Clients):
 
     def flush(self, job: str | None) -> None:
         """Waits until everything so far is on the disk."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._open)
+        self._tasks.join()
 
     def state_folder(self, path: str) -> Path:
         """The folder of a state of any job of this service."""
@@ -245,8 +241,6 @@ class RequestLogs(Clients):
         return self._logs[job]
 
     def _submit(self, job: str, run: Callable[[], None]) -> None:
-        with self._changed:
-            self._open += 1
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="tlora-answers", daemon=True)
             self._thread.start()
@@ -259,9 +253,7 @@ class RequestLogs(Clients):
                 self._carry_out(job, run)
             except Exception:
                 logger.exception("an answer to the client of job %s is lost", job)
-            with self._changed:
-                self._open -= 1
-                self._changed.notify_all()
+            self._tasks.task_done()
 
     def _carry_out(self, job: str, run: Callable[[], None]) -> None:
         """Tries for a while what the disk refuses; a job of somebody else is left alone."""

@@ -6,10 +6,8 @@ import os
 import select
 import signal
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Literal, Self
 
@@ -20,7 +18,6 @@ _FLAGS, _START = 6, 19
 _PF_EXITING = 4
 """Set by the kernel as soon as a process begins to end."""
 _TAIL_BYTES = 4096
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _GRACE_S = 5.0
 _LOOK_S = 0.01
 
@@ -230,78 +227,24 @@ def _ends(
     log: Path | None, wire: str
 ) -> Iterator[tuple[int, int, int | None, tuple[int | None, int] | None]]:
     """Yields stdin, stdout and stderr of a child, and this process's ends of its pipes."""
-    given: list[int] = []
-    kept: list[int] = []
-    try:
+    with ExitStack() as given, ExitStack() as kept:
         stdin, stdout, stderr = subprocess.DEVNULL, subprocess.DEVNULL, None
         ends: tuple[int | None, int] | None = None
         if log is not None:
             stdout = stderr = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            given.append(stdout)
+            given.callback(os.close, stdout)
         if wire != "none":
             stdin, writing = os.pipe()
-            given.append(stdin)
-            kept.append(writing)
+            given.callback(os.close, stdin)
+            kept.callback(os.close, writing)
             ends = (None, writing)
         if wire == "lines":
             reading, stdout = os.pipe()
-            given.append(stdout)
-            kept.append(reading)
+            given.callback(os.close, stdout)
+            kept.callback(os.close, reading)
             ends = (reading, writing)
         yield stdin, stdout, stderr, ends
-    except BaseException:
-        for descriptor in kept:
-            os.close(descriptor)
-        raise
-    finally:
-        for descriptor in given:
-            os.close(descriptor)
-
-
-class KeptAlive:
-    """Runs a child, and another one when it ends; a context manager, which ends the last.
-
-    The pause before another one doubles while they do not live long.
-    """
-
-    def __init__(self, start: Callable[[], Child], on_end: Callable[[int], None]) -> None:
-        self._start = start
-        self._on_end = on_end
-        self.child: Child | None = None
-        """The one that runs now."""
-        self._guard = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kept-alive", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        with self._guard:
-            child = self.child
-        if child is not None:
-            child.end()
-        self._thread.join(_GRACE_S)
-
-    def _run(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            begin_s = time.monotonic()
-            with self._guard:
-                if self._stop.is_set():
-                    return
-                self.child = self._start()
-            code = self.child.wait()
-            if self._stop.is_set():
-                return
-            self.child.close()
-            lived_s = time.monotonic() - begin_s
-            is_well = lived_s > _LONGEST_PAUSE_S
-            pause_s = _FIRST_PAUSE_S if is_well else min(2 * pause_s, _LONGEST_PAUSE_S)
-            self._on_end(code)
-            self._stop.wait(pause_s)
+        kept.pop_all()
 
 
 def last_words(log: Path) -> str:

@@ -20,7 +20,6 @@ from tlora_megatron.planner.deploy_kinds import (
     all_kinds,
     classes_of,
     divide,
-    kinds_by_rows,
     length_classes,
     undominated,
 )
@@ -196,7 +195,7 @@ def test_a_pipeline_adds_its_largest_micro_batch_for_each_further_stage() -> Non
 
 
 def test_kinds_that_another_replaces_are_left_out() -> None:
-    kinds = all_kinds(LLAMA_8B, jobs(), L40S, 4, SearchSpace())
+    kinds, _ = all_kinds(LLAMA_8B, jobs(), L40S, 4, SearchSpace())
     classes = length_classes(jobs())
     kept = undominated(kinds, classes)
     assert 1 < len(kept) < len(kinds)
@@ -210,7 +209,7 @@ def test_kinds_that_another_replaces_are_left_out() -> None:
 
 
 def test_recompute_by_rows_costs_what_each_length_needs(found: DeploymentResult) -> None:
-    kinds = kinds_by_rows(LLAMA_8B, jobs(), L40S, 1, SearchSpace(tp_size=1, cp_size=1))
+    _, kinds = all_kinds(LLAMA_8B, jobs(), L40S, 1, SearchSpace(tp_size=1, cp_size=1))
     assert [len(kind.by_rows) > 1 for kind in kinds] == [True]
     kind, classes = kinds[0], length_classes(jobs())
     assert [each.plan.recompute for each in kind.by_rows][-1] == kind.plan.recompute
