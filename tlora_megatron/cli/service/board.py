@@ -118,9 +118,11 @@ class Board:
         last = self._store.events.last()
         while seq < last:
             events = self._store.events.after(seq, kinds=_CHANGES, limit=_PAGE)
-            for event in events:
-                if event.job is not None:
-                    self.say(change_words(self._store.jobs.get(event.job), event.kind, event.body))
+            jobs = {job.id: job for job in self._store.jobs.many([str(e.job) for e in events])}
+            of_jobs = [event for event in events if event.job in jobs]
+            words = [change_words(jobs[str(e.job)], e.kind, e.body) for e in of_jobs]
+            if words:
+                self.say(f"\n{' ' * 10}".join(words))
             seq = events[-1].seq if len(events) == _PAGE else last
         return seq
 

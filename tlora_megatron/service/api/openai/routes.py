@@ -108,6 +108,7 @@ async def _receive(service: Service, request: Request, caller: Caller) -> Upload
     """Streams a file to the disk and writes its row; keeps neither if one is refused."""
     limit = caller.limits.upload_bytes
     held = await service.read(service.store.uploads.bytes_of, caller.tenant)
+    await service.read(service.quota.check_disk, caller.tenant)
     besides = await service.read(service.quota.beside_uploads, caller.tenant, fresh=True)
     content_type = request.headers.get("content-type", "")
     try:
