@@ -25,6 +25,7 @@ from tlora_megatron.client.calls import (
     waits,
 )
 from tlora_megatron.client.values import Event, Job, Page, Submitted
+from tlora_megatron.config.job_rows import Acted, Action
 
 T = TypeVar("T")
 
@@ -72,11 +73,21 @@ class AsyncClient:
 
         return str(calls.file_id(await self._answer(send)))
 
-    async def jobs(self, states: Sequence[str] | None = None) -> AsyncIterator[Job]:
-        """All jobs of the tenant in these states (None: in any), the first submitted first."""
+    async def jobs(
+        self,
+        states: Sequence[str] | None = None,
+        tenant: str | None = None,
+        *,
+        disk: bool | None = None,
+    ) -> AsyncIterator[Job]:
+        """All jobs in these states (None: in any), the first submitted first.
+
+        Administrators may name another tenant than their own, or `*`. With `disk` jobs say what
+        they have on the service's disk.
+        """
         after: str | None = None
         while True:
-            page = await self.page(states, after=after, limit=calls.PAGE)
+            page = await self._send(calls.page(states, after, calls.PAGE, tenant=tenant, disk=disk))
             for job in page.jobs:
                 yield job
             after = page.next
@@ -109,6 +120,15 @@ class AsyncClient:
     async def resume(self, name: str) -> Job:
         """Asks to let a paused job go on."""
         return await self._send(calls.request_action(name, "resume"))
+
+    async def act(self, action: Action, jobs: Sequence[str]) -> Acted[Job]:
+        """Asks something of jobs by their ids, or removes them; each on its own."""
+        acted: Acted[Job] = Acted([], {})
+        for begin in range(0, len(jobs), calls.PAGE):
+            part = await self._send(calls.act(action, jobs[begin : begin + calls.PAGE]))
+            acted.jobs.extend(part.jobs)
+            acted.refused.update(part.refused)
+        return acted
 
     async def wait(self, name: str) -> Job:
         """The job of an id or a name when it is over."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote, urlsplit
 
 import httpx
@@ -22,12 +22,12 @@ import httpx
 from tlora_megatron.client.values import (
     Event,
     Job,
-    JobState,
     Page,
     ServiceError,
     Submitted,
     Unreachable,
 )
+from tlora_megatron.config.job_rows import Acted, Action, JobState, RequestedAction
 
 TOKEN_VARIABLE = "TLORA_TOKEN"
 TOKEN_FILE = "~/.tlora/token"
@@ -209,7 +209,6 @@ def given_up(address: str, error: Exception) -> Exception:
 
 
 T = TypeVar("T")
-RequestedAction = Literal["cancel", "pause", "resume"]
 Params = Mapping[str, str | int | bool | list[str]]
 PAGE = 1000
 """Jobs of a page where all are asked for."""
@@ -259,9 +258,16 @@ def submit(document: Mapping[str, Any] | str, key: str | None) -> Call[Submitted
 
 
 def page(
-    states: Sequence[str] | None, after: str | None, limit: int, *, newest_first: bool = False
+    states: Sequence[str] | None,
+    after: str | None,
+    limit: int,
+    *,
+    newest_first: bool = False,
+    **more: str | bool | None,
 ) -> Call[Page]:
+    """Asks for a page of jobs; `more` are parameters of the route."""
     params: dict[str, Any] = {"limit": limit, "counts": True}
+    params |= {name: value for name, value in more.items() if value is not None}
     if newest_first:
         params["newest_first"] = True
     if states is not None:
@@ -280,6 +286,12 @@ def request_action(name: str, asked: RequestedAction) -> Call[Job]:
     if asked == "cancel":
         return Call(method="DELETE", path=_path(name), read=_job)
     return Call(method="POST", path=_path(name, asked), read=_job)
+
+
+def act(action: Action, jobs: Sequence[str]) -> Call[Acted[Job]]:
+    """Asks something of many jobs, or removes them; each on its own."""
+    body = {"action": action, "jobs": list(jobs)}
+    return Call(method="POST", path="/v1/jobs/act", read=_acted, json=body)
 
 
 def view(name: str, params: Params | None = None) -> Call[dict[str, Any]]:
@@ -354,6 +366,11 @@ def _page(answer: httpx.Response) -> Page:
         counts={JobState(state): count for state, count in (body.get("counts") or {}).items()},
         served=bool(body.get("served", True)),
     )
+
+
+def _acted(answer: httpx.Response) -> Acted[Job]:
+    body = answer.json()
+    return Acted([Job.read(row) for row in body["jobs"]], body["refused"])
 
 
 def _job(answer: httpx.Response) -> Job:

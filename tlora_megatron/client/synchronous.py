@@ -25,6 +25,7 @@ from tlora_megatron.client.calls import (
     waits,
 )
 from tlora_megatron.client.values import Event, Job, Page, Submitted
+from tlora_megatron.config.job_rows import Acted, Action
 
 T = TypeVar("T")
 
@@ -83,11 +84,21 @@ class Client:
 
         return str(calls.file_id(self._answer(send)))
 
-    def jobs(self, states: Sequence[str] | None = None) -> Iterator[Job]:
-        """All jobs of the tenant in these states (None: in any), the first submitted first."""
+    def jobs(
+        self,
+        states: Sequence[str] | None = None,
+        tenant: str | None = None,
+        *,
+        disk: bool | None = None,
+    ) -> Iterator[Job]:
+        """All jobs in these states (None: in any), the first submitted first.
+
+        Administrators may name another tenant than their own, or `*`. With `disk` jobs say what
+        they have on the service's disk.
+        """
         after: str | None = None
         while True:
-            page = self.page(states, after=after, limit=calls.PAGE)
+            page = self._send(calls.page(states, after, calls.PAGE, tenant=tenant, disk=disk))
             yield from page.jobs
             after = page.next
             if after is None:
@@ -119,6 +130,15 @@ class Client:
     def resume(self, name: str) -> Job:
         """Asks to let a paused job go on."""
         return self._send(calls.request_action(name, "resume"))
+
+    def act(self, action: Action, jobs: Sequence[str]) -> Acted[Job]:
+        """Asks something of jobs by their ids, or removes them; each on its own."""
+        acted: Acted[Job] = Acted([], {})
+        for begin in range(0, len(jobs), calls.PAGE):
+            part = self._send(calls.act(action, jobs[begin : begin + calls.PAGE]))
+            acted.jobs.extend(part.jobs)
+            acted.refused.update(part.refused)
+        return acted
 
     def wait(self, name: str) -> Job:
         """The job of an id or a name when it is over."""

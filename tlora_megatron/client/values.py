@@ -8,9 +8,10 @@ import stat
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
+
+from tlora_megatron.config.job_rows import JobState, ShownJob
 
 
 class ServiceError(RuntimeError):
@@ -32,50 +33,8 @@ class Unreachable(RuntimeError):
     """The service did not answer, however often it was asked."""
 
 
-class JobState(StrEnum):
-    """Where a job stands."""
-
-    VALIDATING = "validating"
-    QUEUED = "queued"
-    STARTING = "starting"
-    RUNNING = "running"
-    SAVING = "saving"
-    MOVING = "moving"
-    PAUSED = "paused"
-    FINISHED = "finished"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-    @property
-    def is_over(self) -> bool:
-        """True of a job that will never train again."""
-        return self in (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class Job(ShownJob):
     """One job, as it was when it was asked for."""
-
-    id: str
-    name: str
-    state: JobState
-    wish: str | None
-    """What was asked and is not carried out yet: cancel, pause or resume."""
-    step: int
-    num_steps: int | None
-    tokens: int
-    loss: float | None
-    error: str | None
-    """Why it failed."""
-    gang: str | None
-    """The super-model that trains it."""
-    gang_epoch: int | None
-    submitted_at: float
-    started_at: float | None
-    ended_at: float | None
-    tenant: str | None = None
-    waits: str | None = None
-    """Why it is still in the queue."""
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> Self:

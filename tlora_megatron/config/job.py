@@ -216,6 +216,12 @@ class ServiceSpec:
         default=None,
         gt=0,
     )
+    keep_days: float | None = rule(
+        "days after the job's end when it is removed with all its files; never later than tlora "
+        "serve --keep-finished says; null: by that alone",
+        default=None,
+        ge=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

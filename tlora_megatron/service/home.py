@@ -23,8 +23,11 @@ DEFAULT = "~/.tlora"
 
 JOB_NAME = "job.json"
 """In a job's folder: its base and its document, as it was accepted."""
+ARCHIVES = "cache/archives"
+"""Zip files of jobs that were asked for over HTTP, the last ones."""
 LEASE_NAME = "lease.json"
 _JOB_ID = re.compile(r"j[0-9a-z]{1,31}")
+_REMAINDER = re.compile(r"\.j[0-9a-z]{1,31}\.[0-9a-f]{12}")
 _GANG = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 _UPLOAD = re.compile(r"file-[0-9a-f]{24}")
@@ -119,6 +122,26 @@ class Home:
         """The folder of a job; it may be missing, not misnamed (`ValueError`)."""
         return self.jobs / _checked(job_id, _JOB_ID, "id of a job")
 
+    def remove_job(self, job_id: str, part: str = "") -> None:
+        """Deletes a job's folder or a part of it, with its archives; a kill leaves a remainder."""
+        for archive in (self.root / ARCHIVES).glob(f"{job_id}-*.zip"):
+            archive.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            remove_folder(self.job(job_id) / part, self.jobs / f".{job_id}.{secrets.token_hex(6)}")
+
+    def remove_remainders(self) -> None:
+        """Deletes what is left of folders of jobs whose deletion was cut off."""
+        for name in filter(_REMAINDER.fullmatch, os.listdir(self.jobs)):
+            _delete(self.jobs / name)
+
+    def job_bytes(self, job_id: str) -> dict[str, int]:
+        """Bytes of each entry of a job's folder; links count for nothing."""
+        found = {}
+        with suppress(FileNotFoundError), os.scandir(self.job(job_id)) as entries:
+            for entry in entries:
+                found[entry.name] = _bytes_of(entry)
+        return found
+
     def gang(self, gang: str, epoch: int) -> Path:
         """The folder of a gang's epoch; it may be missing, not misnamed."""
         return self.gangs / f"{_checked(gang, _GANG, 'name of a gang')}-{int(epoch)}"
@@ -145,11 +168,31 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
-def remove_folder(folder: Path) -> None:
-    """Deletes a folder and all that is in it; nobody sees a half of it."""
-    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}")
+def remove_folder(folder: Path, aside: Path | None = None) -> None:
+    """Deletes a folder and all that is in it, but of a link what it leads to stays.
+
+    Nobody sees a half of it: it first gets another name, which `aside` may choose.
+    """
+    aside = aside or folder.with_name(f".{folder.name}.{secrets.token_hex(6)}")
     os.rename(folder, aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    _delete(aside)
+
+
+def _delete(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _bytes_of(entry: os.DirEntry[str]) -> int:
+    """Bytes of a file, or of all files below a folder; links count for nothing."""
+    try:
+        if not entry.is_dir(follow_symlinks=False):
+            return 0 if entry.is_symlink() else entry.stat().st_size
+        with os.scandir(entry) as inner:
+            return sum(map(_bytes_of, inner))
+    except FileNotFoundError:  # it is written or deleted meanwhile
+        return 0
 
 
 def write_lease(job_folder: Path, lease: Lease) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -142,6 +143,8 @@ class Settings:
     lease_s: float = 600.0
     """A gang stops writing when no controller has sent it anything for so long."""
     checkpoint_every_s: float = 60.0
+    keep_finished_s: float = math.inf
+    """A job is removed so long after its end, its checkpoints after a quarter of that time."""
     hang_s: float = 600.0
     """A gang with jobs that sends no event for so long is killed and started again."""
     stop_s: float = 300.0
@@ -162,6 +165,18 @@ class Settings:
     """Save and stop all gangs when the controller is to stop; else they train on."""
     end_gangs_s: float = 30.0
     decide_in_thread: bool = True
+    """What takes long, such as decisions and removals, runs on threads of its own."""
+
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def read_age_s(text: str, what: str) -> float:
+    """Seconds of an age such as 30d, 12h or 90m; raises `ConfigError` if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if found is None:
+        raise must(what, "be an age such as 30d, 12h or 90m", text)
+    return float(found[1]) * _UNITS_S[found[2]]
 
 
 _DAYS = 30.0

@@ -1,26 +1,33 @@
-"""`tlora cancel`, `pause`, `resume`, `adapters`, `logs`: acts on jobs, copies and tells of them."""
+"""`tlora cancel`, `pause`, `resume`, `rm`, `adapters`, `logs`: acts on jobs and tells of them."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.cli.service.in_folder import JobRow, RequestedAction, Row
+from tlora_megatron.cli.service.in_folder import JobRow, Row
 from tlora_megatron.cli.service.reaching import (
     Service,
     add_reach_argument,
+    add_state_argument,
+    check_states,
     find_jobs,
     reach_service,
 )
 from tlora_megatron.cli.tables import open_console
-from tlora_megatron.config.reader import must
-from tlora_megatron.service.rows import job_to_dict
+from tlora_megatron.config.job_rows import OVER, JobState, job_to_dict
+from tlora_megatron.config.reader import ConfigError, must
+from tlora_megatron.service.settings import read_age_s
 
-_WORDS: dict[RequestedAction, tuple[str, str]] = {
+_WORDS: dict[str, tuple[str, str]] = {
     "cancel": (
         "end jobs of a service before their time",
         "Ends jobs for good: the round under way ends, and they leave; their neighbours go on. "
@@ -35,41 +42,123 @@ _WORDS: dict[RequestedAction, tuple[str, str]] = {
         "let paused jobs of a service go on",
         "Puts paused jobs back into the queue; they go on at the step where they were saved.",
     ),
+    "rm": (
+        "remove jobs of a service that have ended, with their files",
+        "Removes jobs that have ended from all lists and deletes their folders. One that an "
+        "unfinished job names, or that a client uses in an open session, is refused.",
+    ),
 }
+_UNFINISHED = frozenset(JobState) - OVER
+_CHOSEN = {
+    "cancel": _UNFINISHED,
+    "pause": _UNFINISHED - {JobState.PAUSED},
+    "resume": frozenset({JobState.PAUSED}),
+    "rm": OVER,
+}
+"""States of the jobs that are chosen where `--state` names none."""
+_CHOICES = ("all", "states", "tenant", "pattern", "older_than")
+_MOST_LINES = 20
 
 
 def add_parser(commands: Any) -> None:
-    for action, (short, long) in _WORDS.items():
+    for command, (short, long) in _WORDS.items():
+        choice = "--state failed --older-than 30d" if command == "rm" else "--name 'sweep-*'"
         parser = commands.add_parser(
-            action,
+            command,
             help=short,
-            description=long,
-            epilog=(
-                f"examples:\n  tlora {action} mirror\n  tlora {action} mirror sums --service DIR\n"
-            ),
+            description=f"{long} Each job is asked on its own: one that refuses leaves the others "
+            "alone.",
+            epilog=f"examples:\n  tlora {command} mirror\n  tlora {command} {choice} --dry-run\n",
         )
-        parser.add_argument("names", nargs="+", metavar="NAME", help="name or id of a job")
+        parser.add_argument("names", nargs="*", metavar="NAME", help="name or id of a job")
+        parser.add_argument("--all", action="store_true", help="all jobs for which it is possible")
+        add_state_argument(parser)
+        parser.add_argument("--tenant", metavar="T", help="only jobs of this tenant")
+        parser.add_argument(
+            "--name", dest="pattern", metavar="GLOB", help="only jobs of such names, as in 'a-*'"
+        )
+        parser.add_argument(
+            "--older-than", metavar="AGE", help="only jobs that ended, or came, before: 30d, 12h"
+        )
+        if command == "rm":
+            parser.add_argument(
+                "--checkpoints-only",
+                action="store_const",
+                dest="action",
+                const="remove_checkpoints",
+                help="delete what jobs could go on from; adapters, metrics and the jobs stay",
+            )
+        parser.add_argument("--dry-run", action="store_true", help="only show which jobs it is")
+        parser.add_argument("--yes", action="store_true", help="do not ask about chosen jobs")
         add_reach_argument(parser)
         parser.add_argument("--json", action="store_true", help="print the jobs as JSON")
-        parser.set_defaults(command=partial(run, action))
+        parser.set_defaults(command=partial(run, command))
+        parser.set_defaults(action="remove" if command == "rm" else command)
 
 
-def run(action: RequestedAction, args: argparse.Namespace) -> int:
+def run(command: str, args: argparse.Namespace) -> int:
+    """Does it to each job by itself; raises `ConfigError` at the end for those that refused."""
+    is_choice = any(getattr(args, name) for name in _CHOICES)
+    if is_choice == bool(args.names):
+        rule = "be given, or be chosen by --state, --tenant, --name, --older-than or --all"
+        raise must("NAME...", rule, "both" if is_choice else "neither")
     with reach_service(args) as service:
-        asked = service.request_action(find_jobs(service, args.names), action)
+        jobs: Sequence[JobRow] = find_jobs(service, args.names)
+        if is_choice:
+            jobs = _chosen(service, command, args)
+        refused: Mapping[str, str] = {}
+        if not args.dry_run and (not is_choice or args.yes or _agreed(command, len(jobs))):
+            jobs, refused = service.act(args.action, jobs)
+        elif not args.dry_run:
+            return 1
         if args.json:
-            print(json.dumps([job_to_dict(job) for job in asked], indent=2))
+            print(json.dumps([job_to_dict(job) for job in jobs], indent=2))
         else:
-            _tell(service, action, asked)
+            _tell(service, command, jobs, args)
+    if refused:
+        told = list(refused.values())[:_MOST_LINES]
+        all_jobs = len(refused) + len(jobs)
+        first = [f"{len(refused):,} of {all_jobs:,} jobs refused:"] if all_jobs > 1 else []
+        raise ConfigError("\n".join([*first, *told]))
     return 0
 
 
-def _tell(service: Service, action: str, jobs: list[JobRow]) -> None:
+def _chosen(service: Service, command: str, args: argparse.Namespace) -> list[JobRow]:
+    """The jobs that all options let through."""
+    states = check_states(args.states) or [str(state) for state in _CHOSEN[command]]
+    found = [
+        job
+        for job in service.all(states, args.tenant)
+        if fnmatchcase(job.name, args.pattern or "*")
+    ]
+    if args.older_than is None:
+        return found
+    before = time.time() - read_age_s(args.older_than, "--older-than")
+    return [job for job in found if (job.ended_at or job.submitted_at) < before]
+
+
+def _agreed(command: str, count: int) -> bool:
+    """Asks before many jobs are met at once; refuses where nobody can answer."""
+    if not count:
+        return True
+    if not sys.stdin.isatty():
+        raise must("--yes", f"be given to {command} {count:,} chosen jobs", "no terminal to ask at")
+    return input(f"{command} {count:,} jobs? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _tell(service: Service, command: str, jobs: Sequence[JobRow], args: argparse.Namespace) -> None:
     console = open_console()
-    for job in jobs:
-        told = f"{action} asked; it is" if job.wish == action else "nothing to resume: it is"
-        console.print(f"{job.name} ({job.id}): {told} {job.state}")
-    if not service.is_served:
+    done = {"remove": "removed", "remove_checkpoints": "its checkpoints are deleted"}
+    for job in jobs[:_MOST_LINES]:
+        told = f"{command} asked; it is {job.state}"
+        if args.dry_run:
+            told = f"would be asked to {command}; it is {job.state}"
+        elif job.wish != command:
+            told = done.get(args.action, f"nothing to resume: it is {job.state}")
+        console.print(f"{job.name} ({job.id}): {told}")
+    if len(jobs) > _MOST_LINES or not jobs:
+        console.print(f"{len(jobs):,} jobs in all")
+    if command != "rm" and not service.is_served:
         console.print(
             f"no controller runs: it is done when one does: {service.how_to_serve}", style="yellow"
         )

@@ -124,9 +124,9 @@ class Board:
         last = self._store.events.last()
         while seq < last:
             events = self._store.events.after(seq, kinds=_CHANGES, limit=_PAGE)
+            jobs = {job.id: job for job in self._store.jobs.many([str(e.job) for e in events])}
             for event in events:
-                if event.job is not None:
-                    job = self._store.jobs.get(event.job)
+                if (job := jobs.get(str(event.job))) is not None:
                     words = change_words(job, event.kind, event.body)
                     self.say(words, job=job.id, name=job.name, tenant=job.tenant)
             seq = events[-1].seq if len(events) == _PAGE else last

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tlora_megatron.cli.tables import open_console, refuse_duplicates
+from tlora_megatron.config.job_rows import Acted, Action, JobState
 from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.service import home as homes
 
@@ -25,9 +26,7 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter"
 ONE_BY_ONE = "submit the files one by one, each with its own --set name=NAME"
-_PAGE = 1000
 _NO_LINK = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-RequestedAction = Literal["cancel", "pause", "resume"]
 Row = dict[str, Any]
 JobRow: TypeAlias = "Job | ClientJob"
 """A job as commands show it."""
@@ -87,7 +86,8 @@ class FolderService:
 
         for look in (self.store.jobs.find, self.store.jobs.get):
             with suppress(NotFound, UnicodeEncodeError):  # the second: bytes that are no text
-                return look(name)
+                if (found := look(name)).removed_at is None:
+                    return found
         others = [job for job in self.all(None) if job.name == name]
         remedy = " or ".join(f"{job.id}, which is {job.tenant}'s" for job in others[-3:])
         raise missing_job(name, remedy and f"take the id {remedy}")
@@ -96,18 +96,14 @@ class FolderService:
         """The jobs of these ids, as they are now."""
         return [self.store.jobs.get(job) for job in jobs]
 
-    def all(self, states: Sequence[str] | None) -> Iterator[Job]:
+    def all(self, states: Sequence[str] | None, tenant: str | None = None) -> Iterator[Job]:
         """All jobs in these states (None: in any), the first submitted first."""
-        from tlora_megatron.service.store import JobState
-
         wanted = None if states is None else [JobState(state) for state in states]
-        after = 0
-        while True:
-            page = self.store.jobs.page(states=wanted, after=after, limit=_PAGE)
-            yield from page
-            if len(page) < _PAGE:
-                return
-            after = page[-1].number
+        return self.store.jobs.each(wanted, tenant)
+
+    def disk(self, states: Sequence[str] | None) -> Iterator[tuple[JobRow, Mapping[str, int]]]:
+        """Jobs, and the bytes of each entry of their folders."""
+        return ((job, self.home.job_bytes(job.id)) for job in self.all(states))
 
     def why(self, jobs: Sequence[JobRow]) -> Mapping[str, str]:
         """Id -> why a job is still in the queue, of those of which it is known."""
@@ -122,10 +118,11 @@ class FolderService:
         """The number of the last event."""
         return self.store.events.last()
 
-    def request_action(self, jobs: Sequence[JobRow], action: RequestedAction) -> list[JobRow]:
-        """Notes the action for all jobs or for none."""
-        with self.store.transaction():
-            return [self.store.jobs.request_action(job.id, action, by="tlora") for job in jobs]
+    def act(self, action: Action, jobs: Sequence[JobRow]) -> Acted[Any]:
+        """Asks something of jobs, or removes them; each on its own."""
+        from tlora_megatron.service.removal import act_on
+
+        return act_on(self.home, self.store, action, [job.id for job in jobs], "tlora")
 
     def history(self, job: JobRow, *, follow: bool) -> Iterator[Row]:
         """The events of a job and its steps."""

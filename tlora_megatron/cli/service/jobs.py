@@ -6,24 +6,28 @@ import argparse
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from tlora_megatron.cli.service.in_folder import JobRow
-from tlora_megatron.cli.service.reaching import Service, add_reach_argument, reach_service
+from tlora_megatron.cli.service.reaching import (
+    Service,
+    add_reach_argument,
+    add_state_argument,
+    check_states,
+    reach_service,
+)
 from tlora_megatron.cli.tables import make_table, open_console
-from tlora_megatron.config.reader import must, nearest
-from tlora_megatron.service.rows import job_to_dict
-
-if TYPE_CHECKING:
-    from tlora_megatron.service.store import JobState
-
+from tlora_megatron.config.job_rows import JobState, job_to_dict
+from tlora_megatron.config.reader import must
 
 STATE_STYLE = {
     "finished": "green",
@@ -59,8 +63,6 @@ def _cells(job: JobRow, now_s: float) -> tuple[str, ...]:
 
 def count_words(counts: Mapping[JobState, int]) -> str:
     """How many jobs are in which state: `10 queued, 2 running, 5 finished`."""
-    from tlora_megatron.service.store import JobState
-
     found = ((state, counts.get(state, 0)) for state in JobState)
     return ", ".join(f"{count:,} {state}" for state, count in found if count) or "no jobs"
 
@@ -110,15 +112,11 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
     )
     parser.add_argument("--all", action="store_true", help="also those that have ended")
-    parser.add_argument(
-        "--state",
-        action="append",
-        default=[],
-        dest="states",
-        metavar="S",
-        help="only jobs in this state (repeatable): queued, running, failed, ...",
-    )
+    add_state_argument(parser)
     parser.add_argument("--watch", action="store_true", help="show changes until Ctrl-C")
+    parser.add_argument(
+        "--disk", action="store_true", help="show what jobs have on the disk, the largest first"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_reach_argument(parser)
     parser.set_defaults(command=run)
@@ -130,7 +128,9 @@ def run(args: argparse.Namespace) -> int:
         raise must("--watch", "be given without --json", True, "`tlora logs -f --json` follows")
     with reach_service(args) as service:
         states = _states(args)
-        if args.watch:
+        if args.disk:
+            _show_disk(service.disk(states), args)
+        elif args.watch:
             _watch(service, states, args)
         elif args.json:
             document = {
@@ -145,16 +145,30 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _show_disk(found: Iterable[tuple[JobRow, Mapping[str, int]]], args: argparse.Namespace) -> None:
+    """A row a job: bytes of its checkpoints, its adapter and all else; then the sum by tenant."""
+    rows = sorted(found, key=lambda row: -sum(row[1].values()))
+    if args.json:
+        jobs = [{**job_to_dict(job), "tenant": job.tenant, "disk": size} for job, size in rows]
+        print(json.dumps({"jobs": jobs}, indent=2))
+        return
+    sizes = ("checkpoints", "adapter", "other", "all")
+    table = make_table("job", "id", "tenant", "state", *sizes, right=sizes)
+    tenants: Counter[str] = Counter()
+    for job, size in rows:
+        total, parts = sum(size.values()), [size.get(name, 0) for name in sizes[:2]]
+        tenants[str(job.tenant)] += total
+        if table.row_count < _MOST_ROWS:
+            words = [decimal(count) for count in (*parts, total - sum(parts), total)]
+            table.add_row(job.name, job.id, job.tenant, state_words(job), *words)
+    told = (f"{tenant}: {decimal(total)}" for tenant, total in tenants.most_common())
+    open_console().print(table, Text("\n".join(told), style="dim"), soft_wrap=False)
+
+
 def _states(args: argparse.Namespace) -> list[str] | None:
     """The states that are asked for; None: all."""
-    from tlora_megatron.service.store import JobState
-
-    names = [str(state) for state in JobState]
-    for given in args.states:
-        if given not in names:
-            raise must("--state", f"be one of {', '.join(names)}", given, nearest(given, names))
     if args.states:
-        return list(args.states)
+        return check_states(args.states)
     return None if args.all else [str(state) for state in JobState if not state.is_over]
 
 

@@ -15,7 +15,6 @@ from tlora_megatron.cli.service.in_folder import (
     Accepted,
     FolderService,
     JobRow,
-    RequestedAction,
     Row,
     add_service_argument,
     is_address,
@@ -24,12 +23,14 @@ from tlora_megatron.cli.service.in_folder import (
     warn,
 )
 from tlora_megatron.cli.tables import refuse_duplicates
+from tlora_megatron.config.job_rows import Acted, Action, JobState
 from tlora_megatron.config.load import SECTIONS
 from tlora_megatron.config.reader import (
     ConfigError,
     apply_override,
     merge,
     must,
+    nearest,
     read_document,
     unknown,
 )
@@ -167,8 +168,11 @@ class HttpService:
         found = self._newest(set(jobs))
         return [found[job] for job in jobs]
 
-    def all(self, states: Sequence[str] | None) -> Iterator[JobRow]:
-        return self._client.jobs(states)
+    def all(self, states: Sequence[str] | None, tenant: str | None = None) -> Iterator[JobRow]:
+        return self._client.jobs(states, tenant)
+
+    def disk(self, states: Sequence[str] | None) -> Iterator[tuple[JobRow, Mapping[str, int]]]:
+        return ((job, job.disk or {}) for job in self._client.jobs(states, disk=True))
 
     def why(self, jobs: Sequence[JobRow]) -> Mapping[str, str]:
         return {job.id: why for job in jobs if (why := getattr(job, "waits", None))}
@@ -181,20 +185,8 @@ class HttpService:
         unfinished = [(job.id, job.state) for job in self._client.jobs() if not job.state.is_over]
         return unfinished, self.counts()
 
-    def request_action(self, jobs: Sequence[JobRow], action: RequestedAction) -> list[JobRow]:
-        """Asks for each job in turn; for none if one of them is over."""
-        for job in jobs:
-            if job.state.is_over:
-                raise ConfigError(
-                    f"job {job.name!r} ({job.id}) must be unfinished to {action}, got one that is "
-                    f"{job.state}"
-                )
-        ask = {
-            "cancel": self._client.cancel,
-            "pause": self._client.pause,
-            "resume": self._client.resume,
-        }[action]
-        return [ask(job.id) for job in jobs]
+    def act(self, action: Action, jobs: Sequence[JobRow]) -> Acted[Any]:
+        return self._client.act(action, [job.id for job in jobs])
 
     def history(self, job: JobRow, *, follow: bool) -> Iterator[Row]:
         for event in self._client.events(job.id, follow=follow):
@@ -243,6 +235,27 @@ def add_reach_argument(parser: argparse.ArgumentParser) -> None:
     add_service_argument(
         parser, also="or its address, http://HOST:PORT, with a token in TLORA_TOKEN"
     )
+
+
+def add_state_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds `--state` for a command that chooses jobs."""
+    parser.add_argument(
+        "--state",
+        action="append",
+        default=[],
+        dest="states",
+        metavar="S",
+        help="only jobs in this state (repeatable): queued, running, failed, ...",
+    )
+
+
+def check_states(given: Sequence[str]) -> list[str]:
+    """The states that `--state` names, or a `ConfigError`."""
+    names = [str(state) for state in JobState]
+    for state in given:
+        if state not in names:
+            raise must("--state", f"be one of {', '.join(names)}", state, nearest(state, names))
+    return list(given)
 
 
 @contextmanager

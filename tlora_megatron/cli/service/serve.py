@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import signal
 import threading
@@ -25,6 +26,7 @@ from tlora_megatron.service.settings import (
     declare_bases,
     keep_sessions_s,
     passed_on_words,
+    read_age_s,
 )
 
 if TYPE_CHECKING:
@@ -194,6 +196,13 @@ def add_parser(commands: Any) -> None:
         "(default: 60)",
     )
     parser.add_argument(
+        "--keep-finished",
+        metavar="AGE",
+        help="remove jobs with all their files so long after their ends, and their checkpoints "
+        "after a quarter of that time: 30d, 12h; service.keep_days of a job may be shorter "
+        "(default: keep them)",
+    )
+    parser.add_argument(
         "--leave-gangs",
         action="store_true",
         help="let jobs train on when the controller is stopped; the next one takes them up",
@@ -216,6 +225,8 @@ def run(args: argparse.Namespace) -> int:
         raise must("--prepare-processes", "be at least 1", args.prepare_processes)
     if not args.checkpoint_every > 0:
         raise must("--checkpoint-every", "be above 0 seconds", args.checkpoint_every)
+    kept = args.keep_finished
+    keep_finished_s = math.inf if kept is None else read_age_s(kept, "--keep-finished")
     if args.data_root is not None and not Path(args.data_root).is_dir():
         raise must("--data-root", "be an existing folder", args.data_root)
     settings = Settings(
@@ -225,6 +236,7 @@ def run(args: argparse.Namespace) -> int:
         prepare_processes=args.prepare_processes,
         checkpoint_every_s=args.checkpoint_every,
         end_gangs=not args.leave_gangs,
+        keep_finished_s=keep_finished_s,
     )
     check_hardware(settings)
     check_http(args)

@@ -31,6 +31,7 @@ _LIMITS = {
     "gpus": (int, "GPUs that its training jobs ask for together"),
     "jobs": (int, "unfinished jobs"),
     "upload_bytes": (int, "bytes of its files and of its models' requests"),
+    "disk_bytes": (int, "bytes of its files and of the folders of its jobs"),
     "requests_per_s": (float, "requests a second"),
 }
 

@@ -123,8 +123,8 @@ MEASURED_S = 15.0
 class Quota:
     """Holds tenants to the bytes that they may have; may be used by several threads."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, home: Home) -> None:
+        self._store, self._home = store, home
         self._measures: list[Callable[[str], int]] = []
         self._guard = threading.Lock()
         self._known: dict[str, tuple[float, int]] = {}
@@ -144,6 +144,19 @@ class Quota:
         with self._guard:
             self._known[tenant] = now_s, size
         return size
+
+    def check_disk(self, tenant: str) -> None:
+        """Refuses more where a tenant has as many bytes on the disk as it may (`OverLimit`)."""
+        most = self._store.tenants.limits(tenant).disk_bytes
+        if most is None:
+            return
+        sizes = (self._home.job_bytes(job.id) for job in self._store.jobs.each(tenant=tenant))
+        held = self._store.uploads.bytes_of(tenant) + sum(sum(size.values()) for size in sizes)
+        if held >= most:
+            raise OverLimit(
+                f"the files and jobs of a tenant must have less than {most:,} bytes on the disk, "
+                f"got {held:,}: remove jobs that have ended, or their checkpoints (`tlora rm`)"
+            )
 
     def check(self, tenant: str, size: int) -> None:
         """Refuses bytes for which a tenant has no room (`OverLimit`)."""
@@ -192,7 +205,7 @@ class Service:
     _served: tuple[float, bool] = (float("-inf"), False)
 
     def __post_init__(self) -> None:
-        self.quota = Quota(self.store)
+        self.quota = Quota(self.store, self.home)
 
     @classmethod
     def of(cls, home: Home, store: Store, **settings: Any) -> Service:

@@ -165,7 +165,7 @@ class References:
             job = self._store.jobs.get(match[1])
         except NotFound:
             job = None
-        if job is None or job.tenant != self._tenant:
+        if job is None or job.tenant != self._tenant or job.removed_at is not None:
             raise must(what, "be in the folder of one of your jobs, as jobs/ID/adapter", value)
         path = self._home.job(job.id).joinpath(*match[2].split("/")[1:])
         # Links are followed nowhere; a published name, which is one of ours, stands for its folder.
@@ -248,6 +248,7 @@ async def submit(
     """
     if key is not None and (not key.isprintable() or not 0 < len(key.strip()) <= _LONGEST_KEY):
         raise must("Idempotency-Key", f"be 1 to {_LONGEST_KEY} characters of text", key)
+    await service.read(service.quota.check_disk, caller.tenant)
     new, notes = await service.read(_read, service, caller, document, key, asked)
     most = caller.limits.jobs
 

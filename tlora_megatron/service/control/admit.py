@@ -17,10 +17,10 @@ from tlora_megatron.service.control.records import (
 )
 from tlora_megatron.service.prepare.pool import PreparePool
 from tlora_megatron.service.prepare.submission import Outcome, Refused
-from tlora_megatron.service.store import Event, JobState
+from tlora_megatron.service.store import Event, Job, JobState
 
 _KINDS = ("submitted", "wished")
-_PAGE = 100
+_EVENTS, _PAGE = 500, 100
 """Events and outcomes taken in at a time, so that gangs are never kept waiting for long."""
 
 
@@ -38,21 +38,34 @@ class Admission:
         last = self._context.store.events.last()
         events: Sequence[Event] = ()
         if self._seen < last:
-            events = self._context.store.events.after(self._seen, kinds=_KINDS, limit=_PAGE)
+            events = self._context.store.events.after(self._seen, kinds=_KINDS, limit=_EVENTS)
             jobs = dict.fromkeys(event.job for event in events if event.job is not None)
-            for job in jobs:
-                self._news(job)
-            self._seen = events[-1].seq if len(events) == _PAGE else last
-        self._is_full = len(events) == _PAGE
+            if jobs:
+                with self._context.store.transaction():
+                    rows = self._context.store.jobs.many(list(jobs))
+                    known = self._context.state.jobs
+                    asked = [row.id for row in rows if row.wish == "cancel" and row.id in known]
+                    waiting = {job: known[job] for job in asked if not known[job].state.is_live}
+                    self._cancel(list(waiting.values()))
+                    for row in rows:
+                        if row.id not in waiting:
+                            self._news(row)
+            self._seen = events[-1].seq if len(events) == _EVENTS else last
+        self._is_full = len(events) == _EVENTS
         self._take_outcomes()
 
     @property
     def has_more(self) -> bool:
         return self._is_full or bool(self._outcomes)
 
-    def _news(self, job: str) -> None:
-        row = self._context.store.jobs.get(job)
-        live = self._context.state.jobs.get(job)
+    def _cancel(self, waiting: Sequence[LiveJob]) -> None:
+        """Cancels jobs that no gang has, together: thousands may be asked at once."""
+        self._context.cancel_waiting(waiting)
+        for live in waiting:
+            self._validator.forget(live.id)
+
+    def _news(self, row: Job) -> None:
+        live = self._context.state.jobs.get(row.id)
         if live is None:
             if row.state.is_over:
                 return
@@ -61,8 +74,7 @@ class Admission:
             self.take(live)
         live.requested = row.wish
         if live.requested is not None and not live.state.is_over:
-            with self._context.store.transaction():
-                self.fulfil(live)
+            self.fulfil(live)
 
     def take(self, live: LiveJob) -> None:
         """Validates a job that is new or was being validated."""
@@ -98,8 +110,7 @@ class Admission:
             if not context.state.is_held(live):
                 context.vacate(live, why=f"{live.requested} before a gang had it")
         elif live.requested == "cancel":
-            self._validator.forget(live.id)
-            context.change(live, JobState.CANCELLED, why="cancelled")
+            self._cancel([live])
         elif live.state is JobState.QUEUED:
             context.state.withdraw(live, context.clock())
             context.note_pause(live)

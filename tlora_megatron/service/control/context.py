@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from tlora_megatron.service.engines.protocol import GangEngine
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import Command, CommandKind, GangSpec
 from tlora_megatron.service.settings import Settings
-from tlora_megatron.service.store import GangState, JobState, Progress, Store
+from tlora_megatron.service.store import GangState, Job, JobState, Progress, Store
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,17 @@ class Context:
     ) -> None:
         """Changes a job's state in store and state; one that is over leaves the state."""
         row = self.store.jobs.change(live.id, to, release=release, why=why, **fields)
+        self._changed(live, row)
+
+    def cancel_waiting(self, jobs: Sequence[LiveJob]) -> None:
+        """Cancels jobs that no gang has."""
+        rows = {row.id: row for row in self.store.jobs.cancel_waiting([live.id for live in jobs])}
+        for live in jobs:
+            self._changed(live, rows[live.id])
+
+    def _changed(self, live: LiveJob, row: Job) -> None:
         live.state, live.requested, live.started_at = row.state, row.wish, row.started_at
-        if to.is_over:
+        if live.state.is_over:
             self.progress.pop(live.id, None)
             self.state.withdraw(live, self.clock())
             self.state.remove(live)

@@ -207,6 +207,8 @@ class Controller:
         """Time until the next look at engine and store; longer where there is neither job nor gang:
         whoever submits then waits seconds for a gang."""
         state = self.context.state
+        if self._admission.has_more:
+            return 0.0
         return self.context.settings.poll_s if state.jobs or state.gangs else _IDLE_POLL_S
 
     def _flush(self, now_s: float) -> None:

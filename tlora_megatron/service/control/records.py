@@ -39,7 +39,8 @@ _KEPT = {"gpus": "num_gpus"} | {
     name: name
     for name in (
         *("max_slowdown", "priority", "alone", "deaths", "trial_saves", "was_tried"),
-        *("failed_saves", "saves_soon", "checkpoint_every_s", "pause"),
+        *("failed_saves", "saves_soon", "checkpoint_every_s", "keep_days"),
+        "pause",
     )
 }
 """Key of a row's schedule -> field of `LiveJob`; what is not kept has the field's default."""
@@ -89,6 +90,8 @@ class LiveJob:
     """Its last gang died with it: the next one saves it soon."""
     checkpoint_every_s: float | None = None
     """None: as the service's settings say."""
+    keep_days: float | None = None
+    """Days for which it is kept after its end; None: as the service's settings say."""
     pause: Mapping[str, Any] | None = None
     """Where and until when it comes back after a decision has paused it, as its row keeps it."""
     priced: Job | None = None

@@ -6,7 +6,9 @@ lets jobs of lost gangs wait, and posts commands again.
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -18,8 +20,11 @@ from tlora_megatron.service.control.pricing import DAY_S, Machines
 from tlora_megatron.service.control.records import GangMember, LiveGang, LiveJob, live_job, plan_of
 from tlora_megatron.service.control.state import SchedulerState
 from tlora_megatron.service.messages import Command
-from tlora_megatron.service.store import Gang, GangState, JobState, Snapshot
+from tlora_megatron.service.removal import tidy
+from tlora_megatron.service.store import Gang, GangState, JobState, Snapshot, StoreError
 from tlora_megatron.service.store.leases import MARGIN_S
+
+logger = logging.getLogger(__name__)
 
 _STATES: Mapping[GangState, Literal["starting", "running", "stopping"]] = {
     GangState.STARTING: "starting",
@@ -193,8 +198,26 @@ class Watchdog:
         if now_s >= self._tidied_s + _TIDY_S:
             has_more = context.store.events.forget_old()
             self._tidied_s = -math.inf if has_more else now_s
+            if not has_more:
+                self._tidy()
         self._executor.renew()
         return self._machines()
+
+    def _tidy(self) -> None:
+        """Removes old jobs, on a thread: deleting gigabytes takes seconds."""
+        context = self._context
+
+        def run() -> None:
+            try:
+                keep_s = context.settings.keep_finished_s
+                tidy(context.home, context.store, keep_s, context.clock())
+            except (StoreError, OSError) as error:
+                logger.warning("old jobs stay for another hour: %s", error)
+
+        thread = threading.Thread(target=run, name="tidy", daemon=True)
+        thread.start()
+        if not context.settings.decide_in_thread:
+            thread.join()
 
     def _check(self, gang: LiveGang, now_s: float) -> None:
         settings = self._context.settings

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict, Unpack
 
-from sqlalchemy import ColumnElement, Connection, bindparam, desc, func, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Text,
+    bindparam,
+    cast,
+    desc,
+    func,
+    or_,
+    select,
+    update,
+)
 
+from tlora_megatron.config.job_rows import Acted
 from tlora_megatron.service.store import tables
 from tlora_megatron.service.store.database import Part
 from tlora_megatron.service.store.leases import end_lease
@@ -24,6 +36,10 @@ from tlora_megatron.service.store.states import (
 from tlora_megatron.service.store.submitting import insert_jobs
 
 _JOB = tables.job.c
+_THERE = _JOB.removed_at.is_(None)
+_PAGE = 1000
+_NAMES_FOLDERS = ("/jobs/j", 'init_from":"', 'resume_from":"')
+"""In documents of jobs that may need folders of others; they are written without blanks."""
 
 
 class JobFields(TypedDict, total=False):
@@ -32,7 +48,6 @@ class JobFields(TypedDict, total=False):
     document: Mapping[str, Any]
     schedule: Mapping[str, Any]
     stats: Mapping[str, Any] | None
-    folder: str | None
     step: int
     num_steps: int | None
     tokens: int
@@ -138,31 +153,107 @@ class Jobs(Part):
         self._database.execute(query.values(values), rows)
 
     def request_action(self, job: str, action: RequestedAction, *, by: str = "") -> Job:
-        """Notes what a user wants of a job; a controller carries it out.
+        """Notes what a user wants of a job; raises `IllegalChange` if it refuses."""
+        acted = self.request_actions([job], action, by=by)
+        if acted.refused:
+            self.get(job)
+            raise IllegalChange(acted.refused[job])
+        return acted.jobs[0]
 
-        A job that is neither paused nor about to be cannot be resumed: it stays as it is.
+    def request_actions(
+        self, jobs: Sequence[str], action: RequestedAction, *, by: str = ""
+    ) -> Acted[Job]:
+        """Notes what a user wants of jobs; a controller carries it out.
 
-        Raises:
-            IllegalChange: if the job is over, or is to be cancelled already.
+        A job that is neither paused nor about to be cannot be resumed: it stays as it is. One that
+        is over, or is to be cancelled already, refuses.
         """
+
+        def why_not(job: Job) -> str | None:
+            if job.state.is_over:
+                return f"be unfinished to {action}, got one that is {job.state}"
+            if job.wish == "cancel" != action:
+                return f"not be on its way to being cancelled to {action}, got one that is"
+            return None
+
+        def is_new(job: Job) -> bool:
+            is_held = job.state is JobState.PAUSED or job.wish is not None
+            return job.wish != action and (action != "resume" or is_held)
+
+        body = {"wish": action, "by": by}
+        return self._ask(jobs, "wished", lambda _: body, why_not, is_new, wish=action)
+
+    def remove(
+        self, jobs: Sequence[str], *, needed: Mapping[str, str], by: str = "", part: str = ""
+    ) -> Acted[Job]:
+        """Takes jobs that have ended out of all lists: their folders may go now.
+
+        Args:
+            needed: id of a job -> what needs its folder; it refuses.
+            part: what may go of their folders while the jobs stay; empty: the jobs.
+        """
+
+        def why_not(job: Job) -> str | None:
+            if not job.state.is_over:
+                return f"have ended to be removed, got one that is {job.state}"
+            if job.id in needed:
+                return f"be needed by nothing to be removed, got one that {needed[job.id]}"
+            return None
+
+        body = {"part": part, "by": by}
+        values = {} if part else {"removed_at": self._database.clock()}
+        is_there = lambda job: job.removed_at is None  # noqa: E731
+        return self._ask(jobs, "removed", lambda _: body, why_not, is_there, **values)
+
+    def cancel_waiting(self, jobs: Sequence[str]) -> list[Job]:
+        """Cancels jobs that no gang has, each as `change` would."""
+
+        def why_not(job: Job) -> str | None:
+            _check_change(job, JobState.CANCELLED, released=False)
+            return None
+
+        def body(job: Job) -> dict[str, Any]:
+            return {"from": job.state.value, "to": "cancelled", "why": "cancelled"}
+
+        now = self._database.clock()
+        values = {"state": JobState.CANCELLED, "changed_at": now, "ended_at": now, "wish": None}
+        return self._ask(jobs, "state", body, why_not, lambda _: True, **values).jobs
+
+    def _ask(
+        self,
+        jobs: Sequence[str],
+        kind: str,
+        body: Callable[[Job], dict[str, Any]],
+        why_not: Callable[[Job], str | None],
+        is_new: Callable[[Job], bool],
+        **values: Any,
+    ) -> Acted[Job]:
+        """Sets columns of jobs that do not refuse, with an event each where that is new."""
+        now = self._database.clock()
         with self._database.write() as connection:
-            found = tables.job_of(connection, job)
-            if found.state.is_over:
-                raise IllegalChange(
-                    f"job {found.name!r} ({job}) must be unfinished to {action}, got one that is "
-                    f"{found.state}"
-                )
-            is_held = found.state is JobState.PAUSED or found.wish is not None
-            if found.wish == action or (action == "resume" and not is_held):
-                return found
-            if found.wish == "cancel":
-                raise IllegalChange(
-                    f"job {found.name!r} ({job}) must not be on its way to being cancelled to "
-                    f"{action}, got one that is"
-                )
-            now = self._database.clock()
-            tables.record(connection, now, "wished", job=job, body={"wish": action, "by": by})
-            return _set(connection, found, {"wish": action}, {})
+            found = {job.id: job for job in self.many(jobs)}
+            missing = {job: str(tables.missing_job(job)) for job in jobs if job not in found}
+            acted: Acted[Job] = Acted([], missing)
+            events = []
+            for job in found.values():
+                if (why := why_not(job)) is not None:
+                    acted.refused[job.id] = f"job {job.name!r} ({job.id}) must {why}"
+                elif not is_new(job):
+                    acted.jobs.append(job)
+                else:
+                    events.append({"at": now, "job": job.id, "kind": kind, "body": body(job)})
+                    acted.jobs.append(replace(job, **values))
+            for part in tables.in_parts(events):
+                of = [event["job"] for event in part]
+                if values:
+                    connection.execute(update(tables.job).where(_JOB.id.in_(of)).values(**values))
+                connection.execute(tables.event.insert(), part)
+        return acted
+
+    def removed(self) -> set[str]:
+        """Ids of the jobs that were removed."""
+        with self._database.read() as connection:
+            return set(connection.scalars(select(_JOB.id).where(~_THERE)))
 
     def clear_wish(self, job: str, expected: RequestedAction) -> bool:
         """Clears a requested action that is carried out; False if it is another by now."""
@@ -170,7 +261,7 @@ class Jobs(Part):
         return self._database.execute(query) == 1
 
     def get(self, job: str) -> Job:
-        """The job of an id; raises `NotFound` if there is none."""
+        """The job of an id, also if it was removed; raises `NotFound` if there is none."""
         with self._database.read() as connection:
             return tables.job_of(connection, job)
 
@@ -184,7 +275,7 @@ class Jobs(Part):
 
     def find(self, text: str, *, tenant: str = "local") -> Job:
         """The tenant's job of an id, or the unfinished, else newest, one of a name."""
-        mine = tables.query_of(Job).where(_JOB.tenant == tenant)
+        mine = tables.query_of(Job).where(_JOB.tenant == tenant, _THERE)
         named = mine.where(_JOB.name == text)
         queries = (
             mine.where(_JOB.id == text),
@@ -201,6 +292,7 @@ class Jobs(Part):
         """The tenant's newest job whose key begins so, if it was submitted so lately."""
         query = tables.query_of(Job).where(
             _JOB.tenant == tenant,
+            _THERE,
             _JOB.key.startswith(prefix, autoescape=True),
             _JOB.submitted_at >= self._database.clock() - within_s,
         )
@@ -216,7 +308,7 @@ class Jobs(Part):
         newest_first: bool = False,
     ) -> list[Job]:
         """Jobs in the order of their numbers, or backwards, from behind number `after` on."""
-        query = tables.query_of(Job).limit(limit)
+        query = tables.query_of(Job).where(_THERE).limit(limit)
         query = query.order_by(desc(_JOB.number) if newest_first else _JOB.number)
         if after is not None:
             query = query.where(_JOB.number < after if newest_first else _JOB.number > after)
@@ -226,6 +318,16 @@ class Jobs(Part):
             query = query.where(_JOB.tenant == tenant)
         return self._database.all(Job, query)
 
+    def each(
+        self, states: Collection[JobState] | None = None, tenant: str | None = None
+    ) -> Iterator[Job]:
+        """All jobs in these states (None: in any), the first submitted first."""
+        after: int | None = 0
+        while after is not None:
+            page = self.page(states=states, tenant=tenant, after=after, limit=_PAGE)
+            yield from page
+            after = page[-1].number if len(page) == _PAGE else None
+
     def unfinished_rows(self) -> list[Job]:
         """The jobs that are not over, in the order of their numbers."""
         query = tables.query_of(Job).where(_JOB.state.not_in(OVER)).order_by(_JOB.number)
@@ -233,7 +335,7 @@ class Jobs(Part):
 
     def counts(self, *, tenant: str | None = None) -> dict[JobState, int]:
         """Number of jobs in each state that has any."""
-        query = select(_JOB.state, func.count()).group_by(_JOB.state)
+        query = select(_JOB.state, func.count()).where(_THERE).group_by(_JOB.state)
         if tenant is not None:
             query = query.where(_JOB.tenant == tenant)
         with self._database.read() as connection:
@@ -250,7 +352,7 @@ class Jobs(Part):
         """The job as an entry of `jobs` in a run's configuration."""
         found = self.documents([job])
         if job not in found:
-            raise NotFound(f"a job's id must be one of the store's, got {job!r}")
+            raise tables.missing_job(job)
         return found[job]
 
     def documents(self, jobs: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -260,6 +362,14 @@ class Jobs(Part):
                 query = select(tables.document).where(tables.document.c.job.in_(part))
                 found.update({row.job: row.body for row in connection.execute(query)})
         return found
+
+    def documents_with_folders(self) -> dict[str, dict[str, Any]]:
+        """Id -> document of the unfinished jobs that may name folders of other jobs."""
+        text = cast(tables.document.c.body, Text)
+        query = select(tables.document).join(tables.job, _JOB.id == tables.document.c.job)
+        query = query.where(_JOB.state.not_in(OVER), or_(*map(text.contains, _NAMES_FOLDERS)))
+        with self._database.read() as connection:
+            return {row.job: row.body for row in connection.execute(query)}
 
 
 def _check_change(job: Job, to: JobState, *, released: bool) -> None:

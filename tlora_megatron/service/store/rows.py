@@ -49,7 +49,6 @@ class Job:
     schedule: Mapping[str, Any]
     stats: Mapping[str, Any] | None = None
     """Lengths of its rows and what else validation found."""
-    folder: str | None = None
     gang: str | None = None
     gang_epoch: int | None = None
     lease: int | None = None
@@ -65,6 +64,8 @@ class Job:
     started_at: float | None = None
     """When it ran first."""
     ended_at: float | None = None
+    removed_at: float | None = None
+    """When it was taken out of all lists; its folder goes then."""
     is_new: bool = False
     """True in the answer to the submit that made it."""
 
@@ -242,6 +243,8 @@ class TenantLimits:
     """Unfinished jobs."""
     upload_bytes: int = 10 * 10**9
     """Bytes of all files, and of the requests of models that clients drive."""
+    disk_bytes: int | None = None
+    """Bytes of all files and of the folders of all jobs; None: any number."""
     requests_per_s: float = 50.0
 
 

@@ -1,43 +1,14 @@
-"""States of jobs and gangs, which may follow which, and the errors of a store that refuses."""
+"""States of gangs, which states may follow which, and the errors of a store that refuses."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Literal
 
-RequestedAction = Literal["cancel", "pause", "resume"]
-"""What a user asks of a job; a controller carries it out. Its column is called `wish`."""
-
-
-class JobState(StrEnum):
-    """Where a job stands."""
-
-    VALIDATING = "validating"
-    """Accepted; its data and settings are being read."""
-    QUEUED = "queued"
-    """Waits for a place in a gang."""
-    STARTING = "starting"
-    """Holds the lease of a gang that prepares it."""
-    RUNNING = "running"
-    SAVING = "saving"
-    """Leaves its gang with a checkpoint, to pause, stop or make room."""
-    MOVING = "moving"
-    """Leaves its gang with a checkpoint, to join another."""
-    PAUSED = "paused"
-    FINISHED = "finished"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-    @property
-    def is_over(self) -> bool:
-        """True of a job that will never train again."""
-        return self in OVER
-
-    @property
-    def is_live(self) -> bool:
-        """True of a job that a gang may hold."""
-        return self in LIVE
+from tlora_megatron.config.job_rows import LIVE as LIVE
+from tlora_megatron.config.job_rows import OVER as OVER
+from tlora_megatron.config.job_rows import JobState as JobState
+from tlora_megatron.config.job_rows import RequestedAction as RequestedAction
 
 
 class GangState(StrEnum):
@@ -48,10 +19,6 @@ class GangState(StrEnum):
     STOPPING = "stopping"
     ENDED = "ended"
     """There is proof that none of its processes is left."""
-
-
-OVER = frozenset({JobState.FINISHED, JobState.FAILED, JobState.CANCELLED})
-LIVE = frozenset({JobState.STARTING, JobState.RUNNING, JobState.SAVING, JobState.MOVING})
 
 
 def _job_changes() -> dict[JobState, frozenset[JobState]]:

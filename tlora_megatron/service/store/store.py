@@ -201,10 +201,16 @@ def _add_board(connection: Connection) -> None:
         next(index for index in table.indexes if index.name == name).create(connection)
 
 
+def _let_jobs_be_removed(connection: Connection) -> None:
+    connection.exec_driver_sql("ALTER TABLE job ADD COLUMN removed_at DOUBLE PRECISION")
+    connection.exec_driver_sql("ALTER TABLE job DROP COLUMN folder")
+
+
 STEPS: Sequence[Callable[[Connection], None]] = (
     _add_board,
     partial(tables.metadata.create_all, tables=tables.TENANCY),
     partial(tables.metadata.create_all, tables=tables.TINKER),
+    _let_jobs_be_removed,
 )
 """Step k brings version k + 1 to k + 2. A change of `tables` needs a step that does the same to a
 store that exists."""

@@ -319,8 +319,12 @@ def job_of(connection: Connection, job_id: str) -> rows.Job:
     """The job of an id; raises `NotFound` if there is none."""
     found = find_one(connection, rows.Job, query_of(rows.Job).where(job.c.id == job_id))
     if found is None:
-        raise NotFound(f"a job's id must be one of the store's, got {job_id!r}")
+        raise missing_job(job_id)
     return found
+
+
+def missing_job(job_id: str) -> NotFound:
+    return NotFound(f"a job's id must be one of the store's, got {job_id!r}")
 
 
 def gang_of(connection: Connection, name: str, epoch: int) -> rows.Gang:

@@ -329,6 +329,22 @@ class Sessions(Part):
         query = query.where(_SAMPLER.tenant == tenant, _SESSION.ended.is_(None))
         return self._database.all(Sampler, query.where(_SAMPLER.version.is_not(None)))
 
+    def needed_jobs(self) -> dict[str, str]:
+        """Id of each job whose folder a client of an open session may ask for -> why."""
+        with self._database.read() as connection:
+            is_open = select(_SESSION.id).where(_SESSION.ended.is_(None))
+            sessions = set(connection.scalars(is_open))
+            models = self._database.all(Model, tables.query_of(Model))
+            samplers = self._database.all(Sampler, tables.query_of(Sampler))
+        used = [(model.session, name) for model in models for name in (model.id, model.loaded_from)]
+        used += [(sampler.session, sampler.model_path) for sampler in samplers]
+        jobs, found = {model.id: model.job for model in models}, {}
+        for session, name in used:
+            job = jobs.get((name or "").removeprefix("tinker://").partition("/")[0])
+            if job is not None and session in sessions:
+                found[job] = f"the open session {session} of a client uses"
+        return found
+
     def note(self, note: CheckpointNote) -> None:
         """Remembers what a client says of a checkpoint, instead of what it said before."""
         same = (_NOTE.model == note.model, _NOTE.kind == note.kind, _NOTE.name == note.name)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.commands import Tlora
 from tests.helpers.launch import HANG_S, imported
-from tests.helpers.stored_jobs import finish, serve_gang, start, write_steps
+from tests.helpers.stored_jobs import finish, put_job, serve_gang, start, write_steps
 from tlora_megatron.cli.service import jobs
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.service.home import Home, make_folder, remember_store, store_place
@@ -228,14 +228,54 @@ class TestActions:
         assert "resume asked; it is running" in tlora("resume", "one")
 
     @pytest.mark.parametrize("action", ["cancel", "pause"])
-    def test_all_or_none(self, action: str, store: Store, run_file: Path, tlora: Tlora) -> None:
+    def test_each_on_its_own(self, action: str, store: Store, run_file: Path, tlora: Tlora) -> None:
         one, two = tlora.json("submit", run_file)
         store.jobs.change(two["id"], JobState.FAILED, error="no data")
-        assert "must be unfinished" in tlora(action, "one", "two", code=2)
-        assert store.jobs.get(one["id"]).wish is None
-        out = tlora(action, "one", one["id"])
-        assert out.startswith(f"one ({one['id']}): {action} asked; it is validating\n")
+        told = tlora(action, "two", "one", code=2)
+        assert "1 of 2 jobs refused:\njob 'two'" in told
+        assert "must be unfinished" in told
+        assert tlora.out.startswith(f"one ({one['id']}): {action} asked; it is validating\n")
         assert [store.jobs.get(job["id"]).wish for job in (one, two)] == [action, None]
+
+    def test_jobs_are_chosen(self, store: Store, home: Home, tlora: Tlora) -> None:
+        tenants = {"sweep-1": "ann", "sweep-2": "bob", "other": "ann", "lives": "ann"}
+        ids = {name: put_job(store, name, tenant) for name, tenant in tenants.items()}
+        for name in ("sweep-1", "sweep-2", "other"):
+            store.jobs.change(ids[name], JobState.FAILED, error="x")
+        for words, names in (
+            (["--all"], ["sweep-1", "sweep-2", "other"]),
+            (["--tenant", "ann"], ["sweep-1", "other"]),
+            (["--name", "sweep-*", "--older-than", "0s"], ["sweep-1", "sweep-2"]),
+            (["--all", "--older-than", "1h"], []),
+            (["--state", "finished"], []),
+        ):
+            found = tlora.json("rm", *words, "--dry-run")
+            assert [job["name"] for job in found] == names
+        assert "--yes must be given to rm 3 chosen jobs" in tlora("rm", "--all", code=2)
+        assert "be an age such as 30d" in tlora("rm", "--older-than", "soon", code=2)
+        assert "NAME... must be given, or be chosen by --state" in tlora("rm", code=2)
+        assert ", got 'both'" in tlora("cancel", "lives", "--all", code=2)
+        assert len(store.jobs.page()) == 4
+        out = tlora("rm", "--name", "sweep-*", "--yes")
+        assert f"sweep-1 ({ids['sweep-1']}): removed\n" in out
+        assert "its checkpoints are deleted" in tlora("rm", ids["other"], "--checkpoints-only")
+        assert "cancel asked" in tlora("cancel", "--state", "validating", "--yes")
+        assert [job.name for job in store.jobs.page()] == ["other", "lives"]
+        tlora("logs", ids["sweep-1"], code=2)
+
+    def test_what_jobs_have_on_the_disk(self, store: Store, home: Home, tlora: Tlora) -> None:
+        for name, size in (("small", 10), ("large", 5000)):
+            job = put_job(store, name)
+            for part in ("checkpoints/step_1", "adapter"):
+                make_folder(home.job(job) / part)
+                (home.job(job) / part / "x").write_bytes(b"x" * size)
+            (home.job(job) / "link").symlink_to("adapter/x")
+        _, _, _, large, small, *_, last = tlora("jobs", "--disk").rstrip().splitlines()
+        assert " ".join(large.split()).endswith("validating 5.0 kB 5.0 kB 0 bytes 10.0 kB")
+        assert "small" in small
+        assert last == "ann: 10.0 kB"
+        found = tlora.json("jobs", "--disk")["jobs"]
+        assert found[1]["disk"] == {"adapter": 10, "checkpoints": 10, "link": 0}
 
     @pytest.mark.parametrize("name", ["nobody", "", "\udcff", "../one"])
     def test_an_unknown_name(self, name: str, store: Store, tlora: Tlora) -> None:

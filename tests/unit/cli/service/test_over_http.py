@@ -132,8 +132,13 @@ def test_lists_and_actions_print_the_same(
     assert f"one ({one['id']}): pause asked; it is running" in told(["pause", "one"], tlora, api)
     assert "cancel asked" in told(["cancel", two["id"], "one"], tlora, api)
     api.store.jobs.change(two["id"], JobState.CANCELLED)
+    make_folder(api.home.job(two["id"])).joinpath("x").write_text("x")
+    assert "would be asked to rm" in told(["rm", "--name", "t*", "--dry-run"], tlora, api)
+    assert "1 byte" in told(["jobs", "--all", "--disk"], tlora, api)
     for argv in (["pause", "two"], ["cancel", "none"], ["logs", ".."]):
         assert tlora(*argv, code=2) == tlora(*argv, "--service", api.home.root, code=2)
+    assert tlora.json("rm", "--state", "cancelled", "--yes")[0]["name"] == "two"
+    assert not api.home.job(two["id"]).exists()
 
 
 STEPS = [

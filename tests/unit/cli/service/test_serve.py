@@ -96,6 +96,7 @@ def test_limits_are_changed_one_by_one(store: Store, tlora: Tlora) -> None:
         "gpus": None,
         "jobs": 7,
         "upload_bytes": 5,
+        "disk_bytes": None,
         "requests_per_s": 50.0,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 from tests.helpers.http_service import BASE, Api, bearer, job, posted, put_file
 from tests.helpers.stored_jobs import put_job
 from tlora_megatron.service.api import gate
+from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.store import JobState, TenantLimits
 
 
@@ -101,6 +103,51 @@ def test_actions_are_written_for_the_controller(api: Api) -> None:
     api.store.jobs.change(job_id, JobState.CANCELLED)
     assert client.delete("/v1/jobs/a").status_code == 409
     assert api.client("bob").delete(f"/v1/jobs/{job_id}").status_code == 404
+
+
+def test_many_jobs_are_asked_and_those_that_have_ended_removed(api: Api) -> None:
+    put_file(api)
+    mine, ended, gone = (put_job(api.store, name) for name in ("a", "b", "c"))
+    theirs = put_job(api.store, "d", "bob")
+    for job_id in (ended, gone, theirs):
+        make_folder(api.home.job(job_id)).joinpath("x").write_text("xx")
+        api.store.jobs.change(job_id, JobState.CANCELLED)
+    client, body = api.client(), {"action": "cancel", "jobs": [mine, theirs, ended]}
+    answer = client.post("/v1/jobs/act", json=body).json()
+    assert [(row["id"], row["wish"]) for row in answer["jobs"]] == [(mine, "cancel")]
+    assert list(answer["refused"]) == [ended, theirs]
+    assert answer["refused"][theirs] == f"job must be one of yours, got {theirs!r}"
+    listed = client.get("/v1/jobs", params={"disk": True}).json()["jobs"]
+    assert [row["disk"] for row in listed] == [{}, {"x": 2}, {"x": 2}]
+    assert client.delete(f"/v1/jobs/{mine}?purge=true").status_code == 409
+    assert client.delete(f"/v1/jobs/{gone}?purge=true").json()["id"] == gone
+    body = {"action": "remove", "jobs": [theirs, ended]}
+    assert api.client("ann", ("read",)).post("/v1/jobs/act", json=body).status_code == 403
+    assert list(client.post("/v1/jobs/act", json=body).json()["refused"]) == [theirs]
+    assert os.listdir(api.home.jobs) == [theirs]
+    admin = api.client("root", ("admin", "submit"))
+    for job_id in (gone, ended):
+        assert client.get(f"/v1/jobs/{job_id}").status_code == 404
+        assert admin.get(f"/v1/jobs/{job_id}").status_code == 404
+    refused = client.post("/v1/jobs", json=job("e", init_from=f"jobs/{gone}/adapter"))
+    assert "must be in the folder of one of your jobs" in refused.text
+
+
+def test_a_tenant_with_a_full_disk_submits_nothing_until_it_removes_something(api: Api) -> None:
+    put_file(api)
+    api.store.tenants.set_limits("ann", TenantLimits(disk_bytes=100))
+    old = put_job(api.store, "old")
+    api.store.jobs.change(old, JobState.CANCELLED)
+    make_folder(api.home.job(old) / "adapter").joinpath("x").write_bytes(b"x" * 100)
+    client = api.client()
+    refused = client.post("/v1/jobs", json=job("new"))
+    assert refused.status_code == 429
+    assert "must have less than 100 bytes on the disk, got 100: remove jobs" in refused.text
+    file = {"file": ("a.jsonl", b'{"prompt": "a", "completion": "b"}')}
+    sent = client.post("/v1/files", data={"purpose": "fine-tune"}, files=file)
+    assert sent.status_code == 429
+    assert client.delete(f"/v1/jobs/{old}?purge=true").status_code == 200
+    assert client.post("/v1/jobs", json=job("new")).status_code == 201
 
 
 def test_limits_of_a_tenant(api: Api) -> None:

@@ -11,7 +11,9 @@ import pytest
 from tests.helpers.fake_gang import FakeGang, FakeTimes
 from tests.helpers.floor_model import FloorModel
 from tests.helpers.live_service import FloorCost, LiveService, one_job
+from tlora_megatron.service.control import admit
 from tlora_megatron.service.control.pricing import MemoryShares
+from tlora_megatron.service.removal import act_on
 from tlora_megatron.service.store import StoreError, StoreFull
 
 
@@ -115,6 +117,37 @@ def test_cancel_pause_and_resume(root: Path) -> None:
     service.run()
     assert service.states() == {"stays": "finished", "pauses": "finished", "goes": "cancelled"}
     assert not (service.home.job(jobs["goes"]) / "adapter").exists()
+
+
+def test_many_jobs_are_cancelled_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than are taken in at a time, those that wait, that are new, and one that trains."""
+    monkeypatch.setattr(admit, "_EVENTS", 10)
+    service = LiveService(root, policy="isolated")
+    jobs = [service.submit(f"job{i}", steps=500, batch=10) for i in range(25)]
+    service.run(5)
+    jobs.append(service.submit("new", steps=5))
+    acted = act_on(service.home, service.store, "cancel", jobs, "me")
+    assert (len(acted.jobs), acted.refused) == (26, {})
+    service.run()
+    assert service.store.jobs.counts() == {"cancelled": 26}
+    whys = [event.body for event in service.store.events.after(0, kinds=["state"], job=jobs[-2])]
+    assert whys[-1] == {"from": "queued", "to": "cancelled", "why": "cancelled"}
+
+
+def test_old_jobs_are_removed_every_hour(root: Path) -> None:
+    service = LiveService(root, keep_finished_s=10_000.0)
+    old = service.submit("old", steps=5)
+    service.run()
+    service.now_s += 9_000
+    service.submit("young", steps=5)
+    service.run()
+    assert service.adapter(old)
+    service.now_s += 4_000
+    service.run(1)
+    assert service.states() == {"young": "finished"}
+    service.now_s += 9_000
+    service.run(1)
+    assert not list(service.home.jobs.iterdir())
 
 
 def test_actions_for_jobs_that_wait(root: Path) -> None:

@@ -128,6 +128,8 @@ def test_a_store_of_the_first_version_is_brought_up(place: str) -> None:
             newer = ("board", "tenant", "token", "upload")
             for table in (*newer, "checkpoint_note", "model", "sampler", "session"):
                 connection.exec_driver_sql(f"DROP TABLE {table}")
+            connection.exec_driver_sql("ALTER TABLE job ADD COLUMN folder TEXT")
+            connection.exec_driver_sql("ALTER TABLE job DROP COLUMN removed_at")
             connection.exec_driver_sql("UPDATE schema_version SET version = 1")
     with open_store(place) as store:
         store.boards.write("cluster", {"nodes": []})

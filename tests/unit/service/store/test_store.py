@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from tests.helpers.stored_jobs import put_job
 from tests.unit.service.store.conftest import Clock
 from tlora_megatron.service.messages import GangEvent, GangSpec
 from tlora_megatron.service.store import (
@@ -190,6 +191,30 @@ class TestChanges:
         store.jobs.change(job.id, JobState.CANCELLED)
         with pytest.raises(IllegalChange, match="unfinished to pause, got one that is cancelled"):
             store.jobs.request_action(job.id, "pause")
+
+    def test_removed_jobs_are_in_no_list_and_documents_say_what_they_need(
+        self, store: Store
+    ) -> None:
+        jobs = {name: put_job(store, name, document=body) for name, body in _NEEDS.items()}
+        found = store.jobs.documents_with_folders()
+        assert found == {jobs[name]: _NEEDS[name] for name in ("starts", "base")}
+        store.jobs.change(jobs["none"], JobState.FAILED)
+        needed = {jobs["base"]: "x needs"}
+        acted = store.jobs.remove([jobs["none"], jobs["base"]], needed=needed)
+        assert [job.id for job in acted.jobs] == [jobs["none"]] == list(store.jobs.removed())
+        assert store.jobs.get(jobs["none"]).removed_at == acted.jobs[0].removed_at == 1000.0
+        assert jobs["none"] not in [job.id for job in store.jobs.each()]
+        with pytest.raises(NotFound):
+            store.jobs.find("none", tenant="ann")
+        assert not store.jobs.cancel_waiting([jobs["base"], jobs["starts"]])[0].wish
+        assert store.jobs.counts(tenant="ann") == {JobState.CANCELLED: 2}
+
+
+_NEEDS = {
+    "starts": {"document": {"init_from": "/x", "resume_from": None}},
+    "base": {"base_model": {"path": "/s/jobs/j1abcd/merged"}},
+    "none": {"document": {"init_from": None, "resume_from": None}},
+}
 
 
 def _count(store: Store, table: str) -> int:

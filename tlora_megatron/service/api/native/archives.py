@@ -20,7 +20,7 @@ from tlora_megatron.files import modified_s, replacing
 from tlora_megatron.service.api.gate import Reader, refused
 from tlora_megatron.service.api.native.jobs import CheckpointsAnswer, answers, visible_job
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.home import make_folder
+from tlora_megatron.service.home import ARCHIVES, make_folder
 from tlora_megatron.service.store import Job
 
 _STEP = re.compile(r"step_(\d{8,})")
@@ -145,8 +145,7 @@ async def _send(service: Service, job: Job, folder: Path, what: str) -> FileResp
             return service.outward(text, job.tenant)
 
         try:
-            archives = service.home.root / "cache" / "archives"
-            return archive_of(folder, archives, f"{job.id}-{what}", outward)
+            return archive_of(folder, service.home.root / ARCHIVES, f"{job.id}-{what}", outward)
         except FileNotFoundError:
             raise refused(f"{what} of job {job.name!r}", "be there", "none", status=404) from None
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+from tlora_megatron.config.job_rows import Acted, Action, ShownJob, job_to_dict
 from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter, missing
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting import read_body, submit
-from tlora_megatron.service.rows import JobRow, job_to_dict
-from tlora_megatron.service.store import LIVE, Job, JobState, NotFound, RequestedAction
+from tlora_megatron.service.removal import act_on
+from tlora_megatron.service.store import LIVE, Job, JobState, NotFound
 
 _EXAMPLE = """\
 base_model: quickstart
@@ -25,19 +25,10 @@ service: {gpus: 1, max_slowdown: 1.5, priority: 0}
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobAnswer(JobRow):
-    """A job; times are Unix seconds."""
-
-    tenant: str
-    waits: str | None = None
-    """Why it is still in the queue, where jobs are read."""
-
-
 class JobsAnswer(BaseModel):
     """The jobs of a submit."""
 
-    jobs: list[JobAnswer]
+    jobs: list[ShownJob]
     warnings: list[str]
     served: bool
 
@@ -45,11 +36,25 @@ class JobsAnswer(BaseModel):
 class JobsPage(BaseModel):
     """A page of jobs."""
 
-    jobs: list[JobAnswer]
+    jobs: list[ShownJob]
     next: str | None
     """`after` of the next page; null behind the last one."""
     counts: dict[str, int] | None
     served: bool
+
+
+class ActBody(BaseModel):
+    """What is asked of which jobs, by their ids."""
+
+    action: Action
+    jobs: list[str] = Field(max_length=1000)
+
+
+class ActAnswer(BaseModel):
+    """What became of it."""
+
+    jobs: list[ShownJob]
+    refused: dict[str, str]
 
 
 class CheckpointAnswer(BaseModel):
@@ -123,7 +128,8 @@ def visible_job(service: Service, text: str, caller: Caller) -> Job:
     """The caller's job of an id or a name; for administrators also any other's of an id."""
     if caller.is_admin:
         try:
-            return service.store.jobs.get(text)
+            if (found := service.store.jobs.get(text)).removed_at is None:
+                return found
         except (NotFound, UnicodeEncodeError):
             pass
     return own_job(service, text, caller.tenant)
@@ -195,6 +201,7 @@ def router(service: Service) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=_MOST)] = 100,
         newest_first: bool = False,
         counts: Annotated[bool, Query(description="count the jobs of each state, too")] = False,
+        disk: Annotated[bool, Query(description="say what jobs have on the disk, too")] = False,
         tenant: Annotated[
             str | None, Query(description="another tenant, or `*`; for administrators")
         ] = None,
@@ -215,6 +222,9 @@ def router(service: Service) -> APIRouter:
                 )
             why = service.store.boards.why_jobs_wait()
             rows = [shown_job(service, job, caller) | {"waits": why.get(job.id)} for job in found]
+            if disk:
+                for row in rows:
+                    row["disk"] = service.home.job_bytes(row["id"])
             last = found[-1].id if len(found) == limit else None
             told = service.store.jobs.counts(tenant=of) if counts else None
             return {"jobs": rows, "next": last, "counts": told, "served": service.is_served}
@@ -222,40 +232,57 @@ def router(service: Service) -> APIRouter:
         # As it is: checking a hundred rows against their own shape costs more than reading them.
         return JSONResponse(await service.read(read))
 
-    @routes.get("/{job}", response_model=JobAnswer, responses=answers(404))
+    @routes.post("/act", response_model=ActAnswer)
+    async def act(body: ActBody, caller: Submitter) -> Response:
+        """Asks something of many jobs, or removes those that have ended, each on its own."""
+        acted = await service.read(_act_on, service, body.action, body.jobs, caller)
+        rows = [shown_job(service, job, caller) for job in acted.jobs]
+        return JSONResponse({"jobs": rows, "refused": acted.refused})
+
+    @routes.get("/{job}", response_model=ShownJob, responses=answers(404))
     async def get(job: str, caller: Reader) -> dict[str, Any]:
         """One job, by its id or name; where several ended jobs had a name, the newest."""
         found = await service.read(visible_job, service, job, caller)
         why = await service.read(service.store.boards.why_jobs_wait)
         return shown_job(service, found, caller) | {"waits": why.get(found.id)}
 
-    @routes.delete("/{job}", response_model=JobAnswer, responses=answers(404, 409))
-    async def cancel(job: str, caller: Submitter) -> dict[str, Any]:
+    @routes.delete("/{job}", response_model=ShownJob, responses=answers(404, 409))
+    async def cancel(
+        job: str,
+        caller: Submitter,
+        purge: Annotated[bool, Query(description="remove one that has ended, and files")] = False,
+    ) -> dict[str, Any]:
         """Cancels a job: it leaves its super-model after the round under way. Its folder stays."""
-        return await _wish(service, job, "cancel", caller)
+        return await _act(service, job, "remove" if purge else "cancel", caller)
 
-    @routes.post("/{job}/pause", response_model=JobAnswer, responses=answers(404, 409))
+    @routes.post("/{job}/pause", response_model=ShownJob, responses=answers(404, 409))
     async def pause(job: str, caller: Submitter) -> dict[str, Any]:
         """Saves a job and takes it out of its super-model, or holds it back in the queue."""
-        return await _wish(service, job, "pause", caller)
+        return await _act(service, job, "pause", caller)
 
-    @routes.post("/{job}/resume", response_model=JobAnswer, responses=answers(404, 409))
+    @routes.post("/{job}/resume", response_model=ShownJob, responses=answers(404, 409))
     async def resume(job: str, caller: Submitter) -> dict[str, Any]:
         """Puts a paused job back into the queue; it goes on at the step where it was saved."""
-        return await _wish(service, job, "resume", caller)
+        return await _act(service, job, "resume", caller)
 
     return routes
 
 
-async def _wish(
-    service: Service, text: str, action: RequestedAction, caller: Caller
-) -> dict[str, Any]:
+async def _act(service: Service, text: str, action: Action, caller: Caller) -> dict[str, Any]:
     job = await service.read(visible_job, service, text, caller)
-    by = f"token {caller.token}"
-    asked: Job = await service.change(
-        lambda: service.store.jobs.request_action(job.id, action, by=by)
-    )
-    return shown_job(service, asked, caller)
+    acted = await service.read(_act_on, service, action, [job.id], caller)
+    for sentence in acted.refused.values():
+        raise ApiError(409, sentence)
+    return shown_job(service, acted.jobs[0], caller)
+
+
+def _act_on(service: Service, action: Action, jobs: list[str], caller: Caller) -> Acted[Job]:
+    """Asks something of the caller's jobs of some ids, or anybody's if it is an administrator."""
+    found = service.store.jobs.many(jobs)
+    own = [job.id for job in found if caller.is_admin or job.tenant == caller.tenant]
+    acted = act_on(service.home, service.store, action, own, f"token {caller.token}")
+    acted.refused.update({job: str(missing("job", job)) for job in jobs if job not in own})
+    return acted
 
 
 def _tenant(caller: Caller, asked: str | None) -> str | None:

@@ -219,6 +219,7 @@ class Incoming:
         path = service.home.upload(tenant, f"file-{secrets.token_hex(12)}")
         add = service.store.uploads.add
         try:
+            await service.read(service.quota.check_disk, tenant)
             held = await service.read(service.store.uploads.bytes_of, tenant)
             besides = await service.read(service.quota.beside_uploads, tenant, fresh=True) - apart
             most = max(0, min(most, limit - held - besides))
