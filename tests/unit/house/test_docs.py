@@ -78,6 +78,7 @@ def test_prose_fits_a_window(page: str) -> None:
     text = _CODE_BLOCK.sub("", (REPO / page).read_text(encoding="utf-8"))
     wide = [x for x in text.splitlines() if len(x) > 140 and not x.startswith(("|", "!["))]
     assert wide == []
+    assert not re.search(r"^(<<<<<<<|>>>>>>>) ", text, re.MULTILINE), "a merge was left half done"
 
 
 def test_the_readme_names_the_two_commands() -> None:
