@@ -56,7 +56,9 @@ def run(served: ServedHttp, *words: object, folder: Path = QUICKSTART) -> str:
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Metrics of each step; a line behind them tells of the run's end."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if len(line) > 1]
 
 
 def conversations(path: Path) -> None:
@@ -80,7 +82,7 @@ def trained_here(served: ServedHttp, rows: Path, folder: Path) -> list[float]:
     (base / "chat_template.jinja").write_text(ROLE_COLON)
     (job,) = served.home.jobs.glob("*/job.json")
     document = {
-        "base_model": {"path": str(base), "dtype": "float32"},
+        "base_model": {"path": str(base), "dtype": "bfloat16"},
         "run": {"output_dir": str(folder / "out")},
         "jobs": [
             {

@@ -96,6 +96,7 @@ def lay_out(folder: Path) -> None:
         rows = "".join(json.dumps(row(number)) + "\n" for number in range(1, _ROWS * 16 + 1))
         for split in splits:
             (place / f"{split}.jsonl").write_text(rows)
+    (folder / "tinker_cookbook" / "example_data").mkdir(parents=True)  # of rubric.generate_data
     chats = [{"messages": _chat(number)} for number in range(1, _ROWS + 1)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
 
@@ -124,10 +125,11 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "preference.dpo.train": (_NAME, "max_steps=2", "log_path=log", "dataset=hhh", "batch_size=4"),
     "preference.shorter.train": (_NAME, *_LOG[:2], "max_tokens=8", "eval_every=0", *_SMALL),
     "prompt_distillation.train": (*_SL, "file_path=chats.jsonl"),
-    "rl_numerics_check.train": (*_RL, *_GROUPS, *_PAGES),
+    "rl_numerics_check.train": (*_RL, *_GROUPS, *_PAGES, "renderer_name=qwen3_instruct"),
     "sdft.train": (*_RL, "eval_every=0", "groups_per_batch=4"),
     "distillation.on_policy_distillation": (*_RL, f"teacher_model={MODEL}", *_GROUPS),
     "distillation.off_policy_reasoning": _SL,
+    "rubric.generate_data": (),
     "rubric.train": (*_RL, *_PLAYER, f"grader_llm_name={MODEL}", "groups_per_batch=4"),
     "decisions.demo": (_NAME,),
 }
