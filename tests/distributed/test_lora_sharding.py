@@ -6,7 +6,6 @@ a block-diagonal one beside them, checked by the files it leaves.
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -113,25 +112,3 @@ def test_resumes_under_another_sharding(scenario: Path, tmp_path: Path) -> None:
     out = live(scenario, tmp_path, lives)
     assert [steps[ILL] for steps in starts(out)] == [0, 2, 4]
     assert_run_equals_oracle(out, NAMES, scenario)
-
-
-def test_the_bench_counts_what_each_sharding_exchanges(tmp_path: Path) -> None:
-    """And refuses strategies that do not agree; tiny shapes over gloo."""
-    file = tmp_path / "rows.csv"
-    sizes = ("--models", "tiny", "--cases", "2x16", "--tokens", 128, "--rounds", 1, "--steps", 1)
-    world("scripts.bench.sharding", 2, *sizes, "--csv", file)
-    world("scripts.bench.sharding", 2, *sizes, "--sequence-parallel", "--csv", file)
-    rows = list(csv.DictReader(file.open()))
-    calls = [
-        {row["strategy"]: float(row["lora_collectives_per_layer"]) for row in part}
-        for part in (rows[:5], rows[5:])
-    ]
-    free = {"block_diagonal": 0, "block_diagonal_equal_parameters": 0}
-    assert calls[0] == {"fold": 0, "rank_exchange": 4, "s_lora": 8, **free}
-    assert calls[1] == {"fold": 2, "rank_exchange": 8, "s_lora": 8, **free}
-    # 7 targets, of which both ways exchange [128, 16] in fp32.
-    s_lora = rows[2]
-    assert int(s_lora["lora_bytes_per_layer"]) == 2 * 7 * 128 * 16 * 4
-    assert int(s_lora["gradient_sum_bytes_per_layer"]) == 0
-    standard, equal = (int(rows[i]["parameters_per_layer"]) for i in (0, 4))
-    assert abs(equal / standard - 1) < 0.1

@@ -6,7 +6,6 @@ processes over gloo. What is compared with is the same run on one node.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.launch import torchrun, wait_until
-from tests.helpers.megatron_lm import COMMON, RUNNER, checkout, convert, model_flags, write_jobs
+from tests.helpers.launch import wait_until
 from tests.helpers.nodes import Agent, Network, agents, two_nodes
 from tests.helpers.scenario import JOBS, assert_same_bits, make_scenario, records
 from tests.helpers.standing_world import world
@@ -30,8 +28,6 @@ look late, so there are many steps between two saves."""
 
 LAYOUTS = {"TP inside, DP across": (2, 2, 1), "TP inside, PP across": (2, 2, 2)}
 """Ranks a node, TP size and PP size: what tests/distributed has on one node of four processes."""
-DRIVERS = ["train", pytest.param("launch", marks=[pytest.mark.megatron_lm, pytest.mark.slow])]
-"""`tlora train`; Megatron-LM's pretrain_gpt.py with the flag."""
 
 
 @pytest.fixture(scope="module")
@@ -54,30 +50,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Training:
-    """A run by one of the drivers, and its files.
+    """A run of `tlora train`, and its files."""
 
-    Args:
-        config: of the jobs; the base model, also converted, lies beside it.
-    """
-
-    def __init__(
-        self, driver: str, config: Path, output_dir: Path, *, tp: int = 1, pp: int = 1
-    ) -> None:
+    def __init__(self, config: Path, output_dir: Path, *, tp: int = 1, pp: int = 1) -> None:
         self.output_dir = output_dir
-        self.target: tuple[object, ...]
-        if driver == "train":
-            sizes = (f"--set=parallel.tp_size={tp}", f"--set=parallel.pp_size={pp}")
-            self.target = ("-m", "tlora_megatron.cli", "train", config, *sizes)
-            self.target += (f"--output-dir={output_dir}",)
-        else:
-            self.target = (RUNNER, checkout() / "pretrain_gpt.py")
-            self.target += tuple(_trainer_words(config, output_dir, tp, pp))
+        sizes = (f"--set=parallel.tp_size={tp}", f"--set=parallel.pp_size={pp}")
+        command = ("tlora_megatron.cli", "train", config, *sizes, f"--output-dir={output_dir}")
+        self.target: tuple[object, ...] = ("-m", *command)
 
     def on_one_node(self, nproc: int) -> None:
-        if self.target[0] == "-m":
-            world(str(self.target[1]), nproc, *self.target[2:])
-        else:  # another Megatron than the one that worlds have imported
-            torchrun(RUNNER, nproc, *self.target[1:])
+        world(str(self.target[1]), nproc, *self.target[2:])
 
     def job(self, name: str) -> Path:
         return self.output_dir / "jobs" / name
@@ -101,29 +83,9 @@ class Training:
         return {name: checkpoint.step for name, checkpoint in found.items() if checkpoint}
 
 
-def _trainer_words(config: Path, output_dir: Path, tp: int, pp: int) -> list[object]:
-    """Arguments of pretrain_gpt.py; its token budget is the configuration's."""
-    base = config.parent / "base"
-    jobs = config.with_name("jobs.json")
-    if not jobs.exists():
-        convert(base, config.with_name("megatron"))
-        write_jobs(jobs, json.loads(config.read_text()))
-    layout = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
-    sizes = "--seq-length 2048 --max-position-embeddings 2048 --global-batch-size 2"
-    steps = f"--train-iters 400 --save-interval {CHECKPOINT_EVERY}"
-    folders = ["--load", config.with_name("megatron"), "--save", output_dir]
-    fixed = [*COMMON, *f"{layout} {sizes} {steps}".split(), *folders]
-    return [*model_flags(config.with_name("megatron")), *fixed, "--tlora-config", jobs]
-
-
-@pytest.fixture(scope="module", params=DRIVERS)
-def driver(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
-def whole(driver: str, config: Path) -> Training:
-    training = Training(driver, config, config.parent / f"whole-{driver}")
+def whole(config: Path) -> Training:
+    training = Training(config, config.parent / "whole")
     training.on_one_node(2)
     return training
 
@@ -142,14 +104,12 @@ def finish(nodes: tuple[Agent, Agent]) -> None:
 @pytest.mark.slow
 @pytest.mark.four_processes
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_nodes_equal_one(
-    network: Network, driver: str, config: Path, tmp_path: Path, layout: str
-) -> None:
+def test_two_nodes_equal_one(network: Network, config: Path, tmp_path: Path, layout: str) -> None:
     """One rank a node, data-parallel across them, is what the tests below interrupt."""
     nproc, tp, pp = LAYOUTS[layout]
-    alone = Training(driver, config, tmp_path / "alone", tp=tp, pp=pp)
+    alone = Training(config, tmp_path / "alone", tp=tp, pp=pp)
     alone.on_one_node(2 * nproc)
-    training = Training(driver, config, tmp_path / "out", tp=tp, pp=pp)
+    training = Training(config, tmp_path / "out", tp=tp, pp=pp)
     with agents(network, tmp_path / "logs", nproc, training.target) as nodes:
         finish(nodes)
     assert_same(training, alone)
@@ -164,9 +124,9 @@ def test_two_nodes_equal_one(
     ],
 )
 def test_a_dead_rank_is_restarted_and_a_dead_node_ends_the_run_which_goes_on_by_the_same_command(
-    network: Network, driver: str, config: Path, whole: Training, tmp_path: Path, victim: int
+    network: Network, config: Path, whole: Training, tmp_path: Path, victim: int
 ) -> None:
-    training = Training(driver, config, tmp_path / "out")
+    training = Training(config, tmp_path / "out")
     with agents(network, tmp_path / "first", 1, training.target, max_restarts=1) as nodes:
         survivor = nodes[1 - victim]
         wait_until(lambda: training.has_saved(1), "a step behind a save")

@@ -151,7 +151,7 @@ class TestSignalled:
 
 
 class TestKilled:
-    """SIGKILL of the process that writes; that bits stay is in test_killed_saves."""
+    """SIGKILL of the process that writes; that bits stay is in tests/distributed/test_gangs.py."""
 
     LIVES = (
         ("step", 5),  # before any checkpoint

@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import openai
 import pytest
 
+from scripts import verify_adapters
 from tests.helpers.http_service import BASE, Api, listening, open_api
 from tests.helpers.sampling_case import write_adapters
+from tests.helpers.scenario import summary_of
 from tests.helpers.stored_jobs import finish, put_job, serve_gang, start
 from tests.helpers.train_worker import train_until
 from tlora_megatron.config.sections import plain
@@ -34,6 +36,8 @@ class Served(NamedTuple):
     """Id of ann's job."""
     running: str
     """Id of one that has the same checkpoints and has not ended."""
+    run: Path
+    """Folder of the run that trained it."""
     exact_match: float
     """The result of the evaluation of ann's job."""
     evaluation: list[dict[str, str]]
@@ -76,7 +80,8 @@ def served(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         shutil.copytree(out / "jobs/mirror/checkpoints", checkpoints)
         add_job(api, "bob", "secret", Path(random["everything"]))
         exact_match = job["exact_match_after"]
-        yield Served(api, address, mirror, running, exact_match, [json.loads(row) for row in rows])
+        evaluation = [json.loads(row) for row in rows]
+        yield Served(api, address, mirror, running, out, exact_match, evaluation)
 
 
 def _mirror_alone(repo: Path, root: Path) -> Path:
@@ -113,6 +118,49 @@ def test_adapter_answers_as_its_evaluation_says(served: Served) -> None:
     assert right / len(rows) == pytest.approx(served.exact_match)
     before = client.completions.create(model=BASE, prompt=rows[0]["prompt"], temperature=0)
     assert before.choices[0].text == "?"
+
+
+def change_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_the_script_confirms_its_evaluation_and_denies_another(
+    served: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Path(shutil.copytree(served.run, tmp_path / "run"))
+    monkeypatch.setenv("COLUMNS", "200")
+    told = summary_of(run)["jobs"]["mirror"]
+
+    def verify(*words: str, **changes: Any) -> tuple[int, str]:
+        change_json(run / "summary.json", jobs={"mirror": told | changes})
+        status = verify_adapters.main([str(run), "--device", "cpu", *words])
+        return status, capsys.readouterr().out
+
+    status, said = verify("--batch-size", "5")
+    assert (status, said.count("yes"), "32 of 32" in said) == (0, 1, True), said
+    for column in ("prompt", "expected", "base model says", "adapter says"):
+        assert column in said
+    status, said = verify(exact_match_after=served.exact_match - 4 / 32)
+    assert (status, "not what the run reported: mirror" in said) == (1, True), said
+    status, said = verify(adapter=None, status="failed", reason="loss is NaN")
+    assert (status, "job mirror has no adapter: failed, loss is NaN" in said) == (1, True), said
+    (tmp_path / "texts.jsonl").write_text('{"text": "w5 w6"}\n')
+    (job,) = json.loads((run / "config.json").read_text())["jobs"]
+    data = job["data"] | {"eval": str(tmp_path / "texts.jsonl")}
+    change_json(run / "config.json", jobs=[job | {"data": data}])
+    assert "texts.jsonl:1 must hold prompt and completion, got ['text']" in verify()[1]
+    change_json(run / "config.json", base_model={"path": None})
+    assert "base_model.path must be a Hugging Face directory" in verify()[1]
+
+
+@pytest.mark.parametrize(("reported", "expected"), [(0.75, (0, 3)), (1.0, (3, 3)), (0.0, (0, 0))])
+def test_some_rows_deny_what_they_cannot_belong_to(
+    reported: float, expected: tuple[int, int]
+) -> None:
+    assert verify_adapters.expected_matches(reported, 3, 12, 0.0) == expected
 
 
 def test_checkpoint_answers_while_its_job_trains(served: Served) -> None:
