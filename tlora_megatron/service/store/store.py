@@ -202,7 +202,8 @@ def _add_board(connection: Connection) -> None:
 
 
 def _let_jobs_be_removed(connection: Connection) -> None:
-    connection.exec_driver_sql("ALTER TABLE job ADD COLUMN removed_at DOUBLE PRECISION")
+    kind = tables.job.c.removed_at.type.compile(connection.dialect)
+    connection.exec_driver_sql(f"ALTER TABLE job ADD COLUMN removed_at {kind}")
     connection.exec_driver_sql("ALTER TABLE job DROP COLUMN folder")
 
 
