@@ -6,18 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict, Unpack
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Text,
-    bindparam,
-    cast,
-    desc,
-    func,
-    or_,
-    select,
-    update,
-)
+from sqlalchemy import ColumnElement, Connection, bindparam, desc, func, or_, select, update
 
 from tlora_megatron.config.job_rows import Acted
 from tlora_megatron.service.store import tables
@@ -365,9 +354,10 @@ class Jobs(Part):
 
     def documents_with_folders(self) -> dict[str, dict[str, Any]]:
         """Id -> document of the unfinished jobs that may name folders of other jobs."""
-        text = cast(tables.document.c.body, Text)
         query = select(tables.document).join(tables.job, _JOB.id == tables.document.c.job)
-        query = query.where(_JOB.state.not_in(OVER), or_(*map(text.contains, _NAMES_FOLDERS)))
+        query = query.where(
+            _JOB.state.not_in(OVER), or_(*map(tables.document_text.contains, _NAMES_FOLDERS))
+        )
         with self._database.read() as connection:
             return {row.job: row.body for row in connection.execute(query)}
 

@@ -28,6 +28,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    cast,
     select,
     text,
 )
@@ -173,6 +174,7 @@ document = Table(
     ForeignKeyConstraint(["job"], ["job.id"]),
 )
 """Jobs' documents, apart from their rows: lists of jobs do not read them."""
+document_text = cast(document.c.body, Text)
 
 gang = _table(
     "gang",
