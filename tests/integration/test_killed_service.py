@@ -1,7 +1,8 @@
 """Every process of a service is killed by SIGKILL at random moments, under clients, on the CPU.
 
 No job is lost, none is trained twice at once, every adapter has the sha256 of an undisturbed job,
-and no client gets an error that it could not wait out. `TLORA_ALL_TESTS=1` kills each 50 times.
+and no client gets an error that it could not wait out. `TLORA_ALL_TESTS=1` kills each 20 times, and
+the sampler, too.
 """
 
 from __future__ import annotations
@@ -33,17 +34,21 @@ from tlora_megatron.service.home import Home
 from tlora_megatron.service.store import Store, open_store
 from tlora_megatron.service.supervisor import ProcessHandle
 
-KILLS = 50 if os.environ.get("TLORA_ALL_TESTS") else 1
+KILLS = 20 if os.environ.get("TLORA_ALL_TESTS") else 1
 """Of each kind of process."""
 PROGRAMS = {
     "front": "tlora_megatron.service.api",
     "preparation": "tlora_megatron.service.prepare.worker",
-    "sampler": "tlora_megatron.service.sampling.process",
 }
+ASKED: dict[str, Mapping[str, Any] | None] = {"/v1/jobs": None}
+"""What clients ask: paths and bodies."""
+if KILLS > 1:
+    PROGRAMS["sampler"] = "tlora_megatron.service.sampling.process"
+    ASKED["/v1/completions"] = {"model": "base", "prompt": "planet", "max_tokens": 4}
 ROLES = ("controller", "gang", *PROGRAMS)
 QUICKSTART = REPO / "configs" / "quickstart"
 BASE = {"path": str(QUICKSTART / "base"), "dtype": "float32"}
-STEPS = 100 if KILLS == 1 else 300
+STEPS = 60 if KILLS == 1 else 300
 
 
 class Service:
@@ -132,10 +137,9 @@ def submit(store: Store, *names: str) -> None:
 
 @contextmanager
 def clients(service: Service, token: str) -> Iterator[Counter[tuple[str, int]]]:
-    """Two clients that ask all the time; yields the counts of their answers by status."""
+    """Clients that ask all the time; yields the counts of their answers by status."""
     found: Counter[tuple[str, int]] = Counter()
     over = threading.Event()
-    sample = {"model": "base", "prompt": "planet", "max_tokens": 4}
 
     def ask(path: str, body: Mapping[str, Any] | None) -> None:
         address, method = f"http://127.0.0.1:{service.port}", "GET" if body is None else "POST"
@@ -152,8 +156,7 @@ def clients(service: Service, token: str) -> Iterator[Counter[tuple[str, int]]]:
             except httpx.TransportError:
                 found[path, 0] += 1
 
-    asked = (("/v1/jobs", None), ("/v1/completions", sample))
-    threads = [threading.Thread(target=ask, args=args) for args in asked]
+    threads = [threading.Thread(target=ask, args=args) for args in ASKED.items()]
     for thread in threads:
         thread.start()
     try:
@@ -214,4 +217,4 @@ def test_no_kill_loses_doubles_or_changes_a_job(service: Service) -> None:
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), spans
     print("answers of clients:", dict(answers))
     assert {status for _, status in answers} <= {0, 200, 503}, answers
-    assert all(answers[path, 200] for path in ("/v1/jobs", "/v1/completions")), answers
+    assert all(answers[path, 200] for path in ASKED), answers

@@ -269,7 +269,7 @@ def test_a_tenant_holds_so_many_streams_and_uploads_and_no_more(
 ) -> None:
     client, made = api.client(), posted(api)
     monkeypatch.setattr("tlora_megatron.service.api.native.history.MOST_STREAMS", 0)
-    monkeypatch.setattr("tlora_megatron.service.api.openai.routes.AT_ONCE", 0)
+    monkeypatch.setattr("tlora_megatron.service.api.openai.uploads.AT_ONCE", 0)
     assert client.get(f"/v1/jobs/{made}/events?follow=false").status_code == 200
     assert client.get(f"/v1/jobs/{made}/events").status_code == 429
     form = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "fine-tune"}}
