@@ -111,10 +111,10 @@ def serving_http(root: Path, log: Path, *words: str) -> Iterator[ServedHttp]:
 
 
 @contextmanager
-def serving_quickstart(folder: Path) -> Iterator[ServedHttp]:
-    """Serves the quickstart's base in bfloat16 under the name `base`, and samples from it."""
+def serving_quickstart(folder: Path, dtype: str = "bfloat16") -> Iterator[ServedHttp]:
+    """Serves the quickstart's base under the name `base`, and samples from it."""
     base = folder / "base.json"
-    section = {"path": str(REPO / "configs" / "quickstart" / "base"), "dtype": "bfloat16"}
+    section = {"path": str(REPO / "configs" / "quickstart" / "base"), "dtype": dtype}
     base.write_text(json.dumps({"base_model": section}))
     words = (f"--base=base={base}", "--sampler=own")
     with serving_http(folder / "service", folder / "serve.log", *words) as found:
