@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from sqlalchemy import ColumnElement, Connection, bindparam, desc, func, or_, select, update
 
@@ -12,7 +12,7 @@ from tlora_megatron.config.job_rows import Acted
 from tlora_megatron.service.store import tables
 from tlora_megatron.service.store.database import Part
 from tlora_megatron.service.store.leases import end_lease
-from tlora_megatron.service.store.rows import Job, NewJob, Progress
+from tlora_megatron.service.store.rows import Job, NewJob, Progress, JobTotals
 from tlora_megatron.service.store.states import (
     JOB_CHANGES,
     LIVE,
@@ -42,15 +42,6 @@ class JobFields(TypedDict, total=False):
     tokens: int
     loss: float | None
     error: str | None
-
-
-class Tally(NamedTuple):
-    """What some jobs are together."""
-
-    jobs: int
-    tokens: int
-    oldest_at: float
-    """When the first of them was submitted."""
 
 
 class Jobs(Part):
@@ -330,12 +321,14 @@ class Jobs(Part):
         with self._database.read() as connection:
             return {state: int(count) for state, count in connection.execute(query)}
 
-    def tallies(self) -> dict[tuple[str, JobState], Tally]:
+    def tallies(self) -> dict[tuple[str, JobState], JobTotals]:
         """The jobs of each tenant in each state, summed up."""
         sums = (func.count(), func.sum(_JOB.tokens), func.min(_JOB.submitted_at))
         query = select(_JOB.tenant, _JOB.state, *sums).group_by(_JOB.tenant, _JOB.state)
         with self._database.read() as connection:
-            return {(of, state): Tally(*found) for of, state, *found in connection.execute(query)}
+            return {
+                (of, state): JobTotals(*found) for of, state, *found in connection.execute(query)
+            }
 
     def document(self, job: str) -> dict[str, Any]:
         """The job as an entry of `jobs` in a run's configuration."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlora_megatron.service.messages import Command, GangSpec
 from tlora_megatron.service.store.states import GangState, JobState, RequestedAction
@@ -325,3 +325,12 @@ class CheckpointNote:
     created_at: float
     user_metadata: Mapping[str, str] | None = None
     expires_at: float | None = None
+
+
+class JobTotals(NamedTuple):
+    """What some jobs are together."""
+
+    jobs: int
+    tokens: int
+    oldest_at: float
+    """When the first of them was submitted."""
