@@ -12,7 +12,7 @@ from tlora_megatron.config.job_rows import Acted
 from tlora_megatron.service.store import tables
 from tlora_megatron.service.store.database import Part
 from tlora_megatron.service.store.leases import end_lease
-from tlora_megatron.service.store.rows import Job, NewJob, Progress, JobTotals
+from tlora_megatron.service.store.rows import Job, JobTotals, NewJob, Progress
 from tlora_megatron.service.store.states import (
     JOB_CHANGES,
     LIVE,
