@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from scripts.bench.harness.rows import append_rows, checkout_commit
 from tests.helpers.fake_quant_peft import FakeQuant
 from tests.helpers.oracle import OracleResult, assert_equals_alone, cached_train_alone
 from tests.helpers.tiny_models import TinyModelType, make_tiny_model
@@ -155,6 +158,12 @@ def losses(output_dir: Path, name: str) -> list[float]:
     return [r["loss"] for r in records if "loss" in r]
 
 
+def largest_loss_error(got: Sequence[float], alone: Sequence[float]) -> float:
+    """Relative to the oracle's losses; infinite where there is none, or one that is no number."""
+    errors = [abs(a - b) / abs(b) for a, b in zip(got, alone, strict=False)]
+    return max((e if math.isfinite(e) else math.inf for e in errors), default=math.inf)
+
+
 def exported(output_dir: Path, name: str, base: Path) -> Mapping[str, torch.Tensor]:
     spec = read_model_spec(base / "config.json")
     return load_adapter(output_dir / "jobs" / name / "adapter", model=spec).factors
@@ -199,12 +208,20 @@ def assert_run_equals_oracle(
 ) -> None:
     """A run's jobs have the losses and exported adapters that they get alone.
 
+    How far the losses are off goes to the file that $TLORA_LOSS_ROWS names: the README's figure.
+
     Args:
         expected: by name; None = those of the jobs in the scenario's file.
     """
     for name in names:
         alone = (expected or oracle_of(scenario))[name]
         assert_equals_oracle(output_dir, name, alone, scenario.parent / "base")
+        if rows := os.environ.get("TLORA_LOSS_ROWS"):
+            got = losses(output_dir, name)
+            row = {"commit": checkout_commit(), "device": "cpu", "case": output_dir.name}
+            row |= {"job": name, "steps": len(got)}
+            row |= {"max_rel_loss_error": f"{largest_loss_error(got, alone.losses):.2e}"}
+            append_rows(Path(rows), [row])
 
 
 def gone_wrong(name: str) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from scripts.bench.harness.arguments import REPO
 from scripts.bench.harness.processes import MEGATRON_WORKER, megatron_environment, torchrun
 from scripts.bench.harness.rows import write_rows
 from tests.helpers.megatron_lm import COMMON, RUNNER, SIZES, model_flags, words
-from tests.helpers.scenario import losses
+from tests.helpers.scenario import largest_loss_error, losses
 
 Precision = Literal["fp32", "bf16", "fp8", "fp8 blockwise", "fp8 delayed"]
 
@@ -176,12 +175,6 @@ Row = dict[str, Any]
 """One job of one layout, by the CSV's columns."""
 
 
-def largest_error(got: Sequence[float], alone: Sequence[float]) -> float:
-    """Relative to the oracle's losses; infinite where there is none, or one that is no number."""
-    errors = [abs(a - b) / abs(b) for a, b in zip(got, alone, strict=False)]
-    return max((e if math.isfinite(e) else math.inf for e in errors), default=math.inf)
-
-
 def compare(layout: Layout, out: Path, expected: Oracle, common: Mapping[str, str]) -> list[Row]:
     """A row for each job of a run that ended well."""
     rows = []
@@ -199,7 +192,7 @@ def compare(layout: Layout, out: Path, expected: Oracle, common: Mapping[str, st
                 "precision": layout.precision,
                 "job": job,
                 "steps": len(got),
-                "max_rel_loss_error": largest_error(got, alone),
+                "max_rel_loss_error": largest_loss_error(got, alone),
             }
         )
     return rows
