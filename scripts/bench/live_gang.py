@@ -169,6 +169,7 @@ def measure_resize(bench: Bench) -> dict[str, dict[int, float]]:
         for words, tp_size in (("TP to DP", 1), ("DP to TP", bench.world)):
             case = f"resize {words}, {bench.args.jobs} jobs{how}"
             bench.row(f"{case}: of it the base", change_layout(bench, case, tp_size, change))
+    measure_kill(bench)
     return {job: driven.losses for job, driven in bench.driver.jobs.items()}
 
 
