@@ -48,7 +48,7 @@ def _imported(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("tlora_megatron", "train kernels deepspeed wandb serve tinker ray"),
+        ("tlora_megatron", "train kernels attention deepspeed wandb serve tinker ray"),
         ("scripts", "train kernels verify deepspeed docs bench openai tinker"),
         ("tests", "test deepspeed wandb"),
     ],
