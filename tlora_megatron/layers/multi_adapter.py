@@ -13,13 +13,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.black_box import BlackBoxStrategy, InputNorm, black_box_vjp
 from tlora_megatron.layers.linear import (
     Computed,
     GemmStrategy,
@@ -31,9 +31,16 @@ from tlora_megatron.layers.linear import (
     multi_lora_linear_vjp,
 )
 from tlora_megatron.layers.quantised_linear import held_base
-from tlora_megatron.layers.shardings import FoldStrategy, SLoraStrategy
+from tlora_megatron.layers.shardings import (
+    BlackBoxStrategy,
+    FoldStrategy,
+    Norm,
+    SLoraStrategy,
+    black_box_vjp,
+)
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.ops.frozen.parts import Vjp
+from tlora_megatron.ops.frozen.parts import NormWeight, Vjp
+from tlora_megatron.ops.frozen.rms_norm import rms_norm_once_reference
 from tlora_megatron.ops.lora.linear_ops import Base
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
@@ -197,7 +204,7 @@ _ONE_RANK: dict[str, Any] = {
 
 
 def _add_branch(
-    output: BlackBoxStrategy | None, x: Tensor, base_y: Tensor, norm: InputNorm | None = None
+    output: BlackBoxStrategy | None, x: Tensor, base_y: Tensor, norm: Norm | None = None
 ) -> Tensor:
     """Adds the adapters' branch, of the bound micro-batch, to what a linear has returned."""
     view = current_micro_batch()
@@ -241,6 +248,29 @@ class BlackBoxMixin(MultiAdapter):
         if not hasattr(self, "tlora_adapters"):
             return y, bias  # prepared, and the base is scored before it has adapters
         return _add_branch(self.tlora_adapters.output, x, y, norm), bias
+
+
+class InputNorm(NamedTuple):
+    """The frozen norm that a base linear begins with."""
+
+    weight_K: Tensor
+    bias_K: Tensor | None
+    eps: float
+    is_rms: bool
+    zero_centered: bool
+    """The weight is held less 1."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalises `[..., K]` in fp32, which is then rounded once."""
+        weight_K, bias_K, wide = self.weight_K, self.bias_K, x
+        if self.is_rms:
+            return rms_norm_once_reference(x, NormWeight(weight_K, self.eps, self.zero_centered))
+        if self.zero_centered or weight_K.dtype != x.dtype:
+            # torch's norms of one dtype are fp32 inside, in a pass; 1 + weight would be rounded.
+            weight_K = weight_K.float() + self.zero_centered
+            bias_K = None if bias_K is None else bias_K.float()
+            wide = x.float()
+        return F.layer_norm(wide, weight_K.shape, weight_K, bias_K, self.eps).to(x.dtype)
 
 
 def _input_norm(module: Any) -> InputNorm | None:
