@@ -24,7 +24,7 @@ from tlora_megatron.layers.linear import LinearLayout, computes_base, multi_lora
 from tlora_megatron.layers.multi_adapter import MultiAdapter, make_multi_adapter
 from tlora_megatron.layers.sites import Site, rank_sites
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec
-from tlora_megatron.model.gpt_oss import refuse_gpt_oss
+from tlora_megatron.model.spec import refuse_gpt_oss
 from tlora_megatron.ops.routing import current_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 

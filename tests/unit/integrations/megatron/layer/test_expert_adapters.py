@@ -21,9 +21,8 @@ from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExpe
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import factor_names, factor_shape
-from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.spec import ExpertsSpec, ModelSpec
 from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
