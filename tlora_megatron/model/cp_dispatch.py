@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.dispatch import ReplicaRate
 
 Cut = Callable[[Sequence[int], int], list[list[int]]]
 """From the rows of a team's sequences and its size to its micro-batches: places in the rows."""

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tlora_megatron.model.deployment import ReplicaRate
-
 _ONE = 1 << 24
 """Fixed-point 1 of prices and steps."""
 _FIRST_STEP, _LATER_STEP, _PRICE_STEPS = (3, 5), (9, 10), 48
@@ -27,6 +25,33 @@ the one before, and their number. Of the schedules that were tried on 200 drawn 
 square root of their number leave 3.4 %, twice as long first ones do not converge."""
 _NEVER = 1 << 200
 """Cost of a sequence where it does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaRate:
+    """Predicted time that one replica takes for its part of a round.
+
+    A sequence of x rows takes `token_ps * x + square_ps * x**2` picoseconds.
+    """
+
+    token_ps: int
+    """Picoseconds a row, forward and backward, recompute included."""
+    square_ps: int
+    """Picoseconds a squared row of a sequence: attention."""
+    fixed_ps: int = 0
+    """Picoseconds a micro-batch, however many rows it has."""
+    longest: int
+    """Rows that one of its micro-batches may hold, and so the longest sequence it may be given."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("token_ps", 1), ("square_ps", 0), ("fixed_ps", 0), ("longest", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value}")
+
+    def sequence_ps(self, rows: int) -> int:
+        """Picoseconds of a sequence of so many rows."""
+        return (self.token_ps + self.square_ps * rows) * rows
 
 
 def admit(queues: Sequence[Sequence[int]], *, first_slot: int, rooms: Sequence[int]) -> list[int]:

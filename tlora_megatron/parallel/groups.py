@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.model.deployment import Deployment, PlacedReplica
-from tlora_megatron.model.layout import ExpertPlace, ParallelLayout
+from tlora_megatron.model.layout import Deployment, ExpertPlace, ParallelLayout, PlacedReplica
 
 
 class Cell(NamedTuple):

@@ -23,8 +23,7 @@ from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.layers.slab_cells import SlabCells
 from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
-from tlora_megatron.model.deployment import Deployment, ReplicaLayout
-from tlora_megatron.model.layout import LoraSharding
+from tlora_megatron.model.layout import Deployment, LoraSharding, ReplicaLayout
 from tlora_megatron.parallel.collectives import Pending
 from tlora_megatron.parallel.groups import HeldCell, ReplicaCells, all_cells
 
