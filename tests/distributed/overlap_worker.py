@@ -120,7 +120,7 @@ def measure(model: Any, count: int) -> Result:
     gradients = {
         f"{job.name} {name}": view.clone()
         for job in model.jobs
-        for name, view in job.adapter.slab.grad_views().items()
+        for name, view in job.adapter.slab.grad_views.items()
     }
     for job in model.jobs:  # the next count sees the same round
         job.loss = None

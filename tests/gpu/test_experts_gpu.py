@@ -188,7 +188,7 @@ def block_results() -> dict[str, Tensor]:
     assert x.grad is not None
     found = {"y": y.detach(), "dx": x.grad}
     for adapter in adapters:
-        for name, grad in adapter.slab.grad_views().items():
+        for name, grad in adapter.slab.grad_views.items():
             found[f"{adapter.name} {name}"] = grad
     return {name: value.double().cpu() for name, value in found.items()}
 

@@ -105,19 +105,16 @@ class AdapterSlab:
             return torch.zeros(numel, device=self.grad.device)
         return torch.zeros(numel, pin_memory=self.grad.is_cuda)
 
-    def grad_views(self) -> dict[str, Tensor]:
-        """Returns each factor's gradient by its name: the views that backward adds to."""
-        return self._grad_views
-
     @cached_property
-    def _grad_views(self) -> dict[str, Tensor]:
+    def grad_views(self) -> dict[str, Tensor]:
+        """Each factor's gradient by its name: the views that backward adds to."""
         views = zip(self.layout.factors, self.layout.views(self.grad), strict=True)
         return {factor.name: view for factor, view in views} | self._spread
 
     @cached_property
     def unaligned(self) -> frozenset[str]:
         """Names of the gradients that the fastest kernels cannot add to."""
-        return frozenset(n for n, view in self._grad_views.items() if not are_aligned(((view,),)))
+        return frozenset(n for n, view in self.grad_views.items() if not are_aligned(((view,),)))
 
     def collect_grad(self) -> None:
         """Moves gradients of blocks into `grad`; must be called before anyone reads it."""
@@ -163,17 +160,14 @@ class AdapterSlab:
         """
         if copier is not None and self.placement.group is None:
             self._fill(self.buffers()[buffer], copier, whole)
-        else:
-            self.put(buffer, self.read(whole, copier.threads if copier else _LOADING_THREADS))
-
-    def read(self, whole: Callable[[str], Tensor], threads: int) -> Tensor:
-        """Returns what `load` would fill a buffer with, on the host, for `put`."""
+            return
         flat = torch.empty(self.layout.numel)
+        threads = copier.threads if copier else _LOADING_THREADS
         self._fill(flat, Copier(lambda part, fill: fill(part), threads, 0), whole)
-        return flat
+        self.put(buffer, flat)
 
     def put(self, buffer: str, flat: Tensor) -> None:
-        """Fills a buffer with what `read` has returned."""
+        """Fills a buffer with this rank's part of whole values `[numel]`."""
         self.buffers()[buffer].copy_(flat[self.held])
 
     def _fill(self, flat: Tensor, copier: Copier, whole: Callable[[str], Tensor]) -> None:

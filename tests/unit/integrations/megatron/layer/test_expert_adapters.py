@@ -179,7 +179,7 @@ def test_a_block_equals_peft_job_by_job(block: Block, bank: AdapterBank, routing
         assert_equal(y[rows, 0], expected, name)
         assert_equal(x.grad[rows, 0], dx, f"{name} dx")
         for factor, grad in grads.items():
-            got = bank.adapters[slot].slab.grad_views()[factor]
+            got = bank.adapters[slot].slab.grad_views[factor]
             got = got if factor.endswith("lora_a") else got.mT
             assert_equal(got, grad, f"{name} {factor}")
 
