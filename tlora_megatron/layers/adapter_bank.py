@@ -106,12 +106,9 @@ class AdapterBank:
         self.placement = placement
         self.ops = choose_ops(device, dtype) if ops is None else ops
         self.shape = holds if isinstance(holds, BankShape) else BankShape.of(holds)
-        used, blocks = self.shape.targets, self.shape.block_targets
+        used = self.shape.targets
         self._targets = {
             site.index: tuple(t for t in site.targets if t.target in used) for site in self.sites
-        }
-        self._rank_sharded = {
-            site.index for site in self.sites if any(t.target in blocks for t in site.targets)
         }
         self._places = {
             shard.name: (site.index, p)
@@ -158,7 +155,7 @@ class AdapterBank:
         Every TP rank then has rows of `lora_a` of its own, whose gradient takes the linear's whole
         input.
         """
-        return site.index in self._rank_sharded
+        return any(target.target in self.shape.block_targets for target in site.targets)
 
     def install(self, adapters: Sequence[Adapter]) -> None:
         """Puts adapters into slots 0, 1, ... in this order.

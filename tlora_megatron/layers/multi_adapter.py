@@ -88,7 +88,7 @@ class MultiAdapter:
         object.__setattr__(self, "tlora_adapters", adapters)
 
     def _make_adapters(self, bank: AdapterBank, site: Site, layout: LinearLayout) -> LinearAdapters:
-        return LinearAdapters(site=site, gemm=FoldStrategy(bank, site, layout))
+        return product_adapters(bank, site, layout)
 
 
 class MegatronLinearMixin(MultiAdapter):
@@ -108,9 +108,6 @@ class MegatronLinearMixin(MultiAdapter):
             sequence_parallel=linear.sequence_parallel,
             reduces_dgrad=site.kind == "column" and linear.allreduce_dgrad,
         )
-
-    def _make_adapters(self, bank: AdapterBank, site: Site, layout: LinearLayout) -> LinearAdapters:
-        return product_adapters(bank, site, layout)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         view, lane, adapters = current_micro_batch(), None, self.tlora_adapters

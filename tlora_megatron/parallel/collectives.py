@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertRuns
-from tlora_megatron.parallel.copy_engine import CopyEngineCollectives
-from tlora_megatron.parallel.peer_memory import obstacle
+from tlora_megatron.parallel.copy_engine import CopyEngineCollectives, obstacle
 
 # torch 2.13 renamed them and warns of the old names, which 2.12 and before have only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
