@@ -29,14 +29,14 @@ from tlora_megatron.layers.linear import (
     computes_base,
     multi_lora_linear,
     multi_lora_linear_vjp,
+    with_vjp,
 )
-from tlora_megatron.layers.quantised_linear import held_base
+from tlora_megatron.layers.quantised_linear import held_codes
 from tlora_megatron.layers.shardings import (
     BlackBoxStrategy,
     FoldStrategy,
     Norm,
     SLoraStrategy,
-    black_box_vjp,
 )
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.frozen.parts import NormWeight, Vjp
@@ -120,7 +120,7 @@ class MegatronLinearMixin(MultiAdapter):
         if view is None or gemm is None or not computes_base(gemm, view):
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         return multi_lora_linear(
-            input, held_base(self, weight), kwargs.get("bias"), gemm, view, lane
+            input, held_codes(self) or weight, kwargs.get("bias"), gemm, view, lane
         )
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
@@ -143,7 +143,7 @@ class MegatronLinearMixin(MultiAdapter):
         there a row-parallel linear has no bias.
         """
         linear: Any = self
-        base = held_base(linear, linear.weight)
+        base = held_codes(linear) or linear.weight
         return product_vjp(base, linear.bias, self.tlora_adapters, x, view, lane)
 
 
@@ -168,10 +168,12 @@ def product_vjp(
     if is_row and lane is None:
         y, vjp = reduced(*product, gemm.layout)
         product = (y if bias_N is None else y + bias_N, vjp)
-    if output is None:
+    if output is None or output.factors is None:
         return product
     assert isinstance(x, Tensor), "a branch behind the GEMM is made of x itself"
-    return black_box_vjp(x, product, output, view)
+    base_y, base_back = product
+    y, branch_back = with_vjp(output.forward(x, base_y, view))
+    return y, lambda dy: branch_back(dy).add_(base_back(dy))
 
 
 def reduced(y: Tensor, vjp: Vjp, layout: LinearLayout) -> tuple[Tensor, Vjp]:

@@ -52,10 +52,8 @@ from tlora_megatron.layers.linear import (
     LinearLayout,
     QuantisedInput,
     Strategy,
-    with_vjp,
 )
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear
 from tlora_megatron.ops.lora.rank_places import RankPlaces
 from tlora_megatron.ops.routing import MicroBatchView
@@ -330,18 +328,6 @@ def _black_box_backward(
         return None
     dx_WK = bound.branch_dgrad(summed.wait(), window).to(x_WK.dtype)
     return dx_WK if norm is None else torch.autograd.grad(inputs, leaf, dx_WK)[0]
-
-
-def black_box_vjp(
-    x_WK: Tensor, base: tuple[Tensor, Vjp], strategy: BlackBoxStrategy, view: MicroBatchView
-) -> tuple[Tensor, Vjp]:
-    """Returns a base's output with the branch added, and the way back through both; without factors
-    it is the base alone."""
-    if strategy.factors is None:
-        return base
-    base_WN, base_back = base
-    y_WN, branch_back = with_vjp(strategy.forward(x_WK, base_WN, view))
-    return y_WN, lambda dy_WN: branch_back(dy_WN).add_(base_back(dy_WN))
 
 
 def _spread(x_WK: Tensor, window: tuple[int, int], num_rows: int) -> Tensor:

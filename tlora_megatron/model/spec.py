@@ -241,8 +241,7 @@ class ModelSpec:
 
     def module_path(self, layer: int, target: str) -> str:
         """Module name of a target in the transformers model: `model.layers.0.mlp.up_proj`."""
-        attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-        block = "self_attn" if target in attention else "mlp"
+        block = "self_attn" if target in _ATTENTION else "mlp"
         return f"model.layers.{layer}.{block}.{target}"
 
     @property
