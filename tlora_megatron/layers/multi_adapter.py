@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -249,7 +249,8 @@ class BlackBoxMixin(MultiAdapter):
         return _add_branch(self.tlora_adapters.output, x, y, norm), bias
 
 
-class InputNorm(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class InputNorm:
     """The frozen norm that a base linear begins with."""
 
     weight_K: Tensor

@@ -160,14 +160,17 @@ class AdapterSlab:
         """
         if copier is not None and self.placement.group is None:
             self._fill(self.buffers()[buffer], copier, whole)
-            return
+        else:
+            self.put(buffer, self.read(whole, copier.threads if copier else _LOADING_THREADS))
+
+    def read(self, whole: Callable[[str], Tensor], threads: int) -> Tensor:
+        """Returns what `load` would fill a buffer with, on the host, for `put`."""
         flat = torch.empty(self.layout.numel)
-        threads = copier.threads if copier else _LOADING_THREADS
         self._fill(flat, Copier(lambda part, fill: fill(part), threads, 0), whole)
-        self.put(buffer, flat)
+        return flat
 
     def put(self, buffer: str, flat: Tensor) -> None:
-        """Fills a buffer with this rank's part of whole values `[numel]`."""
+        """Fills a buffer with what `read` has returned."""
         self.buffers()[buffer].copy_(flat[self.held])
 
     def _fill(self, flat: Tensor, copier: Copier, whole: Callable[[str], Tensor]) -> None:
